@@ -1,0 +1,46 @@
+# make test      the whole suite on a fresh machine: makes .venv, installs, runs          (a few minutes on two cores)
+# make lint      ruff and mypy
+# make test-gpu  the laws on a CUDA device, with the python that has torch there
+# make bench     the growth, stream and peer tables in results/, and the tables in the docs
+# make mutants   breaks the library on purpose, one defect at a time: do the laws notice?
+
+VENV ?= .venv
+PY = $(VENV)/bin/python
+JOBS ?= 2
+# One thread a worker: two workers with two threads each would fight over two cores.
+THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: test lint test-gpu bench mutants tables clean
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+test: $(VENV)/ready
+	$(THREADS) $(PY) -m pytest -n $(JOBS) --dist worksteal
+
+lint: $(VENV)/ready
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# Runs in whatever python has a CUDA torch and pytest: nothing is installed.
+test-gpu:
+	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider tests/test_laws.py tests/test_precision.py
+
+bench: $(VENV)/ready
+	$(PY) benchmarks/growth.py
+	$(PY) benchmarks/peers.py
+	$(PY) benchmarks/stream.py
+	$(MAKE) tables
+
+tables: $(VENV)/ready
+	$(PY) docs/make_tables.py
+
+mutants: $(VENV)/ready
+	$(THREADS) $(PY) tests/mutants.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

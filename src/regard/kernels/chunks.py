@@ -1,0 +1,169 @@
+"""Causal linear attention in linear time, from ordinary differentiable operations: chunks of tokens, no loop over tokens.
+
+Behind every kernel mechanism is one recurrence, read after each write:
+
+    S_i = exp(decay_i) S_{i-1} + k_i v_i^T,   out_i = q_i S_i,   so   out_i = sum_{j <= i} (q_i exp(L_i - L_j) . k_j) v_j
+
+with L the running sum of decay: nothing (plain sums), one number a token (retention, a gate, a running maximum) or one a
+feature. No exponent here is ever positive and no factor ever looks ahead, so nothing overflows and the future stays unseen.
+
+Letters: b batch, h query heads, g key-value heads, r = h / g, n tokens, c chunks of w tokens, f features, e value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RUN = 16  # steps taken one after the other by `prefix`; every block takes its step at the same time
+Parts = tuple[Tensor, ...]
+
+
+class Scanned(NamedTuple):
+    """What a scan gives: answers, and the memory after the last token."""
+
+    out: Tensor  # (b h n e) q_i S_i
+    norm: Tensor | None  # (b h n 1) q_i z_i, where z was given
+    s: Tensor  # (b g f e)
+    z: Tensor | None  # (b g f) sums of k alone
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor | None = None, decay: Tensor | None = None) -> Scanned:
+    """out_i = q_i S_i for all n at once, going on from S = s; with z also norm_i = q_i z_i, z_i = exp(decay_i) z_{i-1} + k_i.
+
+    q (b h n f), k (b g n f), v (b g n e), decay (b g n 1) or (b g n f), at most 0. Time n w (f + e) + n f e, memory n.
+    """
+    n, g, size = k.shape[2], k.shape[1], _size(k.shape[2])
+    q = _cut(q.unflatten(1, (g, -1)).transpose(2, 3), size)  # the r queries of a token stay together: (b g c w r f)
+    k, v = _cut(k, size), _cut(v, size)
+    level = None if decay is None else _cut(decay, size).cumsum(3)
+    inside = _scores(q, k, level)
+    out, s = _between(q, k, v, level, s)
+    out = _uncut(_add_matmul(out, inside, v), n, size)
+    if z is None:
+        return Scanned(out, None, s, None)
+    norm, sums = _between(q, k, torch.ones_like(v[..., :1]), level, z.unsqueeze(-1))  # a norm is the answer of values 1
+    return Scanned(out, _uncut(norm + inside.sum(-1, keepdim=True), n, size), s, sums.squeeze(-1))
+
+
+def running(x: Tensor, first: Tensor, keep: Tensor | None = None) -> Tensor:
+    """y_i = keep_i y_{i-1} + x_i along the third dimension, from y_{-1} = first; plain sums without keep."""
+    if keep is None:
+        return prefix(lambda a, b: (a[0] + b[0],), (x,), (first,))[0]
+    return prefix(_fade, (keep, x), (torch.ones_like(keep[:, :, 0]), first))[1]
+
+
+def highest(x: Tensor, first: Tensor) -> Tensor:
+    """The largest so far, along the third dimension."""
+    return prefix(lambda a, b: (torch.maximum(a[0], b[0]),), (x,), (first,))[0]
+
+
+def prefix(join: Callable[[Parts, Parts], Parts], parts: Parts, first: Parts) -> Parts:
+    """y_i = join(y_{i-1}, x_i) along the third dimension of parts (b g n ...), from y_{-1} = first (b g ...); join associates.
+
+    All blocks of RUN tokens walk at once, then their ends are scanned in the same way: work n, RUN log n / log RUN steps.
+    """
+    n = parts[0].shape[2]
+    if n <= RUN:
+        return tuple(torch.stack(y, 2) for y in zip(*_walk(join, parts, 2, first), strict=True))
+    local = _walk(join, tuple(_cut(x, RUN) for x in parts), 3)
+    ends = prefix(join, local[-1], first)
+    starts = tuple(_shift(y, y0).unsqueeze(3) for y, y0 in zip(ends, first, strict=True))
+    joined = join(starts, tuple(torch.stack(y, 3) for y in zip(*local, strict=True)))
+    return tuple(y.flatten(2, 3)[:, :, :n] for y in joined)
+
+
+def _walk(join: Callable[[Parts, Parts], Parts], parts: Parts, dim: int, first: Parts | None = None) -> list[Parts]:
+    walked: list[Parts] = []
+    for step in zip(*(x.unbind(dim) for x in parts), strict=True):
+        last = walked[-1] if walked else first
+        walked.append(step if last is None else join(last, step))
+    return walked
+
+
+def _fade(a: Parts, b: Parts) -> Parts:
+    """Two stretches of y -> keep y + x are one."""
+    return a[0] * b[0], torch.addcmul(b[1], b[0], a[1])
+
+
+def _shift(y: Tensor, first: Tensor) -> Tensor:
+    """What was there before each step, from what is there after it."""
+    return torch.cat([first.unsqueeze(2), y[:, :, :-1]], 2)
+
+
+def _between(q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries get from the chunks before their own (... w*r e), and the state after the last chunk."""
+    if level is None:
+        before, after = _states(k.mT @ v, first)
+        return q.flatten(3, 4) @ before, after
+    last = level[:, :, :, -1:]
+    late, whole = (last - level).exp(), last.mT.exp()
+    if level.shape[-1] > 1:
+        before, after = _states((k * late).mT @ v, first, whole)
+        return (q * level.exp().unsqueeze(4)).flatten(3, 4) @ before, after
+    before, after = _states(k.mT @ (v * late), first, whole)  # one number a token is cheaper on v and on the answer
+    answer = (q.flatten(3, 4) @ before).unflatten(3, q.shape[3:5])
+    return (answer * level.exp().unsqueeze(4)).flatten(3, 4), after
+
+
+def _states(new: Tensor, first: Tensor, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The state before each chunk and after the last; a chunk adds new (b g c f e) and keeps whole (b g c f 1) of what was."""
+    after = running(new, first, whole)
+    return _shift(after, first), after[:, :, -1]
+
+
+def _scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
+    """q_i exp(L_i - L_j) . k_j for j <= i of one chunk, else 0: (... w r f), (... w f) -> (... w*r w)."""
+    if level is not None and level.shape[-1] > 1:
+        return _halved(q.flatten(0, 2), k.flatten(0, 2), level.flatten(0, 2)).unflatten(0, k.shape[:3])
+    size = k.shape[3]
+    future = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+    scores = (q.flatten(3, 4) @ k.mT).unflatten(3, (size, -1))
+    if level is None:
+        return scores.masked_fill_(future.unsqueeze(1), 0).flatten(3, 4)
+    weight = (level - level.mT).masked_fill(future, -torch.inf).exp()
+    return (scores * weight.unsqueeze(4)).flatten(3, 4)
+
+
+def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
+    """Scores under a decay per feature: q (b w r f), k and level (b w f) -> (b w*r w), w a power of two.
+
+    exp(L_i - L_j) differs by feature, so it must be split between q and k; taken apart at the last token of the first
+    half, both factors are at most 1 for i in the second half and j in the first. The two halves are blocks of their own.
+    """
+    b, size, r, _ = q.shape
+    if size == 1:
+        return q.squeeze(1) @ k.mT
+    near = _halved(*(x.unflatten(1, (2, -1)).flatten(0, 1) for x in (q, k, level)))
+    first, second = near.unflatten(0, (b, 2)).unbind(1)
+    (_, q2), (k1, _), (level1, level2) = (x.chunk(2, 1) for x in (q, k, level))
+    turn = level1[:, -1:]
+    far = (q2 * (level2 - turn).exp().unsqueeze(2)).flatten(1, 2) @ (k1 * (turn - level1).exp()).mT
+    return torch.cat([torch.cat([first, torch.zeros_like(first)], 2), torch.cat([far, second], 2)], 1)
+
+
+def _add_matmul(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b without a second pass over x."""
+    return torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).unflatten(0, x.shape[:3])
+
+
+def _size(n: int) -> int:
+    """Tokens in a chunk: a power of two, and not much longer than the sequence."""
+    return min(64, 1 << max(n - 1, 0).bit_length())
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    """(b g n ...) -> (b g c size ...), filled up with zeros: a token of zeros writes nothing and decays nothing."""
+    if missing := -x.shape[2] % size:
+        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
+    return x.contiguous().unflatten(2, (-1, size))
+
+
+def _uncut(x: Tensor, n: int, size: int) -> Tensor:
+    """(b g c size*r e) -> (b h n e), the inverse of how queries were cut."""
+    x = x.unflatten(3, (size, -1)).flatten(2, 3)[:, :, :n]
+    return x.transpose(2, 3).flatten(1, 2)

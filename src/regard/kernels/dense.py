@@ -1,0 +1,44 @@
+"""Attention where all pairs are looked at: PyTorch's fused kernel, and a small form that also returns the log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from regard.kernels.tiles import UNSEEN, accumulator
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None, causal: bool = False, dropout: float = 0.0):
+    """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing. valid (b m)."""
+    e, mask, lost = v.shape[-1], None, None
+    if valid is not None:
+        lost = ~valid.any(1)[:, None, None, None]
+        mask = valid[:, None, None] | lost
+    wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form
+    q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+    )[..., :e]
+    return out if lost is None else out.masked_fill(lost, 0)
+
+
+def small(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m)."""
+    acc = accumulator(q.dtype)
+    s = (q.to(acc) * scale) @ k.to(acc).mT
+    s = s.masked_fill(~seen, UNSEEN)
+    lse = s.logsumexp(-1)
+    weights = (s - lse[..., None]).exp()
+    weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
+    lost = lse < UNSEEN / 2
+    out = (weights @ v.to(acc)).masked_fill(lost[..., None], 0)
+    return out.to(v.dtype), lse
+
+
+def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the out and log-sum-exp of each."""
+    (a, la), (b, lb) = first, second
+    lse = torch.logaddexp(la, lb)
+    out = a * (la - lse).exp()[..., None] + b * (lb - lse).exp()[..., None]
+    return out.to(a.dtype), lse

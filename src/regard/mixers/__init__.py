@@ -1,0 +1,1 @@
+"""The heart: the contract, the patterns and every family of mechanisms."""

@@ -1,0 +1,216 @@
+"""The contract: an attention mechanism is a memory that tokens are written into and queries are answered from.
+
+Letters, here and everywhere: b batch, h query heads, g key-value heads, n queries, m keys, d key dim, e value dim, w width.
+Polarity, here and everywhere: `valid` is True where there is a real token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Can(Flag):
+    """A claim is a promise that has a law testing it; a use that is not claimed raises."""
+
+    CAUSAL = auto()  # no output depends on a later token
+    CROSS = auto()  # queries may come from another sequence than keys and values
+    PADDING = auto()  # a token with valid=False is as if absent
+    STREAM = auto()  # start / extend in any cuts equals one forward pass
+    DROPOUT = auto()  # it has attention weights that can be dropped in training
+    NOTHING = 0
+
+    def __str__(self) -> str:
+        return ", ".join(c.name.lower() for c in Can if c in self and c.name) or "nothing"
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What the outside world fixes about a mixer: its widths, its heads, and how it will be used."""
+
+    width: int
+    heads: int
+    kv_heads: int | None = None  # fewer key-value heads than query heads: grouped (1: multi-query) attention
+    key_dim: int | None = None  # d, per head; width // heads unless given
+    value_dim: int | None = None  # e, per head; width // heads unless given
+    context_width: int | None = None  # width of the sequence that cross attention reads
+    causal: bool = False
+    cross: bool = False
+    max_len: int | None = None
+    dropout: float = 0.0  # of attention weights, in training
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "max_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if (self.key_dim is None or self.value_dim is None) and self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} is not divisible by {self.heads} heads: "
+                f"use width {self.width // self.heads * self.heads or self.heads}, or give key_dim and value_dim"
+            )
+        if self.heads % self.g:
+            raise ValueError(f"{self.heads} heads cannot share {self.g} key-value heads evenly: use a divisor of {self.heads}")
+        if self.causal and self.cross:
+            raise ValueError("a mixer is either causal over its own tokens or reads a context: a decoder has one mixer of each")
+        if self.context_width is not None and not self.cross:
+            raise ValueError("context_width is for cross attention: set cross=True, or leave it out")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
+
+    @property
+    def d(self) -> int:
+        return self.key_dim or self.width // self.heads
+
+    @property
+    def e(self) -> int:
+        return self.value_dim or self.width // self.heads
+
+    @property
+    def g(self) -> int:
+        return self.kv_heads or self.heads
+
+
+class Places(NamedTuple):
+    """Where tokens stand. Positions count real tokens only, so padding may lie anywhere and rows may differ in length."""
+
+    at: Tensor  # (b n) position of each token; of a padding token, that of the next real one
+    valid: Tensor | None = None  # (b n); None: every token is real
+    start: int | None = None  # known on the host: the real tokens of every row stand at start, start + 1, ...
+
+    @staticmethod
+    def of(x: Tensor, valid: Tensor | None = None, t: Tensor | None = None, start: int | None = 0) -> Places:
+        """Places of tokens x (b n ...) that follow t (b) real ones; `start` is t where all rows agree."""
+        b, n = x.shape[:2]
+        if valid is None:
+            at = torch.arange(n, device=x.device).expand(b, n)
+        else:
+            count = valid.long()
+            at = count.cumsum(1) - count
+        if start is not None:
+            at = at + start if start else at
+        elif t is not None:
+            at = at + t[:, None]
+        return Places(at, valid, start)
+
+    def __getitem__(self, cut: slice) -> Places:
+        """A run of tokens; what is known on the host survives where it is still true."""
+        start = self.start
+        if start is not None and cut.start:
+            start = start + cut.start if self.valid is None else None
+        return Places(self.at[:, cut], None if self.valid is None else self.valid[:, cut], start)
+
+
+def select(value: Any, rows: Tensor) -> Any:
+    """Rows of a state's batch, in any order and number: what beam search needs. Everything in a state is batch-first."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows)
+    if isinstance(value, tuple):
+        parts = [select(part, rows) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def nbytes(value: Any) -> int:
+    """Bytes held by a state, spare room included."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
+
+
+class State(NamedTuple):
+    """A mixer between two calls of extend: a value. Extending it twice gives two independent futures."""
+
+    memory: Any
+    t: Tensor  # (b) real tokens seen so far
+    start: int | None  # the same number on the host, where all rows agree
+
+    def select(self, rows: Tensor) -> State:
+        return select(self, rows)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.memory)
+
+
+def only(name: str, can: Can, asked: Can, instead: str = "") -> None:
+    """Refuse what is not claimed, in a sentence."""
+    if lacking := asked & ~can:
+        raise ValueError(f"{name} cannot do {lacking}: it can do {can}" + (f"; {instead}" if instead else ""))
+
+
+def check_valid(valid: Tensor | None, b: int, n: int, what: str = "x") -> None:
+    if valid is None:
+        return
+    if valid.dtype != torch.bool:
+        raise TypeError(f"valid must be a bool tensor, True = real token, not {valid.dtype}: write `valid != 0`")
+    if valid.shape != (b, n):
+        raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
+
+
+class Core(nn.Module):
+    """A key-value memory. `push` writes tokens, `read` answers queries, `scan` does both in causal order.
+
+    q (b h n d), k (b g m d), v (b g m e), out (b h n e). Memories are NamedTuples of batch-first tensors.
+    A core never sees widths or projections; a model never sees queries or keys.
+    """
+
+    can: Can = Can.NOTHING
+    streams: int = 1  # queries, keys and values per head and token: 2 where some tokens are projected in a way of their own
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.dims = dims
+        only(self.name, self.can, Can.DROPOUT if dims.dropout else Can.NOTHING, "use dropout=0")
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def empty(self, k: Tensor, v: Tensor) -> Any:
+        """A memory that holds nothing, shaped after keys and values of any length."""
+        raise NotImplementedError
+
+    def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
+        """The memory with more tokens in it. Never changes what `memory` itself answers."""
+        raise NotImplementedError
+
+    def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
+        """What the queries get from everything in the memory; zeros where there is nothing to see."""
+        raise NotImplementedError
+
+    def forget(self, memory: Any, t: Tensor) -> Any:  # noqa: ARG002 - t is for the cores that forget
+        """The memory without what no query at position t (b) or later can see. Only ever saves room."""
+        return memory
+
+    def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        """What causal means, token by token. Override it to be faster, never to mean something else."""
+        out = [q.new_zeros(*q.shape[:2], 0, v.shape[-1])]
+        for i in range(q.shape[2]):
+            one = slice(i, i + 1)
+            memory = self.push(memory, k[:, :, one], v[:, :, one], places[one])
+            out.append(self.read(memory, q[:, :, one], places[one]))
+        return torch.cat(out, 2), memory
+
+
+class Mixer(nn.Module):
+    """Anything that mixes tokens, (b n w) -> (b n w): all that a model knows about attention."""
+
+    can: Can
+    dims: Dims
+
+    def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+        """Every token at once. `valid` (b m) speaks of the tokens that are read: x itself, or the context."""
+        raise NotImplementedError
+
+    def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
+        """What is known before the first token: nothing (give the batch size), or a context to read from."""
+        raise NotImplementedError
+
+    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        """n >= 0 more tokens: a prompt, a chunk or one decoding step. Always this call."""
+        raise NotImplementedError

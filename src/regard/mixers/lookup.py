@@ -1,0 +1,164 @@
+"""Softmax over the pairs of a pattern, for queries and keys wherever they stand: choosing how to compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.kernels.dense import merged, small
+from regard.kernels.plan import Span, plan
+from regard.kernels.tiles import UNSEEN, tiled
+from regard.mixers.base import Places
+from regard.mixers.memory import Log
+from regard.mixers.patterns import Causal, Pattern
+
+FEW = 16  # queries up to which all keys in the memory are simply looked at
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What to compute: softmax(scale * q.k) over the pairs of a pattern, of the past alone if causal."""
+
+    pattern: Pattern
+    scale: float
+    causal: bool
+    dropout: float = 0.0
+
+    def __call__(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """out (b h n e) and log-sum-exp (b h n); q (b h n d)."""
+        h, n = q.shape[1:3]
+        if n == 0 or log.size == 0:
+            return self._nothing(log, q)
+        each = [self.pattern.for_head(x, h) for x in range(h)]
+        if self.pattern.bends_with_length:
+            return self._by_length(log, q, places, each)
+        if n <= FEW:
+            return self._small(log, q, places, each)
+        if places.start is None:
+            return _by_row(self, log, q, places)
+        if log.start is not None:
+            return self._tiles(log, q, places, each)
+        return self._beside_memory(log, q, places, each)
+
+    def _nothing(self, log: Log, q: Tensor) -> tuple[Tensor, Tensor]:
+        out = q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        return out, torch.full(q.shape[:3], UNSEEN, dtype=torch.float32, device=q.device)
+
+    def _small(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+        i, j = places.at[:, None, :, None], log.places.at[:, None, None]
+        masks = {p: p(0, i, j) for p in dict.fromkeys(each)}
+        seen = masks[each[0]] if len(masks) == 1 else torch.cat([masks[p] for p in each], 1)
+        if log.places.valid is not None:
+            seen = seen & log.places.valid[:, None, None]
+        seen = seen & (i >= j) if self.causal else seen
+        k, v = widened(log.keys, log.values, q.shape[1])
+        return small(q, k, v, seen, scale=self.scale, dropout=self.dropout)
+
+    def _tiles(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+        """Real tokens of every row side by side, in order: the plan of one row serves all."""
+        assert places.start is not None and log.start is not None
+        k, v, valid = packed(log.keys, log.values, log.places.valid)
+        q, back = packed_queries(q, places.valid)
+        k, v = widened(k, v, q.shape[1])
+        span = Span(places.start, q.shape[2], log.start, k.shape[2])
+        found = []
+        for p, heads in _groups(each):
+            own = slice(None) if len(heads) == q.shape[1] else torch.tensor(heads, device=q.device)
+            work = plan(p & Causal() if self.causal else p, span)
+            found.append(tiled(q[:, own], k[:, own], v[:, own], work, scale=self.scale, valid=valid, dropout=self.dropout))
+        out, lse = found[0] if len(found) == 1 else _regrouped(found, _groups(each))
+        if back is not None:
+            out, lse = out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
+        return out, lse
+
+    def _beside_memory(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+        """A chunk behind a memory with gaps, which is short because it forgets: the chunk by tiles, the memory in full."""
+        old = log.size - q.shape[2] if self.causal else log.size
+        past = log._replace(size=old)
+        out = self._small(past, q, places, each)
+        if not self.causal:
+            return out
+        at, real = (x[:, old : log.size] for x in (log.at, log.valid))
+        new = Log(
+            log.keys[:, :, old:], log.values[:, :, old:], at, real, q.shape[2], places.start, places.valid is None, log.newest
+        )
+        return merged(self._tiles(new, q, places, each), out)
+
+    def _by_length(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+        """A pattern that depends on the length is bound to that of every row: real tokens only."""
+        if log.start != 0 or places.start != 0:
+            raise ValueError(f"{self.pattern} is drawn for one length: it cannot continue from a memory")
+        if log.plain and places.valid is None:
+            return self._tiles(log, q, places, [p.bound(q.shape[2], log.size) for p in each])
+        rows = []
+        for row in range(len(q)):
+            one, own, mine = _row(log, row), _row_places(places, row), q[row : row + 1]
+            lengths = [x.shape[2] if p.valid is None else int(p.valid.sum()) for x, p in ((mine, own), (one.keys, one.places))]
+            rows.append(self._tiles(one, mine, own, [p.bound(*lengths) for p in each]))
+        return torch.cat([x for x, _ in rows]), torch.cat([x for _, x in rows])
+
+
+def _by_row(look: Lookup, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """Rows that stand at different positions, one after another."""
+    found = [look(_row(log, x), q[x : x + 1], _row_places(places, x, known=True)) for x in range(len(q))]
+    return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
+
+
+def _row(log: Log, row: int) -> Log:
+    here = slice(row, row + 1)
+    return log._replace(k=log.k[here], v=log.v[here], at=log.at[here], valid=log.valid[here])
+
+
+def _row_places(places: Places, row: int, known: bool = False) -> Places:
+    here = slice(row, row + 1)
+    start = int(places.at[row, 0]) if known else places.start
+    return Places(places.at[here], None if places.valid is None else places.valid[here], start)
+
+
+def widened(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Every query head its own key and value head."""
+    share = heads // k.shape[1]
+    return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
+
+
+def _groups(each: list[Pattern]) -> list[tuple[Pattern, list[int]]]:
+    groups: dict[Pattern, list[int]] = {}
+    for h, p in enumerate(each):
+        groups.setdefault(p, []).append(h)
+    return list(groups.items())
+
+
+def _regrouped(found: list[tuple[Tensor, Tensor]], groups: list[tuple[Pattern, list[int]]]) -> tuple[Tensor, Tensor]:
+    order = torch.tensor([h for _, heads in groups for h in heads], device=found[0][0].device).argsort()
+    return torch.cat([x for x, _ in found], 1)[:, order], torch.cat([x for _, x in found], 1)[:, order]
+
+
+class _Order(NamedTuple):
+    there: Tensor  # (b n) which token comes to each place
+    back: Tensor  # (b n) where each token went
+    real: Tensor  # (b n) which places hold a real token
+
+
+def _order(valid: Tensor) -> _Order | None:
+    """Real tokens to the front; None where they are there already, which only a CPU can see for free."""
+    if valid.device.type == "cpu" and bool((valid[:, 1:] <= valid[:, :-1]).all()):
+        return None
+    there = (~valid).long().argsort(dim=1, stable=True)
+    return _Order(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
+
+
+def _moved(x: Tensor, order: _Order) -> Tensor:
+    return x.gather(2, order.there[:, None, :, None].expand_as(x))
+
+
+def packed(k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    order = None if valid is None else _order(valid)
+    return (k, v, valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
+
+
+def packed_queries(q: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    order = None if valid is None else _order(valid)
+    return (q, None) if order is None else (_moved(q, order), order.back)

@@ -1,0 +1,147 @@
+"""The memory of mechanisms that keep keys and values: an append-only log with room to grow.
+
+Nothing written is ever overwritten, so a state stays what it was after it has been extended; whoever extends the newest state
+writes in place, whoever extends an older one gets a copy first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.mixers.base import Core, Places
+
+LEAST = 32  # room is made in multiples of this many tokens
+
+
+def spare(size: int) -> int:
+    """How far a log may grow before something is done about it: by a share of its size, so that doing it costs O(1) a token."""
+    return max(LEAST, size // 4)
+
+
+class Newest:
+    """How much of a buffer has been written, shared by all logs on it."""
+
+    def __init__(self, used: int) -> None:
+        self.used = used
+
+
+class Log(NamedTuple):
+    """Keys and values with where they stand; only the first `size` are there."""
+
+    k: Tensor  # (b g room d)
+    v: Tensor  # (b g room e)
+    at: Tensor  # (b room)
+    valid: Tensor  # (b room)
+    size: int
+    start: int | None  # on the host: the real tokens of every row stand at start, start + 1, ...
+    plain: bool  # every token is real
+    newest: Newest
+    looked: int = 0  # its size when it was last searched for what can be dropped
+
+    @staticmethod
+    def empty(k: Tensor, v: Tensor) -> Log:
+        at = torch.zeros(k.shape[0], 0, dtype=torch.long, device=k.device)
+        return Log(k[:, :, :0], v[:, :, :0], at, at.bool(), 0, None, True, Newest(0))
+
+    @property
+    def keys(self) -> Tensor:
+        return self.k[:, :, : self.size]
+
+    @property
+    def values(self) -> Tensor:
+        return self.v[:, :, : self.size]
+
+    @property
+    def places(self) -> Places:
+        valid = None if self.plain else self.valid[:, : self.size]
+        return Places(self.at[:, : self.size], valid, self.start)
+
+    def append(self, k: Tensor, v: Tensor, places: Places) -> Log:
+        """The log with more tokens."""
+        n = k.shape[2]
+        if n == 0:
+            return self
+        valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
+        start = self._joined(places)
+        plain = self.plain and places.valid is None
+        new = (k, v, places.at, valid)
+        if self.size == 0:  # nothing to join with: take the tensors as they are
+            return Log(*new, n, start, plain, Newest(n))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v)):
+            parts = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in zip(self[:4], new, (2, 2, 1, 1), strict=True)]
+            return Log(*parts, self.size + n, start, plain, Newest(self.size + n), self.looked)
+        log = self
+        if self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype:
+            log = self.with_room(n, k.dtype)
+        for x, y, dim in zip(log[:4], new, (2, 2, 1, 1), strict=True):
+            x.narrow(dim, log.size, n).copy_(y)
+        log.newest.used = log.size + n
+        return log._replace(size=log.size + n, start=start, plain=plain)
+
+    def _joined(self, places: Places) -> int | None:
+        """The start of the log with these tokens behind it, where it stays known."""
+        if self.size == 0:
+            return places.start
+        known = self.start is not None and places.start is not None and self.plain
+        return self.start if known and self.start + self.size == places.start else None  # type: ignore[operator]
+
+    def keep(self, alive: Tensor) -> Log:
+        """Only the living tokens (b size), in order; rows with fewer are filled up with padding."""
+        alive = alive & self.valid[:, : self.size]
+        count = alive.sum(1)
+        size = int(count.max()) if count.numel() else 0
+        if size == self.size:
+            return self._replace(looked=size)
+        order = alive.long().argsort(dim=1, descending=True, stable=True)[:, :size]
+        there = torch.arange(size, device=order.device) < count[:, None]
+        k, v = (x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values))
+        at, plain = self.at.gather(1, order), bool(there.all())
+        run = plain and self.start is not None and size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
+        return Log(k, v, at, there, size, int(at[0, 0]) if run else None, plain, Newest(size), size)
+
+    def with_room(self, n: int, dtype: torch.dtype) -> Log:
+        """A copy with room for n more tokens and some to spare."""
+        room = -(-(self.size + n + spare(self.size)) // LEAST) * LEAST
+        new = []
+        for x, dim in zip(self[:4], (2, 2, 1, 1), strict=True):
+            shape = list(x.shape)
+            shape[dim] = room
+            y = x.new_zeros(shape, dtype=dtype if dim == 2 else x.dtype)
+            y.narrow(dim, 0, self.size).copy_(x.narrow(dim, 0, self.size))
+            new.append(y)
+        return Log(*new, self.size, self.start, self.plain, Newest(self.size), self.looked)
+
+
+class Keeper(Core):
+    """A core whose memory is a log of keys and values."""
+
+    def empty(self, k: Tensor, v: Tensor) -> Log:
+        return Log.empty(k, v)
+
+    def push(self, memory: Log, k: Tensor, v: Tensor, places: Places) -> Log:
+        return memory.append(k, v, places)
+
+    def alive(self, j: Tensor, t: Tensor) -> Tensor:
+        """May a query at position t or later still see the key at j?"""
+        return torch.ones_like(j + t, dtype=torch.bool)
+
+    def forget(self, memory: Log, t: Tensor) -> Log:
+        if memory.size - memory.looked < spare(memory.looked):
+            return memory  # looking costs as much as reading: only now and then
+        return memory.keep(self.alive(memory.at[:, : memory.size], t[:, None]))
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        """What queries get from a log; causal: only from keys that do not stand after them."""
+        raise NotImplementedError
+
+    def read(self, memory: Log, q: Tensor, places: Places) -> Tensor:
+        return self.answer(memory, q, places, causal=False)
+
+    def scan(self, memory: Log, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Log]:
+        if q.shape[2] == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
+        log = memory.append(k, v, places)
+        return self.answer(log, q, places, causal=True), log

@@ -1,0 +1,181 @@
+"""The yardstick: all pairs are looked at, and a score decides how much each one counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
+
+from regard.kernels.dense import fused
+from regard.kernels.tiles import accumulator
+from regard.mixers.base import Can, Core, Dims, Places
+from regard.mixers.lookup import Lookup, packed, packed_queries, widened
+from regard.mixers.memory import Keeper, Log
+from regard.mixers.patterns import Everything
+
+EVERY = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
+STRIP = 1 << 22  # elements of the largest tensor that a strip of queries makes
+
+
+def default_scale(scale: float | None, d: int) -> float:
+    if scale is None:
+        return d**-0.5
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not scale > 0:
+        raise ValueError(f"scale must be a positive number, not {scale!r}")
+    return float(scale)
+
+
+class Softmax(Keeper):
+    """Every query looks at every key; similar pairs count more.
+
+    A = softmax(scale q k^T), out = A v, with scale = 1/sqrt(d) unless given.
+    Cost: (d + e) n^2, memory n. Vaswani et al. 2017, arXiv:1706.03762.
+    """
+
+    can = EVERY
+
+    def __init__(self, dims: Dims, *, scale: float | None = None) -> None:
+        super().__init__(dims)
+        self.scale = default_scale(scale, dims.d)
+
+    def forget(self, memory: Log, t: Tensor) -> Log:  # noqa: ARG002 - every key can be seen for ever
+        return memory
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        drop = self.dims.dropout if self.training else 0.0
+        if q.shape[2] == 0 or log.size == 0:
+            return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        if not causal or (q.shape[2] == 1 and log.plain):  # the newest token sees all
+            return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop)
+        if log.size > q.shape[2]:  # a chunk behind a memory
+            return Lookup(Everything(), self.scale, True, drop)(log, q, places)[0]
+        k, v, _ = packed(log.keys, log.values, log.places.valid)
+        q, back = packed_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        out = fused(q, k, v, scale=self.scale, causal=True, dropout=drop)
+        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
+
+
+class _Strips(Keeper):
+    """Scores of any form, a strip of queries at a time and once more in the backward pass: never n x m at once."""
+
+    can = EVERY
+
+    def depth(self) -> int:
+        """Elements made per pair of query and key."""
+        return 1
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """What depends on a query or a key alone."""
+        raise NotImplementedError
+
+    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        """A (b h n m) from prepared queries and keys; seen (b 1 n m); a row that sees nothing is all 0."""
+        raise NotImplementedError
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        acc = accumulator(q.dtype)
+        k, v = widened(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        q, k = self.prepare(q.to(acc), k)
+        j, valid = log.places.at, log.valid[:, : log.size]
+        rate = self.dims.dropout if self.training else 0.0
+
+        def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor) -> Tensor:
+            seen = valid[:, None, None]
+            seen = seen & (i[:, None, :, None] >= j[:, None, None]) if causal else seen.expand(-1, 1, i.shape[1], -1)
+            return dropout(self.weights(q, k, seen), rate) @ v
+
+        return _in_strips(strip, q, k, v, places.at, self.depth()).to(log.v.dtype)
+
+
+def _in_strips(strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, depth: int) -> Tensor:
+    rows = max(1, STRIP // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
+    if q.shape[2] <= rows:
+        return strip(q, k, v, at)
+    parts = zip(q.split(rows, 2), at.split(rows, 1), strict=True)
+    again = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return torch.cat([checkpoint(strip, x, k, v, i, use_reentrant=False) if again else strip(x, k, v, i) for x, i in parts], 2)
+
+
+class Additive(_Strips):
+    """Similarity learned by a small network instead of a dot product.
+
+    s_ij = w . tanh(Wq q_i + Wk k_j), A = softmax(s), with Wq, Wk, w per head.
+    Cost: n^2 hidden, memory n. Bahdanau et al. 2015, arXiv:1409.0473.
+    """
+
+    def __init__(self, dims: Dims, *, hidden: int | None = None) -> None:
+        super().__init__(dims)
+        self.hidden = dims.d if hidden is None else hidden
+        if not isinstance(self.hidden, int) or self.hidden < 1:
+            raise ValueError(f"hidden must be a positive integer, not {hidden!r}")
+        self.wq, self.wk = (nn.Parameter(torch.randn(dims.heads, dims.d, self.hidden) * dims.d**-0.5) for _ in range(2))
+        self.w = nn.Parameter(torch.randn(dims.heads, self.hidden) * self.hidden**-0.5)
+
+    def depth(self) -> int:
+        return self.hidden
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q @ self.wq.to(q.dtype), k @ self.wk.to(q.dtype)
+
+    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        made = torch.tanh(q[:, :, :, None] + k[:, :, None])  # (b h strip m hidden)
+        s = torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
+        return s.masked_fill(~seen, -1e30).softmax(-1) * seen
+
+
+class Relu(_Strips):
+    """No competition between keys: a score below zero simply does not count.
+
+    A = relu(s) / number of visible keys (norm="count"), or relu(s) / sum of relu(s) (norm="sum"), s = scale q k^T.
+    Cost: (d + e) n^2, memory n. Wortsman et al. 2023, arXiv:2309.08586.
+    """
+
+    def __init__(self, dims: Dims, *, norm: str = "count", scale: float | None = None) -> None:
+        super().__init__(dims)
+        if norm not in ("count", "sum"):
+            raise ValueError(f"norm must be 'count' or 'sum', not {norm!r}")
+        self.norm, self.scale = norm, default_scale(scale, dims.d)
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q * self.scale, k
+
+    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        positive = (q @ k.mT).relu() * seen
+        total = seen.sum(-1, keepdim=True).to(q.dtype) if self.norm == "count" else positive.sum(-1, keepdim=True)
+        return positive / torch.where(total > 0, total, 1)
+
+
+class Values(NamedTuple):
+    v: Tensor  # (b g m e)
+
+
+class Identity(Core):
+    """No mixing at all: the control row of every comparison.
+
+    out_i = v_i, A = the identity. Cost: n.
+    """
+
+    can = Can.CAUSAL | Can.PADDING | Can.STREAM
+
+    def empty(self, k: Tensor, v: Tensor) -> Values:  # noqa: ARG002
+        return Values(v[:, :, :0])
+
+    def push(self, memory: Values, k: Tensor, v: Tensor, places: Places) -> Values:  # noqa: ARG002
+        return Values(torch.cat([memory.v.to(v.dtype), v], 2))
+
+    def read(self, memory: Values, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002
+        n = q.shape[2]
+        if memory.v.shape[2] < n:
+            raise ValueError(f"identity answers a token with itself: {n} queries, but {memory.v.shape[2]} tokens in the memory")
+        return memory.v[:, :, memory.v.shape[2] - n :].repeat_interleave(q.shape[1] // memory.v.shape[1], 1)
+
+    def forget(self, memory: Values, t: Tensor) -> Values:  # noqa: ARG002
+        return Values(memory.v[:, :, :0])
+
+    def scan(self, memory: Values, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Values]:
+        memory = self.push(Values(memory.v[:, :, :0]), k, v, places)
+        return self.read(memory, q, places), memory

@@ -1,0 +1,190 @@
+"""Human knowledge decides which pairs to skip: softmax over the pairs of a pattern, and the published patterns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.kernels.dense import merged
+from regard.kernels.plan import Span, plan
+from regard.kernels.tiles import tiled
+from regard.mixers.base import Can, Core, Dims, Places
+from regard.mixers.census import Census, census
+from regard.mixers.lookup import Lookup
+from regard.mixers.memory import Keeper, Log
+from regard.mixers.patterns import Blocks, Columns, Dilated, Everything, Global, Local, Pattern, PerHead, Random, Rows, Stride, Tail
+from regard.mixers.softmax import EVERY, default_scale
+
+__all__ = ["BigBird", "Census", "Longformer", "Sparse", "SparseTransformer", "census"]
+
+SELF = Can.CAUSAL | Can.PADDING | Can.STREAM | Can.DROPOUT
+
+
+def _positive(name: str, value: object, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    return value
+
+
+class Sparse(Keeper):
+    """Softmax attention over the pairs of a pattern; a query with no visible key gets 0.
+
+    A = softmax(scale q k^T) over {(i, j) in pattern}, out = A v.
+    Cost: (d + e) times the number of pairs, in time; n in memory. Child et al. 2019, arXiv:1904.10509.
+    """
+
+    can = EVERY
+
+    def __init__(self, dims: Dims, *, pattern: Pattern | str, scale: float | None = None) -> None:
+        super().__init__(dims)
+        self.pattern, self.scale = Pattern.of(pattern), default_scale(scale, dims.d)
+        self.pattern.for_head(0, dims.heads)  # patterns that heads cannot share evenly are refused here
+        if self.pattern.bends_with_length:
+            self.can = self.can & ~Can.STREAM  # a longer sequence would have had another past
+
+    def extra_repr(self) -> str:
+        return str(self.pattern)
+
+    def alive(self, j: Tensor, t: Tensor) -> Tensor:
+        return self.pattern.alive(j, t)
+
+    def look(self, causal: bool) -> Lookup:
+        return Lookup(self.pattern, self.scale, causal, self.dims.dropout if self.training else 0.0)
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        return self.look(causal)(log, q, places)[0]
+
+
+class SparseTransformer(Sparse):
+    """Half of the heads look nearby, the other half far away in steps, so that two layers connect everything.
+
+    strided: Local(stride) and Stride(stride); fixed: Blocks(stride) and the last `summary` tokens of every block.
+    Cost: n^2 / stride + n stride, so n^1.5 with stride = sqrt(n). Child et al. 2019, arXiv:1904.10509.
+    """
+
+    can = SELF
+
+    def __init__(self, dims: Dims, *, stride: int = 64, form: str = "strided", summary: int = 8) -> None:
+        _positive("stride", stride)
+        if form not in ("strided", "fixed"):
+            raise ValueError(f"form must be 'strided' or 'fixed', not {form!r}")
+        if dims.heads % 2:
+            raise ValueError(f"sparse_transformer splits its heads in two halves: {dims.heads} heads is an odd number")
+        near, far = (Local(stride), Stride(stride)) if form == "strided" else (Blocks(stride), Tail(stride, summary))
+        super().__init__(dims, pattern=PerHead([near, far]))
+
+
+class BigBird(Sparse):
+    """Blocks see their neighbours, some global blocks and some random ones: short paths between all tokens.
+
+    Pattern: `window` blocks around | Global | `random` blocks drawn per head. The global tokens are the first `globals` blocks
+    (special="internal"), or as many learned keys and values that do not belong to the sequence (special="external").
+    Causal: random blocks are drawn from the past. Cost: n block (window + globals + random). Zaheer et al. 2020, arXiv:2007.14062.
+    """
+
+    can = SELF
+
+    def __init__(
+        self, dims: Dims, *, block: int = 64, window: int = 3, globals: int = 2, random: int = 3, special: str = "internal", seed: int = 0
+    ) -> None:
+        _positive("block", block)
+        if _positive("window", window) % 2 == 0:
+            raise ValueError(f"window counts blocks, the own one in the middle: {window} is an even number")
+        if special not in ("internal", "external"):
+            raise ValueError(f"special must be 'internal' or 'external', not {special!r}")
+        pattern: Pattern = Blocks(block, window // 2)
+        if _positive("random", random, 0):
+            pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
+        inside = _positive("globals", globals, 0) and special == "internal"
+        super().__init__(dims, pattern=pattern | Global(globals * block) if inside else pattern)
+        extra = globals * block if special == "external" else 0
+        self.extra_k = nn.Parameter(torch.randn(dims.g, extra, dims.d) * 0.02) if extra else None
+        self.extra_v = nn.Parameter(torch.randn(dims.g, extra, dims.e) * 0.02) if extra else None
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        look = self.look(causal)
+        inside = look(log, q, places)
+        if self.extra_k is None or self.extra_v is None or q.shape[2] == 0:
+            return inside[0]
+        share = q.shape[1] // self.dims.g
+        k, v = (x.to(q.dtype).repeat_interleave(share, 0).expand(len(q), -1, -1, -1) for x in (self.extra_k, self.extra_v))
+        work = plan(Everything(), Span(0, q.shape[2], 0, k.shape[2]))
+        return merged(inside, tiled(q, k, v, work, scale=self.scale, dropout=look.dropout))[0]
+
+
+class Both(NamedTuple):
+    local: Log
+    special: Log
+
+
+class Longformer(Core):
+    """A sliding window per head, and special tokens that see and are seen by all, through projections of their own.
+
+    Rows of ordinary tokens: Local(window), in `dilated_heads` heads Dilated(window, dilation), | Columns(special).
+    Rows of special tokens: all keys, with their own q, k, v (shared=True: the ordinary ones).
+    Cost: n (window + special). Beltagy et al. 2020, arXiv:2004.05150.
+    """
+
+    can = SELF
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        window: int = 256,
+        dilation: int = 1,
+        dilated_heads: int = 0,
+        first: int = 1,
+        at: tuple[int, ...] | list[int] = (),
+        shared: bool = False,
+    ) -> None:
+        super().__init__(dims)
+        if _positive("dilated_heads", dilated_heads, 0) > dims.heads:
+            raise ValueError(f"dilated_heads is {dilated_heads}, but there are only {dims.heads} heads")
+        if dilated_heads and dilation == 1:
+            raise ValueError("dilated_heads needs a dilation of at least 2: with 1 there is nothing dilated about them")
+        if dilation > 1 and not dilated_heads:
+            raise ValueError("a dilation needs dilated_heads: say how many heads are to use it")
+        near: Pattern = PerHead([Local(window)] * (dims.heads - dilated_heads) + [Dilated(window, dilation)] * dilated_heads)
+        near = near if dilated_heads else Local(window)
+        self.streams = 1 if shared else 2
+        self.rows = Rows(first, tuple(at)) if first or at else None
+        self.local = Sparse(dims, pattern=near | Columns(first, tuple(at)) if self.rows else near)
+        self.special = Sparse(dims, pattern=self.rows) if self.rows else None
+        if self.special is None and not shared:
+            raise ValueError("without special tokens there is nothing to project apart: first=1, or shared=True")
+
+    def extra_repr(self) -> str:
+        return f"streams={self.streams}"
+
+    def _apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, x) if self.streams == 1 else tuple(x.chunk(2, -1))  # type: ignore[return-value]
+
+    def empty(self, k: Tensor, v: Tensor) -> Both:
+        return Both(*(Log.empty(a, b) for a, b in zip(self._apart(k), self._apart(v), strict=True)))
+
+    def push(self, memory: Both, k: Tensor, v: Tensor, places: Places) -> Both:
+        (k, gk), (v, gv) = self._apart(k), self._apart(v)
+        special = memory.special if self.special is None else self.special.push(memory.special, gk, gv, places)
+        return Both(self.local.push(memory.local, k, v, places), special)
+
+    def forget(self, memory: Both, t: Tensor) -> Both:
+        special = memory.special if self.special is None else self.special.forget(memory.special, t)
+        return Both(self.local.forget(memory.local, t), special)
+
+    def read(self, memory: Both, q: Tensor, places: Places) -> Tensor:
+        return self._answer(memory, q, places, causal=False)
+
+    def scan(self, memory: Both, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Both]:
+        memory = self.push(memory, k, v, places)
+        return self._answer(memory, q, places, causal=True), memory
+
+    def _answer(self, memory: Both, q: Tensor, places: Places, causal: bool) -> Tensor:
+        q, gq = self._apart(q)
+        out = self.local.answer(memory.local, q, places, causal)
+        if self.special is None or self.rows is None:
+            return out
+        apart = self.special.answer(memory.special, gq, places, causal)
+        return torch.where(self.rows.special(places.at)[:, None, :, None], apart, out)

@@ -1,0 +1,39 @@
+"""Two ways to see what a mechanism does: its attention matrix, and how much each token moves each output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.mixers.attention import attend
+from regard.mixers.base import Core, Mixer
+
+
+def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: Tensor | None = None) -> Tensor:
+    """A (b h n m) with out = A v, for a core that is linear in v: with the identity for v, the output is A."""
+    b, g, m, _ = k.shape
+    one = torch.eye(m, dtype=k.dtype, device=k.device).repeat(1, core.streams)  # a token's streams count together
+    return attend(q, k, one.expand(b, g, *one.shape), core, causal=causal, valid=valid, query_valid=None if causal else valid)
+
+
+@torch.no_grad()
+def has_weights(core: Core) -> bool:
+    """Is its output a weighted sum of the values, and of nothing else? Asked of the core itself: without values, nothing comes out."""
+    dims, n = core.dims, 4
+    q, k = (torch.ones(1, h, n, dims.d * core.streams) for h in (dims.heads, dims.g))
+    return not attend(q, k, torch.zeros(1, dims.g, n, dims.e * core.streams), core, causal=dims.causal).any()
+
+
+def influence(mixer: Mixer, x: Tensor, *, rows: int = 64) -> Tensor:
+    """The Frobenius norm of dy_i / dx_j (n n), exact, for one sequence x (n w) and any mixer whose output is as long.
+
+    Batch rows do not meet, so one backward pass over copies of x gives as many rows of the Jacobian.
+    """
+    n, w = x.shape
+    copies = x.detach().expand(min(rows, n * w), n, w).clone().requires_grad_()
+    squares = x.new_zeros(n, n)
+    for part in torch.arange(n * w, device=x.device).split(len(copies)):
+        y = mixer(copies[: len(part)]).flatten(1)
+        (grad,) = torch.autograd.grad(y.gather(1, part[:, None]).sum(), copies)
+        squares.index_add_(0, part // w, grad[: len(part)].square().sum(-1))
+    return squares.sqrt()

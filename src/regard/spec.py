@@ -1,0 +1,175 @@
+"""A mechanism as a value: `Spec("bigbird", window=3)`, its text `bigbird(window=3)`, and its JSON form say the same."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from regard.catalogue import CATALOGUE, Row
+from regard.mixers.attention import Attention
+from regard.mixers.base import Core, Dims, Mixer
+from regard.mixers.patterns import PATTERNS, Pattern
+from regard.text import LARGEST, TextError, parse, unknown
+
+Value = bool | int | float | str | Pattern | tuple["Value", ...] | None
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Spec:
+    """A name of the catalogue and options for it, in the order of its constructor. Compares, hashes, prints and parses."""
+
+    name: str
+    items: tuple[tuple[str, Value], ...]
+
+    def __init__(self, name: str, /, **options: Any) -> None:
+        if name not in CATALOGUE:
+            raise ValueError(unknown("nothing is called", str(name), CATALOGUE))
+        allowed = _options(name)
+        for option in options:
+            if option not in allowed:
+                raise ValueError(unknown(f"{name} has no option", option, allowed))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "items", tuple((o, _value(name, o, options[o])) for o in allowed if o in options))
+
+    @property
+    def options(self) -> dict[str, Value]:
+        return dict(self.items)
+
+    @property
+    def row(self) -> Row:
+        return CATALOGUE[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{o}={_text(v)}' for o, v in self.items)})" if self.items else self.name
+
+    def __repr__(self) -> str:
+        return f"Spec({', '.join([repr(self.name), *(f'{o}={v!r}' for o, v in self.items)])})"
+
+    @staticmethod
+    def parse(text: str) -> Spec:
+        """`bigbird(window=3)`, `softmax`, or a pattern, which stands for sparse(pattern)."""
+        value = parse(text, _names())
+        if not isinstance(value, Spec | Pattern):
+            raise TextError("this is a value, not a mechanism: write a name, such as softmax, or a pattern", text)
+        return Spec.of(value)
+
+    @staticmethod
+    def of(x: Spec | str | Pattern | Mapping[str, Any]) -> Spec:
+        """A Spec of anything that names a mechanism: itself, its text, its JSON form, or a pattern."""
+        match x:
+            case Spec():
+                return x
+            case str():
+                return Spec.parse(x)
+            case Pattern():
+                return Spec("sparse", pattern=x)
+            case Mapping():
+                return Spec.from_json(x)
+        raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {x!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "options": {option: _plain(value) for option, value in self.items}}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Spec:
+        name, options = data.get("name"), data.get("options", {})
+        if not isinstance(name, str) or not isinstance(options, Mapping) or not set(data) <= {"name", "options"}:
+            raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {dict(data)!r}')
+        return Spec(name, **options)
+
+    def build(self, dims: Dims, *, shared_qk: bool = False) -> Mixer:
+        """The layer. A core gets the projections that all cores get; a mixer has its own."""
+        made = self.row.make(dims, **self.options)
+        if isinstance(made, Core):
+            return Attention(dims, made, shared_qk=shared_qk)
+        if shared_qk:
+            raise ValueError(f"{self.name} has projections of its own: leave out shared_qk")
+        return made
+
+
+def core(spec: Spec | str | Pattern | Mapping[str, Any], dims: Dims) -> Core:
+    """The key-value memory alone, for people who hold q, k and v already: see `attend`."""
+    spec = Spec.of(spec)
+    made = spec.row.make(dims, **spec.options)
+    if not isinstance(made, Core):
+        raise ValueError(f"{spec.name} is a whole layer without a core of its own: use layer({str(spec)!r}, ...)")
+    return made
+
+
+def layer(
+    spec: Spec | str | Pattern | Mapping[str, Any],
+    *,
+    width: int,
+    heads: int,
+    kv_heads: int | None = None,
+    key_dim: int | None = None,
+    value_dim: int | None = None,
+    context_width: int | None = None,
+    causal: bool = False,
+    cross: bool = False,
+    max_len: int | None = None,
+    dropout: float = 0.0,
+    shared_qk: bool = False,
+) -> Mixer:
+    """One layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`."""
+    dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout)
+    return Spec.of(spec).build(dims, shared_qk=shared_qk)
+
+
+@cache
+def _options(name: str) -> dict[str, inspect.Parameter]:
+    """What may be said about a mechanism: all of its constructor but the dims, and in a text also without the names."""
+    options = list(inspect.signature(CATALOGUE[name].make).parameters.values())[1:]
+    options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
+    return {p.name: p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options}
+
+
+@cache
+def _patterned(name: str) -> frozenset[str]:
+    """The options that are patterns, so that their text can stand for them."""
+    hints = get_type_hints(CATALOGUE[name].make.__init__)
+    return frozenset(o for o in _options(name) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
+
+
+@cache
+def _names() -> dict[str, Callable[..., object]]:
+    """What a text may call: every pattern, and every mechanism."""
+    return {**{name: _maker(name) for name in CATALOGUE}, **PATTERNS}
+
+
+def _maker(name: str) -> Callable[..., Spec]:
+    signature = inspect.Signature(list(_options(name).values()))
+
+    def make(*args: object, **options: object) -> Spec:
+        return Spec(name, **signature.bind(*args, **options).arguments)
+
+    make.__signature__ = signature  # type: ignore[attr-defined] - so that errors name the options
+    return make
+
+
+def _value(name: str, option: str, value: object) -> Value:
+    """An option as it is kept: hashable, printable, and a pattern exactly where a pattern is meant."""
+    if isinstance(value, list | tuple):
+        return tuple(_value(name, option, part) for part in value)
+    if isinstance(value, str | Pattern) and option in _patterned(name):
+        return Pattern.of(value)
+    if isinstance(value, int | float) and not abs(value) < LARGEST:
+        raise ValueError(f"{name} needs a smaller {option}: {value} is too large to be written down")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{name} cannot take {value!r} as {option}: only numbers, strings and lists of them can be written down")
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return str(value) if isinstance(value, Pattern) else repr(value)
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Pattern) else value

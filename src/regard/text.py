@@ -1,0 +1,159 @@
+"""One small grammar for patterns and specs: known names, calls of them, literals, `|` and `&`. Nothing else is evaluated.
+
+The text is read by Python's own parser and walked by ours, so it never runs as Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import NoReturn
+
+LONGEST = 1_000_000  # characters; the parser needs a few hundred bytes for each
+DEEPEST = 100  # calls, lists and operators inside each other; far below Python's own limit
+LARGEST = 2**63  # numbers end up in tensors
+
+Names = Mapping[str, Callable[..., object]]
+
+
+class TextError(ValueError):
+    """A sentence, the text, and a caret under the place it speaks of."""
+
+    def __init__(self, sentence: str, text: str, at: int = 0) -> None:
+        super().__init__(sentence, text, at)
+        self.sentence, self.text, self.at = sentence, text, at
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n{_underline(self.text, self.at)}"
+
+
+def parse(text: str, names: Names) -> object:
+    """The value of a text such as `Local(256) | Global(first=4)`; `names` says what may be called. `softmax` is `softmax()`."""
+    if len(text) > LONGEST:
+        raise TextError(f"{len(text):,} characters are too many: {LONGEST:,} is the limit", text)
+    line = re.sub(r"\s", " ", text).strip()  # one line, so that a place in it is one number
+    if not line:
+        raise TextError("there is nothing to read: write a name, such as " + " or ".join(list(names)[:2]), line)
+    return _Reader(line, names).value(_tree(line))
+
+
+def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
+    """A sentence about an unknown word, with the nearest allowed one and then all of them."""
+    by_lower = {name.lower(): name for name in allowed}
+    near = get_close_matches(word.lower(), by_lower, n=1)
+    hint = f"did you mean {by_lower[near[0]]!r}? There is " if near else "there is "
+    return f"{what} {_short(word)!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
+
+
+def _tree(line: str) -> ast.expr:
+    try:
+        return ast.parse(line, mode="eval").body
+    except SyntaxError as error:
+        raise TextError(f"this cannot be read: {error.msg.split(':')[0]}", line, (error.offset or 1) - 1) from None
+    except (RecursionError, MemoryError):
+        raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
+    except ValueError as error:  # characters that are not text: nulls, lone surrogates
+        raise TextError(f"this cannot be read: {error}", line) from None
+
+
+class _Reader:
+    """Walks a syntax tree and allows what it knows."""
+
+    def __init__(self, line: str, names: Names) -> None:
+        self.line, self.names = line, names
+
+    def value(self, node: ast.expr, depth: int = 1) -> object:
+        if depth > DEEPEST:
+            self.fail(f"this is nested too deeply: {DEEPEST} levels is the limit", node)
+        match node:
+            case ast.Constant():
+                return self.literal(node)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if number is not True:
+                self.literal(node.operand)
+                return -number
+            case ast.List():
+                return [self.value(item, depth + 1) for item in node.elts]
+            case ast.Tuple():
+                return tuple(self.value(item, depth + 1) for item in node.elts)
+            case ast.BinOp(op=ast.BitOr() | ast.BitAnd()):
+                return self.joined(node, depth)
+            case ast.Name():
+                return self.made(node, node, [], [], depth)
+            case ast.Call(func=ast.Name() as name):
+                return self.made(node, name, node.args, node.keywords, depth)
+        self.fail("this has no meaning here: write names, calls of them, literals, `|` and `&`", node)
+
+    def literal(self, node: ast.expr) -> object:
+        value = node.value if isinstance(node, ast.Constant) else None
+        if value is not None and not isinstance(value, bool | int | float | str):
+            self.fail("this has no meaning here: write a number, a string, True, False or None", node)
+        if isinstance(value, int | float) and not value < LARGEST:
+            self.fail("this number is too large: 2**63 is the limit", node)
+        return value
+
+    def joined(self, node: ast.BinOp, depth: int) -> object:
+        """The operators are those of the values; a number has them too, but means nothing by them here."""
+        left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
+        sign, join = ("|", operator.or_) if isinstance(node.op, ast.BitOr) else ("&", operator.and_)
+        for side, value in ((node.left, left), (node.right, right)):
+            if isinstance(value, bool | int | list | tuple):
+                self.fail(f"`{sign}` joins two patterns, but {value!r} is not one", side)
+        try:
+            return join(left, right)
+        except (TypeError, ValueError) as error:
+            why = f": {error}" if isinstance(error, ValueError) else ""
+            self.fail(f"`{sign}` joins two patterns, which {left} and {right} are not{why}", node)
+
+    def made(self, node: ast.expr, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword], depth: int) -> object:
+        if name.id not in self.names:
+            self.fail(unknown("nothing is called", name.id, self.names), name)
+        make = self.names[name.id]
+        self.check_keywords(name.id, make, keywords)
+        positional = [self.value(arg, depth + 1) for arg in args]
+        named = {keyword.arg: self.value(keyword.value, depth + 1) for keyword in keywords if keyword.arg}
+        try:
+            inspect.signature(make).bind(*positional, **named)
+        except TypeError as error:
+            self.fail(f"{name.id}: {error}; it is written {name.id}{_shape(make)}", node)
+        try:
+            return make(*positional, **named)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            why = error.sentence if isinstance(error, TextError) else str(error)  # of a text inside this text
+            self.fail(why if why.startswith(name.id) else f"{name.id}: {why}", node)
+
+    def check_keywords(self, name: str, make: Callable[..., object], keywords: list[ast.keyword]) -> None:
+        options, seen = list(inspect.signature(make).parameters), set()
+        for keyword in keywords:
+            if keyword.arg is None:
+                self.fail("`**` has no meaning here: write the options by name", keyword)
+            if keyword.arg not in options:
+                self.fail(unknown(f"{name} has no option", keyword.arg, options), keyword)
+            if keyword.arg in seen:
+                self.fail(f"{name} is given {keyword.arg!r} twice", keyword)
+            seen.add(keyword.arg)
+
+    def fail(self, sentence: str, node: ast.expr | ast.keyword) -> NoReturn:
+        at = len(self.line.encode()[: node.col_offset].decode())  # the parser counts bytes
+        raise TextError(sentence, self.line, at) from None
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= 40 else word[:40] + "…"
+
+
+def _shape(make: Callable[..., object]) -> str:
+    """Its options as one would type them: (size, around=0)."""
+    parts = inspect.signature(make).parameters.values()
+    return "(" + ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parts) + ")"
+
+
+def _underline(text: str, at: int, room: int = 100) -> str:
+    """The text near a place, printable whatever is in it, and a caret."""
+    first = max(0, min(at - room // 2, len(text) - room))
+    shown = "".join(c if c.isprintable() else "?" for c in text[first : first + room])
+    left, right = "…" * (first > 0), "…" * (first + room < len(text))
+    return f"{left}{shown}{right}\n{' ' * (len(left) + at - first)}^"

@@ -1,0 +1,77 @@
+"""The one table is complete, and what it says is well formed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard.mixers
+from regard.catalogue import CATALOGUE, Example, Row, catalogue_table, growth
+from regard.mixers.attention import Attention
+from regard.mixers.base import Can, Core, Dims, Mixer
+from regard.probe import has_weights
+from regard.spec import Spec
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = [(row, example) for row in CATALOGUE.values() for example in row.examples]
+
+
+def mechanisms() -> set[type]:
+    """Every finished mechanism in the package: a public class that is not only a base for others."""
+    found: set[type] = set()
+    for module in pkgutil.iter_modules(regard.mixers.__path__):
+        classes = vars(importlib.import_module(f"regard.mixers.{module.name}")).values()
+        found |= {c for c in classes if inspect.isclass(c) and issubclass(c, Core | Mixer) and not c.__name__.startswith("_")}
+    return found - {Core, Mixer, Attention}
+
+
+def test_every_mechanism_has_a_row() -> None:
+    named = {row.make for row in CATALOGUE.values()}
+    bases = {base for c in named for base in c.__mro__[1:]} - named
+    assert mechanisms() - bases == named
+
+
+@pytest.mark.parametrize("row", CATALOGUE.values(), ids=CATALOGUE)
+def test_a_row_is_well_formed(row: Row) -> None:
+    assert CATALOGUE[row.name] is row
+    assert re.fullmatch(r"[a-z][a-z_]*", row.name)
+    assert re.search(r"arXiv:\d{4}\.\d{4,5}|doi:10\.\S+", row.paper)
+    assert row.summary.endswith(".")
+    assert row.summary.count(". ") == 0
+    assert row.examples
+    assert row.make.__doc__ != inspect.getmro(row.make)[1].__doc__, "a docstring of its own"
+    assert re.search(r"arXiv:\d{4}\.\d{4,5}|doi:10\.\S+", row.make.__doc__ or "") or row.name in ("identity", "sparse")
+
+
+@pytest.mark.parametrize(("row", "example"), EXAMPLES, ids=[f"{r.name}-{r.examples.index(e)}" for r, e in EXAMPLES])
+def test_an_example_builds_and_runs(row: Row, example: Example) -> None:
+    spec = Spec(row.name, **example.options)
+    mixer = spec.build(Dims(width=32, heads=4)).eval()
+    assert mixer(torch.randn(1, 40, 32)).shape == (1, 40, 32)
+    assert Spec.parse(str(spec)) == spec
+    streams = Can.CAUSAL in mixer.can and Can.STREAM in spec.build(Dims(width=32, heads=4, causal=True)).can
+    assert streams == (example.memory is not None), "memory is None exactly where it does not stream"
+    assert isinstance(mixer, Attention) and has_weights(mixer.core) == example.weights
+
+
+def test_growth_is_written_as_people_write_it() -> None:
+    assert [growth(p, "n") for p in (0, 1, 2, 1.5, None)] == ["1", "n", "n²", "n^1.5", "–"]
+
+
+def test_the_table_names_every_row() -> None:
+    lines = catalogue_table().splitlines()
+    assert [line.split("`")[1] for line in lines[2:]] == list(CATALOGUE)
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_readme_is_up_to_date() -> None:
+    render = runpy.run_path(str(ROOT / "docs" / "make_tables.py"))["render"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert render(readme) == readme, "run `python docs/make_tables.py`"
