@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -122,10 +124,9 @@ def test_is_a_value() -> None:
         (lambda: Spec("relu", norm=Local(8)), "cannot take"),
     ],
 )
-def test_a_mistake_is_answered_with_what_is_near(make: object, words: str) -> None:
-    with pytest.raises(ValueError, match="(?s).") as caught:
-        make()  # type: ignore[operator]
-    assert words in str(caught.value)
+def test_a_mistake_is_answered_with_what_is_near(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
 
 
 def test_of_anything_else_says_so() -> None:

@@ -167,11 +167,11 @@ _ROWS = [
 
 CATALOGUE: dict[str, Row] = {row.name: row for row in _ROWS}
 
-_POWERS = {0: "1", 1: "{}", 2: "{}²", None: "–"}
+_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
 
 
 def growth(power: float | None, letter: str) -> str:
-    """How something grows, as people write it: 1, n, n², n^1.5, and – where there is nothing to grow."""
+    """How something grows, as people write it: 1, n, n², n^1.5, and none where there is nothing to grow."""
     return _POWERS.get(power, f"{letter}^{power}").format(letter)
 
 

@@ -5,36 +5,39 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from regard._version import version
 from regard.catalogue import CATALOGUE, Row, growth
 from regard.facts import Facts, facts
 from regard.mixers.base import Can, Dims
 from regard.spec import Spec
 from regard.text import TextError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 app = typer.Typer(help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
 FORMATS = (".png", ".pdf", ".svg")
 
 
+def main() -> None:
+    app()
+
+
 @app.callback(invoke_without_command=True)
-def main(
-    ctx: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False
-) -> None:
+def options(show_version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if show_version:
-        _console().print(f"regard {_version()}", highlight=False)
+        _console().print(f"regard {version}", highlight=False)
         raise typer.Exit
-    if ctx.invoked_subcommand is None:
-        raise typer.Exit(2)
 
 
 @app.command("list")
@@ -83,9 +86,9 @@ def _report(known: Facts, out: Path | None) -> None:
     table.add_column()
     for label, value in known.lines():
         table.add_row(label, value)
-    python = f"from regard.spec import layer; layer({str(known.spec)!r}, width={known.width}, heads={known.heads}"
+    python = f"from regard.spec import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
     table.add_row("", "")
-    table.add_row("build it", python + (", causal=True)" if known.causal else ")"))
+    table.add_row("build it", python + (", causal=True)" if known.dims.causal else ")"))
     table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.name}.png")
     console.print(f"\n{known.spec}", style="bold", markup=False, highlight=False)
     console.print(f"{known.spec.row.summary}\n", markup=False, highlight=False)
@@ -126,14 +129,22 @@ def _check_out(out: Path | None) -> None:
 
 def _draw(known: Facts, out: Path) -> None:
     """Under another name first, so that a half-drawn picture never stands there."""
-    from regard.pictures import picture  # Matplotlib is slow to load, and only needed here
-
+    picture = _painter()
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         picture(known).savefig(part, format=out.suffix[1:].lower())
         os.replace(part, out)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _painter() -> Callable[[Facts], Figure]:
+    """Matplotlib is slow to load, an extra, and needed for this alone."""
+    try:
+        from regard.pictures import picture
+    except ModuleNotFoundError as error:
+        raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
+    return picture
 
 
 def _row_json(row: Row) -> dict[str, object]:
@@ -164,10 +175,3 @@ def _console() -> Console:
 
 def _write_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _version() -> str:
-    try:
-        return version("regard")
-    except PackageNotFoundError:
-        return "(not installed: running from its sources)"

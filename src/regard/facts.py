@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache, partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -16,12 +19,50 @@ from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, nbytes
 from regard.mixers.patterns import Pattern
 from regard.mixers.softmax import Softmax
-from regard.mixers.sparse import census
+from regard.mixers.sparse import Sparse, census
 from regard.probe import attention_matrix, has_weights
 from regard.spec import Spec
 
-MEASURED = 16_384  # the longest state that is filled with real tokens; beyond it, growth says the rest
-COMPARED = 256  # tokens of the matrix that is compared with softmax
+MEASURED = 16_384  # tokens of the longest state that is really filled; beyond it, its growth says the rest
+COMPARED = 512  # tokens of the matrix that is compared with softmax
+SHORT = 512  # tokens of a pass that may stand for longer ones
+BLOCKS = 2048  # a side; where there would be more, larger ones are counted
+
+
+@dataclass(frozen=True)
+class Work:
+    """A forward pass over one sequence, projections included."""
+
+    parameters: int
+    flops: int
+    growth: float | None  # mixing alone grows as n ** growth, from this length to twice it; None: it cannot be longer
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What streaming has to remember, of one sequence in float32."""
+
+    bytes: int
+    growth: float  # as t ** growth, up to this length
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a pattern."""
+
+    per_head: float
+    density: float  # among those that full attention, causal or not, has
+    block: int  # tokens a side
+    block_density: float  # of blocks that hold a pair, which is what hardware sees
+
+
+@dataclass(frozen=True)
+class Distance:
+    """|| A - softmax's A || / || softmax's A || on q, k of unit variance."""
+
+    tokens: int
+    to_softmax: float
+    of_uniform: float  # the same for equal weights: what knowing nothing costs
 
 
 @dataclass(frozen=True)
@@ -29,72 +70,93 @@ class Facts:
     """Numbers for one mechanism at one length. None: the question does not apply to it."""
 
     spec: Spec
+    dims: Dims
     length: int
-    causal: bool
-    heads: int
-    width: int
     claims: Can
-    parameters: int
-    flops: int  # of a forward pass over one sequence, projections included
-    cost: float  # the FLOPs of mixing grow as n ** cost from this length to twice it
-    state: int | None  # bytes after `length` tokens, float32, one sequence
-    memory: float | None  # the state grows as t ** memory up to this length
-    pairs: float | None  # of the pattern, per head
-    density: float | None  # of pairs, among those that could be seen
-    block_density: float | None  # of blocks of 64 x 64 that hold a pair
-    error: float | None  # || A - softmax's A || / || softmax's A || on q, k of unit variance
-    uniform_error: float | None  # the same for equal weights: what knowing nothing costs
+    work: Work
+    state: Kept | None
+    pairs: Pairs | None
+    distance: Distance | None
 
     def to_json(self) -> dict[str, Any]:
-        row, claims = self.spec.row, [c.name.lower() for c in Can if c in self.claims and c.name]
+        row, dims = self.spec.row, self.dims
         about = {"text": str(self.spec), "family": row.family, "summary": row.summary, "paper": row.paper}
-        return {**asdict(self), "spec": self.spec.to_json(), **about, "claims": claims}
+        asked = {"length": self.length, "causal": dims.causal, "heads": dims.heads, "width": dims.width}
+        claims = [c.name.lower() for c in Can if c in self.claims and c.name]
+        found = {name: part and asdict(part) for name, part in self._parts().items()}
+        return {"spec": self.spec.to_json(), **about, **asked, "claims": claims, **found}
+
+    def _parts(self) -> dict[str, Any]:
+        return {"work": self.work, "state": self.state, "pairs": self.pairs, "distance": self.distance}
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and sentence of every fact that applies, for tables and figures."""
+        """A label and a phrase for every fact that applies, for tables and figures."""
+        form, heads = ", causal" * self.dims.causal, f"{self.dims.heads} head{'s' * (self.dims.heads > 1)}"
         found = [
             ("claims", str(self.claims)),
-            ("measured at", f"{self.length:,} tokens{', causal' * self.causal}, width {self.width:,}, {self.heads} head{'s' * (self.heads > 1)}"),
-            ("parameters", f"{self.parameters:,}"),
-            ("FLOPs of a pass", f"{_short(self.flops)}, mixing {_grows(self.cost, 'n')}"),
+            ("measured at", f"{self.length:,} tokens{form}, width {self.dims.width:,}, {heads}"),
+            ("parameters", f"{self.work.parameters:,}"),
+            ("FLOPs of a pass", _short(self.work.flops) + _grows(self.work.growth, "n", ", mixing ")),
         ]
-        if self.state is not None and self.memory is not None:
-            found.append(("streaming state", f"{_short(self.state)}B, {_grows(self.memory, 't')}"))
-        if self.pairs is not None:
-            found.append(("pairs per head", f"{self.pairs:,.0f}, {self.density:.2%} of all; {self.block_density:.1%} of blocks"))
-        if self.error is not None:
-            found.append(("distance to softmax", f"{self.error:.2f}; equal weights are at {self.uniform_error:.2f}"))
+        if self.state:
+            found.append(("streaming state", f"{_short(self.state.bytes)}B" + _grows(self.state.growth, "t", ", ")))
+        if self.pairs:
+            found.append(("pairs per head", f"{self.pairs.per_head:,.0f}, {_percent(self.pairs.density)} of all"))
+            found.append((f"blocks of {self.pairs.block}", f"{_percent(self.pairs.block_density)} hold a pair"))
+        if self.distance:
+            far, uniform, n = self.distance.to_softmax, self.distance.of_uniform, self.distance.tokens
+            found.append(("distance to softmax", f"{far:.2f} on {n} random tokens; equal weights {uniform:.2f}"))
         return [*found, ("paper", self.spec.row.paper)]
 
 
-def facts(
-    spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = False, heads: int = 4, width: int = 256
-) -> Facts:
-    """All the numbers `regard show` prints. Any length is cheap: passes are counted on tensors without content."""
+def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = False, heads: int = 4, width: int = 256) -> Facts:
+    """All the numbers `regard show` prints. Long passes are counted on tensors without content, so they cost little."""
     spec, dims = Spec.of(spec), Dims(width=width, heads=heads, causal=causal)
     mixer = spec.build(dims)
-    core = mixer.core if isinstance(mixer, Attention) else None
-    state, memory = _state(spec, dims, length)
-    pairs, density, blocks = _pairs(getattr(core or mixer, "pattern", None), length, dims)
-    error, uniform = _error(core, dims, min(length, COMPARED)) if core is not None and has_weights(core) else (None, None)
-    flops, cost = _flops(mixer.to("meta"), length)
-    parameters = sum(p.numel() for p in mixer.parameters())
-    return Facts(
-        spec, length, causal, heads, width, mixer.can, parameters, flops, cost,
-        state, memory, pairs, density, blocks, error, uniform,
-    )  # fmt: skip
+    pairs, tokens = _pairs(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
+    known = isinstance(mixer, Attention) and has_weights(mixer.core, tokens)
+    distance = _distance(mixer.core, tokens) if known else None  # type: ignore[arg-type]
+    return Facts(spec, dims, length, mixer.can, _work(mixer.to("meta"), length), _state(spec, dims, length), pairs, distance)
 
 
-def _short(number: float) -> str:
-    """1234567 as 1.23 M."""
-    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f} "
+def _work(mixer: Mixer, length: int) -> Work:
+    """Counted on a mixer without content."""
+    passing: Callable[[int], int] = cache(partial(_count_pass, mixer))
+    mixing: Callable[[int], int] = cache(partial(_count_mixing, mixer)) if isinstance(mixer, Attention) else passing
+    if pattern_of(mixer) is None:
+        passing, mixing = _parabola(passing), _parabola(mixing)
+    power = _exponent(mixing(length), mixing(2 * length)) if _holds(mixer, 2 * length) else None
+    return Work(sum(p.numel() for p in mixer.parameters()), passing(length), power)
 
 
-def _grows(power: float, letter: str) -> str:
-    return f"grows as {growth(power, letter)}" if (power := round(power, 1)) else "does not grow"
+def _parabola(count: Callable[[int], int]) -> Callable[[int], int]:
+    """The same count, quick at any length where four short ones lie on a parabola: some mechanisms take many small steps."""
+
+    def at(n: int) -> int:
+        if n <= 4 * SHORT:
+            return count(n)
+        one, two, three, four = (count(SHORT * x) for x in (1, 2, 3, 4))
+        slope, bend, x = two - one, three - 2 * two + one, n / SHORT - 1
+        return round(one + x * slope + x * (x - 1) / 2 * bend) if four == one + 3 * slope + 3 * bend else count(n)
+
+    return at
+
+
+def _count_pass(mixer: Mixer, n: int) -> int:
+    x = torch.empty(1, n, mixer.dims.width, device="meta")
+    return _count(lambda: mixer(x))
+
+
+def _count_mixing(mixer: Attention, n: int) -> int:
+    q, k, v = mixer.heads(torch.empty(1, n, mixer.dims.width, device="meta"))
+    return _count(lambda: attend(q, k, v, mixer.core, causal=mixer.dims.causal))
+
+
+@torch.no_grad()
+def _count(run: Callable[[], Tensor]) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
 
 
 def _exponent(once: float, twice: float) -> float:
@@ -102,47 +164,20 @@ def _exponent(once: float, twice: float) -> float:
     return math.log2(twice / once) if once > 0 and twice > 0 else 0.0
 
 
-def _flops(mixer: Mixer, length: int) -> tuple[int, float]:
-    """FLOPs of a whole pass, and the power by which those of mixing alone grow."""
-    if isinstance(mixer, Attention):
-        once, twice = (_count(_attending(mixer, n)) for n in (length, 2 * length))
-    else:
-        once, twice = (_count(_passing(mixer, n)) for n in (length, 2 * length))
-    return _count(_passing(mixer, length)), _exponent(once, twice)
-
-
-def _passing(mixer: Mixer, n: int) -> Any:
-    x = torch.empty(1, n, mixer.dims.width, device="meta")
-    return lambda: mixer(x)
-
-
-def _attending(mixer: Attention, n: int) -> Any:
-    q, k, v = mixer.heads(torch.empty(1, n, mixer.dims.width, device="meta"))
-    return lambda: attend(q, k, v, mixer.core, causal=mixer.dims.causal)
-
-
-def _count(run: Any) -> int:
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
-
-
-def _state(spec: Spec, dims: Dims, length: int) -> tuple[int | None, float | None]:
-    """Bytes kept after `length` tokens, and the power by which they grow."""
-    mixer = spec.build(Dims(width=dims.width, heads=dims.heads))
-    if Can.CAUSAL not in mixer.can:
-        return None, None
+def _state(spec: Spec, dims: Dims, length: int) -> Kept | None:
+    if Can.CAUSAL not in spec.build(Dims(width=dims.width, heads=dims.heads)).can:
+        return None
     mixer = spec.build(Dims(width=dims.width, heads=dims.heads, causal=True))
     if Can.STREAM not in mixer.can:
-        return None, None
+        return None
     filled = min(length, MEASURED)
-    half, whole = _kept(mixer, (filled + 1) // 2), _kept(mixer, filled)
+    half, whole = _remembered(mixer, (filled + 1) // 2), _remembered(mixer, filled)
     power = _exponent(half, whole)
-    return round(whole * (length / filled) ** power), power
+    return Kept(round(whole * (length / filled) ** power), power)
 
 
 @torch.no_grad()
-def _kept(mixer: Mixer, length: int) -> int:
+def _remembered(mixer: Mixer, length: int) -> int:
     dims = mixer.dims
     if not isinstance(mixer, Attention):
         return mixer.extend(mixer.start(1), torch.zeros(1, length, dims.width))[1].nbytes
@@ -151,24 +186,58 @@ def _kept(mixer: Mixer, length: int) -> int:
     return nbytes(core.forget(core.push(core.empty(k, v), k, v, Places.of(k[:, 0])), torch.tensor([length])))
 
 
-def _pairs(pattern: Pattern | None, length: int, dims: Dims) -> tuple[float | None, float | None, float | None]:
+def pattern_of(mixer: Mixer) -> Pattern | None:
+    """All pairs that some part of it may look at; None: it does not choose among pairs."""
+    found = [part.pattern for part in mixer.modules() if isinstance(part, Sparse)]
+    return reduce(or_, found) if found else None
+
+
+def sample(mixer: Mixer, length: int, most: int) -> int:
+    """At most so many tokens to look at, unless its pattern, say the edges of a graph, holds for one length alone."""
+    return min(length, most) if _holds(mixer, min(length, most)) else length
+
+
+def _holds(mixer: Mixer, n: int) -> bool:
+    try:
+        return (pattern := pattern_of(mixer)) is None or pattern.bound(n, n) is not None
+    except ValueError:
+        return False
+
+
+def _pairs(pattern: Pattern | None, length: int, dims: Dims) -> Pairs | None:
     if pattern is None:
-        return None, None, None
-    found = census(pattern, length, causal=dims.causal, heads=dims.heads)
-    return found.pairs / dims.heads, found.pairs / found.possible, found.blocks / found.possible_blocks
+        return None
+    block = 64 * -(-length // (64 * BLOCKS))
+    found = census(pattern, length, causal=dims.causal, heads=dims.heads, block=block)
+    return Pairs(found.pairs / dims.heads, found.density, block, found.block_density)
 
 
 @torch.no_grad()
-def _error(core: Core, dims: Dims, n: int) -> tuple[float, float]:
+def _distance(core: Core, n: int) -> Distance:
     """How far the weights are from softmax's, beside how far equal weights are."""
-    random = torch.Generator().manual_seed(0)
+    dims, random = core.dims, torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, h, n, dims.d, generator=random) for h in (dims.heads, dims.g))
     exact = attention_matrix(Softmax(dims), q, k, causal=dims.causal)
-    q, k = (x.repeat(1, 1, 1, core.streams) for x in (q, k))
+    found = attention_matrix(core, *(x.repeat(1, 1, 1, core.streams) for x in (q, k)), causal=dims.causal)
     visible = torch.ones(n, n).tril() if dims.causal else torch.ones(n, n)
     uniform = visible / visible.sum(-1, keepdim=True)
-    return _distance(attention_matrix(core, q, k, causal=dims.causal), exact), _distance(uniform.expand_as(exact), exact)
+    return Distance(n, *(float((a - exact).norm() / exact.norm()) for a in (found, uniform)))
 
 
-def _distance(a: Tensor, exact: Tensor) -> float:
-    return float((a - exact).norm() / exact.norm())
+def _grows(power: float | None, letter: str, before: str) -> str:
+    if power is None:
+        return ""
+    return before + (f"grows as {growth(round(power, 1), letter)}" if round(power, 1) else "does not grow")
+
+
+def _percent(share: float) -> str:
+    """Three digits that count, however small it is."""
+    return f"{100 * share:.3g} %"
+
+
+def _short(number: float) -> str:
+    """1234567 as 1.23 M."""
+    for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} "

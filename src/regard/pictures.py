@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from matplotlib import colormaps
@@ -12,9 +14,8 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from regard.facts import Facts, facts
+from regard.facts import Facts, facts, sample
 from regard.mixers.attention import Attention
-from regard.mixers.base import Dims
 from regard.mixers.patterns import Pattern
 from regard.probe import attention_matrix, has_weights, influence
 from regard.spec import Spec
@@ -23,7 +24,7 @@ __all__ = ["attention_matrix", "draw", "influence", "picture"]
 
 DPI, LONGEST, LONGEST_INFLUENCE, MOST_HEADS = 200, 256, 96, 4
 INK, GREY, LINE, NOTHING = "#16181d", "#6f7580", "#d9dce1", "#f3f4f6"
-MARGIN, GAP, TOP, FACTS, LEGEND, BOTTOM = 100, 70, 230, 780, 40, 180  # pixels
+MARGIN, GAP, TOP, FACTS, LEGEND, BOTTOM = 100, 70, 230, 780, 90, 180  # pixels
 SIDES = {1: 1040, 2: 720, 3: 600, 4: 500}  # of a matrix, in pixels, about, by the number of them
 
 
@@ -34,23 +35,22 @@ def draw(spec: Spec | str | Pattern, *, length: int = 64, causal: bool = False, 
 
 def picture(known: Facts) -> Figure:
     """Laid out in whole pixels, so that every cell of a matrix is as large and as sharp as the next."""
-    matrices, caption = _matrices(known)
-    count, n = len(matrices), len(next(iter(matrices.values())))
+    view = _view(known)
+    every = torch.stack(list(view.matrices.values()))
+    count, n, _ = every.shape
     columns, side = (2 if count == 4 else count), n * max(1, round(SIDES[count] / n))
     facts_at, high = MARGIN + columns * (side + GAP) + GAP, math.ceil(count / columns) * (side + GAP) - GAP
     panel = [(label, textwrap.wrap(value, 44)) for label, value in known.lines()]
     high = max(high, sum(_room(lines) for _, lines in panel) + LEGEND)
-    page = _Page(facts_at + FACTS + MARGIN, TOP + high + BOTTOM)
+    page, scale = _Page(facts_at + FACTS + MARGIN, TOP + high + BOTTOM), _scale(every)
     _head(page, known)
-    most = _most(torch.stack(list(matrices.values())))
-    for index, (title, matrix) in enumerate(matrices.items()):
+    for index, (title, matrix) in enumerate(view.matrices.items()):
         row, column = divmod(index, columns)
         axes = page.axes(MARGIN + column * (side + GAP), TOP + row * (side + GAP), side, side)
-        _show(axes, matrix, most, title, first=column == 0, last=row == (count - 1) // columns)
+        _show(axes, matrix, scale, title, first=column == 0, last=row == (count - 1) // columns)
     _panel(page, facts_at, panel)
-    signed = any(bool((matrix < 0).any()) for matrix in matrices.values())
-    _legend(page, facts_at, TOP + high, most, signed)
-    page.write(MARGIN, TOP + high + 110, caption, 7.5, GREY)
+    _legend(page, facts_at, TOP + high, scale, view.unit)
+    page.write(MARGIN, TOP + high + 110, _caption(view, known), 7.5, GREY)
     return page.figure
 
 
@@ -74,30 +74,40 @@ class _Page:
         axes.axhline(0.5, color=LINE, linewidth=0.6)
 
 
-def _matrices(known: Facts) -> tuple[dict[str, Tensor], str]:
-    """A matrix per head by the identity probe, or one of influence where the weights cannot be had; and what they show."""
-    dims = Dims(width=known.width, heads=known.heads, causal=known.causal)
-    with torch.random.fork_rng(devices=[]):
+class _View(NamedTuple):
+    matrices: dict[str, Tensor]  # title: (n n)
+    what: str
+    unit: str
+
+
+def _view(known: Facts) -> _View:
+    """A matrix per head where there are weights to see, or else one of influence."""
+    with torch.random.fork_rng(devices=[]):  # the same picture every time, and nobody else's numbers change
         torch.manual_seed(0)
-        mixer = known.spec.build(dims).eval()
-        if isinstance(mixer, Attention) and has_weights(mixer.core):
-            n = min(known.length, LONGEST)
-            q = k = _sequence(known.heads, n, dims.d).repeat(1, 1, 1, mixer.core.streams)
-            weights = attention_matrix(mixer.core, q, k, causal=known.causal)[0].detach()
-            shown = sorted({round(h * (known.heads - 1) / max(1, MOST_HEADS - 1)) for h in range(MOST_HEADS)})
-            matrices = {f"head {h + 1}" if known.heads > 1 else "": weights[h] for h in shown if h < known.heads}
-            what = "Attention weights on a smooth random sequence"
-        else:
-            n = min(known.length, LONGEST_INFLUENCE)
-            matrices = {"": _influence(known, n)}
-            what = "Influence of token j on output i, the norm of its derivative"
-    cut = f" Drawn at {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
-    return matrices, f"{what}, n = {n}.{cut}"
+        mixer = known.spec.build(known.dims).eval()
+        n = sample(mixer, known.length, LONGEST)
+        if isinstance(mixer, Attention) and has_weights(mixer.core, n):
+            return _weights(mixer, n)
+        n = sample(mixer, known.length, LONGEST_INFLUENCE)
+        narrow = replace(known.dims, width=4 * known.dims.heads)  # the derivative is n w x n w
+        matrix = influence(known.spec.build(narrow).eval(), torch.randn(n, narrow.width))
+        return _View({"": matrix[:LONGEST, :LONGEST]}, "Influence of token j on output i", "norm of the derivative")
 
 
-def _influence(known: Facts, n: int) -> Tensor:
-    dims = Dims(width=4 * known.heads, heads=known.heads, causal=known.causal)  # narrow: the derivative is n w x n w
-    return influence(known.spec.build(dims).eval(), torch.randn(n, dims.width))
+@torch.no_grad()
+def _weights(mixer: Attention, n: int) -> _View:
+    heads, dims = mixer.dims.heads, mixer.dims
+    q = k = _sequence(heads, n, dims.d).repeat(1, 1, 1, mixer.core.streams)
+    weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0, :, :LONGEST, :LONGEST]
+    shown = sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
+    matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in shown}
+    return _View(matrices, "Attention on a smooth random sequence", "weight")
+
+
+def _caption(view: _View, known: Facts) -> str:
+    n = len(next(iter(view.matrices.values())))
+    cut = f" Drawn with {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
+    return f"{view.what}.{cut}"
 
 
 def _sequence(heads: int, n: int, d: int) -> Tensor:
@@ -109,29 +119,38 @@ def _sequence(heads: int, n: int, d: int) -> Tensor:
     return (wander @ torch.randn(heads, 6, d) / d**0.25 * 0.8)[None]
 
 
-def _most(weights: Tensor) -> float:
-    """The weight of the darkest colour: nearly the largest, so that one outlier does not pale the rest.
+class _Scale(NamedTuple):
+    most: float  # the weight of the darkest colour
+    signed: bool
 
-    Never close to the mean: where all weights are about equal they should look equal, not heavy.
-    """
+    @property
+    def colours(self) -> Colormap:
+        """Even steps of lightness; negative weights, which random features have, in another hue. Exactly zero: no colour."""
+        warm = colormaps["magma_r"](torch.linspace(0.04, 0.92, 256).numpy())
+        cold = colormaps["viridis_r"](torch.linspace(0.35, 0.8, 256).numpy())
+        return ListedColormap([*cold[::-1], *warm] if self.signed else list(warm)).with_extremes(bad=NOTHING)
+
+    @property
+    def low(self) -> float:
+        return -1.0 if self.signed else 0.0
+
+    def shades(self, matrix: Tensor) -> Tensor:
+        """Between low and 1, by the root, so that small weights show; NaN for nothing at all."""
+        shades = (matrix.abs() / self.most).clamp_max(1).sqrt() * matrix.sign()
+        return shades.masked_fill(matrix == 0, torch.nan)
+
+
+def _scale(weights: Tensor) -> _Scale:
+    """Up to nearly the largest, so that one outlier does not pale the rest, but far above the mean: equal weights are pale."""
     sizes = weights.abs().flatten()
-    return max(float(sizes.sort().values[int(0.999 * (len(sizes) - 1))]), 16 * float(sizes.mean())) or 1.0
+    large = float(sizes.sort().values[int(0.999 * (len(sizes) - 1))])
+    return _Scale(max(large, min(16 * float(sizes.mean()), 1.0)) or 1.0, bool((weights < 0).any()))
 
 
-def _colours(signed: bool) -> Colormap:
-    """Even steps of lightness; negative weights, which random features have, in another hue. Exactly zero: no colour."""
-    dark = colormaps["magma_r"](torch.linspace(0.04, 0.92, 256).numpy())
-    cold = colormaps["viridis_r"](torch.linspace(0.35, 0.8, 256).numpy())
-    colours = ListedColormap([*cold[::-1], *dark] if signed else list(dark))
-    colours.set_bad(NOTHING)
-    return colours
-
-
-def _show(axes: Axes, matrix: Tensor, most: float, title: str, *, first: bool, last: bool) -> None:
-    n, signed = len(matrix), bool((matrix < 0).any())
-    shades = (matrix.abs() / most).clamp_max(1).sqrt() * matrix.sign()  # the root, so that small weights show
-    shades = shades.masked_fill(matrix == 0, torch.nan)
-    axes.imshow(shades.numpy(), cmap=_colours(signed), vmin=-1 if signed else 0, vmax=1, interpolation="none", aspect="auto")
+def _show(axes: Axes, matrix: Tensor, scale: _Scale, title: str, *, first: bool, last: bool) -> None:
+    n = len(matrix)
+    shades = scale.shades(matrix).numpy()
+    axes.imshow(shades, cmap=scale.colours, vmin=scale.low, vmax=1, interpolation="none", aspect="auto")
     axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
     ticks = [0, n // 2, n - 1] if n > 2 else list(range(n))
     axes.set_xticks(ticks if last else [])
@@ -139,8 +158,7 @@ def _show(axes: Axes, matrix: Tensor, most: float, title: str, *, first: bool, l
     axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
     axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
     axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
-    for spine in axes.spines.values():
-        spine.set(color=LINE, linewidth=0.6)
+    axes.spines[:].set(color=LINE, linewidth=0.6)
 
 
 def _head(page: _Page, known: Facts) -> None:
@@ -164,13 +182,14 @@ def _panel(page: _Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
         page.rule(x, y - 14, FACTS)
 
 
-def _legend(page: _Page, x: float, bottom: float, most: float, signed: bool) -> None:
-    """The colours, with the weights they stand for."""
+def _legend(page: _Page, x: float, bottom: float, scale: _Scale, unit: str) -> None:
+    """The colours, with the numbers they stand for."""
+    page.write(x, bottom - 52, unit, 7, GREY)
     axes = page.axes(x, bottom - 16, FACTS, 16)
-    ramp = torch.linspace(-1 if signed else 0, 1, 512)
-    axes.imshow(ramp[None].numpy(), cmap=_colours(signed), aspect="auto", extent=(float(ramp[0]), 1, 0, 1))
-    marks = [-1.0, -0.5, 0.0, 0.5, 1.0] if signed else [0.0, 0.5, 1.0]
-    axes.set_xticks(marks, [f"{math.copysign(mark**2, mark) * most:.2g}" for mark in marks])
+    ramp = torch.linspace(scale.low, 1, 512)
+    axes.imshow(ramp[None].numpy(), cmap=scale.colours, aspect="auto", extent=(scale.low, 1, 0, 1))
+    marks = [mark for mark in (-1.0, -0.5, 0.0, 0.5, 1.0) if mark >= scale.low]
+    axes.set_xticks(marks, [f"{math.copysign(mark**2, mark) * scale.most:.2g}" for mark in marks])
     axes.tick_params(length=0, pad=5, labelsize=7, labelcolor=GREY)
     axes.set_yticks([])
     axes.spines[:].set_visible(False)

@@ -17,9 +17,9 @@ def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: T
 
 
 @torch.no_grad()
-def has_weights(core: Core) -> bool:
-    """Is its output a weighted sum of the values, and of nothing else? Asked of the core itself: without values, nothing comes out."""
-    dims, n = core.dims, 4
+def has_weights(core: Core, n: int = 4) -> bool:
+    """Is its output a weighted sum of the values, and of nothing else? Ask it: without values, nothing comes out."""
+    dims = core.dims
     q, k = (torch.ones(1, h, n, dims.d * core.streams) for h in (dims.heads, dims.g))
     return not attend(q, k, torch.zeros(1, dims.g, n, dims.e * core.streams), core, causal=dims.causal).any()
 

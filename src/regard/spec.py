@@ -146,7 +146,7 @@ def _maker(name: str) -> Callable[..., Spec]:
     def make(*args: object, **options: object) -> Spec:
         return Spec(name, **signature.bind(*args, **options).arguments)
 
-    make.__signature__ = signature  # type: ignore[attr-defined] - so that errors name the options
+    make.__signature__ = signature  # type: ignore[attr-defined]  # what the reader checks options against
     return make
 
 

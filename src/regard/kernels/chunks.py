@@ -7,13 +7,12 @@ Behind every kernel mechanism is one recurrence, read after each write:
 with L the running sum of decay: nothing (plain sums), one number a token (retention, a gate, a running maximum) or one a
 feature. No exponent here is ever positive and no factor ever looks ahead, so nothing overflows and the future stays unseen.
 
-Letters: b batch, h query heads, g key-value heads, r = h / g, n tokens, c chunks of w tokens, f features, e value dim.
+Letters: b batch, h query heads, g key-value heads, r = h / g, n tokens, c chunks of p tokens, f features, e value dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,31 +22,25 @@ RUN = 16  # steps taken one after the other by `prefix`; every block takes its s
 Parts = tuple[Tensor, ...]
 
 
-class Scanned(NamedTuple):
-    """What a scan gives: answers, and the memory after the last token."""
+def scan(q: Tensor, k: Tensor, v: Tensor, s: Tensor, decay: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """All n answers q_i S_i at once (b h n e), going on from the state s (b g f e), and the state after them.
 
-    out: Tensor  # (b h n e) q_i S_i
-    norm: Tensor | None  # (b h n 1) q_i z_i, where z was given
-    s: Tensor  # (b g f e)
-    z: Tensor | None  # (b g f) sums of k alone
-
-
-def scan(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor | None = None, decay: Tensor | None = None) -> Scanned:
-    """out_i = q_i S_i for all n at once, going on from S = s; with z also norm_i = q_i z_i, z_i = exp(decay_i) z_{i-1} + k_i.
-
-    q (b h n f), k (b g n f), v (b g n e), decay (b g n 1) or (b g n f), at most 0. Time n w (f + e) + n f e, memory n.
+    q (b h n f), k (b g n f), v (b g n e), decay (b g n 1) or (b g n f), at most 0. Time n p (f + e) + n f e, memory n.
     """
-    n, g, size = k.shape[2], k.shape[1], _size(k.shape[2])
-    q = _cut(q.unflatten(1, (g, -1)).transpose(2, 3), size)  # the r queries of a token stay together: (b g c w r f)
-    k, v = _cut(k, size), _cut(v, size)
-    level = None if decay is None else _cut(decay, size).cumsum(3)
+    n, (q, k, v, level) = k.shape[2], _chunked(q, k, v, decay)
+    out, s = _answer(_scores(q, k, level), q, k, v, level, s)
+    return _uncut(out, n, k.shape[3]), s
+
+
+def scan_normed(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, decay: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As scan, with the answers q_i z_i (b h n 1) of the state z (b g f) whose values are all 1: out, norm, s, z."""
+    n, (q, k, v, level) = k.shape[2], _chunked(q, k, v, decay)
     inside = _scores(q, k, level)
-    out, s = _between(q, k, v, level, s)
-    out = _uncut(_add_matmul(out, inside, v), n, size)
-    if z is None:
-        return Scanned(out, None, s, None)
-    norm, sums = _between(q, k, torch.ones_like(v[..., :1]), level, z.unsqueeze(-1))  # a norm is the answer of values 1
-    return Scanned(out, _uncut(norm + inside.sum(-1, keepdim=True), n, size), s, sums.squeeze(-1))
+    out, s = _answer(inside, q, k, v, level, s)
+    norm, sums = _answer(inside, q, k, torch.ones_like(v[..., :1]), level, z.unsqueeze(-1))
+    return _uncut(out, n, k.shape[3]), _uncut(norm, n, k.shape[3]), s, sums.squeeze(-1)
 
 
 def running(x: Tensor, first: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -95,8 +88,22 @@ def _shift(y: Tensor, first: Tensor) -> Tensor:
     return torch.cat([first.unsqueeze(2), y[:, :, :-1]], 2)
 
 
+def _chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q (b g c p r f), the r queries of a token side by side; k, v (b g c p ...); decay summed up from its chunk's start."""
+    size = _size(k.shape[2])
+    q = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
+    return _cut(q, size), _cut(k, size), _cut(v, size), None if decay is None else _cut(decay, size).cumsum(3)
+
+
+def _answer(inside: Tensor, q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries get (b g c p*r e) from their own chunk, by its scores, and from all before; the state after the last."""
+    out, after = _between(q, k, v, level, first)
+    out = torch.baddbmm(out.flatten(0, 2), inside.flatten(0, 2), v.flatten(0, 2))  # adds without another pass over out
+    return out.unflatten(0, k.shape[:3]), after
+
+
 def _between(q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries get from the chunks before their own (... w*r e), and the state after the last chunk."""
+    """What queries get from the chunks before their own, and the state after the last chunk."""
     if level is None:
         before, after = _states(k.mT @ v, first)
         return q.flatten(3, 4) @ before, after
@@ -117,7 +124,7 @@ def _states(new: Tensor, first: Tensor, whole: Tensor | None = None) -> tuple[Te
 
 
 def _scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
-    """q_i exp(L_i - L_j) . k_j for j <= i of one chunk, else 0: (... w r f), (... w f) -> (... w*r w)."""
+    """q_i exp(L_i - L_j) . k_j for j <= i of one chunk, else 0: (... p r f), (... p f) -> (... p*r p)."""
     if level is not None and level.shape[-1] > 1:
         return _halved(q.flatten(0, 2), k.flatten(0, 2), level.flatten(0, 2)).unflatten(0, k.shape[:3])
     size = k.shape[3]
@@ -130,12 +137,12 @@ def _scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
 
 
 def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
-    """Scores under a decay per feature: q (b w r f), k and level (b w f) -> (b w*r w), w a power of two.
+    """Scores under a decay per feature: q (b p r f), k and level (b p f) -> (b p*r p), p a power of two.
 
     exp(L_i - L_j) differs by feature, so it must be split between q and k; taken apart at the last token of the first
     half, both factors are at most 1 for i in the second half and j in the first. The two halves are blocks of their own.
     """
-    b, size, r, _ = q.shape
+    b, size = q.shape[:2]
     if size == 1:
         return q.squeeze(1) @ k.mT
     near = _halved(*(x.unflatten(1, (2, -1)).flatten(0, 1) for x in (q, k, level)))
@@ -144,11 +151,6 @@ def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
     turn = level1[:, -1:]
     far = (q2 * (level2 - turn).exp().unsqueeze(2)).flatten(1, 2) @ (k1 * (turn - level1).exp()).mT
     return torch.cat([torch.cat([first, torch.zeros_like(first)], 2), torch.cat([far, second], 2)], 1)
-
-
-def _add_matmul(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x + a @ b without a second pass over x."""
-    return torch.baddbmm(x.flatten(0, 2), a.flatten(0, 2), b.flatten(0, 2)).unflatten(0, x.shape[:3])
 
 
 def _size(n: int) -> int:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from regard.mixers.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Pattern, Random, Rows, Tail
 
-TILE = 64  # queries and keys per tile of a narrow band
-WIDE = 128  # of a band wider than 8 tiles
+TILES = ((24, 16), (96, 32), (512, 64))  # a band that reaches less far than this: queries and keys per block
+WIDE = 128  # of all wider ones
 LONG = 1024  # queries per tile when there are few keys, keys per tile when there are few queries
 KEPT = 1 << 25  # mask elements a plan remembers between calls
 
@@ -309,7 +309,8 @@ def _classes(start: int, length: int, step: int, s: Span, band: Band) -> tuple[L
     first = start // step
     many = -(-(start + length) // step) - first  # tokens per class, some at the ends nobody
     reach = sum((s.m if x is None else min(x, s.m)) // step for x in (band.back, band.ahead))
-    r = min(TILE if reach < 8 * TILE else WIDE, max(-(-max(s.n, s.m) // step), 1))
+    tile = next((size for most, size in TILES if reach < most), WIDE)
+    r = min(tile, max(-(-max(s.n, s.m) // step), 1))
     blocks = -(-many // r)
     if step == 1:
         return Layout(r, blocks), first, blocks

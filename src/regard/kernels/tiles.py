@@ -24,6 +24,8 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, valid: T
 
     q (b h n d), k (b h m d), v (b h m e); valid (b m): keys that exist.
     """
+    if q.numel() == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
     seed = int(torch.randint(2**62, (), dtype=torch.long)) if dropout else 0
     return _Tiled.apply(q, k, v, valid, plan, scale, dropout, seed)
 

@@ -189,7 +189,7 @@ class Core(nn.Module):
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         """What causal means, token by token. Override it to be faster, never to mean something else."""
-        out = [q.new_zeros(*q.shape[:2], 0, v.shape[-1])]
+        out = [q.new_zeros(*q.shape[:2], 0, v.shape[-1] // self.streams)]
         for i in range(q.shape[2]):
             one = slice(i, i + 1)
             memory = self.push(memory, k[:, :, one], v[:, :, one], places[one])

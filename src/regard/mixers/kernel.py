@@ -1,8 +1,8 @@
-"""Change the order of multiplication: kernels whose memory is a sum over the tokens, of a size that never grows.
+"""Change the order of multiplication: kernels whose memory is a sum over tokens, of a size that never grows.
 
     out_i = phi(q_i) S / phi(q_i) . z,   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)
 
-Sums are kept in float32 or better. f is the number of features; the other letters are those of the contract.
+Sums are kept in float32 or better. f counts the features; the other letters are those of the contract.
 """
 
 from __future__ import annotations
@@ -23,56 +23,323 @@ class Sums(NamedTuple):
     z: Tensor  # (b g f) sum of phi(k_j)
 
 
-class Mass(NamedTuple):
+class WeighedSums(NamedTuple):
     s: Tensor
     z: Tensor
-    mass: Tensor  # (b g 1) total weight of the keys: their number, unless a gate weighs them
+    mass: Tensor  # (b g 1) weight of all tokens: their number, where no gate weighs them
 
 
-class Peaks(NamedTuple):
-    top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first; s and z are in units of exp(top)
-    s: Tensor
+class PeakedSums(NamedTuple):
+    s: Tensor  # in units of exp(top), as is z
     z: Tensor
+    top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first token
 
 
 class Kernel(Core):
-    """What the kernel cores share: one token, or none, is written and read directly; many go through chunks."""
+    """What the kernels share: one token, or none, is written and then read; more go through chunks."""
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
-        if k.shape[2] > 1:
-            out, memory = self._scan(memory, wide(q), wide(k), wide(v), places)
-            return out.to(v.dtype), memory
-        memory = self.push(memory, k, v, places)
-        return self.read(memory, q, places), memory
+        if k.shape[2] <= 1:
+            memory = self.push(memory, k, v, places)
+            return self.read(memory, q, places).to(v.dtype), memory
+        out, memory = self._scan(memory, _wide(q), _wide(k), _wide(v), places)
+        return out.to(v.dtype), memory
 
     def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        """The same for two tokens or more, in the dtype of the sums."""
         raise NotImplementedError
 
 
 class Linear(Kernel):
-    """Linear transformer: a kernel that is positive because its features are.
+    """Linear transformer: attention whose weights are inner products of positive features.
 
     phi(x) = elu(x) + 1;  out_i = phi(q_i) S / phi(q_i) . z
-    Time n d e, memory d (e + 1) whatever n. Katharopoulos et al. 2020, arXiv:2006.16236.
+    Time n d e, memory d (e + 1) at any length. Katharopoulos et al. 2020, arXiv:2006.16236.
     """
 
     def empty(self, k: Tensor, v: Tensor) -> Sums:
-        return Sums(*nothing(k, v, k.shape[-1]))
+        return Sums(*_nothing(k, v, k.shape[-1]))
 
     def push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
-        k = self._keys(wide(k), places)
-        return Sums(memory.s + k.mT @ wide(v), memory.z + k.sum(2))
+        keys = _where_valid(self._features(_wide(k)), places, 0)
+        return Sums(memory.s + keys.mT @ _wide(v), memory.z + keys.sum(2))
 
-    def read(self, memory: Sums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees all
-        q = positive(wide(q))
-        return ratio(ask(q, memory.s), ask(q, memory.z.unsqueeze(-1))).to(q.dtype)
+    def read(self, memory: Sums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
+        asked = self._features(_wide(q))
+        return _ratio(_ask(asked, memory.s), _ask(asked, memory.z.unsqueeze(-1))).to(q.dtype)
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
-        got = chunks.scan(positive(q), self._keys(k, places), v, *memory)
-        return ratio(got.out, got.norm), Sums(got.s, got.z)
+        keys = _where_valid(self._features(k), places, 0)
+        out, norm, s, z = chunks.scan_normed(self._features(q), keys, v, memory.s, memory.z)
+        return _ratio(out, norm), Sums(s, z)
 
     @staticmethod
-    def _keys(k: Tensor, places: Places) -> Tensor:
-        return only_valid(positive(k), places, 0)
+    def _features(x: Tensor) -> Tensor:
+        return _Positive.apply(x)
+
+
+class _Positive(torch.autograd.Function):
+    """elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them; its slope is min(phi, 1), so only phi is kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(max=0).exp_().add_(x.relu())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's signature
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (phi,) = ctx.saved_tensors
+        return phi.clamp(max=1) * grad
+
+
+class RFA(Kernel):
+    """Random feature attention: softmax over cosines, its exponential estimated by random waves.
+
+    phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, rows of W drawn from N(0, scale I), so that
+    phi(q) . phi(k) estimates exp(scale (cos(q, k) - 1)). Time n f e with f = 2 features; Peng et al. 2021, arXiv:2103.02143.
+    gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(w . k_t + b) with w and b of each key-value
+    head (the paper gates on the layer's input, which a core never sees). It has an order even where it is not causal: the
+    tokens are written one after the other, and every query reads what is left at the end.
+    A sum of waves can be near zero or negative, its expectation not: phi(q) . z is never taken to be below
+    exp(-2 scale) times the weight of all tokens, the least that the exact kernel gives.
+    """
+
+    directions: Tensor
+
+    def __init__(self, dims: Dims, *, features: int = 128, scale: float = 1.0, gated: bool = False, seed: int = 0) -> None:
+        super().__init__(dims)
+        _check_count("features", features)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
+        self.features, self.scale, self.gated = features, scale, gated
+        self.register_buffer("directions", torch.empty(features, dims.d))
+        self.redraw(seed)
+        self.gate_weight = nn.Parameter(torch.zeros(dims.g, dims.d)) if gated else None
+        # heads start with memories of about 3 to 400 tokens, so that some of them are right from the beginning
+        self.gate_bias = nn.Parameter(torch.linspace(1, 6, dims.g)) if gated else None
+
+    def redraw(self, seed: int) -> None:
+        """Other random directions: a different estimate of the same attention."""
+        self.directions.copy_(math.sqrt(self.scale) * _gaussian(self.features, self.dims.d, seed))
+
+    def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
+        s, z = _nothing(k, v, 2 * self.features)
+        return WeighedSums(s, z, z[..., :1].clone())
+
+    def push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
+        keys, weight, decay = self._keys(_wide(k), places)
+        kept = torch.ones_like(memory.mass)
+        if decay is not None:
+            later = (decay.flip(2).cumsum(2).flip(2) - decay).exp()  # what the tokens after j leave of it
+            keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
+        s, z, mass = memory
+        return WeighedSums(kept.unsqueeze(-1) * s + keys.mT @ _wide(v), kept * z + keys.sum(2), kept * mass + weight.sum(2))
+
+    def read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
+        asked = self._waves(_wide(q))
+        norm = self._lift(_ask(asked, memory.z.unsqueeze(-1)), memory.mass.unsqueeze(2))
+        return _ratio(_ask(asked, memory.s), norm).to(q.dtype)
+
+    def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
+        keys, weight, decay = self._keys(k, places)
+        out, norm, s, z = chunks.scan_normed(self._waves(q), keys, v, memory.s, memory.z, decay)
+        mass = chunks.running(weight, memory.mass, None if decay is None else decay.exp())
+        return _ratio(out, self._lift(norm, mass)), WeighedSums(s, z, mass[:, :, -1])
+
+    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
+        keys, weight = self._waves(k), _where_valid(torch.ones_like(k[..., :1]), places, 0)
+        if self.gate_weight is None or self.gate_bias is None:
+            return _where_valid(keys, places, 0), weight, None
+        gate = k @ self.gate_weight.to(k.dtype).unsqueeze(-1) + self.gate_bias.to(k.dtype)[:, None, None]
+        weight = weight * torch.sigmoid(-gate)
+        return keys * weight, weight, _where_valid(F.logsigmoid(gate), places, 0)
+
+    def _waves(self, x: Tensor) -> Tensor:
+        angle = F.linear(F.normalize(x, dim=-1, eps=1e-6), self.directions.to(x.dtype))
+        return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(self.features)
+
+    def _lift(self, norm: Tensor, mass: Tensor) -> Tensor:
+        """norm (b h n 1) no lower than any exact one of that mass (b g n 1)."""
+        return torch.maximum(norm, math.exp(-2 * self.scale) * _per_query_head(mass, norm))
+
+
+class Peaked(Kernel):
+    """Kernels whose features are exponentials, kept finite by the largest exponent so far.
+
+    The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
+    Units cancel in the output, so top carries no gradient; it never looks ahead, so that neither does a rounding error.
+    """
+
+    features: int  # f
+    one_top: bool  # for all features, or each its own
+
+    def logs(self, x: Tensor) -> Tensor:
+        """The exponents (b h n f) of the features of queries or keys."""
+        raise NotImplementedError
+
+    def empty(self, k: Tensor, v: Tensor) -> PeakedSums:
+        s, z = _nothing(k, v, self.features)
+        return PeakedSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
+
+    def push(self, memory: PeakedSums, k: Tensor, v: Tensor, places: Places) -> PeakedSums:
+        if k.shape[2] == 0:
+            return memory
+        logs, tops = self._keys(_wide(k), places)
+        top = torch.maximum(memory.top, tops.amax(2))
+        keys, kept = (logs - _finite(top).unsqueeze(2)).exp(), (memory.top - _finite(top)).exp()
+        s, z = kept.unsqueeze(-1) * memory.s + keys.mT @ _wide(v), kept * memory.z + keys.sum(2)
+        return PeakedSums(s, z, top)
+
+    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Exponents of the keys (b g m f), and the tops of each token alone (b g m 1) or (b g m f)."""
+        logs = _where_valid(self.logs(k), places, -torch.inf)
+        return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
+
+    def _rising(self, memory: PeakedSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
+        logs, tops = self._keys(k, places)
+        top = chunks.highest(tops, memory.top)
+        before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
+        # a decay below the smallest number is total, and bounded it does not swallow the digits of those after it
+        decay = (before - top).clamp(min=1.3 * math.log(torch.finfo(k.dtype).tiny))
+        return (logs - _finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
+
+
+class Efficient(Peaked):
+    """Efficient attention: each feature is a map over positions, and a query mixes the maps.
+
+    out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
+    as in the paper. Time n d e, memory d (e + 2) at any length. Shen et al. 2018, arXiv:1812.01243.
+    """
+
+    one_top = False
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.features = dims.d
+
+    def logs(self, x: Tensor) -> Tensor:
+        return x
+
+    def read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
+        return _ask(self._mix(_wide(q), memory.z.unsqueeze(2)), memory.s).to(q.dtype)
+
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, places)
+        z = chunks.running(keys, memory.z, decay.exp())
+        out, s = chunks.scan(self._mix(q, z), keys, v, memory.s, decay)
+        return out, PeakedSums(s, z[:, :, -1], top)
+
+    @staticmethod
+    def _mix(q: Tensor, z: Tensor) -> Tensor:
+        """How much of each sum a query takes; z (b g n f) holds its own top, so it is at least 1 unless nothing was seen."""
+        weights = torch.softmax(q, -1)
+        return weights / _per_query_head(z.clamp(min=1), weights)
+
+
+class Performer(Peaked):
+    """Performer: softmax attention with its exponential estimated by positive orthogonal random features (FAVOR+).
+
+    phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d with
+    the lengths of Gaussian vectors, so that the mean of phi(q) . phi(k) is exp(q . k / sqrt(d)); one set serves all heads.
+    Time n f e, memory f (e + 1) at any length. Choromanski et al. 2020, arXiv:2009.14794.
+    The error grows with the size of q and k: unit variance in 64 dimensions is already much for a few hundred features.
+    """
+
+    one_top = True
+    directions: Tensor
+
+    def __init__(self, dims: Dims, *, features: int = 256, seed: int = 0) -> None:
+        super().__init__(dims)
+        _check_count("features", features)
+        self.features = features
+        self.register_buffer("directions", torch.empty(features, dims.d))
+        self.redraw(seed)
+
+    def redraw(self, seed: int) -> None:
+        """Other random directions: a different estimate of the same attention. Never done by a forward pass."""
+        self.directions.copy_(_orthogonal(self.features, self.dims.d, seed))
+
+    def logs(self, x: Tensor) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        offset = -x.square().sum(-1, keepdim=True) / 2 - math.log(self.features) / 2
+        # the offset rides along as one more coordinate, which saves a pass over n f numbers
+        return F.linear(torch.cat([x, offset], -1), F.pad(self.directions.to(x.dtype), (0, 1), value=1.0))
+
+    def read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
+        asked = self._asked(_wide(q))
+        return _ratio(_ask(asked, memory.s), _ask(asked, memory.z.unsqueeze(-1))).to(q.dtype)
+
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, places)
+        out, norm, s, z = chunks.scan_normed(self._asked(q), keys, v, memory.s, memory.z, decay)
+        return _ratio(out, norm), PeakedSums(s, z, top)
+
+    def _asked(self, q: Tensor) -> Tensor:
+        """A factor common to the features of a query cancels, so a softmax over them keeps their exponentials finite."""
+        return torch.softmax(self.logs(q), -1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Sums need float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _nothing(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    z = _wide(k).new_zeros(*k.shape[:2], features)
+    return z.unsqueeze(-1).repeat(1, 1, 1, v.shape[-1]), z
+
+
+def _where_valid(x: Tensor, places: Places, otherwise: float) -> Tensor:
+    """x (b g m ...) of real tokens."""
+    return x if places.valid is None else x.masked_fill(~places.valid[:, None, :, None], otherwise)
+
+
+def _finite(top: Tensor) -> Tensor:
+    """A unit to measure in: that of a memory without tokens may be any."""
+    return top.masked_fill(top == -torch.inf, 0)
+
+
+def _ask(q: Tensor, state: Tensor) -> Tensor:
+    """q_i S, the queries of each group side by side: (b h n f), (b g f e) -> (b h n e)."""
+    answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
+    return answer.reshape(*q.shape[:3], -1)
+
+
+def _per_query_head(x: Tensor, like: Tensor) -> Tensor:
+    """x (b g ...) as (b h ...): each key-value head serves a run of query heads."""
+    return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
+
+
+def _ratio(out: Tensor, norm: Tensor) -> Tensor:
+    """out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
+    limits = torch.finfo(norm.dtype)
+    return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
+
+
+def _gaussian(rows: int, d: int, seed: int) -> Tensor:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be an integer, not {seed!r}")
+    return torch.randn(rows, d, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+
+
+def _orthogonal(rows: int, d: int, seed: int) -> Tensor:
+    """Gaussian rows (rows d) made orthogonal in blocks of d, each keeping the length of one that was drawn apart."""
+    blocks = -(-rows // d)
+    drawn = _gaussian(blocks * d + rows, d, seed)
+    basis, triangle = torch.linalg.qr(drawn[: blocks * d].unflatten(0, (blocks, d)))
+    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else the factorisation favours one side
+    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")

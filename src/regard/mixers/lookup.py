@@ -30,7 +30,7 @@ class Lookup:
     def __call__(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """out (b h n e) and log-sum-exp (b h n); q (b h n d)."""
         h, n = q.shape[1:3]
-        if n == 0 or log.size == 0:
+        if q.numel() == 0 or log.size == 0:
             return self._nothing(log, q)
         each = [self.pattern.for_head(x, h) for x in range(h)]
         if self.pattern.bends_with_length:

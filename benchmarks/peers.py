@@ -1,0 +1,70 @@
+"""Beside the others, in one run: SDPA and compiled FlexAttention against the same patterns here, n = 8,192, 4 heads x 64, float32.
+
+    python benchmarks/peers.py             into results/peers.json (needs a C++ compiler for FlexAttention)
+"""
+
+from __future__ import annotations
+
+import torch
+from common import Progress, save, taking_turns
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from regard import Dims, Pattern, attend, core
+
+N, HEADS, DIM, SEED = 8192, 4, 64, 0
+PATTERNS = ["Local(128)", "Local(128) | Global(first=2)", "Dilated(32, 8)", "Stride(64)"]
+
+
+def main() -> None:
+    device = torch.device("cpu")
+    torch.manual_seed(SEED)
+    q, k, v = (torch.randn(1, HEADS, N, DIM) for _ in range(3))
+    rows, progress = [], Progress(len(PATTERNS) + 1)
+    for text in PATTERNS:
+        rows += forward(text, q, k, v, device)
+        progress.step(f"forward, {text}")
+    rows += both(["linear", "bigbird", *PATTERNS], q, k, v, device)
+    progress.step("forward + backward")
+    settings = {"n": N, "heads": HEADS, "dim": DIM, "batch": 1, "dtype": "float32", "seed": SEED, "value": "median seconds, taking turns"}
+    print(save("peers", settings, rows))
+
+
+def forward(text: str, q, k, v, device) -> list[dict]:
+    """FlexAttention has no backward on a CPU, so the comparison is of the forward pass."""
+    pattern, made = Pattern.parse(text), core(text, Dims(HEADS * DIM, HEADS))
+    fs = {"regard": lambda: attend(q, k, v, made)}
+    for block in (64, 128):
+        torch._dynamo.reset()
+        compiled = torch.compile(flex_attention, dynamic=False)
+        mask = create_block_mask(lambda _b, h, i, j: pattern(h, i, j), None, None, N, N, device="cpu", BLOCK_SIZE=block)
+        fs[f"FlexAttention, blocks of {block}"] = lambda f=compiled, m=mask: f(q, k, v, block_mask=m)
+    fs["SDPA, all pairs"] = lambda: scaled_dot_product_attention(q, k, v)
+    with torch.no_grad():
+        ours, theirs = (list(fs.values())[x]() for x in (0, 1))
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # only what agrees is timed
+        times = taking_turns(fs, device, 9)
+    return [{"pass": "forward", "spec": text, "by": name, "seconds": t, "ratio": t / times["regard"]} for name, t in times.items()]
+
+
+def both(specs: list[str], q, k, v, device) -> list[dict]:
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+
+    def trained(f):
+        def step():
+            out = f()
+            out.backward(torch.ones_like(out))
+            q.grad = k.grad = v.grad = None
+
+        return step
+
+    fs = {spec: trained(lambda c=core(spec, Dims(HEADS * DIM, HEADS)): attend(q, k, v, c)) for spec in specs}
+    times = taking_turns({**fs, "SDPA": trained(lambda: scaled_dot_product_attention(q, k, v))}, device, 5)
+    return [
+        {"pass": "forward + backward", "spec": spec, "by": "SDPA, all pairs", "seconds": t, "ratio": times["SDPA"] / t}
+        for spec, t in times.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
