@@ -1,7 +1,7 @@
 """How time and memory grow with the length: forward and backward of bare cores, 4 heads x 64, float32, batch 1.
 
-    python benchmarks/growth.py            all of it, into results/growth.json (some minutes on two cores)
-    python benchmarks/growth.py SPEC N     one measurement, as a line of JSON
+python benchmarks/growth.py            all of it, into results/growth.json (some minutes on two cores)
+python benchmarks/growth.py SPEC N     one measurement, as a line of JSON
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 import statistics
 
 import torch
-from common import Progress, alone, peak_bytes, save, timed
 
+from common import Progress, alone, peak_bytes, save, timed
 from regard import Dims, attend, core
 
 SPECS = ["softmax", "Local(128)", "Local(128) | Global(first=2)", "Dilated(32, 8)", "bigbird", "linear", "Stride(64)"]
@@ -36,7 +36,14 @@ def measure(spec: str, n: int, causal: bool, device: torch.device) -> dict:
     peak = peak_bytes(both, device)
     once = timed(both, device, 1)[0]
     times = timed(both, device, max(2, min(9, int(4 / once))))
-    return {"spec": spec, "n": n, "causal": causal, "seconds": statistics.median(times), "fastest": min(times), "peak_bytes": peak}
+    return {
+        "spec": spec,
+        "n": n,
+        "causal": causal,
+        "seconds": statistics.median(times),
+        "fastest": min(times),
+        "peak_bytes": peak,
+    }
 
 
 def exponent(rows: list[dict], key: str) -> float:
@@ -56,7 +63,9 @@ def main() -> None:
     if args.spec and args.n:
         print(json.dumps(measure(args.spec, args.n, args.causal, torch.device(args.device))))
         return
-    jobs = [(spec, causal, n) for spec in SPECS + MORE for causal in (False, True) for n in LENGTHS if spec in SPECS or n <= 32768]
+    jobs = [
+        (spec, causal, n) for spec in SPECS + MORE for causal in (False, True) for n in LENGTHS if spec in SPECS or n <= 32768
+    ]
     jobs = [job for job in jobs if not (job[0] == "softmax" and job[2] > 16384)]
     rows, progress = [], Progress(len(jobs))
     for spec, causal, n in jobs:

@@ -7,12 +7,13 @@ The first four tokens hold a label; every token must name it. A window alone can
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
-from common import Progress, peak_bytes, save
 from torch import nn
 
+from common import Progress, peak_bytes, save
 from regard import layer
 
 N, WIDTH, HEADS, LABELS, STEPS, SEED = 100_000, 64, 4, 8, 12, 0
@@ -36,27 +37,31 @@ def batch(label: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.full((1, N), label)
 
 
+def trained(spec: str) -> dict:
+    torch.manual_seed(SEED)
+    model, progress, labels = Model(spec), Progress(STEPS), torch.randperm(LABELS).repeat(STEPS)
+    optimiser, losses, peak, start = torch.optim.Adam(model.parameters(), lr=2e-2), [], 0, time.perf_counter()
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        far = N // 10  # tokens that no window reaches from the beginning
+        loss = nn.functional.cross_entropy(model(x)[:, far:].flatten(0, 1), y[:, far:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+
+    for step in range(STEPS):
+        x, y = batch(int(labels[step]))
+        peak = max(peak, peak_bytes(lambda x=x, y=y: train(x, y), torch.device("cpu")))
+        progress.step(f"{spec}: loss {losses[-1]:.3f}")
+    seconds = (time.perf_counter() - start) / STEPS
+    return {"spec": spec, "losses": losses, "floor": math.log(LABELS), "step_seconds": seconds, "peak_bytes": peak}
+
+
 def main() -> None:
-    rows = []
-    for spec in ("Local(256) | Global(first=4)", "Local(256)"):
-        torch.manual_seed(SEED)
-        model, progress, labels = Model(spec), Progress(STEPS), torch.randperm(LABELS).repeat(STEPS)
-        optimiser, losses, peak, start = torch.optim.Adam(model.parameters(), lr=2e-2), [], 0, time.perf_counter()
-        for step in range(STEPS):
-            x, y = batch(int(labels[step]))
-
-            def train(x=x, y=y):
-                loss = nn.functional.cross_entropy(model(x)[:, N // 10 :].flatten(0, 1), y[:, N // 10 :].flatten())
-                optimiser.zero_grad()
-                loss.backward()
-                optimiser.step()
-                losses.append(loss.item())
-
-            peak = max(peak, peak_bytes(train, torch.device("cpu")))
-            progress.step(f"{spec}: loss {losses[-1]:.3f}")
-        seconds = (time.perf_counter() - start) / STEPS
-        rows.append({"spec": spec, "n": N, "losses": losses, "floor": float(torch.tensor(LABELS).log()), "step_seconds": seconds, "peak_bytes": peak})
-    print(save("long", {"n": N, "width": WIDTH, "heads": HEADS, "labels": LABELS, "steps": STEPS, "seed": SEED, "causal": True}, rows))
+    rows = [trained(spec) for spec in ("Local(256) | Global(first=4)", "Local(256)")]
+    settings = {"n": N, "width": WIDTH, "heads": HEADS, "labels": LABELS, "steps": STEPS, "seed": SEED, "causal": True}
+    print(save("long", settings, rows))
 
 
 if __name__ == "__main__":

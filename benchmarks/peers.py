@@ -1,15 +1,15 @@
-"""Beside the others, in one run: SDPA and compiled FlexAttention against the same patterns here, n = 8,192, 4 heads x 64, float32.
+"""Beside the others, in one run: SDPA and compiled FlexAttention against the same patterns, n = 8,192, 4 heads x 64, float32.
 
-    python benchmarks/peers.py             into results/peers.json (needs a C++ compiler for FlexAttention)
+python benchmarks/peers.py             into results/peers.json (needs a C++ compiler for FlexAttention)
 """
 
 from __future__ import annotations
 
 import torch
-from common import Progress, save, taking_turns
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from common import Progress, save, taking_turns
 from regard import Dims, Pattern, attend, core
 
 N, HEADS, DIM, SEED = 8192, 4, 64, 0
@@ -26,7 +26,15 @@ def main() -> None:
         progress.step(f"forward, {text}")
     rows += both(["linear", "bigbird", *PATTERNS], q, k, v, device)
     progress.step("forward + backward")
-    settings = {"n": N, "heads": HEADS, "dim": DIM, "batch": 1, "dtype": "float32", "seed": SEED, "value": "median seconds, taking turns"}
+    settings = {
+        "n": N,
+        "heads": HEADS,
+        "dim": DIM,
+        "batch": 1,
+        "dtype": "float32",
+        "seed": SEED,
+        "value": "median seconds, taking turns",
+    }
     print(save("peers", settings, rows))
 
 
@@ -44,7 +52,9 @@ def forward(text: str, q, k, v, device) -> list[dict]:
         ours, theirs = (list(fs.values())[x]() for x in (0, 1))
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # only what agrees is timed
         times = taking_turns(fs, device, 9)
-    return [{"pass": "forward", "spec": text, "by": name, "seconds": t, "ratio": t / times["regard"]} for name, t in times.items()]
+    return [
+        {"pass": "forward", "spec": text, "by": name, "seconds": t, "ratio": t / times["regard"]} for name, t in times.items()
+    ]
 
 
 def both(specs: list[str], q, k, v, device) -> list[dict]:
@@ -58,7 +68,8 @@ def both(specs: list[str], q, k, v, device) -> list[dict]:
 
         return step
 
-    fs = {spec: trained(lambda c=core(spec, Dims(HEADS * DIM, HEADS)): attend(q, k, v, c)) for spec in specs}
+    cores = {spec: core(spec, Dims(HEADS * DIM, HEADS)) for spec in specs}
+    fs = {spec: trained(partial(attend, q, k, v, made)) for spec, made in cores.items()}
     times = taking_turns({**fs, "SDPA": trained(lambda: scaled_dot_product_attention(q, k, v))}, device, 5)
     return [
         {"pass": "forward + backward", "spec": spec, "by": "SDPA, all pairs", "seconds": t, "ratio": times["SDPA"] / t}

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import data
 
+from conftest import data
 from regard import Dims, Edges, Local, Spec, attend, core, layer
 
 X = data(8, dtype=torch.float32)
@@ -32,8 +32,14 @@ CASES = {
     "pattern": (lambda: layer("Local(8) | Globl(first=1)", width=32, heads=4), "Global(.|\n)*\\^"),
     "per head": (lambda: layer("PerHead([Local(2), Local(3), Local(4)])", width=32, heads=4), "shared evenly by 4 heads"),
     "edges on another length": (lambda: layer(Edges([[0], [1]], nodes=5), width=32, heads=4)(X), "a graph with 5 nodes"),
-    "edges cannot stream": (lambda: layer(Edges([[0], [1]], nodes=5), width=32, heads=4, causal=True).start(1), "cannot do stream"),
-    "shape of valid": (lambda: softmax()(X, valid=torch.ones(3, 7, dtype=torch.bool)), r"valid has shape \(3, 7\), but .* \(3, 8\)"),
+    "edges cannot stream": (
+        lambda: layer(Edges([[0], [1]], nodes=5), width=32, heads=4, causal=True).start(1),
+        "cannot do stream",
+    ),
+    "shape of valid": (
+        lambda: softmax()(X, valid=torch.ones(3, 7, dtype=torch.bool)),
+        r"valid has shape \(3, 7\), but .* \(3, 8\)",
+    ),
     "dtype of valid": (lambda: softmax()(X, valid=torch.ones(3, 8)), "valid must be a bool tensor, True = real token"),
     "width of x": (lambda: softmax()(X[..., :5]), r"x has shape \(3, 8, 5\), but \(batch, length, 32\) is needed"),
     "no batch": (lambda: softmax()(X[0]), r"\(batch, length, 32\) is needed"),
@@ -42,7 +48,10 @@ CASES = {
     "device of valid": (lambda: softmax()(X, valid=torch.ones(3, 8, dtype=torch.bool, device="meta")), "valid is on meta"),
     "context nobody reads": (lambda: softmax(causal=True)(X, context=X), "build it with cross=True"),
     "no context": (lambda: softmax(cross=True)(X), "pass a context"),
-    "width of context": (lambda: softmax(cross=True, context_width=16)(X, context=X), r"context has shape .* \(batch, length, 16\)"),
+    "width of context": (
+        lambda: softmax(cross=True, context_width=16)(X, context=X),
+        r"context has shape .* \(batch, length, 16\)",
+    ),
     "stream of what cannot": (lambda: softmax().start(2), "causal=True or cross=True"),
     "start without batch": (lambda: softmax(causal=True).start(), r"start\(batch\)"),
     "start cross without context": (lambda: softmax(cross=True).start(2), r"start\(context="),
@@ -53,7 +62,10 @@ CASES = {
     "scale": (lambda: layer("softmax(scale=-1)", width=32, heads=4), "scale must be a positive number"),
     "norm": (lambda: layer("relu(norm='max')", width=32, heads=4), "norm must be 'count' or 'sum', not 'max'"),
     "q and k differ in dtype": (lambda: attend(*qkv(dtype=torch.float64), core("softmax", Dims(32, 4))), "they must agree"),
-    "causal with other lengths": (lambda: attend(*qkv(6, 5), core("softmax", Dims(32, 4)), causal=True), "as many queries as keys"),
+    "causal with other lengths": (
+        lambda: attend(*qkv(6, 5), core("softmax", Dims(32, 4)), causal=True),
+        "as many queries as keys",
+    ),
     "query_valid in causal": (
         lambda: attend(*qkv(), core("softmax", Dims(32, 4)), causal=True, query_valid=torch.ones(1, 6, dtype=torch.bool)),
         "give valid alone",

@@ -1,0 +1,374 @@
+"""The kernel family against its dense definitions, in float64: what it computes, how well it estimates, what it survives."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from conftest import DEVICE
+from regard.kernels import chunks
+from regard.mixers import kernel
+from regard.mixers.attention import attend
+from regard.mixers.base import Core, Dims, Places
+from regard.mixers.kernel import RFA, Efficient, Kernel, Linear, Performer, _Positive
+
+B, H, G, D, E = 2, 4, 2, 5, 3
+NAMES = ["linear", "efficient", "performer", "rfa", "gated"]
+
+
+def dims(d: int = D, h: int = H, g: int = G) -> Dims:
+    return Dims(width=h * d, heads=h, kv_heads=g, key_dim=d, value_dim=E)
+
+
+def build(name: str, g: int = G) -> Kernel:
+    made = {
+        "linear": lambda: Linear(dims(g=g)),
+        "efficient": lambda: Efficient(dims(g=g)),
+        "performer": lambda: Performer(dims(g=g), features=12),
+        "rfa": lambda: RFA(dims(g=g), features=9),
+        "gated": lambda: RFA(dims(g=g), features=9, gated=True),
+    }[name]().to(DEVICE, torch.float64)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def tokens(n: int, m: int | None = None, scale: float = 1.0, g: int = G) -> list[Tensor]:
+    sizes = (H, n, D), (g, m or n, D), (g, m or n, E)
+    q, k, v = (torch.randn(B, *size, dtype=torch.float64, device=DEVICE) for size in sizes)
+    return [(q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_()]
+
+
+def some_valid(n: int) -> Tensor:
+    valid = torch.rand(B, n, device=DEVICE) < 0.7
+    valid[0, :3] = False
+    return valid
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape and torch.isfinite(a).all()
+    return float(((a - b).abs() / (1 + b.abs())).detach().max()) if a.numel() else 0.0
+
+
+# The dense definitions: A (b h n m) from q and k (b h m d) of every query head; seen (b 1 n m) is True where i may see j.
+
+
+def normalised(weights: Tensor) -> Tensor:
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total == 0, 0, weights / torch.where(total == 0, 1, total))
+
+
+def dense_linear(_: Linear, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    phi_q, phi_k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
+    return normalised(phi_q @ phi_k.mT * seen)
+
+
+def dense_efficient(_: Efficient, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    maps = k.exp()[:, :, None] * seen[..., None]  # (b h n m f)
+    maps = normalised(maps.transpose(3, 4)).transpose(3, 4)
+    return (torch.softmax(q, -1)[:, :, :, None] * maps).sum(-1)
+
+
+def dense_performer(core: Performer, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    q, k = q / D**0.25, k / D**0.25
+    phi_q, phi_k = ((x @ core.directions.mT - (x * x).sum(-1, keepdim=True) / 2).exp() for x in (q, k))
+    return normalised(phi_q @ phi_k.mT * seen)
+
+
+def cosines_of_waves(core: RFA, q: Tensor, k: Tensor) -> Tensor:
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    return ((q[:, :, :, None] - k[:, :, None]) @ core.directions.mT).cos().mean(-1)
+
+
+def lifted(weights: Tensor, mass: Tensor, scale: float) -> Tensor:
+    total = torch.maximum(weights.sum(-1, keepdim=True), math.exp(-2 * scale) * mass.sum(-1, keepdim=True))
+    return torch.where(total == 0, 0, weights / torch.where(total == 0, 1, total))
+
+
+def dense_rfa(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    return lifted(cosines_of_waves(core, q, k) * seen, seen.double(), core.scale)
+
+
+def dense_gated(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """A token's weight is (1 - g_j) times the gates of the tokens after it that the query sees."""
+    r = q.shape[1] // len(core.gate_bias)
+    weight, bias = (x.repeat_interleave(r, 0) for x in (core.gate_weight, core.gate_bias))
+    gate = torch.sigmoid((k * weight[:, None]).sum(-1) + bias[:, None])[:, :, None]  # (b h 1 m)
+    passed = torch.where(seen, gate, 1).flip(-1).cumprod(-1).flip(-1)
+    later = torch.cat([passed[..., 1:], torch.ones_like(passed[..., :1])], -1)
+    mass = (1 - gate) * later * seen
+    return lifted(cosines_of_waves(core, q, k) * mass, mass, core.scale)
+
+
+DENSE = {
+    "linear": dense_linear,
+    "efficient": dense_efficient,
+    "performer": dense_performer,
+    "rfa": dense_rfa,
+    "gated": dense_gated,
+}
+
+
+def dense(name: str, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return DENSE[name](core, q, k, seen) @ v
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reading_everything_is_the_dense_form(name: str) -> None:
+    core, (q, k, v), valid = build(name), tokens(7, 40), some_valid(40)
+    out = attend(q, k, v, core, valid=valid)
+    assert distance(out, dense(name, core, q, k, v, valid[:, None, None].expand(B, 1, 7, 40))) < 1e-12
+
+
+@pytest.mark.parametrize("n", [2, 40, 97])
+@pytest.mark.parametrize("name", NAMES)
+def test_causal_is_the_masked_dense_form(name: str, n: int) -> None:
+    core, (q, k, v), valid = build(name), tokens(n), some_valid(n)
+    seen = torch.ones(n, n, device=DEVICE).tril().bool() & valid[:, None, None]
+    expected = dense(name, core, q, k, v, seen).masked_fill(~valid[:, None, :, None], 0)
+    assert distance(attend(q, k, v, core, causal=True, valid=valid), expected) < 1e-12
+
+
+def scanned(scan, core: Core, qkv: list[Tensor], valid: Tensor | None, begun: bool) -> list[Tensor]:
+    """Outputs, the memory's sums and all gradients of a scan, from nothing or from a memory that holds something."""
+    q, k, v = qkv
+    memory = core.empty(k, v)
+    if begun:
+        memory = core.push(memory, k[:, :, :5].flip(2) / 2, v[:, :, :5], Places.of(k[:, 0, :5]))
+    out, memory = scan(memory, q, k, v, Places.of(k[:, 0], valid))
+    loss = (out * torch.linspace(-1, 1, max(out.numel(), 1), dtype=out.dtype, device=DEVICE)[: out.numel()].view_as(out)).sum()
+    loss = loss + memory.s.square().sum() + memory.z.sum() + 0 * sum(x.sum() for x in qkv)  # no tokens: still a graph
+    gradients = torch.autograd.grad(loss, [q, k, v, *core.parameters()], allow_unused=True, materialize_grads=True)
+    return [out, memory.s, memory.z, *gradients]
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one chunk, so that a few hundred tokens cross runs, chunks and blocks."""
+    monkeypatch.setattr(kernel, "CPU_RUN", 1)
+    monkeypatch.setattr(kernel, "GPU_RUN", 1)
+
+
+@pytest.mark.parametrize("scale", [1, 100])
+@pytest.mark.parametrize("n", [0, 1, 7, 97, 193])
+@pytest.mark.parametrize("name", NAMES)
+def test_scan_is_the_loop(name: str, n: int, scale: float) -> None:
+    """At scale 100 the scores are 10,000 times larger; no exponential may care."""
+    core, qkv, valid = build(name), tokens(n, scale=scale), some_valid(n)
+    for begun, mask in ((False, valid), (True, valid), (True, None)):
+        fast = scanned(core.scan, core, qkv, mask, begun)
+        slow = scanned(lambda *x: Core.scan(core, *x), core, qkv, mask, begun)
+        assert max(map(distance, fast, slow)) < 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_change_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    core, qkv, valid = build(name), tokens(200), some_valid(200)
+    whole = scanned(core.scan, core, qkv, valid, True), attend(*qkv, core, valid=valid)
+    request.getfixturevalue("short_runs")
+    parts = scanned(core.scan, core, qkv, valid, True), attend(*qkv, core, valid=valid)
+    assert max(map(distance, parts[0], whole[0])) < 1e-9
+    assert distance(parts[1], whole[1]) < 1e-9
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_future_does_not_even_round(name: str, factor: float) -> None:
+    core, (q, k, v) = build(name), tokens(150)
+    for cut in (1, 63, 70, 149):
+        louder = [torch.cat([x[:, :, :cut], x[:, :, cut:] * factor], 2) for x in (q, k, v)]
+        before, after = (attend(*x, core, causal=True)[:, :, :cut] for x in ((q, k, v), louder))
+        assert distance(after, before) < 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_to_see_is_zero_with_zero_gradient(name: str, causal: bool) -> None:
+    core, (q, k, v) = build(name), tokens(70)
+    valid = torch.zeros(B, 70, dtype=torch.bool, device=DEVICE)
+    valid[1, 66:] = True
+    memory = core.empty(k, v)
+    places = Places.of(k[:, 0], valid)
+    out = core.scan(memory, q, k, v, places)[0] if causal else core.read(core.push(memory, k, v, places), q, places)
+    assert (out[0] == 0).all() and (out[1, :, 66:] != 0).any()
+    for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert torch.isfinite(gradient).all() and (gradient[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grouped_heads_are_repeated_heads(name: str) -> None:
+    core, (q, k, v) = build(name), tokens(70)
+    every = build(name, g=H)
+    with torch.no_grad():
+        for full, shared in zip(every.parameters(), core.parameters(), strict=True):
+            full.copy_(shared.repeat_interleave(H // G, 0))
+    repeated = [x.repeat_interleave(H // G, 1) for x in (k, v)]
+    for causal in (False, True):
+        assert distance(attend(q, k, v, core, causal=causal), attend(q, *repeated, every, causal=causal)) < 1e-12
+    assert core.empty(k, v).s.shape[:2] == (B, G)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_are_kept_in_float32(name: str, dtype: torch.dtype) -> None:
+    core, qkv = build(name).float(), [x.detach().to(dtype) for x in tokens(300)]
+    golden = attend(*(x.double() for x in qkv), core.double(), causal=True)
+    out, memory = core.float().scan(core.empty(*qkv[1:]), *qkv, Places.of(qkv[1][:, 0]))
+    assert out.dtype == dtype and {x.dtype for x in memory} == {torch.float32}
+    assert distance(out.double(), golden) < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_whole_and_runs_on_no_device(name: str) -> None:
+    core, (q, k, v) = build(name), tokens(130)
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v, core, causal=True), fullgraph=True, backend="eager")
+    assert distance(compiled(q, k, v), attend(q, k, v, core, causal=True)) < 1e-12
+    flops = []
+    for n in (1024, 4096):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            attend(*(x.to("meta")[:, :, :1].expand(-1, -1, n, -1) for x in (q, k, v)), core.to("meta"), causal=True)
+        flops.append(counter.get_total_flops())
+    assert 3.9 < flops[1] / flops[0] < 4.1
+
+
+# What is special about each.
+
+
+def test_slope_of_the_positive_features() -> None:
+    x = torch.randn(50, dtype=torch.float64).mul(3).requires_grad_()
+    assert torch.autograd.gradcheck(_Positive.apply, x) and torch.autograd.gradgradcheck(_Positive.apply, x)
+    assert distance(_Positive.apply(x), torch.nn.functional.elu(x) + 1) < 1e-15
+    far = torch.tensor([-300.0], dtype=torch.float64)
+    assert _Positive.apply(far) == far.exp()
+
+
+def test_efficient_with_equal_keys_is_the_mean_so_far() -> None:
+    core, (q, k, v) = build("efficient"), tokens(100)
+    mean = v.cumsum(2) / torch.arange(1, 101, device=DEVICE)[:, None]
+    out = attend(q, k[:, :, :1].expand_as(k), v, core, causal=True)
+    assert distance(out, mean.repeat_interleave(H // G, 1)) < 1e-12
+
+
+def test_gates_that_never_close_are_no_gates_and_closed_ones_forget() -> None:
+    core, (q, k, v) = build("gated"), tokens(100)
+    plain = build("rfa")
+    with torch.no_grad():
+        core.gate_weight.zero_()
+        core.gate_bias.fill_(30)
+    for causal in (False, True):
+        assert distance(attend(q, k, v, core, causal=causal), attend(q, k, v, plain, causal=causal)) < 1e-9
+    with torch.no_grad():
+        core.gate_bias.fill_(-60)
+    last = dense("rfa", plain, q, k, v, torch.eye(100, dtype=torch.bool, device=DEVICE).expand(B, 1, 100, 100))
+    assert distance(attend(q, k, v, core, causal=True), last) < 1e-9
+
+
+def test_performer_is_unbiased() -> None:
+    """The mean over seeds of phi(q) . phi(k) meets exp(q . k / sqrt(d)), also along the axes, where a bad draw shows."""
+    core = Performer(dims(), features=2 * D)
+    x = torch.cat([torch.randn(6, D, dtype=torch.float64), torch.eye(D, dtype=torch.float64)])
+    draws = []
+    for seed in range(2000):
+        core.redraw(seed)
+        phi = core.logs(x).exp()
+        draws.append(phi @ phi.mT)
+    draws = torch.stack(draws)
+    error = draws.mean(0) - (x @ x.mT / D**0.5).exp()
+    assert float((error.abs() / (draws.std(0) / len(draws) ** 0.5)).max()) < 4.5
+
+
+@pytest.mark.parametrize("kind", [Performer, RFA])
+def test_error_falls_as_one_over_the_root_of_the_features(kind: type) -> None:
+    q, k, v = (torch.randn(1, 1, 24, 8, dtype=torch.float64) / 2 for _ in range(3))  # exponentials of small numbers vary little
+    scores = q @ k.mT / 8**0.5 if kind is Performer else torch.nn.functional.cosine_similarity(q[..., None, :], k[:, :, None], -1)
+    exact, counts, errors = torch.softmax(scores, -1) @ v, (64, 256, 1024), []
+    for count in counts:
+        cores = [kind(Dims(8, 1), features=count, seed=seed).double() for seed in range(40)]
+        errors.append(torch.stack([(attend(q, k, v, core) - exact).square().mean() for core in cores]).mean().sqrt())
+    slope = float((errors[-1] / errors[0]).log() / math.log(counts[-1] / counts[0]))
+    assert -0.7 < slope < -0.3
+    assert errors[-1] < 0.1 * exact.std()
+
+
+def test_performer_directions_are_orthogonal_with_gaussian_lengths() -> None:
+    core = Performer(Dims(64, 1), features=64 * 20 + 7).double()
+    for block in core.directions.split(64):
+        gram = block @ block.mT
+        assert float((gram - gram.diag().diag()).abs().max()) < 1e-4  # the buffer is float32 at birth
+    squares = core.directions.square().sum(-1)  # chi squared with 64 degrees of freedom: mean 64, variance 128
+    assert abs(float(squares.mean()) - 64) < 4 * (128 / len(squares)) ** 0.5
+    assert 0.8 < float(squares.var()) / 128 < 1.25
+
+
+@pytest.mark.parametrize("kind", [Performer, RFA])
+def test_draws_repeat_are_saved_and_change_only_on_request(kind: type) -> None:
+    q, k, v = (x.float() for x in tokens(20))
+    core = kind(dims(), features=8, seed=3).train()
+    first = attend(q, k, v, core)
+    assert torch.equal(attend(q, k, v, core), first)
+    assert torch.equal(attend(q, k, v, kind(dims(), features=8, seed=3)), first)
+    other = kind(dims(), features=8, seed=4)
+    assert not torch.equal(attend(q, k, v, other), first)
+    other.load_state_dict(core.state_dict())
+    assert torch.equal(attend(q, k, v, other), first)
+    core.redraw(5)
+    assert not torch.equal(attend(q, k, v, core), first)
+    core.redraw(3)
+    assert torch.equal(attend(q, k, v, core), first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "says"),
+    [
+        (Performer, {"features": 0}, "features must be a positive integer, not 0"),
+        (Performer, {"features": 8.0}, "features must be a positive integer, not 8.0"),
+        (Performer, {"seed": "x"}, "seed must be an integer, not 'x'"),
+        (RFA, {"features": True}, "features must be a positive integer, not True"),
+        (RFA, {"scale": -1.0}, "scale must be a positive number"),
+        (RFA, {"scale": "2"}, "scale must be a positive number"),
+        (RFA, {"gated": 1}, "gated must be True or False, not 1"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(kind: type, options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kind(dims(), **options)
+
+
+# The scans themselves, for decays that other mechanisms bring.
+
+
+@pytest.mark.parametrize("size", [0, 1, 6])
+@pytest.mark.parametrize("n", [1, 5, 64, 150])
+def test_chunks_are_the_recurrence(n: int, size: int) -> None:
+    """No decay, one for each token, one for each feature; gradients to everything, the decay too."""
+    q, k, v = (torch.randn(B, *x, dtype=torch.float64, device=DEVICE) for x in ((H, n, 6), (G, n, 6), (G, n, E)))
+    decay = -torch.rand(B, G, n, size, dtype=torch.float64, device=DEVICE).exp() if size else None
+    s, z = (torch.randn(B, G, *x, dtype=torch.float64, device=DEVICE) for x in ((6, E), (6,)))
+    inputs = [x.requires_grad_() for x in (q, k, v, s, z, decay) if x is not None]
+    fast = chunks.scan_normed(q, k, v, s, z, decay)
+    slow = recurrence(q, k, v, s, z, decay)
+    assert max(map(distance, fast, slow)) < 1e-12
+    assert max(map(distance, chunks.scan(q, k, v, s, decay), (slow[0], slow[2]))) < 1e-12
+    gradients = (torch.autograd.grad(sum(x.sin().sum() for x in y), inputs) for y in (fast, slow))
+    assert all(distance(x, y) < 1e-11 for x, y in zip(*gradients, strict=True))
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, decay: Tensor | None) -> tuple[Tensor, ...]:
+    out, norm = [], []
+    for i in range(q.shape[2]):
+        keep = torch.ones_like(z) if decay is None else decay[:, :, i].exp().expand_as(z)
+        s = keep[..., None] * s + k[:, :, i, :, None] * v[:, :, i, None]
+        z = keep * z + k[:, :, i]
+        full_s, full_z = (x.repeat_interleave(H // G, 1) for x in (s, z))
+        out.append(torch.einsum("bhf,bhfe->bhe", q[:, :, i], full_s))
+        norm.append((q[:, :, i] * full_z).sum(-1, keepdim=True))
+    return torch.stack(out, 2), torch.stack(norm, 2), s, z
+
+
+@pytest.mark.parametrize("n", [1, 16, 17, 300])
+def test_running_maximum(n: int) -> None:
+    x, first = torch.randn(B, G, n, 3, device=DEVICE), torch.randn(B, G, 3, device=DEVICE)
+    assert torch.equal(chunks.highest(x, first), torch.maximum(x.cummax(2).values, first[:, :, None]))

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data, every, modes, some
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.mixers.attention import Attention, attend
+from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data, every, modes, some
+from regard.mixers.attention import attend
 from regard.mixers.base import Can, Core, Dims, Places, select
 from regard.probe import attention_matrix, has_weights
 
@@ -59,7 +59,7 @@ def test_padding_is_as_if_absent(case, where):
         y.square().sum().backward()
         assert (z.grad[~valid] == 0).all() and z.grad[valid].abs().sum() > 0
         if case.row.name != "identity" and not mode["causal"]:
-            assert not torch.allclose(y[valid], m(z)[valid])
+            assert not torch.allclose(y[valid], m(x)[valid])  # without `valid` the same tokens would have counted
 
 
 @claiming(Can.PADDING)
@@ -122,8 +122,10 @@ def _scans(core, scan, before):
     memory = core.empty(k, v)
     cut, rest = slice(0, before), slice(before, n)
     if before:
-        memory = core.push(memory, k[:, :, cut], v[:, :, cut], places[cut])
-    y, memory = scan(memory, q[:, :, rest], k[:, :, rest], v[:, :, rest], Places(places.at[:, rest], valid[:, rest], None if before else 0))
+        memory = core.push(memory, k[:, :, cut], v[:, :, cut], places.part(0, before))
+    y, memory = scan(
+        memory, q[:, :, rest], k[:, :, rest], v[:, :, rest], Places(places.at[:, rest], valid[:, rest], None if before else 0)
+    )
     y = y * valid[:, None, rest, None]  # what padding asks is nobody's business
     up = torch.randn(y.shape, dtype=torch.float64, generator=g).to(DEVICE)
     return [y, *torch.autograd.grad((y * up).sum(), (q, k, v, *core.parameters()), materialize_grads=True)]
@@ -232,7 +234,9 @@ def test_grouped_heads_are_repeated_heads(case):
         if all(many.state_dict()[k].shape == v.shape for k, v in state.items()):
             close(few(data(40)), many(data(40)))
         else:
-            assert any("gate" in k for k, v in state.items() if many.state_dict()[k].shape != v.shape), "only gates belong to key heads"
+            assert any("gate" in k for k, v in state.items() if many.state_dict()[k].shape != v.shape), (
+                "only gates belong to key heads"
+            )
 
 
 @every
@@ -257,7 +261,7 @@ def test_memory_grows_as_claimed(case):
     with torch.no_grad():
         state = m.start(1)
         for t in range(0, 2048, 32):
-            for cut in ([32] if t % 256 else [1] * 16 + [16]):
+            for cut in [32] if t % 256 else [1] * 16 + [16]:
                 _, state = m.extend(state, x[:, t : t + cut])
                 t += cut
             size[t] = max(state.nbytes, 1)
@@ -345,7 +349,11 @@ def test_compiles_without_a_graph_break(case):
 @every
 def test_overfits_one_batch(case):
     for mode in modes(case):
-        m, x, target = case.build(dtype=torch.float32, **mode).train(), data(10, b=2, dtype=torch.float32), data(10, 8, b=2, dtype=torch.float32)
+        m, x, target = (
+            case.build(dtype=torch.float32, **mode).train(),
+            data(10, b=2, dtype=torch.float32),
+            data(10, 8, b=2, dtype=torch.float32),
+        )
         optimiser = torch.optim.Adam(m.parameters(), lr=2e-2)
         for _ in range(200):
             loss = (m(x) - target).square().mean()

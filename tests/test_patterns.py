@@ -5,11 +5,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
-from pattern_strategies import atoms, graphs, head_patterns, patterns
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from regard.kernels.plan import Span, plan
+from pattern_strategies import atoms, graphs, head_patterns, patterns
+from regard.kernels.parts import Span
+from regard.kernels.plan import plan
 from regard.kernels.tiles import tiled
 from regard.mixers.census import census
 from regard.mixers.patterns import (
@@ -107,7 +108,9 @@ def test_nothing_that_can_still_be_seen_is_forgotten(p, share, now, further):
         assert (alive | ~later.any(0)).all()
 
 
-@pytest.mark.parametrize("p", [Local(5), Truncated(4, 1), Dilated(3, 2), Blocks(8), Columns(first=2), Tail(8, 2), Blocks(4, around=1)])
+@pytest.mark.parametrize(
+    "p", [Local(5), Truncated(4, 1), Dilated(3, 2), Blocks(8), Columns(first=2), Tail(8, 2), Blocks(4, around=1)]
+)
 def test_what_can_no_longer_be_seen_is_forgotten(p):
     for now in (16, 37):
         j = torch.arange(now)
@@ -137,7 +140,7 @@ def test_tiles_are_the_definition(p, n, past, causal, seed):
     valid = torch.arange(m) < torch.tensor([m, max(1, m // 2)])[:, None] if seed % 2 else None
     seen = dense(p, n, m, t=past)
     seen = seen if valid is None else seen & valid[:, None, None]
-    out, lse = tiled(q, k, v, plan(p, Span(past, n, 0, m)), scale=0.5, valid=valid)
+    out, lse = tiled(q, k, v, p, Span(past, n, 0, m), scale=0.5, valid=valid)
     expected = attention(q, k, v, seen)
     up = torch.randn(out.shape, dtype=torch.float64, generator=g)
     grads = [torch.autograd.grad((y * up).sum(), (q, k, v)) for y in (out, expected)]
@@ -152,7 +155,7 @@ def test_tiles_are_the_definition(p, n, past, causal, seed):
 def test_edges_are_the_definition(p, causal):
     own = p & Causal() if causal else p
     q, k, v = (torch.randn(1, 2, 20, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out, _ = tiled(q, k, v, plan(own.bound(20, 20), Span(0, 20, 0, 20)), scale=0.5)
+    out, _ = tiled(q, k, v, own.bound(20, 20), Span(0, 20, 0, 20), scale=0.5)
     expected = attention(q, k, v, dense(own, 20))
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (out, expected)), strict=True):
@@ -198,7 +201,14 @@ def test_no_pair_is_computed_twice(a, b):
 
 def test_plans_do_not_cost_what_they_avoid():
     """The tiles of a plan hold about as many pairs as the pattern, whatever the length."""
-    for p in (Local(128), Local(128) | Global(first=2), Dilated(32, 8), Blocks(64, around=1) | Random(3, 64), Stride(64), Causal()):
+    for p in (
+        Local(128),
+        Local(128) | Global(first=2),
+        Dilated(32, 8),
+        Blocks(64, around=1) | Random(3, 64),
+        Stride(64),
+        Causal(),
+    ):
         n = 16_384 if p != Causal() else 4096
         work = plan(p.bound(n, n), Span(0, n, 0, n))
         held = sum(part.queries.size * part.keys.size * group.cols.numel() for part in work.parts for group in part.groups)
@@ -210,7 +220,7 @@ def test_a_pattern_is_a_flexattention_mask():
     p = (Local(9) | Stride(16) | Global(first=2)) & Causal()
     q, k, v = (torch.randn(1, 2, 256, 16) for _ in range(3))
     mask = create_block_mask(lambda _b, h, i, j: p(h, i, j), None, None, 256, 256, device="cpu")
-    ours, _ = tiled(q, k, v, plan(p, Span(0, 256, 0, 256)), scale=0.25)
+    ours, _ = tiled(q, k, v, p, Span(0, 256, 0, 256), scale=0.25)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), ours, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=dense(p, 256)), ours, rtol=1e-4, atol=1e-5)
 
@@ -219,7 +229,9 @@ def test_per_head_as_a_predicate():
     p = PerHead([Local(2), Stride(3)]) | Global(first=1)
     h, i, j = torch.arange(2)[:, None, None], torch.arange(8)[:, None], torch.arange(8)
     seen = p(h, i, j)
-    assert torch.equal(seen[0], dense(Local(2) | Global(first=1), 8)) and torch.equal(seen[1], dense(Stride(3) | Global(first=1), 8))
+    assert torch.equal(seen[0], dense(Local(2) | Global(first=1), 8)) and torch.equal(
+        seen[1], dense(Stride(3) | Global(first=1), 8)
+    )
     assert p.for_head(2, 4) == Stride(3) | Global(first=1)  # neighbouring heads share
     with pytest.raises(ValueError, match="shared evenly by 3 heads"):
         p.for_head(0, 3)
@@ -257,3 +269,29 @@ def test_text_that_is_no_pattern_shows_where(text):
     with pytest.raises(ValueError) as caught:
         Pattern.parse(text)
     assert "^" in str(caught.value) or "is not a pattern" in str(caught.value)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_operator_behind_compile_is_well_made(dropout):
+    q, k, v = (torch.randn(2, 2, 40, 8, requires_grad=True) for _ in range(3))
+    valid = torch.arange(40) < torch.tensor([[40], [25]])
+    seed = torch.tensor(5) if dropout else None
+    rest = ("Local(9) | Global(first=2)", [0, 40, 0, 40], 0.3, dropout)
+    torch.library.opcheck(torch.ops.regard.tiled.default, (q, k, v, valid, seed, *rest))
+    out, lse = torch.ops.regard.tiled(q, k, v, valid, seed, *rest)
+    backward = torch.ops.regard.tiled_backward.default
+    saved = [x if x is None else x.detach() for x in (q, k, v, valid, seed, out, lse)]
+    torch.library.opcheck(backward, (torch.ones_like(out), torch.ones_like(lse), *saved, *rest))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("text", ["Local(7)", "Local(3) | Global(first=2)", "Stride(5) | Blocks(6)", "Dilated(3, 4) & Causal()"])
+def test_gradients_by_finite_differences(text, dropout):
+    """Of outputs and log-sum-exps, with the dice of dropout thrown alike every time."""
+    inputs = [torch.randn(1, 2, 23, x, dtype=torch.float64, requires_grad=True) for x in (4, 4, 3)]
+
+    def f(q, k, v):
+        torch.manual_seed(1)
+        return tiled(q, k, v, Pattern.parse(text), Span(0, 23, 0, 23), scale=0.7, dropout=dropout)
+
+    assert torch.autograd.gradcheck(f, inputs)

@@ -58,7 +58,7 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readab
 @app.command()
 def show(
     spec: Annotated[str, typer.Argument(help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.")],
-    length: Annotated[int, typer.Option(min=1, max=2**20, help="Tokens in the sequence.")] = 1024,
+    length: Annotated[int, typer.Option(min=1, max=2**17, help="Tokens in the sequence.")] = 1024,
     causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
     heads: Annotated[int, typer.Option(min=1, max=1024)] = 4,
     width: Annotated[int, typer.Option(min=1, max=2**16)] = 256,

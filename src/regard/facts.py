@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache, partial, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.catalogue import growth
-from regard.mixers.attention import Attention, attend
+from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, nbytes
 from regard.mixers.patterns import Pattern
 from regard.mixers.softmax import Softmax
@@ -35,7 +35,7 @@ class Work:
 
     parameters: int
     flops: int
-    growth: float | None  # mixing alone grows as n ** growth, from this length to twice it; None: it cannot be longer
+    growth: float | None  # mixing alone grows as n ** growth, from half this length to it; None: there is no such half
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Kept:
     """What streaming has to remember, of one sequence in float32."""
 
     bytes: int
-    growth: float  # as t ** growth, up to this length
+    growth: float  # as t ** growth, from half this length to it
 
 
 @dataclass(frozen=True)
@@ -119,44 +119,43 @@ def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = Fals
     return Facts(spec, dims, length, mixer.can, _work(mixer.to("meta"), length), _state(spec, dims, length), pairs, distance)
 
 
+class _Flops(NamedTuple):
+    all: int
+    mixing: int  # all but the projections
+
+
 def _work(mixer: Mixer, length: int) -> Work:
     """Counted on a mixer without content."""
-    passing: Callable[[int], int] = cache(partial(_count_pass, mixer))
-    mixing: Callable[[int], int] = cache(partial(_count_mixing, mixer)) if isinstance(mixer, Attention) else passing
+    count: Callable[[int], _Flops] = cache(partial(_count, mixer))
     if pattern_of(mixer) is None:
-        passing, mixing = _parabola(passing), _parabola(mixing)
-    power = _exponent(mixing(length), mixing(2 * length)) if _holds(mixer, 2 * length) else None
-    return Work(sum(p.numel() for p in mixer.parameters()), passing(length), power)
-
-
-def _parabola(count: Callable[[int], int]) -> Callable[[int], int]:
-    """The same count, quick at any length where four short ones lie on a parabola: some mechanisms take many small steps."""
-
-    def at(n: int) -> int:
-        if n <= 4 * SHORT:
-            return count(n)
-        one, two, three, four = (count(SHORT * x) for x in (1, 2, 3, 4))
-        slope, bend, x = two - one, three - 2 * two + one, n / SHORT - 1
-        return round(one + x * slope + x * (x - 1) / 2 * bend) if four == one + 3 * slope + 3 * bend else count(n)
-
-    return at
-
-
-def _count_pass(mixer: Mixer, n: int) -> int:
-    x = torch.empty(1, n, mixer.dims.width, device="meta")
-    return _count(lambda: mixer(x))
-
-
-def _count_mixing(mixer: Attention, n: int) -> int:
-    q, k, v = mixer.heads(torch.empty(1, n, mixer.dims.width, device="meta"))
-    return _count(lambda: attend(q, k, v, mixer.core, causal=mixer.dims.causal))
+        count = partial(_parabola, count)
+    power = None
+    if length > 1 and _holds(mixer, length // 2):
+        power = _exponent(count(length // 2).mixing, count(length).mixing)
+    return Work(sum(p.numel() for p in mixer.parameters()), count(length).all, power)
 
 
 @torch.no_grad()
-def _count(run: Callable[[], Tensor]) -> int:
+def _count(mixer: Mixer, n: int) -> _Flops:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
+        mixer(torch.empty(1, n, mixer.dims.width, device="meta"))
+    each, kind = counter.get_flop_counts(), type(mixer).__name__
+    projections = [f"{kind}.{name}" for name, part in mixer.named_modules() if isinstance(part, nn.Linear)]
+    total = int(counter.get_total_flops())
+    return _Flops(total, total - sum(sum(each[name].values()) for name in projections if name in each))
+
+
+def _parabola(count: Callable[[int], _Flops], n: int) -> _Flops:
+    """The same count, quick at any length where four short ones lie on a parabola: some mechanisms take many small steps."""
+    if n <= 4 * SHORT:
+        return count(n)
+    found = []
+    for one, two, three, four in zip(*(count(SHORT * x) for x in (1, 2, 3, 4)), strict=True):
+        slope, bend, x = two - one, three - 2 * two + one, n / SHORT - 1
+        if four != one + 3 * slope + 3 * bend:
+            return count(n)
+        found.append(round(one + x * slope + x * (x - 1) / 2 * bend))
+    return _Flops(*found)
 
 
 def _exponent(once: float, twice: float) -> float:

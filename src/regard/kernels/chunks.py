@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SIZE = 64  # tokens in a chunk, at most; a power of two
 RUN = 16  # steps taken one after the other by `prefix`; every block takes its step at the same time
 Parts = tuple[Tensor, ...]
 
@@ -155,7 +156,7 @@ def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
 
 def _size(n: int) -> int:
     """Tokens in a chunk: a power of two, and not much longer than the sequence."""
-    return min(64, 1 << max(n - 1, 0).bit_length())
+    return min(SIZE, 1 << max(n - 1, 0).bit_length())
 
 
 def _cut(x: Tensor, size: int) -> Tensor:

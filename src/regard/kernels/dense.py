@@ -9,7 +9,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from regard.kernels.tiles import UNSEEN, accumulator
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None, causal: bool = False, dropout: float = 0.0):
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None, causal: bool = False, dropout: float = 0.0
+):
     """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing. valid (b m)."""
     e, mask, lost = v.shape[-1], None, None
     if valid is not None:

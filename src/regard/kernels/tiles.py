@@ -12,22 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.kernels.plan import Layout, Part, Plan, Run
+from regard.kernels.parts import Layout, Part, Run, Span
+from regard.kernels.plan import Plan, plan
+from regard.mixers.patterns import Pattern
 
 UNSEEN = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
 CACHE = 1 << 19  # score elements at a time on a CPU: two buffers stay in the L2 cache
 ROOM = 1 << 26  # and on other devices
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float, valid: Tensor | None = None, dropout: float = 0.0):
-    """out (b h n e) and the log-sum-exp of the scores (b h n) in float32 or better; no pair: 0 and UNSEEN.
+def tiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    span: Span,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the pairs of a pattern (of one head, bound to its length), with queries and keys where the span says.
 
-    q (b h n d), k (b h m d), v (b h m e); valid (b m): keys that exist.
+    q (b h n d), k (b h m d), v (b h m e); valid (b m): keys that exist. Returns out (b h n e) and the log-sum-exp of the scores
+    (b h n) in float32 or better; a query without any pair gets 0 and UNSEEN.
     """
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
-    seed = int(torch.randint(2**62, (), dtype=torch.long)) if dropout else 0
-    return _Tiled.apply(q, k, v, valid, plan, scale, dropout, seed)
+    seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
+    if torch.compiler.is_compiling():  # one opaque operator: a plan is not for a tracer to look into
+        return _operator(q, k, v, valid, seed, pattern.__repr__(), list(span), scale, dropout)
+    return _Tiled.apply(q, k, v, valid, seed, plan(pattern, span), scale, dropout)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +53,8 @@ class _Scratch:
     """Buffers used again by every batch of tiles: fresh pages cost more than the arithmetic."""
 
     def __init__(self, like: Tensor) -> None:
-        self.like, self.flat = like, {}
+        self.like = like
+        self.flat: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         size = math.prod(shape)
@@ -84,29 +100,97 @@ class _Blocked:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, plan: Plan, scale: float, dropout: float, seed: int):
-        work = _Work(q, k, v, valid, plan, scale, dropout, seed)
-        out, lse = work.forward()
-        ctx.save_for_backward(q, k, v, valid, out, lse)
-        ctx.rest = (plan, scale, dropout, seed)
-        shape = q.shape[:3]
-        return out.view(*shape, -1).to(v.dtype), lse.view(shape)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        seed: Tensor | None,
+        work: Plan,
+        scale: float,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _Work(q, k, v, valid, seed, work, scale, dropout).forward()
+        ctx.save_for_backward(q, k, v, valid, seed, out, lse)
+        ctx.rest = (work, scale, dropout)
+        return out.to(v.dtype), lse.clone()
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor):
-        q, k, v, valid, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type if q.device.type != "meta" else "cpu", enabled=False):
-            work = _Work(q, k, v, valid, *ctx.rest)
-            dq, dk, dv = work.backward(out, lse, d_out, d_lse)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, valid, seed, out, lse = ctx.saved_tensors
+        grads = _Work(q, k, v, valid, seed, *ctx.rest).backward(out, lse, d_out, d_lse)
+        return *grads, None, None, None, None, None
+
+
+@torch.library.custom_op("regard::tiled", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    seed: Tensor | None,
+    pattern: str,
+    span: list[int],
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _Work(q, k, v, valid, seed, plan(Pattern.parse(pattern), Span(*span)), scale, dropout).forward()
+    return out.to(v.dtype, copy=True), lse
+
+
+@torch.library.custom_op("regard::tiled_backward", mutates_args=())
+def _operator_back(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    pattern: str,
+    span: list[int],
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    work = _Work(q, k, v, valid, seed, plan(Pattern.parse(pattern), Span(*span)), scale, dropout)
+    return work.backward(out.to(work.acc), lse, d_out, d_lse)
+
+
+@_operator.register_fake
+def _(q, k, v, valid, seed, pattern, span, scale, dropout):  # noqa: ARG001
+    return q.new_empty(*q.shape[:3], v.shape[-1], dtype=v.dtype), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+
+
+@_operator_back.register_fake
+def _(d_out, d_lse, q, k, v, valid, seed, out, lse, pattern, span, scale, dropout):  # noqa: ARG001
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*inputs[:5], *output)
+    ctx.rest = inputs[5:]
+
+
+def _go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
+    grads = _operator_back(d_out, d_lse, *ctx.saved_tensors, *ctx.rest)
+    return *grads, *[None] * 6
+
+
+_operator.register_autograd(_go_back, setup_context=_keep)
 
 
 class _Work:
     """One pass over a plan."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, plan: Plan, scale: float, dropout: float, seed: int):
-        self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], plan, scale
-        self.dropout, self.seed, self.device = dropout, seed, q.device
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, work: Plan, scale: float, dropout: float
+    ) -> None:
+        self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, scale
+        self.dropout, self.seed, self.device = dropout, 0 if seed is None else int(seed), q.device
+        self.types = [x.dtype for x in (q, k, v)]
         self.acc = accumulator(q.dtype)
         # Half precision is for tensor cores; a CPU is as fast, and closer to the truth, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
@@ -126,7 +210,8 @@ class _Work:
             l = torch.full(o.shape[:3], UNSEEN, dtype=self.acc, device=self.device)  # noqa: E741
             self._part(part, queries, o, l, number)
             self._merge(queries, o, l, out, lse, first=number == 0)
-        return out.masked_fill_((lse < UNSEEN / 2)[..., None], 0), lse.clamp_min_(UNSEEN)
+        out.masked_fill_((lse < UNSEEN / 2)[..., None], 0)
+        return out.unflatten(0, (self.b, self.h)), lse.clamp_min_(UNSEEN).unflatten(0, (self.b, self.h))
 
     def _part(self, part: Part, queries: _Blocked, o: Tensor, l: Tensor, number: int) -> None:  # noqa: E741
         keys, values, gaps = self._keys(part)
@@ -157,7 +242,7 @@ class _Work:
             out[:, at], lse[:, at] = both, total
 
     def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        d_out = d_out.flatten(0, 1).to(self.acc)
+        d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
         pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
         lse = torch.where(lse < UNSEEN / 2, -UNSEEN, lse)  # a row that saw nothing: all its weights come out 0
         rows = torch.cat([pull[..., None], lse[..., None]], -1)
@@ -165,11 +250,15 @@ class _Work:
         for number, part in enumerate(self.plan.parts):
             queries, up, row = (_Blocked(x, part.queries) for x in (self.q, d_out.to(self.type), rows))
             self._part_back(part, queries, up.blocks, row.blocks, (dq, dk, dv), number)
-        return tuple(x.unflatten(0, (self.b, self.h)) for x in (dq * self.scale, dk, dv))  # type: ignore[return-value]
+        dq *= self.scale
+        dq, dk, dv = (x.unflatten(0, (self.b, self.h)).to(t) for x, t in zip((dq, dk, dv), self.types, strict=True))
+        return dq, dk, dv
 
     def _part_back(self, part: Part, queries: _Blocked, up: Tensor, row: Tensor, grads: tuple[Tensor, ...], number: int) -> None:
         keys, values, gaps = self._keys(part)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=self.acc, device=self.device) for x in (queries.blocks, keys.blocks, values.blocks))
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=self.acc, device=self.device) for x in (queries.blocks, keys.blocks, values.blocks)
+        )
         for turn, run in enumerate(part.runs(self.most, self.device)):
             weights, k, v, q = self._scores(run, queries.blocks, keys, values, gaps)
             u, here = up[:, run.rows].flatten(0, 1), row[:, run.rows].flatten(0, 1)

@@ -129,7 +129,7 @@ class Attention(Mixer):
             raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
 
     def _check_padding(self, valid: Tensor | None, x: Tensor) -> None:
-        check_valid(valid, *x.shape[:2], "the sequence that is read")
+        check_valid(valid, x.shape[0], x.shape[1], "the sequence that is read")
         if valid is not None:
             only(self.core.name, self.can, Can.PADDING, "pack rows of equal length instead")
             if valid.device != x.device:
@@ -160,8 +160,8 @@ def attend(
 ) -> Tensor:
     """A core for people who hold q (b h n d), k (b g m d), v (b g m e) already: SDPA's shapes, returns (b h n e).
 
-    `valid` (b m) speaks of the keys, `query_valid` (b n) of the queries: give both in padded self-attention, where positions count
-    real tokens on both sides. In the causal form queries and keys are the same tokens, and `valid` says it all.
+    `valid` (b m) speaks of the keys, `query_valid` (b n) of the queries: give both in padded self-attention, where positions
+    count real tokens on both sides. In the causal form queries and keys are the same tokens, and `valid` says it all.
     The output is zero where a query is padding.
     """
     _check_heads(q, k, v)

@@ -97,12 +97,12 @@ class Places(NamedTuple):
             at = at + t[:, None]
         return Places(at, valid, start)
 
-    def __getitem__(self, cut: slice) -> Places:
-        """A run of tokens; what is known on the host survives where it is still true."""
+    def part(self, low: int, high: int) -> Places:
+        """The tokens low .. high - 1; what is known on the host survives where it is still true."""
         start = self.start
-        if start is not None and cut.start:
-            start = start + cut.start if self.valid is None else None
-        return Places(self.at[:, cut], None if self.valid is None else self.valid[:, cut], start)
+        if start is not None and low:
+            start = start + low if self.valid is None else None
+        return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
 
 
 def select(value: Any, rows: Tensor) -> Any:
@@ -192,8 +192,9 @@ class Core(nn.Module):
         out = [q.new_zeros(*q.shape[:2], 0, v.shape[-1] // self.streams)]
         for i in range(q.shape[2]):
             one = slice(i, i + 1)
-            memory = self.push(memory, k[:, :, one], v[:, :, one], places[one])
-            out.append(self.read(memory, q[:, :, one], places[one]))
+            place = places.part(i, i + 1)
+            memory = self.push(memory, k[:, :, one], v[:, :, one], place)
+            out.append(self.read(memory, q[:, :, one], place))
         return torch.cat(out, 2), memory
 
 

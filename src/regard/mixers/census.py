@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels.plan import Part, Span, plan
+from regard.kernels.parts import Part, Span
+from regard.kernels.plan import plan
 from regard.mixers.patterns import Band, Causal, Pattern
 
 STRIP = 1 << 24

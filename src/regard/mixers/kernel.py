@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from regard.kernels import chunks
 from regard.mixers.base import Can, Core, Dims, Places
 
+CPU_RUN, GPU_RUN = 1 << 20, 1 << 24  # numbers in the features of one run: they fit a CPU's caches, or keep a GPU busy
+
 
 class Sums(NamedTuple):
     s: Tensor  # (b g f e) sum of phi(k_j) v_j^T
@@ -36,20 +38,55 @@ class PeakedSums(NamedTuple):
 
 
 class Kernel(Core):
-    """What the kernels share: one token, or none, is written and then read; more go through chunks."""
+    """What the kernels share. Long sequences pass in runs, so that the features of all tokens never exist at once.
+
+    The methods with an underscore see one run, in the dtype of the sums; valid (b m) is None where all tokens are real.
+    """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
+    f: int  # features of a token
+
+    def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
+        for keys, values, valid in self._runs(places, k, v):
+            memory = self._push(memory, keys, values, valid)
+        return memory
+
+    def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
+        return _joined([self._read(memory, queries).to(q.dtype) for queries, _ in self._runs(places, q)])
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
-        if k.shape[2] <= 1:
+        if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places).to(v.dtype), memory
-        out, memory = self._scan(memory, _wide(q), _wide(k), _wide(v), places)
-        return out.to(v.dtype), memory
+        out = []
+        for queries, keys, values, valid in self._runs(places, q, k, v):
+            y, memory = self._scan(memory, queries, keys, values, valid)
+            out.append(y.to(v.dtype))
+        return _joined(out), memory
 
-    def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
-        """The same for two tokens or more, in the dtype of the sums."""
+    def _push(self, memory: Any, k: Tensor, v: Tensor, valid: Tensor | None) -> Any:
         raise NotImplementedError
+
+    def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def _queries(self, q: Tensor) -> Tensor:
+        """phi(q) up to a factor of each query."""
+        raise NotImplementedError
+
+    def _read(self, memory: Any, q: Tensor) -> Tensor:
+        asked = self._queries(q)
+        return _ratio(_ask(asked, memory.s), _ask(asked, memory.z.unsqueeze(-1)))
+
+    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        """Runs of tokens, each with its valid."""
+        b, h, n, _ = tensors[0].shape
+        room = CPU_RUN if tensors[0].device.type == "cpu" else GPU_RUN
+        size = max(room // max(b * h * self.f, 1) // chunks.SIZE, 1) * chunks.SIZE
+        if n <= size:
+            return [(*map(_wide, tensors), places.valid)]
+        valid = [None] * -(-n // size) if places.valid is None else places.valid.split(size, 1)
+        return list(zip(*(_wide(x).split(size, 2) for x in tensors), valid, strict=True))
 
 
 class Linear(Kernel):
@@ -59,25 +96,24 @@ class Linear(Kernel):
     Time n d e, memory d (e + 1) at any length. Katharopoulos et al. 2020, arXiv:2006.16236.
     """
 
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.f = dims.d
+
     def empty(self, k: Tensor, v: Tensor) -> Sums:
-        return Sums(*_nothing(k, v, k.shape[-1]))
+        return Sums(*_nothing(k, v, self.f))
 
-    def push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
-        keys = _where_valid(self._features(_wide(k)), places, 0)
-        return Sums(memory.s + keys.mT @ _wide(v), memory.z + keys.sum(2))
+    def _push(self, memory: Sums, k: Tensor, v: Tensor, valid: Tensor | None) -> Sums:
+        keys = _where_valid(_Positive.apply(k), valid, 0)
+        return Sums(memory.s + keys.mT @ v, memory.z + keys.sum(2))
 
-    def read(self, memory: Sums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
-        asked = self._features(_wide(q))
-        return _ratio(_ask(asked, memory.s), _ask(asked, memory.z.unsqueeze(-1))).to(q.dtype)
-
-    def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
-        keys = _where_valid(self._features(k), places, 0)
-        out, norm, s, z = chunks.scan_normed(self._features(q), keys, v, memory.s, memory.z)
+    def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Sums]:
+        keys = _where_valid(_Positive.apply(k), valid, 0)
+        out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z)
         return _ratio(out, norm), Sums(s, z)
 
-    @staticmethod
-    def _features(x: Tensor) -> Tensor:
-        return _Positive.apply(x)
+    def _queries(self, q: Tensor) -> Tensor:
+        return _Positive.apply(q)
 
 
 class _Positive(torch.autograd.Function):
@@ -90,7 +126,7 @@ class _Positive(torch.autograd.Function):
         return x.clamp(max=0).exp_().add_(x.relu())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's signature
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch names them
         ctx.save_for_backward(output)
 
     @staticmethod
@@ -102,13 +138,13 @@ class _Positive(torch.autograd.Function):
 class RFA(Kernel):
     """Random feature attention: softmax over cosines, its exponential estimated by random waves.
 
-    phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, rows of W drawn from N(0, scale I), so that
-    phi(q) . phi(k) estimates exp(scale (cos(q, k) - 1)). Time n f e with f = 2 features; Peng et al. 2021, arXiv:2103.02143.
+    phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, W with `features` rows drawn from N(0, scale I), so that
+    phi(q) . phi(k) estimates exp(scale (cos(q, k) - 1)). Time n f e with f = 2 features, memory f (e + 1) at any length.
     gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(w . k_t + b) with w and b of each key-value
     head (the paper gates on the layer's input, which a core never sees). It has an order even where it is not causal: the
     tokens are written one after the other, and every query reads what is left at the end.
-    A sum of waves can be near zero or negative, its expectation not: phi(q) . z is never taken to be below
-    exp(-2 scale) times the weight of all tokens, the least that the exact kernel gives.
+    A sum of waves may come out near zero or negative, its expectation may not: phi(q) . z is never taken to be below
+    exp(-2 scale) times the weight of all tokens, the least that the exact kernel gives. Peng et al. 2021, arXiv:2103.02143.
     """
 
     directions: Tensor
@@ -118,53 +154,54 @@ class RFA(Kernel):
         _check_count("features", features)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
-        self.features, self.scale, self.gated = features, scale, gated
+        if not isinstance(gated, bool):
+            raise ValueError(f"gated must be True or False, not {gated!r}")
+        self.scale, self.f = scale, 2 * features
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
         self.gate_weight = nn.Parameter(torch.zeros(dims.g, dims.d)) if gated else None
-        # heads start with memories of about 3 to 400 tokens, so that some of them are right from the beginning
+        # heads begin with memories of about 3 to 400 tokens, so that some of them suit the data from the start
         self.gate_bias = nn.Parameter(torch.linspace(1, 6, dims.g)) if gated else None
 
     def redraw(self, seed: int) -> None:
-        """Other random directions: a different estimate of the same attention."""
-        self.directions.copy_(math.sqrt(self.scale) * _gaussian(self.features, self.dims.d, seed))
+        """Other random directions: another estimate of the same attention. Never done by a forward pass."""
+        self.directions.copy_(math.sqrt(self.scale) * _gaussian(len(self.directions), self.dims.d, seed))
 
     def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
-        s, z = _nothing(k, v, 2 * self.features)
+        s, z = _nothing(k, v, self.f)
         return WeighedSums(s, z, z[..., :1].clone())
 
-    def push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
-        keys, weight, decay = self._keys(_wide(k), places)
-        kept = torch.ones_like(memory.mass)
+    def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, valid: Tensor | None) -> WeighedSums:
+        keys, weight, decay = self._keys(k, valid)
         if decay is not None:
             later = (decay.flip(2).cumsum(2).flip(2) - decay).exp()  # what the tokens after j leave of it
             keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
-        s, z, mass = memory
-        return WeighedSums(kept.unsqueeze(-1) * s + keys.mT @ _wide(v), kept * z + keys.sum(2), kept * mass + weight.sum(2))
+            memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.mass)
+        return WeighedSums(memory.s + keys.mT @ v, memory.z + keys.sum(2), memory.mass + weight.sum(2))
 
-    def read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
-        asked = self._waves(_wide(q))
-        norm = self._lift(_ask(asked, memory.z.unsqueeze(-1)), memory.mass.unsqueeze(2))
-        return _ratio(_ask(asked, memory.s), norm).to(q.dtype)
+    def _read(self, memory: WeighedSums, q: Tensor) -> Tensor:
+        asked = self._queries(q)
+        norm = _ask(asked, memory.z.unsqueeze(-1))
+        return _ratio(_ask(asked, memory.s), self._lift(norm, memory.mass.unsqueeze(2)))
 
-    def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
-        keys, weight, decay = self._keys(k, places)
-        out, norm, s, z = chunks.scan_normed(self._waves(q), keys, v, memory.s, memory.z, decay)
+    def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, WeighedSums]:
+        keys, weight, decay = self._keys(k, valid)
+        out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z, decay)
         mass = chunks.running(weight, memory.mass, None if decay is None else decay.exp())
         return _ratio(out, self._lift(norm, mass)), WeighedSums(s, z, mass[:, :, -1])
 
-    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _keys(self, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
-        keys, weight = self._waves(k), _where_valid(torch.ones_like(k[..., :1]), places, 0)
+        keys, weight = self._queries(k), _where_valid(torch.ones_like(k[..., :1]), valid, 0)
         if self.gate_weight is None or self.gate_bias is None:
-            return _where_valid(keys, places, 0), weight, None
+            return _where_valid(keys, valid, 0), weight, None
         gate = k @ self.gate_weight.to(k.dtype).unsqueeze(-1) + self.gate_bias.to(k.dtype)[:, None, None]
         weight = weight * torch.sigmoid(-gate)
-        return keys * weight, weight, _where_valid(F.logsigmoid(gate), places, 0)
+        return keys * weight, weight, _where_valid(F.logsigmoid(gate), valid, 0)
 
-    def _waves(self, x: Tensor) -> Tensor:
-        angle = F.linear(F.normalize(x, dim=-1, eps=1e-6), self.directions.to(x.dtype))
-        return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(self.features)
+    def _queries(self, q: Tensor) -> Tensor:
+        angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
+        return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
 
     def _lift(self, norm: Tensor, mass: Tensor) -> Tensor:
         """norm (b h n 1) no lower than any exact one of that mass (b g n 1)."""
@@ -175,46 +212,47 @@ class Peaked(Kernel):
     """Kernels whose features are exponentials, kept finite by the largest exponent so far.
 
     The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
-    Units cancel in the output, so top carries no gradient; it never looks ahead, so that neither does a rounding error.
+    Units cancel in the output, so top carries no gradient; top never looks ahead, so rounding does not either.
     """
 
-    features: int  # f
-    one_top: bool  # for all features, or each its own
+    one_top: bool  # for all features, or one for each
 
     def logs(self, x: Tensor) -> Tensor:
         """The exponents (b h n f) of the features of queries or keys."""
         raise NotImplementedError
 
     def empty(self, k: Tensor, v: Tensor) -> PeakedSums:
-        s, z = _nothing(k, v, self.features)
+        s, z = _nothing(k, v, self.f)
         return PeakedSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
 
-    def push(self, memory: PeakedSums, k: Tensor, v: Tensor, places: Places) -> PeakedSums:
+    def _push(self, memory: PeakedSums, k: Tensor, v: Tensor, valid: Tensor | None) -> PeakedSums:
         if k.shape[2] == 0:
             return memory
-        logs, tops = self._keys(_wide(k), places)
+        logs, tops = self._keys(k, valid)
         top = torch.maximum(memory.top, tops.amax(2))
         keys, kept = (logs - _finite(top).unsqueeze(2)).exp(), (memory.top - _finite(top)).exp()
-        s, z = kept.unsqueeze(-1) * memory.s + keys.mT @ _wide(v), kept * memory.z + keys.sum(2)
-        return PeakedSums(s, z, top)
+        return PeakedSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
 
-    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Exponents of the keys (b g m f), and the tops of each token alone (b g m 1) or (b g m f)."""
-        logs = _where_valid(self.logs(k), places, -torch.inf)
+    def _keys(self, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
+        logs = _where_valid(self.logs(k), valid, -torch.inf)
         return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
 
-    def _rising(self, memory: PeakedSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+    def _rising(self, memory: PeakedSums, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
-        logs, tops = self._keys(k, places)
+        logs, tops = self._keys(k, valid)
         top = chunks.highest(tops, memory.top)
         before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
-        # a decay below the smallest number is total, and bounded it does not swallow the digits of those after it
+        # a decay below the smallest number is total; bounded, it does not swallow the digits of those after it
         decay = (before - top).clamp(min=1.3 * math.log(torch.finfo(k.dtype).tiny))
         return (logs - _finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
 
+    def _queries(self, q: Tensor) -> Tensor:
+        return torch.softmax(self.logs(q), -1)
+
 
 class Efficient(Peaked):
-    """Efficient attention: each feature is a map over positions, and a query mixes the maps.
+    """Efficient attention: each feature is a map over the positions, and a query mixes the maps.
 
     out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
     as in the paper. Time n d e, memory d (e + 2) at any length. Shen et al. 2018, arXiv:1812.01243.
@@ -224,29 +262,27 @@ class Efficient(Peaked):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
-        self.features = dims.d
+        self.f = dims.d
 
     def logs(self, x: Tensor) -> Tensor:
         return x
 
-    def read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
-        return _ask(self._mix(_wide(q), memory.z.unsqueeze(2)), memory.s).to(q.dtype)
+    def _read(self, memory: PeakedSums, q: Tensor) -> Tensor:
+        return _ask(self._mix(q, memory.z.unsqueeze(2)), memory.s)
 
-    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
-        keys, decay, top = self._rising(memory, k, places)
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, valid)
         z = chunks.running(keys, memory.z, decay.exp())
         out, s = chunks.scan(self._mix(q, z), keys, v, memory.s, decay)
         return out, PeakedSums(s, z[:, :, -1], top)
 
-    @staticmethod
-    def _mix(q: Tensor, z: Tensor) -> Tensor:
-        """How much of each sum a query takes; z (b g n f) holds its own top, so it is at least 1 unless nothing was seen."""
-        weights = torch.softmax(q, -1)
-        return weights / _per_query_head(z.clamp(min=1), weights)
+    def _mix(self, q: Tensor, z: Tensor) -> Tensor:
+        """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
+        return self._queries(q) / _per_query_head(z.clamp(min=1), q)
 
 
 class Performer(Peaked):
-    """Performer: softmax attention with its exponential estimated by positive orthogonal random features (FAVOR+).
+    """Performer: softmax attention, its exponential estimated by positive orthogonal random features (FAVOR+).
 
     phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d with
     the lengths of Gaussian vectors, so that the mean of phi(q) . phi(k) is exp(q . k / sqrt(d)); one set serves all heads.
@@ -260,32 +296,24 @@ class Performer(Peaked):
     def __init__(self, dims: Dims, *, features: int = 256, seed: int = 0) -> None:
         super().__init__(dims)
         _check_count("features", features)
-        self.features = features
+        self.f = features
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
 
     def redraw(self, seed: int) -> None:
-        """Other random directions: a different estimate of the same attention. Never done by a forward pass."""
-        self.directions.copy_(_orthogonal(self.features, self.dims.d, seed))
+        """Other random directions: another estimate of the same attention. Never done by a forward pass."""
+        self.directions.copy_(_orthogonal(self.f, self.dims.d, seed))
 
     def logs(self, x: Tensor) -> Tensor:
         x = x * x.shape[-1] ** -0.25
-        offset = -x.square().sum(-1, keepdim=True) / 2 - math.log(self.features) / 2
+        offset = -x.square().sum(-1, keepdim=True) / 2 - math.log(self.f) / 2
         # the offset rides along as one more coordinate, which saves a pass over n f numbers
         return F.linear(torch.cat([x, offset], -1), F.pad(self.directions.to(x.dtype), (0, 1), value=1.0))
 
-    def read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
-        asked = self._asked(_wide(q))
-        return _ratio(_ask(asked, memory.s), _ask(asked, memory.z.unsqueeze(-1))).to(q.dtype)
-
-    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
-        keys, decay, top = self._rising(memory, k, places)
-        out, norm, s, z = chunks.scan_normed(self._asked(q), keys, v, memory.s, memory.z, decay)
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, valid)
+        out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z, decay)
         return _ratio(out, norm), PeakedSums(s, z, top)
-
-    def _asked(self, q: Tensor) -> Tensor:
-        """A factor common to the features of a query cancels, so a softmax over them keeps their exponentials finite."""
-        return torch.softmax(self.logs(q), -1)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -293,14 +321,18 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _joined(runs: list[Tensor]) -> Tensor:
+    return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
+
+
 def _nothing(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
     z = _wide(k).new_zeros(*k.shape[:2], features)
-    return z.unsqueeze(-1).repeat(1, 1, 1, v.shape[-1]), z
+    return z.new_zeros(*z.shape, v.shape[-1]), z
 
 
-def _where_valid(x: Tensor, places: Places, otherwise: float) -> Tensor:
+def _where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
     """x (b g m ...) of real tokens."""
-    return x if places.valid is None else x.masked_fill(~places.valid[:, None, :, None], otherwise)
+    return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
 
 
 def _finite(top: Tensor) -> Tensor:
@@ -309,9 +341,9 @@ def _finite(top: Tensor) -> Tensor:
 
 
 def _ask(q: Tensor, state: Tensor) -> Tensor:
-    """q_i S, the queries of each group side by side: (b h n f), (b g f e) -> (b h n e)."""
+    """q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
     answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
-    return answer.reshape(*q.shape[:3], -1)
+    return answer.reshape(*q.shape[:3], state.shape[-1])
 
 
 def _per_query_head(x: Tensor, like: Tensor) -> Tensor:
@@ -332,10 +364,10 @@ def _gaussian(rows: int, d: int, seed: int) -> Tensor:
 
 
 def _orthogonal(rows: int, d: int, seed: int) -> Tensor:
-    """Gaussian rows (rows d) made orthogonal in blocks of d, each keeping the length of one that was drawn apart."""
+    """Rows (rows d) orthogonal in blocks of d, pointing anywhere with equal chance, with the lengths of Gaussian vectors."""
     blocks = -(-rows // d)
     drawn = _gaussian(blocks * d + rows, d, seed)
-    basis, triangle = torch.linalg.qr(drawn[: blocks * d].unflatten(0, (blocks, d)))
+    basis, triangle = torch.linalg.qr(drawn[:-rows].unflatten(0, (blocks, d)))
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else the factorisation favours one side
     return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
 

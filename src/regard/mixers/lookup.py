@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.dense import merged, small
-from regard.kernels.plan import Span, plan
+from regard.kernels.parts import Span
 from regard.kernels.tiles import UNSEEN, tiled
 from regard.mixers.base import Places
 from regard.mixers.memory import Log
@@ -67,8 +67,8 @@ class Lookup:
         found = []
         for p, heads in _groups(each):
             own = slice(None) if len(heads) == q.shape[1] else torch.tensor(heads, device=q.device)
-            work = plan(p & Causal() if self.causal else p, span)
-            found.append(tiled(q[:, own], k[:, own], v[:, own], work, scale=self.scale, valid=valid, dropout=self.dropout))
+            p = p & Causal() if self.causal else p
+            found.append(tiled(q[:, own], k[:, own], v[:, own], p, span, scale=self.scale, valid=valid, dropout=self.dropout))
         out, lse = found[0] if len(found) == 1 else _regrouped(found, _groups(each))
         if back is not None:
             out, lse = out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))

@@ -71,8 +71,11 @@ class Log(NamedTuple):
         if self.size == 0:  # nothing to join with: take the tensors as they are
             return Log(*new, n, start, plain, Newest(n))
         if torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v)):
-            parts = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in zip(self[:4], new, (2, 2, 1, 1), strict=True)]
-            return Log(*parts, self.size + n, start, plain, Newest(self.size + n), self.looked)
+            joined = (
+                torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in zip(self[:4], new, (2, 2, 1, 1), strict=True)
+            )
+            k, v, at, valid = joined
+            return Log(k, v, at, valid, self.size + n, start, plain, Newest(self.size + n), self.looked)
         log = self
         if self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype:
             log = self.with_room(n, k.dtype)
@@ -112,7 +115,8 @@ class Log(NamedTuple):
             y = x.new_zeros(shape, dtype=dtype if dim == 2 else x.dtype)
             y.narrow(dim, 0, self.size).copy_(x.narrow(dim, 0, self.size))
             new.append(y)
-        return Log(*new, self.size, self.start, self.plain, Newest(self.size), self.looked)
+        k, v, at, valid = new
+        return Log(k, v, at, valid, self.size, self.start, self.plain, Newest(self.size), self.looked)
 
 
 class Keeper(Core):

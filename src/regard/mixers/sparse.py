@@ -8,13 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from regard.kernels.dense import merged
-from regard.kernels.plan import Span, plan
+from regard.kernels.parts import Span
 from regard.kernels.tiles import tiled
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.census import Census, census
 from regard.mixers.lookup import Lookup
 from regard.mixers.memory import Keeper, Log
-from regard.mixers.patterns import Blocks, Columns, Dilated, Everything, Global, Local, Pattern, PerHead, Random, Rows, Stride, Tail
+from regard.mixers.patterns import (
+    Blocks,
+    Columns,
+    Dilated,
+    Everything,
+    Global,
+    Local,
+    Pattern,
+    PerHead,
+    Random,
+    Rows,
+    Stride,
+    Tail,
+)
 from regard.mixers.softmax import EVERY, default_scale
 
 __all__ = ["BigBird", "Census", "Longformer", "Sparse", "SparseTransformer", "census"]
@@ -81,13 +94,22 @@ class BigBird(Sparse):
 
     Pattern: `window` blocks around | Global | `random` blocks drawn per head. The global tokens are the first `globals` blocks
     (special="internal"), or as many learned keys and values that do not belong to the sequence (special="external").
-    Causal: random blocks are drawn from the past. Cost: n block (window + globals + random). Zaheer et al. 2020, arXiv:2007.14062.
+    Causal: random blocks are drawn from the past. Cost: n block (window + globals + random).
+    Zaheer et al. 2020, arXiv:2007.14062.
     """
 
     can = SELF
 
     def __init__(
-        self, dims: Dims, *, block: int = 64, window: int = 3, globals: int = 2, random: int = 3, special: str = "internal", seed: int = 0
+        self,
+        dims: Dims,
+        *,
+        block: int = 64,
+        window: int = 3,
+        globals: int = 2,
+        random: int = 3,
+        special: str = "internal",
+        seed: int = 0,
     ) -> None:
         _positive("block", block)
         if _positive("window", window) % 2 == 0:
@@ -110,8 +132,8 @@ class BigBird(Sparse):
             return inside[0]
         share = q.shape[1] // self.dims.g
         k, v = (x.to(q.dtype).repeat_interleave(share, 0).expand(len(q), -1, -1, -1) for x in (self.extra_k, self.extra_v))
-        work = plan(Everything(), Span(0, q.shape[2], 0, k.shape[2]))
-        return merged(inside, tiled(q, k, v, work, scale=self.scale, dropout=look.dropout))[0]
+        span = Span(0, q.shape[2], 0, k.shape[2])
+        return merged(inside, tiled(q, k, v, Everything(), span, scale=self.scale, dropout=look.dropout))[0]
 
 
 class Both(NamedTuple):

@@ -1,0 +1,213 @@
+"""Limits: at these settings a mechanism is another one exactly. And outside oracles: PyTorch's own attention, dense formulas."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import regard.mixers.softmax as softmax_family
+from conftest import DEVICE, close, some
+from regard import Dims, attend, core, layer
+from regard.mixers.patterns import Causal, Pattern
+
+D = Dims(32, 4)
+
+
+def qkv(n=90, m=None, streams=1, b=2):
+    g = torch.Generator().manual_seed(3)
+    m = n if m is None else m
+    shapes = ((n, 8 * streams), (m, 8 * streams), (m, 8 * streams))
+    return [torch.randn(b, 4, x, y, dtype=torch.float64, generator=g).to(DEVICE).requires_grad_() for x, y in shapes]
+
+
+def same(f, g, inputs):
+    """Outputs and gradients agree to rounding."""
+    a, b = f(*inputs), g(*inputs)
+    close(a, b)
+    up = torch.randn(a.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for x, y in zip(*(torch.autograd.grad((z * up).sum(), inputs, materialize_grads=True) for z in (a, b)), strict=True):
+        close(x, y)
+
+
+def ask(spec, causal=False, **options):
+    made = core(spec, Dims(32, 4, causal=causal)).to(DEVICE, torch.float64)
+    return lambda *x: attend(*x, made, causal=causal, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_softmax_is_torch_attention(causal, scale):
+    spec = "softmax" if scale is None else f"softmax(scale={scale})"
+    same(ask(spec, causal), lambda *x: scaled_dot_product_attention(*x, is_causal=causal, scale=scale), qkv())
+
+
+def test_padded_softmax_is_masked_torch_attention():
+    valid = some(2, 90)
+    same(ask("softmax", valid=valid), lambda *x: scaled_dot_product_attention(*x, attn_mask=valid[:, None, None]), qkv())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "spec", ["Local(90)", "Stride(1)", "Blocks(100)", "Everything()", "Blocks(10, around=9)", "Truncated(89, 89)"]
+)
+def test_patterns_that_hold_every_pair_are_softmax(spec, causal):
+    same(ask(spec, causal), ask("softmax", causal), qkv())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bigbird_that_picks_all_blocks_is_softmax(causal):
+    same(ask("bigbird(block=16, random=6)", causal), ask("softmax", causal), qkv())
+    same(ask("bigbird(block=16, window=11, random=0, globals=0)", causal), ask("softmax", causal), qkv())
+
+
+def test_bigbird_with_external_tokens_is_softmax_with_more_keys():
+    made = core("bigbird(block=16, window=11, globals=1, special='external')", D).to(DEVICE, torch.float64)
+    with torch.no_grad():
+        made.extra_k.normal_()
+        made.extra_v.normal_()
+
+    def longer(q, k, v):
+        more = [torch.cat([x.expand(2, -1, -1, -1), y], 2) for x, y in ((made.extra_k, k), (made.extra_v, v))]
+        return scaled_dot_product_attention(q, *more)
+
+    same(lambda *x: attend(*x, made), longer, qkv())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_longformer_with_shared_projections_is_a_pattern(causal):
+    pattern = "PerHead([Local(8), Local(8), Dilated(8, 3), Dilated(8, 3)]) | Global(first=2, at=[40])"
+    spec = "longformer(window=8, dilation=3, dilated_heads=2, first=2, at=[40], shared=True)"
+    same(ask(spec, causal), ask(pattern, causal), qkv())
+
+
+def test_longformer_projects_its_special_tokens_apart():
+    q, k, v = qkv(streams=2)
+    made = core("longformer(window=8, first=2)", D).to(DEVICE, torch.float64)
+    out = attend(q, k, v, made)
+    near, far = (x.chunk(2, -1) for x in (k, v)), None
+    (k1, k2), (v1, v2) = near
+    q1, q2 = q.chunk(2, -1)
+    far = scaled_dot_product_attention(q2, k2, v2)
+    close(out[:, :, :2], far[:, :, :2])
+    ordinary = ask("Local(8) | Columns(first=2)")(q1, k1, v1)
+    close(out[:, :, 2:], ordinary[:, :, 2:])
+
+
+@pytest.mark.parametrize("form", ["strided", "fixed"])
+def test_sparse_transformer_is_its_two_patterns(form):
+    near, far = {"strided": ("Local(8)", "Stride(8)"), "fixed": ("Blocks(8)", "Tail(8, 3)")}[form]
+    spec = f"sparse_transformer(stride=8, form={form!r}, summary=3)"
+    same(ask(spec, True), ask(f"PerHead([{near}, {far}])", True), qkv())
+
+
+@pytest.mark.parametrize(
+    "text", ["Local(9) | Global(first=2)", "Dilated(4, 3) | Stride(16)", "Random(2, 8) | Blocks(8)", "Tail(8, 2) | Local(3)"]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_sparse_is_masked_torch_attention(text, causal):
+    pattern = Pattern.parse(text).bound(90, 90)
+    pattern = pattern & Causal() if causal else pattern
+    seen = pattern(0, torch.arange(90)[:, None], torch.arange(90)).to(DEVICE)
+    assert seen.any(1).all()
+    same(ask(text, causal), lambda *x: scaled_dot_product_attention(*x, attn_mask=seen), qkv())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_additive_is_its_formula(causal, monkeypatch):
+    monkeypatch.setattr(softmax_family, "STRIP", 1 << 14)  # many strips
+    made = core("additive(hidden=5)", D).to(DEVICE, torch.float64)
+
+    def formula(q, k, v):
+        made_of = torch.tanh((q @ made.wq)[:, :, :, None] + (k @ made.wk)[:, :, None])
+        s = (made_of * made.w[:, None, None]).sum(-1)
+        future = torch.ones(90, 90, dtype=torch.bool, device=DEVICE).triu(1)
+        return s.masked_fill(future & causal, -torch.inf).softmax(-1) @ v
+
+    same(lambda *x: attend(*x, made, causal=causal), formula, qkv())
+
+
+@pytest.mark.parametrize("norm", ["count", "sum"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_relu_is_its_formula(norm, causal, monkeypatch):
+    monkeypatch.setattr(softmax_family, "STRIP", 1 << 14)
+
+    def formula(q, k, v):
+        a = (q @ k.mT * 8**-0.5).relu()
+        a = a.tril() if causal else a
+        seen = (
+            torch.arange(1, 91, device=DEVICE, dtype=a.dtype)[:, None]
+            if causal
+            else torch.tensor(90.0, dtype=a.dtype, device=DEVICE)
+        )
+        total = seen if norm == "count" else a.sum(-1, keepdim=True)
+        return torch.where(total > 0, a / total.clamp_min(1e-300), 0) @ v
+
+    same(ask(f"relu(norm={norm!r})", causal), formula, qkv())
+    q, k, v = qkv()
+    out = ask("relu(norm='sum')")(q.abs(), -k.abs(), v)  # no positive score anywhere
+    assert (out == 0).all()
+
+
+def test_identity_is_identity():
+    same(ask("identity", True), lambda _q, _k, v: v, qkv())
+
+
+def test_shared_queries_and_keys():
+    made = layer("softmax", width=32, heads=4, shared_qk=True)
+    assert made.k is made.q and sum(p.numel() for p in made.parameters()) == 3 * (32 * 32 + 32)
+    q, k, _ = made.heads(torch.randn(2, 5, 32))
+    assert torch.equal(q, k)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that anything makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        view = any(x in str(func) for x in ("expand", "view", "slice", "as_strided", "select.int", "unsqueeze"))
+        self.most = max([self.most, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not view)])
+        return out
+
+
+def largest(spec, n, causal):
+    made = core(spec, Dims(16, 2, causal=causal))
+    q, k, v = (torch.randn(1, 2, n, 8 * made.streams, requires_grad=True) for _ in range(3))
+    with Largest() as watch:
+        attend(q, k, v, made, causal=causal).sum().backward()
+    return watch.most
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("Local(32)", "Local(32) | Global(first=2)", "Dilated(16, 8)", "Stride(64)", "Stride(64) | Local(8)", "Everything()"),
+        *("bigbird(block=16)", "longformer(window=32)", "sparse_transformer(stride=64)", "relu", "additive(hidden=4)"),
+        *("linear", "efficient", "rfa(features=32)", "performer(features=32)"),
+    ],
+)
+def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
+    """Neither in the forward nor in the backward pass, not even a mask."""
+    monkeypatch.setattr(softmax_family, "STRIP", 1 << 16)
+    n = 2048 if spec.startswith(("relu", "additive")) else 8192
+    assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
+    assert largest(spec, n, causal) < n**2 / 8
+
+
+def test_edges_cost_what_the_edges_cost():
+    nodes = 4096
+    chain = torch.stack([torch.arange(nodes - 1), torch.arange(1, nodes)])
+    from regard import Edges
+
+    made = core(Edges(chain, nodes=nodes, loops=True), Dims(16, 2))
+    q, k, v = (torch.randn(1, 2, nodes, 8, requires_grad=True) for _ in range(3))
+    with Largest() as watch:
+        out = attend(q, k, v, made)
+        out.sum().backward()
+    assert watch.most <= 4 * nodes * 2 * 8
+    assert out.isfinite().all()
