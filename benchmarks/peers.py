@@ -5,6 +5,8 @@ python benchmarks/peers.py             into results/peers.json (needs a C++ comp
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention

@@ -57,11 +57,13 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readab
 
 @app.command()
 def show(
-    spec: Annotated[str, typer.Argument(help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.")],
+    spec: Annotated[
+        str, typer.Argument(metavar="SPEC", help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.")
+    ],
     length: Annotated[int, typer.Option(min=1, max=2**17, help="Tokens in the sequence.")] = 1024,
     causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
-    heads: Annotated[int, typer.Option(min=1, max=1024)] = 4,
-    width: Annotated[int, typer.Option(min=1, max=2**16)] = 256,
+    heads: Annotated[int, typer.Option(min=1, max=256)] = 4,
+    width: Annotated[int, typer.Option(min=1, max=2**13)] = 256,
     out: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .pdf or .svg).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The numbers, machine-readable.")] = False,
 ) -> None:
@@ -86,7 +88,7 @@ def _report(known: Facts, out: Path | None) -> None:
     table.add_column()
     for label, value in known.lines():
         table.add_row(label, value)
-    python = f"from regard.spec import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
+    python = f"from regard import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
     table.add_row("", "")
     table.add_row("build it", python + (", causal=True)" if known.dims.causal else ")"))
     table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.name}.png")
@@ -107,9 +109,10 @@ def _sentences(asked: Spec | None = None) -> Iterator[None]:
 
 
 def _placed(error: Exception, asked: Spec) -> TextError:
-    """With a caret under the option that the sentence is about, or else under the name."""
-    text = str(asked)
-    return TextError(str(error), text, next((text.find(f"{o}=") for o in asked.options if o in str(error)), 0))
+    """With a caret under the option that the sentence names along with its value, or else under the mechanism."""
+    text, sentence = str(asked), str(error)
+    blamed = (text.find(f"{o}=") for o, value in asked.items if o in sentence and repr(value) in sentence)
+    return TextError(sentence, text, next(blamed, 0))
 
 
 def _stop(message: str) -> NoReturn:

@@ -23,6 +23,7 @@ from regard.mixers.sparse import Sparse, census
 from regard.probe import attention_matrix, has_weights
 from regard.spec import Spec
 
+LONG = 16_384  # growth is measured from half this length to it, or from half the length asked for if that is longer
 MEASURED = 16_384  # tokens of the longest state that is really filled; beyond it, its growth says the rest
 COMPARED = 512  # tokens of the matrix that is compared with softmax
 SHORT = 512  # tokens of a pass that may stand for longer ones
@@ -35,7 +36,7 @@ class Work:
 
     parameters: int
     flops: int
-    growth: float | None  # mixing alone grows as n ** growth, from half this length to it; None: there is no such half
+    growth: float | None  # mixing alone grows as n ** growth; None: it has one length only
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Kept:
     """What streaming has to remember, of one sequence in float32."""
 
     bytes: int
-    growth: float  # as t ** growth, from half this length to it
+    growth: float  # as t ** growth
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,19 @@ class Facts:
             found.append((f"blocks of {self.pairs.block}", f"{_percent(self.pairs.block_density)} hold a pair"))
         if self.distance:
             far, uniform, n = self.distance.to_softmax, self.distance.of_uniform, self.distance.tokens
-            found.append(("distance to softmax", f"{far:.2f} on {n} random tokens; equal weights {uniform:.2f}"))
+            found.append(("distance to softmax", f"{far:.2f} on {n} tokens; equal weights {uniform:.2f}"))
         return [*found, ("paper", self.spec.row.paper)]
 
 
 def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = False, heads: int = 4, width: int = 256) -> Facts:
-    """All the numbers `regard show` prints. Long passes are counted on tensors without content, so they cost little."""
+    """All the numbers `regard show` prints, the same every time. Long passes are counted on tensors without content."""
     spec, dims = Spec.of(spec), Dims(width=width, heads=heads, causal=causal)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _facts(spec, dims, length)
+
+
+def _facts(spec: Spec, dims: Dims, length: int) -> Facts:
     mixer = spec.build(dims)
     pairs, tokens = _pairs(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
     known = isinstance(mixer, Attention) and has_weights(mixer.core, tokens)
@@ -129,9 +136,9 @@ def _work(mixer: Mixer, length: int) -> Work:
     count: Callable[[int], _Flops] = cache(partial(_count, mixer))
     if pattern_of(mixer) is None:
         count = partial(_parabola, count)
-    power = None
-    if length > 1 and _holds(mixer, length // 2):
-        power = _exponent(count(length // 2).mixing, count(length).mixing)
+    far = max(length, LONG)
+    grows = _holds(mixer, far) and _holds(mixer, far // 2)
+    power = _exponent(count(far // 2).mixing, count(far).mixing) if grows else None
     return Work(sum(p.numel() for p in mixer.parameters()), count(length).all, power)
 
 
@@ -169,10 +176,9 @@ def _state(spec: Spec, dims: Dims, length: int) -> Kept | None:
     mixer = spec.build(Dims(width=dims.width, heads=dims.heads, causal=True))
     if Can.STREAM not in mixer.can:
         return None
-    filled = min(length, MEASURED)
-    half, whole = _remembered(mixer, (filled + 1) // 2), _remembered(mixer, filled)
-    power = _exponent(half, whole)
-    return Kept(round(whole * (length / filled) ** power), power)
+    far, filled = min(max(length, LONG), MEASURED), min(length, MEASURED)
+    power = _exponent(_remembered(mixer, far // 2), _remembered(mixer, far))
+    return Kept(round(_remembered(mixer, filled) * (length / filled) ** power), power)
 
 
 @torch.no_grad()

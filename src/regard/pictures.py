@@ -22,7 +22,7 @@ from regard.spec import Spec
 
 __all__ = ["attention_matrix", "draw", "influence", "picture"]
 
-DPI, LONGEST, LONGEST_INFLUENCE, MOST_HEADS = 200, 256, 96, 4
+DPI, LONGEST, LONGEST_INFLUENCE, MOST_HEADS = 200, 256, 128, 4
 INK, GREY, LINE, NOTHING = "#16181d", "#6f7580", "#d9dce1", "#f3f4f6"
 MARGIN, GAP, TOP, FACTS, LEGEND, BOTTOM = 100, 70, 230, 780, 90, 180  # pixels
 SIDES = {1: 1040, 2: 720, 3: 600, 4: 500}  # of a matrix, in pixels, about, by the number of them
@@ -127,7 +127,7 @@ class _Scale(NamedTuple):
     def colours(self) -> Colormap:
         """Even steps of lightness; negative weights, which random features have, in another hue. Exactly zero: no colour."""
         warm = colormaps["magma_r"](torch.linspace(0.04, 0.92, 256).numpy())
-        cold = colormaps["viridis_r"](torch.linspace(0.35, 0.8, 256).numpy())
+        cold = colormaps["GnBu"](torch.linspace(0.3, 1, 256).numpy())
         return ListedColormap([*cold[::-1], *warm] if self.signed else list(warm)).with_extremes(bad=NOTHING)
 
     @property
@@ -162,8 +162,8 @@ def _show(axes: Axes, matrix: Tensor, scale: _Scale, title: str, *, first: bool,
 
 
 def _head(page: _Page, known: Facts) -> None:
-    lines = textwrap.wrap(str(known.spec), 100, max_lines=2, placeholder=" …")
-    size = next((size for most, size in ((52, 17), (72, 13), (100, 10)) if len(lines[0]) <= most), 10)
+    lines = textwrap.wrap(str(known.spec), 110, max_lines=2, placeholder=" …")
+    size = min(17.0, (page.width - 2 * MARGIN) / (1.6 * len(lines[0])))  # a bold letter is about 1.6 pixels wide per point
     page.write(MARGIN, 60 if len(lines) == 1 else 40, "\n".join(lines), size, weight="bold")
     page.write(MARGIN, 136, known.spec.row.summary, 9.5, GREY)
 

@@ -38,7 +38,10 @@ def parse(text: str, names: Names) -> object:
     line = re.sub(r"\s", " ", text).strip()  # one line, so that a place in it is one number
     if not line:
         raise TextError("there is nothing to read: write a name, such as " + " or ".join(list(names)[:2]), line)
-    return _Reader(line, names).value(_tree(line))
+    try:
+        return _Reader(line, names).value(_tree(line))
+    except (RecursionError, MemoryError):  # Python's parser has limits of its own
+        raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
 
 
 def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
@@ -54,8 +57,6 @@ def _tree(line: str) -> ast.expr:
         return ast.parse(line, mode="eval").body
     except SyntaxError as error:
         raise TextError(f"this cannot be read: {error.msg.split(':')[0]}", line, (error.offset or 1) - 1) from None
-    except (RecursionError, MemoryError):
-        raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
     except ValueError as error:  # characters that are not text: nulls, lone surrogates
         raise TextError(f"this cannot be read: {error}", line) from None
 
@@ -72,7 +73,7 @@ class _Reader:
         match node:
             case ast.Constant():
                 return self.literal(node)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if number is not True:
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if type(number) is not bool:
                 self.literal(node.operand)
                 return -number
             case ast.List():
@@ -138,11 +139,11 @@ class _Reader:
 
     def fail(self, sentence: str, node: ast.expr | ast.keyword) -> NoReturn:
         at = len(self.line.encode()[: node.col_offset].decode())  # the parser counts bytes
-        raise TextError(sentence, self.line, at) from None
+        raise TextError(_short(sentence, 600), self.line, at) from None
 
 
-def _short(word: str) -> str:
-    return word if len(word) <= 40 else word[:40] + "…"
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def _shape(make: Callable[..., object]) -> str:

@@ -24,7 +24,7 @@ Parts = tuple[Tensor, ...]
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, s: Tensor, decay: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """All n answers q_i S_i at once (b h n e), going on from the state s (b g f e), and the state after them.
+    """All n >= 1 answers q_i S_i at once (b h n e), going on from the state s (b g f e), and the state after them.
 
     q (b h n f), k (b g n f), v (b g n e), decay (b g n 1) or (b g n f), at most 0. Time n p (f + e) + n f e, memory n.
     """

@@ -16,8 +16,21 @@ from torch import Tensor, nn
 
 from regard.kernels import chunks
 from regard.mixers.base import Can, Core, Dims, Places
+from regard.mixers.features import (
+    ask,
+    check_count,
+    finite,
+    gaussian,
+    joined,
+    nothing,
+    orthogonal,
+    per_query_head,
+    ratio,
+    where_valid,
+    wide,
+)
 
-CPU_RUN, GPU_RUN = 1 << 20, 1 << 24  # numbers in the features of one run: they fit a CPU's caches, or keep a GPU busy
+CPU_RUN, GPU_RUN = 1 << 20, 1 << 26  # numbers in the features of one run: they fit a CPU's caches, or keep a GPU busy
 
 
 class Sums(NamedTuple):
@@ -47,22 +60,22 @@ class Kernel(Core):
     f: int  # features of a token
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
-        for keys, values, valid in self._runs(places, k, v):
+        for keys, values, valid in self._runs(places.valid, k, v):
             memory = self._push(memory, keys, values, valid)
         return memory
 
-    def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        return _joined([self._read(memory, queries).to(q.dtype) for queries, _ in self._runs(places, q)])
+    def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every token
+        return joined([self._read(memory, queries).to(q.dtype) for queries, _ in self._runs(None, q)])
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places).to(v.dtype), memory
         out = []
-        for queries, keys, values, valid in self._runs(places, q, k, v):
+        for queries, keys, values, valid in self._runs(places.valid, q, k, v):
             y, memory = self._scan(memory, queries, keys, values, valid)
             out.append(y.to(v.dtype))
-        return _joined(out), memory
+        return joined(out), memory
 
     def _push(self, memory: Any, k: Tensor, v: Tensor, valid: Tensor | None) -> Any:
         raise NotImplementedError
@@ -76,17 +89,17 @@ class Kernel(Core):
 
     def _read(self, memory: Any, q: Tensor) -> Tensor:
         asked = self._queries(q)
-        return _ratio(_ask(asked, memory.s), _ask(asked, memory.z.unsqueeze(-1)))
+        return ratio(ask(asked, memory.s), ask(asked, memory.z.unsqueeze(-1)))
 
-    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
-        """Runs of tokens, each with its valid."""
+    def _runs(self, valid: Tensor | None, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        """Tokens (b h n ...) and their valid, a run at a time."""
         b, h, n, _ = tensors[0].shape
         room = CPU_RUN if tensors[0].device.type == "cpu" else GPU_RUN
         size = max(room // max(b * h * self.f, 1) // chunks.SIZE, 1) * chunks.SIZE
         if n <= size:
-            return [(*map(_wide, tensors), places.valid)]
-        valid = [None] * -(-n // size) if places.valid is None else places.valid.split(size, 1)
-        return list(zip(*(_wide(x).split(size, 2) for x in tensors), valid, strict=True))
+            return [(*map(wide, tensors), valid)]
+        masks = [None] * -(-n // size) if valid is None else valid.split(size, 1)
+        return list(zip(*(wide(x).split(size, 2) for x in tensors), masks, strict=True))
 
 
 class Linear(Kernel):
@@ -101,16 +114,16 @@ class Linear(Kernel):
         self.f = dims.d
 
     def empty(self, k: Tensor, v: Tensor) -> Sums:
-        return Sums(*_nothing(k, v, self.f))
+        return Sums(*nothing(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, valid: Tensor | None) -> Sums:
-        keys = _where_valid(_Positive.apply(k), valid, 0)
+        keys = where_valid(_Positive.apply(k), valid, 0)
         return Sums(memory.s + keys.mT @ v, memory.z + keys.sum(2))
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Sums]:
-        keys = _where_valid(_Positive.apply(k), valid, 0)
+        keys = where_valid(_Positive.apply(k), valid, 0)
         out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z)
-        return _ratio(out, norm), Sums(s, z)
+        return ratio(out, norm), Sums(s, z)
 
     def _queries(self, q: Tensor) -> Tensor:
         return _Positive.apply(q)
@@ -151,7 +164,7 @@ class RFA(Kernel):
 
     def __init__(self, dims: Dims, *, features: int = 128, scale: float = 1.0, gated: bool = False, seed: int = 0) -> None:
         super().__init__(dims)
-        _check_count("features", features)
+        check_count("features", features)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
         if not isinstance(gated, bool):
@@ -165,10 +178,10 @@ class RFA(Kernel):
 
     def redraw(self, seed: int) -> None:
         """Other random directions: another estimate of the same attention. Never done by a forward pass."""
-        self.directions.copy_(math.sqrt(self.scale) * _gaussian(len(self.directions), self.dims.d, seed))
+        self.directions.copy_(math.sqrt(self.scale) * gaussian(len(self.directions), self.dims.d, seed))
 
     def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
-        s, z = _nothing(k, v, self.f)
+        s, z = nothing(k, v, self.f)
         return WeighedSums(s, z, z[..., :1].clone())
 
     def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, valid: Tensor | None) -> WeighedSums:
@@ -181,23 +194,23 @@ class RFA(Kernel):
 
     def _read(self, memory: WeighedSums, q: Tensor) -> Tensor:
         asked = self._queries(q)
-        norm = _ask(asked, memory.z.unsqueeze(-1))
-        return _ratio(_ask(asked, memory.s), self._lift(norm, memory.mass.unsqueeze(2)))
+        norm = ask(asked, memory.z.unsqueeze(-1))
+        return ratio(ask(asked, memory.s), self._lift(norm, memory.mass.unsqueeze(2)))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, valid)
         out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z, decay)
         mass = chunks.running(weight, memory.mass, None if decay is None else decay.exp())
-        return _ratio(out, self._lift(norm, mass)), WeighedSums(s, z, mass[:, :, -1])
+        return ratio(out, self._lift(norm, mass)), WeighedSums(s, z, mass[:, :, -1])
 
     def _keys(self, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
-        keys, weight = self._queries(k), _where_valid(torch.ones_like(k[..., :1]), valid, 0)
+        keys, weight = self._queries(k), where_valid(torch.ones_like(k[..., :1]), valid, 0)
         if self.gate_weight is None or self.gate_bias is None:
-            return _where_valid(keys, valid, 0), weight, None
+            return where_valid(keys, valid, 0), weight, None
         gate = k @ self.gate_weight.to(k.dtype).unsqueeze(-1) + self.gate_bias.to(k.dtype)[:, None, None]
         weight = weight * torch.sigmoid(-gate)
-        return keys * weight, weight, _where_valid(F.logsigmoid(gate), valid, 0)
+        return keys * weight, weight, where_valid(F.logsigmoid(gate), valid, 0)
 
     def _queries(self, q: Tensor) -> Tensor:
         angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
@@ -205,7 +218,7 @@ class RFA(Kernel):
 
     def _lift(self, norm: Tensor, mass: Tensor) -> Tensor:
         """norm (b h n 1) no lower than any exact one of that mass (b g n 1)."""
-        return torch.maximum(norm, math.exp(-2 * self.scale) * _per_query_head(mass, norm))
+        return torch.maximum(norm, math.exp(-2 * self.scale) * per_query_head(mass, norm))
 
 
 class Peaked(Kernel):
@@ -222,7 +235,7 @@ class Peaked(Kernel):
         raise NotImplementedError
 
     def empty(self, k: Tensor, v: Tensor) -> PeakedSums:
-        s, z = _nothing(k, v, self.f)
+        s, z = nothing(k, v, self.f)
         return PeakedSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
 
     def _push(self, memory: PeakedSums, k: Tensor, v: Tensor, valid: Tensor | None) -> PeakedSums:
@@ -230,12 +243,12 @@ class Peaked(Kernel):
             return memory
         logs, tops = self._keys(k, valid)
         top = torch.maximum(memory.top, tops.amax(2))
-        keys, kept = (logs - _finite(top).unsqueeze(2)).exp(), (memory.top - _finite(top)).exp()
+        keys, kept = (logs - finite(top).unsqueeze(2)).exp(), (memory.top - finite(top)).exp()
         return PeakedSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
 
     def _keys(self, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
-        logs = _where_valid(self.logs(k), valid, -torch.inf)
+        logs = where_valid(self.logs(k), valid, -torch.inf)
         return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
 
     def _rising(self, memory: PeakedSums, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,7 +258,7 @@ class Peaked(Kernel):
         before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
         # a decay below the smallest number is total; bounded, it does not swallow the digits of those after it
         decay = (before - top).clamp(min=1.3 * math.log(torch.finfo(k.dtype).tiny))
-        return (logs - _finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
+        return (logs - finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
 
     def _queries(self, q: Tensor) -> Tensor:
         return torch.softmax(self.logs(q), -1)
@@ -268,7 +281,7 @@ class Efficient(Peaked):
         return x
 
     def _read(self, memory: PeakedSums, q: Tensor) -> Tensor:
-        return _ask(self._mix(q, memory.z.unsqueeze(2)), memory.s)
+        return ask(self._mix(q, memory.z.unsqueeze(2)), memory.s)
 
     def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, PeakedSums]:
         keys, decay, top = self._rising(memory, k, valid)
@@ -278,7 +291,7 @@ class Efficient(Peaked):
 
     def _mix(self, q: Tensor, z: Tensor) -> Tensor:
         """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
-        return self._queries(q) / _per_query_head(z.clamp(min=1), q)
+        return self._queries(q) / per_query_head(z.clamp(min=1), q)
 
 
 class Performer(Peaked):
@@ -295,14 +308,14 @@ class Performer(Peaked):
 
     def __init__(self, dims: Dims, *, features: int = 256, seed: int = 0) -> None:
         super().__init__(dims)
-        _check_count("features", features)
+        check_count("features", features)
         self.f = features
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
 
     def redraw(self, seed: int) -> None:
         """Other random directions: another estimate of the same attention. Never done by a forward pass."""
-        self.directions.copy_(_orthogonal(self.f, self.dims.d, seed))
+        self.directions.copy_(orthogonal(self.f, self.dims.d, seed))
 
     def logs(self, x: Tensor) -> Tensor:
         x = x * x.shape[-1] ** -0.25
@@ -313,65 +326,4 @@ class Performer(Peaked):
     def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, PeakedSums]:
         keys, decay, top = self._rising(memory, k, valid)
         out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z, decay)
-        return _ratio(out, norm), PeakedSums(s, z, top)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Sums need float32 or better."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _joined(runs: list[Tensor]) -> Tensor:
-    return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
-
-
-def _nothing(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    z = _wide(k).new_zeros(*k.shape[:2], features)
-    return z.new_zeros(*z.shape, v.shape[-1]), z
-
-
-def _where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
-    """x (b g m ...) of real tokens."""
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
-
-
-def _finite(top: Tensor) -> Tensor:
-    """A unit to measure in: that of a memory without tokens may be any."""
-    return top.masked_fill(top == -torch.inf, 0)
-
-
-def _ask(q: Tensor, state: Tensor) -> Tensor:
-    """q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
-    answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
-    return answer.reshape(*q.shape[:3], state.shape[-1])
-
-
-def _per_query_head(x: Tensor, like: Tensor) -> Tensor:
-    """x (b g ...) as (b h ...): each key-value head serves a run of query heads."""
-    return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
-
-
-def _ratio(out: Tensor, norm: Tensor) -> Tensor:
-    """out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
-    limits = torch.finfo(norm.dtype)
-    return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
-
-
-def _gaussian(rows: int, d: int, seed: int) -> Tensor:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be an integer, not {seed!r}")
-    return torch.randn(rows, d, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
-
-
-def _orthogonal(rows: int, d: int, seed: int) -> Tensor:
-    """Rows (rows d) orthogonal in blocks of d, pointing anywhere with equal chance, with the lengths of Gaussian vectors."""
-    blocks = -(-rows // d)
-    drawn = _gaussian(blocks * d + rows, d, seed)
-    basis, triangle = torch.linalg.qr(drawn[:-rows].unflatten(0, (blocks, d)))
-    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else the factorisation favours one side
-    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        return ratio(out, norm), PeakedSums(s, z, top)

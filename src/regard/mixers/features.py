@@ -1,0 +1,67 @@
+"""Small things that kernels are made of: sums in a safe type, safe ratios, random directions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    """Sums need float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def joined(runs: list[Tensor]) -> Tensor:
+    return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
+
+
+def nothing(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    z = wide(k).new_zeros(*k.shape[:2], features)
+    return z.new_zeros(*z.shape, v.shape[-1]), z
+
+
+def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
+    """x (b g m ...) of real tokens."""
+    return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
+
+
+def finite(top: Tensor) -> Tensor:
+    """A unit to measure in: that of a memory without tokens may be any."""
+    return top.masked_fill(top == -torch.inf, 0)
+
+
+def ask(q: Tensor, state: Tensor) -> Tensor:
+    """q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
+    answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
+    return answer.reshape(*q.shape[:3], state.shape[-1])
+
+
+def per_query_head(x: Tensor, like: Tensor) -> Tensor:
+    """x (b g ...) as (b h ...): each key-value head serves a run of query heads."""
+    return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
+
+
+def ratio(out: Tensor, norm: Tensor) -> Tensor:
+    """out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
+    limits = torch.finfo(norm.dtype)
+    return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
+
+
+def gaussian(rows: int, d: int, seed: int) -> Tensor:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be an integer, not {seed!r}")
+    return torch.randn(rows, d, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+
+
+def orthogonal(rows: int, d: int, seed: int) -> Tensor:
+    """Rows (rows d) orthogonal in blocks of d, pointing anywhere with equal chance, with the lengths of Gaussian vectors."""
+    blocks = -(-rows // d)
+    drawn = gaussian(blocks * d + rows, d, seed)
+    basis, triangle = torch.linalg.qr(drawn[:-rows].unflatten(0, (blocks, d)))
+    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else the factorisation favours one side
+    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
+
+
+def check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")

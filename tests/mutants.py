@@ -1,0 +1,107 @@
+"""Do the laws bite? Break the library in one place at a time, the way real libraries have been broken, and see who notices.
+
+    make mutants                      all of them (about half an hour on two cores); exits 1 if one survives
+    python tests/mutants.py WORD      those whose name contains the word
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUITE = ["test_laws.py", "test_limits.py", "test_patterns.py", "test_precision.py", "test_kernel.py", "test_errors.py"]
+M, K = "src/regard/mixers/", "src/regard/kernels/"
+
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    # masks accepted and ignored
+    "softmax drops the padding mask": (M + "softmax.py", "valid=log.places.valid, dropout=drop", "valid=None, dropout=drop"),
+    "tiles drop the padding mask": (K + "tiles.py", "        if gaps is not None:\n", "        if False:\n"),
+    "a decoding step drops the padding mask": (M + "lookup.py", "        if log.places.valid is not None:\n", "        if False:\n"),
+    "padding takes a position": (M + "base.py", "            at = count.cumsum(1) - count\n", "            at = count.cumsum(1) * 0 + torch.arange(n, device=x.device)\n"),
+    "outputs at padding are not silenced": (M + "attention.py", "return y if valid is None else y.masked_fill(~valid[..., None], 0)", "return y"),
+    "padding counts in the normaliser of a kernel": (M + "kernel.py", "NORM_OLD", "NORM_NEW"),
+    "relu counts padding among the visible keys": (M + "softmax.py", "seen.sum(-1, keepdim=True).to(q.dtype)", "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(q.dtype)"),
+    # causal asked, something else done
+    "tiles ignore causal": (M + "lookup.py", "            p = p & Causal() if self.causal else p\n", ""),
+    "a decoding step ignores causal": (M + "lookup.py", "seen = seen & (i >= j) if self.causal else seen", "seen = seen"),
+    "strips ignore causal": (M + "softmax.py", "if causal else seen.expand(-1, 1, i.shape[1], -1)", "if False else seen.expand(-1, 1, i.shape[1], -1)"),
+    "a kernel scan sees one token ahead": (K + "chunks.py", ".triu(1)", ".triu(2)"),
+    "a kernel scan forgets the newest token": (K + "chunks.py", ".triu(1)", ".triu(0)"),
+    "a running maximum looks ahead": (M + "kernel.py", "TOP_OLD", "TOP_NEW"),
+    "claims are not checked": (M + "base.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
+    # windows that mean something else
+    "Local is off by one": (M + "patterns/relative.py", "return Band(self.size - 1, self.size - 1)", "return Band(self.size, self.size)"),
+    "Truncated swaps back and ahead": (M + "patterns/relative.py", "return Band(self.back, self.ahead)", "return Band(self.ahead, self.back)"),
+    "Dilated loses its step": (M + "patterns/relative.py", "return Band(reach, reach, self.step)", "return Band(reach, reach)"),
+    "Global is seen but does not see": (M + "patterns/fixed.py", "return ((Rows(self.first, self.at),), (Columns(self.first, self.at),))", "return ((Columns(self.first, self.at),),)"),
+    "And takes the longer reach": (M + "patterns/relative.py", "            min((x for x in two if x is not None), default=None)", "            max((x for x in two if x is not None), default=None)"),
+    # sparse that is dense, or counts twice
+    "a pair in two parts counts twice": (K + "plan.py", "            found = found & ~other\n", "            pass\n"),
+    "tiles cover every key": (K + "drivers.py", "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n", "    low, high = low * 0, torch.full((many,), count - 1)\n"),
+    "an alternative inside another is kept in its place": (K + "plan.py", "        if not any(_inside(atoms, other) for other in kept):\n", "        if not any(_inside(other, atoms) for other in kept):\n"),
+    "the heads of PerHead are shifted": (M + "patterns/algebra.py", "return self.parts[h * len(self.parts) // heads]", "return self.parts[(h + 1) % heads * len(self.parts) // heads]"),
+    "merging forgets the smaller part": (K + "tiles.py", ".add_(o * (l - total).exp()[..., None])", ""),
+    # backward passes
+    "the gradient of keys skips the last block of a window": (K + "tiles.py", "for x in range(run.slides, run.slides + p):", "for x in range(run.slides, run.slides + max(1, p - 1)):"),
+    "the softmax backward forgets its row term": (K + "tiles.py", "            d.sub_(here[..., :1]).mul_(weights)\n", "            d.mul_(weights)\n"),
+    "dropout differs between forward and backward": (K + "tiles.py", "manual_seed((self.seed + (number << 40) + turn) % 2**63)", "manual_seed(torch.seed() % 2**63)"),
+    "dropout is not rescaled": (K + "tiles.py", "return kept.to(self.acc).div_(1 - self.dropout)", "return kept.to(self.acc)"),
+    # memories
+    "a key is forgotten one step too early": (M + "patterns/relative.py", "else j >= now - self.back", "else j > now - self.back"),
+    "special tokens are forgotten": (M + "patterns/fixed.py", "return self.special(j) & torch.ones_like(now, dtype=torch.bool)", "return self.special(j) & torch.zeros_like(now, dtype=torch.bool)"),
+    "nothing is ever forgotten": (M + "attention.py", "memory=self.core.forget(state.memory, state.t)", "memory=state.memory"),
+    "an older state is overwritten": (M + "memory.py", " or self.newest.used != self.size", ""),
+    "positions start anew with every chunk": (M + "attention.py", "        places = Places.of(x, valid, state.t, state.start)\n        self._check_length(places)\n        q, k, v = self.heads(x)", "        places = Places.of(x, valid)\n        self._check_length(places)\n        q, k, v = self.heads(x)"),
+    "padded prompts all end at the longest": (M + "attention.py", "return State(memory, state.t + places.valid.sum(1), None)", "return State(memory, state.t + n, None)"),
+    "a state is never reordered": (M + "base.py", "        return value.index_select(0, rows)\n", "        return value[: len(rows)]\n"),
+    # heads, numbers
+    "grouped heads are dealt out in turn": (M + "lookup.py", "(k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))", "(k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1))"),
+    "a row that sees nothing takes the mean": (K + "tiles.py", "        out.masked_fill_((lse < UNSEEN / 2)[..., None], 0)\n", ""),
+    "sums are kept in half precision": (M + "kernel.py", "HALF_OLD", "HALF_NEW"),
+    "scores without their scale": (M + "softmax.py", "        return d**-0.5\n", "        return 1.0\n"),
+    "random features are drawn anew in every pass": (M + "kernel.py", "DRAW_OLD", "DRAW_NEW"),
+    "random features are not orthogonal": (M + "kernel.py", "ORTHO_OLD", "ORTHO_NEW"),
+}
+
+
+def killed_by(name: str) -> str:
+    """The test that fails, or '' if none does."""
+    path, old, new = MUTANTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("src", "tests"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / part, copy / part)
+        text = (copy / path).read_text()
+        if old not in text:
+            raise SystemExit(f"{name}: {path} does not hold\n{old}")
+        (copy / path).write_text(text.replace(old, new))
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-p", "no:cacheprovider", *(f"tests/{x}" for x in SUITE)]
+        env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split("::")[-1].split(" - ")[0] if failed else ("it does not even import" if done.returncode > 1 else "")
+
+
+def main() -> int:
+    names = [name for name in MUTANTS if len(sys.argv) < 2 or sys.argv[1] in name]
+    start, survivors = time.perf_counter(), []
+    for number, name in enumerate(names, 1):
+        who = killed_by(name)
+        left = (time.perf_counter() - start) / number * (len(names) - number) / 60
+        sys.stdout.write(f"[{number}/{len(names)}] {'caught  ' if who else 'SURVIVED'} {name:58s} {who}   ({left:.0f} min left)\n")
+        sys.stdout.flush()
+        survivors += [] if who else [name]
+    sys.stdout.write(f"{len(names) - len(survivors)} of {len(names)} caught\n")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

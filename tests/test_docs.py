@@ -1,0 +1,50 @@
+"""What the documents say is run: every Python block of the README and CONTRIBUTING, every example."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(("name", "number"), [(n, i) for n in ("README.md", "CONTRIBUTING.md") for i in range(len(blocks(n)))])
+def test_python_in_the_documents_runs(name, number):
+    done = subprocess.run([sys.executable, "-c", blocks(name)[number]], capture_output=True, text=True, env=ENV, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run_and_say_something(path):
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=ENV, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+
+
+def test_the_documents_name_files_that_exist():
+    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md"):
+        text = (ROOT / name).read_text()
+        found = re.findall(r"`((?:src|tests|benchmarks|results|docs|examples|mixers|kernels)/[\w/.]*)`", text)
+        found += re.findall(r"\]\(([\w/.]+)\)", text)
+        missing = [path for path in found if not any((base / path).exists() for base in (ROOT, ROOT / "src" / "regard"))]
+        assert missing == [], name
+
+
+def test_imports_go_one_way():
+    """kernels know patterns and nothing else of mixers; mixers know nothing of catalogue, specs, pictures or the command line."""
+    outer = "catalogue|spec|facts|pictures|cli|probe"
+    for path in (ROOT / "src" / "regard").rglob("*.py"):
+        imports = re.findall(r"^\s*(?:from|import) (regard[\w.]*)", path.read_text(), re.MULTILINE)
+        if "kernels" in path.parts:
+            allowed = ("regard.kernels", "regard.mixers.patterns")
+            assert all(x.startswith(allowed) for x in imports), path
+        if "mixers" in path.parts:
+            assert not any(re.match(rf"regard\.({outer})", x) for x in imports), path
