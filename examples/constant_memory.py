@@ -1,6 +1,6 @@
 """Stream a long sequence token by token: the state stays as small as the pattern allows, and nothing changes in the result.
 
-    python examples/constant_memory.py
+python examples/constant_memory.py
 """
 
 import torch
@@ -19,5 +19,7 @@ for spec in ("softmax", "Local(64) | Global(first=4)", "linear"):
             y, state = mixer.extend(state, x[:, t : t + 1])
             sizes.append(state.nbytes)
     error = (y - whole[:, -1:]).abs().max().item()
-    print(f"{spec:28s} state {sizes[0] / 1024:7.1f} KiB after the prompt, {sizes[-1] / 1024:7.1f} KiB at the end; error {error:.1e}")
+    print(
+        f"{spec:28s} state {sizes[0] / 1024:7.1f} KiB after the prompt, {sizes[-1] / 1024:7.1f} KiB at the end; error {error:.1e}"
+    )
     assert error < 1e-5

@@ -1,6 +1,6 @@
 """A mechanism of your own in one class: push and read are enough, causal and streaming follow from them.
 
-    python examples/new_mechanism.py
+python examples/new_mechanism.py
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Swap the attention of a model and see what it costs: one line per mechanism, everything else the same.
 
-    python examples/swap.py
+python examples/swap.py
 """
 
 import time

@@ -1,7 +1,7 @@
 """Do the laws bite? Break the library in one place at a time, the way real libraries have been broken, and see who notices.
 
-    make mutants                      all of them (about half an hour on two cores); exits 1 if one survives
-    python tests/mutants.py WORD      those whose name contains the word
+make mutants                      all of them (about half an hour on two cores); exits 1 if one survives
+python tests/mutants.py WORD      those whose name contains the word
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,52 +23,170 @@ M, K = "src/regard/mixers/", "src/regard/kernels/"
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # masks accepted and ignored
     "softmax drops the padding mask": (M + "softmax.py", "valid=log.places.valid, dropout=drop", "valid=None, dropout=drop"),
-    "tiles drop the padding mask": (K + "tiles.py", "        if gaps is not None:\n", "        if False:\n"),
-    "a decoding step drops the padding mask": (M + "lookup.py", "        if log.places.valid is not None:\n", "        if False:\n"),
-    "padding takes a position": (M + "base.py", "            at = count.cumsum(1) - count\n", "            at = count.cumsum(1) * 0 + torch.arange(n, device=x.device)\n"),
-    "outputs at padding are not silenced": (M + "attention.py", "return y if valid is None else y.masked_fill(~valid[..., None], 0)", "return y"),
-    "padding counts in the normaliser of a kernel": (M + "kernel.py", "NORM_OLD", "NORM_NEW"),
-    "relu counts padding among the visible keys": (M + "softmax.py", "seen.sum(-1, keepdim=True).to(q.dtype)", "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(q.dtype)"),
+    "tiles drop the padding mask": (K + "passes.py", "        if gaps is not None:\n", "        if False:\n"),
+    "a decoding step drops the padding mask": (
+        M + "lookup.py",
+        "        if log.places.valid is not None:\n",
+        "        if False:\n",
+    ),
+    "padding takes a position": (
+        M + "base.py",
+        "            at = count.cumsum(1) - count\n",
+        "            at = count.cumsum(1) * 0 + torch.arange(n, device=x.device)\n",
+    ),
+    "outputs at padding are not silenced": (
+        M + "attention.py",
+        "return y if valid is None else y.masked_fill(~valid[..., None], 0)",
+        "return y",
+    ),
+    "padding counts in the normaliser of a kernel": (
+        M + "kernel.py",
+        "memory.z + keys.sum(2))",
+        "memory.z + _Positive.apply(k).sum(2))",
+    ),
+    "relu counts padding among the visible keys": (
+        M + "softmax.py",
+        "seen.sum(-1, keepdim=True).to(q.dtype)",
+        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(q.dtype)",
+    ),
     # causal asked, something else done
     "tiles ignore causal": (M + "lookup.py", "            p = p & Causal() if self.causal else p\n", ""),
     "a decoding step ignores causal": (M + "lookup.py", "seen = seen & (i >= j) if self.causal else seen", "seen = seen"),
-    "strips ignore causal": (M + "softmax.py", "if causal else seen.expand(-1, 1, i.shape[1], -1)", "if False else seen.expand(-1, 1, i.shape[1], -1)"),
+    "strips ignore causal": (
+        M + "softmax.py",
+        "if causal else seen.expand(-1, 1, i.shape[1], -1)",
+        "if False else seen.expand(-1, 1, i.shape[1], -1)",
+    ),
     "a kernel scan sees one token ahead": (K + "chunks.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (K + "chunks.py", ".triu(1)", ".triu(0)"),
-    "a running maximum looks ahead": (M + "kernel.py", "TOP_OLD", "TOP_NEW"),
+    "a running maximum looks ahead": (
+        M + "kernel.py",
+        "        top = chunks.highest(tops, memory.top)\n",
+        "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
+    ),
     "claims are not checked": (M + "base.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
     # windows that mean something else
-    "Local is off by one": (M + "patterns/relative.py", "return Band(self.size - 1, self.size - 1)", "return Band(self.size, self.size)"),
-    "Truncated swaps back and ahead": (M + "patterns/relative.py", "return Band(self.back, self.ahead)", "return Band(self.ahead, self.back)"),
+    "Local is off by one": (
+        M + "patterns/relative.py",
+        "return Band(self.size - 1, self.size - 1)",
+        "return Band(self.size, self.size)",
+    ),
+    "Truncated swaps back and ahead": (
+        M + "patterns/relative.py",
+        "return Band(self.back, self.ahead)",
+        "return Band(self.ahead, self.back)",
+    ),
     "Dilated loses its step": (M + "patterns/relative.py", "return Band(reach, reach, self.step)", "return Band(reach, reach)"),
-    "Global is seen but does not see": (M + "patterns/fixed.py", "return ((Rows(self.first, self.at),), (Columns(self.first, self.at),))", "return ((Columns(self.first, self.at),),)"),
-    "And takes the longer reach": (M + "patterns/relative.py", "            min((x for x in two if x is not None), default=None)", "            max((x for x in two if x is not None), default=None)"),
+    "Global is seen but does not see": (
+        M + "patterns/fixed.py",
+        "return ((Rows(self.first, self.at),), (Columns(self.first, self.at),))",
+        "return ((Columns(self.first, self.at),),)",
+    ),
+    "And takes the longer reach": (
+        M + "patterns/relative.py",
+        "            min((x for x in two if x is not None), default=None)",
+        "            max((x for x in two if x is not None), default=None)",
+    ),
     # sparse that is dense, or counts twice
     "a pair in two parts counts twice": (K + "plan.py", "            found = found & ~other\n", "            pass\n"),
-    "tiles cover every key": (K + "drivers.py", "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n", "    low, high = low * 0, torch.full((many,), count - 1)\n"),
-    "an alternative inside another is kept in its place": (K + "plan.py", "        if not any(_inside(atoms, other) for other in kept):\n", "        if not any(_inside(other, atoms) for other in kept):\n"),
-    "the heads of PerHead are shifted": (M + "patterns/algebra.py", "return self.parts[h * len(self.parts) // heads]", "return self.parts[(h + 1) % heads * len(self.parts) // heads]"),
-    "merging forgets the smaller part": (K + "tiles.py", ".add_(o * (l - total).exp()[..., None])", ""),
+    "tiles cover every key": (
+        K + "drivers.py",
+        "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n",
+        "    low, high = low * 0, torch.full((many,), count - 1)\n",
+    ),
+    "an alternative inside another is kept in its place": (
+        K + "plan.py",
+        "        if not any(_inside(atoms, other) for other in kept):\n",
+        "        if not any(_inside(other, atoms) for other in kept):\n",
+    ),
+    "the heads of PerHead are shifted": (
+        M + "patterns/algebra.py",
+        "return self.parts[h * len(self.parts) // heads]",
+        "return self.parts[(h + 1) % heads * len(self.parts) // heads]",
+    ),
+    "merging forgets the smaller part": (K + "passes.py", ".add_(out * (lse - both).exp()[..., None])", ""),
     # backward passes
-    "the gradient of keys skips the last block of a window": (K + "tiles.py", "for x in range(run.slides, run.slides + p):", "for x in range(run.slides, run.slides + max(1, p - 1)):"),
-    "the softmax backward forgets its row term": (K + "tiles.py", "            d.sub_(here[..., :1]).mul_(weights)\n", "            d.mul_(weights)\n"),
-    "dropout differs between forward and backward": (K + "tiles.py", "manual_seed((self.seed + (number << 40) + turn) % 2**63)", "manual_seed(torch.seed() % 2**63)"),
-    "dropout is not rescaled": (K + "tiles.py", "return kept.to(self.acc).div_(1 - self.dropout)", "return kept.to(self.acc)"),
+    "the gradient of keys skips the last block of a window": (
+        K + "passes.py",
+        "for x in range(run.slides, run.slides + p):",
+        "for x in range(run.slides, run.slides + max(1, p - 1)):",
+    ),
+    "the softmax backward forgets its row term": (
+        K + "passes.py",
+        "            d.sub_(own[..., :1] * share).mul_(weights)\n",
+        "            d.mul_(weights)\n",
+    ),
+    "dropout differs between forward and backward": (
+        K + "passes.py",
+        "manual_seed((self.seed + (number << 40) + turn) % 2**63)",
+        "manual_seed(torch.seed() % 2**63)",
+    ),
+    "dropout is not rescaled": (K + "passes.py", "return kept.to(self.acc).div_(1 - self.dropout)", "return kept.to(self.acc)"),
+    "a tile takes the whole row for its own": (
+        K + "passes.py",
+        "            share = (here - own[..., 1]).exp()[..., None]\n",
+        "            share = torch.ones_like(here)[..., None]\n",
+    ),
+    "the backward pass throws its dice in other batches": (
+        K + "passes.py",
+        "most = self.most if self.dropout else self.most // 2",
+        "most = self.most // 2",
+    ),
     # memories
-    "a key is forgotten one step too early": (M + "patterns/relative.py", "else j >= now - self.back", "else j > now - self.back"),
-    "special tokens are forgotten": (M + "patterns/fixed.py", "return self.special(j) & torch.ones_like(now, dtype=torch.bool)", "return self.special(j) & torch.zeros_like(now, dtype=torch.bool)"),
+    "a key is forgotten one step too early": (
+        M + "patterns/relative.py",
+        "else j >= now - self.back",
+        "else j > now - self.back",
+    ),
+    "special tokens are forgotten": (
+        M + "patterns/fixed.py",
+        "return self.special(j) & torch.ones_like(now, dtype=torch.bool)",
+        "return self.special(j) & torch.zeros_like(now, dtype=torch.bool)",
+    ),
     "nothing is ever forgotten": (M + "attention.py", "memory=self.core.forget(state.memory, state.t)", "memory=state.memory"),
     "an older state is overwritten": (M + "memory.py", " or self.newest.used != self.size", ""),
-    "positions start anew with every chunk": (M + "attention.py", "        places = Places.of(x, valid, state.t, state.start)\n        self._check_length(places)\n        q, k, v = self.heads(x)", "        places = Places.of(x, valid)\n        self._check_length(places)\n        q, k, v = self.heads(x)"),
-    "padded prompts all end at the longest": (M + "attention.py", "return State(memory, state.t + places.valid.sum(1), None)", "return State(memory, state.t + n, None)"),
-    "a state is never reordered": (M + "base.py", "        return value.index_select(0, rows)\n", "        return value[: len(rows)]\n"),
+    "positions start anew with every chunk": (
+        M + "attention.py",
+        "Places.of(x, valid, state.t, state.start)\n        self._check_length(places)",
+        "Places.of(x, valid)\n        self._check_length(places)",
+    ),
+    "padded prompts all end at the longest": (
+        M + "attention.py",
+        "return State(memory, state.t + places.valid.sum(1), None)",
+        "return State(memory, state.t + n, None)",
+    ),
+    "a state is never reordered": (
+        M + "base.py",
+        "        return value.index_select(0, rows)\n",
+        "        return value[: len(rows)]\n",
+    ),
     # heads, numbers
-    "grouped heads are dealt out in turn": (M + "lookup.py", "(k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))", "(k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1))"),
-    "a row that sees nothing takes the mean": (K + "tiles.py", "        out.masked_fill_((lse < UNSEEN / 2)[..., None], 0)\n", ""),
-    "sums are kept in half precision": (M + "kernel.py", "HALF_OLD", "HALF_NEW"),
+    "grouped heads are dealt out in turn": (
+        M + "lookup.py",
+        "(k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))",
+        "(k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1))",
+    ),
+    "a row that sees nothing takes the mean": (
+        K + "passes.py",
+        "            out.masked_fill_(lost[..., None], 0)\n",
+        "            pass\n",
+    ),
+    "sums are kept in half precision": (
+        M + "features.py",
+        "    return x.to(torch.promote_types(x.dtype, torch.float32))\n",
+        "    return x\n",
+    ),
     "scores without their scale": (M + "softmax.py", "        return d**-0.5\n", "        return 1.0\n"),
-    "random features are drawn anew in every pass": (M + "kernel.py", "DRAW_OLD", "DRAW_NEW"),
-    "random features are not orthogonal": (M + "kernel.py", "ORTHO_OLD", "ORTHO_NEW"),
+    "random features are drawn anew in every pass": (
+        M + "kernel.py",
+        "        x = x * x.shape[-1] ** -0.25\n",
+        "        self.redraw(int(torch.randint(1000, ())))\n        x = x * x.shape[-1] ** -0.25\n",
+    ),
+    "random features are not orthogonal": (
+        M + "features.py",
+        "    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:]",
+        "    return drawn[:rows] / drawn[:rows].norm(dim=-1, keepdim=True) * drawn[-rows:]",
+    ),
 }
 
 
@@ -92,14 +212,20 @@ def killed_by(name: str) -> str:
 
 def main() -> int:
     names = [name for name in MUTANTS if len(sys.argv) < 2 or sys.argv[1] in name]
-    start, survivors = time.perf_counter(), []
-    for number, name in enumerate(names, 1):
-        who = killed_by(name)
-        left = (time.perf_counter() - start) / number * (len(names) - number) / 60
-        sys.stdout.write(f"[{number}/{len(names)}] {'caught  ' if who else 'SURVIVED'} {name:58s} {who}   ({left:.0f} min left)\n")
+    start, survivors, jobs = time.perf_counter(), [], max(1, (os.cpu_count() or 2) // 2)
+    with ThreadPoolExecutor(jobs) as pool:
+        found = zip(names, pool.map(killed_by, names), strict=True)
+        return report(found, len(names), start, survivors)
+
+
+def report(found: Iterable[tuple[str, str]], total: int, start: float, survivors: list[str]) -> int:
+    for number, (name, who) in enumerate(found, 1):
+        left = (time.perf_counter() - start) / number * (total - number) / 60
+        what = "caught  " if who else "SURVIVED"
+        sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {who}   ({left:.0f} min left)\n")
         sys.stdout.flush()
         survivors += [] if who else [name]
-    sys.stdout.write(f"{len(names) - len(survivors)} of {len(names)} caught\n")
+    sys.stdout.write(f"{total - len(survivors)} of {total} caught\n")
     return bool(survivors)
 
 

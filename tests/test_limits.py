@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 import regard.mixers.softmax as softmax_family
 from conftest import DEVICE, close, some
-from regard import Dims, attend, core, layer
+from regard import Dims, Edges, attend, core, layer
+from regard.kernels import passes
 from regard.mixers.patterns import Causal, Pattern
 
 D = Dims(32, 4)
@@ -194,6 +195,7 @@ def largest(spec, n, causal):
 def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
     """Neither in the forward nor in the backward pass, not even a mask."""
     monkeypatch.setattr(softmax_family, "STRIP", 1 << 16)
+    monkeypatch.setattr(passes, "CACHE", 1 << 16)
     n = 2048 if spec.startswith(("relu", "additive")) else 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
     assert largest(spec, n, causal) < n**2 / 8
@@ -202,8 +204,6 @@ def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
 def test_edges_cost_what_the_edges_cost():
     nodes = 4096
     chain = torch.stack([torch.arange(nodes - 1), torch.arange(1, nodes)])
-    from regard import Edges
-
     made = core(Edges(chain, nodes=nodes, loops=True), Dims(16, 2))
     q, k, v = (torch.randn(1, 2, nodes, 8, requires_grad=True) for _ in range(3))
     with Largest() as watch:

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
+from regard.kernels import passes
 from regard.kernels.parts import Span
 from regard.kernels.plan import plan
 from regard.kernels.tiles import tiled
@@ -295,3 +296,14 @@ def test_gradients_by_finite_differences(text, dropout):
         return tiled(q, k, v, Pattern.parse(text), Span(0, 23, 0, 23), scale=0.7, dropout=dropout)
 
     assert torch.autograd.gradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("text", ["Local(40)", "Stride(3) | Local(9)", "Blocks(50) | Global(first=2)"])
+def test_dropout_throws_the_same_dice_backward(text, monkeypatch):
+    """With the dice fixed, out is linear in v, so <up, out> = <dv, v>, however the tiles are batched."""
+    monkeypatch.setattr(passes, "CACHE", 1 << 14)
+    q, k, v, up = (torch.randn(1, 2, 300, 4, dtype=torch.float64) for _ in range(4))
+    v.requires_grad_()
+    out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 300, 0, 300), scale=0.7, dropout=0.4)
+    (dv,) = torch.autograd.grad((out * up).sum(), v)
+    torch.testing.assert_close((out * up).sum(), (dv * v).sum(), rtol=1e-9, atol=1e-9)

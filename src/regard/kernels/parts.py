@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.mixers.patterns import Band
 
 KEPT = 1 << 25  # mask elements a plan remembers between calls
+UNSEEN = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
 
 
 @dataclass(eq=False)
@@ -69,10 +70,23 @@ class Run(NamedTuple):
 
     rows: Tensor  # (T)
     cols: Tensor  # (T, p), none below zero
-    hidden: tuple[
-        tuple[int, int, Tensor], ...
-    ]  # key columns low..high and the pairs (T or 1, r, high - low) not to be seen there
+    hidden: tuple[tuple[int, int, Tensor], ...]  # key columns low..high, and what hides pairs there: see `_hides`
+    first: int | None  # rows = first + (0 .. T - 1)
     slides: int | None  # cols[t] = slides + t + (0 .. p - 1): key blocks move along with the queries
+
+    def take(self, blocks: Tensor) -> Tensor:
+        """(B blocks r ...) -> (B T r ...): the query blocks of these tiles."""
+        if self.first is None:
+            return blocks.index_select(1, self.rows)
+        return blocks[:, self.first : self.first + len(self.rows)]
+
+    def put(self, blocks: Tensor, found: Tensor) -> None:
+        """The inverse of take: what was found for these tiles goes to their query blocks."""
+        found = found.view(blocks.shape[0], len(self.rows), *blocks.shape[2:])
+        if self.first is None:
+            blocks.index_copy_(1, self.rows, found)
+        else:
+            blocks[:, self.first : self.first + len(self.rows)] = found
 
 
 @dataclass(eq=False)
@@ -120,6 +134,11 @@ class Part:
         return (i >= 0).all(1)[group.rows] & ((group.cols >= 0) & (j >= 0).all(1)[group.cols.clamp_min(0)]).all(1)
 
     @cached_property
+    def whole(self) -> bool:
+        """Does every query block have a tile?"""
+        return sum(len(group.rows) for group in self.groups) == self.queries.blocks
+
+    @cached_property
     def _positions(self) -> tuple[Tensor, Tensor]:
         return self.queries.positions(self.span.t, self.span.n), self.keys.positions(self.span.u, self.span.m)
 
@@ -127,10 +146,11 @@ class Part:
         rows, cols = group.rows[at:end], group.cols[at:end]
         alike = self.relative and bool(self._inside(Group(rows, cols)).all())
         mask = self.mask(rows[:1], cols[:1]) if alike else self.mask(rows, cols)
-        hidden = tuple((low, high, ~mask[..., low:high].to(device)) for low, high in _partial(mask, self.keys.size))
+        hidden = tuple((low, high, _hides(mask[..., low:high]).to(device)) for low, high in _partial(mask, self.keys.size))
         moves = cols[:1, :1] + torch.arange(len(cols))[:, None] + torch.arange(cols.shape[1])
         slides = int(cols[0, 0]) if bool((cols >= 0).all()) and torch.equal(cols, moves) else None
-        return Run(rows.to(device), cols.clamp_min(0).to(device), hidden, slides)
+        first = int(rows[0]) if torch.equal(rows, rows[0] + torch.arange(len(rows))) else None
+        return Run(rows.to(device), cols.clamp_min(0).to(device), hidden, first, slides)
 
     def mask(self, rows: Tensor, cols: Tensor) -> Tensor:
         """(T, r, p * c) pairs of these tiles that belong to the part."""
@@ -139,6 +159,11 @@ class Part:
         j = torch.where(cols[:, :, None] >= 0, j[cols.clamp_min(0)], -1).flatten(1)[:, None]
         real = (j >= 0) & (i >= 0)
         return real if self.seen is None else real & self.seen(i.clamp_min(0), j.clamp_min(0))
+
+
+def _hides(mask: Tensor) -> Tensor:
+    """What makes a score UNSEEN outside the mask (T, r, x): numbers to add where all tiles share them, else where to write it."""
+    return torch.where(mask, 0.0, UNSEEN) if len(mask) == 1 else ~mask
 
 
 def _partial(mask: Tensor, size: int) -> list[tuple[int, int]]:

@@ -1,0 +1,240 @@
+"""One pass over a plan, forward or backward, in plain PyTorch on any device.
+
+B = b * h rows of heads, T tiles, r queries and c keys per block, p key blocks per tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard.kernels.parts import UNSEEN, Layout, Part, Run
+from regard.kernels.plan import Plan
+
+CACHE = 1 << 20  # score elements at a time on a CPU, half as many in the backward pass: its buffers should stay in the cache
+ROOM = 1 << 26  # and on other devices
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Scratch:
+    """Buffers used again by every batch of tiles: fresh pages cost more than the arithmetic."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.flat: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        flat = self.flat.get(name)
+        if flat is None or len(flat) < size:
+            flat = self.flat[name] = self.like.new_empty(size)
+        return flat[:size].view(shape)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Batched matrix product into a buffer of the accumulating type."""
+    if a.dtype == out.dtype:
+        return torch.bmm(a, b, out=out)
+    return torch.bmm(a, b, out_dtype=out.dtype)  # half precision on a GPU: operands stay half, sums are float32
+
+
+class Blocked:
+    """A sequence (B length x) seen through a layout, (B blocks size x), and the way back."""
+
+    def __init__(self, x: Tensor, layout: Layout) -> None:
+        self.layout, self.length, self.device = layout, x.shape[1], x.device
+        if layout.index is not None:
+            x = x.index_select(1, layout.moves(x.device)[0])
+        elif layout.blocks * layout.size > x.shape[1]:
+            x = torch.nn.functional.pad(x, (0, 0, 0, layout.blocks * layout.size - x.shape[1]))
+        self.blocks = x.unflatten(1, (layout.blocks, layout.size))
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """Which tokens `back` speaks of; None: all of them, in order."""
+        if self.layout.index is None or self.layout.everyone:
+            return None
+        moves, back = self.layout.moves(self.device)
+        return moves[back]
+
+    def back(self, blocks: Tensor) -> Tensor:
+        """(B blocks size ...) -> (B tokens ...)."""
+        flat = blocks.flatten(1, 2)
+        if self.layout.index is None:
+            return flat[:, : self.length]
+        return flat.index_select(1, self.layout.moves(self.device)[1])
+
+
+class Pass:
+    """One pass over a plan."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, work: Plan, scale: float, dropout: float
+    ) -> None:
+        self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, scale
+        self.dropout, self.seed, self.device = dropout, 0 if seed is None else int(seed), q.device
+        self.types = [x.dtype for x in (q, k, v)]
+        self.acc = accumulator(q.dtype)
+        # Half precision is for tensor cores; a CPU is as fast, and closer to the truth, in float32.
+        self.type = q.dtype if q.device.type == "cuda" else self.acc
+        self.q, self.k, self.v = (x.flatten(0, 1).to(self.type) for x in (q, k, v))
+        self.gap = None if valid is None else torch.where(valid, 0.0, UNSEEN).to(self.acc)[..., None]  # (b m 1)
+        self.scratch = Scratch(self.q)
+        self.sums = Scratch(torch.empty(0, dtype=self.acc, device=q.device))
+        self.most = max(1, (CACHE if q.device.type == "cpu" else ROOM) // len(self.q))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out (b h n e) and log-sum-exp (b h n), both in the accumulating type."""
+        total: tuple[Tensor, Tensor] | None = None
+        for number, part in enumerate(self.plan.parts):
+            queries = Blocked(self.q, part.queries)
+            found = self._part(part, queries, number)
+            total = self._merged(total, queries, *(queries.back(x) for x in found))
+        out, lse = total or self._nothing()
+        lost = lse < UNSEEN / 2
+        if self.device.type != "cpu" or bool(lost.any()):  # a look is cheaper than a pass over out, where looking is free
+            out.masked_fill_(lost[..., None], 0)
+        return out.unflatten(0, (self.b, self.h)), lse.clamp_min(UNSEEN).unflatten(0, (self.b, self.h))
+
+    def _nothing(self) -> tuple[Tensor, Tensor]:
+        out = torch.zeros(*self.q.shape[:2], self.v.shape[-1], dtype=self.acc, device=self.device)
+        return out, torch.full(out.shape[:2], UNSEEN, dtype=self.acc, device=self.device)
+
+    def _part(self, part: Part, queries: Blocked, number: int) -> tuple[Tensor, Tensor]:
+        """out and log-sum-exp of one part, in its own layout."""
+        keys, values, gaps = self._keys(part)
+        out = torch.empty(*queries.blocks.shape[:3], self.v.shape[-1], dtype=self.acc, device=self.device)
+        lse = torch.empty(out.shape[:3], dtype=self.acc, device=self.device)
+        if not part.whole:
+            out, lse = out.zero_(), lse.fill_(UNSEEN)
+        for turn, run in enumerate(part.runs(self.most, self.device)):
+            s, _, v, _ = self._scores(run, queries.blocks, keys, values, gaps)
+            here = _softmax(s)
+            if self.dropout:
+                s *= self._kept(s, number, turn)
+            y = product(s.to(self.type), v, self.sums("y", *s.shape[:2], v.shape[-1]))
+            run.put(out, y)
+            run.put(lse, here)
+        return out, lse
+
+    @staticmethod
+    def _merged(total: tuple[Tensor, Tensor] | None, queries: Blocked, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention over all parts so far, from that over the earlier ones and over this one."""
+        at = queries.tokens
+        if total is None and at is None:
+            return out, lse
+        if total is None:
+            whole = out.new_zeros(out.shape[0], queries.length, out.shape[2])
+            total = whole, torch.full_like(whole[..., 0], UNSEEN)
+        old, old_lse = total if at is None else (total[0][:, at], total[1][:, at])
+        both = torch.logaddexp(old_lse, lse)
+        merged = (old * (old_lse - both).exp()[..., None]).add_(out * (lse - both).exp()[..., None])
+        if at is None:
+            return merged, both
+        total[0][:, at], total[1][:, at] = merged, both
+        return total
+
+    def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
+        pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
+        lse = torch.where(lse < UNSEEN / 2, -UNSEEN, lse)  # a row that saw nothing: all its weights come out 0
+        rows, d_out = torch.stack([pull, lse], -1), d_out.to(self.type)
+        grads: list[Tensor | None] = [None, None, None]
+        for number, part in enumerate(self.plan.parts):
+            queries, up, row = (Blocked(x, part.queries) for x in (self.q, d_out, rows))
+            keys, values, gaps = self._keys(part)
+            found = self._part_back(part, (queries.blocks, up.blocks, row.blocks), (keys, values, gaps), number)
+            grads = [_added(x, y, z) for x, y, z in zip(grads, (queries, keys, values), found, strict=True)]
+        dq, dk, dv = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (self.q, self.k, self.v), strict=True))
+        every = zip((dq.mul_(self.scale), dk, dv), self.types, strict=True)
+        dq, dk, dv = (x.unflatten(0, (self.b, self.h)).to(t).contiguous() for x, t in every)
+        return dq, dk, dv
+
+    def _part_back(
+        self, part: Part, asked: tuple[Tensor, Tensor, Tensor], held: tuple[Blocked, Blocked, Tensor | None], number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        queries, up, row = asked
+        dq, dk, dv = (torch.zeros(x.shape, dtype=self.acc, device=self.device) for x in (queries, held[0].blocks, held[1].blocks))
+        most = self.most if self.dropout else self.most // 2  # the dice of dropout are thrown per batch of tiles
+        for turn, run in enumerate(part.runs(most, self.device)):
+            weights, k, v, q = self._scores(run, queries, *held)
+            here, own = _softmax(weights), run.take(row).flatten(0, 1)
+            # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
+            share = (here - own[..., 1]).exp()[..., None]
+            u = (run.take(up).flatten(0, 1) * share).to(self.type)
+            d = product(u, v.mT, self.sums("d", *weights.shape))
+            kept = self._kept(weights, number, turn) if self.dropout else None
+            d = d if kept is None else d.mul_(kept)
+            d.sub_(own[..., :1] * share).mul_(weights)
+            weights = weights if kept is None else weights.mul_(kept)
+            self._collect(dv, run, product(weights.to(self.type).mT, u, self.sums("dv", *v.shape)))
+            low = d.to(self.type)
+            self._collect(dk, run, product(low.mT, q, self.sums("dk", *k.shape)))
+            run.put(dq, product(low, k, self.sums("dq", *q.shape)))
+        return dq, dk, dv
+
+    def _keys(self, part: Part) -> tuple[Blocked, Blocked, Tensor | None]:
+        gaps = None if self.gap is None else Blocked(self.gap, part.keys).blocks[..., 0]  # (b blocks c)
+        return Blocked(self.k, part.keys), Blocked(self.v, part.keys), gaps
+
+    def _scores(self, run: Run, queries: Tensor, keys: Blocked, values: Blocked, gaps: Tensor | None):
+        """Scores (B * T, r, p * c) of a batch of tiles, and the keys, values and queries they are made of."""
+        B, (tiles, p) = len(self.q), run.cols.shape
+        k, v = (self._gather(name, x.blocks, run) for name, x in (("k", keys), ("v", values)))
+        q = torch.mul(run.take(queries), self.scale, out=self.scratch("q", B, tiles, *queries.shape[2:])).flatten(0, 1)
+        s = product(q, k.mT, self.sums("s", len(q), q.shape[1], k.shape[1]))
+        shaped = s.view(B, tiles, *s.shape[1:])
+        for low, high, mask in run.hidden:
+            if mask.dtype == torch.bool:
+                shaped[..., low:high].masked_fill_(mask, UNSEEN)
+            else:
+                shaped[..., low:high].add_(mask)
+        if gaps is not None:
+            gap = gaps.index_select(1, run.cols.flatten()).view(self.b, 1, tiles, 1, p * keys.layout.size)
+            s.view(self.b, self.h, *shaped.shape[1:]).add_(gap)
+        return s, k, v, q
+
+    def _gather(self, name: str, blocks: Tensor, run: Run) -> Tensor:
+        """(B * T, p * c, x): the key blocks of every tile."""
+        (B, _, c, x), (tiles, p) = blocks.shape, run.cols.shape
+        found = self.scratch(name, B * tiles, p * c, x)
+        torch.index_select(blocks, 1, run.cols.flatten(), out=found.view(B, tiles * p, c, x))
+        return found
+
+    def _collect(self, total: Tensor, run: Run, found: Tensor) -> None:
+        """total (B blocks c x) += found (B * T, p * c, x), at the blocks it came from."""
+        tiles, p = run.cols.shape
+        found = found.view(len(self.q), tiles, p, *total.shape[2:])
+        if run.slides is None:
+            total.index_add_(1, run.cols.flatten(), found.flatten(1, 2))
+            return
+        for x in range(run.slides, run.slides + p):
+            total[:, x : x + tiles] += found[:, :, x - run.slides]
+
+    def _kept(self, like: Tensor, number: int, turn: int) -> Tensor:
+        """The dropout of a batch of tiles: the same in forward and backward."""
+        g = torch.Generator(self.device).manual_seed((self.seed + (number << 40) + turn) % 2**63)
+        kept = torch.rand(like.shape, generator=g, device=self.device) >= self.dropout
+        return kept.to(self.acc).div_(1 - self.dropout)
+
+
+def _softmax(s: Tensor) -> Tensor:
+    """Scores become weights, in place; returns their log-sum-exp."""
+    top = s.amax(-1)
+    torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.copy_(torch.softmax(s, -1))
+    return top - s.amax(-1).log()  # the largest weight is exp(top - lse)
+
+
+def _added(total: Tensor | None, blocked: Blocked, grad: Tensor) -> Tensor:
+    """A gradient in the layout of a part, added to that of the whole sequence."""
+    found, at = blocked.back(grad), blocked.tokens
+    if at is None:
+        return found if total is None else total.add_(found)
+    if total is None:
+        total = found.new_zeros(found.shape[0], blocked.length, found.shape[2])
+    return total.index_add_(1, at, found)
