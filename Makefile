@@ -28,7 +28,7 @@ lint: $(VENV)/ready
 
 # Runs in whatever python has a CUDA torch and pytest: nothing is installed.
 test-gpu:
-	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider tests/test_laws.py tests/test_precision.py
+	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider -p no:benchmark tests/test_laws.py tests/test_precision.py tests/test_limits.py
 
 bench: $(VENV)/ready
 	$(PY) benchmarks/growth.py

@@ -80,8 +80,7 @@ def _status(name: str) -> int:
 
 def alone(script: str, *args: str) -> dict[str, Any]:
     """Run a part of a benchmark in a process of its own, so that no earlier part leaves memory behind."""
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(args)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -12,7 +12,8 @@ from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard.kernels import passes
 from regard.kernels.parts import Span
 from regard.kernels.plan import plan
-from regard.kernels.tiles import tiled
+from regard.kernels.tiles import Reach
+from regard.kernels.tiles import tiled as tiled_by_reach
 from regard.mixers.census import census
 from regard.mixers.patterns import (
     Blocks,
@@ -29,6 +30,10 @@ from regard.mixers.patterns import (
     Tail,
     Truncated,
 )
+
+
+def tiled(q, k, v, pattern, span, **options):
+    return tiled_by_reach(q, k, v, Reach.of(pattern, q.shape[1]), span, **options)
 
 
 def dense(pattern, n, m=None, h=0, t=0):
@@ -277,7 +282,7 @@ def test_the_operator_behind_compile_is_well_made(dropout):
     q, k, v = (torch.randn(2, 2, 40, 8, requires_grad=True) for _ in range(3))
     valid = torch.arange(40) < torch.tensor([[40], [25]])
     seed = torch.tensor(5) if dropout else None
-    rest = ("Local(9) | Global(first=2)", [0, 40, 0, 40], 0.3, dropout)
+    rest = ("PerHead([Local(9), Stride(4)]) | Global(first=2)", [0, 40, 0, 40], True, 0.3, dropout)
     torch.library.opcheck(torch.ops.regard.tiled.default, (q, k, v, valid, seed, *rest))
     out, lse = torch.ops.regard.tiled(q, k, v, valid, seed, *rest)
     backward = torch.ops.regard.tiled_backward.default

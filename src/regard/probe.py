@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,9 @@ def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: T
 @torch.no_grad()
 def has_weights(core: Core, n: int = 4) -> bool:
     """Is its output a weighted sum of the values, and of nothing else? Ask it: without values, nothing comes out."""
-    dims = core.dims
-    q, k = (torch.ones(1, h, n, dims.d * core.streams) for h in (dims.heads, dims.g))
-    return not attend(q, k, torch.zeros(1, dims.g, n, dims.e * core.streams), core, causal=dims.causal).any()
+    dims, own = core.dims, next(chain(core.parameters(), core.buffers()), torch.empty(0))  # its device and dtype
+    q, k = (torch.ones(1, h, n, dims.d * core.streams).to(own) for h in (dims.heads, dims.g))
+    return not attend(q, k, torch.zeros(1, dims.g, n, dims.e * core.streams).to(own), core, causal=dims.causal).any()
 
 
 def influence(mixer: Mixer, x: Tensor, *, rows: int = 64) -> Tensor:

@@ -74,7 +74,7 @@ class Pass:
     """One pass over a plan."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, work: Plan, scale: float, dropout: float
+        self, work: Plan, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, scale: float, dropout: float
     ) -> None:
         self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, scale
         self.dropout, self.seed, self.device = dropout, 0 if seed is None else int(seed), q.device
@@ -82,7 +82,7 @@ class Pass:
         self.acc = accumulator(q.dtype)
         # Half precision is for tensor cores; a CPU is as fast, and closer to the truth, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
-        self.q, self.k, self.v = (x.flatten(0, 1).to(self.type) for x in (q, k, v))
+        self.q, self.k, self.v = (x.flatten(0, 1).to(self.type).contiguous() for x in (q, k, v))
         self.gap = None if valid is None else torch.where(valid, 0.0, UNSEEN).to(self.acc)[..., None]  # (b m 1)
         self.scratch = Scratch(self.q)
         self.sums = Scratch(torch.empty(0, dtype=self.acc, device=q.device))

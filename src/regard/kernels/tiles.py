@@ -5,7 +5,8 @@ A fused kernel belongs here, behind `tiled`, with the same arguments and the sam
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,23 +14,37 @@ from torch import Tensor
 from regard.kernels.parts import UNSEEN, Span
 from regard.kernels.passes import Pass, accumulator
 from regard.kernels.plan import Plan, plan
-from regard.mixers.patterns import Pattern
+from regard.mixers.patterns import Causal, Pattern
 
-__all__ = ["UNSEEN", "accumulator", "tiled"]
+__all__ = ["UNSEEN", "Reach", "accumulator", "tiled"]
+
+
+class Reach(NamedTuple):
+    """A pattern as each of the heads sees it, worked out once. The text is for torch.compile, which takes no other values."""
+
+    each: tuple[Pattern, ...]
+    text: str
+    bends: bool  # with the length
+
+    @staticmethod
+    def of(pattern: Pattern, heads: int) -> Reach:
+        each = tuple(pattern.for_head(h, heads) for h in range(heads))
+        return Reach(each, str(pattern), pattern.bends_with_length)
 
 
 def tiled(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    pattern: Pattern,
+    reach: Reach,
     span: Span,
     *,
     scale: float,
+    causal: bool = False,
     valid: Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the pairs of a pattern (of one head, bound to its length), with queries and keys where the span says.
+    """Softmax over the pairs of a pattern, of the past alone if causal, with queries and keys where the span says.
 
     q (b h n d), k (b h m d), v (b h m e); valid (b m): keys that exist. Returns out (b h n e) and the log-sum-exp of the scores
     (b h n) in float32 or better; a query without any pair gets 0 and UNSEEN.
@@ -38,8 +53,45 @@ def tiled(
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
     seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
     if torch.compiler.is_compiling():  # one opaque operator: a plan is not for a tracer to look into
-        return _operator(q, k, v, valid, seed, pattern.__repr__(), list(span), scale, dropout)
-    return _Tiled.apply(q, k, v, valid, seed, plan(pattern, span), scale, dropout)
+        return _operator(q, k, v, valid, seed, reach.text, list(span), causal, scale, dropout)
+    return _Tiled.apply(q, k, v, valid, seed, shares(reach.each, span, causal), scale, dropout)
+
+
+class Share(NamedTuple):
+    """Heads that compute the same plan."""
+
+    work: Plan
+    heads: list[int]
+
+
+@lru_cache(maxsize=64)
+def shares(each: tuple[Pattern, ...], span: Span, causal: bool) -> tuple[Share, ...]:
+    heads: dict[Pattern, list[int]] = {}
+    for h, pattern in enumerate(each):
+        heads.setdefault(pattern.bound(span.n, span.m), []).append(h)
+    return tuple(Share(plan(p & Causal() if causal else p, span), own) for p, own in heads.items())
+
+
+@lru_cache(maxsize=64)
+def _shares_of(text: str, heads: int, span: Span, causal: bool) -> tuple[Share, ...]:
+    return shares(Reach.of(Pattern.parse(text), heads).each, span, causal)
+
+
+def _forward(work: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if len(work) == 1:
+        return Pass(work[0].work, q, k, v, *rest).forward()
+    found = [Pass(p, q[:, own], k[:, own], v[:, own], *rest).forward() for p, own in work]
+    order = torch.tensor([h for share in work for h in share.heads], device=q.device).argsort()
+    return torch.cat([x for x, _ in found], 1)[:, order], torch.cat([x for _, x in found], 1)[:, order]
+
+
+def _backward(work: tuple[Share, ...], up: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """up: out, log-sum-exp, and the gradients of both."""
+    if len(work) == 1:
+        return Pass(work[0].work, q, k, v, *rest).backward(*up)
+    found = [Pass(p, q[:, own], k[:, own], v[:, own], *rest).backward(*(x[:, own] for x in up)) for p, own in work]
+    order = torch.tensor([h for share in work for h in share.heads], device=q.device).argsort()
+    return tuple(torch.cat(x, 1)[:, order] for x in zip(*found, strict=True))
 
 
 class _Tiled(torch.autograd.Function):
@@ -51,11 +103,11 @@ class _Tiled(torch.autograd.Function):
         v: Tensor,
         valid: Tensor | None,
         seed: Tensor | None,
-        work: Plan,
+        work: tuple[Share, ...],
         scale: float,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = Pass(q, k, v, valid, seed, work, scale, dropout).forward()
+        out, lse = _forward(work, q, k, v, valid, seed, scale, dropout)
         ctx.save_for_backward(q, k, v, valid, seed, out, lse)
         ctx.rest = (work, scale, dropout)
         return out.to(v.dtype), lse.clone()
@@ -63,7 +115,8 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, valid, seed, out, lse = ctx.saved_tensors
-        grads = Pass(q, k, v, valid, seed, *ctx.rest).backward(out, lse, d_out, d_lse)
+        work, scale, dropout = ctx.rest
+        grads = _backward(work, (out, lse, d_out, d_lse), q, k, v, valid, seed, scale, dropout)
         return *grads, None, None, None, None, None
 
 
@@ -76,11 +129,12 @@ def _operator(
     seed: Tensor | None,
     pattern: str,
     span: list[int],
+    causal: bool,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = Pass(q, k, v, valid, seed, plan(Pattern.parse(pattern), Span(*span)), scale, dropout).forward()
-    return out.to(v.dtype, copy=True), lse
+    out, lse = _forward(_shares_of(pattern, q.shape[1], Span(*span), causal), q, k, v, valid, seed, scale, dropout)
+    return out.to(v.dtype, copy=True), lse.clone()
 
 
 @torch.library.custom_op("regard::tiled_backward", mutates_args=())
@@ -96,20 +150,22 @@ def _operator_back(
     lse: Tensor,
     pattern: str,
     span: list[int],
+    causal: bool,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    work = Pass(q, k, v, valid, seed, plan(Pattern.parse(pattern), Span(*span)), scale, dropout)
-    return work.backward(out.to(work.acc), lse, d_out, d_lse)
+    work, up = _shares_of(pattern, q.shape[1], Span(*span), causal), (out.to(lse.dtype), lse, d_out, d_lse)
+    dq, dk, dv = (x.contiguous() for x in _backward(work, up, q, k, v, valid, seed, scale, dropout))
+    return dq, dk, dv
 
 
 @_operator.register_fake
-def _(q, k, v, valid, seed, pattern, span, scale, dropout):  # noqa: ARG001
+def _(q, k, v, valid, seed, pattern, span, causal, scale, dropout):  # noqa: ARG001
     return q.new_empty(*q.shape[:3], v.shape[-1], dtype=v.dtype), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 @_operator_back.register_fake
-def _(d_out, d_lse, q, k, v, valid, seed, out, lse, pattern, span, scale, dropout):  # noqa: ARG001
+def _(d_out, d_lse, q, k, v, valid, seed, out, lse, pattern, span, causal, scale, dropout):  # noqa: ARG001
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
@@ -120,7 +176,7 @@ def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
     grads = _operator_back(d_out, d_lse, *ctx.saved_tensors, *ctx.rest)
-    return *grads, *[None] * 6
+    return *grads, *[None] * 7
 
 
 _operator.register_autograd(_go_back, setup_context=_keep)

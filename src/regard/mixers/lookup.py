@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,95 +9,98 @@ from torch import Tensor
 
 from regard.kernels.dense import merged, small
 from regard.kernels.parts import Span
-from regard.kernels.tiles import UNSEEN, tiled
+from regard.kernels.tiles import UNSEEN, Reach, tiled
 from regard.mixers.base import Places
 from regard.mixers.memory import Log
-from regard.mixers.patterns import Causal, Pattern
 
 FEW = 16  # queries up to which all keys in the memory are simply looked at
 
 
-@dataclass(frozen=True)
-class Lookup:
+class Lookup(NamedTuple):
     """What to compute: softmax(scale * q.k) over the pairs of a pattern, of the past alone if causal."""
 
-    pattern: Pattern
+    reach: Reach
     scale: float
     causal: bool
     dropout: float = 0.0
 
     def __call__(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """out (b h n e) and log-sum-exp (b h n); q (b h n d)."""
-        h, n = q.shape[1:3]
         if q.numel() == 0 or log.size == 0:
             return self._nothing(log, q)
-        each = [self.pattern.for_head(x, h) for x in range(h)]
-        if self.pattern.bends_with_length:
-            return self._by_length(log, q, places, each)
-        if n <= FEW:
-            return self._small(log, q, places, each)
+        if self.reach.bends:
+            return self._by_length(log, q, places)
+        if q.shape[2] <= FEW:
+            return self._small(log, q, places)
         if places.start is None:
             return _by_row(self, log, q, places)
         if log.start is not None:
-            return self._tiles(log, q, places, each)
-        return self._beside_memory(log, q, places, each)
+            return self._tiles(log, q, places)
+        return self._beside_memory(log, q, places)
 
     def _nothing(self, log: Log, q: Tensor) -> tuple[Tensor, Tensor]:
         out = q.new_zeros(*q.shape[:3], log.v.shape[-1])
         return out, torch.full(q.shape[:3], UNSEEN, dtype=torch.float32, device=q.device)
 
-    def _small(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+    def _small(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         i, j = places.at[:, None, :, None], log.places.at[:, None, None]
-        masks = {p: p(0, i, j) for p in dict.fromkeys(each)}
-        seen = masks[each[0]] if len(masks) == 1 else torch.cat([masks[p] for p in each], 1)
+        one, *others = self.reach.each
+        seen = one(0, i, j)
+        if any(p is not one and p != one for p in others):
+            seen = torch.cat([seen, *(p(0, i, j) for p in others)], 1)
         if log.places.valid is not None:
             seen = seen & log.places.valid[:, None, None]
         seen = seen & (i >= j) if self.causal else seen
         k, v = widened(log.keys, log.values, q.shape[1])
         return small(q, k, v, seen, scale=self.scale, dropout=self.dropout)
 
-    def _tiles(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+    def _tiles(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Real tokens of every row side by side, in order: the plan of one row serves all."""
         assert places.start is not None and log.start is not None
         k, v, valid = packed(log.keys, log.values, log.places.valid)
         q, back = packed_queries(q, places.valid)
         k, v = widened(k, v, q.shape[1])
         span = Span(places.start, q.shape[2], log.start, k.shape[2])
-        found = []
-        for p, heads in _groups(each):
-            own = slice(None) if len(heads) == q.shape[1] else torch.tensor(heads, device=q.device)
-            p = p & Causal() if self.causal else p
-            found.append(tiled(q[:, own], k[:, own], v[:, own], p, span, scale=self.scale, valid=valid, dropout=self.dropout))
-        out, lse = found[0] if len(found) == 1 else _regrouped(found, _groups(each))
+        out, lse = tiled(q, k, v, self.reach, span, scale=self.scale, causal=self.causal, valid=valid, dropout=self.dropout)
         if back is not None:
             out, lse = out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
         return out, lse
 
-    def _beside_memory(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+    def _beside_memory(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """A chunk behind a memory with gaps, which is short because it forgets: the chunk by tiles, the memory in full."""
         old = log.size - q.shape[2] if self.causal else log.size
         past = log._replace(size=old)
-        out = self._small(past, q, places, each)
+        out = self._small(past, q, places)
         if not self.causal:
             return out
         at, real = (x[:, old : log.size] for x in (log.at, log.valid))
         new = Log(
             log.keys[:, :, old:], log.values[:, :, old:], at, real, q.shape[2], places.start, places.valid is None, log.newest
         )
-        return merged(self._tiles(new, q, places, each), out)
+        return merged(self._tiles(new, q, places), out)
 
-    def _by_length(self, log: Log, q: Tensor, places: Places, each: list[Pattern]) -> tuple[Tensor, Tensor]:
+    def _by_length(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """A pattern that depends on the length is bound to that of every row: real tokens only."""
         if log.start != 0 or places.start != 0:
-            raise ValueError(f"{self.pattern} is drawn for one length: it cannot continue from a memory")
+            raise ValueError(f"{self.reach.text} is drawn for one length: it cannot continue from a memory")
         if log.plain and places.valid is None:
-            return self._tiles(log, q, places, [p.bound(q.shape[2], log.size) for p in each])
-        rows = []
-        for row in range(len(q)):
-            one, own, mine = _row(log, row), _row_places(places, row), q[row : row + 1]
-            lengths = [x.shape[2] if p.valid is None else int(p.valid.sum()) for x, p in ((mine, own), (one.keys, one.places))]
-            rows.append(self._tiles(one, mine, own, [p.bound(*lengths) for p in each]))
-        return torch.cat([x for x, _ in rows]), torch.cat([x for _, x in rows])
+            return self._tiles(log, q, places)
+        found = [self._alone(_row(log, x), q[x : x + 1], _row_places(places, x)) for x in range(len(q))]
+        return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
+
+    def _alone(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """One row without its padding, in a sequence as long as it really is."""
+        k, v = (x if log.plain else x[:, :, log.places.valid[0]] for x in (log.keys, log.values))  # type: ignore[index]
+        real = Log.empty(k, v).append(k, v, Places.of(k[:, 0]))
+        if places.valid is None:
+            return self._tiles(real, q, places)
+        here = places.valid[0]
+        mine = q[:, :, here]
+        some, sums = self._tiles(real, mine, Places.of(mine[:, 0])) if k.shape[2] else self._nothing(log, mine)
+        out, lse = self._nothing(log, q)
+        out, lse = out.to(some.dtype), lse.to(sums.dtype)
+        out[:, :, here], lse[:, :, here] = some, sums
+        return out, lse
 
 
 def _by_row(look: Lookup, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -122,18 +124,6 @@ def widened(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Every query head its own key and value head."""
     share = heads // k.shape[1]
     return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
-
-
-def _groups(each: list[Pattern]) -> list[tuple[Pattern, list[int]]]:
-    groups: dict[Pattern, list[int]] = {}
-    for h, p in enumerate(each):
-        groups.setdefault(p, []).append(h)
-    return list(groups.items())
-
-
-def _regrouped(found: list[tuple[Tensor, Tensor]], groups: list[tuple[Pattern, list[int]]]) -> tuple[Tensor, Tensor]:
-    order = torch.tensor([h for _, heads in groups for h in heads], device=found[0][0].device).argsort()
-    return torch.cat([x for x, _ in found], 1)[:, order], torch.cat([x for _, x in found], 1)[:, order]
 
 
 class _Order(NamedTuple):

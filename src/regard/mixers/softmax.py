@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from regard.kernels.dense import fused
-from regard.kernels.tiles import accumulator
+from regard.kernels.tiles import Reach, accumulator
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.lookup import Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Keeper, Log
@@ -41,6 +41,7 @@ class Softmax(Keeper):
     def __init__(self, dims: Dims, *, scale: float | None = None) -> None:
         super().__init__(dims)
         self.scale = default_scale(scale, dims.d)
+        self.reach = Reach.of(Everything(), dims.heads)
 
     def forget(self, memory: Log, t: Tensor) -> Log:  # noqa: ARG002 - every key can be seen for ever
         return memory
@@ -52,7 +53,7 @@ class Softmax(Keeper):
         if not causal or (q.shape[2] == 1 and log.plain):  # the newest token sees all
             return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop)
         if log.size > q.shape[2]:  # a chunk behind a memory
-            return Lookup(Everything(), self.scale, True, drop)(log, q, places)[0]
+            return Lookup(self.reach, self.scale, True, drop)(log, q, places)[0]
         k, v, _ = packed(log.keys, log.values, log.places.valid)
         q, back = packed_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
         out = fused(q, k, v, scale=self.scale, causal=True, dropout=drop)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.kernels.dense import merged
 from regard.kernels.parts import Span
-from regard.kernels.tiles import tiled
+from regard.kernels.tiles import Reach, tiled
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.census import Census, census
 from regard.mixers.lookup import Lookup
@@ -53,8 +53,8 @@ class Sparse(Keeper):
     def __init__(self, dims: Dims, *, pattern: Pattern | str, scale: float | None = None) -> None:
         super().__init__(dims)
         self.pattern, self.scale = Pattern.of(pattern), default_scale(scale, dims.d)
-        self.pattern.for_head(0, dims.heads)  # patterns that heads cannot share evenly are refused here
-        if self.pattern.bends_with_length:
+        self.reach = Reach.of(self.pattern, dims.heads)
+        if self.reach.bends:
             self.can = self.can & ~Can.STREAM  # a longer sequence would have had another past
 
     def extra_repr(self) -> str:
@@ -64,7 +64,7 @@ class Sparse(Keeper):
         return self.pattern.alive(j, t)
 
     def look(self, causal: bool) -> Lookup:
-        return Lookup(self.pattern, self.scale, causal, self.dims.dropout if self.training else 0.0)
+        return Lookup(self.reach, self.scale, causal, self.dims.dropout if self.training else 0.0)
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self.look(causal)(log, q, places)[0]
@@ -121,6 +121,7 @@ class BigBird(Sparse):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
         inside = _positive("globals", globals, 0) and special == "internal"
         super().__init__(dims, pattern=pattern | Global(globals * block) if inside else pattern)
+        self.all = Reach.of(Everything(), dims.heads)
         extra = globals * block if special == "external" else 0
         self.extra_k = nn.Parameter(torch.randn(dims.g, extra, dims.d) * 0.02) if extra else None
         self.extra_v = nn.Parameter(torch.randn(dims.g, extra, dims.e) * 0.02) if extra else None
@@ -133,7 +134,7 @@ class BigBird(Sparse):
         share = q.shape[1] // self.dims.g
         k, v = (x.to(q.dtype).repeat_interleave(share, 0).expand(len(q), -1, -1, -1) for x in (self.extra_k, self.extra_v))
         span = Span(0, q.shape[2], 0, k.shape[2])
-        return merged(inside, tiled(q, k, v, Everything(), span, scale=self.scale, dropout=look.dropout))[0]
+        return merged(inside, tiled(q, k, v, self.all, span, scale=self.scale, dropout=look.dropout))[0]
 
 
 class Both(NamedTuple):
