@@ -42,7 +42,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "padding counts in the normaliser of a kernel": (
         M + "kernel.py",
         "memory.z + keys.sum(2))",
-        "memory.z + _Positive.apply(k).sum(2))",
+        "memory.z + positive(k).sum(2))",
     ),
     "relu counts padding among the visible keys": (
         M + "softmax.py",

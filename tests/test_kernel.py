@@ -12,7 +12,8 @@ from regard.kernels import chunks
 from regard.mixers import kernel
 from regard.mixers.attention import attend
 from regard.mixers.base import Core, Dims, Places
-from regard.mixers.kernel import RFA, Efficient, Kernel, Linear, Performer, _Positive
+from regard.mixers.features import Positive
+from regard.mixers.kernel import RFA, Efficient, Kernel, Linear, Performer
 
 B, H, G, D, E = 2, 4, 2, 5, 3
 NAMES = ["linear", "efficient", "performer", "rfa", "gated"]
@@ -246,10 +247,10 @@ def test_compiles_whole_and_runs_on_no_device(name: str) -> None:
 
 def test_slope_of_the_positive_features() -> None:
     x = torch.randn(50, dtype=torch.float64).mul(3).requires_grad_()
-    assert torch.autograd.gradcheck(_Positive.apply, x) and torch.autograd.gradgradcheck(_Positive.apply, x)
-    assert distance(_Positive.apply(x), torch.nn.functional.elu(x) + 1) < 1e-15
+    assert torch.autograd.gradcheck(Positive.apply, x) and torch.autograd.gradgradcheck(Positive.apply, x)
+    assert distance(Positive.apply(x), torch.nn.functional.elu(x) + 1) < 1e-15
     far = torch.tensor([-300.0], dtype=torch.float64)
-    assert _Positive.apply(far) == far.exp()
+    assert Positive.apply(far) == far.exp()
 
 
 def test_efficient_with_equal_keys_is_the_mean_so_far() -> None:

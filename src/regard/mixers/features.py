@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -65,3 +67,29 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
 def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
+def positive(x: Tensor) -> Tensor:
+    """elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them."""
+    if torch.compiler.is_compiling():  # it fuses this by itself, and torch 2.11 compiles the Function into a wrong gradient
+        return x.clamp(max=0).exp() + x.relu()
+    return Positive.apply(x)
+
+
+class Positive(torch.autograd.Function):
+    """positive in one pass and one tensor: its slope is min(phi, 1), so only phi is kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clamp(max=0).exp_().add_(x.relu())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch names them
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (phi,) = ctx.saved_tensors
+        return phi.clamp(max=1) * grad

@@ -25,6 +25,7 @@ from regard.mixers.features import (
     nothing,
     orthogonal,
     per_query_head,
+    positive,
     ratio,
     where_valid,
     wide,
@@ -117,35 +118,16 @@ class Linear(Kernel):
         return Sums(*nothing(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, valid: Tensor | None) -> Sums:
-        keys = where_valid(_Positive.apply(k), valid, 0)
+        keys = where_valid(positive(k), valid, 0)
         return Sums(memory.s + keys.mT @ v, memory.z + keys.sum(2))
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Sums]:
-        keys = where_valid(_Positive.apply(k), valid, 0)
+        keys = where_valid(positive(k), valid, 0)
         out, norm, s, z = chunks.scan_normed(self._queries(q), keys, v, memory.s, memory.z)
         return ratio(out, norm), Sums(s, z)
 
     def _queries(self, q: Tensor) -> Tensor:
-        return _Positive.apply(q)
-
-
-class _Positive(torch.autograd.Function):
-    """elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them; its slope is min(phi, 1), so only phi is kept."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clamp(max=0).exp_().add_(x.relu())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch names them
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (phi,) = ctx.saved_tensors
-        return phi.clamp(max=1) * grad
+        return positive(q)
 
 
 class RFA(Kernel):
