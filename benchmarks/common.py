@@ -37,14 +37,12 @@ def timed(f: Callable[[], Any], device: torch.device, repeats: int) -> list[floa
     return times
 
 
-def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
-    """The median seconds of each, one call after another in turn, so that a busy moment hits all alike."""
+def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, rounds: int, calls: int = 3) -> dict[str, float]:
+    """The median seconds of each. They take turns, so that a busy moment hits all alike; the first call of a turn warms up."""
     times: dict[str, list[float]] = {name: [] for name in fs}
-    for f in fs.values():
-        f()
-    for _ in range(repeats):
+    for _ in range(rounds):
         for name, f in fs.items():
-            times[name] += timed_once(f, device)
+            times[name] += timed(f, device, calls)
     return {name: statistics.median(t) for name, t in times.items()}
 
 

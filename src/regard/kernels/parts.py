@@ -15,6 +15,7 @@ from regard.mixers.patterns import Band
 
 KEPT = 1 << 25  # mask elements a plan remembers between calls
 UNSEEN = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
+SMALL = 1 << 18  # mask elements that may as well be floats
 
 
 @dataclass(eq=False)
@@ -144,13 +145,16 @@ class Part:
 
     def _run(self, group: Group, at: int, end: int, device: torch.device) -> Run:
         rows, cols = group.rows[at:end], group.cols[at:end]
-        alike = self.relative and bool(self._inside(Group(rows, cols)).all())
-        mask = self.mask(rows[:1], cols[:1]) if alike else self.mask(rows, cols)
-        hidden = tuple((low, high, _hides(mask[..., low:high]).to(device)) for low, high in _partial(mask, self.keys.size))
+        hidden = () if device.type == "meta" else self._hidden(rows, cols, device)  # without numbers there is nothing to hide
         moves = cols[:1, :1] + torch.arange(len(cols))[:, None] + torch.arange(cols.shape[1])
         slides = int(cols[0, 0]) if bool((cols >= 0).all()) and torch.equal(cols, moves) else None
         first = int(rows[0]) if torch.equal(rows, rows[0] + torch.arange(len(rows))) else None
         return Run(rows.to(device), cols.clamp_min(0).to(device), hidden, first, slides)
+
+    def _hidden(self, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[tuple[int, int, Tensor], ...]:
+        alike = self.relative and bool(self._inside(Group(rows, cols)).all())
+        mask = self.mask(rows[:1], cols[:1]) if alike else self.mask(rows, cols)
+        return tuple((low, high, _hides(mask[..., low:high]).to(device)) for low, high in _partial(mask, self.keys.size))
 
     def mask(self, rows: Tensor, cols: Tensor) -> Tensor:
         """(T, r, p * c) pairs of these tiles that belong to the part."""
@@ -162,8 +166,8 @@ class Part:
 
 
 def _hides(mask: Tensor) -> Tensor:
-    """What makes a score UNSEEN outside the mask (T, r, x): numbers to add where all tiles share them, else where to write it."""
-    return torch.where(mask, 0.0, UNSEEN) if len(mask) == 1 else ~mask
+    """What makes scores UNSEEN outside the mask (T, r, x): numbers to add (faster), or where to write it (smaller)."""
+    return torch.where(mask, 0.0, UNSEEN) if mask.numel() <= SMALL else ~mask
 
 
 def _partial(mask: Tensor, size: int) -> list[tuple[int, int]]:

@@ -18,6 +18,8 @@ from regard.mixers.patterns import Causal, Pattern
 
 __all__ = ["UNSEEN", "Reach", "accumulator", "tiled"]
 
+PIECE = 1 << 21  # elements of the queries computed together on a CPU
+
 
 class Reach(NamedTuple):
     """A pattern as each of the heads sees it, worked out once. The text is for torch.compile, which takes no other values."""
@@ -78,20 +80,44 @@ def _shares_of(text: str, heads: int, span: Span, causal: bool) -> tuple[Share, 
 
 
 def _forward(work: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if len(work) == 1:
-        return Pass(work[0].work, q, k, v, *rest).forward()
-    found = [Pass(p, q[:, own], k[:, own], v[:, own], *rest).forward() for p, own in work]
-    order = torch.tensor([h for share in work for h in share.heads], device=q.device).argsort()
-    return torch.cat([x for x, _ in found], 1)[:, order], torch.cat([x for _, x in found], 1)[:, order]
+    pieces = _pieces(work, q)
+    if len(pieces) == 1:
+        return Pass(pieces[0][0], q, k, v, *rest).forward()
+    acc = accumulator(q.dtype)
+    out, lse = (torch.empty(*q.shape[:3], *x, dtype=acc, device=q.device) for x in ((v.shape[-1],), ()))
+    for p, own in pieces:
+        out[:, own], lse[:, own] = Pass(p, q[:, own], k[:, own], v[:, own], *rest).forward()
+    return out, lse
 
 
 def _backward(work: tuple[Share, ...], up: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """up: out, log-sum-exp, and the gradients of both."""
-    if len(work) == 1:
-        return Pass(work[0].work, q, k, v, *rest).backward(*up)
-    found = [Pass(p, q[:, own], k[:, own], v[:, own], *rest).backward(*(x[:, own] for x in up)) for p, own in work]
-    order = torch.tensor([h for share in work for h in share.heads], device=q.device).argsort()
-    return tuple(torch.cat(x, 1)[:, order] for x in zip(*found, strict=True))
+    """The gradients of q, k, v; up: out, log-sum-exp, and the gradients of both."""
+    pieces = _pieces(work, q)
+    if len(pieces) == 1:
+        return Pass(pieces[0][0], q, k, v, *rest).backward(*up)
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for p, own in pieces:
+        found = Pass(p, q[:, own], k[:, own], v[:, own], *rest).backward(*(x[:, own] for x in up))
+        for total, part in zip(grads, found, strict=True):
+            total[:, own] = part
+    return grads
+
+
+def _pieces(work: tuple[Share, ...], q: Tensor) -> list[tuple[Plan, list[int] | slice]]:
+    """Heads that are computed together. On a CPU not too many: the C library gives back every tensor of more than 32 MB to the
+    kernel, and getting its pages anew costs more than the arithmetic does."""
+    b, _, n, d = q.shape
+    if q.device.type != "cpu":
+        return [(p, _neighbours(heads)) for p, heads in work]
+    most = max(1, PIECE // (b * n * d))
+    return [(p, _neighbours(heads[x : x + most])) for p, heads in work for x in range(0, len(heads), most)]
+
+
+def _neighbours(heads: list[int]) -> list[int] | slice:
+    """Heads side by side as a slice, which takes a view and no copy."""
+    if heads == list(range(heads[0], heads[-1] + 1)):
+        return slice(heads[0], heads[-1] + 1)
+    return heads
 
 
 class _Tiled(torch.autograd.Function):

@@ -33,7 +33,7 @@ class Lookup(NamedTuple):
         if q.shape[2] <= FEW:
             return self._small(log, q, places)
         if places.start is None:
-            return _by_row(self, log, q, places)
+            return self._by_row(log, q, places)
         if log.start is not None:
             return self._tiles(log, q, places)
         return self._beside_memory(log, q, places)
@@ -83,41 +83,22 @@ class Lookup(NamedTuple):
         """A pattern that depends on the length is bound to that of every row: real tokens only."""
         if log.start != 0 or places.start != 0:
             raise ValueError(f"{self.reach.text} is drawn for one length: it cannot continue from a memory")
-        if log.plain and places.valid is None:
-            return self._tiles(log, q, places)
-        found = [self._alone(_row(log, x), q[x : x + 1], _row_places(places, x)) for x in range(len(q))]
+        plain = log.plain and places.valid is None
+        return self._tiles(log, q, places) if plain else self._by_row(log, q, places)
+
+    def _by_row(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Rows that stand at different positions or have lengths of their own: one after another, without their padding."""
+        found = []
+        for row in range(len(q)):
+            out, lse = self._nothing(log, q[row : row + 1])
+            here = slice(None) if places.valid is None else places.valid[row]
+            mine, at = q[row : row + 1, :, here], places.at[row, here]
+            if len(at):
+                some, sums = self(log.row(row), mine, Places.of(mine[:, 0], start=int(at[0])))
+                out, lse = out.to(some.dtype), lse.to(sums.dtype)
+                out[:, :, here], lse[:, :, here] = some, sums
+            found.append((out, lse))
         return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
-
-    def _alone(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """One row without its padding, in a sequence as long as it really is."""
-        k, v = (x if log.plain else x[:, :, log.places.valid[0]] for x in (log.keys, log.values))  # type: ignore[index]
-        real = Log.empty(k, v).append(k, v, Places.of(k[:, 0]))
-        if places.valid is None:
-            return self._tiles(real, q, places)
-        here = places.valid[0]
-        mine = q[:, :, here]
-        some, sums = self._tiles(real, mine, Places.of(mine[:, 0])) if k.shape[2] else self._nothing(log, mine)
-        out, lse = self._nothing(log, q)
-        out, lse = out.to(some.dtype), lse.to(sums.dtype)
-        out[:, :, here], lse[:, :, here] = some, sums
-        return out, lse
-
-
-def _by_row(look: Lookup, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-    """Rows that stand at different positions, one after another."""
-    found = [look(_row(log, x), q[x : x + 1], _row_places(places, x, known=True)) for x in range(len(q))]
-    return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
-
-
-def _row(log: Log, row: int) -> Log:
-    here = slice(row, row + 1)
-    return log._replace(k=log.k[here], v=log.v[here], at=log.at[here], valid=log.valid[here])
-
-
-def _row_places(places: Places, row: int, known: bool = False) -> Places:
-    here = slice(row, row + 1)
-    start = int(places.at[row, 0]) if known else places.start
-    return Places(places.at[here], None if places.valid is None else places.valid[here], start)
 
 
 def widened(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:

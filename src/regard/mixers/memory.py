@@ -105,6 +105,14 @@ class Log(NamedTuple):
         run = plain and self.start is not None and size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
         return Log(k, v, at, there, size, int(at[0, 0]) if run else None, plain, Newest(size), size)
 
+    def row(self, row: int) -> Log:
+        """The real tokens of one row."""
+        here = slice(None, self.size) if self.plain else self.valid[row, : self.size].nonzero()[:, 0]
+        k, v, at = self.k[row : row + 1, :, here], self.v[row : row + 1, :, here], self.at[row : row + 1, here]
+        size = at.shape[1]
+        run = size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
+        return Log(k, v, at, torch.ones_like(at, dtype=torch.bool), size, int(at[0, 0]) if run else None, True, Newest(size))
+
     def with_room(self, n: int, dtype: torch.dtype) -> Log:
         """A copy with room for n more tokens and some to spare."""
         room = -(-(self.size + n + spare(self.size)) // LEAST) * LEAST
