@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 
 import torch
-from common import Progress, peak_bytes, save
 
+from common import Progress, peak_bytes, save
 from regard import layer
 
 N, WIDTH, HEADS, WINDOW, STEPS, RATE, SEED = 100_000, 64, 4, 256, 40, 3e-2, 0

@@ -1,5 +1,7 @@
 """Patterns: what they mean, and that plans, counts and forgetting say the same as the plain predicate."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -312,3 +314,19 @@ def test_dropout_throws_the_same_dice_backward(text, monkeypatch):
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 300, 0, 300), scale=0.7, dropout=0.4)
     (dv,) = torch.autograd.grad((out * up).sum(), v)
     torch.testing.assert_close((out * up).sum(), (dv * v).sum(), rtol=1e-9, atol=1e-9)
+
+
+def test_buffers_outlive_inference_mode_and_threads_have_their_own():
+    """Buffers are kept between calls: made in inference mode, they must serve training, and no thread may write into another's."""
+    q, k, v = (torch.randn(1, 2, 200, 8, dtype=torch.float64) for _ in range(3))
+    span, p = Span(0, 200, 0, 200), Local(9) | Global(first=1)
+    passes._own.kept.clear()
+    with torch.inference_mode():
+        first, _ = tiled(q, k, v, p, span, scale=0.3)
+    x = q.clone().requires_grad_()
+    out, _ = tiled(x, k, v, p, span, scale=0.3)
+    out.sum().backward()
+    assert torch.equal(out.detach(), first.clone()) and x.grad.isfinite().all()
+    with ThreadPoolExecutor(4) as pool:
+        many = list(pool.map(lambda _: tiled(q, k, v, p, span, scale=0.3)[0], range(32)))
+    assert all(torch.equal(out.detach(), y) for y in many)
