@@ -34,6 +34,7 @@ bench: $(VENV)/ready
 	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/peers.py
 	$(PY) benchmarks/stream.py
+	$(PY) benchmarks/long.py
 	$(MAKE) tables
 
 tables: $(VENV)/ready

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,13 +36,13 @@ def timed(f: Callable[[], Any], device: torch.device, repeats: int) -> list[floa
     return times
 
 
-def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, rounds: int, calls: int = 3) -> dict[str, float]:
-    """The median seconds of each. They take turns, so that a busy moment hits all alike; the first call of a turn warms up."""
+def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, rounds: int, calls: int = 3) -> dict[str, list[float]]:
+    """Seconds of many calls of each. They take turns, so that a busy moment hits all alike; the first call of a turn warms up."""
     times: dict[str, list[float]] = {name: [] for name in fs}
     for _ in range(rounds):
         for name, f in fs.items():
             times[name] += timed(f, device, calls)
-    return {name: statistics.median(t) for name, t in times.items()}
+    return times
 
 
 def timed_once(f: Callable[[], Any], device: torch.device) -> list[float]:

@@ -121,6 +121,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "manual_seed((self.seed + (number << 40) + turn) % 2**63)",
         "manual_seed(torch.seed() % 2**63)",
     ),
+    "all heads drop the same pairs": (K + "tiles.py", "(seed + number * 1_000_000_000_039) % 2**62", "seed"),
     "dropout is not rescaled": (K + "passes.py", "return kept.to(self.acc).div_(1 - self.dropout)", "return kept.to(self.acc)"),
     "a tile takes the whole row for its own": (
         K + "passes.py",

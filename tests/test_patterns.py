@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
-from regard.kernels import passes
+from regard.kernels import passes, tiles
 from regard.kernels.parts import Span
 from regard.kernels.plan import plan
 from regard.kernels.tiles import Reach
@@ -317,7 +317,7 @@ def test_dropout_throws_the_same_dice_backward(text, monkeypatch):
 
 
 def test_buffers_outlive_inference_mode_and_threads_have_their_own():
-    """Buffers are kept between calls: made in inference mode, they must serve training, and no thread may write into another's."""
+    """Buffers are kept between calls: made in inference mode, they must serve training; no thread writes into another's."""
     q, k, v = (torch.randn(1, 2, 200, 8, dtype=torch.float64) for _ in range(3))
     span, p = Span(0, 200, 0, 200), Local(9) | Global(first=1)
     passes._own.kept.clear()
@@ -330,3 +330,11 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
     with ThreadPoolExecutor(4) as pool:
         many = list(pool.map(lambda _: tiled(q, k, v, p, span, scale=0.3)[0], range(32)))
     assert all(torch.equal(out.detach(), y) for y in many)
+
+
+@pytest.mark.parametrize("text", ["Local(40)", "PerHead([Local(40), Local(41)])"])
+def test_heads_do_not_drop_the_same_pairs(text, monkeypatch):
+    monkeypatch.setattr(tiles, "PIECE", 1)  # every head by itself
+    q, k, v = (torch.randn(1, 1, 40, 4).expand(1, 4, 40, 4) for _ in range(3))  # all heads alike, but for their dice
+    out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 40, 0, 40), scale=0.7, dropout=0.4)
+    assert all(not torch.allclose(out[:, a], out[:, b]) for a in range(4) for b in range(a))

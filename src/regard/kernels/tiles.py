@@ -79,28 +79,46 @@ def _shares_of(text: str, heads: int, span: Span, causal: bool) -> tuple[Share, 
     return shares(Reach.of(Pattern.parse(text), heads).each, span, causal)
 
 
-def _forward(work: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    work: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, *rest: float
+) -> tuple[Tensor, Tensor]:
     pieces = _pieces(work, q)
     if len(pieces) == 1:
-        return Pass(pieces[0][0], q, k, v, *rest).forward()
+        return Pass(pieces[0][0], q, k, v, valid, seed, *rest).forward()
     acc = accumulator(q.dtype)
     out, lse = (torch.empty(*q.shape[:3], *x, dtype=acc, device=q.device) for x in ((v.shape[-1],), ()))
-    for p, own in pieces:
-        out[:, own], lse[:, own] = Pass(p, q[:, own], k[:, own], v[:, own], *rest).forward()
+    for number, (p, own) in enumerate(pieces):
+        one = Pass(p, q[:, own], k[:, own], v[:, own], valid, _other(seed, number), *rest)
+        out[:, own], lse[:, own] = one.forward()
     return out, lse
 
 
-def _backward(work: tuple[Share, ...], up: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward(
+    work: tuple[Share, ...],
+    up: tuple[Tensor, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    seed: Tensor | None,
+    *rest: float,
+) -> tuple[Tensor, ...]:
     """The gradients of q, k, v; up: out, log-sum-exp, and the gradients of both."""
     pieces = _pieces(work, q)
     if len(pieces) == 1:
-        return Pass(pieces[0][0], q, k, v, *rest).backward(*up)
+        return Pass(pieces[0][0], q, k, v, valid, seed, *rest).backward(*up)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    for p, own in pieces:
-        found = Pass(p, q[:, own], k[:, own], v[:, own], *rest).backward(*(x[:, own] for x in up))
+    for number, (p, own) in enumerate(pieces):
+        one = Pass(p, q[:, own], k[:, own], v[:, own], valid, _other(seed, number), *rest)
+        found = one.backward(*(x[:, own] for x in up))
         for total, part in zip(grads, found, strict=True):
             total[:, own] = part
     return grads
+
+
+def _other(seed: Tensor | None, number: int) -> Tensor | None:
+    """Dice of its own for every piece: heads must not drop the same pairs."""
+    return None if seed is None else (seed + number * 1_000_000_000_039) % 2**62
 
 
 def _pieces(work: tuple[Share, ...], q: Tensor) -> list[tuple[Plan, list[int] | slice]]:
