@@ -24,16 +24,18 @@ RESULTS = ROOT / "results"
 def timed(f: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
     """Seconds of each of several calls, after one that warms up."""
     f()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        f()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return times
+    return [seconds(f, device) for _ in range(repeats)]
+
+
+def seconds(f: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, and of all the work it starts on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    f()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, rounds: int, calls: int = 3) -> dict[str, list[float]]:
@@ -43,16 +45,6 @@ def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, rounds:
         for name, f in fs.items():
             times[name] += timed(f, device, calls)
     return times
-
-
-def timed_once(f: Callable[[], Any], device: torch.device) -> list[float]:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    f()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return [time.perf_counter() - start]
 
 
 def peak_bytes(f: Callable[[], Any], device: torch.device) -> int:

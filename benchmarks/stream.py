@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from common import Progress, save, timed_once
+from common import Progress, save, seconds
 from regard import layer
 
 SPECS = ["Local(256) | Global(first=4)", "linear", "efficient", "performer", "rfa", "softmax"]
@@ -36,7 +36,7 @@ def steps(mixer, lengths: list[int], device: torch.device) -> tuple[dict[int, fl
     for _ in range(STEPS):
         token = torch.randn(1, 1, WIDTH)
         for t in lengths:  # in turns, so that a busy moment hits both alike
-            times[t] += timed_once(partial(step, t, token), device)
+            times[t].append(seconds(partial(step, t, token), device))
     return {t: statistics.mean(sorted(x)[STEPS // 20 : -STEPS // 20]) for t, x in times.items()}, states
 
 

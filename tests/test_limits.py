@@ -22,7 +22,7 @@ def qkv(n=90, m=None, streams=1, b=2):
     return [torch.randn(b, 4, x, y, dtype=torch.float64, generator=g).to(DEVICE).requires_grad_() for x, y in shapes]
 
 
-def same(f, g, inputs):
+def check_same(f, g, inputs):
     """Outputs and gradients agree to rounding."""
     a, b = f(*inputs), g(*inputs)
     close(a, b)
@@ -40,12 +40,12 @@ def ask(spec, causal=False, **options):
 @pytest.mark.parametrize("scale", [None, 1.0])
 def test_softmax_is_torch_attention(causal, scale):
     spec = "softmax" if scale is None else f"softmax(scale={scale})"
-    same(ask(spec, causal), lambda *x: scaled_dot_product_attention(*x, is_causal=causal, scale=scale), qkv())
+    check_same(ask(spec, causal), lambda *x: scaled_dot_product_attention(*x, is_causal=causal, scale=scale), qkv())
 
 
 def test_padded_softmax_is_masked_torch_attention():
     valid = some(2, 90)
-    same(ask("softmax", valid=valid), lambda *x: scaled_dot_product_attention(*x, attn_mask=valid[:, None, None]), qkv())
+    check_same(ask("softmax", valid=valid), lambda *x: scaled_dot_product_attention(*x, attn_mask=valid[:, None, None]), qkv())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -53,13 +53,13 @@ def test_padded_softmax_is_masked_torch_attention():
     "spec", ["Local(90)", "Stride(1)", "Blocks(100)", "Everything()", "Blocks(10, around=9)", "Truncated(89, 89)"]
 )
 def test_patterns_that_hold_every_pair_are_softmax(spec, causal):
-    same(ask(spec, causal), ask("softmax", causal), qkv())
+    check_same(ask(spec, causal), ask("softmax", causal), qkv())
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_bigbird_that_picks_all_blocks_is_softmax(causal):
-    same(ask("bigbird(block=16, random=6)", causal), ask("softmax", causal), qkv())
-    same(ask("bigbird(block=16, window=11, random=0, globals=0)", causal), ask("softmax", causal), qkv())
+    check_same(ask("bigbird(block=16, random=6)", causal), ask("softmax", causal), qkv())
+    check_same(ask("bigbird(block=16, window=11, random=0, globals=0)", causal), ask("softmax", causal), qkv())
 
 
 def test_bigbird_with_external_tokens_is_softmax_with_more_keys():
@@ -72,14 +72,14 @@ def test_bigbird_with_external_tokens_is_softmax_with_more_keys():
         more = [torch.cat([x.expand(2, -1, -1, -1), y], 2) for x, y in ((made.extra_k, k), (made.extra_v, v))]
         return scaled_dot_product_attention(q, *more)
 
-    same(lambda *x: attend(*x, made), longer, qkv())
+    check_same(lambda *x: attend(*x, made), longer, qkv())
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_longformer_with_shared_projections_is_a_pattern(causal):
     pattern = "PerHead([Local(8), Local(8), Dilated(8, 3), Dilated(8, 3)]) | Global(first=2, at=[40])"
     spec = "longformer(window=8, dilation=3, dilated_heads=2, first=2, at=[40], shared=True)"
-    same(ask(spec, causal), ask(pattern, causal), qkv())
+    check_same(ask(spec, causal), ask(pattern, causal), qkv())
 
 
 def test_longformer_projects_its_special_tokens_apart():
@@ -99,7 +99,7 @@ def test_longformer_projects_its_special_tokens_apart():
 def test_sparse_transformer_is_its_two_patterns(form):
     near, far = {"strided": ("Local(8)", "Stride(8)"), "fixed": ("Blocks(8)", "Tail(8, 3)")}[form]
     spec = f"sparse_transformer(stride=8, form={form!r}, summary=3)"
-    same(ask(spec, True), ask(f"PerHead([{near}, {far}])", True), qkv())
+    check_same(ask(spec, True), ask(f"PerHead([{near}, {far}])", True), qkv())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_sparse_is_masked_torch_attention(text, causal):
     pattern = pattern & Causal() if causal else pattern
     seen = pattern(0, torch.arange(90)[:, None], torch.arange(90)).to(DEVICE)
     assert seen.any(1).all()
-    same(ask(text, causal), lambda *x: scaled_dot_product_attention(*x, attn_mask=seen), qkv())
+    check_same(ask(text, causal), lambda *x: scaled_dot_product_attention(*x, attn_mask=seen), qkv())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -125,7 +125,7 @@ def test_additive_is_its_formula(causal, monkeypatch):
         future = torch.ones(90, 90, dtype=torch.bool, device=DEVICE).triu(1)
         return s.masked_fill(future & causal, -torch.inf).softmax(-1) @ v
 
-    same(lambda *x: attend(*x, made, causal=causal), formula, qkv())
+    check_same(lambda *x: attend(*x, made, causal=causal), formula, qkv())
 
 
 @pytest.mark.parametrize("norm", ["count", "sum"])
@@ -144,14 +144,14 @@ def test_relu_is_its_formula(norm, causal, monkeypatch):
         total = seen if norm == "count" else a.sum(-1, keepdim=True)
         return torch.where(total > 0, a / total.clamp_min(1e-300), 0) @ v
 
-    same(ask(f"relu(norm={norm!r})", causal), formula, qkv())
+    check_same(ask(f"relu(norm={norm!r})", causal), formula, qkv())
     q, k, v = qkv()
     out = ask("relu(norm='sum')")(q.abs(), -k.abs(), v)  # no positive score anywhere
     assert (out == 0).all()
 
 
 def test_identity_is_identity():
-    same(ask("identity", True), lambda _q, _k, v: v, qkv())
+    check_same(ask("identity", True), lambda _q, _k, v: v, qkv())
 
 
 def test_shared_queries_and_keys():
