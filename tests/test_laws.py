@@ -165,8 +165,8 @@ def test_beams_can_be_reordered_and_states_are_values(case):
             _, state = m.extend(state, x[:, 40:41])
         past = torch.cat([x[:, :40], x[:, 40:41].expand(-1, 3, -1)], 1)
         futures = [data(21, seed=s, b=3) for s in (7, 8)]
-        for future in futures:  # the same state, extended twice
-            step, later = m.extend(state, future[:, :1])
+        steps = [m.extend(state, future[:, :1]) for future in futures]  # the same state extended twice, before either goes on
+        for future, (step, later) in zip(futures, steps, strict=True):
             rest, _ = m.extend(later, future[:, 1:])
             close(torch.cat([step, rest], 1), m(torch.cat([past, future], 1))[:, 43:])
         future = data(21, seed=9, b=4)
