@@ -26,14 +26,13 @@ class Plan:
     """Everything that attention over one pattern computes."""
 
     parts: list[Part]
-    span: Span
 
 
 @lru_cache(maxsize=64)
 def plan(pattern: Pattern, span: Span) -> Plan:
     """The tiles of the pattern of one head, bound to its length."""
     if span.n == 0 or span.m == 0:
-        return Plan([], span)
+        return Plan([])
     parts: list[Part] = []
     earlier: list[Alternative] = []
     for atoms in _ordered(pattern, span):
@@ -45,7 +44,7 @@ def plan(pattern: Pattern, span: Span) -> Plan:
             part.band = driver if isinstance(driver, Band) and not rest and not earlier else None
             parts.append(part)
         earlier.append(atoms)
-    return Plan(parts, span)
+    return Plan(parts)
 
 
 def _ordered(pattern: Pattern, span: Span) -> list[Alternative]:

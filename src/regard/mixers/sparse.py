@@ -28,17 +28,12 @@ from regard.mixers.patterns import (
     Stride,
     Tail,
 )
+from regard.mixers.patterns.algebra import need
 from regard.mixers.softmax import EVERY, default_scale
 
 __all__ = ["BigBird", "Census", "Longformer", "Sparse", "SparseTransformer", "census"]
 
 SELF = Can.CAUSAL | Can.PADDING | Can.STREAM | Can.DROPOUT
-
-
-def _positive(name: str, value: object, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-    return value
 
 
 class Sparse(Keeper):
@@ -80,7 +75,7 @@ class SparseTransformer(Sparse):
     can = SELF
 
     def __init__(self, dims: Dims, *, stride: int = 64, form: str = "strided", summary: int = 8) -> None:
-        _positive("stride", stride)
+        need("stride", stride)
         if form not in ("strided", "fixed"):
             raise ValueError(f"form must be 'strided' or 'fixed', not {form!r}")
         if dims.heads % 2:
@@ -111,15 +106,15 @@ class BigBird(Sparse):
         special: str = "internal",
         seed: int = 0,
     ) -> None:
-        _positive("block", block)
-        if _positive("window", window) % 2 == 0:
+        need("block", block)
+        if need("window", window) % 2 == 0:
             raise ValueError(f"window counts blocks, the own one in the middle: {window} is an even number")
         if special not in ("internal", "external"):
             raise ValueError(f"special must be 'internal' or 'external', not {special!r}")
         pattern: Pattern = Blocks(block, window // 2)
-        if _positive("random", random, 0):
+        if need("random", random, 0):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
-        inside = _positive("globals", globals, 0) and special == "internal"
+        inside = need("globals", globals, 0) and special == "internal"
         super().__init__(dims, pattern=pattern | Global(globals * block) if inside else pattern)
         self.all = Reach.of(Everything(), dims.heads)
         extra = globals * block if special == "external" else 0
@@ -164,7 +159,7 @@ class Longformer(Core):
         shared: bool = False,
     ) -> None:
         super().__init__(dims)
-        if _positive("dilated_heads", dilated_heads, 0) > dims.heads:
+        if need("dilated_heads", dilated_heads, 0) > dims.heads:
             raise ValueError(f"dilated_heads is {dilated_heads}, but there are only {dims.heads} heads")
         if dilated_heads and dilation == 1:
             raise ValueError("dilated_heads needs a dilation of at least 2: with 1 there is nothing dilated about them")

@@ -12,9 +12,11 @@ from torch import Tensor
 Alternative = tuple["Atom", ...]  # all of these hold
 
 
-def need(name: str, value: Any, least: int) -> None:
+def need(name: str, value: Any, least: int = 1) -> int:
+    """The value, if it is an integer and large enough."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    return value
 
 
 class Pattern:
