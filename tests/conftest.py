@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from regard.catalogue import CATALOGUE, Example, Row
+from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
+from regard.row import Example, Row
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
@@ -37,7 +38,7 @@ class Case:
 
     def build(self, dtype: torch.dtype = torch.float64, shared_qk: bool = False, **dims) -> Mixer:
         torch.manual_seed(0)
-        dims = {"width": WIDTH, "heads": HEADS, **dims}
+        dims = {"width": WIDTH, "heads": HEADS, "max_len": 128, **dims}
         return self.spec.build(Dims(**dims), shared_qk=shared_qk).to(DEVICE, dtype).eval()
 
     def can(self, claim: Can, **dims) -> bool:
@@ -57,6 +58,7 @@ def claiming(claim: Can, cores: bool = False, **dims):
 
 
 every = pytest.mark.parametrize("case", CASES, ids=repr)
+every_core = claiming(Can.NOTHING, cores=True)
 
 
 def modes(case: Case):

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import regard.mixers
-from regard.catalogue import CATALOGUE, Example, Row, catalogue_table, growth
+from regard.catalogue import CATALOGUE, catalogue_table
 from regard.mixers.attention import Attention
-from regard.mixers.base import Can, Core, Dims, Mixer
+from regard.mixers.base import Can, Core, Dims, Free, Mixer
 from regard.probe import has_weights
+from regard.row import Example, Row, growth
 from regard.spec import Spec
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ def mechanisms() -> set[type]:
     for module in pkgutil.iter_modules(regard.mixers.__path__):
         classes = vars(importlib.import_module(f"regard.mixers.{module.name}")).values()
         found |= {c for c in classes if inspect.isclass(c) and issubclass(c, Core | Mixer) and not c.__name__.startswith("_")}
-    return found - {Core, Mixer, Attention}
+    return found - {Core, Mixer, Free, Attention}
 
 
 def test_every_mechanism_has_a_row() -> None:
@@ -53,12 +54,12 @@ def test_a_row_is_well_formed(row: Row) -> None:
 @pytest.mark.parametrize(("row", "example"), EXAMPLES, ids=[f"{r.name}-{r.examples.index(e)}" for r, e in EXAMPLES])
 def test_an_example_builds_and_runs(row: Row, example: Example) -> None:
     spec = Spec(row.name, **example.options)
-    mixer = spec.build(Dims(width=32, heads=4)).eval()
-    assert mixer(torch.randn(1, 40, 32)).shape == (1, 40, 32)
+    mixer = spec.build(Dims(width=32, heads=4, max_len=64)).eval()
+    assert mixer(torch.randn(1, 40, 32)).shape == (1, -(-40 // mixer.rate), 32)
     assert Spec.parse(str(spec)) == spec
-    streams = Can.CAUSAL in mixer.can and Can.STREAM in spec.build(Dims(width=32, heads=4, causal=True)).can
+    streams = Can.CAUSAL in mixer.can and Can.STREAM in spec.build(Dims(width=32, heads=4, causal=True, max_len=64)).can
     assert streams == (example.memory is not None), "memory is None exactly where it does not stream"
-    assert isinstance(mixer, Attention) and has_weights(mixer.core) == example.weights
+    assert (isinstance(mixer, Attention) and has_weights(mixer.core)) == example.weights
 
 
 def test_growth_is_written_as_people_write_it() -> None:

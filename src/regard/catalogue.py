@@ -5,51 +5,11 @@ A new mechanism is one class in its family's file and one row here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-from regard.mixers.base import Can, Core, Dims, Mixer
 from regard.mixers.kernel import RFA, Efficient, Linear, Performer
 from regard.mixers.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
 from regard.mixers.softmax import Additive, Identity, Relu, Softmax
 from regard.mixers.sparse import BigBird, Longformer, Sparse, SparseTransformer
-
-
-@dataclass(frozen=True)
-class Example:
-    """Options that show a mechanism at lengths from 40 to 2048, and how its cost grows with them."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    cost: float = 2  # FLOPs of a pass over n tokens grow as n ** cost
-    memory: int | None = 1  # the state after t tokens grows as t ** memory; None: it does not stream
-    weights: bool = True  # out = A v with an A that does not depend on v: the identity for v shows A
-
-
-@dataclass(frozen=True)
-class Row:
-    """What the library says about one mechanism; the laws hold it to that."""
-
-    name: str
-    make: type[Core] | type[Mixer]  # (dims, *, options)
-    family: str
-    summary: str
-    paper: str
-    examples: tuple[Example, ...]  # the first is the one to show
-    compiles: bool = True  # by torch.compile, without a graph break
-
-    @property
-    def weights(self) -> bool:
-        return self.examples[0].weights
-
-    @property
-    def can(self) -> Can:
-        """What it claims with the options of its first example, over all tokens or over the past alone."""
-        can = self._claims(causal=False)
-        return can | self._claims(causal=True) if Can.CAUSAL in can else can
-
-    def _claims(self, causal: bool) -> Can:
-        return self.make(Dims(width=32, heads=4, causal=causal), **self.examples[0].options).can
-
+from regard.row import Example, Row, growth
 
 _ROWS = [
     Row(
@@ -166,13 +126,6 @@ _ROWS = [
 ]
 
 CATALOGUE: dict[str, Row] = {row.name: row for row in _ROWS}
-
-_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
-
-
-def growth(power: float | None, letter: str) -> str:
-    """How something grows, as people write it: 1, n, n², n^1.5, and none where there is nothing to grow."""
-    return _POWERS.get(power, f"{letter}^{power}").format(letter)
 
 
 def catalogue_table() -> str:

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from regard._version import version
-from regard.catalogue import CATALOGUE, Row, growth
+from regard.catalogue import CATALOGUE
 from regard.facts import Facts, facts
 from regard.mixers.base import Can, Dims
+from regard.row import Row, growth
 from regard.spec import Spec
 from regard.text import TextError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.catalogue import growth
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, nbytes
 from regard.mixers.patterns import Pattern
 from regard.mixers.softmax import Softmax
 from regard.mixers.sparse import Sparse, census
-from regard.probe import attention_matrix, has_weights
+from regard.probe import attention_matrix, has_weights, sampled
+from regard.row import growth
 from regard.spec import Spec
 
 LONG = 16_384  # growth is measured from half this length to it, or from half the length asked for if that is longer
@@ -119,11 +119,11 @@ def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = Fals
 
 
 def _facts(spec: Spec, dims: Dims, length: int) -> Facts:
-    mixer = spec.build(dims)
+    mixer = spec.build(replace(dims, max_len=length))
     pairs, tokens = _pairs(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
     known = isinstance(mixer, Attention) and has_weights(mixer.core, tokens)
     distance = _distance(mixer.core, tokens) if known else None  # type: ignore[arg-type]
-    return Facts(spec, dims, length, mixer.can, _work(mixer.to("meta"), length), _state(spec, dims, length), pairs, distance)
+    return Facts(spec, dims, length, mixer.can, _work(spec, dims, length), _state(mixer, spec, length), pairs, distance)
 
 
 class _Flops(NamedTuple):
@@ -131,15 +131,17 @@ class _Flops(NamedTuple):
     mixing: int  # all but the projections
 
 
-def _work(mixer: Mixer, length: int) -> Work:
+def _work(spec: Spec, dims: Dims, length: int) -> Work:
     """Counted on a mixer without content."""
+    far = max(length, LONG)
+    with torch.device("meta"):
+        mixer, parameters = (spec.build(replace(dims, max_len=n)) for n in (far, length))
     count: Callable[[int], _Flops] = cache(partial(_count, mixer))
     if pattern_of(mixer) is None:
         count = partial(_parabola, count)
-    far = max(length, LONG)
     grows = _holds(mixer, far) and _holds(mixer, far // 2)
     power = _exponent(count(far // 2).mixing, count(far).mixing) if grows else None
-    return Work(sum(p.numel() for p in mixer.parameters()), count(length).all, power)
+    return Work(sum(p.numel() for p in parameters.parameters()), count(length).all, power)
 
 
 @torch.no_grad()
@@ -170,13 +172,13 @@ def _exponent(once: float, twice: float) -> float:
     return math.log2(twice / once) if once > 0 and twice > 0 else 0.0
 
 
-def _state(spec: Spec, dims: Dims, length: int) -> Kept | None:
-    if Can.CAUSAL not in spec.build(Dims(width=dims.width, heads=dims.heads)).can:
+def _state(mixer: Mixer, spec: Spec, length: int) -> Kept | None:
+    far, filled = min(max(length, LONG), MEASURED), min(length, MEASURED)
+    if Can.CAUSAL not in mixer.can:
         return None
-    mixer = spec.build(Dims(width=dims.width, heads=dims.heads, causal=True))
+    mixer = spec.build(replace(mixer.dims, causal=True, max_len=max(far, length)))
     if Can.STREAM not in mixer.can:
         return None
-    far, filled = min(max(length, LONG), MEASURED), min(length, MEASURED)
     power = _exponent(_remembered(mixer, far // 2), _remembered(mixer, far))
     return Kept(round(_remembered(mixer, filled) * (length / filled) ** power), power)
 
@@ -187,7 +189,7 @@ def _remembered(mixer: Mixer, length: int) -> int:
     if not isinstance(mixer, Attention):
         return mixer.extend(mixer.start(1), torch.zeros(1, length, dims.width))[1].nbytes
     core = mixer.core
-    k, v = (torch.zeros(1, dims.g, length, size * core.streams) for size in (dims.d, dims.e))
+    k, v = (torch.zeros(1, dims.g, length, size) for size in core.sizes)
     return nbytes(core.forget(core.push(core.empty(k, v), k, v, Places.of(k[:, 0])), torch.tensor([length])))
 
 
@@ -223,7 +225,7 @@ def _distance(core: Core, n: int) -> Distance:
     dims, random = core.dims, torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, h, n, dims.d, generator=random) for h in (dims.heads, dims.g))
     exact = attention_matrix(Softmax(dims), q, k, causal=dims.causal)
-    found = attention_matrix(core, *(x.repeat(1, 1, 1, core.streams) for x in (q, k)), causal=dims.causal)
+    found = attention_matrix(core, sampled(core, q)[0], sampled(core, k)[1], causal=dims.causal)
     visible = torch.ones(n, n).tril() if dims.causal else torch.ones(n, n)
     uniform = visible / visible.sum(-1, keepdim=True)
     return Distance(n, *(float((a - exact).norm() / exact.norm()) for a in (found, uniform)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.facts import Facts, facts, sample
 from regard.mixers.attention import Attention
 from regard.mixers.patterns import Pattern
-from regard.probe import attention_matrix, has_weights, influence
+from regard.probe import attention_matrix, has_weights, influence, sampled
 from regard.spec import Spec
 
 __all__ = ["attention_matrix", "draw", "influence", "picture"]
@@ -84,7 +84,7 @@ def _view(known: Facts) -> _View:
     """A matrix per head where there are weights to see, or else one of influence."""
     with torch.random.fork_rng(devices=[]):  # the same picture every time, and nobody else's numbers change
         torch.manual_seed(0)
-        mixer = known.spec.build(known.dims).eval()
+        mixer = known.spec.build(replace(known.dims, max_len=known.length)).eval()
         n = sample(mixer, known.length, LONGEST)
         if isinstance(mixer, Attention) and has_weights(mixer.core, n):
             return _weights(mixer, n)
@@ -97,7 +97,7 @@ def _view(known: Facts) -> _View:
 @torch.no_grad()
 def _weights(mixer: Attention, n: int) -> _View:
     heads, dims = mixer.dims.heads, mixer.dims
-    q = k = _sequence(heads, n, dims.d).repeat(1, 1, 1, mixer.core.streams)
+    q, k = sampled(mixer.core, _sequence(heads, n, dims.d))
     weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0, :, :LONGEST, :LONGEST]
     shown = sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
     matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in shown}

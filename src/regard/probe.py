@@ -6,6 +6,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard.mixers.attention import attend
 from regard.mixers.base import Core, Mixer
@@ -22,8 +23,15 @@ def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: T
 def has_weights(core: Core, n: int = 4) -> bool:
     """Is its output a weighted sum of the values, and of nothing else? Ask it: without values, nothing comes out."""
     dims, own = core.dims, next(chain(core.parameters(), core.buffers()), torch.empty(0))  # its device and dtype
-    q, k = (torch.ones(1, h, n, dims.d * core.streams).to(own) for h in (dims.heads, dims.g))
-    return not attend(q, k, torch.zeros(1, dims.g, n, dims.e * core.streams).to(own), core, causal=dims.causal).any()
+    q = torch.ones(1, dims.heads, n, dims.d * core.streams).to(own)
+    k, v = (make(1, dims.g, n, size).to(own) for make, size in zip((torch.ones, torch.zeros), core.sizes, strict=True))
+    return not attend(q, k, v, core, causal=dims.causal).any()
+
+
+def sampled(core: Core, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (b h n d) as queries and as keys of a core: a copy for every stream, and gates that stand half open."""
+    q = x.repeat(1, 1, 1, core.streams)
+    return q, pad(q, (0, core.gates))
 
 
 def influence(mixer: Mixer, x: Tensor, *, rows: int = 64) -> Tensor:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from regard.catalogue import CATALOGUE, Row
+from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Mixer
 from regard.mixers.patterns import PATTERNS, Pattern
+from regard.row import Row
 from regard.text import LARGEST, TextError, parse, unknown
 
 Value = bool | int | float | str | Pattern | tuple["Value", ...] | None

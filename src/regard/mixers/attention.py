@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, check_valid, only
+from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, check_valid, only, shortened
 
 
 def precise(x: Tensor) -> torch.autocast:
@@ -21,22 +21,27 @@ class Attention(Mixer):
     """
 
     def __init__(self, dims: Dims, core: Core, *, shared_qk: bool = False, bias: bool = True) -> None:
-        super().__init__()
-        self.dims, self.core, self.shared_qk = dims, core, shared_qk
+        super().__init__(dims)
+        shared_qk = shared_qk or core.shared_qk
+        self.core, self.shared_qk, self.rate = core, shared_qk, core.rate
         asked = (Can.CAUSAL if dims.causal else Can.NOTHING) | (Can.CROSS if dims.cross else Can.NOTHING)
         only(core.name, core.can, asked)
         self.can = core.can
-        if shared_qk and (dims.cross or dims.g != dims.heads):
-            raise ValueError("shared_qk needs queries and keys from the same tokens with as many heads: no cross, no kv_heads")
+        if shared_qk and (dims.cross or dims.g != dims.heads or core.gates):
+            raise ValueError("shared_qk makes keys of the queries: no cross, no kv_heads, no gates")
         reads = dims.context_width or dims.width
         many = core.streams
         self.q = nn.Linear(dims.width, dims.heads * dims.d * many, bias=bias)
-        self.k = self.q if shared_qk else nn.Linear(reads, dims.g * dims.d * many, bias=bias)
+        self.k = self.q if shared_qk else nn.Linear(reads, dims.g * (dims.d * many + core.gates), bias=bias)
         self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
 
+    @property
+    def name(self) -> str:
+        return self.core.name
+
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-        self._check(x, self.dims.width, "x")
+        self.check(x)
         if self.dims.causal:
             if context is not None:
                 raise ValueError("a causal mixer reads its own tokens: build it with cross=True to read a context")
@@ -59,7 +64,7 @@ class Attention(Mixer):
         return self._nothing(batch)
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        self._check(x, self.dims.width, "x")
+        self.check(x)
         if not self.dims.causal:
             if valid is not None:
                 raise ValueError("the queries of cross attention need no valid: give it to start(), with the context")
@@ -68,13 +73,13 @@ class Attention(Mixer):
         return y, state._replace(memory=self.core.forget(state.memory, state.t))
 
     def _scan(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
-        self._check_padding(valid, x)
+        self.check_padding(valid, x)
         places = Places.of(x, valid, state.t, state.start)
-        self._check_length(places)
+        self.check_length(places)
         q, k, v = self.heads(x)
         with precise(x):
             y, memory = self.core.scan(state.memory, q, k, v, places)
-        return self._finish(y, x, valid), self._later(state, memory, places)
+        return self._finish(y, x, valid), self.later(state, memory, places)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (b n w) -> q (b h n d), k (b g n d), v (b g n e)."""
@@ -87,15 +92,15 @@ class Attention(Mixer):
 
     def _nothing(self, batch: int) -> State:
         like = self.v.weight
-        k, v = (like.new_zeros(batch, self.dims.g, 0, size * self.core.streams) for size in (self.dims.d, self.dims.e))
+        k, v = (like.new_zeros(batch, self.dims.g, 0, size) for size in self.core.sizes)
         return State(self.core.empty(k, v), torch.zeros(batch, dtype=torch.long, device=like.device), 0)
 
     def _remember(self, context: Tensor, valid: Tensor | None) -> State:
         """A memory of the whole context, and no query answered yet."""
-        self._check(context, self.dims.context_width or self.dims.width, "context" if self.dims.cross else "x")
-        self._check_padding(valid, context)
+        self.check(context, "context" if self.dims.cross else "x", self.dims.context_width)
+        self.check_padding(valid, context)
         places = Places.of(context, valid)
-        self._check_length(places)
+        self.check_length(places)
         k, v = self._split(self.k(context), self.dims.g), self._split(self.v(context), self.dims.g)
         with precise(k):
             memory = self.core.push(self.core.empty(k, v), k, v, places)
@@ -106,46 +111,13 @@ class Attention(Mixer):
         q = self._split(self.q(x), self.dims.heads)
         with precise(q):
             y = self.core.read(state.memory, q, places)
-        return self._finish(y, x, valid), self._later(state, state.memory, places)
+        return self._finish(y, x, valid), self.later(state, state.memory, places)
 
     def _finish(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
         y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
+        if self.rate > 1:
+            valid = shortened(x[..., :1].detach(), valid, self.rate)[1]
         return y if valid is None else y.masked_fill(~valid[..., None], 0)  # padding is not there: it says nothing
-
-    @staticmethod
-    def _later(state: State, memory: object, places: Places) -> State:
-        n = places.at.shape[1]
-        if places.valid is None:
-            return State(memory, state.t + n, None if state.start is None else state.start + n)
-        return State(memory, state.t + places.valid.sum(1), None)
-
-    def _check(self, x: Tensor, width: int, what: str) -> None:
-        if x.dim() != 3 or x.shape[-1] != width:
-            raise ValueError(f"{what} has shape {tuple(x.shape)}, but (batch, length, {width}) is needed")
-        weight = self.v.weight
-        if x.device != weight.device:
-            raise ValueError(f"{what} is on {x.device} but the layer is on {weight.device}: move one of them with .to()")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type if x.device.type != "meta" else "cpu"):
-            raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
-
-    def _check_padding(self, valid: Tensor | None, x: Tensor) -> None:
-        check_valid(valid, x.shape[0], x.shape[1], "the sequence that is read")
-        if valid is not None:
-            only(self.core.name, self.can, Can.PADDING, "pack rows of equal length instead")
-            if valid.device != x.device:
-                raise ValueError(f"valid is on {valid.device} but the tokens are on {x.device}: move one of them with .to()")
-
-    def _check_length(self, places: Places) -> None:
-        limit, n = self.dims.max_len, places.at.shape[1]
-        if limit is None or n == 0:
-            return
-        if places.valid is None and places.start is not None:
-            longest = places.start + n
-        else:
-            real = places.at + (1 if places.valid is None else places.valid.long())
-            longest = int(real.max()) if real.numel() else 0
-        if longest > limit:
-            raise ValueError(f"{longest} tokens, but this layer was built for max_len={limit}: build it longer, or cut the input")
 
 
 def attend(
@@ -164,7 +136,7 @@ def attend(
     count real tokens on both sides. In the causal form queries and keys are the same tokens, and `valid` says it all.
     The output is zero where a query is padding.
     """
-    _check_heads(q, k, v)
+    _check_heads(q, k, v, core.gates)
     b, m = k.shape[0], k.shape[2]
     only(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
     check_valid(valid, b, m, "keys")
@@ -183,10 +155,12 @@ def attend(
             out = core.scan(memory, q, k, v, places)[0]
         else:
             out = core.read(core.push(memory, k, v, places), q, Places.of(q[:, 0], query_valid))
+    if real is not None and core.rate > 1:
+        real = shortened(q[:, 0, :, :1].detach(), real, core.rate)[1]
     return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, gates: int) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but (batch, heads, length, dim) is needed")
@@ -194,5 +168,9 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"q is {q.dtype} on {q.device} but {name} is {x.dtype} on {x.device}: they must agree")
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
         raise ValueError(f"q, k, v disagree in batch, heads or length: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    if q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+    if gates and q.shape[3] + gates != k.shape[3]:
+        raise ValueError(
+            f"k has dim {k.shape[3]}, but q has {q.shape[3]} and {gates} gates stand behind each key: give it their sum"
+        )
+    if q.shape[3] != k.shape[3] - gates or q.shape[1] % k.shape[1]:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} need the same dim and heads that divide evenly")

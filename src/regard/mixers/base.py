@@ -22,6 +22,8 @@ class Can(Flag):
     PADDING = auto()  # a token with valid=False is as if absent
     STREAM = auto()  # start / extend in any cuts equals one forward pass
     DROPOUT = auto()  # it has attention weights that can be dropped in training
+    ROTARY = auto()  # it sees q and k through q.k alone, so that turning both by their positions leaves their distance
+    RELATIVE = auto()  # its scores take one more term, by how far apart two tokens are
     NOTHING = 0
 
     def __str__(self) -> str:
@@ -152,6 +154,23 @@ def check_valid(valid: Tensor | None, b: int, n: int, what: str = "x") -> None:
         raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
 
 
+def shortened(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tensor | None]:
+    """x (b n w) with every `rate` real tokens replaced by their mean, (b ceil(n / rate) w), and which of those are real.
+
+    What a residual connection adds around a mixer whose answers are fewer than its tokens. Real tokens come to the front first.
+    """
+    if rate == 1:
+        return x, valid
+    b, n, w = x.shape
+    groups = -(-n // rate)
+    at = Places.of(x, valid).at // rate
+    real = x.new_ones(b, n) if valid is None else valid.to(x.dtype)
+    count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
+    index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
+    sums = x.new_zeros(b, groups, w).scatter_add(1, index, x if valid is None else x.masked_fill(~valid[..., None], 0))
+    return sums / count.clamp_min(1)[..., None], None if valid is None else count > 0
+
+
 class Core(nn.Module):
     """A key-value memory. `push` writes tokens, `read` answers queries, `scan` does both in causal order.
 
@@ -161,6 +180,9 @@ class Core(nn.Module):
 
     can: Can = Can.NOTHING
     streams: int = 1  # queries, keys and values per head and token: 2 where some tokens are projected in a way of their own
+    gates: int = 0  # further numbers that come with each key, behind its d: how much to forget, how strongly to write
+    shared_qk: bool = False  # it needs keys that are the queries
+    rate: int = 1  # queries that share one answer: (b h n d) -> (b h ceil(n / rate) e)
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -170,6 +192,11 @@ class Core(nn.Module):
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The last dimension of the keys and of the values it is given."""
+        return self.dims.d * self.streams + self.gates, self.dims.e * self.streams
 
     def empty(self, k: Tensor, v: Tensor) -> Any:
         """A memory that holds nothing, shaped after keys and values of any length."""
@@ -199,19 +226,99 @@ class Core(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Anything that mixes tokens, (b n w) -> (b n w): all that a model knows about attention."""
+    """Anything that mixes tokens, (b n w) -> (b n w): all that a model knows about attention.
+
+    The one exception: with rate > 1 the output is ceil(n / rate) long, and `shortened` gives the tokens it stands beside.
+    """
 
     can: Can
     dims: Dims
+    rate: int = 1
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.dims = dims
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
 
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Every token at once. `valid` (b m) speaks of the tokens that are read: x itself, or the context."""
         raise NotImplementedError
 
-    def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
+    def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:  # noqa: ARG002
         """What is known before the first token: nothing (give the batch size), or a context to read from."""
+        only(self.name, self.can, Can.STREAM)
         raise NotImplementedError
 
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:  # noqa: ARG002
         """n >= 0 more tokens: a prompt, a chunk or one decoding step. Always this call."""
+        only(self.name, self.can, Can.STREAM)
         raise NotImplementedError
+
+    def later(self, state: State, memory: Any, places: Places) -> State:
+        """The state after tokens at these places."""
+        n = places.at.shape[1]
+        if places.valid is None:
+            return State(memory, state.t + n, None if state.start is None else state.start + n)
+        return State(memory, state.t + places.valid.sum(1), None)
+
+    def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
+        """Refuse tokens of another shape, device or type than the layer's."""
+        width = width or self.dims.width
+        if x.dim() != 3 or x.shape[-1] != width:
+            raise ValueError(f"{what} has shape {tuple(x.shape)}, but (batch, length, {width}) is needed")
+        weight = next(self.parameters(), None)
+        if weight is None:
+            return
+        if x.device != weight.device:
+            raise ValueError(f"{what} is on {x.device} but the layer is on {weight.device}: move one of them with .to()")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type if x.device.type != "meta" else "cpu"):
+            raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
+
+    def check_padding(self, valid: Tensor | None, x: Tensor) -> None:
+        check_valid(valid, x.shape[0], x.shape[1], "the sequence that is read")
+        if valid is not None:
+            only(self.name, self.can, Can.PADDING, "pack rows of equal length instead")
+            if valid.device != x.device:
+                raise ValueError(f"valid is on {valid.device} but the tokens are on {x.device}: move one of them with .to()")
+
+    def check_length(self, places: Places) -> None:
+        limit, n = self.dims.max_len, places.at.shape[1]
+        if limit is None or n == 0:
+            return
+        if places.valid is None and places.start is not None:
+            longest = places.start + n
+        else:
+            real = places.at + (1 if places.valid is None else places.valid.long())
+            longest = int(real.max()) if real.numel() else 0
+        if longest > limit:
+            raise ValueError(f"{longest} tokens, but this layer was built for max_len={limit}: build it longer, or cut the input")
+
+
+class Free(Mixer):
+    """A mixer without queries, keys and heads."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        asked = {Can.CAUSAL: dims.causal, Can.CROSS: dims.cross, Can.DROPOUT: dims.dropout}
+        for claim, wanted in asked.items():
+            only(self.name, self.can, claim if wanted else Can.NOTHING)
+        for what in ("kv_heads", "key_dim", "value_dim"):
+            if getattr(dims, what) is not None:
+                raise ValueError(f"{self.name} has no queries and keys: leave out {what}")
+
+    def need_length(self) -> int:
+        return needed_length(self.name, self.dims)
+
+    def no_context(self, context: Tensor | None) -> None:
+        if context is not None:
+            raise ValueError(f"{self.name} mixes its own tokens and cannot read a context: leave it out")
+
+
+def needed_length(name: str, dims: Dims) -> int:
+    """The longest sequence, for a mechanism with weights for each position."""
+    if dims.max_len is None:
+        raise ValueError(f"{name} has weights for every position: say how many with max_len=...")
+    return dims.max_len
