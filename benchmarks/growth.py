@@ -1,7 +1,11 @@
-"""How time and memory grow with the length: forward and backward of bare cores, 4 heads x 64, float32, batch 1.
+"""How time and memory grow with the length, for every row of the catalogue: forward and backward, 4 heads x 64, float32, batch 1.
 
-python benchmarks/growth.py            all of it, into results/growth.json (some minutes on two cores)
-python benchmarks/growth.py SPEC N     one measurement, as a line of JSON
+A row that is a key-value memory is measured bare, without the projections around it; a mixer of its own is measured whole.
+
+python benchmarks/growth.py                     all of it, into results/growth.json (half an hour on two cores)
+python benchmarks/growth.py --device cuda       the same on a GPU, into results/growth_gpu.json
+python benchmarks/growth.py --only linear       rows whose name contains a word, printed
+python benchmarks/growth.py SPEC N              one measurement, as a line of JSON
 """
 
 from __future__ import annotations
@@ -10,33 +14,56 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Callable
 
 import torch
 
 from common import Progress, alone, peak_bytes, save, timed
-from regard import Dims, attend, core
+from regard import CATALOGUE, Attention, Can, Dims, Spec, attend
 
-SPECS = ["softmax", "Local(128)", "Local(128) | Global(first=2)", "Dilated(32, 8)", "bigbird", "linear", "Stride(64)"]
-MORE = ["efficient", "performer", "rfa", "longformer(window=128)", "sparse_transformer(stride=64)"]
-LENGTHS = [4096, 8192, 16384, 32768]
+# A row is shown with its default options unless something else is said here.
+SPECS: dict[str, list[str]] = {
+    "sparse": ["Local(128)", "Local(128) | Global(first=2)", "Dilated(32, 8)", "Stride(64)"],
+    "longformer": ["longformer(window=128)"],
+    "sparse_transformer": ["sparse_transformer(stride=64)"],
+    "gat": ["gat(pattern=Local(16))"],
+}
+CPU, GPU = [2048, 8192, 32768], [2048, 4096, 8192, 16384, 32768]
+# Quadratic by nature, or walking token by token: they are not meant to go further.
+FURTHEST = {"softmax": 8192, "additive": 2048, "relu": 8192, "synthesizer": 8192, "gmlp": 8192, "rnn": 32768}
 HEADS, DIM, SEED = 4, 64, 0
 
 
-def measure(spec: str, n: int, causal: bool, device: torch.device) -> dict:
-    torch.manual_seed(SEED)
-    made = core(spec, Dims(HEADS * DIM, HEADS, causal=causal)).to(device)
-    q, k, v = (torch.randn(1, HEADS, n, DIM * made.streams, device=device, requires_grad=True) for _ in range(3))
+def specs() -> list[str]:
+    return [spec for name in CATALOGUE for spec in SPECS.get(name, [name])]
 
-    up = torch.randn(1, HEADS, n, DIM, device=device)
+
+def work(spec: str, n: int, causal: bool, device: torch.device) -> Callable[[], None]:
+    """One forward and backward pass."""
+    torch.manual_seed(SEED)
+    with device:
+        mixer = Spec.of(spec).build(Dims(HEADS * DIM, HEADS, causal=causal, max_len=n))
+    if not isinstance(mixer, Attention):
+        x = torch.randn(1, n, HEADS * DIM, device=device, requires_grad=True)
+        return lambda: torch.autograd.backward(mixer(x).sum(), inputs=[x, *mixer.parameters()])
+    core = mixer.core
+    q = torch.randn(1, HEADS, n, DIM * core.streams, device=device, requires_grad=True)
+    k, v = (torch.randn(1, HEADS, n, size, device=device, requires_grad=True) for size in core.sizes)
+    up = torch.randn(1, HEADS, -(-n // core.rate), DIM, device=device)
 
     def both() -> None:
-        attend(q, k, v, made, causal=causal).backward(up)
+        attend(q, q if core.shared_qk else k, v, core, causal=causal).backward(up)
         for x in (q, k, v):
             x.grad = None
 
+    return both
+
+
+def measure(spec: str, n: int, causal: bool, device: torch.device) -> dict:
+    both = work(spec, n, causal, device)
     peak = peak_bytes(both, device)
     once = timed(both, device, 1)[0]
-    times = timed(both, device, max(2, min(9, int(4 / once))))
+    times = timed(both, device, max(2, min(9, int(3 / once))))
     return {
         "spec": spec,
         "n": n,
@@ -47,11 +74,34 @@ def measure(spec: str, n: int, causal: bool, device: torch.device) -> dict:
     }
 
 
-def exponent(rows: list[dict], key: str) -> float:
+def exponent(rows: list[dict], key: str) -> float | None:
     """The slope of log(key) over log(n), by least squares."""
+    if len(rows) < 2 or any(r[key] <= 0 for r in rows):
+        return None
     x, y = [math.log(r["n"]) for r in rows], [math.log(r[key]) for r in rows]
     mx, my = statistics.mean(x), statistics.mean(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
+
+
+def jobs(lengths: list[int], word: str) -> list[tuple[str, bool, int]]:
+    found = []
+    for spec in specs():
+        row = Spec.of(spec).row
+        if word not in spec:
+            continue
+        for causal in (False, True) if Can.CAUSAL in row.can else (False,):
+            found += [(spec, causal, n) for n in lengths if n <= FURTHEST.get(row.name, n)]
+    return found
+
+
+def compared(rows: list[dict]) -> list[dict]:
+    """Rows with how they grow, and how many times faster than softmax they are at the same length."""
+    for row in rows:
+        own = [r for r in rows if (r["spec"], r["causal"]) == (row["spec"], row["causal"])]
+        row["time_exponent"], row["memory_exponent"] = exponent(own, "fastest"), exponent(own, "peak_bytes")
+        full = next((r for r in rows if r["spec"] == "softmax" and r["causal"] == row["causal"] and r["n"] == row["n"]), None)
+        row["times_faster_than_softmax"] = full["fastest"] / row["fastest"] if full else None
+    return rows
 
 
 def main() -> None:
@@ -60,24 +110,30 @@ def main() -> None:
     parser.add_argument("n", nargs="?", type=int)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", metavar="WORD")
     args = parser.parse_args()
+    device = torch.device(args.device)
     if args.spec and args.n:
-        print(json.dumps(measure(args.spec, args.n, args.causal, torch.device(args.device))))
+        print(json.dumps(measure(args.spec, args.n, args.causal, device)))
         return
-    jobs = [(spec, causal, n) for spec in SPECS + MORE for causal in (False, True) for n in LENGTHS]
-    jobs = [job for job in jobs if not (job[0] == "softmax" and job[2] > 16384)]
-    rows, progress = [], Progress(len(jobs))
-    for spec, causal, n in jobs:
-        flags = ["--causal"] if causal else []
-        rows.append(alone(__file__, spec, str(n), *flags, "--device", args.device))
-        progress.step(f"{spec:32s} n={n:6d} {rows[-1]['seconds'] * 1e3:9.1f} ms {rows[-1]['peak_bytes'] / 2**20:8.1f} MiB")
-    for row in rows:
-        own = [r for r in rows if (r["spec"], r["causal"]) == (row["spec"], row["causal"])]
-        row["time_exponent"], row["memory_exponent"] = exponent(own, "fastest"), exponent(own, "peak_bytes")
-        full = next((r for r in rows if r["spec"] == "softmax" and r["causal"] == row["causal"] and r["n"] == row["n"]), None)
-        row["times_faster_than_softmax"] = full["fastest"] / row["fastest"] if full else None
+    todo = jobs(GPU if device.type == "cuda" else CPU, args.only)
+    rows, progress = [], Progress(len(todo))
+    for spec, causal, n in todo:
+        if device.type == "cuda":  # its peak is its own: no process has to be started anew
+            rows.append(measure(spec, n, causal, device))
+        else:
+            rows.append(alone(__file__, spec, str(n), *["--causal"] * causal))
+        form = "causal" if causal else ""
+        took, held = rows[-1]["seconds"] * 1e3, rows[-1]["peak_bytes"] / 2**20
+        progress.step(f"{spec:32s} {form:6s} n={n:6d} {took:9.1f} ms {held:8.1f} MiB")
+    rows = compared(rows)
+    if args.only:
+        for row in rows:
+            print(json.dumps(row))
+        return
     settings = {"heads": HEADS, "dim": DIM, "batch": 1, "dtype": "float32", "pass": "forward + backward", "seed": SEED}
-    print(save("growth", settings, rows))
+    print(save("growth_gpu" if device.type == "cuda" else "growth", settings, rows))
+    print("next: make tables")
 
 
 if __name__ == "__main__":

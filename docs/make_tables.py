@@ -1,4 +1,4 @@
-"""Rewrites what is generated in README.md: each region between `<!-- name -->` and `<!-- /name -->`.
+"""Rewrites what is generated in the documents: each region between `<!-- name -->` and `<!-- /name -->`.
 
 make tables
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from regard.catalogue import catalogue_table
+from regard.traits import positions_table
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 
 
 def result(name: str) -> dict[str, Any]:
@@ -31,9 +32,9 @@ def code(text: str) -> str:
     return "`" + text.replace("|", "\\|") + "`"
 
 
-def growth() -> str:
+def growth(name: str = "growth", at: int = 8192) -> str:
     """Milliseconds and MiB by length, and the exponents, for each spec and direction."""
-    made = result("growth")
+    made = result(name)
     rows: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for row in made["rows"]:
         rows.setdefault((row["spec"], row["causal"]), []).append(row)
@@ -41,12 +42,19 @@ def growth() -> str:
     body = []
     for (spec, causal), own in rows.items():
         by = {row["n"]: row for row in own}
-        cells = [f"{by[n]['fastest'] * 1e3:.0f} / {by[n]['peak_bytes'] / 2**20:.0f}" if n in by else "" for n in lengths]
-        faster = by[8192]["times_faster_than_softmax"]
-        exponents = f"{own[0]['time_exponent']:.2f} / {own[0]['memory_exponent']:.2f}"
-        body.append([code(spec), "causal" if causal else "", *cells, exponents, f"{faster:.1f} x"])
-    head = ["", "", *(f"n = {n:,}" for n in lengths), "grows as n^", "vs softmax at 8,192"]
+        cells = [f"{short(by[n]['fastest'] * 1e3)} / {by[n]['peak_bytes'] / 2**20:.0f}" if n in by else "" for n in lengths]
+        faster = by[at]["times_faster_than_softmax"] if at in by else None
+        exponents = " / ".join(
+            "" if own[0][key] is None else f"{own[0][key]:.2f}" for key in ("time_exponent", "memory_exponent")
+        )
+        body.append([code(spec), "causal" if causal else "", *cells, exponents, "" if faster is None else f"{faster:.1f} x"])
+    head = ["", "", *(f"n = {n:,}" for n in lengths), "grows as n^", f"vs softmax at {at:,}"]
     return f"Forward + backward, milliseconds / MiB at the peak. {made_by(made)}\n\n" + table(head, body)
+
+
+def short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def peers() -> str:
@@ -75,24 +83,53 @@ def stream() -> str:
     return text + table(["", "t", "ms", "against the first", "state, KiB"], body)
 
 
+def recall() -> str:
+    """Who can look up what it was told, and why not."""
+    made = result("recall")
+    s, body = made["settings"], []
+    for r in made["rows"]:
+        if "error" in r:
+            body.append([code(r["spec"]), "", "", "", r["error"]])
+        else:
+            cut = "ran out of time" if r["stopped"] == "time" else ""
+            body.append([code(r["spec"]), r["form"], f"{r['accuracy']:.2f}", r["steps_to_99"] or "", r["why"] or cut])
+    text = (
+        f"{s['pairs']} pairs of a key and a value, then {s['length'] - 2 * s['pairs']} keys: how many values are right. "
+        f"A guess is right in {1 / s['values']:.2f}, one among the values told in {1 / s['pairs']:.2f}. "
+        f"The same {s['depth']} blocks for all, at most {s['steps']:,} steps of {s['batch']} sequences. {made_by(made)}\n\n"
+    )
+    return text + table(["", "form", "accuracy", "steps to 99 %", "why not"], body)
+
+
 def made_by(made: dict[str, Any]) -> str:
     s, w = made["settings"], made["made_with"]
     size = f"{s['heads']} heads x {s['dim']}" if "dim" in s else f"width {s['width']}, {s['heads']} heads"
     return f"({size}, {s['dtype']}; {w['device']}, {w['threads']} threads, torch {w['torch']}, commit {w['commit']}.)"
 
 
-REGIONS: dict[str, Callable[[], str]] = {"catalogue": catalogue_table, "growth": growth, "peers": peers, "stream": stream}
+REGIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"catalogue": catalogue_table, "positions": positions_table},
+    "docs/numbers.md": {
+        "growth": growth,
+        "growth_gpu": partial(growth, "growth_gpu", 32768),
+        "recall": recall,
+        "peers": peers,
+        "stream": stream,
+    },
+}
 
 
-def render(text: str) -> str:
-    """The text with every region made anew; a region that is missing is an error, not a silence."""
-    for name, make in REGIONS.items():
-        region = re.compile(f"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-        text, found = region.subn(lambda _, make=make: f"{make()}\n", text)  # type: ignore[misc]
-        if found != 1:
-            raise ValueError(f"README.md needs one region between <!-- {name} --> and <!-- /{name} -->, not {found}")
+def render(name: str) -> str:
+    """A document with every region made anew; a region that is missing is an error, not a silence."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for region, make in REGIONS[name].items():
+        found = re.compile(f"(?<=<!-- {region} -->\n).*?(?=<!-- /{region} -->)", re.DOTALL)
+        text, count = found.subn(lambda _, make=make: f"{make()}\n", text)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"{name} needs one region between <!-- {region} --> and <!-- /{region} -->, not {count}")
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in REGIONS:
+        (ROOT / document).write_text(render(document), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,17 +30,17 @@ def _same_dice():
 class Case:
     """One example of one row of the catalogue."""
 
-    def __init__(self, row: Row, example: Example) -> None:
-        self.row, self.example = row, example
+    def __init__(self, row: Row, example: Example, positions: str | None = None) -> None:
+        self.row, self.example, self.positions = row, example, positions
         self.spec = Spec(row.name, **example.options)
 
     def __repr__(self) -> str:
-        return str(self.spec)
+        return f"{self.spec}{f' + {self.positions}' if self.positions else ''}"
 
     def build(self, dtype: torch.dtype = torch.float64, shared_qk: bool = False, **dims) -> Mixer:
         torch.manual_seed(0)
         dims = {"width": WIDTH, "heads": HEADS, "max_len": 128, **dims}
-        return self.spec.build(Dims(**dims), shared_qk=shared_qk).to(DEVICE, dtype).eval()
+        return self.spec.build(Dims(**dims), shared_qk=shared_qk, positions=self.positions).to(DEVICE, dtype).eval()
 
     def can(self, claim: Can, **dims) -> bool:
         try:
@@ -48,7 +49,27 @@ class Case:
             return False
 
 
+def placed(name: str, number: int, positions: str) -> Case:
+    """An example of a row with positions that act inside it."""
+    row = CATALOGUE[name]
+    example = row.examples[number]
+    valued = positions.startswith("relative") and "values=False" not in positions  # adds to the answer, whatever the values are
+    return Case(row, replace(example, weights=example.weights and not valued), positions)
+
+
 CASES = [Case(row, example) for row in CATALOGUE.values() for example in row.examples]
+CASES += [
+    placed("softmax", 0, "rotary"),
+    placed("softmax", 0, "alibi"),
+    placed("softmax", 0, "relative(clip=4)"),
+    placed("additive", 0, "relative(clip=3, values=False)"),
+    placed("relu", 0, "alibi"),
+    placed("sparse", 0, "relative(clip=4)"),
+    placed("sparse", 5, "alibi"),
+    placed("longformer", 0, "rotary"),
+    placed("longformer", 1, "relative(clip=5)"),
+    placed("bigbird", 0, "relative(clip=9)"),
+]
 
 
 def claiming(claim: Can, cores: bool = False, **dims):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ["test_laws.py", "test_limits.py", "test_patterns.py", "test_precision.py", "test_kernel.py", "test_errors.py"]
+SUITE += ["test_random_features.py", "test_gated.py"]
 M, K = "src/regard/mixers/", "src/regard/kernels/"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -46,8 +47,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "relu counts padding among the visible keys": (
         M + "softmax.py",
-        "seen.sum(-1, keepdim=True).to(q.dtype)",
-        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(q.dtype)",
+        "seen.sum(-1, keepdim=True).to(s.dtype)",
+        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(s.dtype)",
     ),
     # causal asked, something else done
     "tiles ignore causal": (K + "tiles.py", "p & Causal() if causal else p", "p"),
@@ -60,7 +61,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a kernel scan sees one token ahead": (K + "chunks.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (K + "chunks.py", ".triu(1)", ".triu(0)"),
     "a running maximum looks ahead": (
-        M + "kernel.py",
+        M + "peaked.py",
         "        top = chunks.highest(tops, memory.top)\n",
         "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
     ),
@@ -148,11 +149,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "an older state is overwritten": (M + "memory.py", " or self.newest.used != self.size", ""),
     "positions start anew with every chunk": (
         M + "attention.py",
-        "Places.of(x, valid, state.t, state.start)\n        self._check_length(places)",
-        "Places.of(x, valid)\n        self._check_length(places)",
+        "Places.of(x, valid, state.t, state.start)\n        self.check_length(places)",
+        "Places.of(x, valid)\n        self.check_length(places)",
     ),
     "padded prompts all end at the longest": (
-        M + "attention.py",
+        M + "base.py",
         "return State(memory, state.t + places.valid.sum(1), None)",
         "return State(memory, state.t + n, None)",
     ),
@@ -179,7 +180,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "scores without their scale": (M + "softmax.py", "        return d**-0.5\n", "        return 1.0\n"),
     "random features are drawn anew in every pass": (
-        M + "kernel.py",
+        M + "peaked.py",
         "        x = x * x.shape[-1] ** -0.25\n",
         "        self.redraw(int(torch.randint(1000, ())))\n        x = x * x.shape[-1] ** -0.25\n",
     ),

@@ -5,6 +5,7 @@ import torch
 
 from conftest import data
 from regard import Dims, Edges, Local, Spec, attend, core, layer
+from regard.mixers.graph import disjoint, edge_weights, over
 
 X = data(8, dtype=torch.float32)
 
@@ -15,6 +16,10 @@ def softmax(**options):
 
 def qkv(n=6, m=6, dtype=torch.float32):
     return torch.randn(1, 4, n, 8, dtype=dtype), torch.randn(1, 4, m, 8), torch.randn(1, 4, m, 8)
+
+
+def synthesizer(options):
+    return core(f"synthesizer({options})", Dims(32, 4, max_len=16))
 
 
 CASES = {
@@ -47,6 +52,8 @@ CASES = {
     "device of x": (lambda: softmax()(X.to("meta")), "x is on meta but the layer is on cpu"),
     "device of valid": (lambda: softmax()(X, valid=torch.ones(3, 8, dtype=torch.bool, device="meta")), "valid is on meta"),
     "context nobody reads": (lambda: softmax(causal=True)(X, context=X), "build it with cross=True"),
+    "query_valid without a context": (lambda: softmax()(X, query_valid=X[..., 0] > 0), "the same tokens: give valid alone"),
+    "shape of query_valid": (lambda: softmax(cross=True)(X, context=X, query_valid=X[:, :5, 0] > 0), r"has shape \(3, 5\)"),
     "no context": (lambda: softmax(cross=True)(X), "pass a context"),
     "width of context": (
         lambda: softmax(cross=True, context_width=16)(X, context=X),
@@ -74,6 +81,96 @@ CASES = {
     "identity asks for more": (lambda: attend(*qkv(7, 6), core("identity", Dims(32, 4))), "answers a token with itself"),
     "dilation without heads": (lambda: layer("longformer(dilation=2)", width=32, heads=4), "say how many heads"),
     "no special tokens": (lambda: layer("longformer(first=0)", width=32, heads=4), "shared=True"),
+    "rate of retention": (lambda: layer("retention(power=65)", width=32, heads=4), "power must be at most 64"),
+    "norm of retention": (lambda: layer("retention(norm=1)", width=32, heads=4), "norm must be True or False, not 1"),
+    "gate of gla": (lambda: layer("gla(gate='token')", width=32, heads=4), "gate must be 'feature' or 'head', not 'token'"),
+    "activation of delta": (lambda: layer("delta(activation='relu')", width=32, heads=4), "must be 'silu' or 'none', not 'relu'"),
+    "gate of delta": (lambda: layer("delta(gated=1)", width=32, heads=4), "gated must be True or False, not 1"),
+    "far that is no kernel": (
+        lambda: layer("hybrid(far='softmax')", width=32, heads=4),
+        "nothing is called 'softmax': there is linear",
+    ),
+    "far that is no text": (lambda: layer("hybrid(far=3)", width=32, heads=4), "far must be the text of a kernel.*not 3"),
+    "no sinks": (lambda: layer("sinks(first=0)", width=32, heads=4), "first must be an integer of at least 1, not 0"),
+    "no longest distance": (lambda: layer("cosformer", width=32, heads=4), "cosformer .*max_len="),
+    "keys without gates": (lambda: attend(*qkv(), core("gla", Dims(32, 4))), "8 gates stand behind each key"),
+    "linformer without an end": (
+        lambda: layer("linformer", width=32, heads=4),
+        "linformer has weights for every position.*max_len",
+    ),
+    "linformer rank": (lambda: layer("linformer(rank=0)", width=32, heads=4, max_len=9), "rank must be an integer of at least 1"),
+    "linformer share": (
+        lambda: layer("linformer(share='all')", width=32, heads=4, max_len=9),
+        "share must be one of 'none', 'head'",
+    ),
+    "linformer too long": (
+        lambda: attend(*qkv(), core("linformer", Dims(32, 4, max_len=5))),
+        "6 tokens, but linformer was built for max_len=5",
+    ),
+    "compressed rate": (lambda: layer("compressed(rate=0)", width=32, heads=4), "rate must be an integer of at least 1, not 0"),
+    "compressed near": (lambda: layer("compressed(near=-1)", width=32, heads=4), "near must be an integer of at least 0"),
+    "compressed kernel": (lambda: layer("compressed(kernel='mean')", width=32, heads=4), "kernel must be 'taps' or 'full'"),
+    "compressed asked backwards": (
+        lambda: attend(*qkv(), core("compressed", Dims(32, 4, causal=True))),
+        "built with causal=True: it reads one token at a time",
+    ),
+    "pooled rate": (lambda: layer("pooled_queries(rate=0)", width=32, heads=4), "rate must be an integer of at least 1"),
+    "pooled causal": (lambda: layer("pooled_queries", width=32, heads=4, causal=True), "cannot do causal"),
+    "nystrom landmarks": (lambda: layer("nystrom(landmarks=0)", width=32, heads=4), "landmarks must be an integer of at least 1"),
+    "nystrom ridge": (lambda: layer("nystrom(ridge=0)", width=32, heads=4), "ridge must be a positive number, not 0"),
+    "nystrom conv": (lambda: layer("nystrom(conv=4)", width=32, heads=4), "conv is as wide to the left .* 4 is an even number"),
+    "nystrom stream": (lambda: layer("nystrom", width=32, heads=4, cross=True).start(context=X), "cannot do stream"),
+}
+
+CASES |= {  # graphs
+    "slope": (lambda: layer("gat(pattern=Local(2), slope=2)", width=32, heads=4), "slope must be a number from 0 to 1"),
+    "v2": (lambda: layer("gat(pattern=Local(2), v2=1)", width=32, heads=4), "v2 must be True or False, not 1"),
+    "gat without a pattern": (lambda: layer("gat", width=32, heads=4), "pattern"),
+    "gat on another length": (lambda: layer("gat(pattern=Edges([[0], [1]], nodes=5))", width=32, heads=4)(X), "with 5 nodes"),
+    "gat of a graph cannot stream": (
+        lambda: layer("gat(pattern=Edges([[0], [1]]))", width=32, heads=4, causal=True).start(1),
+        "gat cannot do stream",
+    ),
+    "edges as floats": (lambda: Edges([[0.0], [1.0]]), r"integers of shape \(2, edges\).* not torch.float32"),
+    "edges as truths": (lambda: Edges([[True], [False]]), "not torch.bool"),
+    "edges the other way": (lambda: Edges([[0, 1], [1, 2], [2, 0]]), r"not \(3, 2\): write edges.T"),
+    "ragged edges": (lambda: Edges([[0, 1], [1]]), "sources over targets"),
+    "edges of nothing": (lambda: Edges(None), "sources over targets"),
+    "edges of text": (lambda: Edges("0-1"), "make it from its edges first"),
+    "edges that are too far": (lambda: Edges([[-1], [0]]), "edges name nodes -1 to 0"),
+    "too many nodes": (lambda: Edges([[0], [1]], nodes=2**32), r"2\*\*31 nodes"),
+    "loops": (lambda: Edges([[0], [1]], loops=1), "loops must be True or False"),
+    "no graphs": (lambda: disjoint([]), "a list of graphs"),
+    "graphs that are not": (lambda: disjoint([Local(2)]), "a list of graphs"),
+    "nodes of other graphs": (lambda: disjoint([Edges([[0], [1]])]).pack([X[0]]), r"have \[2\] nodes, not \[8\]"),
+    "answers of other graphs": (lambda: disjoint([Edges([[0], [1]])]).unpack(X), r"\(1, 2, width\) is needed"),
+    "over what takes no pattern": (lambda: over(softmax(), Local(2)), "only `sparse` and `gat` do"),
+    "weights of no graph": (lambda: edge_weights(softmax(), X), "edge_weights is for self-attention"),
+    "weights of several": (lambda: edge_weights(layer(Local(2), width=32, heads=4), X), r"\(1, nodes, 32\), are needed"),
+    "odd buckets": (lambda: layer("reformer(buckets=5)", width=32, heads=4), "come in pairs.*an even number or 1, not 5"),
+    "no rounds": (lambda: layer("reformer(rounds=0)", width=32, heads=4), "rounds must be an integer of at least 1, not 0"),
+    "no chunk": (lambda: layer("reformer(chunk=0)", width=32, heads=4), "chunk must be an integer of at least 1, not 0"),
+    "reformer reads a context": (lambda: layer("reformer", width=32, heads=4, cross=True), "reformer cannot do cross"),
+    "reformer shares heads": (lambda: layer("reformer", width=32, heads=4, kv_heads=2), "no kv_heads"),
+    "no clusters": (lambda: layer("routing(clusters=0)", width=32, heads=4), "clusters must be an integer of at least 1"),
+    "decay of centroids": (lambda: layer("routing(decay=1.5)", width=32, heads=4), "decay must be a number from 0 to 1"),
+    "dropout of routing": (lambda: layer("routing", width=32, heads=4, dropout=0.1), "routing cannot do dropout"),
+    "block of sinkhorn": (lambda: core("sinkhorn(block=0)", Dims(32, 4)), "block must be an integer of at least 1, not 0"),
+    "iterations": (lambda: core("sinkhorn(iterations=0)", Dims(32, 4)), "iterations must be an integer of at least 1"),
+    "temperature": (lambda: core("sinkhorn(temperature=0)", Dims(32, 4)), "temperature must be a positive number, not 0"),
+    "form of sinkhorn": (lambda: core("sinkhorn(form='short')", Dims(32, 4)), "form must be 'full' or 'sortcut', not 'short'"),
+    "top without sortcut": (lambda: core("sinkhorn(top=2)", Dims(32, 4)), "it belongs to form='sortcut'"),
+    "causal sortcut": (lambda: layer("sinkhorn(form='sortcut')", width=32, heads=4, causal=True), "cannot do causal"),
+    "sinkhorn asks for more": (lambda: attend(*qkv(7, 6), core("sinkhorn", Dims(32, 4))), "answers the tokens it has read"),
+    "synthesizer without length": (lambda: core("synthesizer", Dims(32, 4)), "say how many with max_len"),
+    "form of synthesizer": (lambda: synthesizer("form='sparse'"), "form must be one of 'dense', 'random'"),
+    "mix": (lambda: synthesizer("mix=1.5"), r"the weight of the dot product in \[0, 1\], not 1.5"),
+    "mix by name": (lambda: synthesizer("mix='half'"), "mix must be None, 'learned'"),
+    "frozen dense": (lambda: synthesizer("frozen=True"), "dense makes its weights from tokens: use form='random'"),
+    "seed of a learned table": (lambda: synthesizer("form='random', seed=3"), "set frozen=True"),
+    "rank of dense": (lambda: synthesizer("rank=3"), "it belongs to form='random_factorised'"),
+    "rank": (lambda: synthesizer("form='random_factorised', rank=0"), "rank must be an integer of at least 1"),
+    "synthesizer asks for more": (lambda: attend(*qkv(7, 6), synthesizer("")), "answers the tokens it has read"),
 }
 
 

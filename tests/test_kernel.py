@@ -13,31 +13,36 @@ from regard.mixers import kernel
 from regard.mixers.attention import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.features import Positive
-from regard.mixers.kernel import RFA, Efficient, Kernel, Linear, Performer
+from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
+from regard.mixers.peaked import Efficient, Performer
 
 B, H, G, D, E = 2, 4, 2, 5, 3
-NAMES = ["linear", "efficient", "performer", "rfa", "gated"]
+NAMES = ["linear", "cosformer", "efficient", "performer", "rfa", "gated"]
+LONGEST = 300
 
 
-def dims(d: int = D, h: int = H, g: int = G) -> Dims:
-    return Dims(width=h * d, heads=h, kv_heads=g, key_dim=d, value_dim=E)
+def dims(g: int = G, longest: int = LONGEST) -> Dims:
+    return Dims(width=H * D, heads=H, kv_heads=g, key_dim=D, value_dim=E, max_len=longest)
 
 
-def build(name: str, g: int = G) -> Kernel:
+def build(name: str, g: int = G, longest: int = LONGEST) -> Kernel:
+    given = dims(g, longest)
     made = {
-        "linear": lambda: Linear(dims(g=g)),
-        "efficient": lambda: Efficient(dims(g=g)),
-        "performer": lambda: Performer(dims(g=g), features=12),
-        "rfa": lambda: RFA(dims(g=g), features=9),
-        "gated": lambda: RFA(dims(g=g), features=9, gated=True),
+        "linear": lambda: Linear(given),
+        "cosformer": lambda: Cosformer(given),
+        "efficient": lambda: Efficient(given),
+        "performer": lambda: Performer(given, features=12),
+        "rfa": lambda: RFA(given, features=9),
+        "gated": lambda: RFA(given, features=9, gated=True),
     }[name]().to(DEVICE, torch.float64)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return made
 
 
-def tokens(n: int, m: int | None = None, scale: float = 1.0, g: int = G) -> list[Tensor]:
-    sizes = (H, n, D), (g, m or n, D), (g, m or n, E)
+def tokens(name: str, n: int, m: int | None = None, scale: float = 1.0) -> list[Tensor]:
+    m = n if m is None else m
+    sizes = (H, n, D), (G, m, D + (name == "gated")), (G, m, E)
     q, k, v = (torch.randn(B, *size, dtype=torch.float64, device=DEVICE) for size in sizes)
     return [(q * scale).requires_grad_(), (k * scale).requires_grad_(), v.requires_grad_()]
 
@@ -64,6 +69,15 @@ def normalised(weights: Tensor) -> Tensor:
 def dense_linear(_: Linear, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     phi_q, phi_k = (torch.nn.functional.elu(x) + 1 for x in (q, k))
     return normalised(phi_q @ phi_k.mT * seen)
+
+
+def dense_cosformer(_: Cosformer, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """Positions count real tokens: of a query, and of a key, as many as are seen before it in the last row."""
+    j = (seen[..., -1, :].long().cumsum(-1) - 1)[:, :, None]  # (b 1 1 m)
+    i = torch.arange(q.shape[2], device=DEVICE)[:, None] if q.shape[2] < k.shape[2] else j.mT
+    cosine = torch.cos(math.pi / 2 * (i - j).double() / LONGEST)
+    assert (cosine[seen] > 0).all()
+    return normalised(q.relu() @ k.relu().mT * cosine * seen)
 
 
 def dense_efficient(_: Efficient, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
@@ -94,9 +108,9 @@ def dense_rfa(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
 
 def dense_gated(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     """A token's weight is (1 - g_j) times the gates of the tokens after it that the query sees."""
-    r = q.shape[1] // len(core.gate_bias)
-    weight, bias = (x.repeat_interleave(r, 0) for x in (core.gate_weight, core.gate_bias))
-    gate = torch.sigmoid((k * weight[:, None]).sum(-1) + bias[:, None])[:, :, None]  # (b h 1 m)
+    k, gate = k[..., :-1], k[..., -1]
+    bias = core.gate_bias.repeat_interleave(q.shape[1] // len(core.gate_bias), 0)
+    gate = torch.sigmoid(gate + bias[:, None])[:, :, None]  # (b h 1 m)
     passed = torch.where(seen, gate, 1).flip(-1).cumprod(-1).flip(-1)
     later = torch.cat([passed[..., 1:], torch.ones_like(passed[..., :1])], -1)
     mass = (1 - gate) * later * seen
@@ -105,6 +119,7 @@ def dense_gated(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
 
 DENSE = {
     "linear": dense_linear,
+    "cosformer": dense_cosformer,
     "efficient": dense_efficient,
     "performer": dense_performer,
     "rfa": dense_rfa,
@@ -119,7 +134,7 @@ def dense(name: str, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reading_everything_is_the_dense_form(name: str) -> None:
-    core, (q, k, v), valid = build(name), tokens(7, 40), some_valid(40)
+    core, (q, k, v), valid = build(name), tokens(name, 7, 40), some_valid(40)
     expected = dense(name, core, q, k, v, valid[:, None, None].expand(B, 1, 7, 40))
     assert_same(attend(q, k, v, core, valid=valid), expected, [q, k, v, *core.parameters()])
 
@@ -127,7 +142,7 @@ def test_reading_everything_is_the_dense_form(name: str) -> None:
 @pytest.mark.parametrize("n", [2, 40, 97])
 @pytest.mark.parametrize("name", NAMES)
 def test_causal_is_the_masked_dense_form(name: str, n: int) -> None:
-    core, (q, k, v), valid = build(name), tokens(n), some_valid(n)
+    core, (q, k, v), valid = build(name), tokens(name, n), some_valid(n)
     seen = torch.ones(n, n, device=DEVICE).tril().bool() & valid[:, None, None]
     expected = dense(name, core, q, k, v, seen).masked_fill(~valid[:, None, :, None], 0)
     assert_same(attend(q, k, v, core, causal=True, valid=valid), expected, [q, k, v, *core.parameters()])
@@ -165,7 +180,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_scan_is_the_loop(name: str, n: int, scale: float) -> None:
     """At scale 100 the scores are 10,000 times larger; no exponential may care."""
-    core, qkv, valid = build(name), tokens(n, scale=scale), some_valid(n)
+    core, qkv, valid = build(name), tokens(name, n, scale=scale), some_valid(n)
     for begun, mask in ((False, valid), (True, valid), (True, None)):
         fast = scanned(core.scan, core, qkv, mask, begun)
         slow = scanned(lambda *x: Core.scan(core, *x), core, qkv, mask, begun)
@@ -174,7 +189,7 @@ def test_scan_is_the_loop(name: str, n: int, scale: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_change_nothing(name: str, request: pytest.FixtureRequest) -> None:
-    core, qkv, valid = build(name), tokens(193), some_valid(193)
+    core, qkv, valid = build(name), tokens(name, 193), some_valid(193)
     whole = scanned(core.scan, core, qkv, valid, True), attend(*qkv, core, valid=valid)
     request.getfixturevalue("short_runs")
     parts = scanned(core.scan, core, qkv, valid, True), attend(*qkv, core, valid=valid)
@@ -185,7 +200,7 @@ def test_runs_change_nothing(name: str, request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize("factor", [1e2, 1e4])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_future_does_not_even_round(name: str, factor: float) -> None:
-    core, (q, k, v) = build(name), tokens(150)
+    core, (q, k, v) = build(name), tokens(name, 150)
     for cut in (1, 63, 70, 149):
         louder = [torch.cat([x[:, :, :cut], x[:, :, cut:] * factor], 2) for x in (q, k, v)]
         before, after = (attend(*x, core, causal=True)[:, :, :cut] for x in ((q, k, v), louder))
@@ -195,7 +210,7 @@ def test_the_future_does_not_even_round(name: str, factor: float) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_to_see_is_zero_with_zero_gradient(name: str, causal: bool) -> None:
-    core, (q, k, v) = build(name), tokens(70)
+    core, (q, k, v) = build(name), tokens(name, 70)
     valid = torch.zeros(B, 70, dtype=torch.bool, device=DEVICE)
     valid[1, 66:] = True
     memory = core.empty(k, v)
@@ -208,7 +223,7 @@ def test_nothing_to_see_is_zero_with_zero_gradient(name: str, causal: bool) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_grouped_heads_are_repeated_heads(name: str) -> None:
-    core, (q, k, v) = build(name), tokens(70)
+    core, (q, k, v) = build(name), tokens(name, 70)
     every = build(name, g=H)
     with torch.no_grad():
         for full, shared in zip(every.parameters(), core.parameters(), strict=True):
@@ -222,7 +237,7 @@ def test_grouped_heads_are_repeated_heads(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_sums_are_kept_in_float32(name: str, dtype: torch.dtype) -> None:
-    core, qkv = build(name).float(), [x.detach().to(dtype) for x in tokens(300)]
+    core, qkv = build(name).float(), [x.detach().to(dtype) for x in tokens(name, 300)]
     golden = attend(*(x.double() for x in qkv), core.double(), causal=True)
     out, memory = core.float().scan(core.empty(*qkv[1:]), *qkv, Places.of(qkv[1][:, 0]))
     assert out.dtype == dtype and {x.dtype for x in memory} == {torch.float32}
@@ -231,7 +246,7 @@ def test_sums_are_kept_in_float32(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_whole_and_runs_on_no_device(name: str) -> None:
-    core, (q, k, v) = build(name), tokens(130)
+    core, (q, k, v) = build(name, longest=4096), tokens(name, 130)
     compiled = torch.compile(lambda q, k, v: attend(q, k, v, core, causal=True), fullgraph=True, backend="eager")
     assert distance(compiled(q, k, v), attend(q, k, v, core, causal=True)) < 1e-12
     flops = []
@@ -254,95 +269,47 @@ def test_slope_of_the_positive_features() -> None:
 
 
 def test_efficient_with_equal_keys_is_the_mean_so_far() -> None:
-    core, (q, k, v) = build("efficient"), tokens(100)
+    core, (q, k, v) = build("efficient"), tokens("efficient", 100)
     mean = v.cumsum(2) / torch.arange(1, 101, device=DEVICE)[:, None]
     out = attend(q, k[:, :, :1].expand_as(k), v, core, causal=True)
     assert distance(out, mean.repeat_interleave(H // G, 1)) < 1e-12
 
 
 def test_gates_that_never_close_are_no_gates_and_closed_ones_forget() -> None:
-    core, (q, k, v) = build("gated"), tokens(100)
-    plain = build("rfa")
+    core, (q, k, v) = build("gated"), tokens("gated", 100)
+    bare, plain = k[..., :D], build("rfa")
     with torch.no_grad():
-        core.gate_weight.zero_()
+        k[..., D:].zero_()
         core.gate_bias.fill_(30)
     for causal in (False, True):
-        assert distance(attend(q, k, v, core, causal=causal), attend(q, k, v, plain, causal=causal)) < 1e-9
+        assert distance(attend(q, k, v, core, causal=causal), attend(q, bare, v, plain, causal=causal)) < 1e-9
     with torch.no_grad():
-        core.gate_bias.fill_(-60)
-    last = dense("rfa", plain, q, k, v, torch.eye(100, dtype=torch.bool, device=DEVICE).expand(B, 1, 100, 100))
+        k[..., D:].fill_(-90)
+    last = dense("rfa", plain, q, bare, v, torch.eye(100, dtype=torch.bool, device=DEVICE).expand(B, 1, 100, 100))
     assert distance(attend(q, k, v, core, causal=True), last) < 1e-9
 
 
-def test_performer_is_unbiased() -> None:
-    """The mean over seeds of phi(q) . phi(k) meets exp(q . k / sqrt(d)), also along the axes, where a bad draw shows."""
-    core = Performer(dims(), features=2 * D)
-    x = torch.cat([torch.randn(6, D, dtype=torch.float64), torch.eye(D, dtype=torch.float64)])
-    draws = []
-    for seed in range(2000):
-        core.redraw(seed)
-        phi = core.logs(x).exp()
-        draws.append(phi @ phi.mT)
-    draws = torch.stack(draws)
-    error = draws.mean(0) - (x @ x.mT / D**0.5).exp()
-    assert float((error.abs() / (draws.std(0) / len(draws) ** 0.5)).max()) < 4.5
+def test_cosformer_without_a_positive_feature_in_common_gives_zero() -> None:
+    core, (q, k, v) = build("cosformer"), tokens("cosformer", 70)
+    with torch.no_grad():
+        q[:, :2] = -q[:, :2].abs()  # these heads ask for nothing
+        k[:, :, :5] = -k[:, :, :5].abs()  # and there is nothing to find at first
+    out = attend(q, k, v, core, causal=True)
+    assert (out[:, :2] == 0).all() and (out[:, :, :5] == 0).all() and (out[:, 2:, 5:] != 0).any()
+    for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", [Performer, RFA])
-def test_error_falls_as_one_over_the_root_of_the_features(kind: type) -> None:
-    q, k, v = (torch.randn(1, 1, 24, 8, dtype=torch.float64) / 2 for _ in range(3))  # exponentials of small numbers vary little
-    scores = q @ k.mT / 8**0.5 if kind is Performer else torch.nn.functional.cosine_similarity(q[..., None, :], k[:, :, None], -1)
-    exact, counts, errors = torch.softmax(scores, -1) @ v, (64, 256, 1024), []
-    for count in counts:
-        cores = [kind(Dims(8, 1), features=count, seed=seed).double() for seed in range(40)]
-        errors.append(torch.stack([(attend(q, k, v, core) - exact).square().mean() for core in cores]).mean().sqrt())
-    slope = float((errors[-1] / errors[0]).log() / math.log(counts[-1] / counts[0]))
-    assert -0.7 < slope < -0.3
-    assert errors[-1] < 0.1 * exact.std()
-
-
-def test_performer_directions_are_orthogonal_with_gaussian_lengths() -> None:
-    core = Performer(Dims(64, 1), features=64 * 20 + 7).double()
-    for block in core.directions.split(64):
-        gram = block @ block.mT
-        assert float((gram - gram.diag().diag()).abs().max()) < 1e-4  # the buffer is float32 at birth
-    squares = core.directions.square().sum(-1)  # chi squared with 64 degrees of freedom: mean 64, variance 128
-    assert abs(float(squares.mean()) - 64) < 4 * (128 / len(squares)) ** 0.5
-    assert 0.8 < float(squares.var()) / 128 < 1.25
-
-
-@pytest.mark.parametrize("kind", [Performer, RFA])
-def test_draws_repeat_are_saved_and_change_only_on_request(kind: type) -> None:
-    q, k, v = (x.float() for x in tokens(20))
-    core = kind(dims(), features=8, seed=3).train()
-    first = attend(q, k, v, core)
-    assert torch.equal(attend(q, k, v, core), first)
-    assert torch.equal(attend(q, k, v, kind(dims(), features=8, seed=3)), first)
-    other = kind(dims(), features=8, seed=4)
-    assert not torch.equal(attend(q, k, v, other), first)
-    other.load_state_dict(core.state_dict())
-    assert torch.equal(attend(q, k, v, other), first)
-    core.redraw(5)
-    assert not torch.equal(attend(q, k, v, core), first)
-    core.redraw(3)
-    assert torch.equal(attend(q, k, v, core), first)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "says"),
-    [
-        (Performer, {"features": 0}, "features must be a positive integer, not 0"),
-        (Performer, {"features": 8.0}, "features must be a positive integer, not 8.0"),
-        (Performer, {"seed": "x"}, "seed must be an integer, not 'x'"),
-        (RFA, {"features": True}, "features must be a positive integer, not True"),
-        (RFA, {"scale": -1.0}, "scale must be a positive number"),
-        (RFA, {"scale": "2"}, "scale must be a positive number"),
-        (RFA, {"gated": 1}, "gated must be True or False, not 1"),
-    ],
-)
-def test_bad_options_are_refused_in_a_sentence(kind: type, options: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        kind(dims(), **options)
+def test_cosformer_refuses_what_lies_beyond_its_length() -> None:
+    core = Cosformer(dims(longest=8)).to(DEVICE, torch.float64)
+    q, k, v = tokens("cosformer", 9)
+    few = torch.arange(9, device=DEVICE) < torch.tensor([8, 3], device=DEVICE)[:, None]
+    assert attend(q, k, v, core, causal=True, valid=few).isfinite().all()  # padding is no token
+    for cut, causal in ((k, True), (k[:, :, :5], False)):  # too many keys, too many queries
+        with pytest.raises(ValueError, match="9 tokens, but cosformer was built for max_len=8"):
+            attend(q, cut, v[:, :, : cut.shape[2]], core, causal=causal)
+    with pytest.raises(ValueError, match="say how many with max_len"):
+        Cosformer(Dims(8, 1))
 
 
 # The scans themselves, for decays that other mechanisms bring.

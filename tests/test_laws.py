@@ -8,6 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data, every, every_core, modes, some
+from regard import core as make_core
+from regard.blocks import Stack
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Places, select, shortened
 from regard.probe import attention_matrix, has_weights
@@ -135,7 +137,10 @@ def _scans(core, scan, before):
 @pytest.mark.parametrize("before", [0, 21])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_scan_is_the_loop(case, before, kv_heads):
-    core = case.build(causal=True, kv_heads=kv_heads).core
+    if case.build(causal=True).core.shared_qk:  # its layer refuses fewer key-value heads, `attend` does not
+        core = make_core(case.spec, Dims(WIDTH, HEADS, kv_heads=kv_heads, causal=True)).to(DEVICE, torch.float64).eval()
+    else:
+        core = case.build(causal=True, kv_heads=kv_heads).core
     fast = _scans(core, core.scan, before)
     slow = _scans(core, lambda *args: Core.scan(core, *args), before)
     for a, b in zip(fast, slow, strict=True):
@@ -231,24 +236,18 @@ def test_grouped_heads_are_repeated_heads(case):
             continue
         few, many = case.build(kv_heads=2, **mode), case.build(**mode)
         state = few.state_dict()
-        for name in ("k.weight", "k.bias", "v.weight", "v.bias", "core.extra_k", "core.extra_v"):
-            if name in state:
-                heads = state[name].unflatten(0, (2, -1)).repeat_interleave(2, 0)
-                state[name] = heads.flatten(0, 1)
-        many.load_state_dict({k: v for k, v in state.items() if many.state_dict()[k].shape == v.shape}, strict=False)
-        if all(many.state_dict()[k].shape == v.shape for k, v in state.items()):
-            close(few(data(40)), many(data(40)))
-        else:
-            assert any("gate" in k for k, v in state.items() if many.state_dict()[k].shape != v.shape), (
-                "only gates belong to key heads"
-            )
+        for name, full in many.state_dict().items():
+            if state[name].shape != full.shape:  # what belongs to the two key-value heads: projections, gates, rates
+                state[name] = state[name].unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
+        many.load_state_dict(state)
+        close(few(data(40)), many(data(40)))
 
 
 @every
 def test_cost_grows_as_claimed(case):
     for mode in modes(case):
         with torch.device("meta"):
-            m, cost = case.spec.build(Dims(WIDTH, HEADS, max_len=16384, **mode)).double().eval(), []
+            m, cost = case.spec.build(Dims(WIDTH, HEADS, max_len=16384, **mode), positions=case.positions).double().eval(), []
         for n in (4096, 16384):
             x = torch.empty(1, n, WIDTH, dtype=torch.float64, device="meta")
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -314,7 +313,7 @@ def test_what_is_not_claimed_raises(case):
     elif not case.can(Can.STREAM, causal=True):
         with pytest.raises(ValueError, match="cannot do stream"):
             case.build(causal=True).start(2)
-    with pytest.raises(ValueError, match="causal=True or cross=True"):
+    with pytest.raises(ValueError, match="build it with causal=True"):
         (case if Can.STREAM in can else CASES[0]).build().start(2)
 
 
@@ -336,7 +335,9 @@ def test_a_saved_mechanism_repeats_itself(case, tmp_path):
         m, x = case.build(**mode), data(40)
         torch.save(m.state_dict(), tmp_path / "weights.pt")
         torch.manual_seed(99)
-        other = case.spec.build(Dims(WIDTH, HEADS, max_len=128, **mode)).to(DEVICE, torch.float64).eval()
+        other = (
+            case.spec.build(Dims(WIDTH, HEADS, max_len=128, **mode), positions=case.positions).to(DEVICE, torch.float64).eval()
+        )
         other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
         assert torch.equal(m(x), other(x))
 
@@ -355,17 +356,21 @@ def test_compiles_without_a_graph_break(case):
 
 @every
 def test_overfits_one_batch(case):
+    """Two layers. All rows end in the same token with another target each: only what it hears of others tells them apart."""
+    x, target = data(8, b=6, dtype=torch.float32), data(8, seed=8, b=6, dtype=torch.float32)
+    x[:, -1] = x[0, -1]
+    control = case.row.name == "identity"
     for mode in modes(case):
-        m, x, target = (
-            case.build(dtype=torch.float32, **mode).train(),
-            data(10, b=2, dtype=torch.float32),
-            data(10, 8, b=2, dtype=torch.float32),
-        )
-        target = target[:, : -(-10 // m.rate)]
-        optimiser = torch.optim.Adam(m.parameters(), lr=2e-2)
-        for _ in range(200):
-            loss = (m(x) - target).square().mean()
+        torch.manual_seed(0)
+        made = Stack.of(case.spec, width=WIDTH, heads=HEADS, depth=2, ffn=WIDTH, max_len=128, positions=case.positions, **mode)
+        made = made.to(DEVICE).train()
+        optimiser = torch.optim.Adam(made.parameters(), lr=2e-2, fused=True)
+        for _ in range(50 if control else 250):
+            error = (made(x) - target[:, : -(-8 // made.rate)]).square().mean(-1)
             optimiser.zero_grad()
-            loss.backward()
+            error.mean().backward()
             optimiser.step()
-        assert loss < 0.1 * target.square().mean()
+            if max(error.mean(), error[:, -1].mean()) < 0.1:  # of a variance of 1
+                break
+        else:
+            assert control and error[:, -1].mean() > 0.5, float(error.mean())

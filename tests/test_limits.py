@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import regard.mixers.softmax as softmax_family
 from conftest import DEVICE, close, some
-from regard import Dims, Edges, attend, core, layer
+from regard import Dims, Edges, Places, attend, core, layer
 from regard.kernels import passes
 from regard.mixers.patterns import Causal, Pattern
 
@@ -157,7 +157,8 @@ def test_identity_is_identity():
 def test_shared_queries_and_keys():
     made = layer("softmax", width=32, heads=4, shared_qk=True)
     assert made.k is made.q and sum(p.numel() for p in made.parameters()) == 3 * (32 * 32 + 32)
-    q, k, _ = made.heads(torch.randn(2, 5, 32))
+    x = torch.randn(2, 5, 32)
+    q, k, _ = made.heads(x, Places.of(x))
     assert torch.equal(q, k)
 
 

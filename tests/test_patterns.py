@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
-from regard.kernels import passes, tiles
+from regard.kernels import buffers, passes, tiles
 from regard.kernels.parts import Span
 from regard.kernels.plan import plan
 from regard.kernels.tiles import Reach
@@ -280,15 +280,17 @@ def test_text_that_is_no_pattern_shows_where(text):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_the_operator_behind_compile_is_well_made(dropout):
+@pytest.mark.parametrize("term", [False, True])
+def test_the_operator_behind_compile_is_well_made(dropout, term):
     q, k, v = (torch.randn(2, 2, 40, 8, requires_grad=True) for _ in range(3))
     valid = torch.arange(40) < torch.tensor([[40], [25]])
     seed = torch.tensor(5) if dropout else None
-    rest = ("PerHead([Local(9), Stride(4)]) | Global(first=2)", [0, 40, 0, 40], True, 0.3, dropout)
-    torch.library.opcheck(torch.ops.regard.tiled.default, (q, k, v, valid, seed, *rest))
-    out, lse = torch.ops.regard.tiled(q, k, v, valid, seed, *rest)
+    more = (torch.randn(2, 2, 40, 7, requires_grad=True), torch.rand(2)) if term else (None, None)
+    rest = (3, term, 0.3, dropout, "PerHead([Local(9), Stride(4)]) | Global(first=2)", [0, 40, 0, 40], True)
+    torch.library.opcheck(torch.ops.regard.tiled.default, (q, k, v, *more, valid, seed, *rest))
+    out, lse = torch.ops.regard.tiled(q, k, v, *more, valid, seed, *rest)
     backward = torch.ops.regard.tiled_backward.default
-    saved = [x if x is None else x.detach() for x in (q, k, v, valid, seed, out, lse)]
+    saved = [x if x is None else x.detach() for x in (q, k, v, *more, valid, seed, out, lse)]
     torch.library.opcheck(backward, (torch.ones_like(out), torch.ones_like(lse), *saved, *rest))
 
 
@@ -320,7 +322,7 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
     """Buffers are kept between calls: made in inference mode, they must serve training; no thread writes into another's."""
     q, k, v = (torch.randn(1, 2, 200, 8, dtype=torch.float64) for _ in range(3))
     span, p = Span(0, 200, 0, 200), Local(9) | Global(first=1)
-    passes._own.kept.clear()
+    buffers.kept_buffers.kept.clear()
     with torch.inference_mode():
         first, _ = tiled(q, k, v, p, span, scale=0.3)
     x = q.clone().requires_grad_()

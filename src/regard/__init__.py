@@ -4,6 +4,8 @@ from regard._version import version as __version__
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
+from regard.mixers.graph import disjoint, edge_weights, over
+from regard.mixers.low_rank import tie
 from regard.mixers.patterns import (
     Blocks,
     Causal,
@@ -21,6 +23,7 @@ from regard.mixers.patterns import (
     Tail,
     Truncated,
 )
+from regard.positions import Positions
 from regard.spec import Spec, core, layer
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "Pattern",
     "PerHead",
     "Places",
+    "Positions",
     "Random",
     "Rows",
     "Spec",
@@ -51,6 +55,10 @@ __all__ = [
     "__version__",
     "attend",
     "core",
+    "disjoint",
+    "edge_weights",
     "layer",
+    "over",
     "select",
+    "tie",
 ]

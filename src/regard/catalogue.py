@@ -5,10 +5,22 @@ A new mechanism is one class in its family's file and one row here.
 
 from __future__ import annotations
 
-from regard.mixers.kernel import RFA, Efficient, Linear, Performer
+from regard.mixers.baselines import RNN, Conv, WindowFC
+from regard.mixers.cluster import Reformer, Routing
+from regard.mixers.compressed import Compressed
+from regard.mixers.free import GMLP, FNet, MlpMixer
+from regard.mixers.gated import GLA, Delta, Retention
+from regard.mixers.graph import GAT
+from regard.mixers.hybrid import Hybrid
+from regard.mixers.kernel import RFA, Cosformer, Linear
+from regard.mixers.landmarks import Nystrom, PooledQueries
+from regard.mixers.low_rank import Linformer
 from regard.mixers.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
+from regard.mixers.peaked import Efficient, Performer
+from regard.mixers.sinkhorn import Sinkhorn
 from regard.mixers.softmax import Additive, Identity, Relu, Softmax
-from regard.mixers.sparse import BigBird, Longformer, Sparse, SparseTransformer
+from regard.mixers.sparse import BigBird, Longformer, Sinks, Sparse, SparseTransformer
+from regard.mixers.synthesizer import Synthesizer
 from regard.row import Example, Row, growth
 
 _ROWS = [
@@ -122,6 +134,206 @@ _ROWS = [
         "Positive orthogonal random features estimate the exponential without bias.",
         "Choromanski et al. 2020, arXiv:2009.14794",
         (Example({"features": 32}, cost=1, memory=0),),
+    ),
+    Row(
+        "cosformer",
+        Cosformer,
+        "kernel",
+        "Positive parts of queries and keys, weighed by a cosine of the distance that falls to zero at the longest one.",
+        "Qin et al. 2022, arXiv:2202.08791",
+        (Example({}, cost=1, memory=0),),
+    ),
+    Row(
+        "retention",
+        Retention,
+        "kernel",
+        "A sum over the past that fades at a fixed rate, another in each head.",
+        "Sun et al. 2023, arXiv:2307.08621",
+        (Example({}, cost=1, memory=0), Example({"power": 2, "norm": False}, cost=1, memory=0)),
+    ),
+    Row(
+        "gla",
+        GLA,
+        "kernel",
+        "A sum over the past that every token fades as it says, feature by feature.",
+        "Yang et al. 2023, arXiv:2312.06635",
+        (Example({}, cost=1, memory=0), Example({"gate": "head"}, cost=1, memory=0)),
+    ),
+    Row(
+        "delta",
+        Delta,
+        "kernel",
+        "A memory where a key that comes again replaces what was stored under it.",
+        "Schlag et al. 2021, arXiv:2102.11174",
+        (
+            Example({}, cost=1, memory=0),
+            Example({"gated": True}, cost=1, memory=0),
+            Example({"activation": "none"}, cost=1, memory=0),
+        ),
+    ),
+    Row(
+        "hybrid",
+        Hybrid,
+        "hybrid",
+        "A sliding window and a memory of everything in one layer, merged by a learned gate per head.",
+        "Munkhdalai et al. 2024, arXiv:2404.07143",
+        (
+            Example({"pattern": Local(8)}, cost=1, memory=0),
+            Example({"pattern": Local(8), "far": "delta(gated=True)"}, cost=1, memory=0),
+        ),
+    ),
+    Row(
+        "sinks",
+        Sinks,
+        "sparse",
+        "A sliding window, and the first tokens stay visible for ever.",
+        "Xiao et al. 2023, arXiv:2309.17453",
+        (Example({"window": 8, "first": 3}, cost=1, memory=0),),
+    ),
+    Row(
+        "fnet",
+        FNet,
+        "free",
+        "The real part of a Fourier transform over the sequence and the channels, with nothing to learn.",
+        "Lee-Thorp et al. 2021, arXiv:2105.03824",
+        (
+            Example({}, cost=1, memory=None, weights=False),
+            Example({"norm": "none"}, cost=1, memory=None, weights=False),
+        ),
+    ),
+    Row(
+        "gmlp",
+        GMLP,
+        "free",
+        "A learned mixture over positions gates every token, with a tiny attention beside it if asked.",
+        "Liu et al. 2021, arXiv:2105.08050",
+        (Example({"expand": 2}, weights=False), Example({"expand": 2, "tiny": 8}, weights=False)),
+    ),
+    Row(
+        "mlp_mixer",
+        MlpMixer,
+        "free",
+        "A small network across positions, the same for every channel.",
+        "Tolstikhin et al. 2021, arXiv:2105.01601",
+        (Example({"hidden": 24}, cost=1, memory=None, weights=False),),
+    ),
+    Row(
+        "conv",
+        Conv,
+        "baselines",
+        "A convolution: the same few weights at every position, by distance alone.",
+        "Kaiser et al. 2017, arXiv:1706.03059",
+        (
+            Example({"kernel": 5}, cost=1, memory=0, weights=False),
+            Example({"kernel": 3, "dilation": 4}, cost=1, memory=0, weights=False),
+            Example({"kernel": 3, "depthwise": False}, cost=1, memory=0, weights=False),
+        ),
+    ),
+    Row(
+        "rnn",
+        RNN,
+        "baselines",
+        "A recurrent network, GRU or LSTM, in both directions where it is not causal.",
+        "Cho et al. 2014, arXiv:1406.1078",
+        (
+            Example({}, cost=1, memory=0, weights=False),
+            Example({"cell": "lstm", "hidden": 24}, cost=1, memory=0, weights=False),
+        ),
+        compiles=False,
+    ),
+    Row(
+        "window_fc",
+        WindowFC,
+        "baselines",
+        "A fully connected layer over a window of neighbours, the first thing one tries.",
+        "Waibel et al. 1989, doi:10.1109/29.21701",
+        (Example({"window": 5}, cost=1, memory=0, weights=False),),
+    ),
+    Row(
+        "sinkhorn",
+        Sinkhorn,
+        "sinkhorn",
+        "Blocks of keys are sorted by a learned, relaxed permutation, and a block of queries sees its own and the sorted one.",
+        "Tay et al. 2020, arXiv:2002.11296",
+        (Example({"block": 8}), Example({"block": 8, "form": "sortcut"}, cost=1, memory=None)),
+    ),
+    Row(
+        "gat",
+        GAT,
+        "graph",
+        "A node scores its neighbours by what it is plus what they are, along the edges of a graph.",
+        "Velickovic et al. 2018, arXiv:1710.10903",
+        (
+            Example({"pattern": Local(4)}, cost=1, memory=0),
+            Example({"pattern": PerHead([Local(3) | Global(first=1), Dilated(3, 2)]), "v2": True}, cost=1, memory=0),
+        ),
+    ),
+    Row(
+        "reformer",
+        Reformer,
+        "cluster",
+        "Random rotations hash tokens into buckets, and each token sees its neighbours in its bucket.",
+        "Kitaev et al. 2020, arXiv:2001.04451",
+        (
+            Example({"rounds": 2, "buckets": 4, "chunk": 6}, cost=1, memory=0),
+            Example({"rounds": 3, "buckets": 8, "chunk": 2}, cost=1, memory=0),
+        ),
+    ),
+    Row(
+        "routing",
+        Routing,
+        "cluster",
+        "Learned clusters take the queries and keys nearest to them, and attention stays inside a cluster.",
+        "Roy et al. 2020, arXiv:2003.05997",
+        (Example({"clusters": 4, "window": 8}, cost=1, memory=0),),
+    ),
+    Row(
+        "synthesizer",
+        Synthesizer,
+        "synthesizer",
+        "Weights are made up from each token alone, or are a learned table, without comparing queries and keys.",
+        "Tay et al. 2020, arXiv:2005.00743",
+        (
+            Example({}),
+            Example({"form": "random"}),
+            Example({"form": "random", "frozen": True}),
+            Example({"form": "dense_factorised"}),
+            Example({"form": "random_factorised", "rank": 4}),
+            Example({"mix": "learned"}),
+            Example({"form": "random", "mix": 0.5}),
+        ),
+    ),
+    Row(
+        "linformer",
+        Linformer,
+        "low_rank",
+        "Learned weights for every position mix all keys and values into a few slots.",
+        "Wang et al. 2020, arXiv:2006.04768",
+        (Example({"rank": 8}, cost=1, memory=0), Example({"rank": 12, "share": "kv"}, cost=1, memory=0)),
+    ),
+    Row(
+        "compressed",
+        Compressed,
+        "low_rank",
+        "A convolution turns every few consecutive keys and values into one; what is near is seen token by token.",
+        "Liu et al. 2018, arXiv:1801.10198",
+        (Example({"rate": 3}), Example({"rate": 4, "near": 1, "kernel": "full"})),
+    ),
+    Row(
+        "pooled_queries",
+        PooledQueries,
+        "low_rank",
+        "Neighbouring queries are averaged, so that there are fewer answers than tokens.",
+        "Dai et al. 2020, arXiv:2006.03236",
+        (Example({"rate": 3}, memory=None),),
+    ),
+    Row(
+        "nystrom",
+        Nystrom,
+        "low_rank",
+        "Means of consecutive tokens are landmarks, and attention between all is estimated from theirs.",
+        "Xiong et al. 2021, arXiv:2102.03902",
+        (Example({"landmarks": 8}, cost=1, memory=None), Example({"landmarks": 6, "conv": 3}, cost=1, memory=None)),
     ),
 ]
 

@@ -91,7 +91,8 @@ def _report(known: Facts, out: Path | None) -> None:
         table.add_row(label, value)
     python = f"from regard import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
     table.add_row("", "")
-    table.add_row("build it", python + (", causal=True)" if known.dims.causal else ")"))
+    length = f", max_len={known.length}" if known.spec.needs_length(known.dims) else ""
+    table.add_row("build it", f"{python}{', causal=True' if known.dims.causal else ''}{length})")
     table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.name}.png")
     console.print(f"\n{known.spec}", style="bold", markup=False, highlight=False)
     console.print(f"{known.spec.row.summary}\n", markup=False, highlight=False)

@@ -25,6 +25,7 @@ from regard.spec import Spec
 
 LONG = 16_384  # growth is measured from half this length to it, or from half the length asked for if that is longer
 MEASURED = 16_384  # tokens of the longest state that is really filled; beyond it, its growth says the rest
+HEAVY = 1 << 25  # numbers in a mixer that is too large to be made only to measure how its state grows
 COMPARED = 512  # tokens of the matrix that is compared with softmax
 SHORT = 512  # tokens of a pass that may stand for longer ones
 BLOCKS = 2048  # a side; where there would be more, larger ones are counted
@@ -121,7 +122,7 @@ def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = Fals
 def _facts(spec: Spec, dims: Dims, length: int) -> Facts:
     mixer = spec.build(replace(dims, max_len=length))
     pairs, tokens = _pairs(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
-    known = isinstance(mixer, Attention) and has_weights(mixer.core, tokens)
+    known = isinstance(mixer, Attention) and mixer.rate == 1 and has_weights(mixer.core, tokens)
     distance = _distance(mixer.core, tokens) if known else None  # type: ignore[arg-type]
     return Facts(spec, dims, length, mixer.can, _work(spec, dims, length), _state(mixer, spec, length), pairs, distance)
 
@@ -176,18 +177,29 @@ def _state(mixer: Mixer, spec: Spec, length: int) -> Kept | None:
     far, filled = min(max(length, LONG), MEASURED), min(length, MEASURED)
     if Can.CAUSAL not in mixer.can:
         return None
-    mixer = spec.build(replace(mixer.dims, causal=True, max_len=max(far, length)))
+    while far // 2 >= max(filled, 4 * SHORT) and _numbers(spec, replace(mixer.dims, causal=True, max_len=far)) > HEAVY:
+        far //= 2  # weights per position, or even per pair of them
+    # only a core may look at what it keeps; all else shows the size of its state without content, and without the work
+    with torch.device("cpu" if isinstance(mixer, Attention) else "meta"):
+        mixer = spec.build(replace(mixer.dims, causal=True, max_len=max(far, length)))
     if Can.STREAM not in mixer.can:
         return None
     power = _exponent(_remembered(mixer, far // 2), _remembered(mixer, far))
     return Kept(round(_remembered(mixer, filled) * (length / filled) ** power), power)
 
 
+def _numbers(spec: Spec, dims: Dims) -> int:
+    """Weights and buffers of a mixer, without making them."""
+    with torch.device("meta"):
+        mixer = spec.build(dims)
+    return sum(x.numel() for x in (*mixer.parameters(), *mixer.buffers()))
+
+
 @torch.no_grad()
 def _remembered(mixer: Mixer, length: int) -> int:
     dims = mixer.dims
     if not isinstance(mixer, Attention):
-        return mixer.extend(mixer.start(1), torch.zeros(1, length, dims.width))[1].nbytes
+        return mixer.extend(mixer.start(1), torch.empty(1, length, dims.width, device="meta"))[1].nbytes
     core = mixer.core
     k, v = (torch.zeros(1, dims.g, length, size) for size in core.sizes)
     return nbytes(core.forget(core.push(core.empty(k, v), k, v, Places.of(k[:, 0])), torch.tensor([length])))

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from regard.facts import Facts, facts, sample
 from regard.mixers.attention import Attention
+from regard.mixers.base import Dims
 from regard.mixers.patterns import Pattern
 from regard.probe import attention_matrix, has_weights, influence, sampled
 from regard.spec import Spec
 
-__all__ = ["attention_matrix", "draw", "influence", "picture"]
+__all__ = ["Page", "Scale", "View", "attention_matrix", "draw", "influence", "paint", "picture", "scale_of", "view"]
 
 DPI, LONGEST, LONGEST_INFLUENCE, MOST_HEADS = 200, 256, 128, 4
 INK, GREY, LINE, NOTHING = "#16181d", "#6f7580", "#d9dce1", "#f3f4f6"
@@ -35,26 +36,26 @@ def draw(spec: Spec | str | Pattern, *, length: int = 64, causal: bool = False, 
 
 def picture(known: Facts) -> Figure:
     """Laid out in whole pixels, so that every cell of a matrix is as large and as sharp as the next."""
-    view = _view(known)
-    every = torch.stack(list(view.matrices.values()))
-    count, n, _ = every.shape
+    seen = view(known.spec, known.dims, known.length)
+    every = torch.stack(list(seen.matrices.values()))
+    count, _, n = every.shape
     columns, side = (2 if count == 4 else count), n * max(1, round(SIDES[count] / n))
     facts_at, high = MARGIN + columns * (side + GAP) + GAP, math.ceil(count / columns) * (side + GAP) - GAP
     panel = [(label, textwrap.wrap(value, 44)) for label, value in known.lines()]
     high = max(high, sum(_room(lines) for _, lines in panel) + LEGEND)
-    page, scale = _Page(facts_at + FACTS + MARGIN, TOP + high + BOTTOM), _scale(every)
+    page, scale = Page(facts_at + FACTS + MARGIN, TOP + high + BOTTOM), scale_of(every)
     _head(page, known)
-    for index, (title, matrix) in enumerate(view.matrices.items()):
+    for index, (title, matrix) in enumerate(seen.matrices.items()):
         row, column = divmod(index, columns)
         axes = page.axes(MARGIN + column * (side + GAP), TOP + row * (side + GAP), side, side)
         _show(axes, matrix, scale, title, first=column == 0, last=row == (count - 1) // columns)
     _panel(page, facts_at, panel)
-    _legend(page, facts_at, TOP + high, scale, view.unit)
-    page.write(MARGIN, TOP + high + 110, _caption(view, known), 7.5, GREY)
+    _legend(page, facts_at, TOP + high, scale, seen.unit)
+    page.write(MARGIN, TOP + high + 110, _caption(seen, known), 7.5, GREY)
     return page.figure
 
 
-class _Page:
+class Page:
     """A figure measured in pixels from its top left corner."""
 
     def __init__(self, width: int, height: int) -> None:
@@ -64,9 +65,11 @@ class _Page:
     def axes(self, x: float, y: float, w: float, h: float) -> Axes:
         return self.figure.add_axes((x / self.width, 1 - (y + h) / self.height, w / self.width, h / self.height))
 
-    def write(self, x: float, y: float, text: str, size: float, color: str = INK, weight: str = "normal") -> None:
+    def write(
+        self, x: float, y: float, text: str, size: float, color: str = INK, weight: str = "normal", va: str = "top"
+    ) -> None:
         at = x / self.width, 1 - y / self.height
-        self.figure.text(*at, text, fontsize=size, color=color, weight=weight, va="top", linespacing=1.45, parse_math=False)
+        self.figure.text(*at, text, fontsize=size, color=color, weight=weight, va=va, linespacing=1.45, parse_math=False)
 
     def rule(self, x: float, y: float, w: float) -> None:
         axes = self.axes(x, y, w, 1)
@@ -74,40 +77,41 @@ class _Page:
         axes.axhline(0.5, color=LINE, linewidth=0.6)
 
 
-class _View(NamedTuple):
-    matrices: dict[str, Tensor]  # title: (n n)
+class View(NamedTuple):
+    matrices: dict[str, Tensor]  # title: (n n), or fewer rows where queries share an answer
     what: str
     unit: str
 
 
-def _view(known: Facts) -> _View:
+def view(spec: Spec, dims: Dims, length: int) -> View:
     """A matrix per head where there are weights to see, or else one of influence."""
+    dims = replace(dims, max_len=length)
     with torch.random.fork_rng(devices=[]):  # the same picture every time, and nobody else's numbers change
         torch.manual_seed(0)
-        mixer = known.spec.build(replace(known.dims, max_len=known.length)).eval()
-        n = sample(mixer, known.length, LONGEST)
+        mixer = spec.build(dims).eval()
+        n = sample(mixer, length, LONGEST)
         if isinstance(mixer, Attention) and has_weights(mixer.core, n):
             return _weights(mixer, n)
-        n = sample(mixer, known.length, LONGEST_INFLUENCE)
-        narrow = replace(known.dims, width=4 * known.dims.heads)  # the derivative is n w x n w
-        matrix = influence(known.spec.build(narrow).eval(), torch.randn(n, narrow.width))
-        return _View({"": matrix[:LONGEST, :LONGEST]}, "Influence of token j on output i", "norm of the derivative")
+        n = sample(mixer, length, LONGEST_INFLUENCE)
+        narrow = replace(dims, width=4 * dims.heads)  # the derivative is n w x n w
+        matrix = influence(spec.build(narrow).eval(), torch.randn(n, narrow.width))
+        return View({"": matrix[:LONGEST, :LONGEST]}, "Influence of token j on output i", "norm of the derivative")
 
 
 @torch.no_grad()
-def _weights(mixer: Attention, n: int) -> _View:
+def _weights(mixer: Attention, n: int) -> View:
     heads, dims = mixer.dims.heads, mixer.dims
     q, k = sampled(mixer.core, _sequence(heads, n, dims.d))
     weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0, :, :LONGEST, :LONGEST]
     shown = sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
     matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in shown}
-    return _View(matrices, "Attention on a smooth random sequence", "weight")
+    return View(matrices, "Attention on a smooth random sequence", "weight")
 
 
-def _caption(view: _View, known: Facts) -> str:
-    n = len(next(iter(view.matrices.values())))
+def _caption(seen: View, known: Facts) -> str:
+    n = next(iter(seen.matrices.values())).shape[1]
     cut = f" Drawn with {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
-    return f"{view.what}.{cut}"
+    return f"{seen.what}.{cut}"
 
 
 def _sequence(heads: int, n: int, d: int) -> Tensor:
@@ -119,7 +123,7 @@ def _sequence(heads: int, n: int, d: int) -> Tensor:
     return (wander @ torch.randn(heads, 6, d) / d**0.25 * 0.8)[None]
 
 
-class _Scale(NamedTuple):
+class Scale(NamedTuple):
     most: float  # the weight of the darkest colour
     signed: bool
 
@@ -140,28 +144,33 @@ class _Scale(NamedTuple):
         return shades.masked_fill(matrix == 0, torch.nan)
 
 
-def _scale(weights: Tensor) -> _Scale:
+def scale_of(weights: Tensor) -> Scale:
     """Up to nearly the largest, so that one outlier does not pale the rest, but far above the mean: equal weights are pale."""
     sizes = weights.abs().flatten()
     large = float(sizes.sort().values[int(0.999 * (len(sizes) - 1))])
-    return _Scale(max(large, min(16 * float(sizes.mean()), 1.0)) or 1.0, bool((weights < 0).any()))
+    return Scale(max(large, min(16 * float(sizes.mean()), 1.0)) or 1.0, bool((weights < 0).any()))
 
 
-def _show(axes: Axes, matrix: Tensor, scale: _Scale, title: str, *, first: bool, last: bool) -> None:
-    n = len(matrix)
+def paint(axes: Axes, matrix: Tensor, scale: Scale) -> None:
+    """A matrix in the colours of a scale, in a thin frame."""
     shades = scale.shades(matrix).numpy()
     axes.imshow(shades, cmap=scale.colours, vmin=scale.low, vmax=1, interpolation="none", aspect="auto")
-    axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
-    ticks = [0, n // 2, n - 1] if n > 2 else list(range(n))
-    axes.set_xticks(ticks if last else [])
-    axes.set_yticks(ticks if first else [])
-    axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
-    axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
-    axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set(color=LINE, linewidth=0.6)
 
 
-def _head(page: _Page, known: Facts) -> None:
+def _show(axes: Axes, matrix: Tensor, scale: Scale, title: str, *, first: bool, last: bool) -> None:
+    paint(axes, matrix, scale)
+    axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
+    rows, columns = ([0, n // 2, n - 1] if n > 2 else list(range(n)) for n in matrix.shape)
+    axes.set_xticks(columns if last else [])
+    axes.set_yticks(rows if first else [])
+    axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
+    axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
+    axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
+
+
+def _head(page: Page, known: Facts) -> None:
     lines = textwrap.wrap(str(known.spec), 110, max_lines=2, placeholder=" …")
     size = min(17.0, (page.width - 2 * MARGIN) / (1.6 * len(lines[0])))  # a bold letter is about 1.6 pixels wide per point
     page.write(MARGIN, 60 if len(lines) == 1 else 40, "\n".join(lines), size, weight="bold")
@@ -172,7 +181,7 @@ def _room(lines: list[str]) -> int:
     return 58 + 38 * len(lines)
 
 
-def _panel(page: _Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
+def _panel(page: Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
     """Label and value, one under the other, with air between."""
     y = TOP
     for label, lines in panel:
@@ -182,7 +191,7 @@ def _panel(page: _Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
         page.rule(x, y - 14, FACTS)
 
 
-def _legend(page: _Page, x: float, bottom: float, scale: _Scale, unit: str) -> None:
+def _legend(page: Page, x: float, bottom: float, scale: Scale, unit: str) -> None:
     """The colours, with the numbers they stand for."""
     page.write(x, bottom - 52, unit, 7, GREY)
     axes = page.axes(x, bottom - 16, FACTS, 16)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from regard.mixers.attention import attend
-from regard.mixers.base import Core, Mixer
+from regard.mixers.base import Core
 
 
 def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: Tensor | None = None) -> Tensor:
@@ -34,16 +34,18 @@ def sampled(core: Core, x: Tensor) -> tuple[Tensor, Tensor]:
     return q, pad(q, (0, core.gates))
 
 
-def influence(mixer: Mixer, x: Tensor, *, rows: int = 64) -> Tensor:
-    """The Frobenius norm of dy_i / dx_j (n n), exact, for one sequence x (n w) and any mixer whose output is as long.
+def influence(mixer: nn.Module, x: Tensor, *, rows: int = 64) -> Tensor:
+    """The Frobenius norm of dy_i / dx_j (n n), exact, for one sequence x (n w), of a mixer or a stack of them.
 
     Batch rows do not meet, so one backward pass over copies of x gives as many rows of the Jacobian.
     """
     n, w = x.shape
-    copies = x.detach().expand(min(rows, n * w), n, w).clone().requires_grad_()
-    squares = x.new_zeros(n, n)
-    for part in torch.arange(n * w, device=x.device).split(len(copies)):
+    with torch.no_grad():
+        outputs = mixer(x[None]).shape[1]  # fewer than n where queries share an answer
+    copies = x.detach().expand(min(rows, outputs * w), n, w).clone().requires_grad_()
+    squares = x.new_zeros(outputs, n, dtype=torch.float64)  # the square of a faint influence is no zero
+    for part in torch.arange(outputs * w, device=x.device).split(len(copies)):
         y = mixer(copies[: len(part)]).flatten(1)
         (grad,) = torch.autograd.grad(y.gather(1, part[:, None]).sum(), copies)
-        squares.index_add_(0, part // w, grad[: len(part)].square().sum(-1))
-    return squares.sqrt()
+        squares.index_add_(0, part // w, grad[: len(part)].double().square().sum(-1))
+    return squares.sqrt().to(x.dtype)

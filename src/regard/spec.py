@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
+import torch
+
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention
-from regard.mixers.base import Core, Dims, Mixer
+from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.patterns import PATTERNS, Pattern
+from regard.mixers.where import Positions
+from regard.positions import positions as make_positions
 from regard.row import Row
 from regard.text import LARGEST, TextError, parse, unknown
 
@@ -81,11 +85,23 @@ class Spec:
             raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {dict(data)!r}')
         return Spec(name, **options)
 
-    def build(self, dims: Dims, *, shared_qk: bool = False) -> Mixer:
+    def needs_length(self, dims: Dims) -> bool:
+        """Can it only be built with a max_len?"""
+        try:
+            with torch.device("meta"):
+                self.row.make(replace(dims, max_len=None), **self.options)
+        except LengthNeeded:
+            return True
+        return False
+
+    def build(self, dims: Dims, *, shared_qk: bool = False, positions: str | Positions | None = None) -> Mixer:
         """The layer. A core gets the projections that all cores get; a mixer has its own."""
         made = self.row.make(dims, **self.options)
         if isinstance(made, Core):
-            return Attention(dims, made, shared_qk=shared_qk)
+            where = None if positions is None else make_positions(positions, dims)
+            return Attention(dims, made, shared_qk=shared_qk, positions=where)
+        if positions is not None:
+            raise ValueError(f"{self.name} has no queries and keys for positions to act on: add positions to the tokens")
         if shared_qk:
             raise ValueError(f"{self.name} has projections of its own: leave out shared_qk")
         return made
@@ -114,10 +130,11 @@ def layer(
     max_len: int | None = None,
     dropout: float = 0.0,
     shared_qk: bool = False,
+    positions: str | Positions | None = None,
 ) -> Mixer:
     """One layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`."""
     dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout)
-    return Spec.of(spec).build(dims, shared_qk=shared_qk)
+    return Spec.of(spec).build(dims, shared_qk=shared_qk, positions=positions)
 
 
 @cache

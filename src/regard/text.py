@@ -11,12 +11,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import NoReturn
+from functools import partial
+from typing import NoReturn, TypeVar
 
 LONGEST = 1_000_000  # characters; the parser needs a few hundred bytes for each
 DEEPEST = 100  # calls, lists and operators inside each other; far below Python's own limit
 LARGEST = 2**63  # numbers end up in tensors
 
+Made = TypeVar("Made")
 Names = Mapping[str, Callable[..., object]]
 
 
@@ -42,6 +44,26 @@ def parse(text: str, names: Names) -> object:
         return _Reader(line, names).value(_tree(line))
     except (RecursionError, MemoryError):  # Python's parser has limits of its own
         raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
+
+
+def chosen(text: str, makers: Mapping[str, Callable[..., Made]]) -> Callable[..., Made]:
+    """What a text such as `relative(clip=8)` says to make: one of the makers, with its options, still without the dims."""
+    made = parse(text, {name: _with_options(make) for name, make in makers.items()})
+    if not isinstance(made, partial):
+        raise TextError(f"this is a value: write one of {', '.join(makers)}", text)
+    return made
+
+
+def _with_options(make: Callable[..., object]) -> Callable[..., partial]:
+    """The maker as a function of its options alone: all of its arguments but the first."""
+    options = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in list(inspect.signature(make).parameters.values())[1:]]
+    signature = inspect.Signature(options)
+
+    def take(*args: object, **given: object) -> partial:
+        return partial(make, **signature.bind(*args, **given).arguments)
+
+    take.__signature__ = signature  # type: ignore[attr-defined]  # what the reader checks options against
+    return take
 
 
 def unknown(what: str, word: str, allowed: Iterable[str]) -> str:

@@ -28,20 +28,20 @@ def scan(q: Tensor, k: Tensor, v: Tensor, s: Tensor, decay: Tensor | None = None
 
     q (b h n f), k (b g n f), v (b g n e), decay (b g n 1) or (b g n f), at most 0. Time n p (f + e) + n f e, memory n.
     """
-    n, (q, k, v, level) = k.shape[2], _chunked(q, k, v, decay)
-    out, s = _answer(_scores(q, k, level), q, k, v, level, s)
-    return _uncut(out, n, k.shape[3]), s
+    n, (q, k, v, level) = k.shape[2], chunked(q, k, v, decay)
+    out, s = _answer(scores(q, k, level), q, k, v, level, s)
+    return uncut(out, n, k.shape[3]), s
 
 
 def scan_normed(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As scan, with the answers q_i z_i (b h n 1) of the state z (b g f) whose values are all 1: out, norm, s, z."""
-    n, (q, k, v, level) = k.shape[2], _chunked(q, k, v, decay)
-    inside = _scores(q, k, level)
+    n, (q, k, v, level) = k.shape[2], chunked(q, k, v, decay)
+    inside = scores(q, k, level)
     out, s = _answer(inside, q, k, v, level, s)
     norm, sums = _answer(inside, q, k, torch.ones_like(v[..., :1]), level, z.unsqueeze(-1))
-    return _uncut(out, n, k.shape[3]), _uncut(norm, n, k.shape[3]), s, sums.squeeze(-1)
+    return uncut(out, n, k.shape[3]), uncut(norm, n, k.shape[3]), s, sums.squeeze(-1)
 
 
 def running(x: Tensor, first: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ def prefix(join: Callable[[Parts, Parts], Parts], parts: Parts, first: Parts) ->
     n = parts[0].shape[2]
     if n <= RUN:
         return tuple(torch.stack(y, 2) for y in zip(*_walk(join, parts, 2, first), strict=True))
-    local = _walk(join, tuple(_cut(x, RUN) for x in parts), 3)
+    local = _walk(join, tuple(cut(x, RUN) for x in parts), 3)
     ends = prefix(join, local[-1], first)
     starts = tuple(_shift(y, y0).unsqueeze(3) for y, y0 in zip(ends, first, strict=True))
     joined = join(starts, tuple(torch.stack(y, 3) for y in zip(*local, strict=True)))
@@ -89,11 +89,11 @@ def _shift(y: Tensor, first: Tensor) -> Tensor:
     return torch.cat([first.unsqueeze(2), y[:, :, :-1]], 2)
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q (b g c p r f), the r queries of a token side by side; k, v (b g c p ...); decay summed up from its chunk's start."""
     size = _size(k.shape[2])
     q = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
-    return _cut(q, size), _cut(k, size), _cut(v, size), None if decay is None else _cut(decay, size).cumsum(3)
+    return cut(q, size), cut(k, size), cut(v, size), None if decay is None else cut(decay, size).cumsum(3)
 
 
 def _answer(inside: Tensor, q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,17 +124,17 @@ def _states(new: Tensor, first: Tensor, whole: Tensor | None = None) -> tuple[Te
     return _shift(after, first), after[:, :, -1]
 
 
-def _scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
+def scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
     """q_i exp(L_i - L_j) . k_j for j <= i of one chunk, else 0: (... p r f), (... p f) -> (... p*r p)."""
     if level is not None and level.shape[-1] > 1:
         return _halved(q.flatten(0, 2), k.flatten(0, 2), level.flatten(0, 2)).unflatten(0, k.shape[:3])
     size = k.shape[3]
     future = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
-    scores = (q.flatten(3, 4) @ k.mT).unflatten(3, (size, -1))
+    products = q.flatten(3, 4) @ k.mT
     if level is None:
-        return scores.masked_fill_(future.unsqueeze(1), 0).flatten(3, 4)
+        return products.masked_fill_(future.repeat_interleave(q.shape[4], 0), 0)
     weight = (level - level.mT).masked_fill(future, -torch.inf).exp()
-    return (scores * weight.unsqueeze(4)).flatten(3, 4)
+    return (products.unflatten(3, (size, -1)) * weight.unsqueeze(4)).flatten(3, 4)
 
 
 def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
@@ -159,14 +159,14 @@ def _size(n: int) -> int:
     return min(SIZE, 1 << max(n - 1, 0).bit_length())
 
 
-def _cut(x: Tensor, size: int) -> Tensor:
+def cut(x: Tensor, size: int) -> Tensor:
     """(b g n ...) -> (b g c size ...), filled up with zeros: a token of zeros writes nothing and decays nothing."""
     if missing := -x.shape[2] % size:
         x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
     return x.contiguous().unflatten(2, (-1, size))
 
 
-def _uncut(x: Tensor, n: int, size: int) -> Tensor:
+def uncut(x: Tensor, n: int, size: int) -> Tensor:
     """(b g c size*r e) -> (b h n e), the inverse of how queries were cut."""
     x = x.unflatten(3, (size, -1)).flatten(2, 3)[:, :, :n]
     return x.transpose(2, 3).flatten(1, 2)

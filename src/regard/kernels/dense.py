@@ -6,17 +6,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from regard.kernels.terms import Term
 from regard.kernels.tiles import UNSEEN, accumulator
 
 
 def fused(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None, causal: bool = False, dropout: float = 0.0
 ):
-    """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing. valid (b m)."""
+    """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing.
+
+    valid (b m), or (b h m) where heads have keys of their own.
+    """
     e, mask, lost = v.shape[-1], None, None
     if valid is not None:
-        lost = ~valid.any(1)[:, None, None, None]
-        mask = valid[:, None, None] | lost
+        valid = valid[:, None] if valid.dim() == 2 else valid
+        lost = ~valid.any(-1)[..., None, None]
+        mask = valid[:, :, None] | lost
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form
     q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
     out = scaled_dot_product_attention(
@@ -25,16 +30,34 @@ def fused(
     return out if lost is None else out.masked_fill(lost, 0)
 
 
-def small(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m)."""
+def small(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    term: Term | None = None,
+    apart: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m).
+
+    With a term: of pairs that stand `apart` (b 1 n m); its columns come behind those of out.
+    """
     acc = accumulator(q.dtype)
     s = (q.to(acc) * scale) @ k.to(acc).mT
+    if term is not None and apart is not None:
+        s = term.add(s, apart)
     s = s.masked_fill(~seen, UNSEEN)
     lse = s.logsumexp(-1)
     weights = (s - lse[..., None]).exp()
     weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     lost = lse < UNSEEN / 2
-    out = (weights @ v.to(acc)).masked_fill(lost[..., None], 0)
+    out = weights @ v.to(acc)
+    if term is not None and term.mass and apart is not None:
+        out = torch.cat([out, term.masses(weights, apart)], -1)
+    out = out.masked_fill(lost[..., None], 0)
     return out.to(v.dtype), lse
 
 

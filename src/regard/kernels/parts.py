@@ -102,6 +102,7 @@ class Part:
     relative: bool = False  # `seen` depends on i - j alone and tiles slide: those inside the sequence share a mask
     band: Band | None = None  # the part is this band and nothing else
     kept: dict[tuple[int, int, int, torch.device], Run] = field(default_factory=dict)
+    moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
     room: int = KEPT
 
     def runs(self, most: int, device: torch.device) -> Iterator[Run]:
@@ -118,6 +119,12 @@ class Part:
                         self.room -= cost
                         self.kept[key] = run
                 yield run
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds: blocks that meet, and what is remembered of them."""
+        held = sum(run.rows.numel() + run.cols.numel() for run in list(self.kept.values()))
+        return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + held + KEPT - self.room
 
     def _cuts(self, group: Group, step: int) -> Iterator[tuple[int, int]]:
         """Cut at the ends of the sequence too, so that the tiles inside can share a mask."""
@@ -142,6 +149,12 @@ class Part:
     @cached_property
     def _positions(self) -> tuple[Tensor, Tensor]:
         return self.queries.positions(self.span.t, self.span.n), self.keys.positions(self.span.u, self.span.m)
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Positions of queries and keys, (blocks, size) each, where they are needed."""
+        if device not in self.moved:
+            self.moved[device] = tuple(x.to(device) for x in self._positions)  # type: ignore[assignment]
+        return self.moved[device]
 
     def _run(self, group: Group, at: int, end: int, device: torch.device) -> Run:
         rows, cols = group.rows[at:end], group.cols[at:end]

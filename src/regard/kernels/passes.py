@@ -5,110 +5,66 @@ B = b * h rows of heads, T tiles, r queries and c keys per block, p key blocks p
 
 from __future__ import annotations
 
-import math
-import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.kernels.parts import UNSEEN, Layout, Part, Run
+from regard.kernels.buffers import Blocked, accumulator, kept_buffers, product
+from regard.kernels.parts import UNSEEN, Part, Run
 from regard.kernels.plan import Plan
+from regard.kernels.terms import Term, TileTerm
 
 CACHE = 1 << 20  # score elements at a time on a CPU, half as many in the backward pass: its buffers should stay in the cache
 ROOM = 1 << 26  # and on other devices
-HELD = 4 * CACHE  # elements of the largest buffer that is kept between calls
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+class Asked(NamedTuple):
+    """A question for the tiles; tensors first, as autograd and operators like them."""
 
-
-class Scratch:
-    """Buffers used again by every batch of tiles: fresh pages cost more than the arithmetic."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self.flat: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        flat = self.flat.get(name)
-        if flat is None or len(flat) < size:
-            with torch.inference_mode(False):  # a buffer outlives the mode it is made in
-                flat = torch.empty(size, dtype=self.dtype, device=self.device)
-            if size <= HELD:
-                self.flat[name] = flat
-        return flat[:size].view(shape)
-
-
-class _Own(threading.local):
-    """On a CPU a thread keeps its buffers from call to call: some tens of megabytes, and twice the speed of a short pass."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, torch.dtype], Scratch] = {}
-
-    def scratch(self, use: str, dtype: torch.dtype, device: torch.device) -> Scratch:
-        if device.type != "cpu":
-            return Scratch(dtype, device)
-        return self.kept.setdefault((use, dtype), Scratch(dtype, device))
-
-
-_own = _Own()
-
-
-def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Batched matrix product into a buffer of the accumulating type."""
-    if a.dtype == out.dtype:
-        return torch.bmm(a, b, out=out)
-    return torch.bmm(a, b, out_dtype=out.dtype)  # half precision on a GPU: operands stay half, sums are float32
-
-
-class Blocked:
-    """A sequence (B length x) seen through a layout, (B blocks size x), and the way back."""
-
-    def __init__(self, x: Tensor, layout: Layout) -> None:
-        self.layout, self.length, self.device = layout, x.shape[1], x.device
-        if layout.index is not None:
-            x = x.index_select(1, layout.moves(x.device)[0])
-        elif layout.blocks * layout.size > x.shape[1]:
-            x = torch.nn.functional.pad(x, (0, 0, 0, layout.blocks * layout.size - x.shape[1]))
-        self.blocks = x.unflatten(1, (layout.blocks, layout.size))
+    q: Tensor  # (b h n d)
+    k: Tensor  # (b h m d)
+    v: Tensor  # (b h m e)
+    by_query: Tensor | None  # what a Term holds
+    slopes: Tensor | None
+    valid: Tensor | None  # (b m)
+    seed: Tensor | None  # of dropout
+    clip: int
+    mass: bool
+    scale: float
+    dropout: float
 
     @property
-    def tokens(self) -> Tensor | None:
-        """Which tokens `back` speaks of; None: all of them, in order."""
-        if self.layout.index is None or self.layout.everyone:
-            return None
-        moves, back = self.layout.moves(self.device)
-        return moves[back]
+    def term(self) -> Term | None:
+        term = Term(self.slopes, self.clip, self.by_query, self.mass)
+        return None if self.slopes is None and self.by_query is None and not self.mass else term
 
-    def back(self, blocks: Tensor) -> Tensor:
-        """(B blocks size ...) -> (B tokens ...)."""
-        flat = blocks.flatten(1, 2)
-        if self.layout.index is None:
-            return flat[:, : self.length]
-        return flat.index_select(1, self.layout.moves(self.device)[1])
+    @property
+    def width(self) -> int:
+        """Columns of the answers."""
+        return self.v.shape[-1] + (2 * self.clip + 1 if self.mass else 0)
 
 
 class Pass:
     """One pass over a plan."""
 
-    def __init__(
-        self, work: Plan, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, scale: float, dropout: float
-    ) -> None:
-        self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, scale
-        self.dropout, self.seed, self.device = dropout, 0 if seed is None else int(seed), q.device
+    def __init__(self, work: Plan, asked: Asked) -> None:
+        q, k, v, valid, seed = asked.q, asked.k, asked.v, asked.valid, asked.seed
+        self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, asked.scale
+        self.dropout, self.seed, self.device = asked.dropout, 0 if seed is None else int(seed), q.device
         self.types = [x.dtype for x in (q, k, v)]
         self.acc = accumulator(q.dtype)
         # Half precision is for tensor cores; a CPU is as fast, and closer to the truth, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
         self.q, self.k, self.v = (x.flatten(0, 1).to(self.type).contiguous() for x in (q, k, v))
         self.gap = None if valid is None else torch.where(valid, 0.0, UNSEEN).to(self.acc)[..., None]  # (b m 1)
-        self.scratch, self.sums = (_own.scratch(*x, q.device) for x in (("operands", self.type), ("sums", self.acc)))
+        self.scratch, self.sums = (kept_buffers.scratch(*x, q.device) for x in (("operands", self.type), ("sums", self.acc)))
+        self.term = None if asked.term is None else TileTerm(asked.term, self.b, self.acc)
+        self.width = asked.width
         self.most = max(1, (CACHE if q.device.type == "cpu" else ROOM) // len(self.q))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out (b h n e) and log-sum-exp (b h n), both in the accumulating type."""
+        """out (b h n e), the term's columns behind it, and log-sum-exp (b h n), both in the accumulating type."""
         total: tuple[Tensor, Tensor] | None = None
         for number, part in enumerate(self.plan.parts):
             queries = Blocked(self.q, part.queries)
@@ -121,25 +77,47 @@ class Pass:
         return out.unflatten(0, (self.b, self.h)), lse.clamp_min(UNSEEN).unflatten(0, (self.b, self.h))
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        out = torch.zeros(*self.q.shape[:2], self.v.shape[-1], dtype=self.acc, device=self.device)
+        out = torch.zeros(*self.q.shape[:2], self.width, dtype=self.acc, device=self.device)
         return out, torch.full(out.shape[:2], UNSEEN, dtype=self.acc, device=self.device)
 
     def _part(self, part: Part, queries: Blocked, number: int) -> tuple[Tensor, Tensor]:
         """out and log-sum-exp of one part, in its own layout."""
         keys, values, gaps = self._keys(part)
-        out = torch.empty(*queries.blocks.shape[:3], self.v.shape[-1], dtype=self.acc, device=self.device)
+        more = self._by_query(part)
+        out = torch.empty(*queries.blocks.shape[:3], self.width, dtype=self.acc, device=self.device)
         lse = torch.empty(out.shape[:3], dtype=self.acc, device=self.device)
         if not part.whole:
             out, lse = out.zero_(), lse.fill_(UNSEEN)
         for turn, run in enumerate(part.runs(self.most, self.device)):
             s, _, v, _ = self._scores(run, queries.blocks, keys, values, gaps)
+            apart = self._add_term(s, part, run, more)
             here = _softmax(s)
             if self.dropout:
                 s *= self._kept(s, number, turn)
             y = product(s.to(self.type), v, self.sums("y", *s.shape[:2], v.shape[-1]))
-            run.put(out, y)
+            run.put(out, y if apart is None else self._with_mass(y, s, apart))
             run.put(lse, here)
         return out, lse
+
+    def _by_query(self, part: Part) -> Blocked | None:
+        """What the term adds by query and distance, in the layout of a part."""
+        return None if self.term is None or self.term.by_query is None else Blocked(self.term.by_query, part.queries)
+
+    def _add_term(self, s: Tensor, part: Part, run: Run, more: Blocked | None) -> Tensor | None:
+        """Scores (B * T, r, x) get what positions add; returns how far apart the pairs stand, (T r x)."""
+        if self.term is None:
+            return None
+        apart = self.term.apart(part, run)
+        self.term.add(self._tiled(s), apart, None if more is None else run.take(more.blocks))
+        return apart
+
+    def _with_mass(self, y: Tensor, weights: Tensor, apart: Tensor) -> Tensor:
+        if self.term is None or not self.term.term.mass:
+            return y
+        return torch.cat([y, self.term.sums(self._tiled(weights), apart).flatten(0, 1)], -1)
+
+    def _tiled(self, x: Tensor) -> Tensor:
+        return x.view(len(self.q), -1, *x.shape[1:])
 
     @staticmethod
     def _merged(total: tuple[Tensor, Tensor] | None, queries: Blocked, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,44 +136,57 @@ class Pass:
         total[0][:, at], total[1][:, at] = merged, both
         return total
 
-    def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and of what the term adds by query."""
         d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
         pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
         lse = torch.where(lse < UNSEEN / 2, -UNSEEN, lse)  # a row that saw nothing: all its weights come out 0
         rows, d_out = torch.stack([pull, lse], -1), d_out.to(self.type)
-        grads: list[Tensor | None] = [None, None, None]
+        grads: list[Tensor | None] = [None] * 4
         for number, part in enumerate(self.plan.parts):
             queries, up, row = (Blocked(x, part.queries) for x in (self.q, d_out, rows))
             keys, values, gaps = self._keys(part)
             found = self._part_back(part, (queries.blocks, up.blocks, row.blocks), (keys, values, gaps), number)
-            grads = [_added(x, y, z) for x, y, z in zip(grads, (queries, keys, values), found, strict=True)]
-        dq, dk, dv = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (self.q, self.k, self.v), strict=True))
-        every = zip((dq.mul_(self.scale), dk, dv), self.types, strict=True)
-        dq, dk, dv = (x.unflatten(0, (self.b, self.h)).to(t).contiguous() for x, t in every)
-        return dq, dk, dv
+            grads = [
+                x if z is None else _added(x, y, z)
+                for x, y, z in zip(grads, (queries, keys, values, queries), found, strict=True)
+            ]
+        made = (self.q, self.k, self.v, None if self.term is None else self.term.by_query)
+        grads = [torch.zeros_like(x) if g is None and x is not None else g for g, x in zip(grads, made, strict=True)]
+        if grads[0] is not None:
+            grads[0].mul_(self.scale)
+        every = zip(grads, [*self.types, self.acc], strict=True)
+        return tuple(None if x is None else x.unflatten(0, (self.b, self.h)).to(t).contiguous() for x, t in every)
 
     def _part_back(
         self, part: Part, asked: tuple[Tensor, Tensor, Tensor], held: tuple[Blocked, Blocked, Tensor | None], number: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         queries, up, row = asked
+        e, more = self.v.shape[-1], self._by_query(part)
+        dm = None if more is None else torch.zeros_like(more.blocks)
         dq, dk, dv = (torch.zeros(x.shape, dtype=self.acc, device=self.device) for x in (queries, held[0].blocks, held[1].blocks))
         most = self.most if self.dropout else self.most // 2  # the dice of dropout are thrown per batch of tiles
         for turn, run in enumerate(part.runs(most, self.device)):
             weights, k, v, q = self._scores(run, queries, *held)
+            apart = self._add_term(weights, part, run, more)
             here, own = _softmax(weights), run.take(row).flatten(0, 1)
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
             u = (run.take(up).flatten(0, 1) * share).to(self.type)
-            d = product(u, v.mT, self.sums("d", *weights.shape))
+            d = product(u[..., :e], v.mT, self.sums("d", *weights.shape))
+            if apart is not None and self.term is not None and u.shape[-1] > e:
+                d += self._tiled(u[..., e:]).gather(-1, self.term.index(apart, self._tiled(d))).flatten(0, 1)
             kept = self._kept(weights, number, turn) if self.dropout else None
             d = d if kept is None else d.mul_(kept)
             d.sub_(own[..., :1] * share).mul_(weights)
             weights = weights if kept is None else weights.mul_(kept)
-            self._collect(dv, run, product(weights.to(self.type).mT, u, self.sums("dv", *v.shape)))
+            self._collect(dv, run, product(weights.to(self.type).mT, u[..., :e], self.sums("dv", *v.shape)))
             low = d.to(self.type)
             self._collect(dk, run, product(low.mT, q, self.sums("dk", *k.shape)))
             run.put(dq, product(low, k, self.sums("dq", *q.shape)))
-        return dq, dk, dv
+            if dm is not None and apart is not None and self.term is not None:
+                run.put(dm, self.term.sums(self._tiled(d), apart))
+        return dq, dk, dv, dm
 
     def _keys(self, part: Part) -> tuple[Blocked, Blocked, Tensor | None]:
         gaps = None if self.gap is None else Blocked(self.gap, part.keys).blocks[..., 0]  # (b blocks c)

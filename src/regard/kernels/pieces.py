@@ -24,8 +24,7 @@ def in_pieces(
     if n <= size:
         return f(*tensors)
     again = torch.is_grad_enabled() and any(x.requires_grad for x in present)
-    found = []
-    for low in range(0, n, size):
-        part = [x if x is None or x.shape[dim] == 1 else x.narrow(dim, low, min(size, n - low)) for x in tensors]
-        found.append(checkpoint(f, *part, use_reentrant=False) if again else f(*part))
+    # split, not narrow: its backward pass writes every gradient once, where narrow's would fill it with zeros for every piece
+    parts = [[x] * -(-n // size) if x is None or x.shape[dim] == 1 else x.split(size, dim) for x in tensors]
+    found = [checkpoint(f, *x, use_reentrant=False) if again else f(*x) for x in zip(*parts, strict=True)]
     return tuple(torch.cat(parts, dim) for parts in zip(*found, strict=True))

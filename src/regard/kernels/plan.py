@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from regard.kernels.drivers import pairs, tiles
 from regard.kernels.parts import Part, Span
+from regard.kernels.remember import remembered
 from regard.mixers.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Pattern, Random, Rows, Tail
 
 
@@ -27,8 +27,13 @@ class Plan:
 
     parts: list[Part]
 
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return sum(part.size for part in self.parts)
 
-@lru_cache(maxsize=64)
+
+@remembered(lambda made: made.size)
 def plan(pattern: Pattern, span: Span) -> Plan:
     """The tiles of the pattern of one head, bound to its length."""
     if span.n == 0 or span.m == 0:

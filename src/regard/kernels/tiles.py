@@ -5,15 +5,17 @@ A fused kernel belongs here, behind `tiled`, with the same arguments and the sam
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from regard.kernels.buffers import accumulator
 from regard.kernels.parts import UNSEEN, Span
-from regard.kernels.passes import Pass, accumulator
+from regard.kernels.passes import Asked, Pass
 from regard.kernels.plan import Plan, plan
+from regard.kernels.remember import remembered
+from regard.kernels.terms import Term
 from regard.mixers.patterns import Causal, Pattern
 
 __all__ = ["UNSEEN", "Reach", "accumulator", "tiled"]
@@ -45,18 +47,21 @@ def tiled(
     causal: bool = False,
     valid: Tensor | None = None,
     dropout: float = 0.0,
+    term: Term | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax over the pairs of a pattern, of the past alone if causal, with queries and keys where the span says.
 
     q (b h n d), k (b h m d), v (b h m e); valid (b m): keys that exist. Returns out (b h n e) and the log-sum-exp of the scores
-    (b h n) in float32 or better; a query without any pair gets 0 and UNSEEN.
+    (b h n) in float32 or better; a query without any pair gets 0 and UNSEEN. A term may add columns behind those of out.
     """
+    term = term or Term()
     if q.numel() == 0:
-        return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
+        return q.new_zeros(*q.shape[:3], v.shape[-1] + term.more), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
     seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
+    asked = Asked(q, k, v, term.by_query, term.slopes, valid, seed, term.clip, term.mass, scale, dropout)
     if torch.compiler.is_compiling():  # one opaque operator: a plan is not for a tracer to look into
-        return _operator(q, k, v, valid, seed, reach.text, list(span), causal, scale, dropout)
-    return _Tiled.apply(q, k, v, valid, seed, shares(reach.each, span, causal), scale, dropout)
+        return _operator(*asked, reach.text, list(span), causal)
+    return _Tiled.apply(*asked, shares(reach.each, span, causal))
 
 
 class Share(NamedTuple):
@@ -66,7 +71,7 @@ class Share(NamedTuple):
     heads: list[int]
 
 
-@lru_cache(maxsize=64)
+@remembered(lambda made: sum(share.work.size for share in made))
 def shares(each: tuple[Pattern, ...], span: Span, causal: bool) -> tuple[Share, ...]:
     heads: dict[Pattern, list[int]] = {}
     for h, pattern in enumerate(each):
@@ -74,46 +79,41 @@ def shares(each: tuple[Pattern, ...], span: Span, causal: bool) -> tuple[Share, 
     return tuple(Share(plan(p & Causal() if causal else p, span), own) for p, own in heads.items())
 
 
-@lru_cache(maxsize=64)
+@remembered(lambda made: sum(share.work.size for share in made))
 def _shares_of(text: str, heads: int, span: Span, causal: bool) -> tuple[Share, ...]:
     return shares(Reach.of(Pattern.parse(text), heads).each, span, causal)
 
 
-def _forward(
-    work: tuple[Share, ...], q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, seed: Tensor | None, *rest: float
-) -> tuple[Tensor, Tensor]:
-    pieces = _pieces(work, q)
+def _forward(work: tuple[Share, ...], asked: Asked) -> tuple[Tensor, Tensor]:
+    pieces = _pieces(work, asked.q)
     if len(pieces) == 1:
-        return Pass(pieces[0][0], q, k, v, valid, seed, *rest).forward()
-    acc = accumulator(q.dtype)
-    out, lse = (torch.empty(*q.shape[:3], *x, dtype=acc, device=q.device) for x in ((v.shape[-1],), ()))
+        return Pass(pieces[0][0], asked).forward()
+    acc = accumulator(asked.q.dtype)
+    out, lse = (torch.empty(*asked.q.shape[:3], *x, dtype=acc, device=asked.q.device) for x in ((asked.width,), ()))
     for number, (p, own) in enumerate(pieces):
-        one = Pass(p, q[:, own], k[:, own], v[:, own], valid, _other(seed, number), *rest)
-        out[:, own], lse[:, own] = one.forward()
+        out[:, own], lse[:, own] = Pass(p, _of_heads(asked, own, number)).forward()
     return out, lse
 
 
-def _backward(
-    work: tuple[Share, ...],
-    up: tuple[Tensor, ...],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    seed: Tensor | None,
-    *rest: float,
-) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v; up: out, log-sum-exp, and the gradients of both."""
-    pieces = _pieces(work, q)
+def _backward(work: tuple[Share, ...], asked: Asked, up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, by_query; up: out, log-sum-exp, and the gradients of both."""
+    pieces = _pieces(work, asked.q)
     if len(pieces) == 1:
-        return Pass(pieces[0][0], q, k, v, valid, seed, *rest).backward(*up)
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        return Pass(pieces[0][0], asked).backward(*up)
+    grads = tuple(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in asked[:4])
     for number, (p, own) in enumerate(pieces):
-        one = Pass(p, q[:, own], k[:, own], v[:, own], valid, _other(seed, number), *rest)
-        found = one.backward(*(x[:, own] for x in up))
+        found = Pass(p, _of_heads(asked, own, number)).backward(*(x[:, own] for x in up))
         for total, part in zip(grads, found, strict=True):
-            total[:, own] = part
+            if total is not None and part is not None:
+                total[:, own] = part
     return grads
+
+
+def _of_heads(asked: Asked, own: list[int] | slice, number: int) -> Asked:
+    """The question of some heads."""
+    q, k, v, by_query = (None if x is None else x[:, own] for x in asked[:4])
+    slopes = None if asked.slopes is None else asked.slopes[own]
+    return Asked(q, k, v, by_query, slopes, asked.valid, _other(asked.seed, number), *asked[7:])  # type: ignore[arg-type]
 
 
 def _other(seed: Tensor | None, number: int) -> Tensor | None:
@@ -140,28 +140,18 @@ def _neighbours(heads: list[int]) -> list[int] | slice:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor | None,
-        seed: Tensor | None,
-        work: tuple[Share, ...],
-        scale: float,
-        dropout: float,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(work, q, k, v, valid, seed, scale, dropout)
-        ctx.save_for_backward(q, k, v, valid, seed, out, lse)
-        ctx.rest = (work, scale, dropout)
-        return out.to(v.dtype), lse.clone()
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        asked, work = Asked(*args[:-1]), args[-1]
+        out, lse = _forward(work, asked)
+        ctx.save_for_backward(*asked[:7], out, lse)
+        ctx.rest = asked[7:], work
+        return out.to(asked.v.dtype), lse.clone()
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, valid, seed, out, lse = ctx.saved_tensors
-        work, scale, dropout = ctx.rest
-        grads = _backward(work, (out, lse, d_out, d_lse), q, k, v, valid, seed, scale, dropout)
-        return *grads, None, None, None, None, None
+        *tensors, out, lse = ctx.saved_tensors
+        rest, work = ctx.rest
+        return *_backward(work, Asked(*tensors, *rest), (out, lse, d_out, d_lse)), *[None] * 8
 
 
 @torch.library.custom_op("regard::tiled", mutates_args=())
@@ -169,15 +159,20 @@ def _operator(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    by_query: Tensor | None,
+    slopes: Tensor | None,
     valid: Tensor | None,
     seed: Tensor | None,
+    clip: int,
+    mass: bool,
+    scale: float,
+    dropout: float,
     pattern: str,
     span: list[int],
     causal: bool,
-    scale: float,
-    dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(_shares_of(pattern, q.shape[1], Span(*span), causal), q, k, v, valid, seed, scale, dropout)
+    asked = Asked(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
+    out, lse = _forward(_shares_of(pattern, q.shape[1], Span(*span), causal), asked)
     return out.to(v.dtype, copy=True), lse.clone()
 
 
@@ -188,39 +183,45 @@ def _operator_back(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    by_query: Tensor | None,
+    slopes: Tensor | None,
     valid: Tensor | None,
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    clip: int,
+    mass: bool,
+    scale: float,
+    dropout: float,
     pattern: str,
     span: list[int],
     causal: bool,
-    scale: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    work, up = _shares_of(pattern, q.shape[1], Span(*span), causal), (out.to(lse.dtype), lse, d_out, d_lse)
-    dq, dk, dv = (x.contiguous() for x in _backward(work, up, q, k, v, valid, seed, scale, dropout))
-    return dq, dk, dv
+) -> list[Tensor]:
+    asked = Asked(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
+    work = _shares_of(pattern, q.shape[1], Span(*span), causal)
+    found = _backward(work, asked, (out.to(lse.dtype), lse, d_out, d_lse))
+    return [x.contiguous() for x in found if x is not None]
 
 
 @_operator.register_fake
-def _(q, k, v, valid, seed, pattern, span, causal, scale, dropout):  # noqa: ARG001
-    return q.new_empty(*q.shape[:3], v.shape[-1], dtype=v.dtype), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+def _(q, k, v, by_query, slopes, valid, seed, clip, mass, *rest):  # noqa: ARG001
+    width = v.shape[-1] + (2 * clip + 1 if mass else 0)
+    return q.new_empty(*q.shape[:3], width, dtype=v.dtype), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 @_operator_back.register_fake
-def _(d_out, d_lse, q, k, v, valid, seed, out, lse, pattern, span, causal, scale, dropout):  # noqa: ARG001
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _(d_out, d_lse, q, k, v, by_query, *rest):  # noqa: ARG001
+    return [x.new_empty(x.shape) for x in (q, k, v, by_query) if x is not None]
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.rest = inputs[5:]
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.rest = inputs[7:]
 
 
 def _go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
-    grads = _operator_back(d_out, d_lse, *ctx.saved_tensors, *ctx.rest)
-    return *grads, *[None] * 7
+    found = iter(_operator_back(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
+    return *(None if x is None else next(found) for x in ctx.saved_tensors[:4]), *[None] * 10
 
 
 _operator.register_autograd(_go_back, setup_context=_keep)

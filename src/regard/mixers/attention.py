@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, check_valid, only, shortened
+from regard.mixers.where import Positions
 
 
 def precise(x: Tensor) -> torch.autocast:
@@ -13,14 +14,27 @@ def precise(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type if x.device.type != "meta" else "cpu", enabled=False)
 
 
+class Unmade(nn.Module):
+    """Stands where a map would be that nobody looks at: zeros of the right shape, one number in memory."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(*x.shape[:-1], self.size)
+
+
 class Attention(Mixer):
     """q, k, v = linear maps of the tokens, out = a linear map of what the core answers.
 
-    Every core gets the same projections, so that a comparison of cores compares cores.
-    `shared_qk` uses one map for queries and keys, as Reformer does.
+    Every core gets the same projections, so that a comparison of cores compares cores, except those it says it never looks at.
+    `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention.
     """
 
-    def __init__(self, dims: Dims, core: Core, *, shared_qk: bool = False, bias: bool = True) -> None:
+    def __init__(
+        self, dims: Dims, core: Core, *, shared_qk: bool = False, bias: bool = True, positions: Positions | None = None
+    ) -> None:
         super().__init__(dims)
         shared_qk = shared_qk or core.shared_qk
         self.core, self.shared_qk, self.rate = core, shared_qk, core.rate
@@ -29,10 +43,14 @@ class Attention(Mixer):
         self.can = core.can
         if shared_qk and (dims.cross or dims.g != dims.heads or core.gates):
             raise ValueError("shared_qk makes keys of the queries: no cross, no kv_heads, no gates")
+        self.positions: Positions | None = None  # that turn queries and keys
+        if positions is not None:
+            self._honour(positions)
         reads = dims.context_width or dims.width
         many = core.streams
-        self.q = nn.Linear(dims.width, dims.heads * dims.d * many, bias=bias)
-        self.k = self.q if shared_qk else nn.Linear(reads, dims.g * (dims.d * many + core.gates), bias=bias)
+        asks, keys = dims.heads * dims.d * many, dims.g * (dims.d * many + core.gates)
+        self.q = Unmade(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
+        self.k = Unmade(keys) if "k" in core.ignores else self.q if shared_qk else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
 
@@ -40,16 +58,27 @@ class Attention(Mixer):
     def name(self) -> str:
         return self.core.name
 
-    def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        context: Tensor | None = None,
+        valid: Tensor | None = None,
+        query_valid: Tensor | None = None,
+    ) -> Tensor:
+        """`valid` speaks of the tokens that are read; where those are a context, `query_valid` (b n) speaks of x."""
         self.check(x)
+        if query_valid is not None and context is None:
+            raise ValueError("without a context queries and keys are the same tokens: give valid alone")
         if self.dims.causal:
             if context is not None:
                 raise ValueError("a causal mixer reads its own tokens: build it with cross=True to read a context")
             return self._scan(self._nothing(len(x)), x, valid)[0]
         if self.dims.cross != (context is not None):
             raise ValueError("build it with cross=True and pass a context, or neither")
-        y, _ = self._read(self._remember(x if context is None else context, valid), x, valid if context is None else None)
-        return y
+        self.check_padding(query_valid, x)
+        state = self._remember(x if context is None else context, valid)
+        return self._read(state, x, valid if context is None else query_valid)[0]
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
         only(self.core.name, self.can, Can.STREAM)
@@ -66,9 +95,8 @@ class Attention(Mixer):
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self.check(x)
         if not self.dims.causal:
-            if valid is not None:
-                raise ValueError("the queries of cross attention need no valid: give it to start(), with the context")
-            return self._read(state, x, None)
+            self.check_padding(valid, x)
+            return self._read(state, x, valid)
         y, state = self._scan(state, x, valid)
         return y, state._replace(memory=self.core.forget(state.memory, state.t))
 
@@ -76,15 +104,33 @@ class Attention(Mixer):
         self.check_padding(valid, x)
         places = Places.of(x, valid, state.t, state.start)
         self.check_length(places)
-        q, k, v = self.heads(x)
+        q, k, v = self.heads(x, places)
         with precise(x):
             y, memory = self.core.scan(state.memory, q, k, v, places)
         return self._finish(y, x, valid), self.later(state, memory, places)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """x (b n w) -> q (b h n d), k (b g n d), v (b g n e)."""
-        q = self._split(self.q(x), self.dims.heads)
-        return q, (q if self.shared_qk else self._split(self.k(x), self.dims.g)), self._split(self.v(x), self.dims.g)
+        q = self._turned(self.q(x), self.dims.heads, places)
+        k = q if self.shared_qk else self._turned(self.k(x), self.dims.g, places)
+        return q, k, self._split(self.v(x), self.dims.g)
+
+    def _honour(self, positions: Positions) -> None:
+        if positions.needs == Can.NOTHING:
+            raise ValueError(f"{positions.name} positions are added to tokens, before the first layer: positions.add(x, places)")
+        self.core.honour(positions)
+        if Can.ROTARY in positions.needs:
+            self.positions = positions
+
+    def _turned(self, x: Tensor, heads: int, places: Places) -> Tensor:
+        """Queries or keys by heads, turned by their positions if they are to be; gates behind a key are not turned."""
+        x = self._split(x, heads)
+        if self.positions is None:
+            return x
+        d, streams = self.dims.d, self.core.streams
+        parts = x.split([d] * streams + [x.shape[-1] - d * streams], -1)
+        with precise(x):
+            return torch.cat([*(self.positions.turn(part, places) for part in parts[:-1]), parts[-1]], -1)
 
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
@@ -101,14 +147,14 @@ class Attention(Mixer):
         self.check_padding(valid, context)
         places = Places.of(context, valid)
         self.check_length(places)
-        k, v = self._split(self.k(context), self.dims.g), self._split(self.v(context), self.dims.g)
+        k, v = self._turned(self.k(context), self.dims.g, places), self._split(self.v(context), self.dims.g)
         with precise(k):
             memory = self.core.push(self.core.empty(k, v), k, v, places)
         return State(memory, torch.zeros(len(context), dtype=torch.long, device=context.device), 0)
 
     def _read(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
         places = Places.of(x, valid, state.t, state.start)
-        q = self._split(self.q(x), self.dims.heads)
+        q = self._turned(self.q(x), self.dims.heads, places)
         with precise(q):
             y = self.core.read(state.memory, q, places)
         return self._finish(y, x, valid), self.later(state, state.memory, places)

@@ -183,15 +183,23 @@ class Core(nn.Module):
     gates: int = 0  # further numbers that come with each key, behind its d: how much to forget, how strongly to write
     shared_qk: bool = False  # it needs keys that are the queries
     rate: int = 1  # queries that share one answer: (b h n d) -> (b h ceil(n / rate) e)
+    ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.dims = dims
+        self.positions: Any = None  # `Positions` that add to the scores
         only(self.name, self.can, Can.DROPOUT if dims.dropout else Can.NOTHING, "use dropout=0")
 
     @property
     def name(self) -> str:
         return type(self).__name__.lower()
+
+    def honour(self, positions: Any) -> None:
+        """From now on scores take what these positions add to them; what only turns queries and keys needs nothing more."""
+        only(self.name, self.can, positions.needs, f"so {positions.name} positions are not for it: add positions to the tokens")
+        if Can.RELATIVE in positions.needs:
+            self.positions = positions
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -317,8 +325,12 @@ class Free(Mixer):
             raise ValueError(f"{self.name} mixes its own tokens and cannot read a context: leave it out")
 
 
+class LengthNeeded(ValueError):
+    """A mechanism with weights for every position was asked for without saying how many positions there are."""
+
+
 def needed_length(name: str, dims: Dims) -> int:
     """The longest sequence, for a mechanism with weights for each position."""
     if dims.max_len is None:
-        raise ValueError(f"{name} has weights for every position: say how many with max_len=...")
+        raise LengthNeeded(f"{name} has weights for every position: say how many with max_len=...")
     return dims.max_len

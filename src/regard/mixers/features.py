@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -47,6 +49,22 @@ def ratio(out: Tensor, norm: Tensor) -> Tensor:
     """out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
     limits = torch.finfo(norm.dtype)
     return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
+
+
+def total(dtype: torch.dtype) -> float:
+    """A log decay that leaves nothing. There is no need for a lower one: it would swallow the digits of those after it."""
+    return 1.3 * math.log(torch.finfo(dtype).tiny)
+
+
+def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
+    """The log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0; padding leaves everything as it is."""
+    return where_valid((F.logsigmoid(gate) / root).clamp(min=total(gate.dtype)), valid, 0)
+
+
+def left(decay: Tensor) -> Tensor:
+    """How much of each token is left after those behind it: decay (b g m ...)."""
+    suffix = decay.flip(2).cumsum(2).flip(2)
+    return torch.cat([suffix[:, :, 1:], torch.zeros_like(suffix[:, :, :1])], 2).exp()
 
 
 def gaussian(rows: int, d: int, seed: int) -> Tensor:

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from regard.kernels.dense import merged, small
 from regard.kernels.parts import Span
+from regard.kernels.terms import Term
 from regard.kernels.tiles import UNSEEN, Reach, tiled
 from regard.mixers.base import Places
 from regard.mixers.memory import Log
+from regard.mixers.packing import Order, to_front
+from regard.mixers.where import Positions
 
 FEW = 16  # queries up to which all keys in the memory are simply looked at
 
@@ -23,6 +26,7 @@ class Lookup(NamedTuple):
     scale: float
     causal: bool
     dropout: float = 0.0
+    positions: Positions | None = None  # of those that add to the scores
 
     def __call__(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """out (b h n e) and log-sum-exp (b h n); q (b h n d)."""
@@ -52,7 +56,14 @@ class Lookup(NamedTuple):
             seen = seen & log.places.valid[:, None, None]
         seen = seen & (i >= j) if self.causal else seen
         k, v = widened(log.keys, log.values, q.shape[1])
-        return small(q, k, v, seen, scale=self.scale, dropout=self.dropout)
+        out, lse = small(q, k, v, seen, scale=self.scale, dropout=self.dropout, term=self._term(q), apart=i - j)
+        return self._finished(out, v), lse
+
+    def _term(self, q: Tensor) -> Term | None:
+        return None if self.positions is None else self.positions.term(q, self.scale)
+
+    def _finished(self, out: Tensor, v: Tensor) -> Tensor:
+        return out if self.positions is None else self.positions.finish(out, v.shape[-1])
 
     def _tiles(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Real tokens of every row side by side, in order: the plan of one row serves all."""
@@ -61,7 +72,10 @@ class Lookup(NamedTuple):
         q, back = packed_queries(q, places.valid)
         k, v = widened(k, v, q.shape[1])
         span = Span(places.start, q.shape[2], log.start, k.shape[2])
-        out, lse = tiled(q, k, v, self.reach, span, scale=self.scale, causal=self.causal, valid=valid, dropout=self.dropout)
+        out, lse = tiled(
+            q, k, v, self.reach, span, scale=self.scale, causal=self.causal, valid=valid, dropout=self.dropout, term=self._term(q)
+        )
+        out = self._finished(out, v)
         if back is not None:
             out, lse = out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
         return out, lse
@@ -107,29 +121,15 @@ def widened(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
 
 
-class _Order(NamedTuple):
-    there: Tensor  # (b n) which token comes to each place
-    back: Tensor  # (b n) where each token went
-    real: Tensor  # (b n) which places hold a real token
-
-
-def _order(valid: Tensor) -> _Order | None:
-    """Real tokens to the front; None where they are there already, which only a CPU can see for free."""
-    if valid.device.type == "cpu" and bool((valid[:, 1:] <= valid[:, :-1]).all()):
-        return None
-    there = (~valid).long().argsort(dim=1, stable=True)
-    return _Order(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
-
-
-def _moved(x: Tensor, order: _Order) -> Tensor:
+def _moved(x: Tensor, order: Order) -> Tensor:
     return x.gather(2, order.there[:, None, :, None].expand_as(x))
 
 
 def packed(k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    order = None if valid is None else _order(valid)
+    order = None if valid is None else to_front(valid)
     return (k, v, valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
 
 
 def packed_queries(q: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    order = None if valid is None else _order(valid)
+    order = None if valid is None else to_front(valid)
     return (q, None) if order is None else (_moved(q, order), order.back)

@@ -18,6 +18,7 @@ from regard.mixers.memory import Keeper, Log
 from regard.mixers.patterns import Everything
 
 EVERY = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
+DOTS = EVERY | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax
 STRIP = 1 << 22  # elements of the largest tensor that a strip of queries makes
 
 
@@ -36,7 +37,7 @@ class Softmax(Keeper):
     Cost: (d + e) n^2, memory n. Vaswani et al. 2017, arXiv:1706.03762.
     """
 
-    can = EVERY
+    can = DOTS
 
     def __init__(self, dims: Dims, *, scale: float | None = None) -> None:
         super().__init__(dims)
@@ -50,6 +51,8 @@ class Softmax(Keeper):
         drop = self.dims.dropout if self.training else 0.0
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        if self.positions is not None:  # scores that the fused kernel cannot take
+            return Lookup(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
         if not causal or (q.shape[2] == 1 and log.plain):  # the newest token sees all
             return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop)
         if log.size > q.shape[2]:  # a chunk behind a memory
@@ -63,7 +66,8 @@ class Softmax(Keeper):
 class _Strips(Keeper):
     """Scores of any form, a strip of queries at a time and once more in the backward pass: never n x m at once."""
 
-    can = EVERY
+    can = EVERY | Can.RELATIVE
+    scale = 1.0  # of the scores, for positions that add to them
 
     def depth(self) -> int:
         """Elements made per pair of query and key."""
@@ -73,32 +77,48 @@ class _Strips(Keeper):
         """What depends on a query or a key alone."""
         raise NotImplementedError
 
-    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        """A (b h n m) from prepared queries and keys; seen (b 1 n m); a row that sees nothing is all 0."""
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """(b h n m) from prepared queries and keys."""
+        raise NotImplementedError
+
+    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
+        """A (b h n m); seen (b 1 n m); a row that sees nothing is all 0."""
         raise NotImplementedError
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
-        acc = accumulator(q.dtype)
+        acc, positions = accumulator(q.dtype), self.positions
         k, v = widened(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        term = None if positions is None else positions.term(q.to(acc), self.scale)
         q, k = self.prepare(q.to(acc), k)
         j, valid = log.places.at, log.valid[:, : log.size]
         rate = self.dims.dropout if self.training else 0.0
 
-        def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor) -> Tensor:
+        def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> Tensor:
+            apart = i[:, None, :, None] - j[:, None, None]
             seen = valid[:, None, None]
-            seen = seen & (i[:, None, :, None] >= j[:, None, None]) if causal else seen.expand(-1, 1, i.shape[1], -1)
-            return dropout(self.weights(q, k, seen), rate) @ v
+            seen = seen & (apart >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
+            s, own = self.scores(q, k), term and term._replace(by_query=by_query)
+            a = dropout(self.normalise(own.add(s, apart) if own else s, seen), rate)
+            out = a @ v
+            return torch.cat([out, own.masses(a, apart)], -1) if own and own.mass else out
 
-        return _in_strips(strip, q, k, v, places.at, self.depth()).to(log.v.dtype)
+        out = _in_strips(strip, q, k, v, places.at, term and term.by_query, self.depth()).to(log.v.dtype)
+        return out if positions is None else positions.finish(out, v.shape[-1])
 
 
-def _in_strips(strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, depth: int) -> Tensor:
+def _in_strips(
+    strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, by_query: Tensor | None, depth: int
+) -> Tensor:
     rows = max(1, STRIP // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
     if q.shape[2] <= rows:
-        return strip(q, k, v, at)
-    parts = zip(q.split(rows, 2), at.split(rows, 1), strict=True)
+        return strip(q, k, v, at, by_query)
+    queries = q.split(rows, 2)
+    more = [None] * len(queries) if by_query is None else by_query.split(rows, 2)
     again = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return torch.cat([checkpoint(strip, x, k, v, i, use_reentrant=False) if again else strip(x, k, v, i) for x, i in parts], 2)
+    found = []
+    for x, i, y in zip(queries, at.split(rows, 1), more, strict=True):
+        found.append(checkpoint(strip, x, k, v, i, y, use_reentrant=False) if again else strip(x, k, v, i, y))
+    return torch.cat(found, 2)
 
 
 class Additive(_Strips):
@@ -122,9 +142,11 @@ class Additive(_Strips):
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q @ self.wq.to(q.dtype), k @ self.wk.to(q.dtype)
 
-    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
         made = torch.tanh(q[:, :, :, None] + k[:, :, None])  # (b h strip m hidden)
-        s = torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
+        return torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
+
+    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
         return s.masked_fill(~seen, -1e30).softmax(-1) * seen
 
 
@@ -135,6 +157,8 @@ class Relu(_Strips):
     Cost: (d + e) n^2, memory n. Wortsman et al. 2023, arXiv:2309.08586.
     """
 
+    can = DOTS
+
     def __init__(self, dims: Dims, *, norm: str = "count", scale: float | None = None) -> None:
         super().__init__(dims)
         if norm not in ("count", "sum"):
@@ -144,9 +168,12 @@ class Relu(_Strips):
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q * self.scale, k
 
-    def weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-        positive = (q @ k.mT).relu() * seen
-        total = seen.sum(-1, keepdim=True).to(q.dtype) if self.norm == "count" else positive.sum(-1, keepdim=True)
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT
+
+    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
+        positive = s.relu() * seen
+        total = seen.sum(-1, keepdim=True).to(s.dtype) if self.norm == "count" else positive.sum(-1, keepdim=True)
         return positive / torch.where(total > 0, total, 1)
 
 

@@ -29,11 +29,12 @@ from regard.mixers.patterns import (
     Tail,
 )
 from regard.mixers.patterns.algebra import need
-from regard.mixers.softmax import EVERY, default_scale
+from regard.mixers.softmax import DOTS, default_scale
+from regard.mixers.where import Positions
 
-__all__ = ["BigBird", "Census", "Longformer", "Sparse", "SparseTransformer", "census"]
+__all__ = ["BigBird", "Census", "Longformer", "Sinks", "Sparse", "SparseTransformer", "census"]
 
-SELF = Can.CAUSAL | Can.PADDING | Can.STREAM | Can.DROPOUT
+SELF = DOTS & ~Can.CROSS
 
 
 class Sparse(Keeper):
@@ -43,14 +44,19 @@ class Sparse(Keeper):
     Cost: (d + e) times the number of pairs, in time; n in memory. Child et al. 2019, arXiv:1904.10509.
     """
 
-    can = EVERY
+    can = DOTS
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, scale: float | None = None) -> None:
         super().__init__(dims)
-        self.pattern, self.scale = Pattern.of(pattern), default_scale(scale, dims.d)
-        self.reach = Reach.of(self.pattern, dims.heads)
-        if self.reach.bends:
-            self.can = self.can & ~Can.STREAM  # a longer sequence would have had another past
+        self.scale = default_scale(scale, dims.d)
+        self.place(pattern)
+
+    def place(self, pattern: Pattern | str) -> None:
+        """From now on look at the pairs of this pattern."""
+        self.pattern = Pattern.of(pattern)
+        self.reach = Reach.of(self.pattern, self.dims.heads)
+        lost = Can.STREAM if self.reach.bends else Can.NOTHING  # a longer sequence would have had another past
+        self.can = type(self).can & ~lost
 
     def extra_repr(self) -> str:
         return str(self.pattern)
@@ -59,10 +65,23 @@ class Sparse(Keeper):
         return self.pattern.alive(j, t)
 
     def look(self, causal: bool) -> Lookup:
-        return Lookup(self.reach, self.scale, causal, self.dims.dropout if self.training else 0.0)
+        return Lookup(self.reach, self.scale, causal, self.dims.dropout if self.training else 0.0, self.positions)
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self.look(causal)(log, q, places)[0]
+
+
+class Sinks(Sparse):
+    """A sliding window, and the first tokens stay visible for ever: what a window needs to go on without end.
+
+    Pattern: Local(window) | Columns(first); streaming it keeps window + first tokens. Cost: n (window + first).
+    Xiao et al. 2023, arXiv:2309.17453, which also counts positions inside what is kept, where the model has positions.
+    """
+
+    can = SELF
+
+    def __init__(self, dims: Dims, *, window: int = 256, first: int = 4, scale: float | None = None) -> None:
+        super().__init__(dims, pattern=Local(need("window", window)) | Columns(need("first", first)), scale=scale)
 
 
 class SparseTransformer(Sparse):
@@ -119,6 +138,8 @@ class BigBird(Sparse):
         self.all = Reach.of(Everything(), dims.heads)
         extra = globals * block if special == "external" else 0
         self.extra_k = nn.Parameter(torch.randn(dims.g, extra, dims.d) * 0.02) if extra else None
+        if extra:
+            self.can = self.can & ~(Can.ROTARY | Can.RELATIVE)  # tokens that stand nowhere have no distance
         self.extra_v = nn.Parameter(torch.randn(dims.g, extra, dims.e) * 0.02) if extra else None
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
@@ -176,6 +197,12 @@ class Longformer(Core):
 
     def extra_repr(self) -> str:
         return f"streams={self.streams}"
+
+    def honour(self, positions: Positions) -> None:
+        super().honour(positions)
+        for part in (self.local, self.special):
+            if part is not None:
+                part.honour(positions)
 
     def _apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return (x, x) if self.streams == 1 else tuple(x.chunk(2, -1))  # type: ignore[return-value]

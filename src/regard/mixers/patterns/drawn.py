@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -87,23 +89,65 @@ class Random(Atom):
         return f"Random({', '.join([str(self.count), str(self.block), *more])})"
 
 
-class Edges(Atom):
-    """The edges of a graph, as PyTorch Geometric writes them: row 0 is the key j (source), row 1 the query i (target)."""
+WRITTEN = 4096  # edges that are written out in a text; larger graphs go by a name that this process knows
 
-    def __init__(self, edges: Any, nodes: int | None = None, loops: bool = False) -> None:
-        pairs = torch.as_tensor(edges).detach().cpu()
-        if pairs.numel() == 0:
-            pairs = pairs.reshape(2, 0).long()
-        if pairs.dim() != 2 or pairs.shape[0] != 2 or pairs.is_floating_point():
-            raise ValueError(f"edges must be integers of shape (2, edges), sources over targets, not {tuple(pairs.shape)}")
+
+class _Graph:
+    """What equal large graphs have in common, so that their name is known as long as one of them is alive."""
+
+    def __init__(self, nodes: int, codes: Tensor) -> None:
+        self.nodes, self.codes = nodes, codes
+
+
+_named: WeakValueDictionary[str, _Graph] = WeakValueDictionary()
+
+
+class Edges(Atom):
+    """The edges of a graph, as PyTorch Geometric writes them: (2, edges), row 0 the key j (source), row 1 the query i (target).
+
+    So an edge j -> i lets node i look at node j. A tensor, an array or two lists; an edge that is given twice counts once.
+    both=True adds the way back of every edge, loops=True an edge from every node to itself.
+    As text, a small graph is its edges. A large one is a name, which can be read back as long as the graph is alive.
+    """
+
+    nodes: int
+    codes: Tensor  # i * nodes + j, in order, each once
+    _known: _Graph | None = None
+
+    def __init__(self, edges: Any, nodes: int | None = None, loops: bool = False, both: bool = False) -> None:
+        if isinstance(edges, str):
+            if (known := _named.get(edges)) is None:
+                raise ValueError(
+                    f"the graph {edges!r} is too large to be written out, and not here: make it from its edges first"
+                )
+            self.nodes, self.codes, self._known = known.nodes, known.codes, known
+            return
+        pairs = _pairs(edges)
         if nodes is None:
             nodes = int(pairs.max()) + 1 if pairs.numel() else 0
-        need("nodes", nodes, 0)
+        if need("nodes", nodes, 0) > 2**31:
+            raise ValueError(f"a graph may have 2**31 nodes, not {nodes}")
         if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < nodes:
             raise ValueError(f"edges name nodes {int(pairs.min())} to {int(pairs.max())}, but there are only {nodes}, from 0")
-        self.nodes, self.loops = nodes, bool(loops)
+        for name, value in (("loops", loops), ("both", both)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")
+        j, i = torch.cat([pairs, pairs.flip(0)], 1) if both else pairs
         own = torch.arange(nodes if loops else 0) * (nodes + 1)
-        self.codes = torch.cat([pairs[1].long() * nodes + pairs[0].long(), own]).unique()  # i * nodes + j, in order
+        self.nodes, self.codes = nodes, torch.cat([i * nodes + j, own]).unique()
+
+    @staticmethod
+    def coded(codes: Tensor, nodes: int) -> Edges:
+        """From codes i * nodes + j that are in order, each once."""
+        made = Edges.__new__(Edges)
+        made.nodes, made.codes = nodes, codes
+        return made
+
+    @property
+    def index(self) -> Tensor:
+        """(2, edges) sources over targets, by target and then by source, each edge once."""
+        i = self.codes // max(self.nodes, 1)
+        return torch.stack([self.codes - i * self.nodes, i])
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         if not len(self.codes):
@@ -129,12 +173,37 @@ class Edges(Atom):
     def bends_with_length(self) -> bool:
         return True
 
+    @cached_property
+    def name(self) -> str:
+        """The same for equal graphs, in every process."""
+        return blake2b(self.codes.numpy().tobytes(), digest_size=16, salt=str(self.nodes).encode()).hexdigest()
+
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, Edges) and self.nodes == other.nodes and torch.equal(self.codes, other.codes)
 
     def __hash__(self) -> int:
-        return hash((self.nodes, self.codes.numpy().tobytes()))
+        return hash(self.name)
 
     def __repr__(self) -> str:
-        pairs = [(self.codes % max(self.nodes, 1)).tolist(), (self.codes // max(self.nodes, 1)).tolist()]
-        return f"Edges({pairs}, nodes={self.nodes})"
+        if len(self.codes) > WRITTEN:
+            self._known = _named.setdefault(self.name, _Graph(self.nodes, self.codes))
+            return f"Edges({self.name!r})"
+        return f"Edges({self.index.tolist()}, nodes={self.nodes})"
+
+
+def _pairs(edges: Any) -> Tensor:
+    """(2, edges) of whatever people keep edges in."""
+    try:
+        pairs = torch.as_tensor(np.array(edges) if isinstance(edges, np.ndarray) else edges).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"edges must be integers of shape (2, edges), sources over targets: {error}") from None
+    if pairs.numel() == 0:
+        return pairs.reshape(2, 0).long()
+    if pairs.dim() != 2 or pairs.shape[0] != 2:
+        hint = ": write edges.T" if pairs.dim() == 2 and pairs.shape[1] == 2 else ""
+        raise ValueError(f"edges must have shape (2, edges), sources over targets, not {tuple(pairs.shape)}{hint}")
+    if pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool:
+        raise ValueError(f"edges must be integers of shape (2, edges), sources over targets, not {pairs.dtype}")
+    return pairs.long()

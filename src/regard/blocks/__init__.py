@@ -1,0 +1,8 @@
+"""What stands around a mixer in a model: feed-forward layers, residual blocks, stacks of them, and stacks that run backwards."""
+
+from regard.blocks.block import Block
+from regard.blocks.feedforward import FeedForward
+from regard.blocks.reversible import ReversibleStack
+from regard.blocks.stack import Stack
+
+__all__ = ["Block", "FeedForward", "ReversibleStack", "Stack"]

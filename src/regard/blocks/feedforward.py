@@ -1,0 +1,59 @@
+"""The channel mixer: every token by itself, through a wider layer and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regard.mixers.patterns.algebra import need
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+def share(name: str, value: float) -> float:
+    """The value, if it is a share that may be dropped."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), not {value!r}")
+    return float(value)
+
+
+class FeedForward(nn.Module):
+    """Wider, bent, and back: out = W2 act(W1 x), or gated, out = W2 (act(W1 x) * W3 x).
+
+    activation="relu" is the Transformer's own (Vaswani et al. 2017, arXiv:1706.03762); gated=True with "gelu" or "silu" is GEGLU
+    or SwiGLU (Shazeer 2020, arXiv:2002.05202), which has the weights of a plain one at two thirds of its `hidden`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "relu",
+        gated: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        need("width", width)
+        need("hidden", hidden)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+        self.activation, self.gated = activation, gated
+        self.up = nn.Linear(width, 2 * hidden if gated else hidden, bias=bias)  # gate and value in one product
+        self.down = nn.Linear(hidden, width, bias=bias)
+        self.drop = nn.Dropout(share("dropout", dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, act = self.up(x), ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, value = x.chunk(2, -1)
+            x = act(gate) * value
+        else:
+            x = act(x)
+        return self.down(self.drop(x))
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, gated={self.gated}"

@@ -1,0 +1,124 @@
+"""Blocks one after another: the body of every encoder and decoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from regard.blocks.block import Block, NormClass, check_context, fewer, silent
+from regard.blocks.feedforward import FeedForward
+from regard.mixers.base import Dims, State
+from regard.mixers.patterns import Pattern
+from regard.mixers.patterns.algebra import need
+from regard.mixers.where import Positions
+from regard.spec import Spec
+
+Named = Spec | str | Pattern | Mapping[str, Any]
+
+
+class Stack(nn.Module):
+    """Blocks in order, and a norm behind the last: (b n w) -> (b n w), all at once or streamed.
+
+    `Stack.of("softmax", width=512, heads=8, depth=6)` builds one; a list of mechanisms is a hybrid. Its state is a value: its
+    memory holds the states of the blocks, so `state.select(rows)` reorders beams through all layers.
+    """
+
+    def __init__(self, blocks: Sequence[Block], final_norm: nn.Module | None = None) -> None:
+        super().__init__()
+        if not blocks or any(block.width != blocks[0].width for block in blocks):
+            raise ValueError(f"a stack needs blocks of one width, not of {sorted({block.width for block in blocks})}")
+        self.blocks = nn.ModuleList(blocks)
+        self.final_norm = final_norm
+        self.rate = math.prod(block.rate for block in blocks)
+        self.reads = any(block.cross is not None for block in blocks)
+
+    @classmethod
+    def of(
+        cls,
+        specs: Named | Sequence[Named],
+        *,
+        width: int,
+        heads: int,
+        depth: int | None = None,
+        causal: bool = False,
+        kv_heads: int | None = None,
+        max_len: int | None = None,
+        positions: str | Positions | None = None,
+        cross: Named | None = None,
+        context_width: int | None = None,
+        context_len: int | None = None,
+        ffn: int | Callable[[], nn.Module] | None = None,
+        norm: str = "pre",
+        norm_class: NormClass = nn.LayerNorm,
+        dropout: float = 0.0,
+        weight_dropout: float = 0.0,
+    ) -> Self:
+        """A stack of one mechanism, or of several that take turns until there are `depth` blocks (one of each unless given).
+
+        `positions` act inside every mixer, as in `layer`; `cross` reads a context in every block. `ffn` is the hidden size of the
+        ReLU layer (4 * width unless given), or makes another: `ffn=lambda: FeedForward(64, 171, activation="silu", gated=True)`.
+        `dropout` is for what layers add and for the hidden layer, `weight_dropout` for attention weights. Where norms stand in
+        front, one more stands behind the last block.
+        """
+        names = [Spec.of(x) for x in (specs if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs])]
+        depth = need("depth", len(names) if depth is None else depth)
+        own = Dims(width, heads, kv_heads, causal=causal, max_len=max_len, dropout=weight_dropout)
+        if cross is None and not context_width is context_len is None:
+            raise ValueError("context_width and context_len are for a stack that reads a context: say how with cross=...")
+
+        def channel() -> nn.Module:
+            return ffn() if callable(ffn) else FeedForward(width, 4 * width if ffn is None else ffn, dropout=dropout)
+
+        def reader() -> Any:
+            read = Dims(width, heads, kv_heads, None, None, context_width, False, True, context_len, weight_dropout)
+            return None if cross is None else Spec.of(cross).build(read)
+
+        blocks = [
+            Block(
+                spec.build(own, positions=positions), channel(), cross=reader(), norm=norm, norm_class=norm_class, dropout=dropout
+            )
+            for spec in islice(cycle(names), depth)
+        ]
+        return cls(blocks, norm_class(width) if norm == "pre" else None)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)  # type: ignore[arg-type]
+
+    def valid(self, valid: Tensor | None) -> Tensor | None:
+        """Which outputs are real: `valid` itself, unless a mixer gives fewer answers than it has tokens."""
+        return fewer(valid, self.rate)
+
+    def forward(
+        self, x: Tensor, valid: Tensor | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None
+    ) -> Tensor:
+        check_context(self.reads, context, context_valid)
+        for block in self:
+            read = (context, context_valid) if block.cross is not None else (None, None)
+            x = block(x, valid, context=read[0], context_valid=read[1])
+            valid = fewer(valid, block.rate)
+        return self._finish(x, valid)
+
+    def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
+        """Before the first token: the number of sequences, or the context that they will read."""
+        check_context(self.reads, context, context_valid)
+        batch = len(context) if context is not None and batch is None else batch
+        states = []
+        for block in self:
+            read = (context, context_valid) if block.cross is not None else (None, None)
+            states.append(block.start(batch, context=read[0], context_valid=read[1]))
+        return State(tuple(states), states[0].t, states[0].start)
+
+    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        """n >= 0 more tokens through all blocks."""
+        states = []
+        for block, before in zip(self, state.memory, strict=True):
+            x, after = block.extend(before, x, valid)
+            states.append(after)
+        return self._finish(x, valid), State(tuple(states), states[0].t, states[0].start)
+
+    def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        return x if self.final_norm is None else silent(self.final_norm(x), valid)

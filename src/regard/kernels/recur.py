@@ -1,0 +1,52 @@
+"""A recurrent network over whole sequences, by PyTorch's own kernels, for rows that end early and start from any state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+
+def recur(
+    x: Tensor, state: list[Tensor], weights: list[Tensor], *, both: bool = False, count: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """y (b n hidden), of two directions side by side, and the last state. Of x (b n w) the first `count` (b) tokens are real.
+
+    The state, (directions b hidden) each, says what it is: one tensor is a GRU's, two are an LSTM's.
+    The weights are those of torch.nn.GRU and LSTM, in their order.
+    """
+    if x.device.type == "meta":
+        return _counted(x, state, weights)
+    if count is None:
+        y, *last = _steps(state, weights, both)(x)
+        return y, last
+    some = count.clamp_min(1)  # a row needs a token; what that does to a row without one is undone below
+    packed = pack_padded_sequence(x, some.cpu(), batch_first=True, enforce_sorted=False)
+    assert packed.sorted_indices is not None and packed.unsorted_indices is not None
+    before = [h.index_select(1, packed.sorted_indices) for h in state]
+    y, *after = _steps(before, weights, both)(packed.data, packed.batch_sizes)
+    y, _ = pad_packed_sequence(packed._replace(data=y), batch_first=True, total_length=x.shape[1])
+    last = [h.index_select(1, packed.unsorted_indices) for h in after]
+    return y, [torch.where(count[:, None] > 0, new, old) for new, old in zip(last, state, strict=True)]
+
+
+def _steps(state: list[Tensor], weights: list[Tensor], both: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """The network, for tokens (b n w) or for packed ones and their batch sizes."""
+    network: Any = torch.gru if len(state) == 1 else torch.lstm
+    train = torch.is_grad_enabled()  # cuDNN keeps what a gradient needs in training alone; there is no dropout to differ by
+
+    def run(x: Tensor, *sizes: Tensor) -> tuple[Tensor, ...]:
+        batch_first = () if sizes else (True,)
+        return network(x, *sizes, state[0] if len(state) == 1 else state, weights, True, 1, 0.0, train, both, *batch_first)
+
+    return run
+
+
+def _counted(x: Tensor, state: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Tensors without content need not wait for each other: the products of all steps at once, which are just as many."""
+    for matrix in (w for w in weights if w.dim() == 2):
+        x.new_empty(*x.shape[:2], matrix.shape[1]) @ matrix.mT
+    return x.new_empty(*x.shape[:2], state[0].shape[0] * state[0].shape[2]), state

@@ -1,0 +1,174 @@
+"""What attention is compared with: layers that see a window of neighbours, and networks that remember. No heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.kernels.recur import recur
+from regard.mixers.attention import precise
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.features import wide
+from regard.mixers.packing import Packed
+from regard.mixers.patterns.algebra import need
+
+EVERY = Can.CAUSAL | Can.PADDING | Can.STREAM
+
+
+class Recent(NamedTuple):
+    tokens: Tensor  # (b reach w) the last ones, the newest at the end; zeros where there were none
+
+
+class _Window(Packed):
+    """A filter that slides over real tokens; beyond the ends of a sequence there are zeros."""
+
+    can = EVERY
+    reach: int  # how far it sees: all of it back where it is causal, else half of it to each side
+    filter: nn.Parameter
+
+    @property
+    def receptive_field(self) -> int:
+        """Tokens from the first to the last that an output depends on, if the sequence has that many."""
+        return self.reach + 1
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x
+
+    def slide(self, line: Tensor) -> Tensor:
+        """The outputs (b n w) of a line (b n + reach w)."""
+        raise NotImplementedError
+
+    def empty(self, batch: int) -> Recent:
+        return Recent(self.filter.new_zeros(batch, self.reach, self.dims.width))
+
+    def mix(self, x: Tensor, places: Places) -> Tensor:
+        side = self.reach // 2
+        return self.slide(F.pad(self._real(x, places), (0, 0, side, side)))
+
+    def scan(self, memory: Recent, x: Tensor, places: Places) -> tuple[Tensor, Recent]:
+        line = torch.cat([memory.tokens, self._real(x, places)], 1)
+        if places.valid is None:
+            last = line[:, x.shape[1] :].clone()  # not a view: it would keep the whole line
+        else:
+            last = places.valid.sum(1)[:, None] + torch.arange(self.reach, device=x.device)
+            last = line.gather(1, last[..., None].expand(-1, -1, line.shape[2]))
+        return self.slide(line), Recent(last)
+
+    def _real(self, x: Tensor, places: Places) -> Tensor:
+        tokens = self.prepare(x)
+        return tokens if places.valid is None else tokens.masked_fill(~places.valid[..., None], 0)
+
+
+def _centred(name: str, size: int, dims: Dims) -> int:
+    """The size of a window, odd where it must have a middle."""
+    if need(name, size) % 2 == 0 and not dims.causal:
+        raise ValueError(f"{name} counts tokens, the own one in the middle: {size} is an even number, which needs causal=True")
+    return size
+
+
+class Conv(_Window):
+    """A convolution: the same few weights at every position, by distance alone.
+
+    out = W2 c + b2,  c_i = sum_t F_t h_(i - step t),  h = W1 x + b1, with h = 0 outside of the sequence; step is the dilation, t
+    runs over `kernel` taps around i, or from i back where it is causal. depthwise: F_t has one weight per channel, else it is a
+    matrix. An output depends on `receptive_field` = (kernel - 1) dilation + 1 tokens. Time n kernel, memory constant.
+    Kaiser et al. 2017, arXiv:1706.03059, where the dilation is 1 and W1 belongs to the layer before.
+    """
+
+    def __init__(self, dims: Dims, *, kernel: int = 7, dilation: int = 1, depthwise: bool = True) -> None:
+        super().__init__(dims)
+        if not isinstance(depthwise, bool):
+            raise ValueError(f"depthwise must be True or False, not {depthwise!r}")
+        self.dilation, self.groups = need("dilation", dilation), dims.width if depthwise else 1
+        self.reach = (_centred("kernel", kernel, dims) - 1) * dilation
+        fan = dims.width // self.groups * kernel
+        self.into, self.out = nn.Linear(dims.width, dims.width), nn.Linear(dims.width, dims.width)
+        self.filter = nn.Parameter(torch.randn(dims.width, dims.width // self.groups, kernel) * fan**-0.5)  # oldest tap first
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return self.into(x)
+
+    def slide(self, line: Tensor) -> Tensor:
+        return self.out(F.conv1d(line.mT, self.filter, dilation=self.dilation, groups=self.groups).mT)
+
+
+class WindowFC(_Window):
+    """A fully connected layer over a window of neighbours: the first thing one tries, before attention.
+
+    out_i = W [x_(i-r) ... x_(i+r)] + b with window = 2 r + 1 and zeros outside of the sequence; where it is causal, the last
+    `window` tokens. Its weights grow with what it sees. Time n window, memory constant. Waibel et al. 1989, doi:10.1109/29.21701.
+    """
+
+    def __init__(self, dims: Dims, *, window: int = 7) -> None:
+        super().__init__(dims)
+        self.reach = _centred("window", window, dims) - 1
+        self.filter = nn.Parameter(torch.randn(dims.width, window, dims.width) * (window * dims.width) ** -0.5)  # oldest first
+        self.bias = nn.Parameter(torch.zeros(dims.width))
+
+    @property
+    def name(self) -> str:
+        return "window_fc"
+
+    def slide(self, line: Tensor) -> Tensor:
+        return F.conv1d(line.mT, self.filter.mT, self.bias).mT
+
+
+class Hidden(NamedTuple):
+    h: Tensor  # (b hidden)
+    c: Tensor | None  # (b hidden) the cell of an LSTM
+
+
+class RNN(Packed):
+    """A network that reads one token after the other and remembers what it has read in a vector.
+
+    h_i = cell(x_i, h_(i-1)), out = W h + b, with torch.nn's GRU or LSTM for a cell. Where it is not causal it reads in both
+    directions, out = W [h, h'] + b, unless both=False. Time n, memory constant; steps wait for each other, and torch.compile
+    breaks its graph around them. Half precision is computed in float32. Cho et al. 2014, arXiv:1406.1078, and
+    Hochreiter and Schmidhuber 1997, doi:10.1162/neco.1997.9.8.1735.
+    """
+
+    can = EVERY
+
+    def __init__(self, dims: Dims, *, cell: str = "gru", hidden: int | None = None, both: bool | None = None) -> None:
+        super().__init__(dims)
+        if cell not in ("gru", "lstm"):
+            raise ValueError(f"cell must be 'gru' or 'lstm', not {cell!r}")
+        if not (both is None or isinstance(both, bool)):
+            raise ValueError(f"both must be True or False, or left out, not {both!r}")
+        if both and dims.causal:
+            raise ValueError("a causal rnn reads in one direction: leave out both")
+        self.both = not dims.causal if both is None else both
+        self.hidden = dims.width if hidden is None else need("hidden", hidden)
+        make: Callable[..., nn.RNNBase] = nn.GRU if cell == "gru" else nn.LSTM
+        self.cell, self.parts = make(dims.width, self.hidden, bidirectional=self.both), 1 if cell == "gru" else 2
+        self.out = nn.Linear(self.hidden * (1 + self.both), dims.width)
+
+    def empty(self, batch: int) -> Hidden:
+        h = self._exact(self.out.weight).new_zeros(batch, self.hidden)
+        return Hidden(h, h.clone() if self.parts == 2 else None)
+
+    def mix(self, x: Tensor, places: Places) -> Tensor:
+        zero = self._exact(self.out.weight).new_zeros(1 + self.both, len(x), self.hidden)
+        return self.out(self._read(x, [zero] * self.parts, places.valid)[0])
+
+    def scan(self, memory: Hidden, x: Tensor, places: Places) -> tuple[Tensor, Hidden]:
+        y, state = self._read(x, [part[None] for part in memory if part is not None], places.valid)
+        h, *c = (part[0] for part in state)
+        return self.out(y), Hidden(h, c[0] if c else None)
+
+    @torch.compiler.disable  # which refuses recurrent networks, and would write down every step of one
+    def _read(self, x: Tensor, state: list[Tensor], valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        weights = [self._exact(w) for direction in self.cell.all_weights for w in direction]
+        count = None if valid is None else valid.sum(1)
+        with precise(x):
+            y, state = recur(x.to(weights[0].dtype), state, weights, both=self.both, count=count)
+        return y.to(x.dtype), state
+
+    @staticmethod
+    def _exact(x: Tensor) -> Tensor:
+        """In half precision a state would be rounded after every step, and a memory that is rounded so often forgets."""
+        return wide(x)

@@ -1,0 +1,206 @@
+"""Only focus on the critical parts: attention among tokens that are alike, by hashing or by clusters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, one_hot
+
+from regard.kernels.dense import fused
+from regard.kernels.groups import Stretch, chunked, newest
+from regard.kernels.pieces import in_pieces
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.features import gaussian, wide
+from regard.mixers.labelled import Labelled, Shelf
+from regard.mixers.lookup import widened
+from regard.mixers.patterns.algebra import need
+from regard.mixers.softmax import default_scale
+
+SHORTEST = 1e-6  # a vector shorter than this has no direction
+FINE = 1 << 30  # similarities closer than one part in so many are equal: the earlier token wins
+
+
+class Reformer(Labelled):
+    """Tokens whose keys point the same way fall into the same bucket, and see each other.
+
+    In each of `rounds` rounds the bucket of a token is argmax [k R, -k R], with R (d, buckets / 2) drawn per head and round.
+    Tokens sorted by (bucket, position) are cut into chunks, and a token sees those of its bucket in its own chunk and the one
+    before. Causal: it sees the 2 chunk - 1 tokens of its bucket that came last before it, because chunks of a sorted order
+    move when a later token enters it. A = softmax(q_i . k_j / |k_j|) over the pairs of all rounds, each counted once; a token
+    sees itself only when it sees nothing else. Queries and keys are one projection; where they are not, the key gives the
+    bucket. Cost: rounds n chunk, memory heads rounds buckets 2 chunk at most. Kitaev et al. 2020, arXiv:2001.04451.
+    (Reversible layers, the other half of the paper, are a matter of the model around it.)
+    """
+
+    can = Labelled.can | Can.DROPOUT
+    shared_qk = True
+    own = False
+    rotations: Tensor
+
+    def __init__(self, dims: Dims, *, rounds: int = 4, buckets: int = 32, chunk: int = 64, seed: int = 0) -> None:
+        super().__init__(dims)
+        need("rounds", rounds)
+        if need("buckets", buckets) % 2 and buckets > 1:
+            raise ValueError(f"buckets come in pairs, a direction and its opposite: use an even number or 1, not {buckets}")
+        self.labels, self.chunk, self.window = buckets, need("chunk", chunk), 2 * chunk
+        self.rounds = rounds if buckets > 1 else 1  # without hashing all rounds are the same
+        self.register_buffer("rotations", torch.empty(dims.heads, dims.d, self.rounds * (buckets // 2)))
+        self.redraw(seed)
+
+    def redraw(self, seed: int) -> None:
+        """Other random rotations, hence other buckets. Never done by a forward pass."""
+        drawn = gaussian(self.dims.heads * self.rotations.shape[2], self.dims.d, seed)
+        self.rotations.copy_(drawn.unflatten(0, (self.dims.heads, -1)).mT)
+
+    def extra_repr(self) -> str:
+        return f"rounds={self.rounds}, buckets={self.labels}, chunk={self.chunk}"
+
+    def label(self, k: Tensor) -> Tensor:
+        if self.labels == 1:
+            return torch.zeros(*k.shape[:3], 1, dtype=torch.long, device=k.device)
+        return in_pieces(self._hash, (k,), 2, k.shape[0] * k.shape[1] * self.rotations.shape[2])[0]
+
+    def _hash(self, k: Tensor) -> tuple[Tensor]:
+        turned = (k @ self.rotations.to(k.dtype)).unflatten(-1, (self.rounds, -1))
+        far = turned.abs().argmax(-1, keepdim=True)  # the largest of [x, -x] without making -x
+        return ((far + (self.labels // 2) * (turned.gather(-1, far) < 0)).squeeze(-1),)
+
+    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, normalize(k, dim=-1, eps=SHORTEST)
+
+    def stretch(self, marks: Tensor) -> Stretch:
+        if self.dims.causal:
+            return newest(marks, self.labels, self.window)
+        return chunked(marks, self.labels, self.chunk)
+
+
+class Routing(Labelled):
+    """Clusters of directions are learned beside the weights, and attention stays inside a cluster.
+
+    Each cluster takes the `window` queries and the `window` keys that are most similar to its centroid (cosine; all of them in
+    shorter sequences), A = softmax(scale q k^T) among them; a query that several clusters took gets the mean of their answers,
+    one that none took gets 0: clusters * window should not be below n. Causal: a token belongs to the centroid nearest to its
+    key alone, and sees the `window` newest tokens of its cluster, itself among them; queries and keys are one projection.
+    Training moves each centroid towards the mean of the queries and keys nearest to it, by 1 - decay after every pass;
+    evaluation never does. Cost: n clusters + clusters window^2, causal n (clusters + window); memory heads clusters window at
+    most. Not for cross attention: whether a query is taken depends on the other queries, in a decoder on later ones.
+    Roy et al. 2020, arXiv:2003.05997. (The paper gives some heads to local attention: here that is a layer of its own.)
+    """
+
+    centroids: Tensor
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        clusters: int = 16,
+        window: int = 128,
+        decay: float = 0.999,
+        scale: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dims)
+        self.labels, self.window, self.scale = need("clusters", clusters), need("window", window), default_scale(scale, dims.d)
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise ValueError(f"decay must be a number from 0 to 1, the share of a centroid that a pass leaves, not {decay!r}")
+        self.decay, self.shared_qk = decay, dims.causal
+        self.rounds = 1 if dims.causal else 0  # clusters that choose their members give no labels
+        self.register_buffer("centroids", torch.empty(dims.heads, clusters, dims.d))
+        drawn = gaussian(dims.heads * clusters, dims.d, seed).unflatten(0, (dims.heads, clusters))
+        self.centroids.copy_(normalize(drawn, dim=-1))
+
+    def extra_repr(self) -> str:
+        return f"clusters={self.labels}, window={self.window}"
+
+    def label(self, k: Tensor) -> Tensor:
+        if not self.rounds:
+            return torch.empty(*k.shape[:3], 0, dtype=torch.long, device=k.device)
+        return self._similar(k).argmax(-1, keepdim=True)
+
+    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q * self.scale, k
+
+    def _similar(self, x: Tensor) -> Tensor:
+        """Cosine of x (b h n d) and every centroid, (b h n c)."""
+        return normalize(x, dim=-1, eps=SHORTEST) @ normalize(self.centroids.to(x.dtype), dim=-1).mT
+
+    def read(self, memory: Shelf, q: Tensor, places: Places) -> Tensor:
+        if self.dims.causal:
+            return super().read(memory, q, places)
+        log = memory.log
+        k, v = widened(log.keys, log.values, q.shape[1])
+        out = self._gathered(q, k, v, places.valid, log.places.valid)
+        if self.training:
+            self._learn((q, places.valid), (k, log.places.valid))
+        return out
+
+    def scan(self, memory: Shelf, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Shelf]:
+        out, memory = super().scan(memory, q, k, v, places)
+        if self.training:
+            self._learn((widened(k, k, self.dims.heads)[0], places.valid))
+        return out, memory
+
+    def _gathered(self, q: Tensor, k: Tensor, v: Tensor, asking: Tensor | None, there: Tensor | None) -> Tensor:
+        """Attention inside every cluster at once, and what its queries get brought back to them."""
+        (b, h, n, _), m, e = q.shape, k.shape[2], v.shape[-1]
+        if b * n * m == 0:
+            return q.new_zeros(b, h, n, e)
+        (asked, real), (seen, valid) = self._members(q, asking), self._members(k, there)
+        picked = (_rows(x, index) for x, index in ((q, asked), (k, seen), (v, seen)))
+        out = wide(fused(*picked, scale=self.scale, valid=valid))  # rows are the batch, clusters the heads
+        times = torch.ones_like(out[..., :1])
+        if real is not None:
+            out, times = (x.masked_fill(~real[:, None, :, None], 0) for x in (out, times))
+        index = _flat(asked, n)
+        total, count = (_sums(x.flatten(0, 2), index, b * h * n) for x in (out, times))
+        return (total / count.clamp_min(1)).view(b, h, n, e).to(v.dtype)
+
+    @torch.no_grad()
+    def _members(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Which tokens of x (b h n d) each cluster takes, (b*h c w), real ones first; and which of them are real, (b*h w)."""
+        b, h, n, _ = x.shape
+        w = min(self.window, n)
+
+        def best(similar: Tensor, valid: Tensor | None) -> tuple[Tensor]:
+            code = (similar * FINE).long() * (1 << 32) - torch.arange(n, device=x.device)  # no two tokens are equal
+            if valid is not None:
+                code = code.masked_fill(~valid, torch.iinfo(torch.long).min)
+            return (code.topk(w, dim=-1).indices,)
+
+        similar = self._similar(wide(x)).mT
+        (index,) = in_pieces(best, (similar, None if valid is None else valid[:, None, None]), 2, b * h * n)
+        if valid is None:
+            return index.flatten(0, 1), None
+        real = torch.arange(w, device=x.device) < valid.sum(1, keepdim=True)
+        return index.flatten(0, 1), real.repeat_interleave(h, 0)
+
+    @torch.no_grad()
+    def _learn(self, *tokens: tuple[Tensor, Tensor | None]) -> None:
+        """Every centroid towards the mean direction of the tokens nearest to it; one without tokens stays."""
+        old = wide(self.centroids)
+        total, count = torch.zeros_like(old), torch.zeros_like(old[..., :1])
+        for x, valid in tokens:
+            near = one_hot(self._similar(wide(x)).argmax(-1), self.labels).to(old.dtype)
+            near = near if valid is None else near * valid[:, None, :, None]
+            total += (near.mT @ normalize(wide(x), dim=-1, eps=SHORTEST).to(old.dtype)).sum(0)
+            count += near.sum((0, 2)).unsqueeze(-1)
+        moved = normalize(self.decay * old + (1 - self.decay) * total / count.clamp_min(1), dim=-1)
+        self.centroids.copy_(torch.where(count > 0, moved, old))
+
+
+def _flat(index: Tensor, n: int) -> Tensor:
+    """Tokens (x c w) of rows of n as tokens of all rows, one behind the other."""
+    return (index + n * torch.arange(len(index), device=index.device)[:, None, None]).flatten()
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """The tokens (x c w) of x (b h n d): (x c w d)."""
+    return x.flatten(0, 2).index_select(0, _flat(index, x.shape[2])).unflatten(0, index.shape)
+
+
+def _sums(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    """The sum of what goes to each row."""
+    total = x.new_zeros(rows, x.shape[1])
+    if x.is_cuda:  # where index_add takes the terms as they come: another order, another last digit
+        return total.index_put((index,), x, accumulate=True)
+    return total.index_add(0, index, x)

@@ -1,0 +1,211 @@
+"""Representative keys: consecutive tokens become one, by a convolution that moves as far as it is wide."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from regard.kernels.dense import fused, merged, small
+from regard.kernels.parts import Span
+from regard.kernels.pieces import in_pieces
+from regard.kernels.tiles import Reach, tiled
+from regard.mixers.base import Core, Dims, Places
+from regard.mixers.features import wide
+from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
+from regard.mixers.memory import Log, Newest, spare
+from regard.mixers.patterns import Blocks, Everything
+from regard.mixers.patterns.algebra import need
+from regard.mixers.softmax import EVERY
+
+Answer = tuple[Tensor, Tensor]  # out and log-sum-exp
+
+
+class Strides(NamedTuple):
+    slots: Log  # strides that no token can change any more and nobody sees singly: one key and value each, at their number
+    raw: Log  # the tokens since, from the beginning of a stride on
+
+
+class Compressed(Core):
+    """Memory-compressed attention: every `rate` consecutive keys become one, and so do their values.
+
+    k'_s = sum_u W_u k_(s rate + u), v'_s = sum_u w_u v_(s rate + u), out = softmax(q k'^T / sqrt(d)) v'. The weights are learned
+    for each key-value head and start as the mean: w_u is a number, so that out stays a mixture of values, W_u is a number
+    (kernel="taps") or a matrix ("full"; in the paper both are matrices). The last stride, if it is not full, sums over the
+    tokens that exist and is scaled up by rate / their number.
+    Causal: a token sees those of its own stride up to itself, and of `near` strides before it, one by one, and all earlier ones
+    through their strides, which are finished: every token of the past is seen exactly once, all in one softmax. (The paper
+    masks strides, and leaves what is near to other layers.)
+    Cost: (d + e) n^2 / rate + n rate (near + 1), memory n; a stream keeps n / rate. Liu et al. 2018, arXiv:1801.10198.
+    """
+
+    can = EVERY
+
+    def __init__(self, dims: Dims, *, rate: int = 3, near: int = 0, kernel: str = "taps") -> None:
+        super().__init__(dims)
+        if kernel not in ("taps", "full"):
+            raise ValueError(f"kernel must be 'taps' or 'full', not {kernel!r}")
+        self.stride, self.near, self.scale = need("rate", rate), need("near", near, 0), dims.d**-0.5
+        self.full = kernel == "full"
+        mean = torch.full((dims.g, rate), 1 / rate)
+        self.kernel_k = nn.Parameter(mean[..., None, None] * torch.eye(dims.d) if self.full else mean)
+        self.kernel_v = nn.Parameter(mean.clone())
+        self.local = Reach.of(Blocks(rate, near), dims.heads)
+        self.every = Reach.of(Everything(), dims.heads * rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.stride}, near={self.near}"
+
+    @property
+    def _drop(self) -> float:
+        return self.dims.dropout if self.training else 0.0
+
+    def empty(self, k: Tensor, v: Tensor) -> Strides:
+        return Strides(Log.empty(k, v), Log.empty(k, v))
+
+    def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
+        memory = Strides(memory.slots, _longer(memory.raw, k, v, places))
+        return memory if self.dims.causal else self._settled(memory, 0)
+
+    def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the tokens know where they stand
+        return memory if memory.raw.size < (self.near + 1) * self.stride else self._settled(memory, self.near)
+
+    def read(self, memory: Strides, q: Tensor, places: Places) -> Tensor:
+        if self.dims.causal:
+            if q.shape[2] > 1:
+                raise ValueError("compressed was built with causal=True: it reads one token at a time, and scans many")
+            return self._answer(memory, q, places)[0]
+        slots, raw = memory
+        k, v, valid = slots.keys, slots.values, slots.places.valid
+        if raw.size:  # a stride that is not full
+            last_k, last_v, there = self._compressed(raw)
+            if not (slots.plain and raw.plain):
+                valid = torch.cat([slots.valid[:, : slots.size], there], 1)
+            k, v = torch.cat([k, last_k], 2), torch.cat([v, last_v], 2)
+        if k.shape[2] == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[-1])
+        return fused(q, k, v, scale=self.scale, valid=valid, dropout=self._drop)
+
+    def scan(self, memory: Strides, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Strides]:
+        n = q.shape[2]
+        if n == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
+        later = Strides(memory.slots, _longer(memory.raw, k, v, places))
+        if later.raw.size > n or memory.slots.size or n <= max(FEW, (self.near + 1) * self.stride):
+            return self._answer(later, q, places)[0], later
+        k, v, _ = packed(k, v, places.valid)
+        q, back = packed_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        out = self._all(q, k, v)
+        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out)), later
+
+    def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
+        n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
+        out, lse = Lookup(self.local, self.scale, True, self._drop)(Log.empty(k, v).append(k, v, places), q, places)
+        first = (self.near + 1) * self.stride  # tokens before this one see no slot
+        slots = -(-(n - first) // self.stride)
+        size = slots * self.stride
+        keys, values, _ = self._convolved(k[:, :, :size], v[:, :, :size], None)
+        asked = pad(q[:, :, first:], (0, 0, 0, size + first - n)).unflatten(2, (slots, self.stride))
+        asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
+        keys, values = widened(keys, values, asked.shape[1])
+        span = Span(0, slots, 0, slots)
+        far = tiled(asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self._drop)
+        y, y_lse = (x.unflatten(1, (h, self.stride)).transpose(2, 3).flatten(2, 3)[:, :, : n - first] for x in far)
+        both, _ = merged((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
+        return torch.cat([out[:, :, :first], both], 2)
+
+    def _answer(self, memory: Strides, q: Tensor, places: Places) -> Answer:
+        """What queries get, wherever they stand: from the raw tokens near them, and from the slots before those."""
+        slots, raw = memory
+        found = Lookup(self.local, self.scale, True, self._drop)(raw, q, places)
+        if raw.size > (self.near + 1) * self.stride or torch.is_grad_enabled():  # else all are near; but weights want a gradient
+            k, v, there = self._compressed(raw)
+            number = raw.at[:, :1] // self.stride + torch.arange(k.shape[2], device=k.device)
+            found = merged(found, self._look(q, places, k, v, number, there))
+        if slots.size:
+            found = merged(found, self._look(q, places, slots.keys, slots.values, slots.places.at, slots.places.valid))
+        return found
+
+    def _look(self, q: Tensor, places: Places, k: Tensor, v: Tensor, number: Tensor, valid: Tensor | None) -> Answer:
+        """From slots k, v (b g m ...) of the strides numbered (b m), as far as they are behind; a strip of queries at a time."""
+        k, v = widened(k, v, q.shape[1])
+        behind = (places.at // self.stride - self.near)[:, None, :, None]
+
+        def strip(q: Tensor, behind: Tensor) -> Answer:
+            seen = number[:, None, None] < behind
+            seen = seen if valid is None else seen & valid[:, None, None]
+            out, lse = small(q, k, v, seen, scale=self.scale, dropout=self._drop)
+            return out, lse.unsqueeze(-1)
+
+        out, lse = in_pieces(strip, (q, behind), 2, q.shape[0] * q.shape[1] * k.shape[2])
+        return out, lse.squeeze(-1)
+
+    def _settled(self, memory: Strides, near: int) -> Strides:
+        """The memory with all strides turned into slots but the last `near` full ones, and the one that is not full."""
+        slots, raw = memory
+        rate, size, room = self.stride, raw.size, (near + 1) * self.stride
+        if not size:
+            return memory
+        if raw.plain and raw.start is not None:
+            done = max(0, (size // rate - near) * rate)
+            if not done:
+                return memory
+            k, v, _ = self._convolved(raw.k[:, :, :done], raw.v[:, :, :done], None)
+            slots = slots.append(k, v, Places.of(k[:, 0], start=raw.start // rate))
+            # copies, or the rest would keep the whole buffer alive
+            k, v, at, valid = (x.narrow(dim, done, size - done).clone() for x, dim in zip(raw[:4], (2, 2, 1, 1), strict=True))
+            return Strides(slots, Log(k, v, at, valid, size - done, raw.start + done, True, Newest(size - done)))
+        valid = raw.valid[:, :size]
+        k, v, real = packed(raw.keys, raw.values, valid)
+        real = valid if real is None else real
+        count, first = real.sum(1, keepdim=True), raw.at[:, :1]
+        gone = ((count // rate - near) * rate).clamp_min(0)  # of each row
+        new_k, new_v, _ = self._convolved(k[:, :, : size // rate * rate], v[:, :, : size // rate * rate], None)
+        number = torch.arange(size // rate, device=k.device)
+        slots = slots.append(new_k, new_v, Places(first // rate + number, (number + 1) * rate <= gone))
+        if slots.size - slots.looked >= spare(slots.looked) and self.dims.causal:
+            slots = slots.keep(slots.valid[:, : slots.size])
+        index = gone + torch.arange(room, device=k.device)
+        take = index.clamp_max(size - 1)[:, None, :, None]
+        k, v = (x.gather(2, take.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
+        return Strides(slots, Log(k, v, first + index, index < count, room, None, False, Newest(room)))
+
+    def _compressed(self, raw: Log) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots of the strides of raw tokens, full or not, and which of them there are (b s)."""
+        k, v, real = packed(raw.keys, raw.values, None if raw.plain else raw.valid[:, : raw.size])
+        return self._convolved(k, v, real)
+
+    def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """As above, of tokens with the real ones in front."""
+        (b, _, n, _), rate = k.shape, self.stride
+        missing = -n % rate
+        if real is None and missing:
+            real = torch.ones(b, n, dtype=torch.bool, device=k.device)
+        if real is None:
+            count = torch.full((1, 1), rate, device=k.device).expand(b, n // rate)
+        else:
+            k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
+            count = pad(real, (0, missing)).unflatten(1, (-1, rate)).sum(2)
+        scale = None if real is None else rate / count.clamp_min(1).to(wide(k).dtype)
+        found = []
+        for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
+            y, form = pad(wide(x), (0, 0, 0, missing)).unflatten(2, (-1, rate)), "gu,bgsux->bgsx"
+            y = torch.einsum(form if kernel.dim() == 2 else "guxy,bgsux->bgsy", kernel.to(y.dtype), y)
+            found.append((y if scale is None else y * scale[:, None, :, None]).to(x.dtype))
+        return found[0], found[1], count > 0
+
+
+def _longer(log: Log, k: Tensor, v: Tensor, places: Places) -> Log:
+    """As log.append, without room to spare: this log is short, and most of it soon forgotten."""
+    n = k.shape[2]
+    if log.size == 0 or n == 0:
+        return log.append(k, v, places)
+    valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
+    pairs = zip(log[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
+    k, v, at, valid = (torch.cat([x.narrow(dim, 0, log.size).to(y.dtype), y], dim) for x, y, dim in pairs)
+    known = log.plain and log.start is not None and places.start == log.start + log.size
+    size = log.size + n
+    return Log(k, v, at, valid, size, log.start if known else None, log.plain and places.valid is None, Newest(size))

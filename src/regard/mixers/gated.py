@@ -1,0 +1,190 @@
+"""Memories that make room: sums that fade, at a fixed rate or as the tokens say, and a rule that overwrites.
+
+    S_i = fade_i S_{i-1} + what token i writes,   out_i = q_i S_i
+
+All of them write in an order even where they are not causal: the tokens are written one after the other, and every query reads
+what is left at the end. None divides by a sum of weights: in the papers a norm over each head follows, which is the layer's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels import chunks, delta
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.features import ask, left, log_gate, nothing, per_query_head, ratio, where_valid
+from regard.mixers.kernel import Kernel
+from regard.mixers.patterns.algebra import need
+
+ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
+
+
+class Matrix(NamedTuple):
+    s: Tensor  # (b g d e)
+
+
+class CountedMatrix(NamedTuple):
+    s: Tensor
+    tokens: Tensor  # (b) how many were written
+
+
+class Fading(Kernel):
+    """S_i = exp(decay_i) S_{i-1} + k_i v_i^T, read with q_i / sqrt(d); the decay is one number a token, or one a feature."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.f = dims.d
+
+    def empty(self, k: Tensor, v: Tensor) -> Any:
+        return Matrix(nothing(k, v, self.f)[0])
+
+    def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Keys (b g m d) and decays (b g m 1 or d), of padding both 0."""
+        raise NotImplementedError
+
+    def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
+        keys, decay = self._written(k, places)
+        kept = decay.sum(2).exp().unsqueeze(-1)
+        return memory._replace(s=kept * memory.s + (keys * left(decay)).mT @ v)
+
+    def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
+        return ask(self._queries(q, places), memory.s)
+
+    def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        keys, decay = self._written(k, places)
+        out, s = chunks.scan(self._queries(q, places), keys, v, memory.s, decay)
+        return out, memory._replace(s=s)
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+        return q * q.shape[-1] ** -0.5
+
+
+class Retention(Fading):
+    """Retention: every head forgets at a rate of its own, the same for all tokens.
+
+    S_i = gamma_h S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  gamma_h = 1 - 2^(-power - h) for the key-value heads
+    h = 0, 1, ...; norm=True divides by the root of the sum of gamma_h^(i - j) over the tokens seen, the paper's way to keep
+    the size of long sums. Time n d e, memory d e at any length. Sun et al. 2023, arXiv:2307.08621, where the layer also turns
+    q and k by their positions (xPos), and puts a norm over each head and a swish gate behind this.
+    """
+
+    can = Kernel.can | Can.ROTARY
+    powers: Tensor
+
+    def __init__(self, dims: Dims, *, power: int = 5, norm: bool = True) -> None:
+        super().__init__(dims)
+        if need("power", power) > 64:
+            raise ValueError(f"power must be at most 64, where gamma is as good as 1, not {power}")
+        if not isinstance(norm, bool):
+            raise ValueError(f"norm must be True or False, not {norm!r}")
+        self.norm = norm
+        self.register_buffer("powers", torch.arange(power, power + dims.g))  # integers: no dtype rounds gamma up to 1
+
+    def empty(self, k: Tensor, v: Tensor) -> CountedMatrix:
+        return CountedMatrix(nothing(k, v, self.f)[0], torch.zeros(len(k), dtype=torch.long, device=k.device))
+
+    def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        decay = self._rate(k).expand(len(k), -1, k.shape[2], 1)
+        return where_valid(k, places.valid, 0), where_valid(decay, places.valid, 0)
+
+    def _push(self, memory: CountedMatrix, k: Tensor, v: Tensor, places: Places) -> CountedMatrix:
+        return super()._push(memory, k, v, places)._replace(tokens=self._counts(memory, places)[:, -1])
+
+    def _read(self, memory: CountedMatrix, q: Tensor, places: Places) -> Tensor:
+        return self._normed(super()._read(memory, q, places), memory.tokens[:, None])
+
+    def _scan(self, memory: CountedMatrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, CountedMatrix]:
+        out, after = super()._scan(memory, q, k, v, places)
+        counts = self._counts(memory, places)
+        return self._normed(out, counts[:, 1:]), after._replace(tokens=counts[:, -1])
+
+    def _rate(self, like: Tensor) -> Tensor:
+        """log gamma (g 1 1)."""
+        return torch.log1p(-torch.exp2(-self.powers.to(like.dtype)))[:, None, None]
+
+    @staticmethod
+    def _counts(memory: CountedMatrix, places: Places) -> Tensor:
+        """Tokens written before the first of these, and after each (b 1 + n)."""
+        new = torch.ones_like(places.at) if places.valid is None else places.valid.long()
+        return torch.cat([memory.tokens[:, None], new], 1).cumsum(1)
+
+    def _normed(self, out: Tensor, count: Tensor) -> Tensor:
+        """out (b h n e) by the root of the weight of its `count` (b n) tokens: 1 + gamma + gamma^2 + ..."""
+        if not self.norm:
+            return out
+        rate = self._rate(out)
+        weight = torch.expm1(count[:, None, :, None] * rate) / torch.expm1(rate)
+        return ratio(out, per_query_head(weight, out).sqrt())
+
+
+class GLA(Fading):
+    """Gated linear attention: every token says how much of each feature of the memory it keeps.
+
+    S_i = diag(alpha_i) S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  alpha_i = sigmoid(gate_i)^(1/16): one gate a feature,
+    or one a key-value head (gate="head"), linear maps of the layer's input that come behind the key (the paper's has a rank
+    of 16). Time n d e, memory d e at any length. Yang et al. 2023, arXiv:2312.06635, where the layer also puts a norm over
+    each head and a swish gate behind this.
+    """
+
+    def __init__(self, dims: Dims, *, gate: str = "feature") -> None:
+        super().__init__(dims)
+        if gate not in ("feature", "head"):
+            raise ValueError(f"gate must be 'feature' or 'head', not {gate!r}")
+        self.gates = dims.d if gate == "feature" else 1
+        if gate == "head":
+            self.can = self.can | Can.ROTARY  # features that fade alike can be turned into each other
+
+    def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        k, gate = k.split([self.dims.d, self.gates], -1)
+        return where_valid(k, places.valid, 0), log_gate(gate, places.valid, ROOT)
+
+
+class Delta(Kernel):
+    """The delta rule: a token first reads what is stored under its key, and writes only the difference.
+
+    S_i = S_{i-1} - beta_i k_i (k_i^T S_{i-1} - v_i^T),  out_i = q_i S_i, with beta_i = sigmoid of a gate behind the key, and
+    q, k of length 1 after silu (activation="none": as they are); so a key that comes again replaces its value.
+    gated: S_{i-1} fades first, by alpha_i = sigmoid(second gate)^(1/16).
+    Time n d e, memory d e at any length. Schlag et al. 2021, arXiv:2102.11174; in chunks, Yang et al. 2024, arXiv:2406.06484;
+    gated, Yang et al. 2024, arXiv:2412.06464. Their layers have short convolutions in front and a norm over each head behind.
+    """
+
+    def __init__(self, dims: Dims, *, gated: bool = False, activation: str = "silu") -> None:
+        super().__init__(dims)
+        if not isinstance(gated, bool):
+            raise ValueError(f"gated must be True or False, not {gated!r}")
+        if activation not in ("silu", "none"):
+            raise ValueError(f"activation must be 'silu' or 'none', not {activation!r}")
+        self.f, self.gates, self.activation = dims.d, 2 if gated else 1, activation
+        if activation == "none":
+            self.can = self.can | Can.ROTARY
+
+    def empty(self, k: Tensor, v: Tensor) -> Matrix:
+        return Matrix(nothing(k, v, self.f)[0])
+
+    def _push(self, memory: Matrix, k: Tensor, v: Tensor, places: Places) -> Matrix:
+        if k.shape[2] == 0:
+            return memory
+        keys, beta, decay = self._written(k, places)
+        return Matrix((delta.step if k.shape[2] == 1 else delta.write)(keys, v, beta, memory.s, decay))
+
+    def _read(self, memory: Matrix, q: Tensor, places: Places) -> Tensor:
+        return ask(self._queries(q, places), memory.s)
+
+    def _scan(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Matrix]:
+        keys, beta, decay = self._written(k, places)
+        out, s = delta.scan(self._queries(q, places), keys, v, beta, memory.s, decay)
+        return out, Matrix(s)
+
+    def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
+        k, gate = k.split([self.dims.d, self.gates], -1)
+        beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
+        return self._queries(k, places), beta, log_gate(gate[..., 1:], places.valid, ROOT) if self.gates == 2 else None
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+        return F.normalize(F.silu(q) if self.activation == "silu" else q, dim=-1, eps=1e-6)

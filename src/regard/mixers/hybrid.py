@@ -1,0 +1,85 @@
+"""Two memories in one layer: a window that is exact, and a summary of everything that never grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.mixers.base import Can, Core, Dims, Places
+from regard.mixers.features import wide
+from regard.mixers.gated import GLA, Delta, Retention
+from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
+from regard.mixers.memory import Log
+from regard.mixers.patterns import Pattern
+from regard.mixers.peaked import Efficient, Performer
+from regard.mixers.sparse import Sparse
+from regard.text import chosen
+
+
+class Halves(NamedTuple):
+    near: Log
+    far: Any
+
+
+class Hybrid(Core):
+    """Softmax over what is near and a kernel over everything, of the same q, k, v, merged by a learned gate per head.
+
+    out = sigmoid(g_h) far + (1 - sigmoid(g_h)) near, near = sparse(pattern), far = a kernel by its text: "linear", "gla",
+    "delta(gated=True)". Cost: that of its parts, n for a window. Munkhdalai et al. 2024, arXiv:2404.07143, where far holds
+    what has left the window and here holds all; Arora et al. 2024, arXiv:2402.18668, alternates the two in layers of their own.
+    """
+
+    can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
+
+    def __init__(self, dims: Dims, *, pattern: Pattern | str = "Local(64)", far: str = "linear") -> None:
+        super().__init__(dims)
+        self.near, self.far = Sparse(dims, pattern=pattern), _kernel(far, dims)
+        self.can = self.can & self.near.can & self.far.can
+        self.gates = self.far.gates
+        self.gate = nn.Parameter(torch.zeros(dims.heads))
+
+    def empty(self, k: Tensor, v: Tensor) -> Halves:
+        return Halves(self.near.empty(self._plain(k), v), self.far.empty(k, v))
+
+    def push(self, memory: Halves, k: Tensor, v: Tensor, places: Places) -> Halves:
+        return Halves(self.near.push(memory.near, self._plain(k), v, places), self.far.push(memory.far, k, v, places))
+
+    def read(self, memory: Halves, q: Tensor, places: Places) -> Tensor:
+        return self._merged(self.near.read(memory.near, q, places), self.far.read(memory.far, q, places))
+
+    def forget(self, memory: Halves, t: Tensor) -> Halves:
+        return Halves(self.near.forget(memory.near, t), self.far.forget(memory.far, t))
+
+    def scan(self, memory: Halves, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Halves]:
+        near, log = self.near.scan(memory.near, q, self._plain(k), v, places)
+        far, sums = self.far.scan(memory.far, q, k, v, places)
+        return self._merged(near, far), Halves(log, sums)
+
+    def _plain(self, k: Tensor) -> Tensor:
+        """Keys without the gates of far."""
+        return k[..., : self.dims.d]
+
+    def _merged(self, near: Tensor, far: Tensor) -> Tensor:
+        a, b = wide(near), wide(far)
+        return torch.lerp(a, b, self.gate.to(a.dtype).sigmoid()[:, None, None]).to(near.dtype)
+
+
+KERNELS: dict[str, Callable[..., Kernel]] = {
+    "linear": Linear,
+    "efficient": Efficient,
+    "rfa": RFA,
+    "performer": Performer,
+    "cosformer": Cosformer,
+    "retention": Retention,
+    "gla": GLA,
+    "delta": Delta,
+}
+
+
+def _kernel(text: str, dims: Dims) -> Kernel:
+    if not isinstance(text, str):
+        raise ValueError(f"far must be the text of a kernel, such as 'linear', 'gla' or 'delta(gated=True)', not {text!r}")
+    return chosen(text, KERNELS)(dims)

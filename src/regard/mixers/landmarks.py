@@ -1,0 +1,153 @@
+"""Representative tokens: means of consecutive ones stand for the queries, or for queries and keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad
+
+from regard.kernels.dense import fused
+from regard.kernels.tiles import UNSEEN
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.features import wide
+from regard.mixers.lookup import packed_queries
+from regard.mixers.memory import Keeper, Log
+from regard.mixers.patterns.algebra import need
+from regard.mixers.softmax import Softmax
+
+
+def real_first(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x (b h n d) with its real tokens in front and zeros behind them, and their number (b 1), or (1 1) where all are real."""
+    n = x.shape[2]
+    if valid is None:
+        return x, torch.full((1, 1), n, device=x.device)
+    x, count = packed_queries(x, valid)[0], valid.sum(1, keepdim=True)
+    return x.masked_fill((torch.arange(n, device=x.device) >= count)[:, None, :, None], 0), count
+
+
+def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tensor:
+    """Means (b h s d) of tokens x (b h n d), real ones first: `sizes` (b s) of them from `starts` (b s) on, 0 where size is 0.
+
+    Without starts the segments stand side by side, `longest` each. By gathering, not by scattering: sums in a fixed order come
+    out the same every time, on a GPU too.
+    """
+    (b, h, n, d), s = x.shape, sizes.shape[1]
+    steps = torch.arange(longest, device=x.device)
+    if starts is None:
+        x = pad(x, (0, 0, 0, s * longest - n)) if n < s * longest else x
+    else:
+        index = (starts.unsqueeze(-1) + steps).clamp_max(n - 1).flatten(1)
+        x = x.gather(2, index[:, None, :, None].expand(b, h, -1, d))
+        x = x.masked_fill((steps >= sizes.unsqueeze(-1)).flatten(1)[:, None, :, None], 0)
+    return x.unflatten(2, (s, longest)).sum(3) / sizes.clamp_min(1)[:, None, :, None]
+
+
+class PooledQueries(Softmax):
+    """Queries are averaged, `rate` consecutive real tokens at a time, and every average looks at all keys.
+
+    out_s = softmax(q~_s k^T / sqrt(d)) v with q~_s the mean of queries s rate .. s rate + rate - 1: ceil(n / rate) answers, for
+    models that end in one label. Real tokens come to the front first, so with rate > 1 the real answers stand in front too.
+    A block adds them to `shortened(x, valid, rate)`, the mean of the same tokens, and goes on with its valid.
+    Cost: (d + e) n^2 / rate, memory n. Dai et al. 2020, arXiv:2006.03236 (where the tokens are averaged before they are
+    projected, which is the same for a linear projection, and the decoder that brings the length back is a layer of its own).
+    """
+
+    can = Can.CROSS | Can.PADDING | Can.DROPOUT
+
+    def __init__(self, dims: Dims, *, rate: int = 2, scale: float | None = None) -> None:
+        super().__init__(dims, scale=scale)
+        self.rate = need("rate", rate)
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        if self.rate > 1:
+            x, count = real_first(q, places.valid)
+            sizes = (count - torch.arange(0, q.shape[2], self.rate, device=q.device)).clamp(0, self.rate)
+            q = means(wide(x), None, sizes, self.rate).to(q.dtype)
+        return super().answer(log, q, places, causal)
+
+
+class Nystrom(Keeper):
+    """Nystromformer: attention between all tokens, estimated from that of `landmarks` means of consecutive tokens.
+
+    A = softmax(q k~^T) S^+ softmax(q~ k^T), S = softmax(q~ k~^T), all scaled by 1/sqrt(d); q~ and k~ are means of segments of
+    the real tokens of a row, as equal in length as can be. With no more keys than landmarks the keys are their own landmarks,
+    and it is exact attention. Time n landmarks (d + e) + landmarks^3, memory n. Xiong et al. 2021, arXiv:2102.03902.
+
+    S^+ = (S^T S + ridge)^-1 S^T, solved in float64. Segments that look alike make S nearly singular, and a true pseudo-inverse
+    then answers with noise a hundred times larger than its values; the paper's six iterations cut off about where the default
+    does. A smaller ridge is closer to softmax where there are landmarks enough for the data, and further away where there are
+    not. `conv`: the paper's skip connection, a convolution of that (odd) width over the values, one kernel a head, zero at the
+    start; 0: without. A landmark of queries depends on all queries, those to come included: not causal, no stream.
+    """
+
+    can = Can.CROSS | Can.PADDING
+
+    def __init__(self, dims: Dims, *, landmarks: int = 64, ridge: float = 1e-3, conv: int = 0) -> None:
+        if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 < ridge < math.inf:
+            raise ValueError(f"ridge must be a positive number, not {ridge!r}")
+        if need("conv", conv, 0) % 2 == 0 and conv:
+            raise ValueError(f"conv is as wide to the left as to the right: {conv} is an even number")
+        super().__init__(dims)
+        self.landmarks, self.ridge, self.scale = need("landmarks", landmarks), float(ridge), dims.d**-0.5
+        self.conv = nn.Parameter(torch.zeros(dims.heads, conv)) if conv else None
+        if conv:
+            self.can = self.can & ~Can.CROSS  # it slides over the values of the queries themselves
+
+    def extra_repr(self) -> str:
+        return f"landmarks={self.landmarks}"
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:  # noqa: ARG002 - it is never causal
+        if q.shape[2] == 0 or log.size == 0:
+            return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        if log.size <= self.landmarks:
+            out = fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
+        else:
+            out = self._estimate(log, wide(q), places)
+        return (out if self.conv is None else out + self._skip(log, q, places)).to(log.v.dtype)
+
+    def _estimate(self, log: Log, q: Tensor, places: Places) -> Tensor:
+        k, v, valid = wide(log.keys), wide(log.values), log.places.valid
+        few_q, there_q, _ = self._landmarks(q, places.valid)
+        few_k, there_k, count = self._landmarks(k, valid)
+        few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        s = (few_q.double() * self.scale @ few_k.double().mT).masked_fill(~there_k[:, None, None], UNSEEN).softmax(-1)
+        s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
+        found = self._solve(s, fused(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
+        if valid is not None:  # the landmarks of a short row are its tokens
+            own = self._landmarks(v, valid)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            found = torch.where((count <= self.landmarks)[..., None, None], own, found)
+        return fused(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
+
+    def _landmarks(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
+        most = min(self.landmarks, x.shape[2])
+        x, count = real_first(x, valid)
+        few, order = count.clamp(1, most), torch.arange(most + 1, device=x.device)
+        edges = torch.minimum((order * count + few - 1) // few, count)  # token p belongs to segment p * few // count
+        even = valid is None and x.shape[2] % most == 0
+        sizes = edges.diff(dim=1)
+        return means(x, None if even else edges[:, :-1], sizes, -(-x.shape[2] // most)), sizes > 0, count
+
+    def _solve(self, s: Tensor, answers: Tensor) -> Tensor:
+        """S^+ of what the landmarks among the queries get."""
+        square = s.mT @ s
+        square = square + self.ridge * torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
+        return torch.linalg.solve_ex(square, s.mT @ answers.double())[0].to(answers.dtype)
+
+    def _skip(self, log: Log, q: Tensor, places: Places) -> Tensor:
+        assert self.conv is not None
+        if q.shape[2] != log.size:
+            raise ValueError(
+                f"conv slides over the values of the queries themselves: {q.shape[2]} queries, but {log.size} values"
+            )
+        v, _ = real_first(wide(log.values), log.places.valid)
+        v = v.permute(0, 3, 1, 2)  # (b e g m)
+        kernel = self.conv.to(v.dtype).unsqueeze(1)
+        out = conv1d(v.flatten(0, 1), kernel, padding=kernel.shape[-1] // 2, groups=v.shape[2])
+        out = out.unflatten(0, v.shape[:2]).permute(0, 2, 3, 1)  # (b h m e)
+        if places.valid is None and log.plain:
+            return out
+        at = places.at.clamp_max(log.size - 1)
+        return out.gather(2, at[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[3]))

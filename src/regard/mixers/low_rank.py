@@ -1,0 +1,162 @@
+"""Representative keys: a fixed number of slots stands for all keys and values, each a learned mixture of positions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from regard.kernels import chunks
+from regard.kernels.dense import fused
+from regard.kernels.tiles import UNSEEN
+from regard.mixers.base import Core, Dims, Places, needed_length
+from regard.mixers.features import joined, per_query_head, where_valid, wide
+from regard.mixers.kernel import CPU_RUN, GPU_RUN
+from regard.mixers.patterns.algebra import need
+from regard.mixers.softmax import EVERY
+
+SHARES = ("none", "head", "kv", "layer")
+
+
+class Slots(NamedTuple):
+    k: Tensor  # (b g r d) sum of E_rj k_j
+    v: Tensor  # (b g r e) sum of F_rj v_j
+    seen: Tensor  # (b g r), or (b 1 r) where the heads share: something has been written into it
+
+
+class Linformer(Core):
+    """Keys and values are mixed over positions into `rank` slots, and queries look at the slots.
+
+    K' = E K, V' = F V, out = softmax(q K'^T / sqrt(d)) V', with a column of E and F for every position up to max_len: n tokens
+    use the first n. E and F are learned: of each key-value head (share="none"), one E and one F for all heads ("head"), one
+    matrix for both and all heads ("kv"), or that one for all layers of a model too ("layer", by `tie`). A slot into which
+    nothing has been written yet, with all its weights so far zero, is not seen; so E = F = identity is softmax at any length.
+    Causal: the slots are running sums, K'_i = sum_{j <= i} E_j k_j, a memory of bounded size (Peng et al. 2021,
+    arXiv:2110.02488). Time n rank (d + e), memory rank (d + e) at any length. Wang et al. 2020, arXiv:2006.04768.
+
+    At the start position j writes into slot j mod rank only, its c-th token with weight 1/c: that is softmax while n <= rank,
+    and no sum outgrows 1 + log(n / rank) tokens. More slots than positions are allowed, and spare nothing.
+    """
+
+    can = EVERY
+
+    def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
+        super().__init__(dims)
+        self.rank, self.longest = need("rank", rank), needed_length(self.name, dims)
+        if share not in SHARES:
+            raise ValueError(f"share must be one of {', '.join(map(repr, SHARES))}, not {share!r}")
+        self.share, self.scale = share, dims.d**-0.5
+        heads = dims.g if share == "none" else 1
+        # position-major, so that the columns of some tokens lie side by side
+        self.project_k = nn.Parameter(_first_weights(heads, self.longest, rank))
+        self.project_v = nn.Parameter(_first_weights(heads, self.longest, rank)) if share in ("none", "head") else None
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, share={self.share!r}, max_len={self.longest}"
+
+    def empty(self, k: Tensor, v: Tensor) -> Slots:
+        new_k, new_v = (wide(x).new_zeros(*x.shape[:2], self.rank, x.shape[-1]) for x in (k, v))
+        return Slots(new_k, new_v, torch.zeros(len(k), len(self.project_k), self.rank, dtype=torch.bool, device=k.device))
+
+    def read(self, memory: Slots, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
+        k, v, seen = memory.k.to(q.dtype), memory.v.to(q.dtype), memory.seen
+        seen = seen if seen.shape[1] == 1 else per_query_head(seen, q)
+        return fused(q, k, v, scale=self.scale, valid=seen, dropout=self._drop)
+
+    @property
+    def _drop(self) -> float:
+        return self.dims.dropout if self.training else 0.0
+
+    def push(self, memory: Slots, k: Tensor, v: Tensor, places: Places) -> Slots:
+        k, v = wide(k), wide(v)
+        to_k, to_v = self._columns(places, k.dtype)
+        new_k, new_v = (torch.einsum("bgnr,bgnx->bgrx", w, x) for w, x in ((to_k, k), (to_v, v)))
+        return Slots(memory.k + new_k, memory.v + new_v, memory.seen | _writes(to_k, to_v).any(2))
+
+    def scan(self, memory: Slots, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Slots]:
+        if k.shape[2] <= 1:  # a decoding step writes, then reads
+            memory = self.push(memory, k, v, places)
+            return self.read(memory, q, places), memory
+        b, h, n, _ = q.shape
+        room = CPU_RUN if q.device.type == "cpu" else GPU_RUN
+        size = max(room // max(b * h * self.rank, 1) // chunks.SIZE, 1) * chunks.SIZE
+        tokens = (wide(q), wide(k), wide(v), *self._columns(places, wide(k).dtype))
+        # split, not sliced run by run: the gradient of a slice is as long as the whole
+        runs = zip(*(x.split(size, 2) for x in tokens), strict=True) if n > size else [tokens]
+        out = []
+        for run in runs:
+            y, memory = self._scan(memory, *run)
+            out.append(y.to(v.dtype))
+        return joined(out), memory
+
+    def _scan(self, memory: Slots, q: Tensor, k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor) -> tuple[Tensor, Slots]:
+        """Two scans in linear time: q_i . K'_i sums E_j over the past by q_i . k_j, the answer sums v_j by p_i . F_j."""
+        shape = (*k.shape[:3], self.rank)
+        scores, new_k = chunks.scan(q * self.scale, k, to_k.expand(shape), memory.k.mT)
+        seen = memory.seen.unsqueeze(2) | _so_far(_writes(to_k, to_v))
+        lost = ~seen.any(-1, keepdim=True)
+        hidden, lost = (x if x.shape[1] == 1 else per_query_head(x, q) for x in (~seen, lost))
+        weights = dropout(scores.masked_fill(hidden, UNSEEN).softmax(-1), self._drop)
+        out, new_v = chunks.scan(weights, to_v.expand(shape), v, memory.v)
+        return out.masked_fill(lost, 0), Slots(new_k.mT, new_v, seen[:, :, -1])
+
+    def _columns(self, places: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The weights (b g n r) of E and of F with which tokens are written, 0 for padding; b or g is 1 where all agree."""
+        n, start = places.at.shape[1], places.start
+        if start is None or start + n > self.longest:
+            self._check(places)
+
+        def columns(weight: Tensor) -> Tensor:
+            if places.valid is None and start is not None:
+                return weight[None, :, start : start + n].to(dtype)
+            at = places.at.clamp_max(self.longest - 1)  # padding behind the last token stands beyond it
+            found = weight.index_select(1, at.flatten()).unflatten(1, at.shape).transpose(0, 1)
+            return where_valid(found.to(dtype), places.valid, 0)
+
+        to_k = columns(self.project_k)
+        return to_k, to_k if self.project_v is None else columns(self.project_v)
+
+    def _check(self, places: Places) -> None:
+        last = places.at + (1 if places.valid is None else places.valid.long())
+        longest = int(last.max()) if last.numel() else 0
+        if longest > self.longest:
+            raise ValueError(f"{longest} tokens, but linformer was built for max_len={self.longest}: build it longer")
+
+
+def _first_weights(heads: int, length: int, rank: int) -> Tensor:
+    at = torch.arange(length)
+    own = (at[:, None] % rank == torch.arange(rank)).to(torch.get_default_dtype())
+    return (own / (1 + at // rank)[:, None]).repeat(heads, 1, 1)
+
+
+def _writes(to_k: Tensor, to_v: Tensor) -> Tensor:
+    """Which tokens write into which slots at all."""
+    return (to_k != 0) | (to_v != 0)
+
+
+def _so_far(writes: Tensor) -> Tensor:
+    """Has any token up to this one written? (b g n r) in time."""
+    first = writes.to(torch.uint8).argmax(2, keepdim=True)  # of equals, the first
+    return writes.any(2, keepdim=True) & (torch.arange(writes.shape[2], device=writes.device)[:, None] >= first)
+
+
+def tie(model: nn.Module) -> nn.Module:
+    """The model, with one matrix for all its linformer layers of share="layer": the first one's, from now on.
+
+    Layers built from one spec have matrices of their own until they are tied. The state_dict keeps a name for each layer, all
+    of them the same weight, so it loads into tied and untied models alike. Copies stay tied, and so does what `.to()` moves.
+    """
+    cores = [part for part in model.modules() if isinstance(part, Linformer) and part.share == "layer"]
+    if not cores:
+        raise ValueError("there is nothing to tie: no linformer(share='layer') in this model")
+    first = cores[0].project_k
+    for core in cores:
+        if core.project_k.shape != first.shape:
+            _, length, rank = core.project_k.shape
+            raise ValueError(
+                f"layers that share need one rank and max_len: {first.shape[2]}, {first.shape[1]} and {rank}, {length}"
+            )
+        core.project_k = first
+    return model

@@ -1,0 +1,128 @@
+"""Kernels whose features are exponentials: softmax over features or over random directions, kept finite by running maxima."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels import chunks
+from regard.mixers.base import Dims, Places
+from regard.mixers.features import ask, check_count, finite, nothing, orthogonal, per_query_head, ratio, total, where_valid
+from regard.mixers.kernel import Kernel
+
+
+class PeakedSums(NamedTuple):
+    s: Tensor  # in units of exp(top), as is z
+    z: Tensor
+    top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first token
+
+
+class Peaked(Kernel):
+    """Kernels whose features are exponentials, kept finite by the largest exponent so far.
+
+    The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
+    Units cancel in the output, so top carries no gradient; top never looks ahead, so rounding does not either.
+    """
+
+    one_top: bool  # for all features, or one for each
+
+    def logs(self, x: Tensor) -> Tensor:
+        """The exponents (b h n f) of the features of queries or keys."""
+        raise NotImplementedError
+
+    def empty(self, k: Tensor, v: Tensor) -> PeakedSums:
+        s, z = nothing(k, v, self.f)
+        return PeakedSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
+
+    def _push(self, memory: PeakedSums, k: Tensor, v: Tensor, places: Places) -> PeakedSums:
+        if k.shape[2] == 0:
+            return memory
+        logs, tops = self._keys(k, places)
+        top = torch.maximum(memory.top, tops.amax(2))
+        keys, kept = (logs - finite(top).unsqueeze(2)).exp(), (memory.top - finite(top)).exp()
+        return PeakedSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
+
+    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
+        logs = where_valid(self.logs(k), places.valid, -torch.inf)
+        return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
+
+    def _rising(self, memory: PeakedSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
+        logs, tops = self._keys(k, places)
+        top = chunks.highest(tops, memory.top)
+        before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
+        decay = (before - top).clamp(min=total(k.dtype))
+        return (logs - finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+        return torch.softmax(self.logs(q), -1)
+
+
+class Efficient(Peaked):
+    """Efficient attention: each feature is a map over the positions, and a query mixes the maps.
+
+    out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
+    as in the paper. Time n d e, memory d (e + 2) at any length. Shen et al. 2018, arXiv:1812.01243.
+    """
+
+    one_top = False
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.f = dims.d
+
+    def logs(self, x: Tensor) -> Tensor:
+        return x
+
+    def _read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:
+        return ask(self._mix(q, places, memory.z.unsqueeze(2)), memory.s)
+
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, places)
+        z = chunks.running(keys, memory.z, decay.exp())
+        out, s = chunks.scan(self._mix(q, places, z), keys, v, memory.s, decay)
+        return out, PeakedSums(s, z[:, :, -1], top)
+
+    def _mix(self, q: Tensor, places: Places, z: Tensor) -> Tensor:
+        """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
+        return self._queries(q, places) / per_query_head(z.clamp(min=1), q)
+
+
+class Performer(Peaked):
+    """Performer: softmax attention, its exponential estimated by positive orthogonal random features (FAVOR+).
+
+    phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d with
+    the lengths of Gaussian vectors, so that the mean of phi(q) . phi(k) is exp(q . k / sqrt(d)); one set serves all heads.
+    Time n f e, memory f (e + 1) at any length. Choromanski et al. 2020, arXiv:2009.14794.
+    The error grows with the size of q and k: unit variance in 64 dimensions is already much for a few hundred features.
+    """
+
+    one_top = True
+    directions: Tensor
+
+    def __init__(self, dims: Dims, *, features: int = 256, seed: int = 0) -> None:
+        super().__init__(dims)
+        check_count("features", features)
+        self.f = features
+        self.register_buffer("directions", torch.empty(features, dims.d))
+        self.redraw(seed)
+
+    def redraw(self, seed: int) -> None:
+        """Other random directions: another estimate of the same attention. Never done by a forward pass."""
+        self.directions.copy_(orthogonal(self.f, self.dims.d, seed))
+
+    def logs(self, x: Tensor) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        offset = -x.square().sum(-1, keepdim=True) / 2 - math.log(self.f) / 2
+        # the offset rides along as one more coordinate, which saves a pass over n f numbers
+        return F.linear(torch.cat([x, offset], -1), F.pad(self.directions.to(x.dtype), (0, 1), value=1.0))
+
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, places)
+        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        return ratio(out, norm), PeakedSums(s, z, top)

@@ -1,0 +1,244 @@
+"""A learned module decides: blocks of tokens are sorted, and a query looks at its own block and at the one sorted to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize, pad
+
+from regard.kernels.pieces import in_pieces
+from regard.kernels.tiles import UNSEEN, accumulator
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.lookup import packed, widened
+from regard.mixers.memory import Keeper, Log
+from regard.mixers.patterns.algebra import need
+
+
+class Sinkhorn(Keeper):
+    """Sparse Sinkhorn attention: a block of queries sees its own block of keys, and the one that a learned sort puts beside it.
+
+    R_ij = u_i W u_j with u_j the direction of the sum of the keys of block j and W of each head, P = Sinkhorn(R / temperature),
+    k'_i = sum_(j != i) P_ij k_j / m_i and v'_i alike, with m_i = sum_(j != i) P_ij; then one softmax over the scores of k_i and
+    those of k'_i plus log m_i. Training adds Gumbel noise to R. Slots go with slots, and one that the last block does not fill has
+    no mass. A block counts itself once: with P the identity this is Blocks(block), with another permutation two whole blocks.
+
+    form="sortcut": every query sees the first `top` sorted blocks and nothing else, R_tj = w_t . u_j. Whatever is sorted behind
+    them has no scores of its own, so that one row of mass (blocks - top) and R = 0 stands for it. What comes first depends on
+    the end of the sequence, so it cannot be causal; it does not depend on who asks, so it can be cross.
+
+    Causal: a block is sorted only to blocks that begin after it ends, and the one doubly stochastic matrix of that kind is the
+    shift by a block. So rows are balanced in the order of time instead: P_i = softmax_(j < i)(R_ij - log(1 + sum_(l < i) P_lj)),
+    where what was taken before is worth less, found in `iterations` sweeps. u_i of a row is the direction of the keys up to the
+    first of its block, as in the paper. The first block sees itself alone.
+
+    Unlike the paper's, this sort network scores pairs of blocks and not a block against numbered places: no length is too long.
+    Cost: 2 block n scores, but mixing whole blocks n^2 / block (sortcut: top n); memory n. A decoding step sorts anew all that is
+    remembered, t + iterations (t / block)^2. Tay et al. 2020, arXiv:2002.11296.
+    """
+
+    can = Can.CAUSAL | Can.PADDING | Can.STREAM
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        block: int = 64,
+        iterations: int = 16,
+        temperature: float = 0.75,
+        form: str = "full",
+        top: int | None = None,
+    ) -> None:
+        super().__init__(dims)
+        self.block, self.iterations = need("block", block), need("iterations", iterations)
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be a positive number, not {temperature!r}")
+        if form not in ("full", "sortcut"):
+            raise ValueError(f"form must be 'full' or 'sortcut', not {form!r}")
+        if form == "full" and top is not None:
+            raise ValueError("top is how many sorted blocks every query sees: it belongs to form='sortcut'")
+        self.temperature, self.form, self.top = float(temperature), form, need("top", 2 if top is None else top)
+        if form == "sortcut":
+            self.can = Can.CROSS | Can.PADDING
+        self.sort = nn.Parameter(torch.randn(dims.heads, dims.d if form == "full" else self.top, dims.d))
+
+    def forget(self, memory: Log, t: Tensor) -> Log:  # noqa: ARG002 - every finished block may be sorted to a later one
+        return memory
+
+    def read(self, memory: Log, q: Tensor, places: Places) -> Tensor:
+        return self.answer(memory, q, places, causal=self.dims.causal)
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        if q.numel() == 0 or log.size == 0:
+            return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        cut, queries = _Cut.of(log, q, self.block), q.to(accumulator(q.dtype)) * q.shape[-1] ** -0.5
+        if self.form == "sortcut":
+            k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in cut.sorted_by(self.shares(cut, causal)))
+            each = math.prod(q.shape[:2]) * k.shape[3]
+            out = in_pieces(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
+        elif q.shape[2] > log.size:
+            raise ValueError(f"sinkhorn answers the tokens it has read: {q.shape[2]} queries, but {log.size} keys")
+        else:
+            out = self._own_and_sorted(cut, queries, places, causal)
+        return out.to(log.v.dtype)
+
+    def shares(self, cut: _Cut, causal: bool) -> Tensor:
+        """P: how much of each block of keys goes to each block of queries (b h c c), or to each first place (b h top c)."""
+        sums, some = cut.k.sum(3), cut.there[:, :, 0]
+        rows = cols = normalize(sums, dim=-1, eps=1e-6)
+        if self.form == "sortcut":
+            logits, seen, mass = _with_the_rest(self.sort.to(sums.dtype) @ cols.mT, some)
+            return self._balance(balanced, self._noisy(logits, seen), mass)[:, :, :-1]
+        seen = some[:, None, :, None] & some[:, None, None]
+        if causal:
+            before = pad(sums.cumsum(2)[:, :, :-1], (0, 0, 1, 0))  # not a sum less its last block: the future would round it
+            rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)
+            seen = seen & torch.ones_like(seen).tril(-1)
+        logits = self._noisy(rows @ self.sort.to(sums.dtype) @ cols.mT, seen)
+        return self._balance(balanced_in_time if causal else balanced, logits)
+
+    def _noisy(self, logits: Tensor, seen: Tensor) -> Tensor:
+        if self.training:
+            logits = logits - torch.empty_like(logits).exponential_().log()
+        return (logits / self.temperature).masked_fill(~seen, UNSEEN)
+
+    def _balance(self, way: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """A few heads at a time: every iteration keeps something for the backward pass."""
+        size, shape = 2 * self.iterations * math.prod(tensors[0].shape[2:]), tensors[0].shape[:2]
+        found = in_pieces(lambda *x: (way(self.iterations, *x),), tuple(x.flatten(0, 1) for x in tensors), 0, size)
+        return found[0].unflatten(0, shape)
+
+    def _own_and_sorted(self, cut: _Cut, q: Tensor, places: Places, causal: bool) -> Tensor:
+        grid, p = _Grid.of(places, self.block), self.block
+        shares = self.shares(cut, causal)
+        shares = grid.rows(shares.masked_fill(torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device), 0))
+        k, v, bias = cut.sorted_by(shares)
+        own = torch.where(cut.there, 0.0, UNSEEN)[:, None].expand(q.shape[0], q.shape[1], -1, -1).to(bias.dtype)
+        bias = torch.cat([grid.rows(own), bias], -1).unsqueeze(-2)
+        tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k, v, bias)
+        out = in_pieces(partial(_two_blocks, causal), tensors, 2, math.prod(q.shape[:2]) * 2 * p * p)[0]
+        return grid.back(out.flatten(2, 3), q.shape[2])
+
+
+class _Cut(NamedTuple):
+    """The tokens of a memory in c blocks of p: with the real ones in front, a token's position is its index."""
+
+    k: Tensor  # (b h c p d), zero where there is none
+    v: Tensor  # (b h c p e)
+    there: Tensor  # (b c p), or (1 c p) where all rows agree
+
+    @staticmethod
+    def of(log: Log, q: Tensor, p: int) -> _Cut:
+        c = -(-log.size // p)
+        k, v, real = packed(log.keys, log.values, log.places.valid)
+        if real is None:
+            real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
+        else:
+            k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
+        acc, more = accumulator(q.dtype), c * p - log.size
+        k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in widened(k, v, q.shape[1]))
+        return _Cut(k, v, pad(real, (0, more)).unflatten(1, (c, p)))
+
+    def sorted_by(self, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Blocks mixed by shares (b h u c): keys (b h u p d), values, and the log of their mass (b h u p), UNSEEN for none."""
+        mass = shares @ self.there[:, None].to(shares.dtype)
+        some = mass > torch.finfo(mass.dtype).tiny / torch.finfo(mass.dtype).eps
+        mass = torch.where(some, mass, 1)
+        k, v = ((shares @ x.flatten(3)).unflatten(3, x.shape[3:]) / mass[..., None] for x in (self.k, self.v))
+        return k, v, torch.where(some, mass.log(), UNSEEN)
+
+
+class _Grid(NamedTuple):
+    """Where queries lie when they are laid out in blocks, u of them, beside the blocks of keys."""
+
+    u: int
+    first: Tensor | None  # (b 1) the block of the first query of each row; None: block 0
+    slot: Tensor | None  # (b n) where each query lies; None: one after another
+
+    @staticmethod
+    def of(places: Places, p: int) -> _Grid:
+        n = places.at.shape[1]
+        if places.start == 0:
+            return _Grid(-(-n // p), None, None if places.valid is None else places.at)
+        u = -(-(n + (p - 1 if places.start is None else places.start % p)) // p)
+        first = places.at[:, :1] // p
+        return _Grid(u, first, places.at - first * p)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Of blocks x (b h c ...), those that are asked for (b h u ...)."""
+        if self.first is None:
+            return x[:, :, : self.u]
+        block = (self.first + torch.arange(self.u, device=x.device)).clamp_max(x.shape[2] - 1)
+        index = block.view(len(block), 1, self.u, *[1] * (x.dim() - 3))
+        return x.gather(2, index.expand(*x.shape[:2], self.u, *x.shape[3:]))
+
+    def laid(self, q: Tensor, places: Places, p: int) -> Tensor:
+        """Queries (b h n d) in their blocks (b h u p d)."""
+        if self.slot is None:
+            return pad(q, (0, 0, 0, self.u * p - q.shape[2])).unflatten(2, (self.u, p))
+        if places.valid is not None:  # padding lies where the next real token does
+            q = q.masked_fill(~places.valid[:, None, :, None], 0)
+        empty = q.new_zeros(*q.shape[:2], self.u * p, q.shape[3])
+        return empty.scatter_add(2, self.slot[:, None, :, None].expand_as(q), q).unflatten(2, (self.u, p))
+
+    def back(self, out: Tensor, n: int) -> Tensor:
+        """Answers (b h u * p e) in the order of the queries (b h n e)."""
+        if self.slot is None:
+            return out[:, :, :n]
+        return out.gather(2, self.slot[:, None, :, None].expand(*out.shape[:2], n, out.shape[3]))
+
+
+def balanced(iterations: int, logits: Tensor, mass: Tensor | None = None) -> Tensor:
+    """exp(logits) (... r c), its columns and rows scaled in turn until both sum to 1, or rows to exp(mass) (... r).
+
+    Rows come last and sum exactly. A row or a column whose logits are all UNSEEN is not there.
+    """
+    seen = logits > UNSEEN / 2
+    row, col = seen.any(-1), seen.any(-2)
+    down, along = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits[..., 0, :])
+    for _ in range(iterations):
+        along = torch.where(col, (logits - down[..., None]).logsumexp(-2), 0)
+        down = torch.where(row, (logits - along[..., None, :]).logsumexp(-1) - (0 if mass is None else mass), 0)
+    return (logits - down[..., None] - along[..., None, :]).exp()
+
+
+def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
+    """softmax(logits - log(1 + what earlier rows took of the column)), repeated: row i no longer changes after i sweeps."""
+    seen = (logits > UNSEEN / 2).any(-1, keepdim=True)
+    taken = torch.zeros_like(logits)
+    for _ in range(iterations):
+        shares = (logits - taken.log1p()).softmax(-1) * seen
+        taken = pad(shares.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
+    return (logits - taken.log1p()).softmax(-1) * seen
+
+
+def _with_the_rest(logits: Tensor, some: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits (b h top c) with a row of 0 for all places behind the first ones; which pairs exist; the log mass of each row."""
+    top, count = logits.shape[2], some.sum(1, keepdim=True)
+    place = torch.arange(top + 1, device=some.device)
+    rest = place == top
+    seen = torch.where(rest, count > top, place < count)[:, None, :, None] & some[:, None, None]
+    mass = torch.where(rest, (count - top).clamp_min(1), 1).to(logits.dtype).log()
+    return pad(logits, (0, 0, 0, 1)), seen, mass[:, None].expand(*logits.shape[:2], -1)
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, future: Tensor | None = None) -> Tensor:
+    """q (b h u x d), k (b h u y d), v (b h u y e), bias (b h u 1 y) -> (b h u x e); a query that sees nothing gets 0."""
+    s = q @ k.mT + bias
+    s = s if future is None else s.masked_fill(future, UNSEEN)
+    return (s.softmax(-1) @ v).masked_fill(bias.amax(-1, keepdim=True) < UNSEEN / 2, 0)
+
+
+def _all_at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
+    return (_softmax(q.unsqueeze(2), k, v, bias).squeeze(2),)
+
+
+def _two_blocks(causal: bool, q: Tensor, k: Tensor, v: Tensor, k2: Tensor, v2: Tensor, bias: Tensor) -> tuple[Tensor]:
+    p, future = q.shape[3], None
+    if causal:
+        future = pad(torch.ones(p, p, dtype=torch.bool, device=q.device).triu(1), (0, p))
+    return (_softmax(q, torch.cat([k, k2], 3), torch.cat([v, v2], 3), bias, future),)

@@ -1,0 +1,229 @@
+"""Do we need queries and keys at all? Weights that are made up from one token, or from none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, pad, relu
+from torch.utils.checkpoint import checkpoint
+
+import regard.mixers.softmax as family
+from regard.kernels.tiles import UNSEEN, accumulator
+from regard.mixers.base import Can, Dims, Places, needed_length
+from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
+from regard.mixers.memory import Log
+from regard.mixers.patterns.algebra import need
+
+FORMS = ("dense", "random", "dense_factorised", "random_factorised")
+
+
+class Synthesizer(family.Softmax):
+    """Synthesizer: how much each position counts for a token is made up without a look at the others.
+
+    A = softmax(S) over the positions j of real tokens, out = A v. Per head, S is one of the forms
+    dense: S_i = W2 relu(W1 q_i + b1) + b2, a logit for every position; q_i is a linear image of the token (in the paper, itself)
+    random: S = R, a learned table; frozen=True leaves it as the seed drew it
+    dense_factorised: S_ij = x_i[j // Y] y_i[j % Y], X and Y logits with X Y >= max_len, both from the hidden layer of dense
+    random_factorised: S = R1 R2^T of that rank; it can be frozen as well
+    and with mix it is w q k^T / sqrt(d) + (1 - w) S, where w is a number or mix="learned", one for each head; w = 1: softmax.
+    Cost: n^2, memory n. A layer projects no keys that are not looked at, nor queries. Tay et al. 2020, arXiv:2005.00743.
+    """
+
+    can = Can.CAUSAL | Can.PADDING | Can.STREAM | Can.DROPOUT
+    table: Tensor  # random
+    rows: Tensor  # random_factorised
+    columns: Tensor
+    inner: Tensor  # dense
+    inner_bias: Tensor
+    outer: Tensor
+    outer_bias: Tensor
+    factors: Tensor  # dense_factorised
+    factors_bias: Tensor
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        form: str = "dense",
+        mix: float | str | None = None,
+        rank: int | None = None,
+        frozen: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(dims, scale=1.0)
+        _check(form, mix, rank, frozen, seed)
+        self.form, self.longest = form, needed_length(self.name, dims)
+        self.mix = None if mix == 0 else mix
+        if self.mix is None:
+            self.ignores = ("k",) if form.startswith("dense") else ("q", "k")
+        if mix == "learned":
+            self.balance = nn.Parameter(torch.zeros(dims.heads, 2))
+        random = torch.Generator("cpu").manual_seed(seed or 0) if frozen else None
+        for name, shape, std in self._tables(8 if rank is None else rank):
+            table = _drawn((dims.heads, *shape), std, random)
+            if frozen:
+                self.register_buffer(name, table)
+            else:
+                self.register_parameter(name, nn.Parameter(table))
+
+    def _tables(self, rank: int) -> list[tuple[str, tuple[int, ...], float]]:
+        """Name, shape and size of all that a form has learned or drawn, for one head; logits begin with unit variance."""
+        d, n = self.dims.d, self.longest
+        if self.form == "random":
+            return [("table", (n, n), 1.0)]
+        if self.form == "random_factorised":
+            return [("rows", (n, rank), rank**-0.25), ("columns", (n, rank), rank**-0.25)]
+        hidden = [("inner", (d, d), d**-0.5), ("inner_bias", (1, d), 0.0)]
+        if self.form == "dense":
+            return [*hidden, ("outer", (n, d), (d / 2) ** -0.5), ("outer_bias", (n, 1), 0.0)]
+        made = sum(self._factors())
+        return [*hidden, ("factors", (d, made), (d / 2) ** -0.5), ("factors_bias", (1, made), 0.0)]
+
+    def _factors(self) -> tuple[int, int]:
+        """X and Y, as equal as can be."""
+        y = math.isqrt(self.longest - 1) + 1
+        return -(-self.longest // y), y
+
+    def _weights(self) -> tuple[float | Tensor, float | Tensor]:
+        """Of the dot product and of S, numbers or (h 1 1)."""
+        if isinstance(self.mix, str):
+            dot, own = self.balance.to(accumulator(self.balance.dtype)).softmax(-1)[..., None, None].unbind(1)
+            return dot, own
+        return (0.0, 1.0) if self.mix is None else (self.mix, 1.0 - self.mix)
+
+    def empty(self, k: Tensor, v: Tensor) -> Log:
+        return super().empty(self._kept(k), v)
+
+    def push(self, memory: Log, k: Tensor, v: Tensor, places: Places) -> Log:
+        return super().push(memory, self._kept(k), v, places)
+
+    def scan(self, memory: Log, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Log]:
+        return super().scan(memory, q, self._kept(k), v, places)
+
+    def _kept(self, k: Tensor) -> Tensor:
+        return k if self.mix is not None else k[..., :0]
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        if q.shape[2] == 0 or log.size == 0:
+            return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        self._fits(log, q)
+        if self.form in ("random", "dense_factorised"):
+            return self._strips(log, q, places, causal).to(log.v.dtype)
+        log, made = self._as_dots(log, q, places)
+        if q.shape[2] <= FEW:  # the fused kernel would first make values as wide as these keys
+            return Lookup(self.reach, 1.0, causal, self.dims.dropout if self.training else 0.0)(log, made, places)[0]
+        return super().answer(log, made, places, causal)
+
+    def _fits(self, log: Log, q: Tensor) -> None:
+        if q.shape[2] > log.size:
+            raise ValueError(f"synthesizer answers the tokens it has read: {q.shape[2]} queries, but {log.size} tokens")
+        if log.size <= self.longest:
+            return
+        real = log.size if log.plain else int(log.valid[:, : log.size].sum(1).max())
+        if real > self.longest:
+            raise ValueError(f"{real} tokens, but synthesizer was built for max_len={self.longest}: build it longer")
+
+    def _as_dots(self, log: Log, q: Tensor, places: Places) -> tuple[Log, Tensor]:
+        """Logits that are products: of a hidden layer, or of a row, with a column for each position. So these are the keys."""
+        acc, dtype, m = accumulator(q.dtype), log.v.dtype, log.size  # no real token stands at m or later
+        if self.form == "dense":
+            made = pad(self._hidden(q.to(acc)), (0, 1), value=1.0)
+            columns = torch.cat([self.outer[:, :m], self.outer_bias[:, :m]], -1)
+        else:
+            made, columns = _at(self.rows, places).to(acc), self.columns
+        (dot, own), keys = self._weights(), _at(columns, log.places).to(acc)
+        made, (k, values) = made * own, widened(log.keys, log.values, q.shape[1])
+        if self.mix is not None:
+            made, keys = torch.cat([q.to(acc) * (q.shape[-1] ** -0.5 * dot), made], -1), torch.cat([k.to(acc), keys], -1)
+        return log._replace(k=keys.to(dtype), v=values), made.to(dtype)
+
+    def _hidden(self, q: Tensor) -> Tensor:
+        return relu(q @ self.inner.to(q.dtype) + self.inner_bias.to(q.dtype))
+
+    def _strips(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        """Logits that are no products: some queries at a time, and once more in the backward pass."""
+        acc, m, back = accumulator(q.dtype), min(log.size, self.longest), None
+        k, v, real = packed(log.keys, log.values, log.places.valid)  # a token's position is its index now
+        k, v = widened(k.to(acc), v.to(acc), q.shape[1])
+        if places.start is not None:
+            q, back = packed_queries(q, places.valid)
+            places = Places.of(q[:1, 0], start=places.start)
+        dot, own = self._weights()
+        rate = self.dims.dropout if self.training else 0.0
+
+        def strip(m: int, i: Tensor, q: Tensor, *made: Tensor) -> Tensor:
+            """Of queries at i that see none but the first m."""
+            s = self._scores(m, *made) * own
+            s = s if self.mix is None else s + (q * (q.shape[-1] ** -0.5 * dot)) @ k[:, :, :m].mT
+            seen = i >= torch.arange(m, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, m)
+            seen = seen if real is None else seen & real[:, None, None, :m]
+            weights = s.masked_fill(~seen, UNSEEN).softmax(-1)
+            weights = dropout(weights.expand(len(v), -1, -1, -1), rate) if rate else weights
+            return (weights @ v[:, :, :m]).masked_fill(~seen.any(-1, keepdim=True), 0)
+
+        asked = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
+        first = places.start if causal else None
+        out = _in_strips(strip, asked, m, lambda n: m if first is None else min(m, first + n))
+        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
+
+    def _made(self, q: Tensor, places: Places) -> tuple[Tensor, ...]:
+        """What the scores of each query are made of (b h n ...)."""
+        if self.form == "random":
+            return (_at(self.table, places),)
+        x, y = (self._hidden(q) @ self.factors.to(q.dtype) + self.factors_bias.to(q.dtype)).split(self._factors(), -1)
+        return x, y
+
+    def _scores(self, m: int, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (b h n m)."""
+        if y is None:
+            return x[..., :m].to(accumulator(x.dtype))
+        return (x[..., : -(-m // y.shape[-1]), None] * y.unsqueeze(-2)).flatten(-2)[..., :m]
+
+
+def _check(form: str, mix: float | str | None, rank: int | None, frozen: bool, seed: int | None) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(map(repr, FORMS))}, not {form!r}")
+    number = isinstance(mix, int | float) and not isinstance(mix, bool) and 0 <= mix <= 1
+    if mix is not None and mix != "learned" and not number:
+        raise ValueError(f"mix must be None, 'learned', or the weight of the dot product in [0, 1], not {mix!r}")
+    if not isinstance(frozen, bool):
+        raise ValueError(f"frozen must be True or False, not {frozen!r}")
+    if frozen and form.startswith("dense"):
+        raise ValueError(f"frozen is for a table that is drawn, and {form} makes its weights from tokens: use form='random'")
+    if seed is not None and need("seed", seed, 0) >= 0 and not frozen:
+        raise ValueError("seed is for a table that stays as it was drawn: set frozen=True, or leave it out")
+    if rank is not None and need("rank", rank) and form != "random_factorised":
+        raise ValueError("rank is that of the two factors of a table: it belongs to form='random_factorised'")
+
+
+def _drawn(shape: tuple[int, ...], std: float, random: torch.Generator | None) -> Tensor:
+    table = torch.empty(shape)
+    if random is None:
+        return table.normal_(0, std)
+    # a table without content may be larger than any memory
+    return table if table.is_meta else table.copy_(torch.randn(shape, generator=random, device="cpu") * std)
+
+
+def _at(table: Tensor, places: Places) -> Tensor:
+    """The entries (b h n ...) of a table (h max_len ...) for tokens at these places."""
+    (b, n), start = places.at.shape, places.start
+    if start is not None and places.valid is None and start + n <= table.shape[1]:
+        return table[:, start : start + n].expand(b, *[-1] * table.dim())
+    return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding stands further than that
+
+
+def _in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, reach: Callable[[int], int]) -> Tensor:
+    """strip(keys, *asked), which works on every query by itself, some at a time; the first n queries see reach(n) keys of m."""
+    b, h, n, _ = asked[1].shape
+    rows = max(1, family.STRIP // max(1, b * h * m))
+    if n <= rows:
+        return strip(reach(n), *asked)
+    again = torch.is_grad_enabled()  # for the values, if for nothing else
+    found = []
+    for x in zip(range(rows, n + rows, rows), *(x.split(rows, 2) for x in asked), strict=True):
+        part = (reach(x[0]), *x[1:])
+        found.append(checkpoint(strip, *part, use_reentrant=False) if again else strip(*part))
+    return torch.cat(found, 2)

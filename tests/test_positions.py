@@ -1,0 +1,246 @@
+"""Positions: their formulas, what they promise, and that streaming, padding and cross attention see the same ones."""
+
+import math
+
+import pytest
+import torch
+
+import regard.positions as kinds
+from conftest import CASES, DEVICE, close, data, some
+from regard import Can, Dims, Places, attend, core, layer
+from regard.mixers.patterns import Local, Pattern
+from regard.positions import POSITIONS, positions
+from regard.traits import Traits, positions_table, traits
+from test_limits import Largest
+
+ADDED = [name for name in POSITIONS if positions(name, Dims(32, 4, max_len=8)).needs == Can.NOTHING]
+INSIDE = [name for name in POSITIONS if name not in ADDED]
+
+
+def build(name, **dims):
+    torch.manual_seed(0)
+    return positions(name, Dims(**{"width": 32, "heads": 4, "max_len": 128, **dims})).to(DEVICE, torch.float64)
+
+
+def nothing(n, b=1, width=32):
+    return torch.zeros(b, n, width, dtype=torch.float64, device=DEVICE)
+
+
+def table(name, n):
+    x = nothing(n)
+    return build(name).add(x, Places.of(x))[0]
+
+
+def test_sinusoidal_is_the_formula():
+    found = table("sinusoidal", 100)
+    for p, f in ((0, 0), (1, 0), (7, 5), (99, 15), (50, 1)):
+        angle = p / 10_000 ** (2 * f / 32)
+        close(found[p, 2 * f], torch.tensor(math.sin(angle), dtype=torch.float64, device=DEVICE))
+        close(found[p, 2 * f + 1], torch.tensor(math.cos(angle), dtype=torch.float64, device=DEVICE))
+
+
+@pytest.mark.parametrize("shift", [1, 10, 77])
+def test_a_shift_of_sinusoidal_is_one_linear_map(shift):
+    """PE(p + k) = M_k PE(p) with the same M_k, a rotation in every plane, for all p."""
+    turns = [shift / 10_000 ** (2 * f / 32) for f in range(16)]
+    blocks = [torch.tensor([[math.cos(a), -math.sin(a)], [math.sin(a), math.cos(a)]], dtype=torch.float64) for a in turns]
+    move, found = torch.block_diag(*blocks).to(DEVICE), table("sinusoidal", 128)
+    close(found[:-shift] @ move, found[shift:])
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_added_positions_stream_and_skip_padding(name):
+    made, x = build(name), data(60)
+    whole = made.add(x, Places.of(x))
+    parts, t = [], 0
+    with torch.no_grad():
+        for part in x.split([17, 1, 1, 21, 20], 1):
+            parts.append(made.add(part, Places.of(part, start=t)))
+            t += part.shape[1]
+    close(torch.cat(parts, 1), whole)
+    valid = some(3, 60)
+    padded = made.add(x, Places.of(x, valid))
+    for row in range(3):
+        own = x[row][valid[row]][None]
+        close(padded[row][valid[row]], made.add(own, Places.of(own))[0])
+    ragged = torch.tensor([3, 0, 40], device=DEVICE)
+    close(
+        made.add(x[:, :5], Places.of(x[:, :5], t=ragged, start=None))[2], made.add(x[2:, :5], Places.of(x[2:, :5], start=40))[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["learned", "floater", "rnn"])
+def test_what_is_learned_is_not_remembered_too_long(name):
+    made = build(name)
+    with torch.no_grad():
+        before = made.add(nothing(20), Places.of(nothing(20)))
+        for p in made.parameters():
+            p.add_(0.1)
+        after = made.add(nothing(20), Places.of(nothing(20)))
+    assert not torch.allclose(before, after)
+    made.add(nothing(20), Places.of(nothing(20))).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in made.parameters() if p.dim() > 1)
+
+
+def test_floater_solves_its_equation():
+    """Ten times finer steps find the same path."""
+    coarse = build("floater")
+    fine = positions("floater(every=1)", Dims(32, 4)).double().to(DEVICE)
+    fine.load_state_dict(coarse.state_dict())
+    found, exact = (one.add(nothing(80), Places.of(nothing(80)))[0] for one in (coarse, fine))
+    assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
+    slope = (exact[2:] - exact[:-2]) / (2 * fine.step)
+    times = torch.arange(80, dtype=torch.float64, device=DEVICE) * fine.step
+    flow = torch.stack([fine._slope(t, p) for t, p in zip(times, exact, strict=True)])
+    assert (slope - flow[1:-1]).abs().max() < 1e-2 * flow.abs().max()
+
+
+def dense(q, k, v, where, seen, scale, at=None, keys_at=None):
+    """The formulas of the papers with all their n x n x d tensors."""
+    i = torch.arange(q.shape[2], device=DEVICE) if at is None else at
+    j = torch.arange(k.shape[2], device=DEVICE) if keys_at is None else keys_at
+    apart = i[:, None] - j
+    s = q @ k.mT * scale
+    v = v[:, :, None].expand(-1, -1, q.shape[2], -1, -1)
+    if isinstance(where, kinds.Alibi):
+        slopes = torch.tensor([2.0 ** (-8 * (h + 1) / 4) for h in range(4)], dtype=torch.float64, device=DEVICE)
+        s = s - slopes[:, None, None] * apart.abs()
+    else:
+        by_distance = apart.clamp(-where.clip, where.clip) + where.clip
+        s = s + torch.einsum("bhnd,nmd->bhnm", q, where.keys[by_distance]) * scale
+        if where.values is not None:
+            v = v + where.values[by_distance]
+    s = s.masked_fill(~seen, -torch.inf)
+    weights = torch.where(seen.any(-1, keepdim=True), s.softmax(-1), 0)
+    return torch.einsum("bhnm,bhnme->bhne", weights, v)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["Everything()", "Local(9) | Global(first=2)", "PerHead([Stride(5), Blocks(16), Dilated(4, 3), Local(20)])"]
+)
+@pytest.mark.parametrize("where", ["alibi", "relative(clip=4)", "relative(clip=40, values=False)", "relative(clip=0)"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_positions_in_scores_are_the_formula(pattern, where, causal):
+    n, reach = 70, Pattern.parse(pattern)
+    made = core(f"sparse(pattern={pattern})" if pattern != "Everything()" else "softmax", Dims(32, 4, causal=causal)).to(DEVICE)
+    where = build(where)
+    made.honour(where)
+    g = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(2, 4, n, 8, dtype=torch.float64, generator=g).to(DEVICE).requires_grad_() for _ in range(3)]
+    i = torch.arange(n, device=DEVICE)
+    seen = torch.stack([reach.for_head(h, 4)(0, i[:, None], i) for h in range(4)])
+    seen = seen & (i[:, None] >= i) if causal else seen
+    up = torch.randn(2, 4, n, 8, dtype=torch.float64, generator=g).to(DEVICE)
+    learned = [p for p in where.parameters()]
+    found, exact = attend(*inputs, made, causal=causal), dense(*inputs, where, seen, 8**-0.5)
+    close(found, exact)
+    for a, b in zip(*(torch.autograd.grad((y * up).sum(), [*inputs, *learned]) for y in (found, exact)), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("where", INSIDE)
+def test_cross_attention_counts_from_both_starts(where):
+    m = layer("softmax", width=32, heads=4, cross=True, positions=build(where)).to(DEVICE, torch.float64)
+    x, c = data(20), data(30, seed=3)
+    y = m(x, context=c)
+    state, out = m.start(context=c), []
+    for part in x.split([1, 12, 7], 1):
+        z, state = m.extend(state, part)
+        out.append(z)
+    close(torch.cat(out, 1), y)
+    assert not torch.allclose(y[:, :1], m(x, context=c.flip(1))[:, :1])  # the order of the context counts
+
+
+ROTARY = [c for c in CASES if c.positions is None and c.can(Can.ROTARY)]
+
+
+@pytest.mark.parametrize("case", ROTARY, ids=repr)
+def test_rotary_feels_distance_alone(case):
+    """Turned by positions that all stand 1,000 further, every score stays what it was."""
+    made, turn = case.build().core, build("rotary")
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(2, 4, 40, size, dtype=torch.float64, generator=g).to(DEVICE)
+        for size in (made.dims.d * made.streams, *made.sizes)
+    )
+
+    def turned(x, start):
+        parts = x.split([8] * made.streams + [x.shape[-1] - 8 * made.streams], -1)
+        return torch.cat([*(turn.turn(part, Places.of(part[:, 0], start=start)) for part in parts[:-1]), parts[-1]], -1)
+
+    near, far = (attend(turned(q, start), turned(k, start), v, made) for start in (0, 1000))
+    close(near, far)
+    assert not torch.allclose(near, attend(q, k, v, made))
+
+
+def test_rotary_is_precise_far_away_in_half_precision():
+    turn = positions("rotary", Dims(32, 4)).to(DEVICE, torch.bfloat16)
+    x = torch.randn(1, 4, 1, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    far = Places.of(x[:, 0], start=1_000_003)
+    close(turn.turn(x, far).double(), turn.turn(x.double(), far), 2**-7)
+
+
+def test_alibi_prefers_neighbours_and_rotary_needs_pairs():
+    q = torch.zeros(1, 4, 50, 8, device=DEVICE)
+    made = core("softmax", Dims(32, 4)).to(DEVICE)
+    made.honour(build("alibi"))
+    eye = torch.eye(50, device=DEVICE).expand(1, 4, 50, 50)
+    weights = attend(q, q, eye, made)[0, 0, 25]
+    assert weights.argmax() == 25 and (weights[25:].diff() < 0).all() and (weights[:26].diff() > 0).all()
+    with pytest.raises(ValueError, match="3 per head is an odd number"):
+        positions("rotary", Dims(12, 4))
+
+
+def test_relative_positions_make_no_quadratic_tensor():
+    n, m = 4096, layer(Local(16), width=32, heads=4, positions="relative(clip=8)")
+    with Largest() as watch:
+        m(torch.randn(1, n, 32)).sum().backward()
+    assert watch.most < n * n / 4
+
+
+LECTURE = {
+    "sinusoidal": Traits(True, False, True),
+    "learned": Traits(False, True, False),
+    "relative": Traits(False, True, True),
+    "floater": Traits(True, True, True),
+    "rnn": Traits(True, True, True),
+    "rotary": Traits(True, False, True),
+    "alibi": Traits(True, False, True),
+    "none": Traits(False, False, True),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_traits_are_those_of_the_lecture(name):
+    assert traits(name) == LECTURE[name]
+
+
+def test_the_table_names_all_positions():
+    assert [line.split("`")[1] for line in positions_table().splitlines()[2:]] == list(POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: layer("linear", width=32, heads=4, positions="rotary"), "linear cannot do rotary.*add positions to the tokens"),
+        (lambda: layer("linear", width=32, heads=4, positions="alibi"), "linear cannot do relative"),
+        (lambda: layer("softmax", width=32, heads=4, positions="sinusoidal"), "sinusoidal positions are added to tokens"),
+        (lambda: layer("softmax", width=32, heads=4, positions="rotray"), "rotary"),
+        (lambda: layer("softmax", width=32, heads=4, positions="relative(clp=3)"), "clip"),
+        (lambda: layer("softmax", width=32, heads=4, positions="relative(clip=-1)"), "clip"),
+        (lambda: layer("softmax", width=32, heads=4, positions="3"), "."),
+        (lambda: positions("learned", Dims(32, 4)), "max_len"),
+        (lambda: build("learned").add(nothing(129), Places.of(nothing(129))), "129 tokens, but only 128 positions were learned"),
+        (lambda: build("sinusoidal").add(nothing(5, width=16), Places.of(nothing(5))), "tokens of width 32, not 16"),
+        (lambda: positions("rotary(base=0)", Dims(32, 4)), "base must be a number above 1"),
+    ],
+)
+def test_bad_positions_get_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_floater_without_its_solver_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchdiffeq", None)
+    with pytest.raises(ModuleNotFoundError, match=r"regard\[floater\]"):
+        build("floater")
