@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -49,6 +50,7 @@ def taking_turns(fs: dict[str, Callable[[], Any]], device: torch.device, rounds:
 
 def peak_bytes(f: Callable[[], Any], device: torch.device) -> int:
     """The most memory that a call held beyond what was there before it. On a CPU: Linux's own high-water mark."""
+    gc.collect()  # what earlier calls left behind in cycles is not theirs to free
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

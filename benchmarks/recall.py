@@ -192,13 +192,15 @@ def measure(text: str, args: argparse.Namespace) -> dict:
         "chance_among_the_told": 1 / args.pairs,
         "seconds": time.perf_counter() - start,
         "runs": runs,
-        "why": why(str(spec), best["accuracy"]),
+        "why": why(str(spec), best["accuracy"], best["stopped"]),
     }
 
 
-def why(spec: str, accuracy: float) -> str:
+def why(spec: str, accuracy: float, stopped: str) -> str:
     """The reason, where measurement and reason agree that there is one; nothing where they agree that there is none."""
     failed, reason = accuracy < FAILED, WHY.get(spec)
+    if failed and reason is None and stopped == "time":
+        return "ran out of time"
     return "unexplained" if failed != (reason is not None) else reason or ""
 
 
@@ -231,7 +233,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--steps", type=int, default=1500, help="at most, for each learning rate and seed")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, for each mechanism")
+    parser.add_argument("--seconds", type=float, default=600, help="at most, for each mechanism")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=128)

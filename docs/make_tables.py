@@ -91,8 +91,7 @@ def recall() -> str:
         if "error" in r:
             body.append([code(r["spec"]), "", "", "", r["error"]])
         else:
-            cut = "ran out of time" if r["stopped"] == "time" else ""
-            body.append([code(r["spec"]), r["form"], f"{r['accuracy']:.2f}", r["steps_to_99"] or "", r["why"] or cut])
+            body.append([code(r["spec"]), r["form"], f"{r['accuracy']:.2f}", r["steps_to_99"] or "", r["why"]])
     text = (
         f"{s['pairs']} pairs of a key and a value, then {s['length'] - 2 * s['pairs']} keys: how many values are right. "
         f"A guess is right in {1 / s['values']:.2f}, one among the values told in {1 / s['pairs']:.2f}. "

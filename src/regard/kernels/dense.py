@@ -22,7 +22,9 @@ def fused(
         valid = valid[:, None] if valid.dim() == 2 else valid
         lost = ~valid.any(-1)[..., None, None]
         mask = valid[:, :, None] | lost
-    wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form
+    wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
+    if q.is_cuda:
+        wide = -(-wide // 8) * 8  # and on a GPU with odd ones too
     q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]

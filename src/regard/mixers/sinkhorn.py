@@ -24,8 +24,8 @@ class Sinkhorn(Keeper):
 
     R_ij = u_i W u_j with u_j the direction of the sum of the keys of block j and W of each head, P = Sinkhorn(R / temperature),
     k'_i = sum_(j != i) P_ij k_j / m_i and v'_i alike, with m_i = sum_(j != i) P_ij; then one softmax over the scores of k_i and
-    those of k'_i plus log m_i. Training adds Gumbel noise to R. Slots go with slots, and one that the last block does not fill has
-    no mass. A block counts itself once: with P the identity this is Blocks(block), with another permutation two whole blocks.
+    those of k'_i plus log m_i. Training adds Gumbel noise to R. Slots go with slots, and one that the last block does not fill
+    has no mass. A block counts itself once: with P the identity this is Blocks(block), with another permutation two whole blocks.
 
     form="sortcut": every query sees the first `top` sorted blocks and nothing else, R_tj = w_t . u_j. Whatever is sorted behind
     them has no scores of its own, so that one row of mass (blocks - top) and R = 0 stands for it. What comes first depends on

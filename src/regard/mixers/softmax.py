@@ -110,7 +110,7 @@ def _in_strips(
     strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, by_query: Tensor | None, depth: int
 ) -> Tensor:
     rows = max(1, STRIP // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
-    if q.shape[2] <= rows:
+    if q.shape[2] <= rows or q.is_meta:  # without content nothing is too large
         return strip(q, k, v, at, by_query)
     queries = q.split(rows, 2)
     more = [None] * len(queries) if by_query is None else by_query.split(rows, 2)
