@@ -1,7 +1,8 @@
 # make test      the whole suite on a fresh machine: makes .venv, installs, runs          (a few minutes on two cores)
 # make lint      ruff and mypy
 # make test-gpu  the laws on a CUDA device, with the python that has torch there
-# make bench     the growth, stream and peer tables in results/, and the tables in the docs
+# make bench     the growth, stream, peer and recall results, and the tables in the docs
+# make tables    what is generated in the docs: tables and the gallery
 # make mutants   breaks the library on purpose, one defect at a time: do the laws notice?
 
 VENV ?= .venv
@@ -28,17 +29,19 @@ lint: $(VENV)/ready
 
 # Runs in whatever python has a CUDA torch and pytest: nothing is installed.
 test-gpu:
-	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider -p no:benchmark tests/test_laws.py tests/test_precision.py tests/test_limits.py
+	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider -p no:benchmark tests/test_laws.py tests/test_precision.py tests/test_limits.py tests/test_positions.py
 
 bench: $(VENV)/ready
 	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/peers.py
 	$(PY) benchmarks/stream.py
 	$(PY) benchmarks/long.py
+	$(PY) benchmarks/recall.py
 	$(MAKE) tables
 
 tables: $(VENV)/ready
 	$(PY) docs/make_tables.py
+	$(PY) docs/make_gallery.py
 
 mutants: $(VENV)/ready
 	$(THREADS) $(PY) tests/mutants.py

@@ -72,7 +72,6 @@ WHY = {
     "conv(kernel=5)": OUTSIDE,
     "window_fc(window=8)": OUTSIDE,
     "sparse_transformer(stride=8)": RELAY,
-    "sparse(pattern=Local(8) | Stride(8))": RELAY,
     "rnn": SMALL,
     "rnn(cell='lstm')": SMALL,
     "fnet": BLIND,
@@ -80,7 +79,6 @@ WHY = {
     "mlp_mixer(hidden=64)": BLIND,
     "synthesizer(form='random')": BLIND,
     "synthesizer": "a token chooses places, not tokens: it does not know what stands there",
-    "routing(clusters=4, window=24)": "a question and its answer may lie in different clusters",
     "gat(pattern=Local(64))": "all queries rank the keys alike: a sum of two scores cannot compare",
 }
 

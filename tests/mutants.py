@@ -17,8 +17,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUITE = ["test_laws.py", "test_limits.py", "test_patterns.py", "test_precision.py", "test_kernel.py", "test_errors.py"]
-SUITE += ["test_random_features.py", "test_gated.py"]
+SUITE = [
+    f"test_{name}.py"
+    for name in (
+        *("laws", "limits", "patterns", "precision", "kernel", "gated", "random_features", "errors", "positions", "blocks"),
+        *(
+            "reversible",
+            "cluster",
+            "cluster_statistics",
+            "low_rank",
+            "sinkhorn",
+            "synthesizer",
+            "free",
+            "baselines",
+            "graph",
+            "pairs",
+            "equivalents",
+        ),
+    )
+]
 M, K = "src/regard/mixers/", "src/regard/kernels/"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -188,6 +205,94 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         M + "features.py",
         "    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:]",
         "    return drawn[:rows] / drawn[:rows].norm(dim=-1, keepdim=True) * drawn[-rows:]",
+    ),
+    # clusters, sorted blocks and summaries that look ahead, or count what is not there
+    "causal reformer cuts the sorted order into chunks": (
+        M + "cluster.py",
+        "        if self.dims.causal:\n            return newest(marks",
+        "        if False:\n            return newest(marks",
+    ),
+    "a pair counts in every round that holds it": (
+        K + "groups.py",
+        "        hidden -= (at[:, r - 1, None] - middle[:, r]).abs_().sub_(half[:, r] + 1).clamp_max_(0)\n",
+        "        pass\n",
+    ),
+    "routing learns from padding": (
+        M + "cluster.py",
+        "near = near if valid is None else near * valid[:, None, :, None]",
+        "near = near",
+    ),
+    "routing learns in evaluation": (
+        M + "cluster.py",
+        "        if self.training:\n            self._learn((q, places.valid), (k, log.places.valid))",
+        "        if True:\n            self._learn((q, places.valid), (k, log.places.valid))",
+    ),
+    "a block is sorted by all of its keys": (
+        M + "sinkhorn.py",
+        "            rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)\n",
+        "            rows = normalize(before + sums, dim=-1, eps=1e-6)\n",
+    ),
+    "a block's share is balanced against later ones": (
+        M + "sinkhorn.py",
+        "        taken = pad(shares.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))\n",
+        "        taken = shares.sum(-2, keepdim=True) - shares\n",
+    ),
+    "slots that nothing was written into are seen": (
+        M + "low_rank.py",
+        "memory.seen | _writes(to_k, to_v).any(2))",
+        "torch.ones_like(memory.seen | _writes(to_k, to_v).any(2)))",
+    ),
+    "a stride is seen before it is finished": (
+        M + "compressed.py",
+        "number[:, None, None] < behind",
+        "number[:, None, None] <= behind",
+    ),
+    "landmarks count padding": (
+        M + "landmarks.py",
+        "        x, count = real_first(x, valid)\n",
+        "        x, count = real_first(x, None)\n",
+    ),
+    "padding enters the Fourier transform": (
+        M + "free.py",
+        "        if places.valid is None:\n            return self._transform(x)",
+        "        if True:\n            return self._transform(x)",
+    ),
+    "a padding token overwrites": (
+        M + "gated.py",
+        "beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)",
+        "beta = gate[..., :1].sigmoid()",
+    ),
+    # positions
+    "relative positions look the other way": (
+        K + "terms.py",
+        "        return apart.clamp(-self.clip, self.clip) + self.clip\n",
+        "        return (-apart).clamp(-self.clip, self.clip) + self.clip\n",
+    ),
+    "tiles forget the gradient of relative keys": (
+        K + "passes.py",
+        "                run.put(dm, self.term.sums(self._tiled(d), apart))\n",
+        "                pass\n",
+    ),
+    "distance is free": (
+        K + "terms.py",
+        "            s.addcmul_(self.slopes, apart.abs().to(self.acc), value=-1)\n",
+        "            pass\n",
+    ),
+    "queries are turned by their place in the chunk": (
+        M + "attention.py",
+        "        q = self._turned(self.q(x), self.dims.heads, places)\n        k =",
+        "        q = self._turned(self.q(x), self.dims.heads, Places.of(x))\n        k =",
+    ),
+    # around the mixer
+    "dropout falls otherwise when a block is run again": (
+        "src/regard/blocks/reversible.py",
+        "            if self.dice:\n",
+        "            if False:\n",
+    ),
+    "cross attention of a block forgets which queries are padding": (
+        "src/regard/blocks/block.py",
+        "query_valid=valid",
+        "query_valid=None",
     ),
 }
 

@@ -13,6 +13,8 @@ from typer.testing import CliRunner, Result
 from regard._version import version
 from regard.catalogue import CATALOGUE
 from regard.cli import app
+from regard.mixers.patterns import PATTERNS
+from regard.positions import POSITIONS
 from regard.spec import Spec
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -36,6 +38,7 @@ def test_list_names_everything() -> None:
     for row in CATALOGUE.values():
         assert row.name in result.stdout
         assert row.paper in result.stdout
+    assert all(name in result.stdout for name in (*PATTERNS, *POSITIONS))
 
 
 def test_list_for_machines() -> None:

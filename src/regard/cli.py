@@ -19,6 +19,8 @@ from regard._version import version
 from regard.catalogue import CATALOGUE
 from regard.facts import Facts, facts
 from regard.mixers.base import Can, Dims
+from regard.mixers.patterns import PATTERNS
+from regard.positions import POSITIONS
 from regard.row import Row, growth
 from regard.spec import Spec
 from regard.text import TextError
@@ -53,7 +55,9 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readab
         table.add_row(row.name, row.family, str(row.can), growth(first.cost, "n"), growth(first.memory, "t"), row.paper)
     console = _console()
     console.print(table)
-    console.print("One of them in detail: regard show bigbird", style="dim", highlight=False)
+    console.print(f"patterns   {', '.join(PATTERNS)}", highlight=False)
+    console.print(f"positions  {', '.join(POSITIONS)}", highlight=False)
+    console.print("\nOne of them in detail: regard show bigbird", style="dim", highlight=False)
 
 
 @app.command()
