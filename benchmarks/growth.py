@@ -30,7 +30,8 @@ SPECS: dict[str, list[str]] = {
 }
 CPU, GPU = [2048, 8192, 32768], [2048, 4096, 8192, 16384, 32768]
 # Quadratic by nature, or walking token by token: they are not meant to go further.
-FURTHEST = {"softmax": 8192, "additive": 2048, "relu": 8192, "synthesizer": 8192, "gmlp": 8192, "rnn": 32768}
+FURTHEST = {"softmax": 8192, "relu": 8192, "synthesizer": 8192, "gmlp": 8192}
+SHORTER = {"additive": [512, 1024, 2048]}
 HEADS, DIM, SEED = 4, 64, 0
 
 
@@ -90,7 +91,7 @@ def jobs(lengths: list[int], word: str) -> list[tuple[str, bool, int]]:
         if word not in spec:
             continue
         for causal in (False, True) if Can.CAUSAL in row.can else (False,):
-            found += [(spec, causal, n) for n in lengths if n <= FURTHEST.get(row.name, n)]
+            found += [(spec, causal, n) for n in SHORTER.get(row.name, lengths) if n <= FURTHEST.get(row.name, n)]
     return found
 
 

@@ -109,7 +109,7 @@ def padded(n, holes):
     return some(B, n) if holes else torch.ones(B, n, dtype=torch.bool, device=DEVICE)
 
 
-def compare(made, slow, n, holes, spec_causal):
+def check_meaning(made, slow, n, holes, spec_causal):
     valid = padded(n, holes)
     given = {"valid": valid} if holes else {}
     if holes and not spec_causal:
@@ -121,29 +121,31 @@ def compare(made, slow, n, holes, spec_causal):
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("spec", REFORMERS)
 def test_reformer_is_softmax_over_the_union_of_its_rounds(spec, holes, causal):
-    compare(make(spec, causal), reformer_slowly, 53, holes, causal)
+    check_meaning(make(spec, causal), reformer_slowly, 53, holes, causal)
 
 
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("spec", ROUTINGS)
 def test_routing_is_its_definition(spec, holes):
-    compare(make(spec, False), routing_slowly, 53, holes, False)
-    compare(make(spec, True), routing_causal_slowly, 53, holes, True)
+    check_meaning(make(spec, False), routing_slowly, 53, holes, False)
+    check_meaning(make(spec, True), routing_causal_slowly, 53, holes, True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5, 12, 16, 17, 48])
 def test_any_length(n, causal):
-    compare(make("reformer(rounds=2, buckets=4, chunk=4)", causal), reformer_slowly, n, False, causal)
-    compare(make("routing(clusters=4, window=8)", causal), routing_causal_slowly if causal else routing_slowly, n, False, causal)
+    check_meaning(make("reformer(rounds=2, buckets=4, chunk=4)", causal), reformer_slowly, n, False, causal)
+    check_meaning(
+        make("routing(clusters=4, window=8)", causal), routing_causal_slowly if causal else routing_slowly, n, False, causal
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_pieces_mean_the_same(causal, monkeypatch):
     """Long sequences pass a few tiles at a time and are computed again in the backward pass."""
     monkeypatch.setattr(pieces, "CPU", 1 << 9)
-    compare(make(REFORMERS[0], causal), reformer_slowly, 53, True, causal)
-    compare(make(ROUTINGS[0], causal), routing_causal_slowly if causal else routing_slowly, 53, True, causal)
+    check_meaning(make(REFORMERS[0], causal), reformer_slowly, 53, True, causal)
+    check_meaning(make(ROUTINGS[0], causal), routing_causal_slowly if causal else routing_slowly, 53, True, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
