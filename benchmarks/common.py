@@ -69,9 +69,10 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def alone(script: str, *args: str) -> dict[str, Any]:
+def alone(script: str, *args: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     """Run a part of a benchmark in a process of its own, so that no earlier part leaves memory behind."""
-    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, check=False)
+    env = {**os.environ, **(env or {})}
+    done = subprocess.run([sys.executable, script, *args], capture_output=True, text=True, check=False, env=env)
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(args)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

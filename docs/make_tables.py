@@ -42,7 +42,7 @@ def growth(name: str = "growth", at: int = 8192) -> str:
     body = []
     for (spec, causal), own in rows.items():
         by = {row["n"]: row for row in own}
-        cells = [f"{short(by[n]['fastest'] * 1e3)} / {by[n]['peak_bytes'] / 2**20:.0f}" if n in by else "" for n in lengths]
+        cells = [f"{short(by[n]['fastest'] * 1e3)} / {mebibytes(by[n]['peak_bytes'])}" if n in by else "" for n in lengths]
         faster = by[at]["times_faster_than_softmax"] if at in by else None
         exponents = " / ".join(
             "" if own[0][key] is None else f"{own[0][key]:.2f}" for key in ("time_exponent", "memory_exponent")
@@ -50,6 +50,10 @@ def growth(name: str = "growth", at: int = 8192) -> str:
         body.append([code(spec), "causal" if causal else "", *cells, exponents, "" if faster is None else f"{faster:.1f} x"])
     head = ["", "", *(f"n = {n:,}" for n in lengths), "grows as n^", f"vs softmax at {at:,}"]
     return f"Forward + backward, milliseconds / MiB at the peak. {made_by(made)}\n\n" + table(head, body)
+
+
+def mebibytes(number: int | None) -> str:
+    return "?" if number is None else f"{number / 2**20:.0f}"
 
 
 def short(number: float) -> str:

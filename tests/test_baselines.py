@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import DEVICE, close, data, some
 from regard import layer
+from regard.mixers import baselines
 from regard.probe import influence
 from test_free import build, check_same
 from test_limits import Largest
@@ -238,3 +239,16 @@ def test_a_sentence(name):
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("spec", ["window_fc(window=5)", "conv(kernel=3, dilation=4, depthwise=False)"])
+def test_a_long_line_is_convolved_in_pieces(spec, causal, monkeypatch):
+    made, x = build(spec, causal=causal), data(61).requires_grad_()
+    found = []
+    for piece in (8, 1024):
+        monkeypatch.setattr(baselines, "PIECE", piece)
+        y = made(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *made.parameters()])])
+    for a, b in zip(*found, strict=True):
+        close(a, b)

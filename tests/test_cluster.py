@@ -31,7 +31,7 @@ def hashed(made, k):
 
 def reformer_pairs(made, k, valid):
     """All pairs of all rounds but i = j, token by token; then i = j where there is no other."""
-    seen = torch.zeros(B, H, k.shape[2], k.shape[2], dtype=torch.bool)
+    seen = torch.zeros(B, H, k.shape[2], k.shape[2], dtype=torch.bool, device=DEVICE)
     buckets = hashed(made, k) if made.labels > 1 else torch.zeros(*k.shape[:3], 1)
     for b, h, r in torch.cartesian_prod(*(torch.arange(x) for x in (B, H, made.rounds))).tolist():
         label = buckets[b, h, :, r].tolist()
@@ -45,9 +45,9 @@ def reformer_pairs(made, k, valid):
             else:
                 peers = [j for j in peers if 0 <= chunk[i] - chunk[j] <= 1]
             seen[b, h, i, peers] = True
-    one = torch.eye(k.shape[2], dtype=torch.bool)
+    one = torch.eye(k.shape[2], dtype=torch.bool, device=DEVICE)
     seen &= ~one
-    return (seen | (one & ~seen.any(-1, keepdim=True) & valid[:, None, :, None])).to(DEVICE)
+    return seen | (one & ~seen.any(-1, keepdim=True) & valid[:, None, :, None])
 
 
 def reformer_slowly(made, valid):

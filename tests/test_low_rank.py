@@ -480,7 +480,9 @@ def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
 
 def test_a_long_chunk_behind_a_memory_is_seen_in_strips(monkeypatch):
     monkeypatch.setattr(passes, "CACHE", 1 << 16)
-    monkeypatch.setattr(pieces, "CPU", 1 << 16)
+    for device in ("CPU", "GPU"):
+        monkeypatch.setattr(pieces, device, 1 << 16)
+    monkeypatch.setattr(passes, "ROOM", 1 << 16)
     mechanism = core("compressed(rate=4)", Dims(16, 2, causal=True)).to(DEVICE)
     q, k, v = (torch.randn(1, 2, 2048, 8, device=DEVICE, requires_grad=True) for _ in range(3))
     places = Places.of(k[:, 0])

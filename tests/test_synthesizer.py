@@ -118,7 +118,7 @@ def test_a_frozen_table_is_drawn_saved_and_never_learned(form):
     assert all(torch.equal(x, same.state_dict()[name]) for name, x in one.state_dict().items())
     assert not any(torch.equal(x, other.state_dict()[name]) for name, x in one.state_dict().items())
     other.load_state_dict(one.state_dict())
-    q, k, v = (x.float()[:, :, :60] for x in qkv(N))
+    q, k, v = (x.float().cpu()[:, :, :60] for x in qkv(N))
     assert torch.equal(attend(q, k, v, one), attend(q, k, v, other))
 
     m, x = layer(f"synthesizer(form={form!r}, frozen=True)", width=32, heads=4, max_len=64), torch.randn(2, 9, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,10 @@ def _steps(state: list[Tensor], weights: list[Tensor], both: bool) -> Callable[.
 
     def run(x: Tensor, *sizes: Tensor) -> tuple[Tensor, ...]:
         batch_first = () if sizes else (True,)
-        return network(x, *sizes, state[0] if len(state) == 1 else state, weights, True, 1, 0.0, train, both, *batch_first)
+        with warnings.catch_warnings():
+            # weights of half precision are computed with as copies, which cuDNN has to put side by side at every call
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+            return network(x, *sizes, state[0] if len(state) == 1 else state, weights, True, 1, 0.0, train, both, *batch_first)
 
     return run
 

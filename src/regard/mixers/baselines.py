@@ -16,6 +16,7 @@ from regard.mixers.features import wide
 from regard.mixers.packing import Packed
 from regard.mixers.patterns.algebra import need
 
+PIECE = 1024  # tokens of a line that are convolved together
 EVERY = Can.CAUSAL | Can.PADDING | Can.STREAM
 
 
@@ -70,6 +71,18 @@ def _centred(name: str, size: int, dims: Dims) -> int:
     return size
 
 
+def _cut(line: Tensor, reach: int, convolve: Callable[[Tensor], Tensor]) -> Tensor:
+    """What a convolution (x w m + reach) -> (x w m) makes of a line (b n + reach w), (b n w).
+
+    A long line is cut into pieces that overlap by the reach: on a CPU one long dense convolution takes more than its share.
+    """
+    b, n, w = line.shape[0], line.shape[1] - reach, line.shape[2]
+    if n <= PIECE:
+        return convolve(line.mT).mT
+    pieces = F.pad(line, (0, 0, 0, -n % PIECE)).unfold(1, PIECE + reach, PIECE)  # (b pieces w PIECE + reach)
+    return convolve(pieces.flatten(0, 1)).mT.reshape(b, -1, w)[:, :n]
+
+
 class Conv(_Window):
     """A convolution: the same few weights at every position, by distance alone.
 
@@ -93,7 +106,10 @@ class Conv(_Window):
         return self.into(x)
 
     def slide(self, line: Tensor) -> Tensor:
-        return self.out(F.conv1d(line.mT, self.filter, dilation=self.dilation, groups=self.groups).mT)
+        def convolve(x: Tensor) -> Tensor:
+            return F.conv1d(x, self.filter, dilation=self.dilation, groups=self.groups)
+
+        return self.out(_cut(line, self.reach, convolve) if self.groups == 1 else convolve(line.mT).mT)
 
 
 class WindowFC(_Window):
@@ -114,7 +130,7 @@ class WindowFC(_Window):
         return "window_fc"
 
     def slide(self, line: Tensor) -> Tensor:
-        return F.conv1d(line.mT, self.filter.mT, self.bias).mT
+        return _cut(line, self.reach, lambda x: F.conv1d(x, self.filter.mT, self.bias))
 
 
 class Hidden(NamedTuple):
