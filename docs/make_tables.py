@@ -114,7 +114,8 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
     "docs/numbers.md": {
         "growth": growth,
-        "growth_gpu": partial(growth, "growth_gpu", 32768),
+        "growth_kept": partial(growth, "growth_kept"),
+        "growth_gpu": partial(growth, "growth_gpu"),
         "recall": recall,
         "peers": peers,
         "stream": stream,
