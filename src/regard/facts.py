@@ -201,7 +201,8 @@ def _remembered(mixer: Mixer, length: int) -> int:
     if not isinstance(mixer, Attention):
         return mixer.extend(mixer.start(1), torch.empty(1, length, dims.width, device="meta"))[1].nbytes
     core = mixer.core
-    k, v = (torch.zeros(1, dims.g, length, size) for size in core.sizes)
+    random = torch.Generator().manual_seed(0)  # keys that differ: what sorts them by likeness would forget equal ones
+    k, v = (torch.randn(1, dims.g, length, size, generator=random) for size in core.sizes)
     return nbytes(core.forget(core.push(core.empty(k, v), k, v, Places.of(k[:, 0])), torch.tensor([length])))
 
 
