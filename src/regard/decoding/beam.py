@@ -1,0 +1,115 @@
+"""Several answers at once, the likeliest of them kept at every step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.decoding.rules import Rules
+from regard.decoding.speak import Speaker, read
+from regard.mixers.base import State
+from regard.mixers.features import wide
+
+
+class Beams(NamedTuple):
+    """The best answers of every row, the best first."""
+
+    tokens: Tensor  # (b best most), the end behind the last token of each
+    scores: Tensor  # (b best) log-probability / length ** penalty; -inf where there is no such answer
+    lengths: Tensor  # (b best) the end counted
+
+    def answers(self, end: int) -> list[list[list[int]]]:
+        """Without their ends, and without those that are none."""
+        rows = []
+        for tokens, scores in zip(self.tokens.tolist(), self.scores.tolist(), strict=True):
+            real = [t for t, s in zip(tokens, scores, strict=True) if s > -torch.inf]
+            rows.append([t[: t.index(end)] if end in t else t for t in real])
+        return rows
+
+
+class _Search(NamedTuple):
+    """b rows with k beams each, and the k best answers that have ended so far."""
+
+    said: Tensor  # (b k t)
+    scores: Tensor  # (b k)
+    ended: Beams
+
+    def grown(self, logs: Tensor, rules: Rules, penalty: float) -> tuple[_Search, Tensor]:
+        """One token more, by its log-probability (b k v); and which beam each of the new ones comes from (b k)."""
+        (_, k, t), v = self.said.shape, logs.shape[-1]
+        total = (self.scores[..., None] + logs).flatten(1)
+        best = total.topk(min(2 * k, k * v), dim=1)  # at most k of them can end, so k are left to go on
+        beam, token = best.indices // v, best.indices % v
+        said = torch.cat([self.said.gather(1, beam[..., None].expand(-1, -1, t)), token[..., None]], -1)
+        ends = token == rules.end
+        among = ends & (torch.arange(said.shape[1], device=said.device) < k)  # who would not have gone on does not end
+        ended = _joined(self.ended, said, best.values.masked_fill(~among, -torch.inf) / (t + 1) ** penalty, t + 1)
+        alive = best.values.masked_fill(ends, -torch.inf).topk(min(k, said.shape[1]), dim=1)
+        at = alive.indices
+        said, beam = said.gather(1, at[..., None].expand(-1, -1, t + 1)), beam.gather(1, at)
+        return _Search(said, alive.values, ended), beam
+
+    def over(self, rules: Rules, penalty: float, best: int) -> Tensor:
+        """(b) rows whose best answers nothing can beat: a beam only ever loses, and longest or shortest it loses least."""
+        t = self.said.shape[2]
+        top = self.scores.amax(1)
+        bound = torch.maximum(top / (t + 1) ** penalty, top / rules.most**penalty)
+        return self.ended.scores[:, best - 1] >= bound
+
+
+def _joined(ended: Beams, said: Tensor, scores: Tensor, length: int) -> Beams:
+    """The best of what has ended and what ends now."""
+    k, most = ended.tokens.shape[1:]
+    said = torch.cat([said, said[..., -1:].expand(-1, -1, most - said.shape[2])], 2)
+    best = torch.cat([ended.scores, scores], 1).topk(k, dim=1)
+    tokens = torch.cat([ended.tokens, said], 1).gather(1, best.indices[..., None].expand(-1, -1, most))
+    lengths = torch.cat([ended.lengths, torch.full_like(scores, length, dtype=torch.long)], 1).gather(1, best.indices)
+    return Beams(tokens, best.values, lengths)
+
+
+@torch.no_grad()
+def beam(
+    model: Speaker,
+    state: State,
+    prompt: Tensor,
+    *,
+    rules: Rules,
+    width: int = 5,
+    penalty: float = 1.0,
+    best: int = 1,
+    valid: Tensor | None = None,
+) -> Beams:
+    """The `best` likeliest answers that `width` beams find, by log-probability / length ** penalty; penalty=0 favours short ones.
+
+    It stops early only where no beam can still beat the answers it has, so stopping changes nothing.
+    """
+    rules.checked()
+    if width < 1 or not 1 <= best <= width:
+        raise ValueError(f"best answers come out of the beams: 1 <= best <= width is needed, not best={best}, width={width}")
+    scores, state = read(model, state, prompt, valid)
+    (b, v), device = scores.shape, prompt.device
+    rows = torch.arange(b, device=device).repeat_interleave(width)
+    state, logs = state.select(rows), wide(scores).log_softmax(-1)[rows].view(b, width, v)
+    first = logs.new_full((b, width), -torch.inf)
+    nothing = Beams(
+        torch.full((b, width, rules.most), rules.end, device=device),
+        first.clone(),
+        torch.zeros(b, width, dtype=torch.long, device=device),
+    )
+    first[:, 0] = 0  # all beams begin alike: one of them speaks
+    search = _Search(prompt.new_zeros(b, width, 0), first, nothing)
+    for step in range(rules.most):
+        allowed = rules(logs.flatten(0, 1), search.said.flatten(0, 1)).view_as(logs)
+        search, parents = search.grown(allowed, rules, penalty)
+        if step + 1 == rules.most or bool(search.over(rules, penalty, best).all()):
+            break
+        k = search.said.shape[1]
+        state = state.select((torch.arange(b, device=device)[:, None] * logs.shape[1] + parents).flatten())
+        scores, state = model.extend(state, search.said[:, :, -1].reshape(-1, 1))
+        logs = wide(scores[:, -1]).log_softmax(-1).view(b, k, v)
+    ended = search.ended
+    if search.said.shape[2] == rules.most:  # who has not ended by now is cut off
+        ended = _joined(ended, search.said, search.scores / rules.most**penalty, rules.most)
+    return Beams(ended.tokens[:, :best], ended.scores[:, :best], ended.lengths[:, :best])

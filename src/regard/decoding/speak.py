@@ -1,0 +1,120 @@
+"""One token after another: the likeliest, or one drawn by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from regard.decoding.rules import Rules
+from regard.mixers.base import State, check_valid
+
+
+class Speaker(Protocol):
+    """What decoding knows of a model."""
+
+    def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        """Scores (b n v) of what follows each of these tokens (b n), and the state after them."""
+        ...
+
+
+class Choice(Protocol):
+    def __call__(self, scores: Tensor) -> Tensor:
+        """A token for every row of scores (b v); -inf is never chosen."""
+        ...
+
+
+class Greedy:
+    """Always the likeliest."""
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return scores.argmax(-1)
+
+
+@dataclass
+class Sample:
+    """By chance: among the top_k likeliest, the fewest that together have top_p, and those with at least min_p of the likeliest.
+
+    A temperature below 1 sharpens, above 1 flattens; filters come after it, in this order. The same seed says the same.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature!r}: Greedy() is what 0 would be")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, not {self.top_k!r}")
+        for name in ("top_p", "min_p"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} must be in (0, 1], not {share!r}")
+        self.dice: torch.Generator | None = None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        if self.seed is not None and self.dice is None:
+            self.dice = torch.Generator(scores.device).manual_seed(self.seed)
+        return torch.multinomial(self.filtered(scores).softmax(-1), 1, generator=self.dice).squeeze(-1)
+
+    def filtered(self, scores: Tensor) -> Tensor:
+        """Scores (b v), with -inf for those that are out."""
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
+        if self.top_p is not None:
+            order = scores.sort(-1, descending=True)
+            share = order.values.softmax(-1)
+            out = share.cumsum(-1) - share >= self.top_p  # those before it have enough; so the likeliest is always in
+            scores = scores.masked_fill(torch.zeros_like(out).scatter(1, order.indices, out), -torch.inf)
+        if self.min_p is not None:
+            share = scores.softmax(-1)
+            scores = scores.masked_fill(share < self.min_p * share.amax(-1, keepdim=True), -torch.inf)
+        return scores
+
+
+def read(model: Speaker, state: State, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+    """Scores (b v) of what follows the prompt (b n), and the state after it. Rows may be padded anywhere."""
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"a prompt has shape (batch, tokens) with at least one token, not {tuple(prompt.shape)}")
+    check_valid(valid, len(prompt), prompt.shape[1], "the prompt")
+    scores, state = model.extend(state, prompt, valid)
+    if valid is None:
+        return scores[:, -1], state
+    if not bool(valid.any(1).all()):
+        raise ValueError("every row of a prompt needs at least one real token")
+    last = (torch.arange(prompt.shape[1], device=prompt.device) * valid).amax(1)
+    return scores[torch.arange(len(prompt), device=prompt.device), last], state
+
+
+@torch.no_grad()
+def stream(
+    model: Speaker, state: State, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The next token of every row (b), as long as any row goes on; a row that has ended says the end again and again."""
+    rules, choose = rules.checked(), choice or Greedy()
+    scores, state = read(model, state, prompt, valid)
+    said, over = prompt.new_zeros(len(prompt), 0), torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    for step in range(rules.most):
+        token = choose(rules(scores, said)).masked_fill(over, rules.end)
+        yield token
+        said, over = torch.cat([said, token[:, None]], 1), over | (token == rules.end)
+        if step + 1 < rules.most:
+            if bool(over.all()):
+                return
+            scores, state = model.extend(state, token[:, None])
+            scores = scores[:, -1]
+
+
+def say(
+    model: Speaker, state: State, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+) -> list[list[int]]:
+    """What `stream` gives, whole: the answer of every row, without its end."""
+    tokens = torch.stack(list(stream(model, state, prompt, rules=rules, choice=choice, valid=valid)), 1)
+    return [row[: row.index(rules.end)] if rules.end in row else row for row in tokens.tolist()]

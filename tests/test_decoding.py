@@ -1,0 +1,212 @@
+"""Decoding: by start, extend and reorder alone it finds what a search without any state finds, for every kind of mechanism."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import DEVICE
+from regard.blocks import Stack
+from regard.decoding import Greedy, Rules, Sample, beam, say, stream
+from regard.decoding.beam import _Search
+
+END = 0
+
+
+class Talker(nn.Module):
+    """A small language model with random weights, sharp enough to have opinions."""
+
+    def __init__(self, spec="softmax", vocab=7, width=32):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+        self.body = Stack.of(spec, width=width, heads=4, depth=2, causal=True, ffn=32, max_len=64)
+        self.to(DEVICE, torch.float64).eval()
+
+    def forward(self, tokens):
+        return 3 * self.head(self.body(self.embed(tokens)))
+
+    def start(self, batch):
+        return self.body.start(batch)
+
+    def extend(self, state, tokens, valid=None):
+        y, state = self.body.extend(state, self.embed(tokens), valid)
+        return 3 * self.head(y), state
+
+
+def prompts(b=3, n=4, vocab=7):
+    return torch.randint(1, vocab, (b, n), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+@torch.no_grad()
+def logs(model, prompt, said):
+    """log p of every next token, from the whole text anew."""
+    return model(torch.tensor([prompt + said], device=DEVICE))[0, -1].log_softmax(-1).tolist()
+
+
+def greedy_slowly(model, prompt, rules):
+    said = []
+    while len(said) < rules.most:
+        p = logs(model, prompt, said)
+        token = max((t for t in range(len(p)) if t != END or len(said) >= rules.least), key=lambda t: p[t])
+        if token == END:
+            break
+        said.append(token)
+    return said
+
+
+def beam_slowly(model, prompt, rules, width, penalty):
+    """Lists of texts, sorted: no state, no early stop."""
+    alive, ended = [(0.0, [])], []
+    for t in range(1, rules.most + 1):
+        longer = [(s + p, [*said, w]) for s, said in alive for w, p in enumerate(logs(model, prompt, said))]
+        longer = sorted(longer, key=lambda x: -x[0])[: 2 * width]
+        ended += [(s / t**penalty, said) for s, said in longer[:width] if said[-1] == END]
+        alive = [x for x in longer if x[1][-1] != END][:width]
+    ended += [(s / rules.most**penalty, said) for s, said in alive]
+    return sorted(ended, key=lambda x: -x[0])[:width]
+
+
+def brute_force(model, prompt, rules, penalty):
+    """Every answer there is."""
+    found = []
+    words = range(1, 4)
+    for length in range(rules.most + 1):
+        for said in itertools.product(words, repeat=length):
+            said = list(said)
+            total = sum(logs(model, prompt, said[:i])[said[i]] for i in range(length))
+            if length < rules.most:
+                found.append(((total + logs(model, prompt, said)[END]) / (length + 1) ** penalty, said))
+            else:
+                found.append((total / length**penalty, said))
+    return sorted(found, key=lambda x: -x[0])
+
+
+SPECS = ["softmax", "Local(4) | Global(first=1)", "delta", "reformer(rounds=2, buckets=4, chunk=3)", "conv(kernel=3)", "rnn"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_greedy_and_beam_are_those_without_a_state(spec):
+    model, x, rules = Talker(spec), prompts(), Rules(end=END, most=9)
+    assert say(model, model.start(3), x, rules=rules) == [greedy_slowly(model, row, rules) for row in x.tolist()]
+    found = beam(model, model.start(3), x, rules=rules, width=4, penalty=0.7, best=4)
+    for row, answers, scores in zip(x.tolist(), found.answers(END), found.scores.tolist(), strict=True):
+        slow = beam_slowly(model, row, rules, 4, 0.7)
+        assert answers == [[w for w in said if w != END] for _, said in slow]
+        assert scores == pytest.approx([s for s, _ in slow], abs=1e-9)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])
+def test_enough_beams_find_the_best_of_all_answers(penalty):
+    model, x, rules = Talker(vocab=4), prompts(vocab=4), Rules(end=END, most=4)
+    found = beam(model, model.start(3), x, rules=rules, width=130, penalty=penalty, best=5)
+    for row, answers, scores in zip(x.tolist(), found.answers(END), found.scores.tolist(), strict=True):
+        best = brute_force(model, row, rules, penalty)[:5]
+        assert answers == [said for _, said in best]
+        assert scores == pytest.approx([s for s, _ in best], abs=1e-9)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.5, -0.5])
+def test_stopping_early_changes_nothing(penalty, monkeypatch):
+    model, x, rules = Talker(), prompts(b=8), Rules(end=END, most=25)
+    found = beam(model, model.start(8), x, rules=rules, width=3, penalty=penalty, best=2)
+    monkeypatch.setattr(_Search, "over", lambda self, *_: torch.zeros(len(self.said), dtype=torch.bool))
+    slow = beam(model, model.start(8), x, rules=rules, width=3, penalty=penalty, best=2)
+    assert torch.equal(found.tokens, slow.tokens)
+    assert torch.equal(found.lengths, slow.lengths)
+
+
+def test_one_beam_is_greedy_and_rows_do_not_meet():
+    model, x, rules = Talker(), prompts(), Rules(end=END, most=12)
+    one = beam(model, model.start(3), x, rules=rules, width=1, penalty=0.0)
+    assert [row[0] for row in one.answers(END)] == say(model, model.start(3), x, rules=rules)
+    whole = beam(model, model.start(3), x, rules=rules, width=3)
+    alone = [beam(model, model.start(1), row[None], rules=rules, width=3) for row in x]
+    assert [a for row in alone for a in row.answers(END)] == whole.answers(END)
+
+
+def test_prompts_of_different_length():
+    model, x, rules = Talker(), prompts(n=6), Rules(end=END, most=8)
+    valid = torch.arange(6, device=DEVICE) < torch.tensor([[6], [2], [4]], device=DEVICE)
+    for side in (valid, valid.flip(1)):
+        tokens = torch.where(side, x, 5)
+        for b in range(3):
+            own = tokens[b][side[b]][None]
+            assert (
+                say(model, model.start(3), tokens, rules=rules, valid=side)[b] == say(model, model.start(1), own, rules=rules)[0]
+            )
+            one = beam(model, model.start(1), own, rules=rules, width=3).answers(END)[0]
+            assert beam(model, model.start(3), tokens, rules=rules, width=3, valid=side).answers(END)[b] == one
+
+
+@pytest.mark.parametrize("search", ["greedy", "beam", "sample"])
+def test_rules_are_kept(search):
+    model, x = Talker(), prompts(b=6)
+    rules = Rules(end=END, most=14, least=6, no_repeat=2, never=(3,))
+    if search == "beam":
+        answers = [row[0] for row in beam(model, model.start(6), x, rules=rules, width=3).answers(END)]
+    else:
+        answers = say(model, model.start(6), x, rules=rules, choice=Greedy() if search == "greedy" else Sample(seed=1))
+    for said in answers:
+        pairs = list(itertools.pairwise(said))
+        assert 6 <= len(said) <= 14
+        assert 3 not in said
+        assert len(pairs) == len(set(pairs))
+    free = say(model, model.start(6), x, rules=Rules(end=END, most=14))
+    assert any(3 in said or len(said) < 6 or len(set(itertools.pairwise(said))) < len(said) - 1 for said in free)
+
+
+def test_a_row_with_nothing_left_may_end():
+    rules = Rules(end=END, most=9, least=5, never=(1, 2))
+    scores = rules(torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.long))
+    assert scores.tolist() == [[0.0, -math.inf, -math.inf]]
+
+
+def test_a_stream_is_what_is_said_and_stops_when_all_have_ended():
+    model, x, rules = Talker(), prompts(), Rules(end=END, most=40)
+    with torch.no_grad():
+        model.head.bias[END] += 0.9  # it tends to come to an end
+    parts = torch.stack(list(stream(model, model.start(3), x, rules=rules)), 1)
+    assert [[w for w in row if w != END] for row in parts.tolist()] == say(model, model.start(3), x, rules=rules)
+    assert parts.shape[1] < 40
+    assert (parts[:, -1] == END).all()
+
+
+def test_chance_is_as_filtered():
+    scores = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]], device=DEVICE)
+    p = scores.softmax(-1)
+    assert (Sample(top_k=2).filtered(scores) > -math.inf).tolist() == [[True, True, False, False, False]]
+    assert (Sample(top_p=float(p[0, 0]) - 1e-3).filtered(scores) > -math.inf).sum() == 1
+    assert (Sample(top_p=float(p[0, 0]) + 1e-3).filtered(scores) > -math.inf).sum() == 2
+    assert (Sample(min_p=0.13).filtered(scores) > -math.inf).tolist() == [[True, True, True, False, False]]
+    choice = Sample(temperature=0.7, top_k=4, seed=5)
+    wanted = choice.filtered(scores).softmax(-1)[0]
+    drawn = torch.bincount(choice(scores.expand(40_000, -1)), minlength=5) / 40_000
+    assert ((drawn - wanted).abs() < 4 * (wanted * (1 - wanted) / 40_000).sqrt() + 1e-9).all()
+
+
+def test_the_same_seed_says_the_same():
+    model, x, rules = Talker(), prompts(), Rules(end=END, most=20)
+    one, two, other = (say(model, model.start(3), x, rules=rules, choice=Sample(seed=s)) for s in (4, 4, 5))
+    assert one == two != other
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda m: say(m, m.start(3), prompts(), rules=Rules(END, most=0)), "most must be at least 1"),
+        (lambda m: say(m, m.start(3), prompts(), rules=Rules(END, most=4, least=4)), "least must be from 0 to 3"),
+        (lambda m: say(m, m.start(3), prompts(), rules=Rules(END, most=4, never=(END,))), "cannot be among"),
+        (lambda m: say(m, m.start(3), prompts()[:, :0], rules=Rules(END, most=4)), "at least one token"),
+        (lambda m: say(m, m.start(3), prompts(), rules=Rules(END, 4), valid=prompts() < 0), "at least one real token"),
+        (lambda m: beam(m, m.start(3), prompts(), rules=Rules(END, 4), width=2, best=3), "best=3, width=2"),
+        (lambda _: Sample(temperature=0), "Greedy"),
+        (lambda _: Sample(top_p=0.0), "top_p must be in"),
+        (lambda _: Sample(top_k=0), "top_k must be at least 1"),
+    ],
+)
+def test_bad_wishes_get_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(Talker())
