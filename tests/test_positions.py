@@ -8,6 +8,7 @@ import torch
 import regard.positions as kinds
 from conftest import CASES, DEVICE, close, data, some
 from regard import Can, Dims, Places, attend, core, layer
+from regard.kernels import terms
 from regard.mixers.patterns import Local, Pattern
 from regard.positions import POSITIONS, positions
 from regard.traits import Traits, positions_table, traits
@@ -189,6 +190,21 @@ def test_alibi_prefers_neighbours_and_rotary_needs_pairs():
     assert weights.argmax() == 25 and (weights[25:].diff() < 0).all() and (weights[:26].diff() > 0).all()
     with pytest.raises(ValueError, match="3 per head is an odd number"):
         positions("rotary", Dims(12, 4))
+
+
+@pytest.mark.parametrize("clip", [0, 1, 5, 40])
+def test_sums_by_distance_in_any_order_are_sums(clip):
+    """The way without atomics, which a GPU takes, is the plain one, gradients too; pairs that do not exist have weight 0."""
+    g = torch.Generator().manual_seed(2)
+    apart = torch.arange(30)[:, None] - torch.arange(33)
+    x = (torch.randn(2, 4, 30, 33, dtype=torch.float64, generator=g) * (torch.rand(2, 4, 30, 33, generator=g) > 0.3)).to(DEVICE)
+    x, apart = x.requires_grad_(), apart.to(DEVICE)
+    plain = torch.zeros(2, 4, 30, 2 * clip + 1, dtype=torch.float64, device=DEVICE)
+    plain = plain.scatter_add(-1, (apart.clamp(-clip, clip) + clip).expand(x.shape), x)
+    found, up = terms.in_any_order(x, apart, clip), torch.randn(plain.shape, dtype=torch.float64, generator=g).to(DEVICE)
+    close(found, plain)
+    grads = [torch.autograd.grad((y * up).sum(), x)[0] for y in (found, plain)]
+    close(*(grad * (x != 0) for grad in grads))  # a weight of 0 moves nothing behind it
 
 
 def test_relative_positions_make_no_quadratic_tensor():

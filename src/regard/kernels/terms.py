@@ -56,14 +56,23 @@ class Term(NamedTuple):
 
 def by_class(x: Tensor, apart: Tensor, clip: int) -> Tensor:
     """The sum of x (... m) over the keys of every distance class, (... classes); x is 0 where there is no pair."""
+    if x.device.type != "cpu":
+        return in_any_order(x, apart, clip)
     index = (apart.clamp(-clip, clip) + clip).expand(x.shape)
-    total = x.new_zeros(*x.shape[:-1], 2 * clip + 1)
-    if x.device.type == "cpu":
-        return total.scatter_add(-1, index, x)
-    # A GPU adds in any order, and two calls would differ. But only the two outer classes hold more than one pair of a query.
-    one = total.scatter_reduce(-1, index, x, "amax") + total.scatter_reduce(-1, index, x, "amin")
-    ends = [torch.where(out, x, 0).sum(-1, keepdim=True) for out in (apart <= -clip, apart >= clip)]
-    return x.sum(-1, keepdim=True) if clip == 0 else torch.cat([ends[0], one[..., 1:-1], ends[1]], -1)
+    return x.new_zeros(*x.shape[:-1], 2 * clip + 1).scatter_add(-1, index, x)
+
+
+def in_any_order(x: Tensor, apart: Tensor, clip: int) -> Tensor:
+    """The same where additions come in any order, as on a GPU, and two calls must be equal all the same.
+
+    Only the two outer classes hold more than one pair of a query: for all others the largest and the smallest are the sum.
+    """
+    if clip == 0:
+        return x.sum(-1, keepdim=True)
+    index, none = (apart.clamp(-clip, clip) + clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
+    one = none.scatter_reduce(-1, index, x, "amax") + none.scatter_reduce(-1, index, x, "amin")
+    first, last = (torch.where(out, x, 0).sum(-1, keepdim=True) for out in (apart <= -clip, apart >= clip))
+    return torch.cat([first, one[..., 1:-1], last], -1)
 
 
 class TileTerm:
