@@ -10,7 +10,7 @@ from conftest import DEVICE, close, data, some
 from regard import layer
 from regard.mixers import baselines
 from regard.probe import influence
-from test_free import build, check_same
+from test_free import both_ways, build, check_same
 from test_limits import Largest
 
 STREAMS = [
@@ -180,11 +180,10 @@ def test_a_state_keeps_nothing_but_itself_alive(spec):
     assert held == state.nbytes == made.start(3).nbytes
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("spec", ["conv", "window_fc", "rnn", "rnn(cell='lstm')", "fnet", "mlp_mixer(hidden=16)"])
+@pytest.mark.parametrize(
+    ("spec", "causal"), both_ways(["conv", "window_fc", "rnn", "rnn(cell='lstm')", "fnet", "mlp_mixer(hidden=16)"])
+)
 def test_what_is_held_grows_with_the_length(spec, causal):
-    if causal and spec.startswith(("fnet", "mlp_mixer")):
-        pytest.skip("not causal")
 
     def most(n):
         made, x = build(spec, causal=causal, max_len=n, dtype=torch.float32), data(n, b=1, dtype=torch.float32)
