@@ -265,8 +265,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # positions
     "relative positions look the other way": (
         K + "terms.py",
-        "        return apart.clamp(-self.clip, self.clip) + self.clip\n",
-        "        return (-apart).clamp(-self.clip, self.clip) + self.clip\n",
+        "    return apart.clamp(-clip, clip) + clip\n",
+        "    return (-apart).clamp(-clip, clip) + clip\n",
     ),
     "tiles forget the gradient of relative keys": (
         K + "passes.py",

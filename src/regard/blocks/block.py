@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import share
@@ -16,14 +15,6 @@ NormClass = Callable[[int], nn.Module]
 def silent(x: Tensor, valid: Tensor | None) -> Tensor:
     """x (b n w), and nothing where there is no real token."""
     return x if valid is None else x.masked_fill(~valid[..., None], 0)
-
-
-def fewer(valid: Tensor | None, rate: int) -> Tensor | None:
-    """Which of ceil(n / rate) answers are real. Real tokens come to the front, so the real answers stand there."""
-    if valid is None or rate == 1:
-        return valid
-    groups = torch.arange(-(-valid.shape[1] // rate), device=valid.device)
-    return groups * rate < valid.sum(1, keepdim=True)
 
 
 def check_context(reads: bool, context: Tensor | None, context_valid: Tensor | None) -> None:

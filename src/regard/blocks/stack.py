@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from regard.blocks.block import Block, NormClass, check_context, fewer, silent
+from regard.blocks.block import Block, NormClass, check_context, silent
 from regard.blocks.feedforward import FeedForward
-from regard.mixers.base import Dims, State
+from regard.mixers.base import Dims, State, fewer
 from regard.mixers.patterns import Pattern
 from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions

@@ -15,6 +15,10 @@ from torch import Tensor
 from regard.kernels.parts import Part, Run
 
 
+def distance_class(apart: Tensor, clip: int) -> Tensor:
+    return apart.clamp(-clip, clip) + clip
+
+
 class Term(NamedTuple):
     slopes: Tensor | None = None  # (h)
     clip: int = 0
@@ -31,8 +35,7 @@ class Term(NamedTuple):
         return self.classes if self.mass else 0
 
     def of(self, apart: Tensor) -> Tensor:
-        """Distance classes."""
-        return apart.clamp(-self.clip, self.clip) + self.clip
+        return distance_class(apart, self.clip)
 
     def heads(self, own: list[int] | slice) -> Term:
         """The same for some of the heads."""
@@ -58,7 +61,7 @@ def by_class(x: Tensor, apart: Tensor, clip: int) -> Tensor:
     """The sum of x (... m) over the keys of every distance class, (... classes); x is 0 where there is no pair."""
     if x.device.type != "cpu":
         return in_any_order(x, apart, clip)
-    index = (apart.clamp(-clip, clip) + clip).expand(x.shape)
+    index = distance_class(apart, clip).expand(x.shape)
     return x.new_zeros(*x.shape[:-1], 2 * clip + 1).scatter_add(-1, index, x)
 
 
@@ -69,7 +72,7 @@ def in_any_order(x: Tensor, apart: Tensor, clip: int) -> Tensor:
     """
     if clip == 0:
         return x.sum(-1, keepdim=True)
-    index, none = (apart.clamp(-clip, clip) + clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
+    index, none = distance_class(apart, clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
     one = none.scatter_reduce(-1, index, x, "amax") + none.scatter_reduce(-1, index, x, "amin")
     first, last = (torch.where(out, x, 0).sum(-1, keepdim=True) for out in (apart <= -clip, apart >= clip))
     return torch.cat([first, one[..., 1:-1], last], -1)

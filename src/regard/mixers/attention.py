@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, check_valid, only, shortened
+from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, check_valid, fewer, only
 from regard.mixers.where import Positions
 
 
@@ -161,8 +161,7 @@ class Attention(Mixer):
 
     def _finish(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
         y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
-        if self.rate > 1:
-            valid = shortened(x[..., :1].detach(), valid, self.rate)[1]
+        valid = fewer(valid, self.rate)
         return y if valid is None else y.masked_fill(~valid[..., None], 0)  # padding is not there: it says nothing
 
 
@@ -201,8 +200,7 @@ def attend(
             out = core.scan(memory, q, k, v, places)[0]
         else:
             out = core.read(core.push(memory, k, v, places), q, Places.of(q[:, 0], query_valid))
-    if real is not None and core.rate > 1:
-        real = shortened(q[:, 0, :, :1].detach(), real, core.rate)[1]
+    real = fewer(real, core.rate)
     return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
 
 

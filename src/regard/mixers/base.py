@@ -154,6 +154,14 @@ def check_valid(valid: Tensor | None, b: int, n: int, what: str = "x") -> None:
         raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
 
 
+def fewer(valid: Tensor | None, rate: int) -> Tensor | None:
+    """Which of ceil(n / rate) answers are real. Real tokens come to the front, so the real answers stand there."""
+    if valid is None or rate == 1:
+        return valid
+    groups = torch.arange(-(-valid.shape[1] // rate), device=valid.device)
+    return groups * rate < valid.sum(1, keepdim=True)
+
+
 def shortened(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tensor | None]:
     """x (b n w) with every `rate` real tokens replaced by their mean, (b ceil(n / rate) w), and which of those are real.
 
@@ -168,7 +176,7 @@ def shortened(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tenso
     count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
     index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
     sums = x.new_zeros(b, groups, w).scatter_add(1, index, x if valid is None else x.masked_fill(~valid[..., None], 0))
-    return sums / count.clamp_min(1)[..., None], None if valid is None else count > 0
+    return sums / count.clamp_min(1)[..., None], fewer(valid, rate)
 
 
 class Core(nn.Module):
@@ -200,6 +208,11 @@ class Core(nn.Module):
         only(self.name, self.can, positions.needs, f"so {positions.name} positions are not for it: add positions to the tokens")
         if Can.RELATIVE in positions.needs:
             self.positions = positions
+
+    @property
+    def drop(self) -> float:
+        """The share of its weights that is dropped now."""
+        return self.dims.dropout if self.training else 0.0
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -58,10 +58,6 @@ class Compressed(Core):
     def extra_repr(self) -> str:
         return f"rate={self.stride}, near={self.near}"
 
-    @property
-    def _drop(self) -> float:
-        return self.dims.dropout if self.training else 0.0
-
     def empty(self, k: Tensor, v: Tensor) -> Strides:
         return Strides(Log.empty(k, v), Log.empty(k, v))
 
@@ -86,7 +82,7 @@ class Compressed(Core):
             k, v = torch.cat([k, last_k], 2), torch.cat([v, last_v], 2)
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
-        return fused(q, k, v, scale=self.scale, valid=valid, dropout=self._drop)
+        return fused(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
 
     def scan(self, memory: Strides, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Strides]:
         n = q.shape[2]
@@ -103,7 +99,7 @@ class Compressed(Core):
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
         n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
-        out, lse = Lookup(self.local, self.scale, True, self._drop)(Log.empty(k, v).append(k, v, places), q, places)
+        out, lse = Lookup(self.local, self.scale, True, self.drop)(Log.empty(k, v).append(k, v, places), q, places)
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
         size = slots * self.stride
@@ -112,7 +108,7 @@ class Compressed(Core):
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
         keys, values = widened(keys, values, asked.shape[1])
         span = Span(0, slots, 0, slots)
-        far = tiled(asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self._drop)
+        far = tiled(asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop)
         y, y_lse = (x.unflatten(1, (h, self.stride)).transpose(2, 3).flatten(2, 3)[:, :, : n - first] for x in far)
         both, _ = merged((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
         return torch.cat([out[:, :, :first], both], 2)
@@ -120,7 +116,7 @@ class Compressed(Core):
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> Answer:
         """What queries get, wherever they stand: from the raw tokens near them, and from the slots before those."""
         slots, raw = memory
-        found = Lookup(self.local, self.scale, True, self._drop)(raw, q, places)
+        found = Lookup(self.local, self.scale, True, self.drop)(raw, q, places)
         if raw.size > (self.near + 1) * self.stride or torch.is_grad_enabled():  # else all are near; but weights want a gradient
             k, v, there = self._compressed(raw)
             number = raw.at[:, :1] // self.stride + torch.arange(k.shape[2], device=k.device)
@@ -137,7 +133,7 @@ class Compressed(Core):
         def strip(q: Tensor, behind: Tensor) -> Answer:
             seen = number[:, None, None] < behind
             seen = seen if valid is None else seen & valid[:, None, None]
-            out, lse = small(q, k, v, seen, scale=self.scale, dropout=self._drop)
+            out, lse = small(q, k, v, seen, scale=self.scale, dropout=self.drop)
             return out, lse.unsqueeze(-1)
 
         out, lse = in_pieces(strip, (q, behind), 2, q.shape[0] * q.shape[1] * k.shape[2])

@@ -94,7 +94,7 @@ class GAT(Sparse):
         """The answers (b h n e) of heads with one pattern."""
         q, k, a, v = asked
         b, h, n, _ = q.shape
-        drop = self.dims.dropout if self.training else 0.0
+        drop = self.drop
         if self.reach.bends and (log.start != 0 or places.start != 0):
             raise ValueError(f"{share.text} is drawn for one length: it cannot continue from a memory")
         known = places.start is not None and log.start is not None and (places.start == 0 or n > FEW)

@@ -84,7 +84,7 @@ class Labelled(Core):
     def _answer(self, q: Tensor, k: Tensor, v: Tensor, marks: Tensor) -> Answer:
         """What the last n of m tokens get, by rows (x n d), (x m d), (x m e), (x rounds m)."""
         n, m = q.shape[1], k.shape[1]
-        drop = self.dims.dropout if self.training else 0.0
+        drop = self.drop
         if self.dims.causal and (n == 1 or 4 * n < m):  # to sort and answer the whole memory would cost more
             return few(q, k, v, marks, self.labels, self.window, own=self.own, drop=drop)
         out, lse = among(pad(q, (0, 0, m - n, 0)), k, v, self.stretch(marks), own=self.own, drop=drop)

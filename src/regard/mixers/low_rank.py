@@ -63,11 +63,7 @@ class Linformer(Core):
     def read(self, memory: Slots, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
         k, v, seen = memory.k.to(q.dtype), memory.v.to(q.dtype), memory.seen
         seen = seen if seen.shape[1] == 1 else per_query_head(seen, q)
-        return fused(q, k, v, scale=self.scale, valid=seen, dropout=self._drop)
-
-    @property
-    def _drop(self) -> float:
-        return self.dims.dropout if self.training else 0.0
+        return fused(q, k, v, scale=self.scale, valid=seen, dropout=self.drop)
 
     def push(self, memory: Slots, k: Tensor, v: Tensor, places: Places) -> Slots:
         k, v = wide(k), wide(v)
@@ -98,7 +94,7 @@ class Linformer(Core):
         seen = memory.seen.unsqueeze(2) | _so_far(_writes(to_k, to_v))
         lost = ~seen.any(-1, keepdim=True)
         hidden, lost = (x if x.shape[1] == 1 else per_query_head(x, q) for x in (~seen, lost))
-        weights = dropout(scores.masked_fill(hidden, UNSEEN).softmax(-1), self._drop)
+        weights = dropout(scores.masked_fill(hidden, UNSEEN).softmax(-1), self.drop)
         out, new_v = chunks.scan(weights, to_v.expand(shape), v, memory.v)
         return out.masked_fill(lost, 0), Slots(new_k.mT, new_v, seen[:, :, -1])
 

@@ -48,7 +48,7 @@ class Softmax(Keeper):
         return memory
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
-        drop = self.dims.dropout if self.training else 0.0
+        drop = self.drop
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         if self.positions is not None:  # scores that the fused kernel cannot take
@@ -91,7 +91,7 @@ class _Strips(Keeper):
         term = None if positions is None else positions.term(q.to(acc), self.scale)
         q, k = self.prepare(q.to(acc), k)
         j, valid = log.places.at, log.valid[:, : log.size]
-        rate = self.dims.dropout if self.training else 0.0
+        rate = self.drop
 
         def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> Tensor:
             apart = i[:, None, :, None] - j[:, None, None]

@@ -65,7 +65,7 @@ class Sparse(Keeper):
         return self.pattern.alive(j, t)
 
     def look(self, causal: bool) -> Lookup:
-        return Lookup(self.reach, self.scale, causal, self.dims.dropout if self.training else 0.0, self.positions)
+        return Lookup(self.reach, self.scale, causal, self.drop, self.positions)
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self.look(causal)(log, q, places)[0]

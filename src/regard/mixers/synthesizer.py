@@ -114,7 +114,7 @@ class Synthesizer(family.Softmax):
             return self._strips(log, q, places, causal).to(log.v.dtype)
         log, made = self._as_dots(log, q, places)
         if q.shape[2] <= FEW:  # the fused kernel would first make values as wide as these keys
-            return Lookup(self.reach, 1.0, causal, self.dims.dropout if self.training else 0.0)(log, made, places)[0]
+            return Lookup(self.reach, 1.0, causal, self.drop)(log, made, places)[0]
         return super().answer(log, made, places, causal)
 
     def _fits(self, log: Log, q: Tensor) -> None:
@@ -152,7 +152,7 @@ class Synthesizer(family.Softmax):
             q, back = packed_queries(q, places.valid)
             places = Places.of(q[:1, 0], start=places.start)
         dot, own = self._weights()
-        rate = self.dims.dropout if self.training else 0.0
+        rate = self.drop
 
         def strip(m: int, i: Tensor, q: Tensor, *made: Tensor) -> Tensor:
             """Of queries at i that see none but the first m."""
