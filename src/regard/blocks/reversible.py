@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from regard.blocks.block import Block, silent
-from regard.blocks.stack import Stack
+from regard.blocks.stack import Context, Stack
 from regard.mixers.base import State
 from regard.mixers.features import wide
 
@@ -36,7 +36,7 @@ class ReversibleStack(Stack):
             raise ValueError("reversible blocks have norm='pre', an output for every token, and no cross attention")
 
     def forward(
-        self, x: Tensor, valid: Tensor | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None
+        self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
     ) -> Tensor:
         if context is not None or context_valid is not None:
             raise ValueError("a reversible stack mixes its own tokens and cannot read a context: leave it out")

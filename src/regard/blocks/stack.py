@@ -17,6 +17,7 @@ from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
 from regard.spec import Spec
 
+Context = Tensor | tuple[Tensor, ...] | None
 Named = Spec | str | Pattern | Mapping[str, Any]
 
 
@@ -93,23 +94,21 @@ class Stack(nn.Module):
         return fewer(valid, self.rate)
 
     def forward(
-        self, x: Tensor, valid: Tensor | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None
+        self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
     ) -> Tensor:
-        check_context(self.reads, context, context_valid)
-        for block in self:
-            read = (context, context_valid) if block.cross is not None else (None, None)
-            x = block(x, valid, context=read[0], context_valid=read[1])
+        """`context` is one for all blocks that read, or a tuple with one for each block."""
+        for block, read in zip(self, self._contexts(context, context_valid), strict=True):
+            x = block(x, valid, context=read, context_valid=context_valid if read is not None else None)
             valid = fewer(valid, block.rate)
         return self._finish(x, valid)
 
-    def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
+    def start(self, batch: int | None = None, *, context: Context = None, context_valid: Tensor | None = None) -> State:
         """Before the first token: the number of sequences, or the context that they will read."""
-        check_context(self.reads, context, context_valid)
-        batch = len(context) if context is not None and batch is None else batch
+        contexts = self._contexts(context, context_valid)
+        batch = next((len(read) for read in contexts if read is not None), None) if batch is None else batch
         states = []
-        for block in self:
-            read = (context, context_valid) if block.cross is not None else (None, None)
-            states.append(block.start(batch, context=read[0], context_valid=read[1]))
+        for block, read in zip(self, contexts, strict=True):
+            states.append(block.start(batch, context=read, context_valid=context_valid if read is not None else None))
         return State(tuple(states), states[0].t, states[0].start)
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
@@ -119,6 +118,15 @@ class Stack(nn.Module):
             x, after = block.extend(before, x, valid)
             states.append(after)
         return self._finish(x, valid), State(tuple(states), states[0].t, states[0].start)
+
+    def _contexts(self, context: Context, valid: Tensor | None) -> list[Tensor | None]:
+        """What each block reads."""
+        many = (context,) if isinstance(context, Tensor) else context or ()
+        check_context(self.reads, many[0] if many else None, valid)
+        if len(many) not in (0, 1, len(self.blocks)):
+            raise ValueError(f"{len(many)} contexts for {len(self.blocks)} blocks: give one for all of them, or one for each")
+        each = many if len(many) == len(self.blocks) else [many[0] if many else None] * len(self.blocks)
+        return [read if block.cross is not None else None for block, read in zip(self, each, strict=True)]
 
     def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
         return x if self.final_norm is None else silent(self.final_norm(x), valid)

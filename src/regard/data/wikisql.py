@@ -1,0 +1,88 @@
+"""WikiSQL: questions about a table, and the query that answers them, with values copied out of the question.
+
+Zhong, Xiong, Socher 2017, arXiv:1709.00103; the templates are those of Finegan-Dollak et al. 2018, arXiv:1806.09029.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from regard.data.files import DataError, Pair, text
+from regard.data.find import file
+from regard.data.sets import Splits
+
+SPLITS = {"train": 0, "dev": 1, "test": 2}
+_WORD = re.compile(r"[^\W_]+|[^\w\s]|_")
+_PIECE = re.compile(r'"?\b(var\d+)\b"?')  # a value's place in a template, in quotes or not: the data is of two minds
+_GONE = re.compile(r"TABLEalias0\.?|\bAS(?= TABLEalias0)|_FIELD\b|;\s*$")
+
+
+class Question(NamedTuple):
+    """One question, and its query in pieces: words of SQL and words of values take turns, SQL first."""
+
+    split: int
+    question: list[str]
+    pieces: list[list[str]]
+
+    @property
+    def query(self) -> list[str]:
+        return [word for piece in self.pieces for word in piece]
+
+
+def words(text: str) -> list[str]:
+    """Lower case, and every sign by itself: what stands in a question and in a value comes out as the same words."""
+    return _WORD.findall(text.lower())
+
+
+def wikisql(folder: Path) -> Splits[list[Pair]]:
+    """Questions and queries, 56,355 / 8,421 / 15,878, both as words with a space between them.
+
+    "SELECT TABLEalias0.NOTES_FIELD FROM TABLE AS TABLEalias0 WHERE TABLEalias0.STATE/TERRITORY_FIELD = "var0" ;" with the value
+    "South Australia" is "select notes from table where state territory = south australia". Of the words of values 99.97 % stand in
+    their question (`in_question` counts them). The split is that of the questions.
+    """
+    parts: Splits[list[Pair]] = Splits([], [], [])
+    for asked in questions(folder):
+        parts[asked.split].append(Pair(" ".join(asked.question), " ".join(asked.query)))
+    return parts
+
+
+def in_question(folder: Path) -> float:
+    """The share of the words of values, over all questions, that stand in their question: what copying can reach."""
+    there = total = 0
+    for asked in questions(folder):
+        known = set(asked.question)
+        values = [word for piece in asked.pieces[1::2] for word in piece]
+        there, total = there + sum(word in known for word in values), total + len(values)
+    return there / max(1, total)
+
+
+def questions(folder: Path) -> Iterator[Question]:
+    """All questions in the file's order."""
+    path = file(folder, "wikisql.json")
+    try:
+        entries = json.loads(text(path))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
+    if not isinstance(entries, list):
+        raise DataError(f"{path}: a list of queries is needed, not {type(entries).__name__}")
+    for number, entry in enumerate(entries, 1):
+        try:
+            yield from _asked(entry)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(f"{path}, query {number}: not as text2sql-data has it: {what}") from None
+
+
+def _asked(entry: dict[str, Any]) -> Iterator[Question]:
+    pieces = _PIECE.split(entry["sql"][0])  # SQL and names of values take turns
+    plain = [words(re.sub(r"[_/]", " ", _GONE.sub("", piece))) for piece in pieces[::2]]
+    usual = {value["name"]: value["example"] for value in entry["variables"]}  # for values that no sentence speaks of
+    for sentence in entry["sentences"]:
+        values = usual | sentence["variables"]
+        query = [words(values[piece]) if place % 2 else plain[place // 2] for place, piece in enumerate(pieces)]
+        yield Question(SPLITS[sentence["question-split"]], words(sentence["original"]), query)

@@ -1,0 +1,150 @@
+"""The way in: tokens, vectors or patches of an image become vectors of one width that know where they stand.
+
+Letters: b batch, n tokens, w width, v vocabulary, f features of a vector.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from regard.blocks.block import silent
+from regard.blocks.feedforward import share
+from regard.mixers.base import Can, Dims, Places, State, check_valid
+from regard.mixers.patterns.algebra import need
+from regard.mixers.where import Positions
+from regard.positions import positions as make_positions
+
+Pair = tuple[int, int]
+
+
+def placed(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
+    """Where a kind of positions belongs: those that are added to tokens, and the text of those that act inside every mixer."""
+    made = make_positions(spec, dims)
+    if made.needs != Can.NOTHING:
+        return None, spec
+    return (None if made.name == "none" else made), None
+
+
+class Embedding(nn.Module):
+    """(b n ...) -> (b n w): what each token is, and where it stands, if `positions` are of the kind that is added."""
+
+    def __init__(self, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        if positions is not None and positions.needs != Can.NOTHING:
+            raise ValueError(f"{positions.name} positions act inside the mixers: give them to the stack, not to the embedding")
+        self.width, self.positions = need("width", width), positions
+        self.drop = nn.Dropout(share("dropout", dropout))
+
+    def vectors(self, x: Tensor) -> Tensor:
+        """What each token is."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
+        """`after` is the state of a model that has read tokens already: positions go on from there."""
+        check_valid(valid, x.shape[0], x.shape[1], "the tokens")
+        y = self.vectors(x)
+        if self.positions is not None:
+            t, start = (None, 0) if after is None else (after.t, after.start)
+            y = self.positions.add(y, Places.of(y, valid, t, start))
+        return silent(self.drop(y), valid)
+
+
+class Tokens(Embedding):
+    """A learned vector for every token of a vocabulary, (b n) -> (b n w).
+
+    Scaled by sqrt(w), as in the paper, the vectors can be small enough to be an output layer as well, and yet be heard beside
+    their positions.
+    """
+
+    def __init__(
+        self, vocab: int, width: int, *, positions: Positions | None = None, scale: bool = True, dropout: float = 0.0
+    ) -> None:
+        super().__init__(width, positions=positions, dropout=dropout)
+        self.vocab, self.scale = need("vocab", vocab), math.sqrt(width) if scale else 1.0
+        self.table = nn.Embedding(vocab, width)
+        nn.init.normal_(self.table.weight, std=width**-0.5)
+
+    def vectors(self, x: Tensor) -> Tensor:
+        if x.dim() != 2 or x.is_floating_point():
+            raise ValueError(f"tokens are whole numbers of shape (batch, length), not {x.dtype} of shape {tuple(x.shape)}")
+        return self.table(x) * self.scale
+
+
+class Vectors(Embedding):
+    """Vectors of any width f, such as frames of speech or pixels, through a linear map: (b n f) -> (b n w)."""
+
+    def __init__(self, features: int, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
+        super().__init__(width, positions=positions, dropout=dropout)
+        self.map = nn.Linear(need("features", features), width)
+
+    def vectors(self, x: Tensor) -> Tensor:
+        if x.dim() != 3 or x.shape[-1] != self.map.in_features:
+            raise ValueError(f"vectors have shape (batch, length, {self.map.in_features}), not {tuple(x.shape)}")
+        return self.map(x)
+
+
+class Patches(Embedding):
+    """An image (b c height width) cut into squares, each a token, row by row: (b n w), n = (height / side) (width / side).
+
+    Dosovitskiy et al. 2020, arXiv:2010.11929.
+    """
+
+    def __init__(self, channels: int, side: int, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
+        super().__init__(width, positions=positions, dropout=dropout)
+        self.side = need("side", side)
+        self.map = nn.Conv2d(need("channels", channels), width, side, stride=side)
+
+    def vectors(self, x: Tensor) -> Tensor:
+        return self.map(x).flatten(2).mT
+
+    def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != self.map.in_channels or x.shape[2] % self.side or x.shape[3] % self.side:
+            wanted = f"(batch, {self.map.in_channels}, height, width), both divisible by {self.side}"
+            raise ValueError(f"an image has shape {wanted}, not {tuple(x.shape)}")
+        if valid is not None or after is not None:
+            raise ValueError("an image is read whole: it has no padding and nothing before it")
+        y = self.vectors(x)
+        return self.drop(y if self.positions is None else self.positions.add(y, Places.of(y)))
+
+
+class Spelled(Embedding):
+    """Words by what they are and how they are spelt: a word's own vector beside the maximum over a convolution of its letters.
+
+    Takes words and letters in one tensor (b n 1 + c): the word, then its letters, PAD = 0 behind them. Windows of 3 letters.
+    Ma & Hovy 2016, arXiv:1603.01354. In training a share `forget` of the words is hidden behind the unknown word, so that
+    spelling is learned.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        letters: int,
+        width: int,
+        *,
+        spelling: int = 128,
+        positions: Positions | None = None,
+        dropout: float = 0.0,
+        forget: float = 0.0,
+        unknown: int = 1,
+    ) -> None:
+        super().__init__(width, positions=positions, dropout=dropout)
+        self.words, self.letters = nn.Embedding(vocab, width), nn.Embedding(letters, 64, padding_idx=0)
+        nn.init.normal_(self.words.weight, std=0.1)
+        self.window = nn.Conv1d(64, spelling, 3, padding=1)
+        self.map = nn.Linear(width + spelling, width)
+        self.forget, self.unknown = share("forget", forget), unknown
+
+    def vectors(self, x: Tensor) -> Tensor:
+        if x.dim() != 3 or x.shape[-1] < 2:
+            raise ValueError(f"spelled words have shape (batch, length, 1 + letters), not {tuple(x.shape)}")
+        words, letters = x[..., 0], x[..., 1:]
+        if self.training and self.forget:
+            hidden = torch.rand(words.shape, device=words.device) < self.forget
+            words = words.masked_fill(hidden, self.unknown)
+        spelt = self.window(self.drop(self.letters(letters.flatten(0, 1))).mT)  # (b n, spelling, letters)
+        spelt = spelt.masked_fill((letters.flatten(0, 1) == 0)[:, None], -torch.inf).amax(-1)
+        spelt = spelt.masked_fill(spelt == -torch.inf, 0).unflatten(0, words.shape)  # no letters: padding
+        return self.map(torch.cat([self.words(words), spelt.relu()], -1))
