@@ -234,7 +234,7 @@ def test_a_stack_compiles_without_a_graph_break():
 OWN, READS = (layer("softmax", width=WIDTH, heads=HEADS, causal=True), layer("softmax", width=WIDTH, heads=HEADS, cross=True))
 X = data(5, dtype=torch.float32)
 CASES = {
-    "activation": (lambda: FeedForward(8, 16, activation="tanh"), "one of relu, gelu, silu, not 'tanh'"),
+    "activation": (lambda: FeedForward(8, 16, activation="tanh"), "one of relu, gelu, gelu_tanh, silu, not 'tanh'"),
     "hidden": (lambda: FeedForward(8, 0), "hidden must be an integer of at least 1, not 0"),
     "dropout": (lambda: FeedForward(8, 16, dropout=1.0), r"dropout must be in \[0, 1\), not 1.0"),
     "dropout of a block": (lambda: Block(OWN, nn.Identity(), dropout=-1), r"dropout must be in \[0, 1\), not -1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, get_args, get_type_hints
@@ -44,7 +45,8 @@ class Config:
     decay: float = 0.0  # of weights that are matrices
     clip: float = 1.0  # of the gradient's norm; 0: not at all
     smoothing: float = 0.0
-    precision: str = "32"  # 32, bf16-mixed, 16-mixed
+    precision: str = "32"  # 32, tf32 (matrix products of a GPU, rounded), bf16-mixed, 16-mixed
+    graphs: bool = False  # on CUDA: a pass is captured once for each shape of batch and then started at once; small models fly
     seed: int = 1
     validate_every: int = 200  # updates
     save_every: int = 200  # updates
@@ -78,7 +80,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
     """The value as the field's type, from a text or from JSON."""
-    kinds = [kind for kind in (get_args(hint) if "|" in str(hint) else (hint,))]
+    kinds = get_args(hint) if "|" in str(hint) else (hint,)
     for kind in kinds:
         found = _as(value, kind)
         if found is not _NOT:
@@ -88,36 +90,51 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
 
 
 _NOT = object()
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "none", list[str]: "a list"}
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "none",
+    list[str]: "a list of texts",
+    list[int]: "a list of integers",
+    list[float]: "a list of numbers",
+}
 
 
 def _as(value: Any, kind: Any) -> Any:
+    """The value as this type, from a text or from JSON; _NOT if it is none."""
     text = value if isinstance(value, str) else None
     if kind is type(None):
-        return None if value is None or text in ("none", "null") else _NOT
+        return None if value is None or (text or "").lower() in ("none", "null") else _NOT
     if kind is bool:
-        return (
-            {"true": True, "false": False}.get(text.lower(), _NOT)
-            if text is not None
-            else value
-            if isinstance(value, bool)
-            else _NOT
-        )
+        found = value if text is None else {"true": True, "false": False}.get(text.lower())
+        return found if isinstance(found, bool) else _NOT
     if kind in (int, float):
-        try:
-            number = kind(text.replace("_", "")) if text is not None else value
-        except ValueError:
-            return _NOT
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        return (
-            number if whole and kind is int else float(number) if kind is float and (whole or isinstance(number, float)) else _NOT
-        )
+        return _number(value if text is None else text.replace("_", ""), kind)
     if kind is str:
         return _NOT if text is None or text.startswith("[") else text
-    if isinstance(value, list):
-        return value
-    try:
-        parsed = json.loads(text or "")
-    except json.JSONDecodeError:
+    return _list(value, get_args(kind)[0])
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str if kind is int else int | float | str):
         return _NOT
-    return parsed if isinstance(parsed, list) else _NOT
+    try:
+        number = kind(value)
+    except (ValueError, OverflowError):
+        return _NOT
+    return number if math.isfinite(number) else _NOT
+
+
+def _list(value: Any, kind: Any) -> Any:
+    """In a text it is written as in JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (json.JSONDecodeError, RecursionError):
+            return _NOT
+    if not isinstance(value, list):
+        return _NOT
+    parts = [_as(part, kind) for part in value]
+    return _NOT if any(part is _NOT for part in parts) else parts

@@ -1,4 +1,4 @@
-"""What attention can be made to compute: a convolution is attention whose heads each look at one neighbour."""
+"""What can be made to compute the same: a convolution is attention whose heads each look at one neighbour."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.kernels.tiles import accumulator
 from regard.mixers.attention import attend
 from regard.mixers.base import Dims
@@ -116,6 +117,39 @@ def conv_as_attention(conv: nn.Conv2d, *, sharpness: float = SHARP) -> ConvAtten
     Time grows with the square of the pixels; memory does not, but the heads' answers are as many as kernel positions.
     """
     return ConvAttention(conv, sharpness=sharpness)
+
+
+class PointwiseConv(nn.Module):
+    """A feed-forward layer as two convolutions with windows of one token, (b w n) -> (b w n)."""
+
+    def __init__(self, layer: FeedForward) -> None:
+        super().__init__()
+        self.act, self.gated = ACTIVATIONS[layer.activation], layer.gated
+        self.up, self.down = _pointwise(layer.up), _pointwise(layer.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.act(self.up(x)))
+        gate, value = self.up(x).chunk(2, 1)
+        return self.down(self.act(gate) * value)
+
+
+def feedforward_as_conv(layer: FeedForward) -> PointwiseConv:
+    """Convolutions with the outputs and the gradients of a feed-forward layer: every token by itself is a window of one.
+
+    Tokens lie along the last axis, as convolutions have them: `feedforward_as_conv(layer)(x.mT).mT`. It drops nothing. The
+    Transformer's paper says so in passing: Vaswani et al. 2017, arXiv:1706.03762.
+    """
+    return PointwiseConv(layer)
+
+
+def _pointwise(linear: nn.Linear) -> nn.Conv1d:
+    conv = nn.Conv1d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None).to(linear.weight)
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight[..., None])
+        if conv.bias is not None:
+            conv.bias.copy_(linear.bias)
+    return conv
 
 
 def check(conv: nn.Conv2d) -> None:

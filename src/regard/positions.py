@@ -50,8 +50,9 @@ class _Added(Positions):
 
     def _rows(self, places: Places) -> Tensor:
         n = places.at.shape[1]
-        if places.start is not None and places.valid is None:
-            return self._known(places.start + n, places.at.device)[places.start :]
+        if places.start is not None:
+            table = self._known(places.start + n, places.at.device)
+            return table[places.start :] if places.valid is None else table[places.at]
         return self._known(int(places.at.max()) + 1, places.at.device)[places.at]
 
     def _known(self, n: int, device: torch.device) -> Tensor:

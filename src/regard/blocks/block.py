@@ -91,5 +91,5 @@ class Block(nn.Module):
         return norm(x) if self.pre and norm is not None else x
 
     def _after(self, norm: nn.Module | None, x: Tensor, y: Tensor) -> Tensor:
-        x = x + self.drop(y)
+        x = x + (self.drop(y) if self.training else y)
         return x if self.pre or norm is None else norm(x)

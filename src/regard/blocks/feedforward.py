@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.mixers.patterns.algebra import need
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # GPT-2's
+    "silu": F.silu,
+}
+
+
+def bent(activation: str) -> Callable[[Tensor], Tensor]:
+    """The function of that name."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    return ACTIVATIONS[activation]
 
 
 def share(name: str, value: float) -> float:
@@ -39,20 +52,18 @@ class FeedForward(nn.Module):
         super().__init__()
         need("width", width)
         need("hidden", hidden)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
-        self.activation, self.gated = activation, gated
+        self.activation, self.act, self.gated = activation, bent(activation), gated
         self.up = nn.Linear(width, 2 * hidden if gated else hidden, bias=bias)  # gate and value in one product
         self.down = nn.Linear(hidden, width, bias=bias)
         self.drop = nn.Dropout(share("dropout", dropout))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, act = self.up(x), ACTIVATIONS[self.activation]
+        x = self.up(x)
         if self.gated:
             gate, value = x.chunk(2, -1)
-            x = act(gate) * value
+            x = self.act(gate) * value
         else:
-            x = act(x)
+            x = self.act(x)
         return self.down(self.drop(x))
 
     def extra_repr(self) -> str:

@@ -6,8 +6,10 @@ Letters: b examples, n source tokens, m target tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,14 +41,17 @@ class Batch(NamedTuple):
         return Batch(source, source_valid, target, target_valid, {name: x.pin_memory() for name, x in self.extra.items()})
 
 
-def padded(rows: Sequence[Sequence[int]], fill: int = PAD) -> tuple[Tensor, Tensor | None]:
-    """Rows of tokens as one tensor (b n), and which are real: None where all are."""
-    lengths = [len(row) for row in rows]
-    longest = max(lengths, default=0)
-    tokens = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=torch.long).view(len(rows), longest)
-    if min(lengths, default=0) == longest:
-        return tokens, None
-    return tokens, torch.arange(longest) < torch.tensor(lengths)[:, None]
+def padded(rows: Sequence[Sequence[int]], fill: int = PAD, multiple: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Rows of tokens as one tensor (b n), and which are real: None where all are.
+
+    With a `multiple` above 1 its length is one of it and the mask is always there, so that few shapes occur.
+    """
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    longest = -(-int(lengths.max(initial=0)) // multiple) * multiple
+    real = np.arange(longest) < lengths[:, None]
+    tokens = np.full(real.shape, fill, np.int64)
+    tokens[real] = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
+    return torch.from_numpy(tokens), None if multiple == 1 and real.all() else torch.from_numpy(real)
 
 
 def shifted(target: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Files of text, read strictly: what cannot be right is a sentence with the file and the line in it, never a guess.
 
-Text is UTF-8; a byte order mark in front is dropped, and `\\r\\n` is `\\n`. Only `\\n` ends a line: str.splitlines would also cut at
-U+2028, \\x0b, \\x1c and others that stand inside sentences, and parallel files would no longer be parallel.
+Text is UTF-8; a byte order mark in front is dropped, and `\\r\\n` is `\\n`. Only `\\n` ends a line: str.splitlines would also
+cut at U+2028, \\x0b, \\x1c and others that stand inside sentences, and parallel files would no longer be parallel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Parallel(NamedTuple):
 
 
 def lines(path: Path | str) -> Iterator[str]:
-    """The lines of a plain, .gz, .xz or .bz2 file, without their ends; one at a time, so that a file may be larger than memory."""
+    """The lines of a plain, .gz, .xz or .bz2 file, without their ends, one at a time: it may be larger than memory."""
     return (line.removesuffix("\n") for line in _decoded(Path(path)))
 
 
@@ -80,9 +80,15 @@ def parallel(source: Path | str, target: Path | str) -> Parallel:
 
 def records(path: Path | str, keys: Mapping[str, type]) -> Iterator[dict[str, Any]]:
     """JSON objects, one a line, each with at least these keys, of these types. Blank lines are skipped: they hold no record."""
-    return (
-        _record(line, keys, f"{path}, line {number}") for number, line in enumerate(lines(path), 1) if line and not line.isspace()
-    )
+    return (record for _, record in placed_records(path, keys))
+
+
+def placed_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same, each with its place, for a sentence about it: "train.jsonl, line 17"."""
+    for number, line in enumerate(lines(path), 1):
+        if line and not line.isspace():
+            where = f"{path}, line {number}"
+            yield where, _record(line, keys, where)
 
 
 def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from regard.data.files import DataError, Pair, lines, parallel, records, text
+from regard.data.files import DataError, Pair, lines, parallel, placed_records, records, text
 from regard.data.find import file
 from regard.text import unknown
 
@@ -48,10 +48,11 @@ class Splits(NamedTuple, Generic[Part]):
 
 
 class Tagged(NamedTuple):
-    """A tag for every word."""
+    """A tag for every word, and a finer one where there are such."""
 
     words: list[str]
     tags: list[str]
+    fine: list[str] = []  # noqa: RUF012 - never changed
 
 
 class Labelled(NamedTuple):
@@ -81,15 +82,19 @@ def ewt(folder: Path) -> Splits[list[Tagged]]:
 
 
 def conllu(path: Path) -> list[Tagged]:
-    """Words and their UPOS tags of a CoNLL-U file. What is no word of its own is passed over: ranges (1-2) and empty nodes (1.1)."""
+    """Words and their UPOS tags of a CoNLL-U file; the finer tags are XPOS and FEATS.
+
+    Ranges (1-2) and empty nodes (1.1) are no words of their own: not taken.
+    """
     found: list[Tagged] = []
     words: list[str] = []
     tags: list[str] = []
+    fine: list[str] = []
     for number, line in enumerate(lines(path), 1):
         if not line:
             if words:
-                found.append(Tagged(words, tags))
-                words, tags = [], []
+                found.append(Tagged(words, tags, fine))
+                words, tags, fine = [], [], []
             continue
         if line[0] == "#":
             continue
@@ -107,43 +112,46 @@ def conllu(path: Path) -> list[Tagged]:
             raise DataError(f"{where}: the word is empty")
         words.append(word)
         tags.append(tag)
+        fine.append(f"{columns[4]} {columns[5]}")
     if words:
-        found.append(Tagged(words, tags))
+        found.append(Tagged(words, tags, fine))
     return found
 
 
 def imdb(folder: Path) -> Splits[list[Labelled]]:
     """Reviews of films, 1 for a good one: 22,500 / 2,500 / 25,000 (Maas et al. 2011).
 
-    There is no official validation split. Ours is held out of train: of each label those 1,250 whose text has the smallest hash with
-    a fixed seed, so that it is the same in whatever order the file is, and the same review is never on both sides.
+    There is no official validation split. Ours is held out of train: of each label those 1,250 whose text has the smallest
+    hash with a fixed seed. So it does not depend on the order of the file, and the same review is never on both sides.
     """
     train, test = (_reviews(file(folder, f"{part}.jsonl")) for part in ("train", "test"))
     copies = Counter(train)
     held: set[str] = set()
     for label in (0, 1):
-        texts = [text for text, its in copies if its == label and not copies[Labelled(text, 1 - label)]]
+        texts = [said for said, its in copies if its == label and not copies[Labelled(said, 1 - label)]]
         room = HELD_OUT // 2
-        for text in sorted(texts, key=lambda text: hashlib.sha256(DRAW + text.encode()).digest()):
-            if copies[Labelled(text, label)] <= room:
-                held.add(text)
-                room -= copies[Labelled(text, label)]
-        if room or len(held) >= len(copies):
-            raise DataError(f"{folder}: train has {len(texts):,} reviews with label {label}; {HELD_OUT // 2:,} are for validation alone")
+        for said in sorted(texts, key=lambda said: hashlib.sha256(DRAW + said.encode()).digest()):
+            if copies[Labelled(said, label)] <= room:
+                held.add(said)
+                room -= copies[Labelled(said, label)]
+        if room or held.issuperset(texts):
+            raise DataError(
+                f"{folder}: train has {len(texts):,} reviews with label {label}; {HELD_OUT // 2:,} are for validation alone"
+            )
     return Splits([r for r in train if r.text not in held], [r for r in train if r.text in held], test)
 
 
 def _reviews(path: Path) -> list[Labelled]:
     found = []
-    for number, record in enumerate(records(path, {"text": str, "label": int}), 1):
+    for where, record in placed_records(path, {"text": str, "label": int}):
         if record["label"] not in (0, 1):
-            raise DataError(f"{path}, record {number}: the label must be 0 or 1, not {record['label']}")
+            raise DataError(f"{where}: the label must be 0 or 1, not {record['label']}")
         found.append(Labelled(record["text"], record["label"]))
     return found
 
 
 def shakespeare(folder: Path) -> Splits[str]:
-    """All of it as one text, 1,115,394 characters: the first 90 % to learn from, the rest to validate. There is no test part ("")."""
+    """All of it as one text, 1,115,394 characters: the first 90 % to learn from, the rest to validate; no test part ("")."""
     whole = text(file(folder, "input.txt"))
     cut = int(0.9 * len(whole))
     return Splits(whole[:cut], whole[cut:], "")

@@ -42,8 +42,8 @@ def wikisql(folder: Path) -> Splits[list[Pair]]:
     """Questions and queries, 56,355 / 8,421 / 15,878, both as words with a space between them.
 
     "SELECT TABLEalias0.NOTES_FIELD FROM TABLE AS TABLEalias0 WHERE TABLEalias0.STATE/TERRITORY_FIELD = "var0" ;" with the value
-    "South Australia" is "select notes from table where state territory = south australia". Of the words of values 99.97 % stand in
-    their question (`in_question` counts them). The split is that of the questions.
+    "South Australia" is "select notes from table where state territory = south australia". Of the words of values 99.97 %
+    stand in their question (`in_question` counts them). The split is that of the questions.
     """
     parts: Splits[list[Pair]] = Splits([], [], [])
     for asked in questions(folder):

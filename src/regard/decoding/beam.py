@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.decoding.rules import Rules
-from regard.decoding.speak import Speaker, read
-from regard.mixers.base import State
+from regard.decoding.speak import Ended, Speaker, read
+from regard.decoding.top import top
 from regard.mixers.features import wide
 
 
@@ -38,10 +38,11 @@ class _Search(NamedTuple):
 
     def grown(self, logs: Tensor, rules: Rules, penalty: float) -> tuple[_Search, Tensor]:
         """One token more, by its log-probability (b k v); and which beam each of the new ones comes from (b k)."""
-        (_, k, t), v = self.said.shape, logs.shape[-1]
-        total = (self.scores[..., None] + logs).flatten(1)
-        best = total.topk(min(2 * k, k * v), dim=1)  # at most k of them can end, so k are left to go on
-        beam, token = best.indices // v, best.indices % v
+        (b, k, t), v = self.said.shape, logs.shape[-1]
+        own = min(2 * k, v)  # no beam has more of the 2k best: at most k of those can end, so k are left to go on
+        value, token = top(logs.flatten(0, 1), own)
+        best = (self.scores[..., None] + value.view(b, k, own)).flatten(1).topk(min(2 * k, k * v), dim=1)
+        beam, token = best.indices // own, token.view(b, -1).gather(1, best.indices)
         said = torch.cat([self.said.gather(1, beam[..., None].expand(-1, -1, t)), token[..., None]], -1)
         ends = token == rules.end
         among = ends & (torch.arange(said.shape[1], device=said.device) < k)  # who would not have gone on does not end
@@ -72,7 +73,7 @@ def _joined(ended: Beams, said: Tensor, scores: Tensor, length: int) -> Beams:
 @torch.no_grad()
 def beam(
     model: Speaker,
-    state: State,
+    state: Any,
     prompt: Tensor,
     *,
     rules: Rules,
@@ -90,8 +91,7 @@ def beam(
         raise ValueError(f"best answers come out of the beams: 1 <= best <= width is needed, not best={best}, width={width}")
     scores, state = read(model, state, prompt, valid)
     (b, v), device = scores.shape, prompt.device
-    rows = torch.arange(b, device=device).repeat_interleave(width)
-    state, logs = state.select(rows), wide(scores).log_softmax(-1)[rows].view(b, width, v)
+    state, logs = state.fan(width), wide(scores).log_softmax(-1).repeat_interleave(width, 0)
     first = logs.new_full((b, width), -torch.inf)
     nothing = Beams(
         torch.full((b, width, rules.most), rules.end, device=device),
@@ -99,17 +99,17 @@ def beam(
         torch.zeros(b, width, dtype=torch.long, device=device),
     )
     first[:, 0] = 0  # all beams begin alike: one of them speaks
-    search = _Search(prompt.new_zeros(b, width, 0), first, nothing)
+    search, ended = _Search(prompt.new_zeros(b, width, 0), first, nothing), Ended.of(device)
+    groups = torch.arange(b, device=device)[:, None] * width
     for step in range(rules.most):
-        allowed = rules(logs.flatten(0, 1), search.said.flatten(0, 1)).view_as(logs)
+        allowed = rules(logs, search.said.flatten(0, 1)).view(b, width, v)
         search, parents = search.grown(allowed, rules, penalty)
-        if step + 1 == rules.most or bool(search.over(rules, penalty, best).all()):
+        if step + 1 == rules.most or ended(search.over(rules, penalty, best)):
             break
-        k = search.said.shape[1]
-        state = state.select((torch.arange(b, device=device)[:, None] * logs.shape[1] + parents).flatten())
+        state = state.select((groups + parents).flatten(), within=True)
         scores, state = model.extend(state, search.said[:, :, -1].reshape(-1, 1))
-        logs = wide(scores[:, -1]).log_softmax(-1).view(b, k, v)
-    ended = search.ended
+        logs = wide(scores[:, -1]).log_softmax(-1)
+    found = search.ended
     if search.said.shape[2] == rules.most:  # who has not ended by now is cut off
-        ended = _joined(ended, search.said, search.scores / rules.most**penalty, rules.most)
-    return Beams(ended.tokens[:, :best], ended.scores[:, :best], ended.lengths[:, :best])
+        found = _joined(found, search.said, search.scores / rules.most**penalty, rules.most)
+    return Beams(found.tokens[:, :best], found.scores[:, :best], found.lengths[:, :best])

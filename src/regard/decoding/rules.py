@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 class Rules(NamedTuple):
-    """Constraints on what comes next. A row that is left with nothing may end."""
+    """Constraints on what comes next. A row that they leave with nothing may end."""
 
     end: int  # the token that ends an answer
     most: int  # tokens of an answer at most, the end among them
@@ -31,15 +32,26 @@ class Rules(NamedTuple):
 
     def __call__(self, scores: Tensor, said: Tensor) -> Tensor:
         """Scores (x v) of the next token with -inf where it may not be, after what has been said (x t)."""
-        banned = torch.zeros_like(scores, dtype=torch.bool)
+        repeats, early = 0 < self.no_repeat <= said.shape[1], said.shape[1] < self.least
+        if not (self.never or repeats or early):
+            return scores
+        scores = scores.clone()
         if self.never:
-            banned[:, list(self.never)] = True
-        if self.no_repeat and said.shape[1] >= self.no_repeat:
+            scores.index_fill_(1, _tokens(self.never, scores.device), -torch.inf)
+        if repeats:
             runs = said.unfold(1, self.no_repeat, 1)  # (x runs no_repeat)
             again = (runs[..., :-1] == said[:, None, said.shape[1] - self.no_repeat + 1 :]).all(-1)
-            banned |= torch.zeros_like(scores, dtype=torch.long).scatter_add(1, runs[..., -1], again.long()) > 0
-        if said.shape[1] < self.least:
-            banned[:, self.end] = True
-        nothing = (banned | (scores == -torch.inf)).all(1)
-        scores = scores.masked_fill(banned, -torch.inf)
-        return torch.where(nothing[:, None] & (torch.arange(scores.shape[1], device=scores.device) == self.end), 0.0, scores)
+            price = torch.where(again, -torch.inf, torch.inf).to(scores.dtype)
+            scores.scatter_reduce_(1, runs[..., -1], price, "amin")
+        if early:
+            scores[:, self.end] = -torch.inf
+        nothing = scores.amax(1) == -torch.inf
+        scores[:, self.end].masked_fill_(nothing, 0.0)
+        return scores
+
+
+@lru_cache(maxsize=16)
+def _tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device once, not at every step."""
+    with torch.inference_mode(False):
+        return torch.tensor(tokens, device=device)

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from regard.decoding.rules import Rules
-from regard.mixers.base import State, check_valid
+from regard.decoding.top import likeliest
+from regard.mixers.base import check_valid
+from regard.models.language import last_real
+
+BEHIND = 4  # steps that a GPU may be behind when it is asked whether all have ended
 
 
 class Speaker(Protocol):
     """What decoding knows of a model."""
 
-    def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+    def extend(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Scores (b n v) of what follows each of these tokens (b n), and the state after them."""
+        ...
+
+
+class Told(Protocol):
+    """What a state can do: that of a mixer, or a model's own."""
+
+    def fan(self, k: int) -> Told:
+        """Every row k times, side by side."""
+        ...
+
+    def select(self, rows: Tensor, within: bool = False) -> Told:
+        """Rows in another order; `within`: each only for one that the same row was fanned into."""
+        ...
+
+
+@runtime_checkable
+class Brief(Protocol):
+    """A model that need not score a whole prompt to say what follows it."""
+
+    def last(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Scores (b v) of what follows the last real token of every row, and the state after it."""
         ...
 
 
@@ -31,7 +57,7 @@ class Greedy:
     """Always the likeliest."""
 
     def __call__(self, scores: Tensor) -> Tensor:
-        return scores.argmax(-1)
+        return likeliest(scores)
 
 
 @dataclass
@@ -79,42 +105,75 @@ class Sample:
         return scores
 
 
-def read(model: Speaker, state: State, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+class Ended:
+    """Have all rows ended? A GPU is asked for its answer of a few steps ago, so that nobody waits: to go on changes nothing."""
+
+    def __init__(self, behind: int) -> None:
+        self.behind = behind
+        self.asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    @staticmethod
+    def of(device: torch.device) -> Ended:
+        return Ended(BEHIND if device.type == "cuda" else 0)
+
+    def __call__(self, over: Tensor) -> bool:
+        flag, event = over.all(), None
+        if flag.is_cuda:
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            flag, event = answer.copy_(flag, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self.asked.append((flag, event))
+        if len(self.asked) <= self.behind:
+            return False
+        flag, event = self.asked.popleft()
+        if event is not None:
+            event.synchronize()
+        return bool(flag)
+
+
+def read(model: Speaker, state: Any, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
     """Scores (b v) of what follows the prompt (b n), and the state after it. Rows may be padded anywhere."""
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"a prompt has shape (batch, tokens) with at least one token, not {tuple(prompt.shape)}")
     check_valid(valid, len(prompt), prompt.shape[1], "the prompt")
-    scores, state = model.extend(state, prompt, valid)
-    if valid is None:
-        return scores[:, -1], state
-    if not bool(valid.any(1).all()):
+    if valid is not None and not bool(valid.any(1).all()):
         raise ValueError("every row of a prompt needs at least one real token")
-    last = (torch.arange(prompt.shape[1], device=prompt.device) * valid).amax(1)
-    return scores[torch.arange(len(prompt), device=prompt.device), last], state
+    if isinstance(model, Brief):
+        return model.last(state, prompt, valid)
+    scores, state = model.extend(state, prompt, valid)
+    return last_real(scores, valid), state
 
 
 @torch.no_grad()
-def stream(
-    model: Speaker, state: State, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+def _spoken(
+    model: Speaker, state: Any, prompt: Tensor, rules: Rules, choice: Choice | None, valid: Tensor | None, ended: Ended
 ) -> Iterator[Tensor]:
-    """The next token of every row (b), as long as any row goes on; a row that has ended says the end again and again."""
     rules, choose = rules.checked(), choice or Greedy()
     scores, state = read(model, state, prompt, valid)
-    said, over = prompt.new_zeros(len(prompt), 0), torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    said = torch.empty(len(prompt), rules.most, dtype=prompt.dtype, device=prompt.device)
+    over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     for step in range(rules.most):
-        token = choose(rules(scores, said)).masked_fill(over, rules.end)
+        token = choose(rules(scores, said[:, :step])).masked_fill(over, rules.end)
         yield token
-        said, over = torch.cat([said, token[:, None]], 1), over | (token == rules.end)
-        if step + 1 < rules.most:
-            if bool(over.all()):
-                return
-            scores, state = model.extend(state, token[:, None])
-            scores = scores[:, -1]
+        if step + 1 == rules.most:
+            return
+        said[:, step], over = token, over | (token == rules.end)
+        if ended(over):
+            return
+        scores, state = model.extend(state, token[:, None])
+        scores = scores[:, -1]
+
+
+def stream(
+    model: Speaker, state: Any, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The next token of every row (b), as long as any row goes on; a row that has ended says the end again and again."""
+    return _spoken(model, state, prompt, rules, choice, valid, Ended(0))
 
 
 def say(
-    model: Speaker, state: State, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+    model: Speaker, state: Any, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
 ) -> list[list[int]]:
     """What `stream` gives, whole: the answer of every row, without its end."""
-    tokens = torch.stack(list(stream(model, state, prompt, rules=rules, choice=choice, valid=valid)), 1)
+    tokens = torch.stack(list(_spoken(model, state, prompt, rules, choice, valid, Ended.of(prompt.device))), 1)
     return [row[: row.index(rules.end)] if rules.end in row else row for row in tokens.tolist()]

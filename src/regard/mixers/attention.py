@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, check_valid, fewer, only
+from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, only
 from regard.mixers.where import Positions
 
 
-def precise(x: Tensor) -> torch.autocast:
+def precise(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
-    return torch.autocast(x.device.type if x.device.type != "meta" else "cpu", enabled=False)
+    kind = x.device.type if x.device.type != "meta" else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class Unmade(nn.Module):
@@ -57,6 +60,9 @@ class Attention(Mixer):
     @property
     def name(self) -> str:
         return self.core.name
+
+    def like(self) -> Tensor:
+        return self.v.weight
 
     def forward(
         self,
@@ -150,7 +156,7 @@ class Attention(Mixer):
         k, v = self._turned(self.k(context), self.dims.g, places), self._split(self.v(context), self.dims.g)
         with precise(k):
             memory = self.core.push(self.core.empty(k, v), k, v, places)
-        return State(memory, torch.zeros(len(context), dtype=torch.long, device=context.device), 0)
+        return Reading(memory, torch.zeros(len(context), dtype=torch.long, device=context.device), 0)
 
     def _read(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
         places = Places.of(x, valid, state.t, state.start)

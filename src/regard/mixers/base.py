@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.mixers.state import Reading as Reading
+from regard.mixers.state import State as State
+from regard.mixers.state import nbytes as nbytes
+from regard.mixers.state import select as select
+
 
 class Can(Flag):
     """A claim is a promise that has a law testing it; a use that is not claimed raises."""
@@ -89,13 +94,13 @@ class Places(NamedTuple):
         """Places of tokens x (b n ...) that follow t (b) real ones; `start` is t where all rows agree."""
         b, n = x.shape[:2]
         if valid is None:
-            at = torch.arange(n, device=x.device).expand(b, n)
+            first = start or 0
+            at = torch.arange(first, first + n, device=x.device).expand(b, n)
         else:
             count = valid.long()
             at = count.cumsum(1) - count
-        if start is not None:
             at = at + start if start else at
-        elif t is not None:
+        if start is None and t is not None:
             at = at + t[:, None]
         return Places(at, valid, start)
 
@@ -105,38 +110,6 @@ class Places(NamedTuple):
         if start is not None and low:
             start = start + low if self.valid is None else None
         return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
-
-
-def select(value: Any, rows: Tensor) -> Any:
-    """Rows of a state's batch, in any order and number: what beam search needs. Everything in a state is batch-first."""
-    if isinstance(value, Tensor):
-        return value.index_select(0, rows)
-    if isinstance(value, tuple):
-        parts = [select(part, rows) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
-def nbytes(value: Any) -> int:
-    """Bytes held by a state, spare room included."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
-
-
-class State(NamedTuple):
-    """A mixer between two calls of extend: a value. Extending it twice gives two independent futures."""
-
-    memory: Any
-    t: Tensor  # (b) real tokens seen so far
-    start: int | None  # the same number on the host, where all rows agree
-
-    def select(self, rows: Tensor) -> State:
-        return select(self, rows)
-
-    @property
-    def nbytes(self) -> int:
-        return nbytes(self.memory)
 
 
 def only(name: str, can: Can, asked: Can, instead: str = "") -> None:
@@ -191,6 +164,7 @@ class Core(nn.Module):
     gates: int = 0  # further numbers that come with each key, behind its d: how much to forget, how strongly to write
     shared_qk: bool = False  # it needs keys that are the queries
     rate: int = 1  # queries that share one answer: (b h n d) -> (b h ceil(n / rate) e)
+    learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -282,15 +256,19 @@ class Mixer(nn.Module):
         """The state after tokens at these places."""
         n = places.at.shape[1]
         if places.valid is None:
-            return State(memory, state.t + n, None if state.start is None else state.start + n)
-        return State(memory, state.t + places.valid.sum(1), None)
+            return type(state)(memory, state.t + n, None if state.start is None else state.start + n)
+        return type(state)(memory, state.t + places.valid.sum(1), None)
+
+    def like(self) -> Tensor | None:
+        """One of its weights, if it has any: tokens have its device and type."""
+        return next(self.parameters(), None)
 
     def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
         """Refuse tokens of another shape, device or type than the layer's."""
         width = width or self.dims.width
         if x.dim() != 3 or x.shape[-1] != width:
             raise ValueError(f"{what} has shape {tuple(x.shape)}, but (batch, length, {width}) is needed")
-        weight = next(self.parameters(), None)
+        weight = self.like()
         if weight is None:
             return
         if x.device != weight.device:
@@ -309,8 +287,8 @@ class Mixer(nn.Module):
         limit, n = self.dims.max_len, places.at.shape[1]
         if limit is None or n == 0:
             return
-        if places.valid is None and places.start is not None:
-            longest = places.start + n
+        if places.start is not None and (places.valid is None or places.start + n <= limit):
+            longest = places.start + n  # or fewer: with padding only a look at the device would tell, and it need not
         else:
             real = places.at + (1 if places.valid is None else places.valid.long())
             longest = int(real.max()) if real.numel() else 0

@@ -89,6 +89,10 @@ class Routing(Labelled):
 
     centroids: Tensor
 
+    learns = True
+
+    learns = True
+
     def __init__(
         self,
         dims: Dims,

@@ -64,25 +64,28 @@ class Log(NamedTuple):
         n = k.shape[2]
         if n == 0:
             return self
+        if self.size and not (torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))):
+            return self._written(k, v, places)
         valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
-        start = self._joined(places)
-        plain = self.plain and places.valid is None
         new = (k, v, places.at, valid)
-        if self.size == 0:  # nothing to join with: take the tensors as they are
-            return Log(*new, n, start, plain, Newest(n))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v)):
-            joined = (
-                torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in zip(self[:4], new, (2, 2, 1, 1), strict=True)
-            )
-            k, v, at, valid = joined
-            return Log(k, v, at, valid, self.size + n, start, plain, Newest(self.size + n), self.looked)
-        log = self
+        if self.size:  # else there is nothing to join with: take the tensors as they are
+            both = zip(self[:4], new, (2, 2, 1, 1), strict=True)
+            new = tuple(torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)  # type: ignore[assignment]
+        size, plain = self.size + n, self.plain and places.valid is None
+        return Log(*new, size, self._joined(places), plain, Newest(size), self.looked)
+
+    def _written(self, k: Tensor, v: Tensor, places: Places) -> Log:
+        """The log with more tokens in its spare room."""
+        n, log = k.shape[2], self
         if self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype:
             log = self.with_room(n, k.dtype)
-        for x, y, dim in zip(log[:4], new, (2, 2, 1, 1), strict=True):
-            x.narrow(dim, log.size, n).copy_(y)
-        log.newest.used = log.size + n
-        return log._replace(size=log.size + n, start=start, plain=plain)
+        log.k.narrow(2, log.size, n).copy_(k)
+        log.v.narrow(2, log.size, n).copy_(v)
+        log.at.narrow(1, log.size, n).copy_(places.at)
+        if places.valid is not None:  # spare room is as if every token were real
+            log.valid.narrow(1, log.size, n).copy_(places.valid)
+        size = log.newest.used = log.size + n
+        return log._replace(size=size, start=self._joined(places), plain=self.plain and places.valid is None)
 
     def _joined(self, places: Places) -> int | None:
         """The start of the log with these tokens behind it, where it stays known."""
@@ -120,7 +123,7 @@ class Log(NamedTuple):
         for x, dim in zip(self[:4], (2, 2, 1, 1), strict=True):
             shape = list(x.shape)
             shape[dim] = room
-            y = x.new_zeros(shape, dtype=dtype if dim == 2 else x.dtype)
+            y = x.new_ones(shape) if x.dtype == torch.bool else x.new_zeros(shape, dtype=dtype if dim == 2 else x.dtype)
             y.narrow(dim, 0, self.size).copy_(x.narrow(dim, 0, self.size))
             new.append(y)
         k, v, at, valid = new

@@ -53,7 +53,7 @@ class Softmax(Keeper):
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         if self.positions is not None:  # scores that the fused kernel cannot take
             return Lookup(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
-        if not causal or (q.shape[2] == 1 and log.plain):  # the newest token sees all
+        if not causal or q.shape[2] == 1:  # the newest token sees all
             return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop)
         if log.size > q.shape[2]:  # a chunk behind a memory
             return Lookup(self.reach, self.scale, True, drop)(log, q, places)[0]

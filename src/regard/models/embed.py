@@ -17,7 +17,7 @@ from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
 from regard.positions import positions as make_positions
 
-Pair = tuple[int, int]
+WHOLE = (torch.long, torch.int)
 
 
 def placed(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
@@ -29,13 +29,18 @@ def placed(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
 
 
 class Embedding(nn.Module):
-    """(b n ...) -> (b n w): what each token is, and where it stands, if `positions` are of the kind that is added."""
+    """(b n ...) -> (b n w): what each token is, and where it stands, if `positions` are of the kind that is added.
 
-    def __init__(self, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
+    A `norm` may stand behind their sum, as BERT's does.
+    """
+
+    def __init__(
+        self, width: int, *, positions: Positions | None = None, norm: nn.Module | None = None, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         if positions is not None and positions.needs != Can.NOTHING:
             raise ValueError(f"{positions.name} positions act inside the mixers: give them to the stack, not to the embedding")
-        self.width, self.positions = need("width", width), positions
+        self.width, self.positions, self.norm = need("width", width), positions, norm
         self.drop = nn.Dropout(share("dropout", dropout))
 
     def vectors(self, x: Tensor) -> Tensor:
@@ -44,33 +49,58 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
         """`after` is the state of a model that has read tokens already: positions go on from there."""
-        check_valid(valid, x.shape[0], x.shape[1], "the tokens")
         y = self.vectors(x)
+        check_valid(valid, y.shape[0], y.shape[1], "the tokens")
         if self.positions is not None:
             t, start = (None, 0) if after is None else (after.t, after.start)
             y = self.positions.add(y, Places.of(y, valid, t, start))
-        return silent(self.drop(y), valid)
+        return silent(self.drop(y if self.norm is None else self.norm(y)), valid)
 
 
 class Tokens(Embedding):
     """A learned vector for every token of a vocabulary, (b n) -> (b n w).
 
     Scaled by sqrt(w), as in the paper, the vectors can be small enough to be an output layer as well, and yet be heard beside
-    their positions.
+    their positions. With `segments` every token belongs to one of them, as in BERT's pairs of sentences, and x may be (b n 2):
+    the token, then its segment; (b n) is all in segment 0.
     """
 
     def __init__(
-        self, vocab: int, width: int, *, positions: Positions | None = None, scale: bool = True, dropout: float = 0.0
+        self,
+        vocab: int,
+        width: int,
+        *,
+        positions: Positions | None = None,
+        segments: int = 0,
+        scale: bool = True,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
     ) -> None:
-        super().__init__(width, positions=positions, dropout=dropout)
+        super().__init__(width, positions=positions, norm=norm, dropout=dropout)
         self.vocab, self.scale = need("vocab", vocab), math.sqrt(width) if scale else 1.0
         self.table = nn.Embedding(vocab, width)
+        self.segments = nn.Embedding(segments, width) if need("segments", segments, 0) else None
         nn.init.normal_(self.table.weight, std=width**-0.5)
+        if self.segments is not None:
+            nn.init.normal_(self.segments.weight, std=0.02)
 
     def vectors(self, x: Tensor) -> Tensor:
-        if x.dim() != 2 or x.is_floating_point():
-            raise ValueError(f"tokens are whole numbers of shape (batch, length), not {x.dtype} of shape {tuple(x.shape)}")
-        return self.table(x) * self.scale
+        """Vectors (b n w), as they come from here or from `mixed`, stay what they are."""
+        if x.is_floating_point() and x.dim() == 3 and x.shape[-1] == self.width:
+            return x
+        paired = self.segments is not None and x.dim() == 3 and x.shape[-1] == 2
+        if not (x.dim() == 2 or paired) or x.dtype not in WHOLE:
+            wanted = "(batch, length)" + (" or (batch, length, 2)" if self.segments is not None else "")
+            raise ValueError(f"tokens are whole numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
+        y = self.table(x[..., 0] if paired else x) * self.scale
+        if self.segments is None:
+            return y
+        return y + (self.segments(x[..., 1]) if paired else self.segments.weight[0])
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """Something between tokens: their vectors by weights over the vocabulary, (b n v) -> (b n w)."""
+        y = weights.to(self.table.weight.dtype) @ self.table.weight * self.scale
+        return y if self.segments is None else y + self.segments.weight[0]
 
 
 class Vectors(Embedding):
@@ -81,8 +111,9 @@ class Vectors(Embedding):
         self.map = nn.Linear(need("features", features), width)
 
     def vectors(self, x: Tensor) -> Tensor:
-        if x.dim() != 3 or x.shape[-1] != self.map.in_features:
-            raise ValueError(f"vectors have shape (batch, length, {self.map.in_features}), not {tuple(x.shape)}")
+        if x.dim() != 3 or x.shape[-1] != self.map.in_features or not x.is_floating_point():
+            wanted = f"(batch, length, {self.map.in_features})"
+            raise ValueError(f"vectors are numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
         return self.map(x)
 
 
@@ -101,9 +132,10 @@ class Patches(Embedding):
         return self.map(x).flatten(2).mT
 
     def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
-        if x.dim() != 4 or x.shape[1] != self.map.in_channels or x.shape[2] % self.side or x.shape[3] % self.side:
+        wrong = x.dim() != 4 or x.shape[1] != self.map.in_channels or x.shape[2] % self.side or x.shape[3] % self.side
+        if wrong or not x.is_floating_point():
             wanted = f"(batch, {self.map.in_channels}, height, width), both divisible by {self.side}"
-            raise ValueError(f"an image has shape {wanted}, not {tuple(x.shape)}")
+            raise ValueError(f"an image has numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
         if valid is not None or after is not None:
             raise ValueError("an image is read whole: it has no padding and nothing before it")
         y = self.vectors(x)
@@ -138,13 +170,14 @@ class Spelled(Embedding):
         self.forget, self.unknown = share("forget", forget), unknown
 
     def vectors(self, x: Tensor) -> Tensor:
-        if x.dim() != 3 or x.shape[-1] < 2:
-            raise ValueError(f"spelled words have shape (batch, length, 1 + letters), not {tuple(x.shape)}")
+        if x.dim() != 3 or x.shape[-1] < 2 or x.dtype not in WHOLE:
+            wanted = "(batch, length, 1 + letters)"
+            raise ValueError(f"spelled words are whole numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
         words, letters = x[..., 0], x[..., 1:]
         if self.training and self.forget:
             hidden = torch.rand(words.shape, device=words.device) < self.forget
             words = words.masked_fill(hidden, self.unknown)
-        spelt = self.window(self.drop(self.letters(letters.flatten(0, 1))).mT)  # (b n, spelling, letters)
-        spelt = spelt.masked_fill((letters.flatten(0, 1) == 0)[:, None], -torch.inf).amax(-1)
-        spelt = spelt.masked_fill(spelt == -torch.inf, 0).unflatten(0, words.shape)  # no letters: padding
-        return self.map(torch.cat([self.words(words), spelt.relu()], -1))
+        letters = letters.flatten(0, 1)
+        spelt = self.window(self.drop(self.letters(letters)).mT).relu()  # (b n, spelling, letters): never below 0
+        spelt = spelt.masked_fill((letters == 0)[:, None], 0).amax(-1).unflatten(0, words.shape)
+        return self.map(torch.cat([self.words(words), spelt], -1))

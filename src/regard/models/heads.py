@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from regard.blocks.feedforward import share
+from regard.blocks.feedforward import bent, share
 
 POOLS = ("token", "mean", "max")
 
@@ -17,7 +16,10 @@ POOLS = ("token", "mean", "max")
 def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
     """One vector of a sequence (b n w): of its first token, the mean or the maximum over real ones; 0 if there is none."""
     if pool == "token":
-        return x[:, 0]
+        if valid is None:
+            return x[:, 0]
+        first = x.take_along_dim(valid.long().argmax(1)[:, None, None], 1)[:, 0]
+        return first.masked_fill(~valid.any(1, keepdim=True), 0)
     if pool == "mean":
         if valid is None:
             return x.mean(1)
@@ -42,16 +44,21 @@ class PerVector(nn.Module):
 
 
 class PerSequence(nn.Module):
-    """A label for the whole sequence, (b n w) -> (b c): of its first token (put one there: front=1), the mean or the maximum."""
+    """A label for the whole sequence, (b n w) -> (b c): of its first token (put one there: front=1), the mean or the maximum.
 
-    def __init__(self, width: int, classes: int, *, pool: str = "mean", dropout: float = 0.0) -> None:
+    `deep` puts one more layer in between, c = W tanh(U x), as BERT does.
+    """
+
+    def __init__(self, width: int, classes: int, *, pool: str = "mean", deep: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        self.change = nn.Linear(width, width) if deep else None
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}, not {pool!r}")
         self.pool, self.drop, self.map = pool, nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        return self.map(self.drop(pooled(x, valid, self.pool)))
+        y = pooled(x, valid, self.pool)
+        return self.map(self.drop(y if self.change is None else self.change(y).tanh()))
 
 
 class NextToken(nn.Module):
@@ -76,13 +83,16 @@ class NextToken(nn.Module):
 class MaskedToken(nn.Module):
     """What stood behind a mask: one more layer, then every token's score. Devlin et al. 2018, arXiv:1810.04805."""
 
-    def __init__(self, width: int, vocab: int, *, table: nn.Embedding | None = None, eps: float = 1e-5) -> None:
+    def __init__(
+        self, width: int, vocab: int, *, table: nn.Embedding | None = None, activation: str = "gelu", eps: float = 1e-5
+    ) -> None:
         super().__init__()
+        self.act = bent(activation)
         self.change, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=eps)
         self.next = NextToken(width, vocab, table=table, bias=True)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        return self.next(self.norm(F.gelu(self.change(x))))
+        return self.next(self.norm(self.act(self.change(x))))
 
 
 class Matching(nn.Module):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
 from regard.mixers.base import State
 from regard.models.embed import Embedding
+
+
+def last_real(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The last real one of every row, (b n ...) -> (b ...)."""
+    if valid is None:
+        return x[:, -1]
+    last = (torch.arange(x.shape[1], device=x.device) * valid).amax(1)
+    return x[torch.arange(len(x), device=x.device), last]
 
 
 class LanguageModel(nn.Module):
@@ -27,3 +36,8 @@ class LanguageModel(nn.Module):
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         y, after = self.stack.extend(state, self.embed(tokens, valid, state), valid)
         return self.head(y), after
+
+    def last(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        """Scores (b v) of what follows the last real token alone: a prompt is not worth n times the vocabulary."""
+        y, after = self.stack.extend(state, self.embed(tokens, valid, state), valid)
+        return self.head(last_real(y, valid)[:, None])[:, 0], after

@@ -1,0 +1,51 @@
+"""Every task in one table: what to learn, from which data, with which settings to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from regard.config import Config
+from regard.tasks import copying, language, sentiment, tagging, translation
+from regard.tasks.base import Task
+from regard.text import unknown
+
+__all__ = ["TASKS", "Entry", "Task", "task"]
+
+
+class Entry(NamedTuple):
+    """A row of the table."""
+
+    config: Callable[[], Config]  # the settings it begins with
+    task: Callable[..., Task]
+    summary: str
+    data: str | None = None  # the data set that it needs; None: it makes its own
+
+
+TASKS: dict[str, Entry] = {
+    "reverse": Entry(translation.reverse, translation.ReverseTask, "a string turned around"),
+    "copy": Entry(translation.copy, translation.CopyTask, "a string said again"),
+    "numbers": Entry(translation.numbers, translation.NumbersTask, "number words in another language"),
+    "saw": Entry(tagging.saw, tagging.SawTask, "tags for words that have several: I saw a saw"),
+    "polarity": Entry(sentiment.polarity, sentiment.PolarityTask, "good or bad, with negations"),
+    "multi30k": Entry(translation.multi30k, translation.TranslationTask, "captions, English to German", "multi30k"),
+    "ewt": Entry(tagging.ewt, tagging.TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
+    "imdb": Entry(sentiment.imdb, sentiment.SentimentTask, "film reviews, good or bad", "imdb"),
+    "shakespeare": Entry(language.shakespeare, language.LanguageTask, "the next character", "tinyshakespeare"),
+    "acl_titles": Entry(copying.acl_titles, copying.CopyTask, "the title of an abstract, with copying", "acl_titles"),
+    "wikisql": Entry(copying.wikisql, copying.CopyTask, "a query for a question, with copying", "wikisql"),
+}
+
+
+def config(name: str) -> Config:
+    """The settings that a task begins with."""
+    if name not in TASKS:
+        raise ValueError(unknown("there is no task", name, TASKS))
+    return TASKS[name].config()
+
+
+def task(settings: Config) -> Task:
+    """The task that these settings are of."""
+    if settings.task not in TASKS:
+        raise ValueError(unknown("there is no task", settings.task, TASKS))
+    return TASKS[settings.task].task(settings)

@@ -23,6 +23,8 @@ class Task:
 
     best: ClassVar[tuple[str, str]] = ("loss", "min")  # the validation score that chooses, and where it is better
 
+    steady: bool = False  # its loss does the same at every update, without a look at the device: config.graphs may be set
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.splits: Splits = {}
@@ -45,6 +47,11 @@ class Task:
     def batch(self, examples: Sequence[Any]) -> Batch:
         raise NotImplementedError
 
+    @property
+    def multiple(self) -> int:
+        """Of which batches are made long: few shapes where every shape is captured."""
+        return 8 if self.config.graphs else 1
+
     def model(self) -> nn.Module:
         raise NotImplementedError
 
@@ -55,6 +62,10 @@ class Task:
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
         """How well it does on a split, `best` among the names."""
         raise NotImplementedError
+
+    def watch(self, model: nn.Module) -> dict[str, float]:
+        """The scores that training looks at now and then: those of validation, or something cheaper, `best` among them."""
+        return self.score(model, "val")
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """An answer for every line of text."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.data.batch import NO_LABEL
+from regard.mixers.features import wide
 
 
 class Loss(NamedTuple):
@@ -31,24 +32,31 @@ def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
-    if valid is not None:
-        target = target.masked_fill(~valid, NO_LABEL)
-    scores, target = scores.flatten(0, -2).float(), target.flatten()
+    target = _real(scores, target, valid).flatten()
+    logs = wide(scores).log_softmax(-1).flatten(0, -2)
     count = (target != NO_LABEL).sum()
-    plain = F.cross_entropy(scores, target, ignore_index=NO_LABEL, reduction="sum")
+    plain = F.nll_loss(logs, target, ignore_index=NO_LABEL, reduction="sum")
     if not smoothing:
         return Loss(plain, count, {"nll": plain.detach()})
-    logs = scores.log_softmax(-1).mean(-1)
-    total = (1 - smoothing) * plain - smoothing * logs.masked_fill(target == NO_LABEL, 0).sum()
+    total = (1 - smoothing) * plain - smoothing * logs.mean(-1).masked_fill(target == NO_LABEL, 0).sum()
     return Loss(total, count, {"nll": plain.detach()})
 
 
 def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Minus the log-probability at every step, (b m), 0 where there is no target: what `cross_entropy` sums."""
-    if valid is not None:
-        target = target.masked_fill(~valid, NO_LABEL)
-    return F.cross_entropy(scores.mT.float(), target, ignore_index=NO_LABEL, reduction="none")
+    """Minus the log-probability at every step, shaped as the target (b m), 0 where there is none: what `cross_entropy` sums."""
+    target = _real(scores, target, valid)
+    logs = wide(scores).log_softmax(-1).flatten(0, -2)
+    return F.nll_loss(logs, target.flatten(), ignore_index=NO_LABEL, reduction="none").view_as(target)
 
 
 def perplexity(loss: Loss) -> Tensor:
     return torch.exp(loss.parts.get("nll", loss.total) / loss.over.clamp_min(1))
+
+
+def _real(scores: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
+    """The target, with NO_LABEL at padding."""
+    if scores.shape[:-1] != target.shape:
+        raise ValueError(
+            f"scores of shape {tuple(scores.shape)} need a target of shape {tuple(scores.shape[:-1])}, not {tuple(target.shape)}"
+        )
+    return target if valid is None else target.masked_fill(~valid, NO_LABEL)

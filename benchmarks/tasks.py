@@ -1,0 +1,173 @@
+"""The real tasks, trained and scored through the command line: python benchmarks/tasks.py --work DIR [--only GROUP ...]
+
+Every row is a run of `regard train`, chosen on validation by the run itself, and scored once on test by `regard evaluate`.
+Many runs at once share a GPU: small models leave it idle most of the time. Needs REGARD_DATA. Writes results/tasks.json, in which
+rows of earlier calls stay unless they are run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Progress, save
+
+MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
+SEEDS = (1, 2, 3)
+STEADY = ("translate", "mixers", "language", "copy")  # groups whose passes are alike
+DECODINGS = (["beam=1"], ["beam=5", "penalty=0.0"], ["beam=5", "penalty=1.0"], ["beam=5", "penalty=2.0"], ["beam=10"])
+
+
+@dataclass
+class Row:
+    """A run: what is trained, with which settings, and how it is scored."""
+
+    name: str
+    group: str
+    task: str
+    sets: list[str] = field(default_factory=list)
+    after: str | None = None  # a run that must have ended: {after} in a setting is its folder, {after}.taught its answers
+    split: str = "test"
+    scored: tuple[list[str], ...] = ([],)  # decoding settings of each evaluation
+
+
+MIXERS = ("linear", "performer", "gla", "Local(8)", "conv", "synthesizer")
+
+
+def rows() -> list[Row]:
+    many: list[Row] = []
+    for seed in SEEDS:
+        scored = ([], *DECODINGS) if seed == 1 else ([],)
+        many.append(Row(f"multi30k softmax {seed}", "translate", "multi30k", [f"seed={seed}"], scored=scored))
+    many.append(Row("multi30k cased", "translate", "multi30k", ["lower=false"]))
+    many += [Row(f"multi30k {mixer}", "mixers", "multi30k", [f"mixer={mixer}"]) for mixer in MIXERS]
+    many += [Row(f"ewt {seed}", "tag", "ewt", [f"seed={seed}"]) for seed in SEEDS]
+    many += [Row(f"imdb {seed}", "sentiment", "imdb", [f"seed={seed}"]) for seed in SEEDS]
+    many += [Row("shakespeare", "language", "shakespeare", split="val")]
+    for task in ("acl_titles", "wikisql"):
+        many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
+    teacher = "multi30k softmax 1"
+    many += [
+        Row("multi30k ctc", "parallel", "multi30k", ["decoder=ctc", "teacher={after}.taught"], teacher),
+        Row("multi30k ctc, not taught", "parallel", "multi30k", ["decoder=ctc"]),
+        Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "teacher={after}.taught"], teacher),
+    ]
+    short = ["begin_from={after}", "steps=300", "lr=1e-4", "warmup=30", "validate_every=100", "save_every=100", "average=1"]
+    for mode in ("teacher", "two_pass", "parallel", "self_critical", "minimum_risk"):
+        small = ["batch_tokens=2048"] if mode in ("self_critical", "minimum_risk") else []
+        many.append(Row(f"multi30k then {mode}", "modes", "multi30k", [*short, f"mode={mode}", *small], teacher))
+    return many
+
+
+def command(work: Path, row: Row, device: str, graphs: bool) -> str:
+    """What a shell does for a row. Passes are captured if they are asked to be and can be."""
+    folder, before = work / slug(row.name), None if row.after is None else work / slug(row.after)
+    steps = []
+    if any("taught" in text for text in row.sets):
+        taught = f"{before}.taught"
+        steps.append(f"(test -f {taught} || {quoted([*MAIN, 'distil', str(before), '--out', taught, '--device', device])})")
+    sets = [part for text in row.sets for part in ("--set", text.replace("{after}", str(before)))]
+    train = quoted([*MAIN, "train", row.task, "--out", str(folder), "--device", device, *sets])
+    steps.append(f"({train} --set graphs=true || (rm -rf {folder} && {train}))" if graphs else train)
+    for settings in row.scored:
+        chosen = [part for text in settings for part in ("--set", text)]
+        steps.append(quoted([*MAIN, "evaluate", str(folder), "--split", row.split, "--device", device, *chosen]))
+    return " && ".join(steps)
+
+
+def quoted(parts: list[str]) -> str:
+    return " ".join("'" + part.replace("'", "'\\''") + "'" for part in parts)
+
+
+def slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in name)
+
+
+def run(chosen: list[Row], work: Path, device: str, jobs: int, limit: float, graphs: bool) -> None:
+    """Several at once; one that waits for another begins when that has ended."""
+    waiting, running, start, shown = list(chosen), dict[str, Any](), time.monotonic(), Progress(len(chosen))
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "COLUMNS": "200"}
+    while waiting or running:
+        for name, process in list(running.items()):
+            if process.poll() is not None:
+                shown.step(f"{name}: {'done' if process.returncode == 0 else f'failed, see {work / slug(name)}.log'}")
+                del running[name]
+        ready = [row for row in waiting if row.after is None or (work / slug(row.after) / "scores.json").exists()]
+        ready = [row for row in ready if "taught" not in str(row.sets) or row.after is None or _free(work, row, running, chosen)]
+        for row in ready[: max(0, jobs - len(running))]:
+            waiting.remove(row)
+            with open(f"{work / slug(row.name)}.log", "w") as log:
+                shell = command(work, row, device, graphs and row.group in STEADY)
+                running[row.name] = subprocess.Popen(
+                    ["bash", "-c", shell], stdout=log, stderr=log, env=env, start_new_session=True
+                )
+        if time.monotonic() - start > limit or (waiting and not running and not ready):
+            for process in running.values():
+                os.killpg(process.pid, signal.SIGTERM)
+            print(f"left undone: {', '.join([*running, *(row.name for row in waiting)])}", file=sys.stderr)
+            return
+        time.sleep(0.5)
+
+
+def _free(work: Path, row: Row, running: dict[str, Any], chosen: list[Row]) -> bool:
+    """One run writes the teacher's answers, the others wait for them."""
+    taught = Path(f"{work / slug(row.after or '')}.taught").exists()
+    return taught or not any(name in running for name in (other.name for other in chosen if other.after == row.after))
+
+
+def found(work: Path, row: Row) -> dict[str, Any] | None:
+    """What a finished run says of itself."""
+    folder = work / slug(row.name)
+    if not (folder / "scores.json").exists():
+        return None
+    result, about = (json.loads((folder / f"{name}.json").read_text()) for name in ("result", "run"))
+    return {
+        "name": row.name,
+        "group": row.group,
+        "task": row.task,
+        "sets": row.sets,
+        "settings": json.loads((folder / "config.json").read_text()),
+        "parameters": about.get("parameters"),
+        "device": about.get("device"),
+        "steps": result["steps"],
+        "seconds": result["seconds"],
+        "val": {result["name"]: result["best"], "step": result["best_step"], "averaged": result["averaged"]},
+        "chosen": result["chosen"],
+        "scores": json.loads((folder / "scores.json").read_text()),
+    }
+
+
+def main() -> None:
+    known = rows()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="the folder for the runs; those that are there go on")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help=f"groups or names: {', '.join(dict.fromkeys(r.group for r in known))}"
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--graphs", action="store_true", help="capture the passes of training, where they can be")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which what still runs is stopped")
+    asked = parser.parse_args()
+    chosen = [row for row in known if not asked.only or row.group in asked.only or row.name in asked.only]
+    if not chosen:
+        parser.error(f"there is no run or group called {', '.join(asked.only)}")
+    asked.work.mkdir(parents=True, exist_ok=True)
+    run(chosen, asked.work.resolve(), asked.device, asked.jobs, asked.limit, asked.graphs)
+    path = RESULTS / "tasks.json"
+    kept = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    kept |= {row.name: line for row in chosen if (line := found(asked.work.resolve(), row))}
+    done = save("tasks", {"jobs": asked.jobs, "graphs": asked.graphs}, [kept[row.name] for row in known if row.name in kept])
+    print(f"{len(kept)} of {len(known)} rows are in {done}; the tables: make tables")
+
+
+if __name__ == "__main__":
+    main()

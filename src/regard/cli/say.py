@@ -1,0 +1,81 @@
+"""How every command speaks: answers on stdout, sentences on stderr, and exit code 2 for a mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from regard.spec import Spec
+from regard.text import TextError
+
+
+@contextmanager
+def sentences(asked: Spec | None = None) -> Iterator[None]:
+    """A user's mistake is a sentence on stderr and exit code 2, never a traceback."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        stop("the device has too little memory for this: use a smaller batch_tokens (and accumulate more), or a smaller model")
+    except (ValueError, TypeError) as error:
+        stop(str(error) if asked is None or isinstance(error, TextError) else str(_placed(error, asked)))
+    except ModuleNotFoundError as error:
+        if "pip install" not in str(error):  # a mistake of ours
+            raise
+        stop(str(error))
+    except BrokenPipeError:  # nobody listens any more: typer ends quietly
+        raise
+    except OSError as error:
+        stop(f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}")
+
+
+def _placed(error: Exception, asked: Spec) -> TextError:
+    """With a caret under the option that the sentence names along with its value, or else under the mechanism."""
+    text, sentence = str(asked), str(error)
+    blamed = (text.find(f"{o}=") for o, value in asked.items if o in sentence and repr(value) in sentence)
+    return TextError(sentence, text, next(blamed, 0))
+
+
+def stop(message: str, code: int = 2) -> NoReturn:
+    aside(message)
+    raise typer.Exit(code)
+
+
+def aside(message: str) -> None:
+    """To whoever looks on: not a part of the answer."""
+    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def columns(*names: str) -> Table:
+    made = Table(box=box.SIMPLE, header_style="bold", pad_edge=False)
+    for name in names:
+        made.add_column(name, no_wrap=name == "name")
+    return made
+
+
+def labelled(rows: Iterable[tuple[str, str]]) -> Table:
+    """What things are called, and what they are."""
+    made = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for label, value in rows:
+        made.add_row(label, Text(value))
+    return made
+
+
+def screen() -> Console:
+    """Wide where nobody looks at it, so that a line stays a line in a pipe."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def write_json(data: object) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")

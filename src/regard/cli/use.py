@@ -1,0 +1,172 @@
+"""What a trained run can do: be scored (`evaluate`), answer (`predict`), teach (`distil`)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from regard.cli import settings
+from regard.cli.reading import Line, asked_lines
+from regard.cli.say import labelled, screen, sentences, write_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from regard.tasks import Task
+
+TOGETHER = 256  # lines of a file that are answered at once
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How it answers: beam=5, for one.")]
+
+
+class Trained(NamedTuple):
+    task: Task
+    model: nn.Module
+
+
+def trained(run: Path, changes: Iterable[str], device: str) -> Trained:
+    """A run, ready to answer; it needs no data."""
+    from regard import tasks
+    from regard.training.store import WEIGHTS, load_run, put_weights
+
+    kind = settings.device(device)
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}")
+    kept = load_run(run)
+    config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
+    task = tasks.task(config)
+    try:
+        task.restore(kept.assets)
+    except KeyError as error:
+        raise ValueError(f"{run}/assets lacks {error.args[0]}: restore it, or train again in another folder") from None
+    model = task.model()
+    put_weights(model, kept.weights, run / WEIGHTS)
+    return Trained(task, model.to(kind).eval())
+
+
+def evaluate(
+    run: Folder,
+    split: Annotated[str, typer.Option(help="test or val.")] = "test",
+    changes: Changes = None,
+    data: Data = None,
+    device: Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="The scores, machine-readable.")] = False,
+) -> None:
+    """Score a run on data it has not learned from, and keep the scores in RUN/scores.json."""
+    with sentences():
+        if split not in ("test", "val"):
+            raise ValueError(f"the split is test or val, not {split!r}")
+        task, model = trained(run, changes or [], device)
+        task.read(data)
+        if not task.splits.get(split):
+            raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
+        told = {name: getattr(task.config, name) for name in settings.DECODING if hasattr(task.config, name)}
+        scores = task.score(model, split)
+        line = {"split": split, "settings": told, "scores": scores}
+        _keep(run / "scores.json", line)
+    if as_json:
+        write_json({"run": str(run), "task": task.config.task, **line})
+        return
+    rows = [(name, f"{value:.4g}") for name, value in scores.items()]
+    console = screen()
+    console.print(f"\n{run} on {split}", style="bold", markup=False, highlight=False)
+    console.print(labelled([*rows, ("", ""), ("kept in", str(run / "scores.json"))]), highlight=False)
+
+
+def _keep(path: Path, line: dict[str, Any]) -> None:
+    """Beside other scores; those of the same split and settings are replaced."""
+    from regard.training import files
+
+    kept: list[Any] = []
+    if path.is_file():
+        try:
+            kept = json.loads(path.read_bytes())
+            kept = [old for old in kept if (old["split"], old["settings"]) != (line["split"], line["settings"])]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path} is not as it was written: delete or restore it, and evaluate again") from None
+    files.replace(path, files.as_json([*kept, line]))
+
+
+def predict(
+    run: Folder,
+    source: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, or - for stdin.")],
+    changes: Changes = None,
+    device: Device = "auto",
+) -> None:
+    """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
+    with sentences():
+        many, lines = asked_lines(source)
+        task, model = trained(run, changes or [], device)
+        for part in _parts(lines, TOGETHER if many else 1):
+            for answer in _answers(task, model, part):
+                sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
+            sys.stdout.flush()
+
+
+def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
+    while part := list(islice(lines, size)):
+        yield part
+
+
+def _answers(task: Task, model: nn.Module, part: list[Line]) -> list[str]:
+    """One for each; a line that it cannot answer is named."""
+    asked = [line.text for line in part if line.text.strip()]
+    try:
+        found = iter(task.predict(model, asked))
+    except ValueError as error:
+        if len(part) == 1:
+            raise ValueError(f"{part[0].where}: {str(error).replace('line 1 has', 'it has')}") from None
+        return [answer for line in part for answer in _answers(task, model, [line])]
+    return [next(found) if line.text.strip() else "" for line in part]
+
+
+def distil(
+    run: Folder,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="One answer a line; it must not be there yet.")],
+    changes: Changes = None,
+    data: Data = None,
+    device: Device = "auto",
+) -> None:
+    """Write a run's answers to all training sources, for a student to learn from: --set teacher=FILE."""
+    from regard.tasks.translation import TranslationTask
+    from regard.training import files
+
+    with sentences():
+        if out.exists():
+            raise ValueError(f"{out} is there already: choose another name, or delete it")
+        if not out.parent.is_dir():
+            raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
+        task, model = trained(run, changes or [], device)
+        if not isinstance(task, TranslationTask):
+            raise ValueError(f"{run} is a run of {task.config.task}: only translation has a teacher's answers to learn from")
+        task.read(data)
+        with _told(len(task.texts["train"])) as told:
+            answers = task.distil(model, told)
+        files.replace(out, "".join(" ".join(answer.splitlines()) + "\n" for answer in answers))
+    student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"teacher={out}"])
+    screen().print(labelled([("written", f"{len(answers):,} answers, {out}"), ("learn", student)]), highlight=False)
+
+
+@contextmanager
+def _told(total: int) -> Iterator[Callable[[int, int], None]]:
+    """How far it is and how long it will take, on stderr."""
+    from rich.console import Console
+
+    from regard.training.progress import progress
+
+    shown = progress(total, console=Console(stderr=True))
+    try:
+        yield lambda done, _: shown.step(done)
+    finally:
+        shown.close()

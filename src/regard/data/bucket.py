@@ -1,0 +1,85 @@
+"""Batches of examples of a similar size, as a pure function of a seed and the number of a step.
+
+Nothing has a state: a run that goes on at step 12,345 asks for batch 12,345.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+
+class Batches:
+    """Indices of examples, so many at once that (examples in a batch) x (largest size among them) <= batch_tokens.
+
+    Sizes are rounded up to one of 16 per power of two, at most 1/16 more. Examples of one rounded size are put into a random
+    order, sizes into an ascending one, and that is cut into batches, which are put into a random order: examples have little
+    padding, other company in every epoch, and every epoch has the same number of batches.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], batch_tokens: int, seed: int = 1, shuffle: bool = True, *, alone: bool = False
+    ) -> None:
+        given = np.asarray(sizes)
+        self.sizes, self.batch_tokens, self.seed, self.shuffle = given.astype(np.int64), batch_tokens, seed, shuffle
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens must be at least 1, not {batch_tokens!r}")
+        if seed < 0:
+            raise ValueError(f"the seed must not be below 0, but it is {seed!r}")
+        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or (self.sizes < 0).any():
+            raise ValueError("sizes are one whole number for each example, none of them below 0")
+        if not alone and len(self.sizes) and self.sizes.max() > batch_tokens:
+            worst = int(self.sizes.argmax())
+            raise ValueError(
+                f"example {worst} has {self.sizes[worst]:,} tokens, but a batch has {batch_tokens:,} at most: "
+                "raise batch_tokens, shorten the example, or let it stand alone (alone=True)"
+            )
+        self._rounded = np.minimum(_rounded_up(self.sizes), np.maximum(self.sizes, batch_tokens))
+        self._cuts = self._cut(np.sort(self._rounded))
+        self._last: tuple[int, list[list[int]]] | None = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._cuts) - 1
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """All batches of an epoch: every example once. Without `shuffle` they are the same in all, small examples first."""
+        if number < 0:
+            raise ValueError(f"epochs are counted from 0, not from {number!r}")
+        if not self.shuffle:
+            return self._batches(np.argsort(self._rounded, kind="stable"))
+        dice = np.random.default_rng([self.seed, number])
+        order = np.lexsort((dice.permutation(len(self.sizes)), self._rounded))
+        batches = self._batches(order)
+        return [batches[place] for place in dice.permutation(len(batches))]
+
+    def at(self, step: int) -> list[int]:
+        """The batch of this step, counted from 0 across epochs."""
+        if not len(self):
+            raise ValueError("there is no batch, because there are no examples")
+        if step < 0:
+            raise ValueError(f"steps are counted from 0, not from {step!r}")
+        number, place = divmod(step, len(self))
+        if self._last is None or self._last[0] != number:
+            self._last = number, self.epoch(number)
+        return self._last[1][place]
+
+    def _batches(self, order: np.ndarray) -> list[list[int]]:
+        return [order[first:end].tolist() for first, end in pairwise(self._cuts)]
+
+    def _cut(self, ascending: np.ndarray) -> list[int]:
+        """Where batches begin and end. It depends on the rounded sizes alone, so it is the same in every epoch."""
+        cuts = [0]
+        for place, size in enumerate(ascending.tolist()):
+            if place > cuts[-1] and (place + 1 - cuts[-1]) * size > self.batch_tokens:
+                cuts.append(place)
+        return cuts if cuts[-1] == len(ascending) else [*cuts, len(ascending)]
+
+
+def _rounded_up(sizes: np.ndarray) -> np.ndarray:
+    """To 1, 2, ..., 32, 34, ..., 64, 68, ...: what is exact stays exact, and long examples find company."""
+    powers = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1]  # 2**(powers - 1) <= size
+    step = 2 ** np.maximum(powers.astype(np.int64) - 5, 0)
+    return np.maximum(-(-sizes // step) * step, 1)

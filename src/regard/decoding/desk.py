@@ -1,0 +1,142 @@
+"""The room that a ready model writes in: the keys and values of every layer, in one piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from regard.mixers.base import State
+
+if TYPE_CHECKING:
+    from regard.decoding.graphed import Graph
+
+EVEN = 32  # with graphs a source gets room in multiples of this many tokens, so that few graphs do for many sources
+
+
+def _price(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(seen, 0.0, -torch.inf).to(dtype)
+
+
+class Desk:
+    """b rows with k beams each, `room` tokens at most, m tokens of a source (0: there is none).
+
+    Beams need two sides: they are copied in their new order from one to the other, so no page is new and none is in its own way.
+    What was read before they parted is alike for all of them and lies on both.
+    """
+
+    def __init__(self, b: int, k: int, room: int, m: int, shape: tuple[int, int, int], like: Tensor, fixed: bool) -> None:
+        layers, g, d = shape
+        self.b, self.k, self.room, self.m, self.fixed = b, k, room, m, fixed
+        self.sides = [like.new_empty(layers, b * k, room, 2, g, d) for _ in range(1 + (k > 1))]
+        self.valid = torch.zeros(b * k, room, dtype=torch.bool, device=like.device)
+        self.price = like.new_zeros(b * k, 1, 1, room)  # the same as what is added to scores: 0 or -inf
+        self.at = torch.zeros(b * k, dtype=torch.long, device=like.device)  # where the next token stands
+        self.slot = torch.zeros(1, dtype=torch.long, device=like.device)  # where it is written
+        self.tokens = torch.zeros(b * k, 1, dtype=torch.long, device=like.device)
+        self.rows = torch.arange(b * k, device=like.device)
+        self.same = self.rows.clone()
+        self.heard: list[Any] = [None] * layers  # of each: keys, values (b g m d), and a mask or None
+        if fixed and m:
+            k_v = [like.new_zeros(2, b, g, m, d) for _ in range(layers)]
+            self.heard = [(x[0], x[1], like.new_zeros(b, 1, 1, m)) for x in k_v]
+        self.table: Tensor | None = None  # vectors of positions, to be added
+        self.graphs: list[Graph] = []
+        self.size = self.longest = self.shared = self.side = self.turn = 0
+        self.plain = True
+
+    @staticmethod
+    def sources(state: State, fixed: bool) -> int:
+        cross = state.memory[0].memory[1]
+        if cross is None:
+            return 0
+        return -(-cross.memory.size // EVEN) * EVEN if fixed else max(cross.memory.size, 1)
+
+    def went(self) -> None:
+        self.size, self.longest, self.turn = self.size + 1, self.longest + 1, self.turn + 1
+
+    def load(self, state: State) -> None:
+        """All that a model knows after its prompt, k times."""
+        log = state.memory[0].memory[0].memory
+        self.size, self.shared, self.plain, self.side, self.turn = log.size, log.size, log.plain, 0, self.turn + 1
+        self.longest = state.start if state.start is not None else int(state.t.max())
+        self._clean()
+        for i, part in enumerate(state.memory):
+            own, cross = part.memory
+            for side in self.sides:
+                room = side[i].unflatten(0, (self.b, self.k))[:, :, : self.size]
+                room[:, :, :, 0].copy_(own.memory.keys.transpose(1, 2)[:, None])
+                room[:, :, :, 1].copy_(own.memory.values.transpose(1, 2)[:, None])
+            if cross is not None:
+                self._hear(i, cross)
+        self.valid.unflatten(0, (self.b, self.k))[:, :, : self.size].copy_(log.valid[:, None, : self.size])
+        self.price.copy_(_price(self.valid, self.price.dtype)[:, None, None])
+        self.at.copy_(state.t.repeat_interleave(self.k))
+        self.slot.fill_(self.size)
+
+    def _clean(self) -> None:
+        self.valid.zero_()
+        if self.fixed:  # all of the room is looked at, behind a mask: what is hidden must be a number
+            for side in self.sides:
+                side.zero_()
+
+    def _hear(self, i: int, cross: State) -> None:
+        log = cross.memory
+        k, v, mask = log.keys, log.values, log.places.valid
+        if mask is not None:
+            lost = ~mask.any(1)  # who has nothing to read hears nothing
+            v, mask = v.masked_fill(lost[:, None, None, None], 0), (mask | lost[:, None])[:, None, None]
+        if not self.fixed:
+            self.heard[i] = (k, v, mask)
+            return
+        keys, values, price = self.heard[i]
+        for x, y in ((keys, k), (values, v)):
+            x.zero_()[:, :, : log.size].copy_(y)
+        price.fill_(-torch.inf)[..., : log.size].copy_(_price(mask, price.dtype) if mask is not None else torch.zeros(()))
+
+    def take(self, old: Desk) -> None:
+        """Everything from a smaller desk."""
+        now = old.sides[old.side]
+        self._clean()
+        for side in self.sides:
+            side[:, :, : old.room].copy_(now)
+        self.valid[:, : old.room].copy_(old.valid)
+        self.price.copy_(_price(self.valid, self.price.dtype)[:, None, None])
+        for mine, other in ((self.at, old.at), (self.slot, old.slot)):
+            mine.copy_(other)
+        if self.fixed and self.m:
+            for to, has in zip(self.heard, old.heard, strict=True):
+                for x, y in zip(to, has, strict=True):
+                    x.copy_(y)
+        else:
+            self.heard = old.heard
+        self.size, self.longest, self.shared, self.plain = old.size, old.longest, old.shared, old.plain
+        self.side, self.turn = 0, self.turn + 1
+
+    def reorder(self, rows: Tensor, size: int | None) -> None:
+        """Beams by the rows (r) that they come from, onto the other side."""
+        now, other = self.sides[self.side], self.sides[1 - self.side]
+        part = slice(None) if size is None else slice(self.shared, size)
+        if size is None:
+            torch.index_select(now, 1, rows, out=other)
+        elif size > self.shared:
+            for a, b in zip(now.unbind(), other.unbind(), strict=True):  # layer by layer: a part of a side is not in one piece
+                torch.index_select(a[:, part], 0, rows, out=b[:, part])
+        self.side = 1 - self.side
+
+    def write(self, own: Tensor, kv: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+        """One token more in a layer's room (r room 2 g d); the keys and values (r g m d) to look at."""
+        if size is None:
+            own.index_copy_(1, self.slot, kv[:, None])
+        else:
+            own[:, size] = kv
+            own = own[:, : size + 1]
+        k, v = own.unbind(2)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def mask(self, size: int | None) -> Tensor | None:
+        """What the newest token may see; None: all of it."""
+        if size is None:
+            return self.price
+        return None if self.plain else self.valid[:, None, None, : size + 1]

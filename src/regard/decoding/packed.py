@@ -1,0 +1,54 @@
+"""Weights in the order in which a processor reads them: the same product, at the speed of its memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class Packed(nn.Module):
+    """x W^T + b on a CPU by oneDNN, which packs W once; `nn.Linear` gives it to a library that reads it as it lies.
+
+    It holds the weights that were there when it was made, and is not trained.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def packs(weight: Tensor) -> bool:
+    """Is there a packed form for such weights?"""
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return there and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """The map of these weights, packed where that can be."""
+    if packs(weight):
+        return Packed(weight, bias)
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return made
+
+
+def packed(module: M) -> M:
+    """A module like this one, for inference: its linear maps are packed where they can be, all its other weights are shared."""
+    instead: dict[int, object] = {}
+    for part in module.modules():
+        if type(part) is nn.Linear and packs(part.weight):
+            instead[id(part)] = Packed(part.weight, part.bias)
+    for weight in (*module.parameters(), *module.buffers()):
+        instead[id(weight)] = weight
+    return copy.deepcopy(module, instead)

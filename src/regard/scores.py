@@ -1,0 +1,91 @@
+"""How good texts are, beside what they should have been. All scores go from 0 to 100, as papers print them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from regard.text import unknown
+
+
+class Score(NamedTuple):
+    """A number, and all that is needed to get the same one again."""
+
+    value: float
+    signature: str
+
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False, tokenize: str = "13a") -> Score:
+    """BLEU of a whole corpus (Papineni et al. 2002), by sacrebleu (Post 2018, arXiv:1804.08771)."""
+    metrics = _sacrebleu(hypotheses, references)
+    if tokenize not in metrics.BLEU.TOKENIZERS:
+        raise ValueError(unknown("sacrebleu has no tokenizer", tokenize, metrics.BLEU.TOKENIZERS))
+    return _score(metrics.BLEU(lowercase=lower, tokenize=tokenize), hypotheses, references)
+
+
+def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False, words: int = 0) -> Score:
+    """The F-score of runs of characters (Popović 2015), by sacrebleu; words=2 counts runs of words as well: chrF++."""
+    metrics = _sacrebleu(hypotheses, references)
+    return _score(metrics.CHRF(lowercase=lower, word_order=words), hypotheses, references)
+
+
+def rouge_l(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
+    """The mean F1 of the longest common subsequence of words: 2 lcs / (words of one + words of the other). Lin 2004.
+
+    Words are what stands between spaces; two texts without any are alike.
+    """
+    _check(hypotheses, references)
+    pairs = [(_words(a, lower), _words(b, lower)) for a, b in zip(hypotheses, references, strict=True)]
+    return 100 * sum(2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0 for a, b in pairs) / len(pairs)
+
+
+def exact_match(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
+    """How many texts have the words they should have, in their order: the kind and number of spaces does not count."""
+    _check(hypotheses, references)
+    return accuracy([_words(a, lower) for a in hypotheses], [_words(b, lower) for b in references])
+
+
+def accuracy(predicted: Sequence[Any], true: Sequence[Any]) -> float:
+    """How many labels, of any kind, are equal."""
+    _check(predicted, true)
+    return 100 * sum(a == b for a, b in zip(predicted, true, strict=True)) / len(true)
+
+
+def lcs(a: Sequence[str], b: Sequence[str]) -> int:
+    """The length of the longest common subsequence, a row of its table at a time as the bits of one number. Hyyrö 2004."""
+    where: dict[str, int] = {}
+    for i, word in enumerate(a):
+        where[word] = where.get(word, 0) | 1 << i
+    all_ones = (1 << len(a)) - 1
+    row = all_ones  # a bit is 0 where the length grows
+    for word in b:
+        kept = row & where.get(word, 0)
+        row = (row + kept | row - kept) & all_ones
+    return len(a) - row.bit_count()
+
+
+def _words(text: str, lower: bool) -> list[str]:
+    return (text.lower() if lower else text).split()
+
+
+def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+    found = metric.corpus_score(list(hypotheses), [list(references)])
+    return Score(float(found.score), str(metric.get_signature()))
+
+
+def _sacrebleu(hypotheses: Sequence[str], references: Sequence[str]) -> Any:
+    _check(hypotheses, references)
+    try:
+        from sacrebleu import metrics
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("BLEU and chrF need sacrebleu: pip install 'regard[train]'") from None
+    return metrics
+
+
+def _check(hypotheses: Sequence[Any], references: Sequence[Any]) -> None:
+    if isinstance(hypotheses, str) or isinstance(references, str):
+        raise TypeError("a score compares lists of texts, not two texts: put each into a list")
+    if len(hypotheses) != len(references):
+        raise ValueError(f"a score needs a reference for every answer: there are {len(hypotheses):,} and {len(references):,}")
+    if not len(references):
+        raise ValueError("a score of nothing is no number: there are no references")

@@ -1,0 +1,247 @@
+"""A text from a text whose words it takes: the title of an abstract, a query for a question. Half of the art is to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from regard.config import Config
+from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch, padded, shifted
+from regard.data.copying import extended, spoken, target_extended
+from regard.data.find import find
+from regard.data.sets import acl_titles as read_titles
+from regard.data.vocabulary import Words, vocabulary
+from regard.data.wikisql import wikisql as read_queries
+from regard.data.wikisql import words
+from regard.decoding import Rules, beam, say
+from regard.models.build import translator
+from regard.models.copying import copier, coverage
+from regard.tasks.base import Task
+from regard.tasks.support import device_of, in_order, resting
+from regard.text import unknown
+from regard.training.losses import Loss
+from regard.training.modes import heeded, teacher_forcing
+
+DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
+WATCHED = 500  # examples of validation that training looks at
+READ: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
+BEST = {"acl_titles": ("rouge_l", "max"), "wikisql": ("exact", "max")}
+
+
+@dataclass
+class Copying(Config):
+    """Words in lower case, signs by themselves, one vocabulary for both sides."""
+
+    vocab: int = 20_000  # words at most
+    copy: bool = True  # without: the same model that can only say what its vocabulary has
+    pointers: int = 1  # heads of the pointer
+    coverage: float = 0.0  # how much it is punished for looking at the same words again
+    cut: int = 200  # words of a source that are read at most
+    most: int = 40  # words of an answer at most
+
+
+class Coded(NamedTuple):
+    """An example in extended ids."""
+
+    source: list[int]
+    target: list[int]  # with its END
+    oov: list[str]  # words that only its source has
+
+
+class CopyTask(Task):
+    """A short text for a long one; scored by ROUGE-L, by how many are exactly right, and by `oov_recall`: of the words of the
+    target that are not in the vocabulary but in the source, the share that is said.
+    """
+
+    config: Copying
+    steady = True
+
+    def __init__(self, config: Copying) -> None:
+        super().__init__(config)
+        if config.task not in READ:
+            raise ValueError(unknown("copying has no task", config.task, READ))
+        if config.copy and config.smoothing:
+            raise ValueError("smoothing gives some probability to every word, and a source cannot say them all: use copy=false")
+        if not config.copy and config.coverage:
+            raise ValueError("coverage is of the pointer, and with copy=false there is none: use coverage=0")
+        self.best = BEST[config.task]  # type: ignore[misc]
+        self.vocabulary: Words | None = None
+        self.wanted: dict[str, list[list[str]]] = {}
+
+    def read(self, folder: Path | None = None) -> None:
+        config, parts = self.config, READ[self.config.task](find(self.config.task, folder))
+        longest = min(config.most, config.max_len)
+        texts = {
+            name: [(self._cut(pair.source), words(pair.target)) for pair in pairs]
+            for name, pairs in zip(("train", "val", "test"), parts, strict=True)
+        }
+        if self.vocabulary is None:
+            self.vocabulary = Words.of((text for pair in texts["train"] for text in pair), size=config.vocab)
+        texts["train"] = [pair for pair in texts["train"] if len(pair[1]) < longest]  # what it may not say it need not learn
+        self.wanted = {name: [target for _, target in pairs] for name, pairs in texts.items()}
+        self.splits = {name: [self._coded(*pair) for pair in pairs] for name, pairs in texts.items()}
+
+    def _cut(self, text: str) -> list[str]:
+        return words(text)[: min(self.config.cut, self.config.max_len)]
+
+    def _coded(self, source: list[str], target: list[str]) -> Coded:
+        vocab = self._words()
+        ids, oov = extended(source, vocab)
+        said = target_extended(target, vocab, oov) if self.config.copy else vocab.encode_words(target)
+        return Coded(ids, [*said, END], oov)
+
+    def _words(self) -> Words:
+        if self.vocabulary is None:
+            raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
+        return self.vocabulary
+
+    def assets(self) -> dict[str, str]:
+        return {"vocabulary.json": self._words().to_json()}
+
+    def restore(self, assets: Mapping[str, str]) -> None:
+        found = vocabulary(assets["vocabulary.json"])
+        if not isinstance(found, Words):
+            raise ValueError(f"copying is by words, but vocabulary.json is of the kind {found.kind!r}")
+        self.vocabulary = found
+
+    def size(self, example: Coded) -> int:
+        return max(len(example.source), len(example.target))
+
+    def batch(self, examples: Sequence[Coded]) -> Batch:
+        source, source_valid = padded([example.source or [UNKNOWN] for example in examples], multiple=self.multiple)
+        target, target_valid = padded([example.target for example in examples], multiple=self.multiple)
+        known = source.masked_fill(source >= len(self._words()), UNKNOWN)
+        return Batch(known, source_valid, target, target_valid, {"extended": source})
+
+    def model(self) -> nn.Module:
+        config, vocab = self.config, len(self._words())
+        return copier(config, vocab, heads=config.pointers) if config.copy else translator(config, vocab)
+
+    def loss(self, model: Any, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every step
+        source, source_valid, target, target_valid, extra = batch
+        assert target is not None
+        if not self.config.copy:
+            return teacher_forcing(model, batch, smoothing=self.config.smoothing, behind=True)
+        told = heeded(model, target_valid)
+        logs, weights = model.likelihood(source, source_valid, shifted(target), told, extra["extended"], target)
+        real = target != PAD if target_valid is None else target_valid
+        total = -logs.masked_fill(~real, 0).sum()
+        parts = {"nll": total.detach()}
+        if self.config.coverage:
+            seen = coverage(weights, target_valid)
+            total, parts["coverage"] = total + self.config.coverage * seen, seen.detach()
+        return Loss(total, real.sum(), parts)
+
+    def watch(self, model: nn.Module) -> dict[str, float]:
+        """Greedily, on a few."""
+        return self._scored(model, "val", WATCHED, beams=1)
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        return self._scored(model, split, None, beams=self.config.beam)
+
+    def _scored(self, model: nn.Module, split: str, many: int | None, *, beams: int) -> dict[str, float]:
+        from regard.scores import exact_match, rouge_l
+
+        examples, wanted = self.splits[split][:many], self.wanted[split][:many]
+        said = self._answers(model, examples, beams)
+        texts = [" ".join(row) for row in said], [" ".join(row) for row in wanted]
+        scores = {"loss": self._loss(model, examples), "exact": exact_match(*texts), "rouge_l": float(rouge_l(*texts))}
+        if (share := oov_recall([example.oov for example in examples], said, wanted)) is not None:
+            scores["oov_recall"] = share
+        return scores
+
+    def _loss(self, model: nn.Module, examples: Sequence[Coded]) -> float:
+        rows, device = sorted(examples, key=self.size), device_of(model)
+        rows = [row for row in rows if len(row.target) <= self.config.max_len]  # longer ones cannot be followed to their end
+        with resting(model):
+            losses = [self.loss(model, self.batch(rows[i : i + 100]).to(device), 0) for i in range(0, len(rows), 100)]
+        return sum(float(x.parts["nll"]) for x in losses) / max(1, sum(int(x.over) for x in losses))
+
+    def _answers(self, model: nn.Module, examples: Sequence[Coded], beams: int) -> list[list[str]]:
+        with resting(model):
+            ids = in_order(examples, self.size, DECODING // beams, lambda rows: self._say(model, rows, beams))
+        return [
+            spoken(row, self._words(), example.oov) if example.source else []  # nothing is said to nothing
+            for row, example in zip(ids, examples, strict=True)
+        ]
+
+    def _say(self, model: Any, rows: list[Coded], beams: int) -> list[list[int]]:
+        batch = self.batch(rows).to(device_of(model))
+        source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
+        state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
+        rules = Rules(END, most=min(self.config.most, self.config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+        begin: Tensor = source.new_full((len(source), 1), BEGIN)
+        if beams == 1:
+            return say(model, state, begin, rules=rules)
+        best = beam(model, state, begin, rules=rules, width=beams, penalty=self.config.penalty)
+        return [row[0] if row else [] for row in best.answers(END)]
+
+    def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
+        """Of a line that is longer than `cut` words the first ones are read, as in training."""
+        examples = [self._coded(self._cut(line), []) for line in lines]
+        return [" ".join(row) for row in self._answers(model, examples, self.config.beam)]
+
+
+def oov_recall(oov: Sequence[Sequence[str]], said: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float | None:
+    """Of the words that a target has, and its source alone knows, the share that is said, in per cent; None if there are none."""
+    asked = found = 0
+    for new, answer, target in zip(oov, said, wanted, strict=True):
+        there = set(new) & set(target)
+        asked, found = asked + len(there), found + len(there & set(answer))
+    return 100 * found / asked if asked else None
+
+
+def acl_titles() -> Copying:
+    return Copying(
+        task="acl_titles",
+        precision="tf32",
+        vocab=8_000,
+        cut=200,
+        most=40,
+        width=256,
+        heads=4,
+        depth=4,
+        decoder_depth=3,
+        ffn=1024,
+        dropout=0.3,
+        steps=2000,
+        batch_tokens=16_384,
+        lr=1e-3,
+        schedule="cosine",
+        warmup=400,
+        validate_every=500,
+        save_every=250,
+        average=4,
+        beam=5,
+        max_len=256,
+    )
+
+
+def wikisql() -> Copying:
+    return Copying(
+        task="wikisql",
+        precision="tf32",
+        vocab=8_000,
+        cut=80,
+        most=80,
+        width=256,
+        heads=4,
+        depth=4,
+        decoder_depth=4,
+        ffn=1024,
+        dropout=0.2,
+        steps=2500,
+        batch_tokens=8_192,
+        lr=1e-3,
+        schedule="cosine",
+        warmup=400,
+        validate_every=500,
+        save_every=250,
+        average=4,
+        beam=1,
+        max_len=128,
+    )

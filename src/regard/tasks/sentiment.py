@@ -1,0 +1,188 @@
+"""A label for a whole text: is this review a good one?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.config import Config
+from regard.data import generators
+from regard.data.batch import BEGIN, MASK, Batch, padded
+from regard.data.find import find
+from regard.data.sets import Labelled
+from regard.data.sets import imdb as read_imdb
+from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
+from regard.models.build import encoder, tokens
+from regard.models.heads import POOLS, PerSequence
+from regard.models.reader import Reader
+from regard.tasks.base import Task
+from regard.tasks.support import choice_of, device_of, in_order, resting
+from regard.training.losses import Loss, cross_entropy
+
+READING = 100_000  # tokens of a batch when nothing is kept for a backward pass
+NAMES = ("bad", "good")
+UNITS = ("subwords", "words", "bytes")
+
+Coded = tuple[list[int], int]
+
+
+@dataclass
+class Sentiment(Config):
+    """A text of subwords, words or bytes, and what is taken of it."""
+
+    units: str = "subwords"
+    vocab: int = 16_000  # units at most
+    lower: bool = True
+    cut: int = 1024  # units of a text that are read: its beginning and its end, half of it each
+    pool: str = "mean"  # token, mean, max
+    forget: float = 0.1  # share of units hidden in training
+
+
+class SentimentTask(Task):
+    """One of a few labels for every text; scored by the share that is right."""
+
+    best = ("accuracy", "max")
+    steady = True
+    config: Sentiment
+
+    def __init__(self, config: Sentiment) -> None:
+        super().__init__(config)
+        choice_of("units", config.units, UNITS)
+        choice_of("pool", config.pool, POOLS)
+        self.vocabulary: Vocabulary | None = None
+        self.labels: list[int] = []
+
+    def examples(self, folder: Path | None) -> Any:
+        return read_imdb(find("imdb", folder))
+
+    def read(self, folder: Path | None = None) -> None:
+        parts = dict(zip(("train", "val", "test"), self.examples(folder), strict=True))
+        if self.vocabulary is None:
+            self.vocabulary = self._learn([x.text for x in parts["train"]])
+            self.labels = sorted({x.label for x in parts["train"]})
+        self.splits = {name: self._coded(part) for name, part in parts.items()}
+
+    def _learn(self, texts: list[str]) -> Vocabulary:
+        texts = [text.lower() for text in texts] if self.config.lower else texts
+        if self.config.units == "bytes":
+            return Bytes()
+        if self.config.units == "words":
+            return Words.of(texts, size=self.config.vocab)
+        return Subwords.of(texts, size=self.config.vocab)
+
+    def _coded(self, part: Sequence[Labelled]) -> list[Coded]:
+        return list(zip(self._rows([x.text for x in part]), (self.labels.index(x.label) for x in part), strict=True))
+
+    def _rows(self, texts: Sequence[str]) -> list[list[int]]:
+        known = self._units()
+        texts = [text.lower() for text in texts] if self.config.lower else texts
+        rows = known.encode_all(texts) if isinstance(known, Subwords) else [known.encode(text) for text in texts]
+        half = (self.config.cut - 1) // 2
+        return [[BEGIN, *(row if len(row) <= 2 * half else row[:half] + row[-half:])] for row in rows]
+
+    def _units(self) -> Vocabulary:
+        if self.vocabulary is None:
+            raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
+        return self.vocabulary
+
+    def assets(self) -> dict[str, str]:
+        return {"vocabulary.json": self._units().to_json(), "labels.json": json.dumps(self.labels)}
+
+    def restore(self, assets: Mapping[str, str]) -> None:
+        self.vocabulary, self.labels = vocabulary(assets["vocabulary.json"]), json.loads(assets["labels.json"])
+
+    def size(self, example: Coded) -> int:
+        return len(example[0])
+
+    def batch(self, examples: Sequence[Coded]) -> Batch:
+        source, valid = padded([row for row, _ in examples], multiple=self.multiple)
+        return Batch(source, valid, torch.tensor([label for _, label in examples]))
+
+    def model(self) -> nn.Module:
+        """Its first token is a BEGIN, which is what pool="token" looks at."""
+        config = self.config
+        head = PerSequence(config.width, len(self.labels), pool=config.pool, dropout=config.dropout)
+        return Reader(encoder(config, tokens(config, len(self._units()))), head)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every update
+        assert batch.target is not None
+        return cross_entropy(model(self._hidden(batch.source), batch.source_valid), batch.target, smoothing=self.config.smoothing)
+
+    def _hidden(self, source: Tensor) -> Tensor:
+        """Some units hidden, so that no single one decides."""
+        if not self.config.forget:
+            return source
+        return source.masked_fill((torch.rand(source.shape, device=source.device) < self.config.forget) & (source > MASK), MASK)
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        examples = self.splits[split]
+        right = sum(label == found for (_, label), found in zip(examples, self._labelled(model, examples), strict=True))
+        return {"accuracy": 100 * right / max(1, len(examples)), "texts": float(len(examples))}
+
+    def _labelled(self, model: nn.Module, examples: Sequence[Coded]) -> list[int]:
+        def answer(part: list[Coded]) -> list[int]:
+            batch = self.batch(part).to(device_of(model))
+            return model(batch.source, batch.source_valid).argmax(-1).tolist()
+
+        with resting(model):
+            return in_order(examples, self.size, READING, answer)
+
+    def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
+        said = [(line, (row, 0)) for line, row in zip(lines, self._rows(lines), strict=True)]
+        found = iter(self._labelled(model, [coded for line, coded in said if line.strip()]))
+        return [NAMES[self.labels[next(found)]] if line.strip() else "" for line, _ in said]
+
+
+class PolarityTask(SentimentTask):
+    def examples(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
+        return generators.sentiment()
+
+
+def imdb() -> Sentiment:
+    return Sentiment(
+        task="imdb",
+        precision="tf32",
+        mixer=["conv", "softmax"],
+        pool="max",
+        width=128,
+        heads=4,
+        depth=2,
+        ffn=256,
+        dropout=0.5,
+        steps=2000,
+        batch_tokens=32_768,
+        lr=1e-3,
+        schedule="cosine",
+        warmup=200,
+        decay=0.01,
+        validate_every=250,
+        save_every=250,
+        max_len=1024,
+    )
+
+
+def polarity() -> Sentiment:
+    return Sentiment(
+        task="polarity",
+        units="words",
+        forget=0.0,
+        width=64,
+        heads=4,
+        depth=2,
+        ffn=128,
+        dropout=0.1,
+        steps=600,
+        batch_tokens=2048,
+        lr=2e-3,
+        schedule="cosine",
+        warmup=50,
+        validate_every=100,
+        save_every=100,
+        max_len=256,
+    )

@@ -1,0 +1,217 @@
+"""A label for every word: part-of-speech tags."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from regard.config import Config
+from regard.data import generators
+from regard.data.batch import NO_LABEL, Batch, padded
+from regard.data.find import find
+from regard.data.sets import Tagged
+from regard.data.sets import ewt as read_ewt
+from regard.data.vocabulary import Characters, Words, vocabulary
+from regard.mixers.base import Dims
+from regard.models.build import encoder
+from regard.models.embed import Spelled, placed
+from regard.models.heads import PerVector
+from regard.models.reader import Reader
+from regard.tasks.base import Task
+from regard.tasks.support import device_of, in_order, resting
+from regard.training.losses import Loss, cross_entropy
+
+READING = 20_000  # tokens of a batch when nothing is kept for a backward pass
+
+
+@dataclass
+class Tagging(Config):
+    """Words by what they are and how they are spelt."""
+
+    min_count: int = 2  # occurrences of a word that gets a vector of its own
+    letters: int = 20  # of a word, the first and the last of them
+    spelling: int = 128  # numbers that say how a word is spelt
+    forget: float = 0.2  # share of words hidden in training, so that spelling is learned
+    fine: float = 1.0  # weight of the finer tags of the data, which it learns beside the others; they are not scored
+
+
+class Coded(NamedTuple):
+    """A sentence."""
+
+    words: list[list[int]]  # of every word its number and those of its letters
+    labels: list[int]
+    fine: list[int]
+
+
+class TaggingTask(Task):
+    """A tag for every word; scored by the share that is right. The floor is each word's most frequent tag."""
+
+    best = ("accuracy", "max")
+    config: Tagging
+
+    def __init__(self, config: Tagging) -> None:
+        super().__init__(config)
+        self.words, self.characters, self.tags = Words([]), Characters([]), list[str]()
+        self.fine: list[str] = []
+
+    def sentences(self, folder: Path | None) -> Any:
+        return read_ewt(find("ud_english_ewt", folder))
+
+    def read(self, folder: Path | None = None) -> None:
+        parts = dict(zip(("train", "val", "test"), self.sentences(folder), strict=True))
+        if not self.tags:
+            self.words = Words.of((_plain(x.words) for x in parts["train"]), min_count=self.config.min_count)
+            self.characters = Characters.of(word for x in parts["train"] for word in x.words)
+            self.tags = sorted({tag for x in parts["train"] for tag in x.tags})
+            fine = {tag for x in parts["train"] for tag in x.fine}
+            self.fine = sorted(fine) if self.config.fine else []
+        self.splits = {name: [self._coded(x) for x in part] for name, part in parts.items()}
+
+    def assets(self) -> dict[str, str]:
+        tags = json.dumps({"tags": self.tags, "fine": self.fine})
+        return {"words.json": self.words.to_json(), "characters.json": self.characters.to_json(), "tags.json": tags}
+
+    def restore(self, assets: Mapping[str, str]) -> None:
+        words, characters = vocabulary(assets["words.json"]), vocabulary(assets["characters.json"])
+        assert isinstance(words, Words) and isinstance(characters, Characters)
+        tags = json.loads(assets["tags.json"])
+        self.words, self.characters, self.tags, self.fine = words, characters, tags["tags"], tags["fine"]
+
+    def _coded(self, x: Tagged) -> Coded:
+        known = {tag: number for number, tag in enumerate(self.tags)}
+        finer = {tag: number for number, tag in enumerate(self.fine)}
+        labels = [known.get(tag, NO_LABEL) for tag in x.tags]
+        return Coded(self._spelled(x.words), labels, [finer.get(tag, NO_LABEL) for tag in x.fine] if finer else [])
+
+    def _spelled(self, words: Sequence[str]) -> list[list[int]]:
+        numbers = self.words.encode_words(_plain(words))
+        return [[number, *self._letters(word)] for number, word in zip(numbers, words, strict=True)]
+
+    def _letters(self, word: str) -> list[int]:
+        """Of a long word the first and the last: endings say most."""
+        letters, half = self.characters.encode(word), self.config.letters // 2
+        return letters if len(letters) <= 2 * half else letters[:half] + letters[-half:]
+
+    def size(self, example: Coded) -> int:
+        return len(example.words)
+
+    def batch(self, examples: Sequence[Coded]) -> Batch:
+        labels, valid = padded([x.labels for x in examples], NO_LABEL)
+        b, n = labels.shape
+        spelled = np.zeros((b, n, 1 + self.config.letters), np.int64)
+        for i, x in enumerate(examples):
+            for j, word in enumerate(x.words):
+                spelled[i, j, : len(word)] = word
+        extra = {"fine": padded([x.fine for x in examples], NO_LABEL)[0]} if self.fine else {}
+        return Batch(torch.from_numpy(spelled), valid, labels, valid, extra)
+
+    def model(self) -> nn.Module:
+        config = self.config
+        embed = Spelled(
+            len(self.words),
+            len(self.characters),
+            config.width,
+            spelling=config.spelling,
+            positions=placed(config.positions, Dims(config.width, config.heads, max_len=config.max_len))[0],
+            dropout=config.dropout,
+            forget=config.forget,
+        )
+        head = PerVector(config.width, len(self.tags) + len(self.fine), dropout=config.dropout)
+        return Reader(encoder(config, embed), head)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every update
+        assert batch.target is not None
+        scores, config = model(batch.source, batch.source_valid), self.config
+        loss = cross_entropy(scores[..., : len(self.tags)], batch.target, smoothing=config.smoothing)
+        if not self.fine:
+            return loss
+        more = cross_entropy(scores[..., len(self.tags) :], batch.extra["fine"], smoothing=config.smoothing)
+        return Loss(loss.total + config.fine * more.total, loss.over, {**loss.parts, "fine": more.parts["nll"]})
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        examples = self.splits[split]
+        found = self._tagged(model, examples)
+        pairs = [pair for x, tags in zip(examples, found, strict=True) for pair in zip(x.labels, tags, strict=True)]
+        return {"accuracy": 100 * sum(a == b for a, b in pairs) / max(1, len(pairs)), "words": float(len(pairs))}
+
+    def _tagged(self, model: nn.Module, examples: Sequence[Coded]) -> list[list[int]]:
+        def answer(part: list[Coded]) -> list[list[int]]:
+            batch = self.batch(part).to(device_of(model))
+            best = model(batch.source, batch.source_valid)[..., : len(self.tags)].argmax(-1).tolist()
+            return [row[: self.size(x)] for row, x in zip(best, part, strict=True)]
+
+        with resting(model):
+            return in_order(examples, self.size, READING, answer)
+
+    def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
+        texts = [re.findall(r"\w+(?:[-.]\w+)*(?=n't\b)|n't\b|\w+(?:[-.]\w+)*|'\w+|[^\w\s]", line) for line in lines]
+        full = [(words, Coded(self._spelled(words), [0] * len(words), [NO_LABEL] * len(words))) for words in texts]
+        found = iter(self._tagged(model, [coded for words, coded in full if words]))
+        tagged = [zip(words, next(found), strict=True) if words else () for words, _ in full]
+        return [" ".join(f"{word}/{self.tags[tag]}" for word, tag in row) for row in tagged]
+
+
+class SawTask(TaggingTask):
+    def sentences(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
+        return generators.tagging()
+
+
+def _plain(words: Sequence[str]) -> list[str]:
+    """As a word is looked up: lower-cased, digits alike. Letters still show what was written."""
+    return [re.sub(r"\d", "0", word.lower()) for word in words]
+
+
+def ewt() -> Tagging:
+    return Tagging(
+        task="ewt",
+        mixer=["rnn", "rnn", "softmax"],
+        width=320,
+        heads=8,
+        depth=3,
+        ffn=640,
+        dropout=0.4,
+        spelling=256,
+        forget=0.3,
+        fine=0.5,
+        steps=2200,
+        batch_tokens=2048,
+        lr=1.5e-3,
+        schedule="cosine",
+        warmup=200,
+        decay=0.01,
+        smoothing=0.1,
+        precision="tf32",
+        validate_every=200,
+        save_every=200,
+        average=4,
+        max_len=512,
+    )
+
+
+def saw() -> Tagging:
+    return Tagging(
+        task="saw",
+        width=64,
+        heads=4,
+        depth=2,
+        ffn=128,
+        dropout=0.1,
+        steps=300,
+        batch_tokens=1024,
+        lr=2e-3,
+        schedule="cosine",
+        warmup=50,
+        validate_every=100,
+        save_every=100,
+        min_count=1,
+        spelling=32,
+        max_len=128,
+    )

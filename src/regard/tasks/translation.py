@@ -1,0 +1,329 @@
+"""A text from a text: translation, number words in another language, strings turned around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from regard.config import Config
+from regard.data import generators
+from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch, padded
+from regard.data.files import Pair, lines
+from regard.data.find import find
+from regard.data.sets import multi30k as read_multi30k
+from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
+from regard.decoding import Rules, beam, say
+from regard.models.build import translator
+from regard.tasks.base import Task
+from regard.tasks.support import check_lengths, choice_of, device_of, in_order, resting
+from regard.training.losses import Loss
+from regard.training.modes import MODES, teacher_forcing
+from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
+from regard.training.scheduled import SCHEDULES
+from regard.training.scheduled import share as share_of_truth
+from regard.training.store import Run, load_run, put_weights
+
+DECODING = 20_000  # tokens of a batch when nothing is kept for a backward pass
+TOGETHER = 2000  # sources between two words about progress
+UNITS = ("subwords", "words", "characters")
+REWARDED = ("self_critical", "minimum_risk")  # trained on BLEU itself
+DECODERS = ("autoregressive", "ctc", "masked", "length", "fixed")
+
+Coded = tuple[list[int], list[int]]  # source, and target with its END
+
+
+@dataclass
+class Translation(Config):
+    """Two languages over one vocabulary."""
+
+    units: str = "subwords"  # of the vocabulary: subwords, words, characters
+    vocab: int = 10_000  # units at most
+    lower: bool = False  # texts are lower-cased
+    most: int = 100  # tokens of an answer at most
+    mode: str = "teacher"  # how it learns: teacher, free, scheduled, two_pass, parallel; self_critical, minimum_risk on BLEU
+    truth: str = "linear"  # scheduled sampling: how the share of true tokens falls: linear, exponential, inverse_sigmoid
+    floor: float = 0.5  # ... and how far
+    samples: int = 8  # minimum_risk: answers that are compared
+    begin_from: str = ""  # a run whose weights it starts with
+    decoder: str = "autoregressive"  # or one that says everything at once: ctc, masked, length, fixed
+    teacher: str = ""  # for those: a teacher's answers to the training sources, a file that `regard distil` wrote
+    upsample: int = 3  # ctc: slots for every source token
+    glance: float = 0.5  # all at once: the share of its mistakes that it is shown in training, at the start
+    iterations: int = 4  # masked: rounds of an answer
+    lengths: int = 4  # masked, length: lengths that are tried
+
+
+class TranslationTask(Task):
+    """A target text for every source text; scored by BLEU and by how many answers are exactly right."""
+
+    best = ("bleu", "max")
+    config: Translation
+
+    def __init__(self, config: Translation) -> None:
+        super().__init__(config)
+        choice_of("units", config.units, UNITS)
+        choice_of("decoder", config.decoder, DECODERS)
+        choice_of("mode", config.mode, [*MODES, *REWARDED])
+        choice_of("truth", config.truth, list(SCHEDULES))
+        if config.mode != "teacher" and config.decoder != "autoregressive":
+            raise ValueError(f"mode={config.mode!r} is for a decoder that hears what it said: use decoder='autoregressive'")
+        self.steady = config.mode == "teacher" and config.decoder == "autoregressive"
+        self.vocabulary: Vocabulary | None = None
+        self.finished = False  # restored from a run: it has learned all it will
+        self.begun: Run | None = None  # the run that it starts from
+        self.texts: dict[str, list[Pair]] = {}
+
+    def pairs(self, folder: Path | None) -> Any:
+        """The texts of all splits."""
+        return read_multi30k(find("multi30k", folder))
+
+    def read(self, folder: Path | None = None) -> None:
+        train, val, test = self.pairs(folder)
+        if self.config.begin_from and not self.finished:
+            self.begun = load_run(Path(self.config.begin_from))
+            self.vocabulary = vocabulary(self.begun.assets["vocabulary.json"])
+        self.texts = {"train": self._taught(train), "val": val, "test": test}
+        if self.vocabulary is None:
+            self.vocabulary = self._learn([text for pair in train for text in pair])
+        self.splits = {name: [self._coded(pair) for pair in pairs] for name, pairs in self.texts.items()}
+        longest = self.config.max_len
+        self.splits["train"] = [pair for pair in self.splits["train"] if max(map(len, pair)) <= longest]
+
+    def _learn(self, texts: list[str]) -> Vocabulary:
+        config = self.config
+        texts = [text.lower() for text in texts] if config.lower else texts
+        if config.units == "subwords":
+            return Subwords.of(texts, size=config.vocab)
+        return Words.of(texts, size=config.vocab) if config.units == "words" else Characters.of(texts)
+
+    def _taught(self, train: Sequence[Pair]) -> list[Pair]:
+        """What is learned from: the targets of the data, or those of a teacher."""
+        if not self.config.teacher or self.finished:
+            return list(train)
+        answers = list(lines(Path(self.config.teacher)))
+        if len(answers) != len(train):
+            raise ValueError(
+                f"{self.config.teacher} has {len(answers):,} lines, but there are {len(train):,} training sources: "
+                "make it with `regard distil`"
+            )
+        return [Pair(pair.source, answer) for pair, answer in zip(train, answers, strict=True)]
+
+    def _coded(self, pair: Pair) -> Coded:
+        return self._code(pair.source), [*self._code(pair.target), END]
+
+    def _code(self, text: str) -> list[int]:
+        return self._words().encode(text.lower() if self.config.lower else text)
+
+    def _words(self) -> Vocabulary:
+        if self.vocabulary is None:
+            raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
+        return self.vocabulary
+
+    def assets(self) -> dict[str, str]:
+        return {"vocabulary.json": self._words().to_json()}
+
+    def restore(self, assets: Mapping[str, str]) -> None:
+        self.vocabulary, self.finished = vocabulary(assets["vocabulary.json"]), True
+
+    def size(self, example: Coded) -> int:
+        return max(len(example[0]), len(example[1]))
+
+    def batch(self, examples: Sequence[Coded]) -> Batch:
+        source, source_valid = padded([source for source, _ in examples], multiple=self.multiple)
+        target, target_valid = padded([target for _, target in examples], multiple=self.multiple)
+        return Batch(source, source_valid, target, target_valid)
+
+    def model(self) -> nn.Module:
+        config, vocab = self.config, len(self._words())
+        if config.decoder == "autoregressive":
+            made = translator(config, vocab)
+            if self.begun is not None:
+                put_weights(made, self.begun.weights, config.begin_from)
+            return made
+        from regard.models.parallel import parallel
+
+        return parallel(config, vocab, kind=config.decoder, upsample=config.upsample)
+
+    def loss(self, model: Any, batch: Batch, step: int) -> Loss:
+        config = self.config
+        if config.decoder == "autoregressive":
+            return self._spoken(model, batch, step)
+        from regard.training import parallel
+
+        fade = 1 - 0.4 * min(1.0, step / config.steps)  # 0.5 -> 0.3, as in the paper
+        shown = 0.0 if config.decoder == "masked" else config.glance * fade  # it is shown tokens by chance already
+        return parallel.loss(model, batch, smoothing=config.smoothing, glance=shown)
+
+    def _spoken(self, model: Any, batch: Batch, step: int) -> Loss:
+        """The loss of a decoder that goes from word to word, in the mode that was asked for."""
+        config = self.config
+        if config.mode == "teacher":
+            return teacher_forcing(model, batch, smoothing=config.smoothing, behind=True)
+        if config.mode == "self_critical":
+            return self_critical(model, batch, sentence_bleu, rules=self._rules())
+        if config.mode == "minimum_risk":
+            return minimum_risk(model, batch, sentence_bleu, rules=self._rules(), samples=config.samples)
+        share = share_of_truth(config.truth, step, config.steps, config.floor)
+        return MODES[config.mode](model, batch, share, config.smoothing)
+
+    def watch(self, model: nn.Module) -> dict[str, float]:
+        """Greedily, and how well it would have followed the truth."""
+        with resting(model):
+            losses = [self._told(model, self.batch(part).to(device_of(model))) for part in self._parts("val")]
+        total = sum(float(x.parts.get("nll", x.total)) for x in losses) / max(1, sum(int(x.over) for x in losses))
+        return {"loss": total, **self._scored("val", self.answers(model, self._sources("val"), beams=1))}
+
+    def _told(self, model: Any, batch: Batch) -> Loss:
+        if self.config.decoder == "autoregressive":
+            return teacher_forcing(model, batch, behind=True)
+        from regard.training import parallel
+
+        return parallel.loss(model, batch)
+
+    def _parts(self, split: str) -> list[list[Coded]]:
+        rows = sorted(self.splits[split], key=self.size)
+        return [rows[i : i + 200] for i in range(0, len(rows), 200)]
+
+    def _sources(self, split: str) -> list[list[int]]:
+        return [source for source, _ in self.splits[split]]
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        return self._scored(split, self.answers(model, self._sources(split)))
+
+    def _scored(self, split: str, answers: list[list[int]]) -> dict[str, float]:
+        from regard.scores import bleu, exact_match
+
+        said, wanted = [self._words().decode(answer) for answer in answers], [pair.target for pair in self.texts[split]]
+        scores = {"bleu": bleu(said, wanted, lower=True).value, "exact": exact_match(said, wanted, lower=self.config.lower)}
+        if not self.config.lower:
+            scores["bleu_cased"] = bleu(said, wanted).value
+        return scores
+
+    def answers(self, model: nn.Module, sources: Sequence[list[int]], *, beams: int | None = None) -> list[list[int]]:
+        """What it says to each source, by `beams` beams unless it says everything at once."""
+        beams = self.config.beam if beams is None else beams
+        with resting(model):
+            return in_order(sources, len, DECODING // max(1, beams), lambda rows: self._say(model, rows, beams))
+
+    def _say(self, model: Any, rows: list[list[int]], beams: int) -> list[list[int]]:
+        empty = [i for i, row in enumerate(rows) if not row]  # nothing is said to nothing
+        source, valid = padded([row or [UNKNOWN] for row in rows])
+        device = device_of(model)
+        source, valid = source.to(device), None if valid is None else valid.to(device)
+        if self.config.decoder == "autoregressive":
+            answers = self._one_by_one(model, source, valid, beams)
+        else:
+            from regard.decoding.parallel import say_at_once
+
+            lengths = self.config.lengths if self.config.decoder in ("length", "masked") else 1
+            iterations = self.config.iterations if self.config.decoder == "masked" else 1
+            answers = say_at_once(model, source, valid, lengths=lengths, iterations=iterations)
+        return [[] if i in empty else answer for i, answer in enumerate(answers)]
+
+    def _one_by_one(self, model: Any, source: Tensor, valid: Tensor | None, beams: int) -> list[list[int]]:
+        rules = self._rules()
+        state, begin = model.start(source, valid), source.new_full((len(source), 1), BEGIN)
+        if beams == 1:
+            return say(model, state, begin, rules=rules)
+        best = beam(model, state, begin, rules=rules, width=beams, penalty=self.config.penalty)
+        return [row[0] if row else [] for row in best.answers(END)]
+
+    def _rules(self) -> Rules:
+        return Rules(END, most=self.config.most, never=(PAD, UNKNOWN, BEGIN, MASK))
+
+    def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
+        rows = [self._code(line) for line in lines]
+        check_lengths(rows, self.config.max_len)
+        return [self._words().decode(answer) for answer in self.answers(model, rows)]
+
+    def distil(self, model: nn.Module, progress: Callable[[int, int], None] = lambda _done, _total: None) -> list[str]:
+        """Its answers to all training sources, nothing to those that are too long: what a model that says everything at once
+        learns from more easily. `progress(done, total)` is told now and then.
+        """
+        rows, answers = [self._code(pair.source) for pair in self.texts["train"]], list[str]()
+        rows = [row if len(row) <= self.config.max_len else [] for row in rows]
+        for i in range(0, len(rows), TOGETHER):
+            answers += [self._words().decode(answer) for answer in self.answers(model, rows[i : i + TOGETHER])]
+            progress(len(answers), len(rows))
+        return answers
+
+
+class NumbersTask(TranslationTask):
+    best = ("exact", "max")
+
+    def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
+        return generators.numbers()
+
+
+class ReverseTask(TranslationTask):
+    best = ("exact", "max")
+
+    def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
+        return generators.copying("reverse")
+
+
+class CopyTask(TranslationTask):
+    best = ("exact", "max")
+
+    def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
+        return generators.copying("copy")
+
+
+def multi30k() -> Translation:
+    return Translation(
+        task="multi30k",
+        precision="tf32",
+        lower=True,
+        width=256,
+        heads=4,
+        depth=4,
+        ffn=512,
+        dropout=0.3,
+        steps=2500,
+        batch_tokens=12_288,
+        lr=2e-3,
+        schedule="cosine",
+        warmup=500,
+        smoothing=0.1,
+        validate_every=500,
+        save_every=100,
+        average=5,
+        beam=5,
+        max_len=256,
+    )
+
+
+def _small(task: str) -> Translation:
+    return Translation(
+        task=task,
+        units="characters",
+        width=64,
+        heads=4,
+        depth=2,
+        ffn=256,
+        dropout=0.0,
+        steps=1500,
+        batch_tokens=2048,
+        lr=3e-3,
+        warmup=100,
+        schedule="cosine",
+        validate_every=250,
+        save_every=250,
+        max_len=256,
+    )
+
+
+def numbers() -> Translation:
+    return _small("numbers")
+
+
+def reverse() -> Translation:
+    return _small("reverse")
+
+
+def copy() -> Translation:
+    return _small("copy")

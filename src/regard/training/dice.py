@@ -1,0 +1,47 @@
+"""The state of every source of chance, as JSON can hold it: a run that goes on throws the dice that it would have thrown."""
+
+from __future__ import annotations
+
+import random
+from base64 import b64decode, b64encode
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def throw(seed: int) -> None:
+    """Start all of them from one seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # and CUDA's
+
+
+def held() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    kind, keys, place, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, b64encode(np.asarray(keys).tobytes()).decode(), int(place), int(has_gauss), float(cached)],
+        "torch": _text(torch.get_rng_state()),
+        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+    }
+
+
+def put_back(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(b64decode(keys), dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def _text(x: Tensor) -> str:
+    return b64encode(x.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)

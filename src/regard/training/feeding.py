@@ -1,0 +1,95 @@
+"""What a decoder is fed while it learns, and by whom.
+
+Letters: b examples, m target tokens, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from regard.data.batch import BEGIN, Batch
+from regard.models.translator import Translator
+
+Feed = Callable[[int, Tensor | None], Tensor]
+
+
+def sequence(batch: Batch) -> Tensor:
+    """The target (b m), or a sentence."""
+    if batch.target is None or batch.target.dim() != 2 or not batch.target.shape[1]:
+        found = "nothing" if batch.target is None else f"shape {tuple(batch.target.shape)}"
+        raise ValueError(f"a decoder learns to say sequences: the target needs shape (batch, length), END included, not {found}")
+    return batch.target
+
+
+def before(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """x (b m ...) of the real token before each; where there is none, any."""
+    if valid is None:
+        return torch.cat([x[:, :1], x[:, :-1]], 1)
+    at = _before(valid).clamp_min(0)
+    return x.take_along_dim(at.view(*at.shape, *[1] * (x.dim() - 2)), 1)
+
+
+def at_front(target: Tensor, valid: Tensor | None = None) -> Tensor:
+    """(b m): nothing real stands before it."""
+    if valid is None:
+        return (torch.arange(target.shape[1], device=target.device) == 0).expand_as(target)
+    return _before(valid) < 0
+
+
+def told(target: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The truth before each token (b m): the begin, and all but the last. Padding may lie anywhere."""
+    return before(target, valid).masked_fill(at_front(target, valid), BEGIN)
+
+
+def _before(valid: Tensor) -> Tensor:
+    """(b m): where the real token before each stands, -1 if nowhere."""
+    at = torch.arange(valid.shape[1], device=valid.device)
+    last = torch.where(valid, at, -1).cummax(1).values
+    return torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
+
+
+def step_by_step(model: Translator, batch: Batch, feed: Feed) -> Tensor:
+    """Scores (b m v) of a decoder that takes one token after another.
+
+    `feed(i, scores)` is its input i, tokens (b 1) or vectors (b 1 w), after the scores (b 1 v) of its last real step (None: there
+    was none).
+    """
+    m, valid = sequence(batch).shape[1], batch.target_valid
+    if valid is not None and bool((valid[:, 1:] <= valid[:, :-1]).all()):
+        valid = None  # all padding lies behind, where nobody looks: it need not be skipped
+    state = model.start(batch.source, batch.source_valid)
+    steps: list[Tensor] = []
+    last: Tensor | None = None
+    for i in range(m):
+        now = None if valid is None else valid[:, i : i + 1]
+        scores, state = model.extend(state, feed(i, last), now)
+        last = scores if last is None or now is None else torch.where(now[..., None], scores, last)
+        steps.append(scores)
+    return torch.cat(steps, 1)
+
+
+@contextmanager
+def unlearned() -> Iterator[None]:
+    """Without gradients; and whoever comes next gets them, under autocast too, which remembers weights it has converted."""
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def resting(model: nn.Module) -> Iterator[None]:
+    """As when it counts: without dropout, without gradients. Afterwards all is as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with unlearned():
+            yield
+    finally:
+        for module in training:
+            module.training = True

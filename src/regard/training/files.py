@@ -1,0 +1,102 @@
+"""Files that are whole or not there: every byte that a run keeps is written here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+class RunError(ValueError):
+    """A sentence about a folder that cannot be used as it is, and what to do."""
+
+
+def write(path: Path, data: bytes) -> None:
+    """On the disk when this returns. It may be torn by a crash: give it a temporary name, or use `replace`."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, data: bytes | str) -> None:
+    """The file with this content, whatever happens: the old one or the new one, never a part."""
+    torn = path.with_name(f".writing-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(torn, data.encode() if isinstance(data, str) else data)
+        os.replace(torn, path)
+        sync(path.parent)
+    except OSError as error:
+        with suppress(OSError):  # it was never there, or its disk is gone
+            torn.unlink()
+        raise RunError(cannot_write(path, error)) from error
+
+
+def sync(folder: Path) -> None:
+    """A name in a folder is on the disk only when the folder is."""
+    if os.name == "nt":  # there folders cannot be opened, and need not be
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {error.strerror or error}. Nothing was left half-written; make room or choose another folder"
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def packed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    from safetensors.torch import save
+
+    return save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, dict(metadata or {}) or None)
+
+
+def unpacked(data: bytes, path: Path, advice: str) -> dict[str, Tensor]:
+    """The tensors in what was read from a file; `advice` says what to do when it is broken."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise RunError(f"{path} is no whole safetensors file ({error}): {advice}") from None
+
+
+def read(path: Path, advice: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({error.strerror or error}): {advice}") from None
+
+
+def read_json(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        found = json.loads(read(path, advice))
+    except ValueError as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path} is no whole JSON file: {advice}") from None
+    if not isinstance(found, dict):
+        raise RunError(f"{path} holds {type(found).__name__} where settings by name should be: {advice}")
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    return unpacked(read(path, "is the path right?"), path, "it was cut off or changed, so take another")

@@ -1,0 +1,37 @@
+"""What a model is told about where to look."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.mixers.base import check_valid
+from regard.training.losses import Loss
+
+
+def diagonal(
+    weights: Tensor, source_valid: Tensor | None = None, target_valid: Tensor | None = None, *, sharpness: float = 0.2
+) -> Loss:
+    """The guided attention loss: weight far from the diagonal costs. Tachibana et al. 2017, arXiv:1710.08969.
+
+    sum_ij a_ij (1 - exp(-(j / n - i / m)^2 / 2 g^2)), with weights a (b h m n), the mean over heads, g = `sharpness`; n and m
+    count the real tokens of each row, and i and j their places among them. Summed over real target tokens, as the surprise at
+    those is: add `weight * diagonal(...).total` to it. The paper divides by n as well.
+    """
+    if not sharpness > 0:
+        raise ValueError(f"sharpness is the width of the diagonal, above 0, not {sharpness!r}")
+    b, h, m, n = weights.shape
+    check_valid(source_valid, b, n, "the source")
+    check_valid(target_valid, b, m, "the target")
+    i, rows = _places(target_valid, weights, m)
+    j, columns = _places(source_valid, weights, n)
+    cost = 1 - torch.exp(-((j[:, None] - i[..., None]) ** 2) / (2 * sharpness**2))
+    cost = (cost * rows[..., None] * columns[:, None]).to(weights.dtype)
+    return Loss(torch.einsum("bhmn,bmn->", weights, cost) / h, rows.sum())
+
+
+def _places(valid: Tensor | None, like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where tokens stand, from 0 to 1, and which are real: (b size) each."""
+    real = torch.ones(len(like), size, dtype=torch.bool, device=like.device) if valid is None else valid
+    at = real.cumsum(1) - real.long()
+    return at.double() / real.sum(1, keepdim=True).clamp_min(1), real

@@ -1,0 +1,226 @@
+"""One update: some passes, one gradient, one step. What Lightning's Trainer calls, again and again."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.config import Config
+from regard.data.batch import Batch
+from regard.training.files import RunError
+from regard.training.graphs import Graphs
+from regard.training.losses import Loss
+from regard.training.rates import factor
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of what Lightning imports, in some versions
+        from pytorch_lightning import LightningModule, Trainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"training needs {error.name}: pip install 'regard[train]'", name=error.name) from None
+
+__all__ = ["Learner", "Trainer", "optimizer", "optimizer_state", "put_optimizer_state"]
+
+TYPES = {"32": None, "tf32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+SKIPS = 25  # updates in a row that a scaler may skip while it looks for its scale; each halves it
+
+
+class Update(NamedTuple):
+    """What is known of an update without looking at the device."""
+
+    total: Tensor
+    over: Tensor
+    norm: Tensor
+    parts: dict[str, Tensor]
+
+
+class Learner(LightningModule):
+    """A model, its optimiser, and how a list of batches becomes one update of it.
+
+    The gradient of an update is that of sum(total) / sum(over) over all its passes, so how it is cut into passes does not matter.
+    Lightning's manual optimisation is used with torch's own autocast and scaler: around the forward pass only, and with a fused
+    optimiser that can still be clipped, neither of which Lightning's plugin does. `after` is called behind every update.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch, int], Loss], config: Config, kind: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model, self.loss, self.config, self.kind = model, loss, config, kind
+        self.after: Callable[[int], None] = lambda _: None
+        self.begin: Callable[[], None] = lambda: None
+        self.step = 0  # updates so far
+        self.skipped = 0  # the last so many of them were
+        self.pending: list[Update] = []
+        self.graphs: Graphs | None = None
+        self.scaler = torch.amp.GradScaler(kind) if config.precision == "16-mixed" else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning notes the name of its hook twenty times a step, and a module looks for parameters each time: 0.1 ms."""
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def autocast(self) -> AbstractContextManager:
+        dtype = TYPES[self.config.precision]
+        return nullcontext() if dtype is None else torch.autocast(self.kind, dtype=dtype)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizer = optimizer(self.model, self.config)
+        self.wanted = [p for p in self.model.parameters() if p.requires_grad]
+        return self.optimizer
+
+    def on_train_start(self) -> None:
+        self.model.train()
+        self.begin()
+
+    def transfer_batch_to_device(self, batch: list[Batch], device: torch.device, dataloader_idx: int) -> list[Batch]:  # noqa: ARG002
+        return batch  # one pass after another, when its turn comes
+
+    def training_step(self, passes: list[Batch], index: int) -> None:  # noqa: ARG002 - the Trainer counts from 0 after a resume
+        if self.config.graphs:
+            return self._replayed(passes)
+        step, unit, total, over = self.step + 1, None, None, None
+        parts: dict[str, Tensor] = {}
+        for batch in passes:
+            with self.autocast():
+                loss = self.loss(self.model, batch.to(self.device), step)
+            if unit is None or total is None or over is None:
+                unit, total, over = loss.over.clamp_min(1), loss.total.detach(), loss.over
+                parts = loss.parts
+            else:
+                total, over = total + loss.total.detach(), over + loss.over
+                parts = {name: x + loss.parts[name] for name, x in parts.items()}
+            mean = loss.total / unit  # of this size, so that no half-precision gradient overflows
+            (mean if self.scaler is None else self.scaler.scale(mean)).backward()
+        assert unit is not None and total is not None and over is not None
+        norm = self.take(unit.to(total.dtype) / over.clamp_min(1) if len(passes) > 1 else None)
+        self.pending.append(Update(total, over, norm, parts))
+        self.step = step
+
+    def _replayed(self, passes: list[Batch]) -> None:
+        """The same update from captured passes."""
+        if self.graphs is None:
+            self.graphs = Graphs(self._forward, self.wanted, float(self.config.batch_tokens))
+        with self.graphs.on_stream():
+            losses = [self.graphs(batch) for batch in passes]
+            total, over = sum(x.total for x in losses), sum(x.over for x in losses)
+            assert isinstance(total, Tensor) and isinstance(over, Tensor)
+            parts = {name: torch.stack([x.parts[name] for x in losses]).sum(0) for name in losses[0].parts}
+            norm = self.take(self.config.batch_tokens / over.clamp_min(1).to(total.dtype))
+        self.pending.append(Update(total, over, norm, parts))
+        self.step += 1
+
+    def _forward(self, batch: Batch) -> Loss:
+        with self.autocast():
+            return self.loss(self.model, batch, self.step + 1)
+
+    def take(self, scale: Tensor | None) -> Tensor:
+        """The gradients, scaled to those of the mean, clipped, and the step taken; their norm before it was clipped."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        grads = [p.grad for p in self.wanted if p.grad is not None]
+        if scale is not None:
+            torch._foreach_mul_(grads, scale)
+        norm = nn.utils.get_total_norm(grads)
+        if self.config.clip:
+            nn.utils.clip_grads_with_norm_(self.wanted, self.config.clip, norm)
+        rate = self.rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.graphs is None)
+        return norm
+
+    @property
+    def rate(self) -> float:
+        """Of the update that is being made."""
+        return self.config.lr * factor(self.config, self.step + 1)
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002
+        self.after(self.step)
+
+    def measured(self, saved: Callable[[], str]) -> dict[str, float]:
+        """Means over the updates since it was asked last: one look at the device. Raises where training has gone wrong."""
+        updates, self.pending = self.pending, []
+        totals, overs, norms = (torch.stack(xs).tolist() for xs in zip(*(u[:3] for u in updates), strict=True))
+        for place, (total, norm) in enumerate(zip(totals, norms, strict=True)):
+            good = math.isfinite(total) and math.isfinite(norm)
+            self.skipped = 0 if good else self.skipped + 1
+            if self.skipped > (SKIPS if self.scaler is not None else 0):
+                raise RunError(self._gone_wrong(self.step - len(updates) + place + 1, total, saved()))
+        count = max(1, sum(overs))
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        means = {name: sum(torch.stack([u.parts[name] for u in updates]).tolist()) / count for name in updates[-1].parts}
+        return {
+            "loss": sum(totals) / count,
+            **{name: x for name, x in means.items() if name != "loss"},
+            "tokens": sum(overs),
+            "lr": self.config.lr * factor(self.config, self.step),
+            "norm": statistics.median(finite) if finite else math.nan,
+        }
+
+    def _gone_wrong(self, step: int, total: float, saved: str) -> str:
+        what = f"the loss is {total}" if not math.isfinite(total) else "the gradient is not finite"
+        row = f" for the {SKIPS + 1}th time in a row" if self.scaler is not None else ""
+        return f"{what} at update {step}{row}: {saved}. Try a lower lr, a longer warmup, or a smaller clip, in another folder"
+
+
+def optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101), whose decay spares biases, norms and embeddings.
+
+    Fused: it never waits for a CUDA device, and on a CPU it is four times as fast.
+    """
+    spared = {id(p) for p in _spared(model)}
+    every = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in every if id(p) not in spared], "weight_decay": config.decay},
+        {"params": [p for p in every if id(p) in spared], "weight_decay": 0.0},
+    ]
+    first, second = config.betas
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(first, second), fused=True)
+
+
+def _spared(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        kind = type(module).__name__.lower()
+        whole = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "norm" in kind or "embed" in kind
+        for name, p in module.named_parameters(recurse=False):
+            if whole or p.ndim < 2 or "bias" in name:
+                yield p
+
+
+def optimizer_state(model: nn.Module, made: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """By parameter and name: "stack.0.weight/exp_avg"."""
+    return {f"{name}/{key}": x for name, p in model.named_parameters() for key, x in made.state.get(p, {}).items()}
+
+
+def put_optimizer_state(model: nn.Module, made: torch.optim.Optimizer, state: Mapping[str, Tensor], where: object) -> None:
+    by_id = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, x in state.items():
+        name, _, what = key.rpartition("/")
+        found.setdefault(name, {})[what] = x
+    if strange := sorted(set(found) - set(by_id.values())):
+        raise RunError(f"{where} has {strange[0]!r}, which the model lacks: it is of another model or another version")
+    empty = made.state_dict()
+    order: Iterable[nn.Parameter] = (p for group in made.param_groups for p in group["params"])
+    filled = {}
+    for number, p in enumerate(order):
+        values = found.get(by_id[id(p)], {})
+        if any(x.shape not in (p.shape, ()) for x in values.values()):
+            raise RunError(f"{where} has {by_id[id(p)]!r} in another shape than {tuple(p.shape)}, the model's")
+        if values:
+            filled[number] = values
+    made.load_state_dict({"state": filled, "param_groups": empty["param_groups"]})

@@ -1,0 +1,58 @@
+"""Ways for a decoder to learn: whom it hears while it speaks, the truth or itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from regard.data.batch import BEGIN, Batch, shifted
+from regard.mixers.base import Core
+from regard.models.translator import Translator
+from regard.training.feeding import at_front, sequence, step_by_step, told
+from regard.training.losses import Loss, cross_entropy
+from regard.training.scheduled import parallel, token_by_token, two_pass
+
+
+def heeded(model: nn.Module, valid: Tensor | None) -> Tensor | None:
+    """What a causal decoder must be told of padding that stands behind its target: nothing, unless it takes notes of tokens."""
+    return valid if any(isinstance(module, Core) and module.learns for module in model.modules()) else None
+
+
+def teacher_forcing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, behind: bool = False) -> Loss:
+    """Every step is told the truth before it, so all of them are learned at once. Williams & Zipser 1989.
+
+    behind=True promises that all padding stands behind the target: a causal decoder cannot see it there, and need not be told.
+    """
+    target, valid = sequence(batch), batch.target_valid
+    if behind:
+        scores = model(batch.source, batch.source_valid, shifted(target), heeded(model, valid))
+    else:
+        scores = model(batch.source, batch.source_valid, told(target, valid), valid)
+    return cross_entropy(scores, target, valid, smoothing=smoothing)
+
+
+def free_running(model: Translator, batch: Batch, *, smoothing: float = 0.0) -> Loss:
+    """Every step is told what the model itself found likeliest before it, and should still say what the truth says there.
+
+    Gradients go through the scores of all steps and what they remember, not through the choice of a token.
+    """
+    target, valid = sequence(batch), batch.target_valid
+    front = at_front(target, valid)
+
+    def feed(i: int, last: Tensor | None) -> Tensor:
+        one = slice(i, i + 1)
+        said = target[:, one] if last is None else last.detach().argmax(-1)
+        return said.masked_fill(front[:, one], BEGIN)
+
+    return cross_entropy(step_by_step(model, batch, feed), target, valid, smoothing=smoothing)
+
+
+# by name, called as mode(model, batch, share of the truth, smoothing)
+MODES: dict[str, Callable[[Translator, Batch, float, float], Loss]] = {
+    "teacher": lambda model, batch, _, smoothing: teacher_forcing(model, batch, smoothing=smoothing),
+    "free": lambda model, batch, _, smoothing: free_running(model, batch, smoothing=smoothing),
+    "scheduled": lambda model, batch, share, smoothing: token_by_token(model, batch, share, smoothing=smoothing),
+    "two_pass": lambda model, batch, share, smoothing: two_pass(model, batch, share, smoothing=smoothing),
+    "parallel": lambda model, batch, share, smoothing: parallel(model, batch, share, smoothing=smoothing),
+}

@@ -1,0 +1,119 @@
+"""Where a run is and how long it will take: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+EVERY = 10.0  # seconds between two plain lines
+REDRAW = 0.2  # seconds between two looks of a bar
+
+
+class Progress:
+    """Says nothing: what both kinds have in common."""
+
+    def __init__(self, total: int, done: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self.first, self.done, self.clock = total, done, done, clock
+        self.begun, self.shown = clock(), -1e9
+        self.loss: float | None = None
+        self.score: str = ""
+
+    def step(self, done: int) -> None:
+        """After every update: cheap, and no look at the device."""
+        self.done = done
+        if (now := self.clock()) - self.shown >= self.wait:
+            self.shown = now
+            self.show()
+
+    def measured(self, loss: float) -> None:
+        self.loss = loss
+
+    def validated(self, name: str, score: float, best: float | None) -> None:
+        self.score = f"{name} {score:.4g}" + ("" if best is None or best == score else f" (best {best:.4g})")
+
+    def note(self, text: str) -> None:
+        """A sentence that stays."""
+
+    def close(self) -> None:
+        """The end, good or bad."""
+
+    wait = float("inf")
+
+    def show(self) -> None:
+        """The line or the bar, as it is now."""
+
+    def left(self) -> float:
+        """Seconds, if it goes on as it went since it was started."""
+        made = self.done - self.first
+        return (self.clock() - self.begun) / made * (self.total - self.done) if made > 0 else float("nan")
+
+    def text(self) -> str:
+        parts = [f"step {self.done}/{self.total}"]
+        parts += [f"loss {self.loss:.4g}"] if self.loss is not None else []
+        parts += [self.score] if self.score else []
+        return "  ".join([*parts, f"{span(self.left())} left"])
+
+
+class Lines(Progress):
+    """For a file or a pipe."""
+
+    wait = EVERY
+
+    def __init__(self, total: int, done: int = 0, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(total, done, clock=clock)
+        self.console, self.shown = console, clock()
+
+    def show(self) -> None:
+        self.note(self.text())
+
+    def validated(self, name: str, score: float, best: float | None) -> None:
+        super().validated(name, score, best)
+        self.shown = self.clock()
+        self.show()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Bar(Lines):
+    """For a terminal."""
+
+    wait = REDRAW
+
+    def __init__(self, total: int, done: int = 0, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Drawn
+
+        super().__init__(total, done, console=console, clock=clock)
+        self.drawn = Drawn(BarColumn(), TextColumn("{task.description}", markup=False), console=console, auto_refresh=False)
+        self.bar = self.drawn.add_task("", total=total, completed=done)
+        self.drawn.start()
+
+    def show(self) -> None:
+        self.drawn.update(self.bar, completed=self.done, description=self.text(), refresh=True)
+
+    def close(self) -> None:
+        self.show()
+        self.drawn.stop()
+
+
+def progress(total: int, done: int = 0, *, quiet: bool = False, console: Console | None = None) -> Progress:
+    """What suits where it is shown."""
+    if quiet:
+        return Progress(total, done)
+    console = console or Console()
+    return (Bar if console.is_terminal else Lines)(total, done, console=console)
+
+
+def span(seconds: float) -> str:
+    """3 s, 2:05, 1:02:03."""
+    if seconds != seconds or seconds == float("inf"):
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,52 @@
+"""How fast to learn at which update: factors of the highest rate, pure functions of the update, so nothing has to be saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from regard.config import Config
+from regard.text import unknown
+
+
+def factor(config: Config, step: int) -> float:
+    """Of `lr`, at this update, counted from 1. All schedules rise in a straight line during `warmup` updates."""
+    if config.schedule not in SCHEDULES:
+        raise ValueError(unknown("there is no schedule", config.schedule, SCHEDULES))
+    if step < 1:
+        raise ValueError(f"updates are counted from 1, not from {step!r}")
+    if step < config.warmup:
+        return step / config.warmup
+    return SCHEDULES[config.schedule](config, step)
+
+
+def _constant(config: Config, step: int) -> float:  # noqa: ARG001 - a schedule takes a step
+    return 1.0
+
+
+def _linear(config: Config, step: int) -> float:
+    """Down to 0 at the last update."""
+    return 1 - _past(config, step)
+
+
+def _cosine(config: Config, step: int) -> float:
+    """Down to 0 at the last update, slowly at both ends (Loshchilov and Hutter 2016, arXiv:1608.03983, without restarts)."""
+    return (1 + math.cos(math.pi * _past(config, step))) / 2
+
+
+def _inverse_sqrt(config: Config, step: int) -> float:
+    """min(step / warmup, sqrt(warmup / step)): the shape of Vaswani et al. 2017, arXiv:1706.03762, 1 at its highest."""
+    return math.sqrt(max(config.warmup, 1) / step)
+
+
+def _past(config: Config, step: int) -> float:
+    """The share of the way from the end of the warm-up to the last update."""
+    return min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
+
+
+SCHEDULES: dict[str, Callable[[Config, int], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "inverse_sqrt": _inverse_sqrt,
+}

@@ -1,0 +1,168 @@
+"""Learning from a reward for whole answers, such as BLEU: what is said by chance and does well is made likelier.
+
+A reward is any function of answers and truths, both lists of tokens without their ends, that gives a number for each pair.
+Letters: b examples, x answers, m tokens of an answer, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from regard.data.batch import BEGIN, END, Batch, padded, shifted
+from regard.decoding.rules import Rules
+from regard.decoding.speak import Sample, say
+from regard.mixers.base import select
+from regard.models.translator import Translator
+from regard.training.feeding import resting, sequence
+from regard.training.losses import Loss, by_step
+
+Texts = list[list[int]]
+Reward = Callable[[Texts, Texts], Sequence[float]]
+
+
+def self_critical(model: Translator, batch: Batch, reward: Reward, *, rules: Rules, dice: torch.Generator | None = None) -> Loss:
+    """An answer drawn by chance should beat the likeliest one: -(r(drawn) - r(likeliest)) log p(drawn), summed over examples.
+
+    Its gradient is on average that of minus the expected reward. Rennie et al. 2016, arXiv:1612.00563. Answers are given without
+    dropout; their probability is that of a model as it learns, and of what the rules allow.
+    """
+    truths = _truths(batch)
+    with resting(model):
+        state = model.start(batch.source, batch.source_valid)
+        drawn = say(model, state, _begin(batch), rules=rules, choice=_chance(dice))
+        likeliest = say(model, state, _begin(batch), rules=rules)
+    logs = log_probability(model, batch, drawn, rules=rules)
+    got, base = _rewards(reward, drawn, truths, logs), _rewards(reward, likeliest, truths, logs)
+    total = -((got - base) * logs).sum()
+    return Loss(total, _count(truths, logs), {"reward": got.sum(), "greedy": base.sum()})
+
+
+def minimum_risk(
+    model: Translator,
+    batch: Batch,
+    reward: Reward,
+    *,
+    rules: Rules,
+    samples: int = 16,
+    alpha: float = 0.005,
+    truth: bool = True,
+    dice: torch.Generator | None = None,
+) -> Loss:
+    """Minus the expected reward over a few answers S, by Q(y) = p(y)^alpha / sum over y' in S of p(y')^alpha.
+
+    S is what is new among so many `samples`, and the truth if it is wanted and the rules let it be said. Shen et al. 2015,
+    arXiv:1512.02433. With alpha=1 and every possible answer in S it is the expected reward itself.
+    """
+    if samples < 1 or not 0 < alpha < math.inf:
+        raise ValueError(f"samples must be at least 1 and alpha above 0, not {samples!r} and {alpha!r}")
+    truths = _truths(batch)
+    with resting(model):
+        state = model.start(batch.source, batch.source_valid).fan(samples)
+        drawn = say(model, state, _begin(batch, samples), rules=rules, choice=_chance(dice))
+    sets = [_distinct(drawn[i * samples : (i + 1) * samples]) for i in range(len(truths))]
+    if truth:
+        sets = [_distinct([*few, true] if len(true) <= rules.most else few) for few, true in zip(sets, truths, strict=True)]
+    rows = [i for i, few in enumerate(sets) for _ in few]
+    answers = [answer for few in sets for answer in few]
+    logs = log_probability(model, batch, answers, rules=rules, rows=rows)
+    got = _rewards(reward, answers, [truths[i] for i in rows], logs)
+    at = torch.tensor([rows, [j for few in sets for j in range(len(few))]], device=logs.device).unbind()
+    table = logs.new_zeros(len(sets), max(map(len, sets)))
+    chosen = (table - torch.inf).index_put(at, alpha * logs).softmax(-1)
+    total = -(chosen * table.index_put(at, got)).sum()
+    return Loss(total, _count(truths, logs), {"reward": -total.detach()})
+
+
+def log_probability(
+    model: Translator, batch: Batch, answers: Texts, *, rules: Rules, rows: Sequence[int] | None = None
+) -> Tensor:
+    """Of answers without their ends, (x): in one pass, with gradients. `rows`: the examples they answer, one each if not given.
+
+    Under rules: what may not be said has no share, and an answer of the most tokens was cut off, so nothing ends it.
+    """
+    ended = [[*answer, rules.end] if len(answer) < rules.most else answer for answer in answers]
+    target, valid = padded(ended)
+    device = batch.source.device
+    target, valid = target.to(device), None if valid is None else valid.to(device)
+    heard = model.hear(batch.source, batch.source_valid)
+    if rows is not None:
+        heard = select(heard, torch.tensor(rows, device=device))
+    scores = model.head(model.hidden(heard, shifted(target), valid))
+    return -by_step(_allowed(scores, target, rules), target, valid).sum(1)
+
+
+def sentence_bleu(answers: Texts, truths: Texts) -> list[float]:
+    """BLEU of every answer by itself, from 0 to 1: precisions of 1 to 4 tokens, with one more right beyond single ones.
+
+    Lin & Och 2004. An answer without a right token gets 0.
+    """
+    return [_bleu(answer, truth) for answer, truth in zip(answers, truths, strict=True)]
+
+
+def _bleu(answer: list[int], truth: list[int], most: int = 4) -> float:
+    left: dict[tuple[int, ...], int] = {}  # runs of the truth that nothing has matched yet
+    for n in range(1, most + 1):
+        for run in _runs(truth, n):
+            left[run] = left.get(run, 0) + 1
+    logs = 0.0
+    for n in range(1, most + 1):
+        right = 0
+        for run in _runs(answer, n):
+            if left.get(run):
+                left[run] -= 1
+                right += 1
+        if n == 1 and not right:
+            return 0.0
+        more = n > 1
+        logs += math.log((right + more) / (max(0, len(answer) - n + 1) + more))
+    return math.exp(logs / most + min(0.0, 1 - len(truth) / len(answer)))
+
+
+def _runs(tokens: list[int], n: int) -> Iterator[tuple[int, ...]]:
+    return zip(*(tokens[i:] for i in range(n)), strict=False)
+
+
+def _allowed(scores: Tensor, target: Tensor, rules: Rules) -> Tensor:
+    """Scores (x m v) as the rules left them while the target (x m) was said."""
+    if rules.least or rules.no_repeat:
+        return torch.stack([rules(scores[:, i], target[:, :i]) for i in range(target.shape[1])], 1)
+    if rules.never:
+        return rules(scores.flatten(0, 1), target.new_zeros(target.numel(), 0)).view_as(scores)
+    return scores
+
+
+def _begin(batch: Batch, times: int = 1) -> Tensor:
+    return sequence(batch).new_full((times * len(batch.source), 1), BEGIN)
+
+
+def _chance(dice: torch.Generator | None) -> Sample:
+    sample = Sample()
+    sample.dice = dice
+    return sample
+
+
+def _distinct(answers: Texts) -> Texts:
+    return [list(answer) for answer in dict.fromkeys(map(tuple, answers))]
+
+
+def _truths(batch: Batch) -> Texts:
+    """The targets as lists, without their ends."""
+    target, valid = sequence(batch).tolist(), batch.target_valid
+    if valid is not None:
+        target = [[t for t, real in zip(*row, strict=True) if real] for row in zip(target, valid.tolist(), strict=True)]
+    return [row[: row.index(END)] if END in row else row for row in target]
+
+
+def _rewards(reward: Reward, answers: Texts, truths: Texts, like: Tensor) -> Tensor:
+    found = torch.as_tensor(reward(answers, truths), dtype=like.dtype, device=like.device)
+    if found.shape != (len(answers),):
+        raise ValueError(f"a reward gives a number for each of {len(answers)} answers, not shape {tuple(found.shape)}")
+    return found
+
+
+def _count(truths: Texts, like: Tensor) -> Tensor:
+    return torch.tensor(len(truths), device=like.device)

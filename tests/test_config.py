@@ -1,0 +1,101 @@
+"""Settings: types are those of the fields, an unknown key is answered with the nearest, and JSON brings them back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from regard.config import Config
+
+
+@dataclasses.dataclass
+class Own(Config):
+    """A task with fields of its own."""
+
+    letters: int = 5
+    kinds: list[str] = dataclasses.field(default_factory=list)
+    teacher: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("width=64", 64),
+        ("steps=100_000", 100_000),
+        (" depth = 2 ", 2),
+        ("lr=3e-4", 3e-4),
+        ("decay=1", 1.0),
+        ("gated=true", True),
+        ("gated=False", False),
+        ("decoder_depth=3", 3),
+        ("decoder_depth=none", None),
+        ("decoder_depth=None", None),
+        ("positions=relative(clip=8)", "relative(clip=8)"),
+        ("mixer=bigbird(block=8, random=2)", "bigbird(block=8, random=2)"),
+        ("mixer=[]", []),
+        ('mixer=["linear", "Local(3)"]', ["linear", "Local(3)"]),
+        ("betas=[0.9, 1]", [0.9, 1.0]),
+        ("precision=32", "32"),
+        ("letters=7", 7),
+        ("teacher=none", "none"),
+        ("kinds=[]", []),
+    ],
+)
+def test_a_text_becomes_the_fields_type(text, value):
+    before = Own(task="x")
+    after, key = before.set([text]), text.partition("=")[0].strip()
+    assert getattr(after, key) == value and type(getattr(after, key)) is type(value)
+    assert before == Own(task="x"), "the old one is as it was"
+    assert after.replace({key: getattr(before, key)}) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("widht=64", "x has no setting 'widht': did you mean 'width'? There is accumulate, activation"),
+        ("task=y", "x has no setting 'task'"),
+        ("width", "a setting is written key=value, not 'width'"),
+        ("=3", "a setting is written key=value, not '=3'"),
+        ("width=", "width must be an integer, not ''"),
+        ("width=6.5", "width must be an integer, not '6.5'"),
+        ("width=true", "width must be an integer, not 'true'"),
+        ("lr=fast", "lr must be a number, not 'fast'"),
+        ("lr=nan", "lr must be a number, not 'nan'"),
+        ("clip=inf", "clip must be a number, not 'inf'"),
+        ("gated=1", "gated must be true or false, not '1'"),
+        ("decoder_depth=some", "decoder_depth must be an integer or none, not 'some'"),
+        ("mixer=[1, 2]", "mixer must be a text or a list of texts, not '[1, 2]'"),
+        ("mixer=[linear]", "mixer must be a text or a list of texts, not '[linear]'"),
+        ("betas=0.9", "betas must be a list of numbers, not '0.9'"),
+        ('betas=[0.9, "x"]', "betas must be a list of numbers"),
+        ("betas=" + "[" * 100_000, "betas must be a list of numbers"),
+    ],
+)
+def test_a_mistake_is_a_sentence(text, sentence):
+    with pytest.raises(ValueError) as error:
+        Own(task="x").set(["depth=2", text])
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, None, [1], {"a": 1}])
+def test_values_of_json_are_held_to_their_types_too(value):
+    with pytest.raises(ValueError, match="width must be an integer, not"):
+        Own().replace({"width": value})
+
+
+def test_json_brings_settings_back():
+    config = Own(task="x").set(['mixer=["linear", "softmax"]', "decoder_depth=2", "lr=0.1", "letters=9", "gated=true"])
+    told = json.loads(json.dumps(config.to_json()))
+    assert told.pop("task") == "x" and Own(task="x").replace(told) == config
+    assert set(told) == {f.name for f in dataclasses.fields(Own)} - {"task"}
+
+
+def test_changes_come_one_after_another_and_the_last_one_counts():
+    assert Config().set(["width=8", "width=16"]).width == 16
+    assert Config().set([]) == Config()
+
+
+def test_two_configurations_share_no_list():
+    one, two = Config(), Config()
+    one.betas.append(3)
+    assert two.betas == [0.9, 0.98]

@@ -1,0 +1,98 @@
+"""Whom a decoder hears while it learns: the truth or itself, as defined one example and one token at a time."""
+
+import pytest
+import torch
+
+from conftest import DEVICE, close
+from decoders import VOCAB, batch_of, gradients, rows, small
+from regard.data.batch import BEGIN, Batch, padded, shifted
+from regard.training.feeding import told
+from regard.training.losses import cross_entropy
+from regard.training.modes import MODES, free_running, teacher_forcing
+
+PADDINGS = ("none", "behind", "anywhere")
+
+
+def one_by_one(model, batch, truth, smoothing=0.0):
+    """No padding, no state: every token from the whole text anew, after the truth or after what the model said."""
+    total, count = 0.0, 0
+    for source, target in rows(batch):
+        heard, source = [BEGIN], torch.tensor([source], device=DEVICE)
+        for token in target:
+            scores = model(source, None, torch.tensor([heard], device=DEVICE))[:, -1]
+            loss = cross_entropy(scores, torch.tensor([token], device=DEVICE), smoothing=smoothing)
+            total, count = total + loss.total, count + 1
+            heard.append(token if truth else int(scores.argmax()))
+    return total, count
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize(("mode", "truth"), [(teacher_forcing, True), (free_running, False)])
+def test_a_mode_is_its_definition_in_value_and_gradient(mode, truth, padding):
+    model, batch = small(), batch_of(padding=padding)
+    loss = mode(model, batch, smoothing=0.1)
+    total, count = one_by_one(model, batch, truth, 0.1)
+    assert loss.over == count
+    close(loss.total, total)
+    close(gradients(model, loss.total), gradients(model, total))
+
+
+def test_the_two_differ_because_the_model_is_wrong_sometimes():
+    model, batch = small(), batch_of()
+    assert abs(teacher_forcing(model, batch).total - free_running(model, batch).total) > 0.1
+
+
+@pytest.mark.parametrize("mixer", ["linear", "gla", "rnn", "longformer(window=2)", "reformer(rounds=1, buckets=2, chunk=2)"])
+def test_mechanisms_of_every_kind_run_free(mixer):
+    model, batch = small(mixer=mixer), batch_of(padding="anywhere")
+    loss, (total, _) = free_running(model, batch), one_by_one(model, batch, False)
+    close(loss.total, total, 1e-8)
+    close(gradients(model, loss.total), gradients(model, total), 1e-8)
+
+
+@pytest.mark.parametrize("wiring", ["each", "mixed"])
+def test_it_runs_free_over_every_wiring(wiring):
+    model, batch = small(wiring=wiring, depth=2), batch_of(padding="anywhere")
+    close(free_running(model, batch).total, one_by_one(model, batch, False)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_padding_holds_changes_nothing(mode):
+    model, batch = small(), batch_of(padding="anywhere")
+    other = batch._replace(
+        source=torch.where(batch.source_valid, batch.source, 9), target=torch.where(batch.target_valid, batch.target, 8)
+    )
+    losses = []
+    for one in (batch, other):
+        torch.manual_seed(2)
+        losses.append(MODES[mode](model, one, 0.5, 0.1).total)
+    close(*losses)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_teaches_every_weight_in_training_under_autocast_too(mode):
+    model, batch = small(dropout=0.1).float().train(), batch_of()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        loss = MODES[mode](model, batch, 0.5, 0.1)
+    loss.mean.backward()
+    assert loss.total.dtype == torch.float32 and torch.isfinite(loss.total)
+    silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert silent == []
+
+
+def test_what_is_told_is_the_shifted_truth_with_padding_behind_or_without():
+    target, valid = padded([[5, 6, 7, 3], [8, 3], [9, 9, 3]])
+    assert torch.equal(told(target), shifted(target))
+    assert torch.equal(told(target, valid)[valid], shifted(target)[valid])
+
+
+def test_what_is_told_looks_past_padding():
+    target, valid = torch.tensor([[0, 5, 0, 6, 3]]), torch.tensor([[False, True, False, True, True]])
+    assert told(target, valid)[valid].tolist() == [BEGIN, 5, 6]
+
+
+@pytest.mark.parametrize("target", [None, torch.zeros(3, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_sequences_to_say_is_refused(mode, target):
+    with pytest.raises(ValueError, match="target needs shape"):
+        MODES[mode](small(), Batch(torch.full((3, 2), VOCAB - 1), None, target), 1.0, 0.0)

@@ -1,0 +1,249 @@
+"""A model made ready to speak says what the model says: packed weights, one room for all memory, beams that share a source."""
+
+import pytest
+import torch
+from torch import nn
+
+import regard.decoding.beam
+import regard.decoding.ready
+import regard.decoding.speak
+from conftest import DEVICE
+from regard.blocks import Stack
+from regard.config import Config
+from regard.decoding import Ready, Rules, Sample, beam, packed, say, stream, unready
+from regard.decoding.graphed import Graph
+from regard.decoding.packed import Packed
+from regard.decoding.speak import Ended
+from regard.decoding.top import likeliest, top
+from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
+
+VOCAB, END = 23, 3
+FORMS = ["steps", "walked", "graph"] if DEVICE.type == "cuda" else ["steps", "walked"]
+
+
+class Walked(Graph):
+    """All that a CUDA graph would do, kernel by kernel."""
+
+    def captured(self):
+        self.graph = self
+        return None
+
+    def replay(self, tokens, rows=None):
+        self.desk.tokens.copy_(tokens)
+        if self.desk.k > 1:
+            self.desk.rows.copy_(self.desk.same if rows is None else rows)
+        return self.run()
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """How a step is made: with sizes that the host knows, or with fixed room and masks, and that as a graph."""
+    if request.param == "walked":
+        monkeypatch.setattr(regard.decoding.ready, "Graph", Walked)
+
+    def make(model, room=8):
+        fast = Ready(model, room=room, graphs=request.param == "graph")
+        fast.graphs = request.param != "steps"
+        return fast
+
+    return make
+
+
+def config(**changes):
+    plain = Config(width=16, heads=4, depth=2, ffn=24, dropout=0.0, max_len=64)
+    return plain.replace(changes)
+
+
+def built(kind, **changes):
+    torch.manual_seed(5)
+    make = language_model if kind == "language" else translator
+    model = make(config(**changes), VOCAB).to(DEVICE, torch.float64).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)  # sharp enough to have opinions
+    return model
+
+
+def asked(kind, ragged):
+    """What to start from, the prompt, and which of its tokens are real."""
+    torch.manual_seed(6)
+    x = torch.randint(5, VOCAB, (3, 9), device=DEVICE)
+    valid = torch.arange(9, device=DEVICE) < torch.tensor([[9], [3], [6]], device=DEVICE)
+    valid = {"": None, "behind": valid, "before": valid.flip(1)}[ragged]
+    if kind == "language":
+        return (3,), x, valid
+    return (x,) if valid is None else (x, valid), torch.full((3, 1), 2, device=DEVICE), None
+
+
+@pytest.mark.parametrize("ragged", ["", "behind", "before"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("language", {}),
+        ("language", {"positions": "rotary", "norm": "post"}),
+        ("language", {"positions": "learned"}),
+        ("translator", {}),
+        ("translator", {"norm": "post", "wiring": "each", "positions": "none"}),
+    ],
+)
+def test_a_ready_model_says_what_the_model_says(kind, changes, ragged, form):
+    model = built(kind, **changes)
+    fast = form(model)
+    begin, prompt, valid = asked(kind, ragged)
+    rules = Rules(END, most=21, never=(0, 1))
+    wanted = say(model, model.start(*begin), prompt, rules=rules, valid=valid)
+    for _ in range(2):  # the second time at the same desk
+        assert say(fast, fast.start(*begin), prompt, rules=rules, valid=valid) == wanted
+        one = beam(model, model.start(*begin), prompt, rules=rules, width=4, best=4, valid=valid)
+        two = beam(fast, fast.start(*begin), prompt, rules=rules, width=4, best=4, valid=valid)
+        assert torch.equal(one.tokens, two.tokens)
+        torch.testing.assert_close(one.scores, two.scores, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["language", "translator"])
+def test_its_scores_are_the_models_whatever_it_is_told(kind, form):
+    model = built(kind)
+    fast = form(model)
+    begin, prompt, valid = asked(kind, "behind")
+    with torch.no_grad():
+        a, state = model.extend(model.start(*begin), prompt, valid)
+        b, talk = fast.extend(fast.start(*begin), prompt, valid)
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+        for n in (1, 1, 5, 4, 1):  # through three sizes of its room
+            tokens = torch.randint(5, VOCAB, (3, n), device=DEVICE)
+            a, state = model.extend(state, tokens)
+            b, talk = fast.extend(talk, tokens)
+            torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+
+
+def test_grouped_heads_and_no_bias_are_ready_too(form):
+    torch.manual_seed(5)
+    body = Stack.of("softmax", width=16, heads=4, kv_heads=2, depth=2, causal=True, ffn=24, positions="rotary")
+    model = LanguageModel(Tokens(VOCAB, 16), body, NextToken(16, VOCAB)).to(DEVICE, torch.float64).eval()
+    _, prompt, _ = asked("language", "")
+    fast, rules = form(model), Rules(END, most=12)
+    assert say(fast, fast.start(3), prompt, rules=rules) == say(model, model.start(3), prompt, rules=rules)
+
+
+def test_a_source_without_a_token_is_silence_for_a_ready_model_too(form):
+    model = built("translator")
+    fast = form(model)
+    (x,), prompt, _ = asked("translator", "")
+    valid = torch.ones_like(x, dtype=torch.bool)
+    valid[1] = False
+    rules = Rules(END, most=8)
+    wanted = beam(model, model.start(x, valid), prompt, rules=rules, width=3)
+    found = beam(fast, fast.start(x, valid), prompt, rules=rules, width=3)
+    assert torch.equal(wanted.tokens, found.tokens)
+    torch.testing.assert_close(wanted.scores, found.scores, atol=1e-9, rtol=0)
+
+
+def test_beams_that_share_a_source_need_not_move_it():
+    model = built("translator")
+    (x,), _, _ = asked("translator", "")
+    rows = torch.tensor([1, 0, 1, 3, 5, 3, 8, 7, 6], device=DEVICE)  # of three beams each, within their rows
+    tokens = torch.randint(5, VOCAB, (9, 1), device=DEVICE)
+    with torch.no_grad():
+        _, state = model.extend(model.start(x).fan(3), torch.randint(5, VOCAB, (9, 4), device=DEVICE))
+        within, naive = state.select(rows, within=True), state.select(rows)
+        kept, moved = within.memory[0].memory[1].memory.k, naive.memory[0].memory[1].memory.k
+        assert kept is state.memory[0].memory[1].memory.k
+        assert torch.equal(kept, moved)
+        one, one_after = model.extend(within, tokens)
+        two, two_after = model.extend(naive, tokens)
+        assert torch.equal(one, two)
+        assert torch.equal(model.extend(one_after, tokens)[0], model.extend(two_after, tokens)[0])
+
+
+@pytest.mark.parametrize("behind", [1, 4, 50])
+def test_asking_late_whether_all_have_ended_changes_nothing(behind, monkeypatch):
+    model, rules = built("language"), Rules(END, most=30)
+    with torch.no_grad():
+        model.head.map.weight[END] += 0.3  # it tends to come to an end
+    _, prompt, _ = asked("language", "")
+    ways = [
+        lambda: say(model, model.start(3), prompt, rules=rules),
+        lambda: say(model, model.start(3), prompt, rules=rules, choice=Sample(seed=4)),
+        lambda: beam(model, model.start(3), prompt, rules=rules, width=3, best=3).answers(END),
+    ]
+    at_once = [way() for way in ways]
+    assert any(len(said) < 29 for said in at_once[1])
+    monkeypatch.setattr(Ended, "of", staticmethod(lambda _: Ended(behind)))
+    assert [way() for way in ways] == at_once
+    parts = list(stream(model, model.start(3), prompt, rules=rules, choice=Sample(seed=4)))
+    assert len(parts) == min(30, max(map(len, at_once[1])) + 1)  # a stream ends when all have ended
+
+
+def test_a_prompt_is_scored_at_its_last_real_token_alone():
+    model = built("language")
+    for ragged in ("", "behind", "before"):
+        _, prompt, valid = asked("language", ragged)
+        with torch.no_grad():
+            last, state = model.last(model.start(3), prompt, valid)
+            for row in range(3):
+                own = prompt[row] if valid is None else prompt[row][valid[row]]
+                torch.testing.assert_close(last[row], model(own[None])[0, -1], atol=1e-9, rtol=0)
+            scores, after = model.extend(model.start(3), prompt, valid)
+            assert torch.equal(state.t, after.t)
+            assert scores.shape == (3, 9, VOCAB)
+
+
+@pytest.mark.parametrize("v", [5, 1024, 5003])
+def test_the_likeliest_are_found_by_parts(v):
+    scores = torch.randn(4, v, dtype=torch.float64, device=DEVICE).mul(3).round()  # with many that are alike
+    scores[2] = -torch.inf
+    scores[3, -1] = 99
+    assert torch.equal(likeliest(scores), scores.argmax(-1))
+    values, places = top(scores, 5)
+    assert torch.equal(values, scores.topk(5).values)
+    assert torch.equal(scores.gather(1, places), values)
+    assert all(len(set(row)) == 5 for row in places[[0, 1, 3]].tolist())
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="weights are packed for a CPU; a GPU has its own order")
+def test_packed_weights_are_the_same_map_and_all_others_are_shared():
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Embedding(9, 40), nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 7, bias=False)).eval()
+    fast = packed(made)
+    x = torch.randint(9, (2, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), made(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(fast(x[:, :1]), made(x[:, :1]), atol=1e-5, rtol=1e-5)
+    assert isinstance(fast[1], Packed)
+    assert type(made[1]) is nn.Linear
+    assert fast[0].weight is made[0].weight
+    assert type(packed(made.double())[1]) is nn.Linear  # there is no packed form of these
+
+
+def test_what_cannot_be_ready_is_refused_with_a_reason():
+    assert unready(built("language")) is None
+    assert "eval()" in unready(built("language").train())
+    for changes, reason in (
+        ({"mixer": "linear"}, "linear"),
+        ({"positions": "alibi"}, "alibi"),
+        ({"mixer": "Local(4)"}, "memory"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be made ready: .*{reason}"):
+            Ready(built("language", **changes))
+    with pytest.raises(ValueError, match="not just a LanguageModel"):
+        Ready(nn.Linear(2, 2).eval())
+
+
+def test_a_state_of_a_ready_model_goes_forwards_only(form):
+    fast = form(built("language"))
+    _, prompt, valid = asked("language", "behind")
+    one = prompt[:, :1]
+    with torch.no_grad():
+        _, first = fast.last(fast.start(3), prompt)
+        _, second = fast.extend(first, one)
+        fast.extend(second, one)
+        for use, sentence in (
+            (lambda: fast.extend(second, one), "has been gone on from"),
+            (lambda: fast.extend(fast.extend(first, one)[1], one, valid[:, :1]), "goes on by whole tokens"),
+            (lambda: second.fan(2), "before the first token"),
+            (lambda: second.select(torch.tensor([0])), "stay with their rows"),
+            (lambda: fast.last(second, prompt), "before all that is said"),
+            (lambda: fast.extend(fast.extend(first, one)[1], prompt.repeat(1, 8)), "max_len=64"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                use()
