@@ -104,6 +104,36 @@ def recall() -> str:
     return text + table(["", "form", "accuracy", "steps to 99 %", "why not"], body)
 
 
+def decoding() -> str:
+    """Beside Hugging Face's generate, with the same weights."""
+    made = result("decoding")
+    names = {"transformers": "transformers", "ready": "regard, `Ready(model)`", "model": "regard, the model itself"}
+    body = [
+        [
+            r["model"],
+            r["batch"],
+            "greedy" if r["beams"] == 1 else f"beam {r['beams']}",
+            names.get(r["by"], r["by"]),
+            short(r["tokens_per_second"]),
+            f"{r['step_ms']:.1f}",
+            f"{r['ratio']:.2f} x",
+        ]
+        for r in made["rows"]
+    ]
+    text = f"Depth {made['settings']['depth']}, a prompt of {made['settings']['prompt']} tokens. {made_by(made)}\n\n"
+    return text + table(["", "batch", "search", "by", "tokens a second", "ms a step", "against transformers"], body)
+
+
+def faults() -> str:
+    """Runs that were killed, beside one that was not."""
+    made = result("faults")
+    kills = [kill["while"] for row in made["rows"] for kill in row["kills"]]
+    same = ("same_last_weights", "same_chosen_weights", "same_optimizer", "same_metrics")
+    equal = [f"{sum(row[key] for row in made['rows'])} of {len(made['rows'])}" for key in same]
+    head = ["kill -9 while training", "while saving", "runs", "last weights equal", "chosen weights", "optimiser", "metrics"]
+    return table(head, [[kills.count("training"), kills.count("saving"), len(made["rows"]), *equal]])
+
+
 def made_by(made: dict[str, Any]) -> str:
     s, w = made["settings"], made["made_with"]
     size = f"{s['heads']} heads x {s['dim']}" if "dim" in s else f"width {s['width']}, {s['heads']} heads"
@@ -119,6 +149,8 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recall": recall,
         "peers": peers,
         "stream": stream,
+        "decoding": decoding,
+        "faults": faults,
     },
 }
 

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from regard.config import Config
 from regard.data.batch import BEGIN, END, PAD, shifted
 from regard.decoding import Rules, say
-from regard.models import encoder
+from regard.models.build import encoder
 from regard.models.guided import guided_translator, watched
 from regard.pictures import GREY, INK, paint, scale_of
 from regard.training.guidance import diagonal

@@ -19,7 +19,18 @@ from regard.tasks.base import Task
 from regard.tasks.translation import TranslationTask
 from test_cli import refused, run
 
-SMALL = ["width=8", "heads=2", "depth=1", "ffn=8", "steps=4", "batch_tokens=256", "max_len=64", "most=4", "save_every=2"]
+SMALL = [
+    "units=characters",
+    "width=8",
+    "heads=2",
+    "depth=1",
+    "ffn=8",
+    "steps=4",
+    "batch_tokens=256",
+    "max_len=64",
+    "most=4",
+    "save_every=2",
+]
 SETTINGS = [word for text in SMALL for word in ("--set", text)]
 TASKS = list(tasks.TASKS)
 

@@ -30,11 +30,12 @@ def test_examples_run_and_say_something(path):
 
 
 def test_the_documents_name_files_that_exist():
-    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/training.md"):
         text = (ROOT / name).read_text()
         found = re.findall(r"`((?:src|tests|benchmarks|results|docs|examples|mixers|kernels)/[\w/.]*)`", text)
         found += re.findall(r"\]\(([\w/.]+)\)", text)
-        missing = [path for path in found if not any((base / path).exists() for base in (ROOT, ROOT / "src" / "regard"))]
+        bases = (ROOT, ROOT / "src" / "regard", ROOT / "docs")
+        missing = [path for path in found if not any((base / path).exists() for base in bases)]
         assert missing == [], name
 
 
@@ -48,3 +49,17 @@ def test_imports_go_one_way():
             assert all(x.startswith(allowed) for x in imports), path
         if "mixers" in path.parts:
             assert not any(re.match(rf"regard\.({outer})", x) for x in imports), path
+
+
+ORDER = ("mixers", "positions", "spec", "blocks", "config", "models", "decoding", "data", "scores", "training", "tasks", "cli")
+
+
+def test_the_way_through_the_house_goes_forwards():
+    """A package imports only what stands before it; what is for the reader of types alone does not count."""
+    places = {name: number for number, name in enumerate(ORDER)}
+    for path in (ROOT / "src" / "regard").rglob("*.py"):
+        here = path.relative_to(ROOT / "src" / "regard").parts[0].removesuffix(".py")
+        text = re.sub(r"^if TYPE_CHECKING:\n(?:(?:    .*)?\n)+", "", path.read_text(), flags=re.MULTILINE)
+        named = re.findall(r"^\s*(?:from|import) regard\.(\w+)", text, re.MULTILINE)
+        ahead = [name for name in named if here in places and places.get(name, -1) > places[here]]
+        assert ahead == [], f"{path}: {ahead}"

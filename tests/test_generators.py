@@ -65,7 +65,7 @@ def test_tags_cannot_be_told_from_words_alone():
     made = tagging()
     assert 0.7 < floor(made.train, made.test) < 0.9
     tags = defaultdict(set)
-    for words, its in made.train:
+    for words, its, _ in made.train:
         for word, tag in zip(words, its, strict=True):
             tags[word].add(tag)
     assert tags["can"] == tags["will"] == {"NOUN", "VERB", "AUX"}
@@ -85,10 +85,10 @@ def test_every_sentence_has_one_reading_in_its_grammar():
     }
     made = [example for part in tagging(train=1000, val=0, test=0) for example in part]
     tags = defaultdict(set)
-    for words, its in [example for part in tagging() for example in part]:
+    for words, its, _ in [example for part in tagging() for example in part]:
         for word, tag in zip(words, its, strict=True):
             tags[word].add(tag)
-    for words, its in made:
+    for words, its, _ in made:
         ways = ("".join(f"{tag} " for tag in way) for way in product(*(sorted(tags[word]) for word in words)))
         assert [way.split() for way in ways if grammar[words[-1]].fullmatch(way)] == [its], words
 

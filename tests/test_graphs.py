@@ -30,7 +30,7 @@ def batches(device):
 def trained(graphs, *, dropout=0.0, mixer="softmax"):
     """Weights after a few updates, by captured passes or by plain ones."""
     torch.manual_seed(3)
-    config = _small("reverse").replace({"dropout": dropout, "mixer": mixer})
+    config = _small("reverse", "words").replace({"dropout": dropout, "mixer": mixer})
     model = translator(config, 30).cuda()
     wanted = list(model.parameters())
     optimizer = torch.optim.SGD(wanted, 0.1)

@@ -25,12 +25,11 @@ from regard.models import (
     Tokens,
     Translator,
     Vectors,
-    encoder,
     language_model,
     pooled,
-    tokens,
     translator,
 )
+from regard.models.build import encoder, tokens
 from regard.positions import positions
 from test_models import VOCAB, M, N, hidden_from, ready, settings, words
 
@@ -141,7 +140,7 @@ def test_pooling_is_over_real_tokens(pool):
     for row in range(3):
         close(y[row], take(x[row][valid[row]]))
         close(pooled(x, None, pool)[row], take(x[row]))
-    assert (pooled(x, torch.zeros_like(valid), pool) == 0).all()
+    assert (pooled(x, torch.zeros_like(valid), pool) == 0).all() and (pooled(x[:, :0], None, pool) == 0).all()
     head = ready(PerSequence(WIDTH, 5, pool=pool))
     close(head(x, valid), pooled(x, valid, pool) @ head.map.weight.T + head.map.bias)
 

@@ -73,12 +73,13 @@ def evaluate(
             raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
         told = {name: getattr(task.config, name) for name in settings.DECODING if hasattr(task.config, name)}
         scores = task.score(model, split)
-        line = {"split": split, "settings": told, "scores": scores}
+        line = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
         _keep(run / "scores.json", line)
     if as_json:
         write_json({"run": str(run), "task": task.config.task, **line})
         return
-    rows = [(name, f"{value:.4g}") for name, value in scores.items()]
+    how = task.signatures()
+    rows = [(name, f"{value:.4g}" + (f"   {how[name]}" if name in how else "")) for name, value in scores.items()]
     console = screen()
     console.print(f"\n{run} on {split}", style="bold", markup=False, highlight=False)
     console.print(labelled([*rows, ("", ""), ("kept in", str(run / "scores.json"))]), highlight=False)

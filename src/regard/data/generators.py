@@ -125,7 +125,7 @@ def sentiment(*, train: int = 5000, val: int = 500, test: int = 500, seed: int =
 
 
 def _opinion(dice: Random) -> tuple[str, int]:
-    praise, layers = dice.random() < 0.5, dice.randint(0, 3)
+    praise, layers = dice.random() < 0.5, dice.randint(0, 1)
     denied = [dice.random() < 0.5 for _ in range(layers + 1)]
     said = [dice.choice(SAYS)[no] for no in denied[:-1]]
     said += [dice.choice(THINGS), dice.choice(IS)[denied[-1]], dice.choice(GOOD if praise else BAD)]

@@ -15,6 +15,8 @@ POOLS = ("token", "mean", "max")
 
 def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
     """One vector of a sequence (b n w): of its first token, the mean or the maximum over real ones; 0 if there is none."""
+    if x.shape[1] == 0:
+        return x.new_zeros(len(x), x.shape[2])
     if pool == "token":
         if valid is None:
             return x[:, 0]

@@ -201,9 +201,8 @@ class Parallel(nn.Module):
 
     def hear(self, source: Tensor, source_valid: Tensor | None = None) -> Read:
         """The source, read once."""
-        last = self.wires.wiring == "last"
-        read = self.encoder(source, source_valid, layers=not last)
-        contexts = (read.x,) if last else self.wires(read.layers)
+        read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
+        contexts = self.wires(read)
         vectors = self.encoder.embed.vectors(source) if self.slots.copies else None
         return Read(contexts, read.x, read.valid, vectors, source_valid if self.slots.copies else None)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.blocks.stack import Stack
 from regard.mixers.base import State
 from regard.models.embed import Embedding
-from regard.models.encoder import Encoder
+from regard.models.encoder import Encoded, Encoder
 
 WIRINGS = ("last", "each", "mixed")
 
@@ -40,12 +40,13 @@ class Wires(nn.Module):
         if wiring == "each" and layers != blocks:
             raise ValueError(f"wiring='each' needs as many encoder as decoder layers, not {layers} and {blocks}")
         self.wiring = wiring
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers)) if wiring != "last" else None
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers - 1)) if wiring != "last" else None
         self.weights = nn.Parameter(torch.zeros(blocks, layers)) if wiring == "mixed" else None
 
-    def forward(self, layers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert self.norms is not None
-        normed = [norm(x) for norm, x in zip(self.norms, layers, strict=True)]
+    def forward(self, read: Encoded) -> tuple[Tensor, ...]:
+        if self.norms is None:
+            return (read.x,)
+        normed = [*(norm(x) for norm, x in zip(self.norms, read.layers[:-1], strict=True)), read.x]
         if self.weights is None:
             return tuple(normed)
         stacked = torch.stack(normed)  # (l b n w)
@@ -67,9 +68,8 @@ class Translator(nn.Module):
 
     def hear(self, source: Tensor, source_valid: Tensor | None = None) -> Heard:
         """The source, read once."""
-        last = self.wires.wiring == "last"
-        read = self.encoder(source, source_valid, layers=not last)
-        return Heard((read.x,) if last else self.wires(read.layers), read.valid)
+        read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
+        return Heard(self.wires(read), read.valid)
 
     def hidden(self, heard: Heard, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
         """What the decoder makes of the target (b m), before the head: (b m w)."""

@@ -63,6 +63,10 @@ class Task:
         """How well it does on a split, `best` among the names."""
         raise NotImplementedError
 
+    def signatures(self) -> dict[str, str]:
+        """How scores that come in several kinds were computed, by name: sacreBLEU's signature of BLEU."""
+        return {}
+
     def watch(self, model: nn.Module) -> dict[str, float]:
         """The scores that training looks at now and then: those of validation, or something cheaper, `best` among them."""
         return self.score(model, "val")

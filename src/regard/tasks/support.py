@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
 from regard.text import unknown
+from regard.training.feeding import resting
+
+__all__ = ["check_lengths", "choice_of", "device_of", "in_order", "resting"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -17,18 +19,6 @@ R = TypeVar("R")
 
 def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-@contextmanager
-def resting(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation, without gradients; afterwards it is as it was."""
-    before = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(before)
 
 
 def in_order(examples: Sequence[T], size: Callable[[T], int], most: int, answer: Callable[[list[T]], Sequence[R]]) -> list[R]:

@@ -1,0 +1,157 @@
+"""Tasks: what is made learns, what is kept comes back, what is wrong is said."""
+
+import os
+
+import pytest
+import torch
+
+from regard.data.batch import END, PAD
+from regard.tasks import TASKS, config, task
+from regard.tasks.support import in_order
+from regard.training.fit import fit
+from regard.training.store import load_run, put_weights
+
+MADE = [name for name, entry in TASKS.items() if entry.data is None]
+REAL = [name for name, entry in TASKS.items() if entry.data is not None]
+TINY = {
+    "width": 16,
+    "heads": 2,
+    "depth": 1,
+    "ffn": 32,
+    "steps": 6,
+    "validate_every": 6,
+    "save_every": 6,
+    "batch_tokens": 512,
+    "warmup": 2,
+}
+
+
+def tiny(name, **changes):
+    """A small one, with little to validate on."""
+    made = task(config(name).replace({**TINY, **changes}))
+    made.read()
+    made.splits = {split: rows[: 400 if split == "train" else 12] for split, rows in made.splits.items()}
+    for texts in (getattr(made, "texts", {}),):
+        texts.update({split: rows[:12] for split, rows in texts.items() if split != "train"})
+    return made
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
+    made = tiny(name)
+    result = fit(made, tmp_path, accelerator="cpu", quiet=True)
+    assert result.steps == 6 and result.name == made.best[0]
+    kept = load_run(tmp_path)
+    again = task(config(name).replace({key: value for key, value in kept.config.items() if key != "task"}))
+    again.restore(kept.assets)
+    models = [made.model(), again.model()]
+    for model in models:
+        put_weights(model, kept.weights, tmp_path)
+    lines = ["a b c", "", "they saw the duck", "😀 twenty-one", "<end>"]
+    first, second = (which.predict(model.eval(), lines) for which, model in zip((made, again), models, strict=True))
+    assert first == second and len(first) == len(lines) and first[1] == ""
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_loss_of_a_task_is_a_sum_over_what_it_counts_and_batches_do_not_matter(name):
+    made = tiny(name, dropout=0.0)
+    if hasattr(made.config, "forget"):
+        made = tiny(name, dropout=0.0, forget=0.0)
+    torch.manual_seed(0)
+    model = made.model().double()
+    rows = made.splits["train"][:6]
+    whole = made.loss(model, made.batch(rows), 1)
+    parts = [made.loss(model, made.batch([row]), 1) for row in rows]
+    torch.testing.assert_close(whole.total, sum(part.total for part in parts), rtol=1e-9, atol=1e-9)
+    assert int(whole.over) == sum(int(part.over) for part in parts)
+
+
+def test_scores_have_the_one_that_chooses():
+    for name in MADE:
+        made = tiny(name, most=4) if hasattr(config(name), "most") else tiny(name)
+        model = made.model()
+        assert made.best[0] in made.watch(model) and made.best[0] in made.score(model, "test"), name
+
+
+def test_an_unknown_task_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'reverse'"):
+        config("revers")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("reverse", {"units": "letters"}, "units cannot be 'letters'"),
+        ("reverse", {"decoder": "ctcc"}, "did you mean 'ctc'"),
+        ("reverse", {"mode": "teach"}, "did you mean 'teacher'"),
+        ("reverse", {"mode": "free", "decoder": "ctc"}, "is for a decoder that hears what it said"),
+        ("reverse", {"truth": "linaer"}, "did you mean 'linear'"),
+        ("polarity", {"pool": "men"}, "did you mean 'mean'"),
+        ("polarity", {"units": "letter"}, "units cannot be 'letter'"),
+    ],
+)
+def test_a_bad_setting_is_refused_before_there_is_data(name, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        task(config(name).replace(changes))
+
+
+def test_a_line_that_is_too_long_is_named():
+    made = tiny("reverse", max_len=32)
+    with pytest.raises(ValueError, match="line 2 has 50,000 tokens, but this model reads at most 32"):
+        made.predict(made.model(), ["a b", "a " * 50_000])
+
+
+def test_a_teachers_answers_must_be_as_many_as_the_sources(tmp_path):
+    (tmp_path / "taught").write_text("a\nb\n")
+    made = task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
+    with pytest.raises(ValueError, match="has 2 lines, but there are 10,000 training sources"):
+        made.read()
+
+
+def test_a_run_can_begin_from_another(tmp_path):
+    first = tiny("copy")
+    fit(first, tmp_path / "first", accelerator="cpu", quiet=True)
+    then = tiny("copy", begin_from=str(tmp_path / "first"), mode="two_pass")
+    model = then.model()
+    weights = load_run(tmp_path / "first").weights
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items() if name in weights)
+
+
+@pytest.mark.parametrize("mode", ["free", "scheduled", "two_pass", "parallel", "self_critical", "minimum_risk"])
+def test_every_mode_trains(mode, tmp_path):
+    made = tiny("copy", mode=mode, steps=2, validate_every=2, save_every=2, batch_tokens=128, most=8, samples=2)
+    assert fit(made, tmp_path, accelerator="cpu", quiet=True).steps == 2
+
+
+def test_batches_of_captured_passes_have_few_lengths_and_always_a_mask():
+    made = tiny("reverse", graphs=True)
+    found = [made.batch(made.splits["train"][i : i + 3]) for i in range(0, 60, 3)]
+    assert all(batch.source.shape[1] % 8 == 0 == batch.target.shape[1] % 8 for batch in found)
+    assert all(batch.source_valid is not None and batch.target_valid is not None for batch in found)
+    assert all((batch.target[batch.target_valid] != PAD).all() for batch in found)
+    assert all(int((batch.target == END).sum()) == len(batch.target) for batch in found)
+
+
+def test_answers_come_back_in_order():
+    rows = [list(range(n)) for n in (3, 1, 7, 0, 5)]
+    calls = []
+    assert in_order(rows, len, 8, lambda part: [calls.append(len(part)) or sum(row) for row in part]) == [3, 0, 21, 0, 10]
+    assert max(calls) <= 8
+
+
+@pytest.mark.skipif(
+    "REGARD_DATA" not in os.environ, reason="set REGARD_DATA to the folder that has multi30k/, imdb/ and the others"
+)
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_task_reads_its_data_and_learns_from_it(name):
+    small = {"width": 16, "heads": 2, "depth": 1, "ffn": 16}
+    made = task(config(name).replace({**small, "units": "words"} if name == "imdb" else small))
+    made.read()
+    model = made.model()
+    batch = made.batch(sorted(made.splits["train"], key=made.size)[:2])
+    loss = made.loss(model, batch, 1)
+    loss.mean.backward()
+    assert torch.isfinite(loss.total) and any(p.grad is not None for p in model.parameters())
+    kept = task(made.config)
+    kept.restore(made.assets())
+    assert [p.shape for p in kept.model().parameters()] == [p.shape for p in model.parameters()]
