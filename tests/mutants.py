@@ -49,8 +49,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "padding takes a position": (
         M + "base.py",
-        "            at = count.cumsum(1) - count\n",
-        "            at = count.cumsum(1) * 0 + torch.arange(n, device=x.device)\n",
+        "    return count.cumsum(1) - count\n",
+        "    return count.cumsum(1) * 0 + torch.arange(count.shape[1], device=count.device)\n",
     ),
     "outputs at padding are not silenced": (
         M + "attention.py",
@@ -171,11 +171,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "padded prompts all end at the longest": (
         M + "base.py",
-        "return State(memory, state.t + places.valid.sum(1), None)",
-        "return State(memory, state.t + n, None)",
+        "return type(state)(memory, state.t + places.valid.sum(1), None)",
+        "return type(state)(memory, state.t + n, None)",
     ),
     "a state is never reordered": (
-        M + "base.py",
+        M + "state.py",
         "        return value.index_select(0, rows)\n",
         "        return value[: len(rows)]\n",
     ),
@@ -280,8 +280,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "queries are turned by their place in the chunk": (
         M + "attention.py",
-        "        q = self._turned(self.q(x), self.dims.heads, places)\n        k =",
-        "        q = self._turned(self.q(x), self.dims.heads, Places.of(x))\n        k =",
+        "        q = self._turned(q, self.dims.heads, places)\n        return",
+        "        q = self._turned(q, self.dims.heads, Places.of(x))\n        return",
     ),
     # around the mixer
     "dropout falls otherwise when a block is run again": (

@@ -99,3 +99,7 @@ def test_two_configurations_share_no_list():
     one, two = Config(), Config()
     one.betas.append(3)
     assert two.betas == [0.9, 0.98]
+
+
+def test_an_integer_of_any_size_is_an_integer():
+    assert Config().set(["steps=" + "9" * 400]).steps == 10**400 - 1

@@ -14,7 +14,8 @@ from regard.config import Config
 from regard.data.batch import shifted
 from regard.decoding import Rules, beam
 from regard.mixers.base import Dims
-from regard.models.guided import KINDS, Location, Monotonic, Plain, guided_translator, watched
+from regard.models.build import translator
+from regard.models.guided import KINDS, Location, Monotonic, Plain, guided, guided_translator, watched
 from regard.spec import Spec
 from regard.training.guidance import diagonal
 from regard.training.losses import cross_entropy
@@ -311,3 +312,24 @@ def test_bad_options_get_a_sentence():
     ]:
         with pytest.raises(ValueError, match=sentence):
             make()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_reader_put_into_a_model_learns_or_rests_as_the_model_does(training):
+    model = translator(Config(width=WIDTH, heads=HEADS, depth=2, ffn=16), 11).train(training)
+    assert {part.training for part in guided(model, Monotonic, blocks="last").modules()} == {training}
+
+
+def test_a_cross_attention_that_nobody_would_hear_of_is_refused():
+    config = Config(width=WIDTH, heads=HEADS, depth=2, ffn=16, cross="linear")
+    with pytest.raises(ValueError, match="cross='linear'"):
+        guided_translator(config, 11)
+    guided_translator(config, 11, blocks="last")  # there the first block reads by it
+
+
+def test_the_diagonal_is_summed_in_full_precision_under_autocast():
+    weights = torch.rand(4, 8, 60, 50, device=DEVICE).softmax(-1)
+    whole = diagonal(weights).total
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        half = diagonal(weights).total
+    assert half.dtype == torch.float32 and half.item() == pytest.approx(whole.item(), rel=1e-6)

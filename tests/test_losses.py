@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import DEVICE, close
 from regard.data.batch import NO_LABEL
-from regard.training.losses import Loss, by_step, cross_entropy, perplexity
+from regard.models.heads import NextToken, PerVector
+from regard.training import losses
+from regard.training.losses import Loss, by_step, cross_entropy, perplexity, surprise
 
 B, M, V = 3, 5, 7
 
@@ -110,10 +113,147 @@ def test_perplexity_is_of_the_truth_whatever_the_smoothing():
     assert perplexity(Loss(torch.tensor(0.0), torch.tensor(0))).item() == 1
 
 
+W = 6
+
+
+def said(bias, dtype=torch.float64):
+    """A head, vectors for it, and what it should say: some of it padding, some without a label."""
+    head = NextToken(W, V, bias=bias).to(DEVICE, dtype)
+    for p in head.parameters():
+        torch.nn.init.normal_(p)
+    target, valid = drawn()[1], some_real()
+    target[0, 2] = NO_LABEL
+    return head, torch.randn(B, M, W, device=DEVICE, dtype=dtype).requires_grad_(), target, valid
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_surprise_of_a_head_is_the_loss_of_its_scores(bias, smoothing, rows, monkeypatch):
+    head, x, target, valid = said(bias)
+    given = (x, *head.parameters())
+    whole = losses._plainly(head(x).flatten(0, 1), target.masked_fill(~valid, NO_LABEL).flatten(), smoothing)
+    monkeypatch.setattr(losses, "SLICE", rows * V)
+    for loss in (
+        surprise(head, x, target, valid, smoothing=smoothing),
+        cross_entropy(head(x), target, valid, smoothing=smoothing),
+    ):
+        close(loss.total, whole[0], 1e-12)
+        close(loss.parts["nll"], whole[1], 1e-12)
+        assert loss.over == (valid & (target != NO_LABEL)).sum()
+        for mine, theirs in zip(
+            *(torch.autograd.grad(3 * y, given, retain_graph=True) for y in (loss.total, whole[0])), strict=True
+        ):
+            close(mine, theirs, 1e-12)
+        again = torch.autograd.grad(loss.total, given)  # a second pass finds what the first one found
+        close(again[0] * 3, torch.autograd.grad(3 * whole[0], given, retain_graph=True)[0], 1e-12)
+        assert (again[0][~valid] == 0).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_gradients_are_those_of_small_steps(smoothing):
+    head, x, target, valid = said(True)
+    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, target, valid, smoothing=smoothing).total, drawn()[0])
+    given = (x, *head.parameters())
+    assert torch.autograd.gradcheck(lambda *_: surprise(head, x, target, valid, smoothing=smoothing).total, given)
+
+
+class Made(TorchDispatchMode):
+    """The size of the largest tensor that is made, and how many products."""
+
+    size = products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        self.size = max(self.size, *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)), 0)
+        return out
+
+
+def test_the_scores_of_all_tokens_never_exist_and_gradients_only_if_they_are_asked_for(monkeypatch):
+    head, x, target, valid = said(False)
+    monkeypatch.setattr(losses, "SLICE", 5 * V)
+    with Made() as made:
+        surprise(head, x, target, valid).total.backward()
+    assert made.size == B * M * W < B * M * V and made.products == 3 * B * M / 5
+    with Made() as made, torch.no_grad():
+        loss = surprise(head, x, target, valid)
+    assert made.size < B * M * V and made.products == B * M / 5 and not loss.total.requires_grad
+
+
+def test_a_head_is_called_if_it_is_of_another_kind_or_somebody_listens():
+    head, x, target, valid = said(True)
+    other = PerVector(W, V).to(DEVICE, torch.float64)
+    close(surprise(other, x, target, valid).total, cross_entropy(other(x), target, valid).total)
+    heard = []
+    head.map.register_forward_hook(lambda *_: heard.append(1))
+    surprise(head, x, target, valid)
+    assert heard == [1]
+
+
+@pytest.mark.parametrize("frozen", ["x", "weights", "all"])
+def test_what_learns_nothing_gets_no_gradient(frozen):
+    head, x, target, valid = said(True)
+    x.requires_grad_(frozen == "weights")
+    head.requires_grad_(frozen == "x")
+    loss = surprise(head, x, target, valid, smoothing=0.1)
+    assert loss.total.requires_grad == (frozen != "all")
+    if frozen != "all":
+        loss.total.backward()
+    assert (x.grad is not None) == (frozen == "weights") and (head.map.bias.grad is not None) == (frozen == "x")
+
+
+def test_a_surprise_under_autocast_is_that_of_converted_scores():
+    head, x, target, valid = said(True, torch.float32)
+    given, found = (x, *head.parameters()), []
+    for run in (
+        lambda: surprise(head, x, target, valid, smoothing=0.1),
+        lambda: cross_entropy(head(x), target, valid, smoothing=0.1),
+    ):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = run()
+        assert loss.total.dtype == torch.float32
+        found.append((loss.total, *torch.autograd.grad(loss.total, given)))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype == theirs.dtype == torch.float32
+        close(mine, theirs, 2e-2)
+
+
+def test_the_gradient_of_half_precision_scores_is_rounded_once():
+    scores, target = drawn(torch.bfloat16)
+    exact = scores.detach().double().requires_grad_()
+    for x in (scores, exact):
+        cross_entropy(x, target, smoothing=0.1).total.backward()
+    close(scores.grad, exact.grad.bfloat16(), 5e-3)
+
+
+def test_losses_compile_without_a_graph_break():
+    torch._dynamo.reset()
+    head, x, target, valid = said(True)
+    for run in (
+        lambda x: surprise(head, x, target, valid, smoothing=0.1).total,
+        lambda x: cross_entropy(head(x), target, valid, smoothing=0.1).total,
+    ):
+        made = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)(x)
+        close(made, run(x), 1e-12)
+        close(torch.autograd.grad(made, x)[0], torch.autograd.grad(run(x), x)[0], 1e-12)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_the_surprise_at_nothing_is_nothing(n):
+    head, x = said(True)[0], torch.randn(2, n, W, device=DEVICE, dtype=torch.float64).requires_grad_()
+    loss = surprise(head, x, torch.full((2, n), NO_LABEL, device=DEVICE), smoothing=0.1)
+    loss.mean.backward()
+    assert loss.mean == 0 and (x.grad == 0).all() and (head.map.weight.grad == 0).all() and (head.map.bias.grad == 0).all()
+
+
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0, 2])
 def test_smoothing_is_a_share(smoothing):
     with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\)"):
         cross_entropy(*drawn(), smoothing=smoothing)
+    head, x, target, _ = said(False)
+    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\)"):
+        surprise(head, x, target, smoothing=smoothing)
 
 
 def test_scores_and_target_must_belong_together():

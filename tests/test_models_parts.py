@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from conftest import DEVICE, HEADS, WIDTH, close, data, some
 from regard.blocks import Stack
+from regard.config import Config
 from regard.mixers.base import Dims, Places
 from regard.models import (
     Encoder,
@@ -29,7 +30,7 @@ from regard.models import (
     pooled,
     translator,
 )
-from regard.models.build import encoder, tokens
+from regard.models.build import encoder, stack, tokens
 from regard.positions import positions
 from test_models import VOCAB, M, N, hidden_from, ready, settings, words
 
@@ -218,7 +219,7 @@ MISTAKES = {
         "conv has no queries and keys",
     ),
     "a shared table of another size": (lambda: NextToken(8, 9, table=nn.Embedding(9, 4)), r"\(9, 4\), but \(9, 8\)"),
-    "a pool that is none": (lambda: PerSequence(8, 2, pool="sum"), "one of token, mean, max, not 'sum'"),
+    "a pool that is none": (lambda: PerSequence(8, 2, pool="sum"), "no pool is called 'sum': there is token, mean, max"),
     "too long a source": (lambda: translator(settings(max_len=4), VOCAB)(words(5).cpu(), None, words(2).cpu()), "max_len=4"),
 }
 
@@ -228,3 +229,34 @@ def test_a_mistake_is_a_sentence(name):
     make, message = MISTAKES[name]
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+def test_the_mean_of_a_long_half_precision_sequence_does_not_overflow():
+    x, valid = (
+        torch.full((1, 2048, 1), 64.0, dtype=torch.float16, device=DEVICE),
+        torch.ones(1, 2048, dtype=torch.bool, device=DEVICE),
+    )
+    assert pooled(x, valid, "mean").item() == 64 and pooled(x, valid, "mean").dtype == torch.float16
+
+
+@pytest.mark.parametrize("head", [PerSequence, Matching])
+def test_an_unknown_pool_is_refused_when_a_head_is_built(head):
+    with pytest.raises(ValueError, match="did you mean 'mean'"):
+        head(8, 3, pool="means")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_decoder_has_its_own_depth_and_none_is_not_zero(reads):
+    config = Config(width=16, heads=2, ffn=16, depth=2)
+    assert len(stack(config, reads=reads).blocks) == 2
+    assert len(stack(config.replace({"decoder_depth": 3}), reads=reads).blocks) == (3 if reads else 2)
+    if reads:
+        with pytest.raises(ValueError, match="depth"):
+            stack(config.replace({"decoder_depth": 0}), reads=True)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_map_of_a_feed_forward_layer_is_drawn_by_its_own_size(gated):
+    torch.manual_seed(0)
+    up = encoder(Config(width=64, heads=4, ffn=192, depth=1, gated=gated), Vectors(3, 64)).stack.blocks[0].channel.up.weight
+    assert up.abs().max().item() == pytest.approx(math.sqrt(6 / (64 + 192)), rel=1e-3)

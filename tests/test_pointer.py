@@ -1,5 +1,6 @@
 """A pointer network: its answers are places of its input, the same step by step, never padding, and it learns to sort."""
 
+import pytest
 import torch
 
 from conftest import DEVICE, close
@@ -54,3 +55,20 @@ def test_a_pointer_says_step_by_step_what_it_says_at_once_and_never_points_at_pa
         close(scores[:, 0], whole[:, t])
     alone = model(x[:1, valid[0]], None, torch.tensor([[0, 2, 1]], device=DEVICE))  # without padding tokens 0, 2, 3 are 0, 1, 2
     close(whole[:1, :, [0, 1, 3, 4]], alone)
+
+
+@pytest.mark.parametrize("positions", ["none", "sinusoidal", "rotary", "alibi"])
+def test_a_source_is_a_set_whatever_positions_tell_the_decoder_its_step(positions):
+    torch.manual_seed(0)
+    model = (
+        pointer(Config(width=16, heads=2, depth=1, ffn=16, dropout=0.0, positions=positions), 2).to(DEVICE, torch.float64).eval()
+    )
+    x, order = torch.randn(1, 5, 2, dtype=torch.float64, device=DEVICE), torch.tensor([3, 1, 4, 0, 2], device=DEVICE)
+    there = torch.cat([torch.zeros_like(order[:1]), order + 1])  # slot 0 is the end
+    other = model(x[:, order], None, torch.tensor([[0, 2, 1]], device=DEVICE))
+    close(model(x, None, torch.tensor([[0, 2, 4]], device=DEVICE))[..., there], other)  # tokens 1 and 3 are at 1 and 0 now
+
+
+def test_a_pointer_reads_the_last_layer_and_refuses_another_wiring():
+    with pytest.raises(ValueError, match="wiring"):
+        pointer(Config(width=16, heads=2, depth=2, ffn=16, wiring="each"), 2)

@@ -247,3 +247,14 @@ def test_a_state_of_a_ready_model_goes_forwards_only(form):
         ):
             with pytest.raises(ValueError, match=sentence):
                 use()
+
+
+def test_a_source_without_tokens_is_heard_as_nothing_in_every_form(form):
+    model = built("translator")
+    source = torch.zeros(2, 0, dtype=torch.long, device=DEVICE)
+    begin = torch.full((2, 1), 2, device=DEVICE)
+    fast, rules = form(model), Rules(END, most=6)
+    slow = beam(model, model.start(source), begin, rules=rules, width=3)
+    found = beam(fast, fast.start(source), begin, rules=rules, width=3)
+    assert torch.equal(slow.tokens, found.tokens)
+    torch.testing.assert_close(slow.scores, found.scores)

@@ -238,3 +238,15 @@ def test_every_schedule_falls_from_about_one_to_about_its_floor(name, steps, flo
 def test_what_makes_no_sense_is_refused_in_a_sentence(wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
         wrong()
+
+
+def test_padding_behind_a_target_leaves_no_trace_in_a_mechanism_that_takes_notes():
+    found = []
+    for more in (0, 3):
+        model = small(mixer="routing(clusters=2, window=4)").train()
+        batch = batch_of()
+        target, valid = (torch.nn.functional.pad(x, (0, more)) for x in (batch.target, batch.target_valid))
+        torch.manual_seed(0)
+        token_by_token(model, batch._replace(target=target, target_valid=valid), 1.0)
+        found.append(model.decoder.blocks[0].mixer.core.centroids.clone())
+    close(*found)

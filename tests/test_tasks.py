@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from regard.cli.settings import decoding
 from regard.data.batch import END, PAD
 from regard.tasks import TASKS, config, task
 from regard.tasks.support import in_order
@@ -86,6 +87,13 @@ def test_an_unknown_task_is_answered_with_the_nearest():
         ("reverse", {"mode": "teach"}, "did you mean 'teacher'"),
         ("reverse", {"mode": "free", "decoder": "ctc"}, "is for a decoder that hears what it said"),
         ("reverse", {"truth": "linaer"}, "did you mean 'linear'"),
+        ("reverse", {"begin_from": "run", "decoder": "ctc"}, "begin_from is for decoder='autoregressive'"),
+        ("polarity", {"cut": 2}, "cut must be an integer of at least 3"),
+        ("polarity", {"forget": 1.5}, r"forget must be in \[0, 1\)"),
+        ("saw", {"letters": 1}, "letters must be an integer of at least 2"),
+        ("shakespeare", {"window": 4096}, "window must be from 1 to max_len=2048"),
+        ("shakespeare", {"stride": 0}, "stride must be"),
+        ("wikisql", {"copy": False, "pointers": 2}, "with copy=false there is none"),
         ("polarity", {"pool": "men"}, "did you mean 'mean'"),
         ("polarity", {"units": "letter"}, "units cannot be 'letter'"),
     ],
@@ -99,6 +107,34 @@ def test_a_line_that_is_too_long_is_named():
     made = tiny("reverse", max_len=32)
     with pytest.raises(ValueError, match="line 2 has 50,000 tokens, but this model reads at most 32"):
         made.predict(made.model(), ["a b", "a " * 50_000])
+
+
+def test_what_is_longer_than_the_model_is_neither_learned_nor_asked():
+    made = task(config("reverse").replace({**TINY, "max_len": 8, "most": 50}))
+    with pytest.warns(UserWarning, match="of 10,000 training examples teach nothing: they are longer than max_len=8"):
+        made.read()
+    assert max(map(made.size, made.splits["train"])) <= 8 < max(map(made.size, made.splits["val"]))
+    scores = made.watch(made.model())
+    assert scores["exact"] >= 0 and made.answers(made.model(), [[5] * 9, [5] * 3])[0] == []
+    tags = task(config("saw").replace({**TINY, "max_len": 8}))
+    with pytest.warns(UserWarning, match="of 5,000 training examples teach nothing"):
+        tags.read()
+    assert max(map(tags.size, tags.splits["train"])) <= 8
+
+
+def test_what_a_teacher_did_not_say_is_not_learned(tmp_path):
+    (tmp_path / "taught").write_text("a b\n" + "\n" * 9_999)
+    made = task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
+    made.read()
+    assert len(made.splits["train"]) == 1
+
+
+def test_only_settings_that_a_task_reads_may_change_its_answers():
+    assert decoding(config("reverse"), ["beam=3"]).beam == 3
+    with pytest.raises(ValueError, match="beam cannot change after training: nothing of it can"):
+        decoding(config("polarity"), ["beam=3"])
+    with pytest.raises(ValueError, match="beam cannot change after training: only lengths, iterations can"):
+        decoding(config("copy").replace({"decoder": "masked"}), ["beam=3"])
 
 
 def test_a_teachers_answers_must_be_as_many_as_the_sources(tmp_path):
@@ -155,3 +191,28 @@ def test_a_real_task_reads_its_data_and_learns_from_it(name):
     kept = task(made.config)
     kept.restore(made.assets())
     assert [p.shape for p in kept.model().parameters()] == [p.shape for p in model.parameters()]
+
+
+def test_ctc_says_which_targets_have_too_few_slots():
+    from regard.tasks.beginning import check_slots
+
+    fits, long, twice = ([5, 6], [7, 8, END]), ([5], [7, 8, 9, END]), ([5], [7, 7, END])
+    check_slots([fits, twice], 3)
+    with pytest.warns(UserWarning, match="2 of 3 training examples teach nothing: they need more than upsample=2 slots"):
+        check_slots([fits, long, twice], 2)
+    with pytest.raises(ValueError, match="no training target can be said"):
+        check_slots([long], 1)
+
+
+@pytest.mark.parametrize("name", ["reverse", "saw"])
+def test_a_model_that_is_too_short_for_everything_says_so(name):
+    made = task(config(name).replace({**TINY, "max_len": 1}))
+    with pytest.raises(ValueError, match="all training examples are longer than max_len=1: the shortest has"):
+        made.read()
+
+
+def test_a_review_is_cut_to_what_the_model_can_read():
+    made = task(config("polarity").replace({**TINY, "max_len": 5, "positions": "learned"}))
+    made.read()
+    assert max(made.size(row) for row in made.splits["train"]) <= 5
+    assert made.predict(made.model().eval(), ["a very long review of a film that nobody saw"])[0] in ("good", "bad")

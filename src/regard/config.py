@@ -14,7 +14,11 @@ from regard.text import unknown
 
 @dataclass
 class Config:
-    """What all tasks share; a task adds fields of its own in a subclass, and its defaults in a function that makes one."""
+    """What all tasks share; a task adds fields of its own in a subclass, and its defaults in a function that makes one.
+
+    A field that speaks of a part (a decoder, a vocabulary that is said, beams) is for models that have it; what a part cannot do
+    is refused when it is built.
+    """
 
     task: str = ""
     # the model
@@ -24,16 +28,16 @@ class Config:
     width: int = 256
     heads: int = 4
     depth: int = 4
-    decoder_depth: int | None = None  # that of the encoder unless given
+    decoder_depth: int | None = None  # of a decoder that reads an encoder: as deep as that unless given
     ffn: int = 1024
     activation: str = "relu"
     gated: bool = False
-    norm: str = "pre"
-    positions: str = "sinusoidal"
-    dropout: float = 0.1
-    weight_dropout: float = 0.0
+    norm: str = "pre"  # in front of every part, or behind it: post
+    positions: str = "sinusoidal"  # added to tokens, or inside every mixer, if it can: see `regard.positions`
+    dropout: float = 0.1  # of embeddings, of what layers add, and of the hidden layer
+    weight_dropout: float = 0.0  # of attention weights; a mixer that has none refuses it
     max_len: int = 1024
-    share: bool = True  # one table of embeddings for source, target and output, where they have one vocabulary
+    share: bool = True  # one table of embeddings for what is read and what is said, where both have one vocabulary
     # training
     steps: int = 2000  # updates at most
     batch_tokens: int = 4096  # padding counted, in one pass
@@ -42,9 +46,9 @@ class Config:
     schedule: str = "inverse_sqrt"  # constant, linear, cosine, inverse_sqrt
     warmup: int = 200
     betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.98])
-    decay: float = 0.0  # of weights that are matrices
+    decay: float = 0.0  # of matrices; embeddings, norms and biases are spared
     clip: float = 1.0  # of the gradient's norm; 0: not at all
-    smoothing: float = 0.0
+    smoothing: float = 0.0  # share of the truth that goes to all labels alike; for log-probabilities, not for rewards
     precision: str = "32"  # 32, tf32 (matrix products of a GPU, rounded), bf16-mixed, 16-mixed
     graphs: bool = False  # on CUDA: a pass is captured once for each shape of batch and then started at once; small models fly
     seed: int = 1
@@ -53,8 +57,8 @@ class Config:
     patience: int = 0  # validations without a better one before it stops; 0: never
     average: int = 1  # the last so many saved weights are averaged at the end
     # decoding
-    beam: int = 1
-    penalty: float = 1.0
+    beam: int = 1  # answers kept side by side where one word comes after another; 1: always the likeliest word
+    penalty: float = 1.0  # beams are compared by log-probability / length ** penalty
 
     def set(self, changes: Iterable[str]) -> Self:
         """With `key=value` texts applied: types are those of the fields, and an unknown key is answered with the nearest one."""
@@ -124,7 +128,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> Any:
         number = kind(value)
     except (ValueError, OverflowError):
         return _NOT
-    return number if math.isfinite(number) else _NOT
+    return number if isinstance(number, int) or math.isfinite(number) else _NOT
 
 
 def _list(value: Any, kind: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import share
+from regard.mixers.attention import Attention
 from regard.mixers.base import Mixer, State, shortened
 
 NormClass = Callable[[int], nn.Module]
@@ -55,16 +56,24 @@ class Block(nn.Module):
         self.drop = nn.Dropout(share("dropout", dropout))
 
     def forward(
-        self, x: Tensor, valid: Tensor | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        *,
+        context: Tensor | None = None,
+        context_valid: Tensor | None = None,
+        hush: bool = True,
     ) -> Tensor:
+        """hush=False: outputs at padding are anything, for whoever looks at none of them or silences them later."""
         check_context(self.cross is not None, context, context_valid)
-        y = self.mixer(self._before(self.mixer_norm, x), valid=valid)
+        y = self._before(self.mixer_norm, x)  # whoever can leaves padding to the end of the block
+        y = self.mixer(y, valid=valid, hush=False) if isinstance(self.mixer, Attention) else self.mixer(y, valid=valid)
         x, valid = shortened(x, valid, self.rate)
         x = self._after(self.mixer_norm, x, y)
         if self.cross is not None:
             y = self.cross(self._before(self.cross_norm, x), context=context, valid=context_valid, query_valid=valid)
             x = self._after(self.cross_norm, x, y)
-        return self._channel(x, valid)
+        return self._channel(x, valid if hush else None)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
         """Before the first token: the number of sequences, or the context that they will read."""
@@ -75,14 +84,14 @@ class Block(nn.Module):
         cross = None if self.cross is None else self.cross.start(context=context, valid=context_valid)
         return State((own, cross), own.t, own.start)
 
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+    def extend(self, state: State, x: Tensor, valid: Tensor | None = None, *, hush: bool = True) -> tuple[Tensor, State]:
         own, cross = state.memory
         y, own = self.mixer.extend(own, self._before(self.mixer_norm, x), valid)
         x = self._after(self.mixer_norm, x, y)
         if self.cross is not None:
             y, cross = self.cross.extend(cross, self._before(self.cross_norm, x), valid)
             x = self._after(self.cross_norm, x, y)
-        return self._channel(x, valid), State((own, cross), own.t, own.start)
+        return self._channel(x, valid if hush else None), State((own, cross), own.t, own.start)
 
     def _channel(self, x: Tensor, valid: Tensor | None) -> Tensor:
         return silent(self._after(self.channel_norm, x, self.channel(self._before(self.channel_norm, x))), valid)

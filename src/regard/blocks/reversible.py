@@ -68,7 +68,7 @@ class ReversibleStack(Stack):
         return one, two
 
     def _mean(self, streams: Two, x: Tensor, valid: Tensor | None) -> Tensor:
-        return self._finish(silent((streams[0] + streams[1]) / 2, valid).to(x.dtype), valid)
+        return self._finish(((streams[0] + streams[1]) / 2).to(x.dtype), valid)
 
 
 def _mix(block: Block, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:

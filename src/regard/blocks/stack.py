@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.blocks.block import Block, NormClass, check_context, silent
 from regard.blocks.feedforward import FeedForward
+from regard.kernels.once import one_pass
 from regard.mixers.base import Dims, State, fewer
 from regard.mixers.patterns import Pattern
 from regard.mixers.patterns.algebra import need
@@ -97,9 +98,10 @@ class Stack(nn.Module):
         self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
     ) -> Tensor:
         """`context` is one for all blocks that read, or a tuple with one for each block."""
-        for block, read in zip(self, self._contexts(context, context_valid), strict=True):
-            x = block(x, valid, context=read, context_valid=context_valid if read is not None else None)
-            valid = fewer(valid, block.rate)
+        with one_pass():
+            for block, read in zip(self, self._contexts(context, context_valid), strict=True):
+                x = block(x, valid, context=read, context_valid=context_valid if read is not None else None, hush=False)
+                valid = fewer(valid, block.rate)
         return self._finish(x, valid)
 
     def start(self, batch: int | None = None, *, context: Context = None, context_valid: Tensor | None = None) -> State:
@@ -107,16 +109,18 @@ class Stack(nn.Module):
         contexts = self._contexts(context, context_valid)
         batch = next((len(read) for read in contexts if read is not None), None) if batch is None else batch
         states = []
-        for block, read in zip(self, contexts, strict=True):
-            states.append(block.start(batch, context=read, context_valid=context_valid if read is not None else None))
+        with one_pass():
+            for block, read in zip(self, contexts, strict=True):
+                states.append(block.start(batch, context=read, context_valid=context_valid if read is not None else None))
         return State(tuple(states), states[0].t, states[0].start)
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         """n >= 0 more tokens through all blocks."""
         states = []
-        for block, before in zip(self, state.memory, strict=True):
-            x, after = block.extend(before, x, valid)
-            states.append(after)
+        with one_pass():
+            for block, before in zip(self, state.memory, strict=True):
+                x, after = block.extend(before, x, valid, hush=False)
+                states.append(after)
         return self._finish(x, valid), State(tuple(states), states[0].t, states[0].start)
 
     def _contexts(self, context: Context, valid: Tensor | None) -> list[Tensor | None]:
@@ -129,4 +133,5 @@ class Stack(nn.Module):
         return [read if block.cross is not None else None for block, read in zip(self, each, strict=True)]
 
     def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        return x if self.final_norm is None else silent(self.final_norm(x), valid)
+        """Padding is silenced here, once: no block looks at it."""
+        return silent(x if self.final_norm is None else self.final_norm(x), valid)

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from regard._version import version
-from regard.cli.learn import tasks, train
+from regard.cli.learn import train
+from regard.cli.listing import tasks
 from regard.cli.mechanisms import list_, show
-from regard.cli.say import screen
+from regard.cli.say import aside, plain_warnings, screen
 from regard.cli.use import distil, evaluate, predict
 
 app = typer.Typer(help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
 
 
 def main() -> None:
-    app()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever called: nobody listens
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
+    try:
+        with plain_warnings():
+            app()
+    except SystemExit as ended:
+        sys.exit(_flushed() or ended.code)
+    except OSError as error:
+        aside(f"cannot write the answer: {error.strerror or error}")
+        _forget_stdout()
+        sys.exit(1)
+
+
+def _flushed() -> int:
+    """What is still on its way to stdout; 1 if it did not get there."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            aside(f"cannot write the answer: {error.strerror or error}")
+        _forget_stdout()
+        return 1
+    return 0
+
+
+def _forget_stdout() -> None:
+    """Python would try again at its end, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,87 +1,29 @@
-"""`regard tasks` names what can be learned, `regard train TASK` learns it."""
+"""`regard train TASK` learns a task, with any mechanism."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
+import textwrap
 from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regard.cli import settings
-from regard.cli.say import aside, columns, labelled, screen, sentences, stop, write_json
+from regard.cli.say import aside, labelled, number, screen, sentences, stop
 from regard.config import Config
 from regard.spec import Spec
 
 if TYPE_CHECKING:
-    from regard.tasks import Entry, Task
+    from regard.tasks import Task
     from regard.training.fit import Result
 
 RUNS = Path("runs")
-
-
-def tasks(
-    name: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of them, with all of its settings.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list, with all settings.")] = False,
-) -> None:
-    """Name every task, the data it needs, its score, and what training it takes by default."""
-    from regard import tasks as known
-
-    with sentences():
-        wanted = list(known.TASKS) if name is None else [known.config(name).task]
-    entries = {word: known.TASKS[word] for word in wanted}
-    if as_json:
-        write_json([_entry_json(word, entry) for word, entry in entries.items()])
-    elif name is not None:
-        _show_settings(name, entries[name])
-    else:
-        _show_tasks(entries)
-
-
-def _show_tasks(entries: dict[str, Entry]) -> None:
-    table = columns("name", "what it is", "data", "score", "by default")
-    for word, entry in entries.items():
-        config, score = entry.config(), _best(entry)[0]
-        table.add_row(word, entry.summary, _data(entry), score, f"{config.steps:,} updates of {config.batch_tokens:,} tokens")
-    console = screen()
-    console.print(table, highlight=False)
-    console.print("All settings of one: regard tasks reverse      Learn it: regard train reverse", style="dim", highlight=False)
-
-
-def _show_settings(name: str, entry: Entry) -> None:
-    console = screen()
-    console.print(f"\n{name}: {entry.summary}", style="bold", markup=False, highlight=False)
-    console.print(f"data: {_data(entry)}\n", markup=False, highlight=False)
-    told = {key: value for key, value in entry.config().to_json().items() if key != "task"}
-    console.print(labelled((key, "none" if value is None else str(value)) for key, value in told.items()), highlight=False)
-    console.print(f"\nAnother value: regard train {name} --set width=128", style="dim", highlight=False)
-
-
-def _data(entry: Entry) -> str:
-    """What it needs, and whether it is here."""
-    from regard.data.files import DataError
-    from regard.data.find import find
-
-    if entry.data is None:
-        return "none"
-    try:
-        find(entry.data)
-    except DataError:
-        return f"{entry.data} (needs REGARD_DATA)"
-    return f"{entry.data} (is there)"
-
-
-def _best(entry: Entry) -> tuple[str, str]:
-    """The score that chooses, and where it is better."""
-    return entry.task(entry.config()).best
-
-
-def _entry_json(word: str, entry: Entry) -> dict[str, object]:
-    score, better = _best(entry)
-    told = entry.config().to_json()
-    return {"name": word, "summary": entry.summary, "data": entry.data, "score": score, "better": better, "settings": told}
 
 
 def train(
@@ -108,18 +50,24 @@ def train(
         config = settings.asked(task, mixer or [], changes or [], out)
         _check_folder(out, config)
         made = known.task(config)
+        settings.check_used(made, changes or [])
     settings.check(made)
     with sentences():
         fit = _fitter()
         made.read(data)
+        new = out is None or not out.exists()
         folder = _fresh(config) if out is None else out
         aside(f"{task} with {_mixers(config, ', ')} in {folder}")
     try:
         with sentences():
             result = fit(made, folder, accelerator=kind)
-    except KeyboardInterrupt:
-        stop(_interrupted(task, folder, data), 130)
-    _report(made, folder, result, data)
+    except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
+        stop(_interrupted(task, folder, data), 130 if isinstance(ended, KeyboardInterrupt) else 143)
+    finally:
+        if new:
+            _tidy(folder)
+    with sentences():
+        _report(made, folder, result, data)
 
 
 def _check_folder(out: Path | None, config: Config) -> None:
@@ -159,15 +107,19 @@ def _fresh(config: Config) -> Path:
     RUNS.mkdir(exist_ok=True)
     stem = f"{config.task}-{_mixers(config)}-"
     taken = [int(found[1]) for path in RUNS.iterdir() if (found := re.fullmatch(re.escape(stem) + r"(\d+)", path.name))]
-    number = max(taken, default=0) + 1
-    while True:
-        folder = RUNS / f"{stem}{number}"
-        try:
+    for count in itertools.count(max(taken, default=0) + 1):
+        folder = RUNS / f"{stem}{count}"
+        with suppress(FileExistsError):
             folder.mkdir()
-        except FileExistsError:
-            number += 1
-            continue
-        return folder
+            break
+    return folder
+
+
+def _tidy(folder: Path) -> None:
+    """What could not even begin leaves no folder behind."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock"}:
+        (folder / ".lock").unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _interrupted(task: str, folder: Path, data: Path | None) -> str:
@@ -185,18 +137,36 @@ def _report(made: Task, folder: Path, result: Result, data: Path | None) -> None
     """What was reached, where it lies, and what to do with it."""
     from regard.training.journal import lines
 
-    best = next((line for line in lines(folder / "metrics.jsonl") if line["step"] == result.best_step), {})
+    told = lines(folder / "metrics.jsonl")
+    best = next((line for line in told if line["step"] == result.best_step), {})
     scores = {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
     where = ["--data", str(data)] if data else []
-    rows = [("validation", "  ".join(f"{name} {value:.4g}" for name, value in scores.items() if value is not None) or "no score")]
-    rows += [("run", str(folder))]
+    shown = (f"{name} {number(value)}" for name, value in scores.items() if isinstance(value, int | float))
+    rows = [("validation", "  ".join(shown) or "no score")]
+    rows += [("run", str(folder)), ("picture", _drawn(made, folder, result, told))]
     rows += [("evaluate", shlex.join(["regard", "evaluate", str(folder), *where]))]
     rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder)])} {shlex.quote(_sample(made))}")]
     screen().print(labelled(rows), highlight=False)
 
 
+def _drawn(made: Task, folder: Path, result: Result, told: list[dict[str, Any]]) -> str:
+    """How it went, drawn into its folder; or what drawing needs."""
+    from regard.training import files
+
+    try:
+        from regard.curves import curve
+    except ModuleNotFoundError as error:
+        return f"drawing needs {error.name}: pip install 'regard[draw]'"
+    told = [line for line in told if {"time", "loss"} <= line.keys()]
+    if not told:
+        return "nothing was measured"
+    paper = BytesIO()
+    kept = result.best_step if result.chosen == "best" else None
+    curve(told, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
+    files.replace(folder / "curve.png", paper.getvalue())
+    return str(folder / "curve.png")
+
+
 def _sample(made: Task) -> str:
     """Something that it could be asked."""
-    texts = getattr(made, "texts", {}).get("val")
-    source = getattr(texts[0], "source", "…") if isinstance(texts, list) and texts else "…"
-    return source if len(source) <= 60 else "…"
+    return textwrap.shorten(made.sample, 60, placeholder="") or "…"

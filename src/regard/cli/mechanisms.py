@@ -95,6 +95,8 @@ def _draw(known: Facts, out: Path) -> None:
     try:
         picture(known).savefig(part, format=out.suffix[1:].lower())
         os.replace(part, out)
+    except OSError as error:
+        raise ValueError(f"cannot draw into {str(out)!r}: {error.strerror or error}") from None
     finally:
         part.unlink(missing_ok=True)
 

@@ -47,6 +47,8 @@ def _file(path: Path) -> Iterator[Line]:
 
 def _stdin() -> Iterator[Line]:
     """As they come: nobody waits for the second line before the first is answered."""
+    if sys.stdin is None:
+        raise ValueError("stdin is closed: give a text or a file")
     number = 0
     while raw := sys.stdin.buffer.readline():
         number += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import typer
@@ -18,14 +20,20 @@ from rich.text import Text
 from regard.spec import Spec
 from regard.text import TextError
 
+TOO_LARGE = "there is too little memory for this: use a smaller batch_tokens (and accumulate more), or a smaller model"
+
 
 @contextmanager
 def sentences(asked: Spec | None = None) -> Iterator[None]:
     """A user's mistake is a sentence on stderr and exit code 2, never a traceback."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        stop("the device has too little memory for this: use a smaller batch_tokens (and accumulate more), or a smaller model")
+    except (torch.OutOfMemoryError, MemoryError):
+        stop(TOO_LARGE)
+    except RuntimeError as error:
+        if "memory" not in str(error):  # torch's own word on a CPU is one of many RuntimeErrors
+            raise
+        stop(TOO_LARGE)
     except (ValueError, TypeError) as error:
         stop(str(error) if asked is None or isinstance(error, TextError) else str(_placed(error, asked)))
     except ModuleNotFoundError as error:
@@ -53,6 +61,25 @@ def stop(message: str, code: int = 2) -> NoReturn:
 def aside(message: str) -> None:
     """To whoever looks on: not a part of the answer."""
     Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """What data or a run should be known for is one more sentence, without the place in the code that says it."""
+    shown = warnings.showwarning
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        ours = category is UserWarning and "regard" in Path(filename).parts
+        aside(str(message)) if ours else shown(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+def number(value: float) -> str:
+    """Counts are whole, scores have four digits."""
+    return f"{value:,.0f}" if value == round(value) and abs(value) >= 1000 else f"{value:.4g}"
 
 
 def columns(*names: str) -> Table:

@@ -12,7 +12,7 @@ import torch
 from regard.blocks.feedforward import FeedForward
 from regard.cli.say import sentences
 from regard.config import Config
-from regard.mixers.base import Dims
+from regard.mixers.base import Can, Dims
 from regard.models.build import stack
 from regard.models.embed import placed
 from regard.models.translator import Wires
@@ -22,7 +22,7 @@ from regard.text import unknown
 if TYPE_CHECKING:
     from regard.tasks import Task
 
-DECODING = ("beam", "penalty", "most", "temperature", "iterations", "lengths")  # what may change after training
+STRONGEST = 10  # length ** 10: all that anybody could mean, and no float overflows
 
 
 def asked(name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None) -> Config:
@@ -34,11 +34,20 @@ def asked(name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | 
     config = tasks.config(name)
     if begun is not None:
         config = restored(begun, f"{out}/config.json", name)
+    keys = named(changes)
     if mixers:
-        if any(change.partition("=")[0].strip() == "mixer" for change in changes):
+        if "mixer" in keys:
             raise ValueError("the mixer is given twice: by --mixer and by --set")
         config = config.replace({"mixer": mixers[0] if len(mixers) == 1 else list(mixers)})
     return config.set(changes)
+
+
+def named(changes: Sequence[str]) -> list[str]:
+    """The settings that are to change, each of them once."""
+    keys = [change.partition("=")[0].strip() for change in changes]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"{twice} is given twice by --set: which one is meant?")
+    return keys
 
 
 def restored(begun: dict[str, Any], where: str, name: str | None = None) -> Config:
@@ -58,11 +67,13 @@ def restored(begun: dict[str, Any], where: str, name: str | None = None) -> Conf
 
 def decoding(config: Config, changes: Sequence[str]) -> Config:
     """With other settings for its answers; all others are what the weights were trained with."""
-    allowed = [name for name in DECODING if hasattr(config, name)]
-    for change in changes:
-        key = change.partition("=")[0].strip()
+    from regard import tasks
+
+    allowed = tasks.task(config).answering
+    for key in named(changes):
         if hasattr(config, key) and key not in allowed:
-            raise ValueError(f"{key} cannot change after training: only {', '.join(allowed)} can")
+            can = f"only {', '.join(allowed)} can" if allowed else "nothing of it can"
+            raise ValueError(f"{key} cannot change after training: {can}")
         if key not in allowed:
             raise ValueError(unknown(f"{config.task} has no setting for answers", key, allowed))
     changed = config.set(changes)
@@ -85,33 +96,53 @@ def _check_decoding(config: Config) -> None:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)!r}")
     if not getattr(config, "temperature", 1.0) > 0:
         raise ValueError(f"temperature must be above 0, not {getattr(config, 'temperature', None)!r}")
+    if abs(config.penalty) > STRONGEST:
+        raise ValueError(f"penalty is a power of the length, from -{STRONGEST} to {STRONGEST}, not {config.penalty!r}")
 
 
 def check(task: Task) -> None:
     """Every part of the model is built of nothing, and every setting of training is looked at: a sentence now, not in an hour."""
-    config = task.config
+    config, forms = task.config, _forms(task)
     with sentences():
         specs = [Spec.of(text) for text in ([config.mixer] if isinstance(config.mixer, str) else config.mixer)]
-        if not specs:
-            raise ValueError("a model needs a mixer: name at least one")
+        _check_sizes(config, len(specs), max(_depth(config, form) for form in forms))
         dims = Dims(config.width, config.heads, max_len=config.max_len, dropout=config.weight_dropout)
         inside = placed(config.positions, dims)[1]
         FeedForward(8, config.ffn, activation=config.activation, gated=config.gated, dropout=config.dropout)
-    forms = _forms(task)
-    with torch.device("meta"):
+    with torch.device("cpu" if "Edges" in f"{config.mixer} {config.cross}" else "meta"):  # edges of nothing cannot be looked at
         for spec in specs:
             for form in forms:
                 with sentences(spec):
                     _build(spec, replace(dims, causal=form["causal"]), inside, config.task)
         if any(form["reads"] for form in forms):
             with sentences(_parsed(config.cross)):
-                Spec.of(config.cross).build(replace(dims, cross=True))
+                _check_cross(Spec.of(config.cross), replace(dims, cross=True), step_by_step=forms[-1]["causal"])
         with sentences():
             bodies = [stack(config, **form, depth=_depth(config, form)) for form in forms]
             if len(bodies) == 2:
                 Wires(config.wiring, bodies[0], bodies[1], config.width)
     with sentences():
         _check_training(task)
+
+
+def _check_sizes(config: Config, mixers: int, depth: int) -> None:
+    """By the names that --set has for them."""
+    if not mixers:
+        raise ValueError("a model needs a mixer: name at least one")
+    for name in ("width", "heads", "depth", "decoder_depth", "ffn", "max_len"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value!r}")
+    if left := config.width % config.heads:
+        below, above = config.width - left, config.width - left + config.heads
+        fits = f"width={above}" if not below else f"width={below} or {above}"
+        raise ValueError(f"width {config.width} is not divisible by {config.heads} heads: use {fits}, or other heads")
+    if not 0 <= config.weight_dropout < 1:
+        raise ValueError(f"weight_dropout must be in [0, 1), not {config.weight_dropout!r}")
+    if mixers > depth:
+        raise ValueError(
+            f"{mixers} mixers cannot take turns in {depth} layer{'s' * (depth > 1)}: use depth={mixers}, or name fewer"
+        )
 
 
 def _build(spec: Spec, dims: Dims, inside: str | None, name: str) -> None:
@@ -121,6 +152,12 @@ def _build(spec: Spec, dims: Dims, inside: str | None, name: str) -> None:
         if "cannot do causal" in str(error):
             raise ValueError(f"{error}; what says one word after another, as {name} does, sees the past alone") from None
         raise
+
+
+def _check_cross(spec: Spec, dims: Dims, *, step_by_step: bool) -> None:
+    spec.build(dims)
+    if step_by_step and Can.STREAM not in spec.row.can:
+        raise ValueError(f"{spec.name} cannot do stream: what says one word after another reads the encoder again for each")
 
 
 def _parsed(text: str) -> Spec:
@@ -144,7 +181,27 @@ def _forms(task: Task) -> list[dict[str, bool]]:
 
 
 def _depth(config: Config, form: dict[str, bool]) -> int:
-    return config.decoder_depth or config.depth if form["reads"] else config.depth
+    return config.depth if not form["reads"] or config.decoder_depth is None else config.decoder_depth
+
+
+def check_used(task: Task, changes: Sequence[str]) -> None:
+    """That nobody waits for what a setting does where it does nothing."""
+    config, reads = task.config, any(form["reads"] for form in _forms(task))
+    mode, decoder = getattr(config, "mode", "teacher"), getattr(config, "decoder", "autoregressive")
+    sampled = mode in ("scheduled", "two_pass", "parallel")
+    used = {
+        **{name: (reads, "models with a decoder that reads an encoder") for name in ("cross", "wiring", "decoder_depth")},
+        **{name: (name in task.answering, "answers of one token after another") for name in ("beam", "penalty", "most")},
+        "iterations": (decoder == "masked", "decoder=masked"),
+        "lengths": (decoder in ("masked", "length"), "decoder=masked or length"),
+        **{name: (sampled, "mode=scheduled, two_pass or parallel") for name in ("truth", "floor")},
+        "samples": (mode == "minimum_risk", "mode=minimum_risk"),
+        "upsample": (decoder == "ctc", "decoder=ctc"),
+        "glance": (decoder in ("ctc", "length", "fixed"), "decoder=ctc, length or fixed"),
+    }
+    for key in named(changes):
+        if key in used and not used[key][0]:
+            raise ValueError(f"{key} does nothing here: it is for {used[key][1]}. Leave it out")
 
 
 def _check_training(task: Task) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.reading import Line, asked_lines
-from regard.cli.say import labelled, screen, sentences, write_json
+from regard.cli.say import labelled, number, screen, sentences, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +71,7 @@ def evaluate(
         task.read(data)
         if not task.splits.get(split):
             raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
-        told = {name: getattr(task.config, name) for name in settings.DECODING if hasattr(task.config, name)}
+        told = {name: getattr(task.config, name) for name in task.answering}
         scores = task.score(model, split)
         line = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
         _keep(run / "scores.json", line)
@@ -79,7 +79,7 @@ def evaluate(
         write_json({"run": str(run), "task": task.config.task, **line})
         return
     how = task.signatures()
-    rows = [(name, f"{value:.4g}" + (f"   {how[name]}" if name in how else "")) for name, value in scores.items()]
+    rows = [(name, number(value) + (f"   {how[name]}" if name in how else "")) for name, value in scores.items()]
     console = screen()
     console.print(f"\n{run} on {split}", style="bold", markup=False, highlight=False)
     console.print(labelled([*rows, ("", ""), ("kept in", str(run / "scores.json"))]), highlight=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.decoding.rules import Rules
-from regard.decoding.speak import Ended, Speaker, read
+from regard.decoding.speak import Ended, Speaker, Told, read, unended
 from regard.decoding.top import top
 from regard.mixers.features import wide
 
@@ -24,8 +24,7 @@ class Beams(NamedTuple):
         """Without their ends, and without those that are none."""
         rows = []
         for tokens, scores in zip(self.tokens.tolist(), self.scores.tolist(), strict=True):
-            real = [t for t, s in zip(tokens, scores, strict=True) if s > -torch.inf]
-            rows.append([t[: t.index(end)] if end in t else t for t in real])
+            rows.append([unended(t, end) for t, s in zip(tokens, scores, strict=True) if s > -torch.inf])
         return rows
 
 
@@ -73,7 +72,7 @@ def _joined(ended: Beams, said: Tensor, scores: Tensor, length: int) -> Beams:
 @torch.no_grad()
 def beam(
     model: Speaker,
-    state: Any,
+    state: Told,
     prompt: Tensor,
     *,
     rules: Rules,

@@ -51,7 +51,8 @@ class Desk:
         cross = state.memory[0].memory[1]
         if cross is None:
             return 0
-        return -(-cross.memory.size // EVEN) * EVEN if fixed else max(cross.memory.size, 1)
+        size = max(cross.memory.size, 1)
+        return -(-size // EVEN) * EVEN if fixed else size
 
     def went(self) -> None:
         self.size, self.longest, self.turn = self.size + 1, self.longest + 1, self.turn + 1
@@ -94,6 +95,8 @@ class Desk:
         for x, y in ((keys, k), (values, v)):
             x.zero_()[:, :, : log.size].copy_(y)
         price.fill_(-torch.inf)[..., : log.size].copy_(_price(mask, price.dtype) if mask is not None else torch.zeros(()))
+        if not log.size:  # nothing was read: zeros are heard
+            price.zero_()
 
     def take(self, old: Desk) -> None:
         """Everything from a smaller desk."""

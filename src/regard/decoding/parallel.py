@@ -81,7 +81,7 @@ def say_at_once(
         seats = model.seats(read)
         tokens = model.answer(read, seats).argmax(-1)
         tokens = collapsed(tokens, seats.valid) if isinstance(kind, Ctc) else cut(tokens)
-    nothing = (NOTHING, END)  # ctc learns no END; should it say one all the same, it is not heard
+    nothing = (NOTHING, BLANK, END)  # ctc learns no END, others no BLANK; should they say one all the same, it is not heard
     return [[token for token in row if token not in nothing] for row in tokens.tolist()]
 
 

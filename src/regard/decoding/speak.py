@@ -144,6 +144,11 @@ def read(model: Speaker, state: Any, prompt: Tensor, valid: Tensor | None = None
     return last_real(scores, valid), state
 
 
+def unended(tokens: list[int], end: int) -> list[int]:
+    """What stands in front of the first end."""
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
 @torch.no_grad()
 def _spoken(
     model: Speaker, state: Any, prompt: Tensor, rules: Rules, choice: Choice | None, valid: Tensor | None, ended: Ended
@@ -176,4 +181,4 @@ def say(
 ) -> list[list[int]]:
     """What `stream` gives, whole: the answer of every row, without its end."""
     tokens = torch.stack(list(_spoken(model, state, prompt, rules, choice, valid, Ended.of(prompt.device))), 1)
-    return [row[: row.index(rules.end)] if rules.end in row else row for row in tokens.tolist()]
+    return [unended(row, rules.end) for row in tokens.tolist()]

@@ -6,22 +6,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from regard.kernels.once import once
 from regard.kernels.terms import Term
 from regard.kernels.tiles import UNSEEN, accumulator
 
 
 def fused(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, valid: Tensor | None = None, causal: bool = False, dropout: float = 0.0
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    alike: bool = False,
+) -> Tensor:
     """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing.
 
-    valid (b m), or (b h m) where heads have keys of their own.
+    valid (b m), or (b h m) where heads have keys of their own. alike: queries are padding where keys are, so that nobody looks at
+    the answers of a row that sees nothing: they are finite, and that is all.
     """
     e, mask, lost = v.shape[-1], None, None
     if valid is not None:
-        valid = valid[:, None] if valid.dim() == 2 else valid
-        lost = ~valid.any(-1)[..., None, None]
-        mask = valid[:, :, None] | lost
+        mask, lost = once(("mask", q.dtype), valid, lambda: _masks(valid, q.dtype))
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
     if q.is_cuda:
         wide = -(-wide // 8) * 8  # and on a GPU with odd ones too
@@ -29,7 +37,20 @@ def fused(
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
     )[..., :e]
-    return out if lost is None else out.masked_fill(lost, 0)
+    if lost is None or alike:
+        return out
+    return out.transpose(1, 2).masked_fill(lost, 0).transpose(1, 2)  # in the order that layers want: heads side by side
+
+
+def _masks(valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What is added to scores (b h n m), and which rows see nothing, (b 1 h 1): those are shown everything, and silenced later.
+
+    As numbers, and with room at the end of each row, as a GPU wants it: else every call would make them of a mask once more.
+    """
+    valid = valid[:, None] if valid.dim() == 2 else valid
+    lost, m = ~valid.any(-1), valid.shape[-1]
+    mask = torch.zeros(*valid.shape[:2], 1, -(-m // 8) * 8, dtype=dtype, device=valid.device)[..., :m]
+    return mask.masked_fill_(~(valid | lost[..., None])[:, :, None], -torch.inf), lost[:, None, :, None]
 
 
 def small(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from regard.kernels.once import once
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, only
 from regard.mixers.where import Positions
 
@@ -26,6 +30,26 @@ class Unmade(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(*x.shape[:-1], self.size)
+
+
+def together(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
+    """What each of the maps makes of the tokens x (b n w); in training by one product of all weights, if tokens are many.
+
+    x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
+    """
+    plain = [one for one in maps if type(one) is nn.Linear and not watched(one)]
+    worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
+    if not worth or len(plain) < len(maps) or len({one.bias is None for one in plain}) > 1:
+        return [one(x) for one in maps]
+    weight = torch.cat([one.weight for one in plain])
+    bias = None if plain[0].bias is None else torch.cat([one.bias for one in plain])
+    return linear(x, weight, bias).split([one.out_features for one in plain], -1)
+
+
+def watched(module: nn.Module) -> bool:
+    """Must it be called to be what it is? Somebody wants to hear of its calls, or has compiled them."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or module._compiled_call_impl is not None
 
 
 class Attention(Mixer):
@@ -71,20 +95,25 @@ class Attention(Mixer):
         context: Tensor | None = None,
         valid: Tensor | None = None,
         query_valid: Tensor | None = None,
+        hush: bool = True,
     ) -> Tensor:
-        """`valid` speaks of the tokens that are read; where those are a context, `query_valid` (b n) speaks of x."""
+        """`valid` speaks of the tokens that are read; where those are a context, `query_valid` (b n) speaks of x.
+
+        hush=False: outputs at padding are anything, for whoever silences them later.
+        """
         self.check(x)
         if query_valid is not None and context is None:
             raise ValueError("without a context queries and keys are the same tokens: give valid alone")
-        if self.dims.causal:
-            if context is not None:
-                raise ValueError("a causal mixer reads its own tokens: build it with cross=True to read a context")
-            return self._scan(self._nothing(len(x)), x, valid)[0]
+        if self.dims.causal and context is not None:
+            raise ValueError("a causal mixer reads its own tokens: build it with cross=True to read a context")
         if self.dims.cross != (context is not None):
             raise ValueError("build it with cross=True and pass a context, or neither")
-        self.check_padding(query_valid, x)
-        state = self._remember(x if context is None else context, valid)
-        return self._read(state, x, valid if context is None else query_valid)[0]
+        if context is None:
+            y, real = self._among(x, valid), valid
+        else:
+            self.check_padding(query_valid, x)
+            y, real = self._ask(self._remember(context, valid), x, Places.of(x, query_valid)), query_valid
+        return self._finish(y, x, real if hush else None)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
         only(self.core.name, self.can, Can.STREAM)
@@ -93,18 +122,31 @@ class Attention(Mixer):
         if self.dims.cross:
             if context is None or batch is not None:
                 raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
-            return self._remember(context, valid)
+            return Reading(self._remember(context, valid), self._zero(len(context)), 0)
         if batch is None or context is not None:
             raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
-        return self._nothing(batch)
+        return State(self._empty(batch), self._zero(batch), 0)
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self.check(x)
         if not self.dims.causal:
             self.check_padding(valid, x)
-            return self._read(state, x, valid)
+            places = Places.of(x, valid, state.t, state.start)
+            y = self._finish(self._ask(state.memory, x, places), x, valid)
+            return y, self.later(state, state.memory, places)
         y, state = self._scan(state, x, valid)
         return y, state._replace(memory=self.core.forget(state.memory, state.t))
+
+    def _among(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """All tokens ask each other, or those before them. No state: nobody will go on from here."""
+        self.check_padding(valid, x)
+        places = Places.of(x, valid)
+        self.check_length(places)
+        q, k, v = self.heads(x, places)
+        with precise(x):
+            if self.dims.causal:
+                return self.core.scan(self._empty(len(x)), q, k, v, places)[0]
+            return self.core.read(self.core.push(self.core.empty(k, v), k, v, places), q, places)
 
     def _scan(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
         self.check_padding(valid, x)
@@ -117,9 +159,9 @@ class Attention(Mixer):
 
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """x (b n w) -> q (b h n d), k (b g n d), v (b g n e)."""
-        q = self._turned(self.q(x), self.dims.heads, places)
-        k = q if self.shared_qk else self._turned(self.k(x), self.dims.g, places)
-        return q, k, self._split(self.v(x), self.dims.g)
+        q, *k, v = together(x, self.q, self.v) if self.shared_qk else together(x, self.q, self.k, self.v)
+        q = self._turned(q, self.dims.heads, places)
+        return q, self._turned(k[0], self.dims.g, places) if k else q, self._split(v, self.dims.g)
 
     def _honour(self, positions: Positions) -> None:
         if positions.needs == Can.NOTHING:
@@ -142,28 +184,30 @@ class Attention(Mixer):
     def _split(x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    def _nothing(self, batch: int) -> State:
-        like = self.v.weight
-        k, v = (like.new_zeros(batch, self.dims.g, 0, size) for size in self.core.sizes)
-        return State(self.core.empty(k, v), torch.zeros(batch, dtype=torch.long, device=like.device), 0)
+    def _empty(self, batch: int) -> Any:
+        k, v = (self.v.weight.new_zeros(batch, self.dims.g, 0, size) for size in self.core.sizes)
+        return self.core.empty(k, v)
 
-    def _remember(self, context: Tensor, valid: Tensor | None) -> State:
-        """A memory of the whole context, and no query answered yet."""
-        self.check(context, "context" if self.dims.cross else "x", self.dims.context_width)
+    def _zero(self, batch: int) -> Tensor:
+        """No token yet; all layers count with the same numbers, as long as they stay the same."""
+        device = self.v.weight.device
+        return once(("zero", batch, device), None, lambda: torch.zeros(batch, dtype=torch.long, device=device))
+
+    def _remember(self, context: Tensor, valid: Tensor | None) -> Any:
+        """A memory of the whole context."""
+        self.check(context, "context", self.dims.context_width)
         self.check_padding(valid, context)
         places = Places.of(context, valid)
         self.check_length(places)
-        k, v = self._turned(self.k(context), self.dims.g, places), self._split(self.v(context), self.dims.g)
+        k, v = together(context, self.k, self.v)
+        k, v = self._turned(k, self.dims.g, places), self._split(v, self.dims.g)
         with precise(k):
-            memory = self.core.push(self.core.empty(k, v), k, v, places)
-        return Reading(memory, torch.zeros(len(context), dtype=torch.long, device=context.device), 0)
+            return self.core.push(self.core.empty(k, v), k, v, places)
 
-    def _read(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
-        places = Places.of(x, valid, state.t, state.start)
+    def _ask(self, memory: Any, x: Tensor, places: Places) -> Tensor:
         q = self._turned(self.q(x), self.dims.heads, places)
         with precise(q):
-            y = self.core.read(state.memory, q, places)
-        return self._finish(y, x, valid), self.later(state, state.memory, places)
+            return self.core.read(memory, q, places)
 
     def _finish(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
         y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.kernels.once import once
 from regard.mixers.state import Reading as Reading
 from regard.mixers.state import State as State
 from regard.mixers.state import nbytes as nbytes
@@ -95,10 +96,9 @@ class Places(NamedTuple):
         b, n = x.shape[:2]
         if valid is None:
             first = start or 0
-            at = torch.arange(first, first + n, device=x.device).expand(b, n)
+            at = once(("at", first, n, x.device), None, lambda: torch.arange(first, first + n, device=x.device)).expand(b, n)
         else:
-            count = valid.long()
-            at = count.cumsum(1) - count
+            at = once("at", valid, lambda: _before(valid))
             at = at + start if start else at
         if start is None and t is not None:
             at = at + t[:, None]
@@ -110,6 +110,12 @@ class Places(NamedTuple):
         if start is not None and low:
             start = start + low if self.valid is None else None
         return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
+
+
+def _before(valid: Tensor) -> Tensor:
+    """How many real tokens stand before each, (b n)."""
+    count = valid.long()
+    return count.cumsum(1) - count
 
 
 def only(name: str, can: Can, asked: Can, instead: str = "") -> None:
@@ -256,7 +262,8 @@ class Mixer(nn.Module):
         """The state after tokens at these places."""
         n = places.at.shape[1]
         if places.valid is None:
-            return type(state)(memory, state.t + n, None if state.start is None else state.start + n)
+            t = once(("later", n), state.t, lambda: state.t + n)
+            return type(state)(memory, t, None if state.start is None else state.start + n)
         return type(state)(memory, state.t + places.valid.sum(1), None)
 
     def like(self) -> Tensor | None:

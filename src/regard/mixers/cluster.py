@@ -91,8 +91,6 @@ class Routing(Labelled):
 
     learns = True
 
-    learns = True
-
     def __init__(
         self,
         dims: Dims,

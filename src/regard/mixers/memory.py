@@ -56,8 +56,9 @@ class Log(NamedTuple):
 
     @property
     def places(self) -> Places:
-        valid = None if self.plain else self.valid[:, : self.size]
-        return Places(self.at[:, : self.size], valid, self.start)
+        if self.size == self.at.shape[1]:  # the tensors themselves, by which others know them again
+            return Places(self.at, None if self.plain else self.valid, self.start)
+        return Places(self.at[:, : self.size], None if self.plain else self.valid[:, : self.size], self.start)
 
     def append(self, k: Tensor, v: Tensor, places: Places) -> Log:
         """The log with more tokens."""

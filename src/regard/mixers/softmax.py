@@ -54,7 +54,8 @@ class Softmax(Keeper):
         if self.positions is not None:  # scores that the fused kernel cannot take
             return Lookup(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
         if not causal or q.shape[2] == 1:  # the newest token sees all
-            return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop)
+            alike = places.valid is log.valid  # the tokens themselves ask
+            return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop, alike=alike)
         if log.size > q.shape[2]:  # a chunk behind a memory
             return Lookup(self.reach, self.scale, True, drop)(log, q, places)[0]
         k, v, _ = packed(log.keys, log.values, log.places.valid)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import nn
+from torch import Tensor, nn
 
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.stack import Stack
@@ -18,17 +16,16 @@ from regard.models.heads import NextToken
 from regard.models.language import LanguageModel
 from regard.models.translator import Translator
 
-Embed = Callable[[Positions | None], Embedding]
-
 
 def stack(config: Config, *, causal: bool = False, reads: bool = False, depth: int | None = None) -> Stack:
     """The body that a configuration describes: an encoder's, or a decoder's that is causal, reads a context, or both."""
     inside = placed(config.positions, _dims(config))[1]
+    own = config.depth if not reads or config.decoder_depth is None else config.decoder_depth
     return Stack.of(
         config.mixer,
         width=config.width,
         heads=config.heads,
-        depth=config.depth if depth is None else depth,
+        depth=own if depth is None else depth,
         causal=causal,
         max_len=config.max_len,
         positions=inside,
@@ -44,9 +41,13 @@ def stack(config: Config, *, causal: bool = False, reads: bool = False, depth: i
 
 
 def tokens(config: Config, vocab: int) -> Tokens:
-    """Embeddings of a vocabulary, with the positions of the configuration if they are of the kind that is added."""
-    added = placed(config.positions, _dims(config))[0]
-    return Tokens(vocab, config.width, positions=added, dropout=config.dropout)
+    """Embeddings of a vocabulary, and where its tokens stand."""
+    return Tokens(vocab, config.width, positions=added(config), dropout=config.dropout)
+
+
+def added(config: Config) -> Positions | None:
+    """The positions of the configuration, if they are of the kind that is added to tokens."""
+    return placed(config.positions, _dims(config))[0]
 
 
 def encoder(config: Config, embed: Embedding, *, front: int = 0) -> Encoder:
@@ -66,21 +67,21 @@ def translator(config: Config, vocab: int, target_vocab: int | None = None) -> T
     if config.share and target_vocab is None:
         target.table = source.table
     head = NextToken(config.width, target.vocab, table=target.table if config.share else None)
-    body = glorot(stack(config, causal=True, reads=True, depth=config.decoder_depth or config.depth))
+    body = glorot(stack(config, causal=True, reads=True))
     return Translator(encoder(config, source), target, body, head, wiring=config.wiring)
 
 
 def glorot(body: Stack) -> Stack:
     """The weights of projections and feed-forward layers drawn as the Transformer's are. Glorot & Bengio 2010."""
     for module in body.modules():
-        parts: list[nn.Module] = []
+        maps: list[Tensor] = []
         if isinstance(module, Attention):
-            parts = [module.q, module.k, module.v, module.out]
+            maps = [part.weight for part in (module.q, module.k, module.v, module.out) if isinstance(part, nn.Linear)]
         elif isinstance(module, FeedForward):
-            parts = [module.up, module.down]
-        for part in parts:
-            if isinstance(part, nn.Linear):
-                nn.init.xavier_uniform_(part.weight)
+            gate_and_value = module.up.weight.detach().chunk(2 if module.gated else 1)  # two maps, not one of twice the size
+            maps = [*gate_and_value, module.down.weight]
+        for weight in maps:
+            nn.init.xavier_uniform_(weight)
     return body
 
 

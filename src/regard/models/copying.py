@@ -20,7 +20,7 @@ from regard.mixers.features import wide
 from regard.models.build import translator
 from regard.models.embed import Embedding
 from regard.models.encoder import Encoder
-from regard.models.pointer import Pointing
+from regard.models.pointer import Pointing, check_each
 from regard.models.translator import Heard, Translator
 
 NEVER = -1e30  # a log-probability of nothing that sums and gradients survive; -inf would make NaN of them
@@ -73,8 +73,7 @@ class Copier(Translator):
         unknown: int = 1,
     ) -> None:
         super().__init__(encoder, embed, decoder, head, wiring=wiring)
-        if encoder.stack.rate > 1 or encoder.front is not None:
-            raise ValueError("who copies tokens needs a vector for each: no front, and a mixer that answers every token")
+        check_each(encoder, "copies")
         self.vocab, self.unknown = vocab, unknown
         self.point = Pointing(encoder.width, heads)
         self.gate, self.lean = nn.Linear(encoder.width, 1), nn.Linear(encoder.width, 1, bias=False)

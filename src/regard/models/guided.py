@@ -224,7 +224,7 @@ def guided(model: Translator, make: Callable[[Dims], Aligner], *, blocks: str = 
     reading = [block for block in model.decoder if block.cross is not None]
     for block in reading if blocks == "all" else reading[-1:]:
         assert block.cross is not None
-        block.cross = make(block.cross.dims).to(next(model.parameters()))
+        block.cross = make(block.cross.dims).to(next(model.parameters())).train(block.training)
     return model
 
 
@@ -234,6 +234,10 @@ def guided_translator(
     """The translator that a configuration describes, reading its source in one of these ways: plain, monotonic, location."""
     if kind not in KINDS:
         raise ValueError(unknown("no reader is called", kind, KINDS))
+    if blocks == "all" and config.cross != Config.cross:
+        raise ValueError(
+            f"cross={config.cross!r} is in no block where {kind} readers are in all: leave it out, or use blocks='last'"
+        )
     return guided(translator(config, vocab, target_vocab), KINDS[kind], blocks=blocks)
 
 

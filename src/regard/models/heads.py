@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import bent, share
+from regard.mixers.features import wide
+from regard.text import unknown
 
 POOLS = ("token", "mean", "max")
 
 
 def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
     """One vector of a sequence (b n w): of its first token, the mean or the maximum over real ones; 0 if there is none."""
+    _pool(pool)
     if x.shape[1] == 0:
         return x.new_zeros(len(x), x.shape[2])
     if pool == "token":
@@ -25,13 +28,19 @@ def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
     if pool == "mean":
         if valid is None:
             return x.mean(1)
-        return x.masked_fill(~valid[..., None], 0).sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
-    if pool == "max":
-        if valid is None:
-            return x.amax(1)
-        top = x.masked_fill(~valid[..., None], -torch.inf).amax(1)
-        return top.masked_fill(~valid.any(1, keepdim=True), 0)
-    raise ValueError(f"pool must be one of {', '.join(POOLS)}, not {pool!r}")
+        total = wide(x.masked_fill(~valid[..., None], 0)).sum(1)
+        return (total / valid.sum(1, keepdim=True).clamp_min(1)).to(x.dtype)
+    if valid is None:
+        return x.amax(1)
+    top = x.masked_fill(~valid[..., None], -torch.inf).amax(1)
+    return top.masked_fill(~valid.any(1, keepdim=True), 0)
+
+
+def _pool(name: str) -> str:
+    """The name, if it is one of a pool."""
+    if name not in POOLS:
+        raise ValueError(unknown("no pool is called", name, POOLS))
+    return name
 
 
 class PerVector(nn.Module):
@@ -54,9 +63,7 @@ class PerSequence(nn.Module):
     def __init__(self, width: int, classes: int, *, pool: str = "mean", deep: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.change = nn.Linear(width, width) if deep else None
-        if pool not in POOLS:
-            raise ValueError(f"pool must be one of {', '.join(POOLS)}, not {pool!r}")
-        self.pool, self.drop, self.map = pool, nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
+        self.pool, self.drop, self.map = _pool(pool), nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         y = pooled(x, valid, self.pool)
@@ -105,7 +112,7 @@ class Matching(nn.Module):
 
     def __init__(self, width: int, classes: int, *, pool: str = "mean", dropout: float = 0.0) -> None:
         super().__init__()
-        self.pool = pool
+        self.pool = _pool(pool)
         self.map = nn.Sequential(
             nn.Linear(4 * width, width), nn.ReLU(), nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
         )

@@ -203,7 +203,7 @@ class Parallel(nn.Module):
         """The source, read once."""
         read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
         contexts = self.wires(read)
-        vectors = self.encoder.embed.vectors(source) if self.slots.copies else None
+        vectors = silent(self.encoder.embed.vectors(source), source_valid) if self.slots.copies else None
         return Read(contexts, read.x, read.valid, vectors, source_valid if self.slots.copies else None)
 
     def guess(self, read: Read, k: int = 1) -> tuple[Tensor, Tensor]:
@@ -251,5 +251,5 @@ def parallel(config: Config, vocab: int, target_vocab: int | None = None, *, kin
     if config.share and target_vocab is None:
         target.table = source.table
     head = NextToken(config.width, target.vocab, table=target.table if config.share else None)
-    body = glorot(stack(wider, reads=True, depth=config.decoder_depth or config.depth))
+    body = glorot(stack(wider, reads=True))
     return Parallel(make_encoder(config, source), target, body, head, slots, wiring=config.wiring)

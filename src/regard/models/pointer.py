@@ -6,6 +6,7 @@ Letters: b batch, h heads, n source tokens, m target tokens, d head dim, w width
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,12 +16,12 @@ from regard.blocks.block import silent
 from regard.blocks.stack import Stack
 from regard.config import Config
 from regard.mixers.attention import precise
-from regard.mixers.base import Dims, Places, State, check_valid
+from regard.mixers.base import Places, State, check_valid
 from regard.mixers.features import wide
 from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
 from regard.models import build
-from regard.models.embed import Vectors, placed
+from regard.models.embed import Vectors
 from regard.models.encoder import Encoder
 
 
@@ -44,6 +45,12 @@ class Pointing(nn.Module):
         q = self.q(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         with precise(q):
             return wide(q) @ wide(keys).mT / math.sqrt(q.shape[-1])
+
+
+def check_each(encoder: Encoder, does: str) -> None:
+    """That it gives one vector for every token."""
+    if encoder.stack.rate > 1 or encoder.front is not None:
+        raise ValueError(f"who {does} tokens needs a vector for each: no front, and a mixer that answers every token")
 
 
 class Choices(NamedTuple):
@@ -70,8 +77,7 @@ class Pointer(nn.Module):
         super().__init__()
         if not decoder.reads:
             raise ValueError("a decoder must read the encoder: build its stack with cross=...")
-        if encoder.stack.rate > 1 or encoder.front is not None:
-            raise ValueError("who points at tokens needs a vector for each: no front, and a mixer that answers every token")
+        check_each(encoder, "points at")
         self.encoder, self.decoder, self.positions = encoder, decoder, positions
         self.point, self.drop = Pointing(encoder.width), nn.Dropout(dropout)
         self.begin, self.end = (nn.Parameter(torch.randn(encoder.width) * encoder.width**-0.5) for _ in range(2))
@@ -112,7 +118,8 @@ class Pointer(nn.Module):
 
 def pointer(config: Config, features: int) -> Pointer:
     """A pointer network over vectors (b n features). Positions tell the decoder its step; a source is a set without an order."""
-    read = build.encoder(config, Vectors(features, config.width, dropout=config.dropout))
-    body = build.glorot(build.stack(config, causal=True, reads=True, depth=config.decoder_depth or config.depth))
-    added = placed(config.positions, Dims(config.width, config.heads, max_len=config.max_len))[0]
-    return Pointer(read, body, positions=added, dropout=config.dropout)
+    if config.wiring != "last":
+        raise ValueError(f"a pointer reads what it points at, the encoder's last layer: wiring='last', not {config.wiring!r}")
+    read = build.encoder(replace(config, positions="none"), Vectors(features, config.width, dropout=config.dropout))
+    body = build.glorot(build.stack(config, causal=True, reads=True))
+    return Pointer(read, body, positions=build.added(config), dropout=config.dropout)

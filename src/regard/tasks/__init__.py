@@ -6,8 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from regard.config import Config
-from regard.tasks import copying, language, sentiment, tagging, translation
 from regard.tasks.base import Task
+from regard.tasks.copying import CopyTask, acl_titles, wikisql
+from regard.tasks.language import LanguageTask, shakespeare
+from regard.tasks.sentiment import PolarityTask, SentimentTask, imdb, polarity
+from regard.tasks.tagging import SawTask, TaggingTask, ewt, saw
+from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask, copy, multi30k, numbers, reverse
 from regard.text import unknown
 
 __all__ = ["TASKS", "Entry", "Task", "task"]
@@ -23,17 +27,17 @@ class Entry(NamedTuple):
 
 
 TASKS: dict[str, Entry] = {
-    "reverse": Entry(translation.reverse, translation.ReverseTask, "a string turned around"),
-    "copy": Entry(translation.copy, translation.CopyTask, "a string said again"),
-    "numbers": Entry(translation.numbers, translation.NumbersTask, "number words in another language"),
-    "saw": Entry(tagging.saw, tagging.SawTask, "tags for words that have several: I saw a saw"),
-    "polarity": Entry(sentiment.polarity, sentiment.PolarityTask, "good or bad, with negations"),
-    "multi30k": Entry(translation.multi30k, translation.TranslationTask, "captions, English to German", "multi30k"),
-    "ewt": Entry(tagging.ewt, tagging.TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
-    "imdb": Entry(sentiment.imdb, sentiment.SentimentTask, "film reviews, good or bad", "imdb"),
-    "shakespeare": Entry(language.shakespeare, language.LanguageTask, "the next character", "tinyshakespeare"),
-    "acl_titles": Entry(copying.acl_titles, copying.CopyTask, "the title of an abstract, with copying", "acl_titles"),
-    "wikisql": Entry(copying.wikisql, copying.CopyTask, "a query for a question, with copying", "wikisql"),
+    "reverse": Entry(reverse, ReverseTask, "a string turned around"),
+    "copy": Entry(copy, SayAgainTask, "a string said again"),
+    "numbers": Entry(numbers, NumbersTask, "number words in another language"),
+    "saw": Entry(saw, SawTask, "tags for words that have several: I saw a saw"),
+    "polarity": Entry(polarity, PolarityTask, "good or bad, with negations"),
+    "multi30k": Entry(multi30k, TranslationTask, "captions, English to German", "multi30k"),
+    "ewt": Entry(ewt, TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
+    "imdb": Entry(imdb, SentimentTask, "film reviews, good or bad", "imdb"),
+    "shakespeare": Entry(shakespeare, LanguageTask, "the next character", "tinyshakespeare"),
+    "acl_titles": Entry(acl_titles, CopyTask, "the title of an abstract, with copying", "acl_titles"),
+    "wikisql": Entry(wikisql, CopyTask, "a query for a question, with copying", "wikisql"),
 }
 
 

@@ -23,6 +23,8 @@ class Task:
 
     best: ClassVar[tuple[str, str]] = ("loss", "min")  # the validation score that chooses, and where it is better
 
+    sample: str = ""  # a text that it could be asked; `read` finds one
+    answering: tuple[str, ...] = ()  # settings that only say how it answers: they may change after training
     steady: bool = False  # its loss does the same at every update, without a look at the device: config.graphs may be set
 
     def __init__(self, config: Config) -> None:

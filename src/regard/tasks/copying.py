@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from regard.config import Config
-from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch, padded, shifted
+from regard.data.batch import END, PAD, UNKNOWN, Batch, padded, shifted
 from regard.data.copying import extended, spoken, target_extended
 from regard.data.find import find
 from regard.data.sets import acl_titles as read_titles
 from regard.data.vocabulary import Words, vocabulary
 from regard.data.wikisql import wikisql as read_queries
 from regard.data.wikisql import words
-from regard.decoding import Rules, beam, say
+from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
 from regard.models.copying import copier, coverage
 from regard.tasks.base import Task
-from regard.tasks.support import device_of, in_order, resting
+from regard.tasks.support import check_vocab, device_under, in_order, learned, resting, spoken_by
 from regard.text import unknown
+from regard.training.feeding import heeded
 from regard.training.losses import Loss
-from regard.training.modes import heeded, teacher_forcing
+from regard.training.modes import teacher_forcing
 
 DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
 WATCHED = 500  # examples of validation that training looks at
@@ -59,6 +60,7 @@ class CopyTask(Task):
 
     config: Copying
     steady = True
+    answering = ("beam", "penalty", "most")
 
     def __init__(self, config: Copying) -> None:
         super().__init__(config)
@@ -66,8 +68,13 @@ class CopyTask(Task):
             raise ValueError(unknown("copying has no task", config.task, READ))
         if config.copy and config.smoothing:
             raise ValueError("smoothing gives some probability to every word, and a source cannot say them all: use copy=false")
-        if not config.copy and config.coverage:
-            raise ValueError("coverage is of the pointer, and with copy=false there is none: use coverage=0")
+        if not config.copy and (config.coverage or config.pointers != 1):
+            raise ValueError("coverage and pointers are for copying, and with copy=false there is none: leave them out")
+        check_vocab("words", config.vocab)
+        for name in ("pointers", "cut", "most"):
+            need(name, getattr(config, name))
+        if config.coverage < 0:
+            raise ValueError(f"coverage is a weight, at least 0, not {config.coverage!r}")
         self.best = BEST[config.task]  # type: ignore[misc]
         self.vocabulary: Words | None = None
         self.wanted: dict[str, list[list[str]]] = {}
@@ -83,6 +90,7 @@ class CopyTask(Task):
             self.vocabulary = Words.of((text for pair in texts["train"] for text in pair), size=config.vocab)
         texts["train"] = [pair for pair in texts["train"] if len(pair[1]) < longest]  # what it may not say it need not learn
         self.wanted = {name: [target for _, target in pairs] for name, pairs in texts.items()}
+        self.sample = parts[1][0].source if parts[1] else ""
         self.splits = {name: [self._coded(*pair) for pair in pairs] for name, pairs in texts.items()}
 
     def _cut(self, text: str) -> list[str]:
@@ -95,9 +103,7 @@ class CopyTask(Task):
         return Coded(ids, [*said, END], oov)
 
     def _words(self) -> Words:
-        if self.vocabulary is None:
-            raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
-        return self.vocabulary
+        return learned(self.vocabulary)
 
     def assets(self) -> dict[str, str]:
         return {"vocabulary.json": self._words().to_json()}
@@ -155,7 +161,7 @@ class CopyTask(Task):
         return scores
 
     def _loss(self, model: nn.Module, examples: Sequence[Coded]) -> float:
-        rows, device = sorted(examples, key=self.size), device_of(model)
+        rows, device = sorted(examples, key=self.size), device_under(model)
         rows = [row for row in rows if len(row.target) <= self.config.max_len]  # longer ones cannot be followed to their end
         with resting(model):
             losses = [self.loss(model, self.batch(rows[i : i + 100]).to(device), 0) for i in range(0, len(rows), 100)]
@@ -170,15 +176,10 @@ class CopyTask(Task):
         ]
 
     def _say(self, model: Any, rows: list[Coded], beams: int) -> list[list[int]]:
-        batch = self.batch(rows).to(device_of(model))
+        batch = self.batch(rows).to(device_under(model))
         source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
         state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
-        rules = Rules(END, most=min(self.config.most, self.config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
-        begin: Tensor = source.new_full((len(source), 1), BEGIN)
-        if beams == 1:
-            return say(model, state, begin, rules=rules)
-        best = beam(model, state, begin, rules=rules, width=beams, penalty=self.config.penalty)
-        return [row[0] if row else [] for row in best.answers(END)]
+        return spoken_by(model, state, config=self.config, most=self.config.most, beams=beams)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """Of a line that is longer than `cut` words the first ones are read, as in training."""

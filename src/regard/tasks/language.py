@@ -17,9 +17,10 @@ from regard.data.find import find
 from regard.data.sets import shakespeare as read_shakespeare
 from regard.data.vocabulary import Characters, vocabulary
 from regard.decoding import Rules, Sample, say
+from regard.mixers.patterns.algebra import need
 from regard.models.build import language_model
 from regard.tasks.base import Task
-from regard.tasks.support import device_of, resting
+from regard.tasks.support import device_under, resting
 from regard.training.losses import Loss, cross_entropy
 
 
@@ -38,10 +39,14 @@ class LanguageTask(Task):
 
     best = ("loss", "min")
     steady = True
+    answering = ("most", "temperature")
     config: Language
 
     def __init__(self, config: Language) -> None:
         super().__init__(config)
+        need("stride", config.stride)
+        if not 1 <= config.window <= config.max_len:
+            raise ValueError(f"window must be from 1 to max_len={config.max_len}, not {config.window}")
         self.characters = Characters([])
         self.texts: dict[str, torch.Tensor] = {}
 
@@ -50,6 +55,7 @@ class LanguageTask(Task):
         if len(self.characters) == len(Characters([])):
             self.characters = Characters.of([train])
         self.texts = {name: torch.tensor(self.characters.encode(text)) for name, text in (("train", train), ("val", val))}
+        self.sample = val.strip().partition("\n")[0]
         window, last = self.config.window, len(self.texts["train"]) - self.config.window - 1
         self.splits = {
             "train": [("train", at) for at in range(0, last + 1, self.config.stride)],
@@ -87,18 +93,17 @@ class LanguageTask(Task):
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
         if not self.splits[split]:
             raise ValueError(f"there is no {split} split of this text: it has train and val")
-        examples, losses = self.splits[split], []
+        whole, last = self.splits[split][:-1], self.splits[split][-1:]  # the last window may be shorter
         with resting(model):
-            for part in [*(examples[i : i + 128] for i in range(0, len(examples) - 1, 128)), examples[-1:]]:
-                part = [x for x in part if x is not examples[-1]] if part is not examples[-1:] and len(part) > 1 else part
-                losses.append(self.loss(model, self.batch(part).to(device_of(model)), 0))
+            parts = [*(whole[i : i + 128] for i in range(0, len(whole), 128)), last]
+            losses = [self.loss(model, self.batch(part).to(device_under(model)), 0) for part in parts]
         nll = sum(float(x.parts["nll"]) for x in losses) / sum(int(x.over) for x in losses)
         return {"loss": nll, "bits": nll / math.log(2)}
 
     def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
         """How the text goes on, drawn by chance with a fixed seed."""
-        rules = Rules(END, most=self.config.most, never=(PAD, UNKNOWN, BEGIN, MASK, END)[:4])
-        device, answers = device_of(model), []
+        rules = Rules(END, most=self.config.most, never=(PAD, UNKNOWN, BEGIN, MASK))
+        device, answers = device_under(model), []
         for line in lines:
             prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.most) :]
             choice = Sample(temperature=self.config.temperature, seed=self.config.seed)

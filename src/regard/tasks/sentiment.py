@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.blocks.feedforward import share
 from regard.config import Config
 from regard.data import generators
 from regard.data.batch import BEGIN, MASK, Batch, padded
@@ -18,11 +19,12 @@ from regard.data.find import find
 from regard.data.sets import Labelled
 from regard.data.sets import imdb as read_imdb
 from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
+from regard.mixers.patterns.algebra import need
 from regard.models.build import encoder, tokens
 from regard.models.heads import POOLS, PerSequence
 from regard.models.reader import Reader
 from regard.tasks.base import Task
-from regard.tasks.support import choice_of, device_of, in_order, resting
+from regard.tasks.support import check_vocab, choice_of, device_under, in_order, learned, resting
 from regard.training.losses import Loss, cross_entropy
 
 READING = 100_000  # tokens of a batch when nothing is kept for a backward pass
@@ -55,6 +57,9 @@ class SentimentTask(Task):
         super().__init__(config)
         choice_of("units", config.units, UNITS)
         choice_of("pool", config.pool, POOLS)
+        need("cut", config.cut, 3)
+        check_vocab(config.units, config.vocab)
+        share("forget", config.forget)
         self.vocabulary: Vocabulary | None = None
         self.labels: list[int] = []
 
@@ -67,6 +72,7 @@ class SentimentTask(Task):
             self.vocabulary = self._learn([x.text for x in parts["train"]])
             self.labels = sorted({x.label for x in parts["train"]})
         self.splits = {name: self._coded(part) for name, part in parts.items()}
+        self.sample = parts["val"][0].text if parts["val"] else ""
 
     def _learn(self, texts: list[str]) -> Vocabulary:
         texts = [text.lower() for text in texts] if self.config.lower else texts
@@ -83,13 +89,11 @@ class SentimentTask(Task):
         known = self._units()
         texts = [text.lower() for text in texts] if self.config.lower else texts
         rows = known.encode_all(texts) if isinstance(known, Subwords) else [known.encode(text) for text in texts]
-        half = (self.config.cut - 1) // 2
+        half = (min(self.config.cut, self.config.max_len) - 1) // 2
         return [[BEGIN, *(row if len(row) <= 2 * half else row[:half] + row[-half:])] for row in rows]
 
     def _units(self) -> Vocabulary:
-        if self.vocabulary is None:
-            raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
-        return self.vocabulary
+        return learned(self.vocabulary)
 
     def assets(self) -> dict[str, str]:
         return {"vocabulary.json": self._units().to_json(), "labels.json": json.dumps(self.labels)}
@@ -127,7 +131,7 @@ class SentimentTask(Task):
 
     def _labelled(self, model: nn.Module, examples: Sequence[Coded]) -> list[int]:
         def answer(part: list[Coded]) -> list[int]:
-            batch = self.batch(part).to(device_of(model))
+            batch = self.batch(part).to(device_under(model))
             return model(batch.source, batch.source_valid).argmax(-1).tolist()
 
         with resting(model):

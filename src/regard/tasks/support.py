@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from regard.config import Config
+from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
+from regard.data.vocabulary import FIRST
+from regard.decoding import Rules, beam, say
+from regard.mixers.base import State
+from regard.mixers.patterns.algebra import need
 from regard.text import unknown
 from regard.training.feeding import resting
 
-__all__ = ["check_lengths", "choice_of", "device_of", "in_order", "resting"]
+__all__ = [
+    "check_lengths",
+    "check_part",
+    "check_vocab",
+    "choice_of",
+    "device_under",
+    "in_order",
+    "learned",
+    "resting",
+    "spoken_by",
+]
 
+V = TypeVar("V")
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-def device_of(model: nn.Module) -> torch.device:
+def device_under(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
@@ -33,12 +50,41 @@ def in_order(examples: Sequence[T], size: Callable[[T], int], most: int, answer:
     return cast(list[R], found)  # every one of them is there now
 
 
-def check_lengths(rows: Sequence[Sequence[int]], most: int) -> None:
+def learned(vocabulary: V | None) -> V:
+    """The vocabulary, if there is one already."""
+    if vocabulary is None:
+        raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
+    return vocabulary
+
+
+def spoken_by(model: Any, state: State, *, config: Config, most: int, beams: int) -> list[list[int]]:
+    """What a decoder says from a state: greedily, or the best of some beams; special tokens are not said."""
+    rules = Rules(END, most=min(most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+    begin = torch.full((len(state.t), 1), BEGIN, device=state.t.device)
+    if beams == 1:
+        return say(model, state, begin, rules=rules)
+    best = beam(model, state, begin, rules=rules, width=beams, penalty=config.penalty)
+    return [row[0] if row else [] for row in best.answers(END)]
+
+
+def check_lengths(rows: Sequence[Sequence[Any]], most: int) -> None:
     for number, row in enumerate(rows, 1):
         if len(row) > most:
             raise ValueError(
-                f"line {number} has {len(row):,} tokens, but this model reads at most {most:,}: cut it, or train it longer"
+                f"line {number} has {len(row):,} tokens, but this model reads at most {most:,}: "
+                "cut it, or train with a larger max_len"
             )
+
+
+def check_vocab(units: str, size: int) -> None:
+    """That there is room for what every vocabulary has."""
+    if units in ("subwords", "words"):
+        need("vocab", size, FIRST + 256 if units == "subwords" else FIRST + 1)
+
+
+def check_part(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be from 0 to 1, not {value!r}")
 
 
 def choice_of(name: str, value: str, allowed: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from regard.blocks.feedforward import share
 from regard.config import Config
 from regard.data import generators
 from regard.data.batch import NO_LABEL, Batch, padded
@@ -20,13 +21,14 @@ from regard.data.find import find
 from regard.data.sets import Tagged
 from regard.data.sets import ewt as read_ewt
 from regard.data.vocabulary import Characters, Words, vocabulary
-from regard.mixers.base import Dims
-from regard.models.build import encoder
-from regard.models.embed import Spelled, placed
+from regard.mixers.patterns.algebra import need
+from regard.models.build import added, encoder
+from regard.models.embed import Spelled
 from regard.models.heads import PerVector
 from regard.models.reader import Reader
 from regard.tasks.base import Task
-from regard.tasks.support import device_of, in_order, resting
+from regard.tasks.beginning import short_enough
+from regard.tasks.support import check_lengths, device_under, in_order, resting
 from regard.training.losses import Loss, cross_entropy
 
 READING = 20_000  # tokens of a batch when nothing is kept for a backward pass
@@ -59,6 +61,12 @@ class TaggingTask(Task):
 
     def __init__(self, config: Tagging) -> None:
         super().__init__(config)
+        need("letters", config.letters, 2)
+        need("spelling", config.spelling)
+        need("min_count", config.min_count)
+        share("forget", config.forget)
+        if config.fine < 0:
+            raise ValueError(f"fine is a weight, at least 0, not {config.fine!r}")
         self.words, self.characters, self.tags = Words([]), Characters([]), list[str]()
         self.fine: list[str] = []
 
@@ -74,6 +82,8 @@ class TaggingTask(Task):
             fine = {tag for x in parts["train"] for tag in x.fine}
             self.fine = sorted(fine) if self.config.fine else []
         self.splits = {name: [self._coded(x) for x in part] for name, part in parts.items()}
+        self.splits["train"] = short_enough(self.splits["train"], self.size, self.config)
+        self.sample = " ".join(parts["val"][0].words) if parts["val"] else ""
 
     def assets(self) -> dict[str, str]:
         tags = json.dumps({"tags": self.tags, "fine": self.fine})
@@ -120,7 +130,7 @@ class TaggingTask(Task):
             len(self.characters),
             config.width,
             spelling=config.spelling,
-            positions=placed(config.positions, Dims(config.width, config.heads, max_len=config.max_len))[0],
+            positions=added(config),
             dropout=config.dropout,
             forget=config.forget,
         )
@@ -144,7 +154,7 @@ class TaggingTask(Task):
 
     def _tagged(self, model: nn.Module, examples: Sequence[Coded]) -> list[list[int]]:
         def answer(part: list[Coded]) -> list[list[int]]:
-            batch = self.batch(part).to(device_of(model))
+            batch = self.batch(part).to(device_under(model))
             best = model(batch.source, batch.source_valid)[..., : len(self.tags)].argmax(-1).tolist()
             return [row[: self.size(x)] for row, x in zip(best, part, strict=True)]
 
@@ -153,6 +163,7 @@ class TaggingTask(Task):
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         texts = [re.findall(r"\w+(?:[-.]\w+)*(?=n't\b)|n't\b|\w+(?:[-.]\w+)*|'\w+|[^\w\s]", line) for line in lines]
+        check_lengths(texts, self.config.max_len)
         full = [(words, Coded(self._spelled(words), [0] * len(words), [NO_LABEL] * len(words))) for words in texts]
         found = iter(self._tagged(model, [coded for words, coded in full if words]))
         tagged = [zip(words, next(found), strict=True) if words else () for words, _ in full]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from regard.config import Config
 from regard.data import generators
@@ -16,13 +16,25 @@ from regard.data.files import Pair, lines
 from regard.data.find import find
 from regard.data.sets import multi30k as read_multi30k
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
-from regard.decoding import Rules, beam, say
+from regard.decoding import Rules
 from regard.decoding.parallel import say_at_once
+from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
 from regard.models.parallel import parallel
 from regard.scores import bleu, exact_match
 from regard.tasks.base import Task
-from regard.tasks.support import check_lengths, choice_of, device_of, in_order, resting
+from regard.tasks.beginning import begun, check_slots, short_enough
+from regard.tasks.support import (
+    check_lengths,
+    check_part,
+    check_vocab,
+    choice_of,
+    device_under,
+    in_order,
+    learned,
+    resting,
+    spoken_by,
+)
 from regard.training.losses import Loss
 from regard.training.modes import MODES, teacher_forcing
 from regard.training.parallel import glance_at
@@ -30,7 +42,7 @@ from regard.training.parallel import loss as loss_at_once
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
 from regard.training.scheduled import SCHEDULES
 from regard.training.scheduled import share as share_of_truth
-from regard.training.store import Run, load_run, put_weights
+from regard.training.store import Run, put_weights
 
 DECODING = 20_000  # tokens of a batch when nothing is kept for a backward pass
 TOGETHER = 2000  # sources between two words about progress
@@ -46,10 +58,10 @@ class Translation(Config):
     """Two languages over one vocabulary."""
 
     units: str = "subwords"  # of the vocabulary: subwords, words, characters
-    vocab: int = 10_000  # units at most
+    vocab: int = 10_000  # subwords or words at most; characters are all taken
     lower: bool = False  # texts are lower-cased
     most: int = 100  # tokens of an answer at most
-    mode: str = "teacher"  # how it learns: teacher, free, scheduled, two_pass, parallel; self_critical, minimum_risk on BLEU
+    mode: str = "teacher"  # how it learns: teacher, free, scheduled, two_pass, parallel; on BLEU: self_critical, minimum_risk
     truth: str = "linear"  # scheduled sampling: how the share of true tokens falls: linear, exponential, inverse_sigmoid
     floor: float = 0.5  # ... and how far
     samples: int = 8  # minimum_risk: answers that are compared
@@ -57,7 +69,7 @@ class Translation(Config):
     decoder: str = "autoregressive"  # or one that says everything at once: ctc, masked, length, fixed
     teacher: str = ""  # for those: a teacher's answers to the training sources, a file that `regard distil` wrote
     upsample: int = 3  # ctc: slots for every source token
-    glance: float = 0.5  # all at once: the share of its mistakes that it is shown in training, at the start
+    glance: float = 0.5  # ctc, length, fixed: the share of its mistakes that it is shown in training, at the start
     iterations: int = 4  # masked: rounds of an answer
     lengths: int = 4  # masked, length: lengths that are tried
 
@@ -66,6 +78,7 @@ class TranslationTask(Task):
     """A target text for every source text; scored by BLEU and by how many answers are exactly right."""
 
     best = ("bleu", "max")
+    answering: tuple[str, ...] = ("beam", "penalty", "most")
     config: Translation
 
     def __init__(self, config: Translation) -> None:
@@ -74,8 +87,17 @@ class TranslationTask(Task):
         choice_of("decoder", config.decoder, DECODERS)
         choice_of("mode", config.mode, [*MODES, *REWARDED])
         choice_of("truth", config.truth, list(SCHEDULES))
+        check_vocab(config.units, config.vocab)
+        for name in ("floor", "glance"):
+            check_part(name, getattr(config, name))
+        for name in ("most", "samples", "upsample", "iterations", "lengths"):
+            need(name, getattr(config, name))
         if config.mode != "teacher" and config.decoder != "autoregressive":
             raise ValueError(f"mode={config.mode!r} is for a decoder that hears what it said: use decoder='autoregressive'")
+        if config.begin_from and config.decoder != "autoregressive":
+            raise ValueError("begin_from is for decoder='autoregressive': leave it out")
+        if config.decoder != "autoregressive":
+            self.answering = {"masked": ("lengths", "iterations"), "length": ("lengths",)}.get(config.decoder, ())
         self.steady = config.mode == "teacher" and config.decoder == "autoregressive"
         self.vocabulary: Vocabulary | None = None
         self.finished = False  # restored from a run: it has learned all it will
@@ -89,14 +111,17 @@ class TranslationTask(Task):
     def read(self, folder: Path | None = None) -> None:
         train, val, test = self.pairs(folder)
         if self.config.begin_from and not self.finished:
-            self.begun = load_run(Path(self.config.begin_from))
+            self.begun = begun(self.config)
             self.vocabulary = vocabulary(self.begun.assets["vocabulary.json"])
         self.texts = {"train": self._taught(train), "val": val, "test": test}
         if self.vocabulary is None:
             self.vocabulary = self._learn([text for pair in train for text in pair])
         self.splits = {name: [self._coded(pair) for pair in pairs] for name, pairs in self.texts.items()}
-        longest = self.config.max_len
-        self.splits["train"] = [pair for pair in self.splits["train"] if max(map(len, pair)) <= longest]
+        if not self.finished:
+            self.splits["train"] = short_enough(self.splits["train"], self.size, self.config)
+        if self.config.decoder == "ctc" and not self.finished:
+            check_slots(self.splits["train"], self.config.upsample)
+        self.sample = val[0].source if val else ""
 
     def _learn(self, texts: list[str]) -> Vocabulary:
         config = self.config
@@ -115,7 +140,7 @@ class TranslationTask(Task):
                 f"{self.config.teacher} has {len(answers):,} lines, but there are {len(train):,} training sources: "
                 "make it with `regard distil`"
             )
-        return [Pair(pair.source, answer) for pair, answer in zip(train, answers, strict=True)]
+        return [Pair(pair.source, answer) for pair, answer in zip(train, answers, strict=True) if answer]
 
     def _coded(self, pair: Pair) -> Coded:
         return self._code(pair.source), [*self._code(pair.target), END]
@@ -124,9 +149,7 @@ class TranslationTask(Task):
         return self._words().encode(text.lower() if self.config.lower else text)
 
     def _words(self) -> Vocabulary:
-        if self.vocabulary is None:
-            raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
-        return self.vocabulary
+        return learned(self.vocabulary)
 
     def assets(self) -> dict[str, str]:
         return {"vocabulary.json": self._words().to_json()}
@@ -174,7 +197,7 @@ class TranslationTask(Task):
     def watch(self, model: nn.Module) -> dict[str, float]:
         """Greedily, and how well it would have followed the truth."""
         with resting(model):
-            losses = [self._told(model, self.batch(part).to(device_of(model))) for part in self._parts("val")]
+            losses = [self._told(model, self.batch(part).to(device_under(model))) for part in self._parts("val")]
         total = sum(float(x.parts.get("nll", x.total)) for x in losses) / max(1, sum(int(x.over) for x in losses))
         return {"loss": total, **self._scored("val", self.answers(model, self._sources("val"), beams=1))}
 
@@ -184,7 +207,7 @@ class TranslationTask(Task):
         return loss_at_once(model, batch)
 
     def _parts(self, split: str) -> list[list[Coded]]:
-        rows = sorted(self.splits[split], key=self.size)
+        rows = sorted((row for row in self.splits[split] if self.size(row) <= self.config.max_len), key=self.size)
         return [rows[i : i + 200] for i in range(0, len(rows), 200)]
 
     def _sources(self, split: str) -> list[list[int]]:
@@ -212,31 +235,24 @@ class TranslationTask(Task):
         """What it says to each source, by `beams` beams unless it says everything at once."""
         beams = self.config.beam if beams is None else beams
         with resting(model):
+            sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # it cannot read what is too long
             return in_order(sources, len, DECODING // max(1, beams), lambda rows: self._say(model, rows, beams))
 
     def _say(self, model: Any, rows: list[list[int]], beams: int) -> list[list[int]]:
         empty = [i for i, row in enumerate(rows) if not row]  # nothing is said to nothing
         source, valid = padded([row or [UNKNOWN] for row in rows])
-        device = device_of(model)
+        device = device_under(model)
         source, valid = source.to(device), None if valid is None else valid.to(device)
         if self.config.decoder == "autoregressive":
-            answers = self._one_by_one(model, source, valid, beams)
+            answers = spoken_by(model, model.start(source, valid), config=self.config, most=self.config.most, beams=beams)
         else:
             lengths = self.config.lengths if self.config.decoder in ("length", "masked") else 1
             iterations = self.config.iterations if self.config.decoder == "masked" else 1
             answers = say_at_once(model, source, valid, lengths=lengths, iterations=iterations)
         return [[] if i in empty else answer for i, answer in enumerate(answers)]
 
-    def _one_by_one(self, model: Any, source: Tensor, valid: Tensor | None, beams: int) -> list[list[int]]:
-        rules = self._rules()
-        state, begin = model.start(source, valid), source.new_full((len(source), 1), BEGIN)
-        if beams == 1:
-            return say(model, state, begin, rules=rules)
-        best = beam(model, state, begin, rules=rules, width=beams, penalty=self.config.penalty)
-        return [row[0] if row else [] for row in best.answers(END)]
-
     def _rules(self) -> Rules:
-        return Rules(END, most=self.config.most, never=(PAD, UNKNOWN, BEGIN, MASK))
+        return Rules(END, most=min(self.config.most, self.config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         rows = [self._code(line) for line in lines]
@@ -248,7 +264,6 @@ class TranslationTask(Task):
         learns from more easily. `progress(done, total)` is told now and then.
         """
         rows, answers = [self._code(pair.source) for pair in self.texts["train"]], list[str]()
-        rows = [row if len(row) <= self.config.max_len else [] for row in rows]
         for i in range(0, len(rows), TOGETHER):
             answers += [self._words().decode(answer) for answer in self.answers(model, rows[i : i + TOGETHER])]
             progress(len(answers), len(rows))
@@ -269,7 +284,7 @@ class ReverseTask(TranslationTask):
         return generators.copying("reverse")
 
 
-class CopyTask(TranslationTask):
+class SayAgainTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002

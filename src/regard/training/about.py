@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 POSITIVE = ("steps", "batch_tokens", "accumulate", "validate_every", "save_every", "average")
 NOT_NEGATIVE = ("warmup", "decay", "clip", "patience", "seed")
+LARGEST = 2**63
 
 
 def check(task: Task) -> None:
@@ -35,11 +36,17 @@ def check(task: Task) -> None:
         if not task.splits.get(split):
             wanted = "learn from" if split == "train" else "validate on"
             raise ValueError(f"{task.config.task or 'this task'} has no examples to {wanted}")
+    longest, room = max(map(task.size, task.splits["train"])), task.config.batch_tokens
+    if longest > room:
+        raise ValueError(f"an example has {longest:,} tokens, but a batch has {room:,} at most: use batch_tokens={longest}")
 
 
 def check_settings(task: Task) -> None:
     """Before there is data."""
     config = task.config
+    for name, value in vars(config).items():
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise ValueError(f"{name} is {value}, which no machine counts to: it must be below 2**63")
     for name in POSITIVE:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)!r}")
@@ -74,6 +81,7 @@ def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], re
         return
     if not resume:
         raise RunError(f"{out} holds a run already: let it go on (resume), choose another folder, or delete this one")
+    store.check_seals(out)
     missing = object()
     names = [name for name in {**there, **config} if there.get(name, missing) != config.get(name, missing)]
     if names:
@@ -90,9 +98,12 @@ def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
     if store.load_config(out) is None:
         store.save_run(out, settings(task), task.assets(), now)
         return []
-    then = files.read_json(out / "run.json", "restore it, or delete the folder and train again")
-    if then.get("data") != now["data"]:
-        raise RunError(f"{out} holds a run on other data: {then.get('data')} there and {now['data']} here")
+    advice = "restore it, or delete the folder and train again"
+    then = files.read_json(out / store.ABOUT, advice)
+    if "data" not in then:
+        raise RunError(f"{out / store.ABOUT} does not say what it was trained on: {advice}")
+    if then["data"] != now["data"]:
+        raise RunError(f"{out} holds a run on other data: {then['data']} there and {now['data']} here")
     made = ("regard", "python", "torch", "device")
     return [
         f"{name} was {then.get(name)} and is {now[name]}: the run goes on, but not bit for bit as it would have"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.data.batch import BEGIN, Batch
+from regard.mixers.base import Core
 from regard.models.translator import Translator
 
 Feed = Callable[[int, Tensor | None], Tensor]
@@ -52,6 +53,11 @@ def _before(valid: Tensor) -> Tensor:
     return torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
 
 
+def heeded(model: nn.Module, valid: Tensor | None) -> Tensor | None:
+    """What a causal decoder must be told of padding that stands behind its target: nothing, unless it takes notes of tokens."""
+    return valid if any(isinstance(module, Core) and module.learns for module in model.modules()) else None
+
+
 def step_by_step(model: Translator, batch: Batch, feed: Feed) -> Tensor:
     """Scores (b m v) of a decoder that takes one token after another.
 
@@ -60,7 +66,7 @@ def step_by_step(model: Translator, batch: Batch, feed: Feed) -> Tensor:
     """
     m, valid = sequence(batch).shape[1], batch.target_valid
     if valid is not None and bool((valid[:, 1:] <= valid[:, :-1]).all()):
-        valid = None  # all padding lies behind, where nobody looks: it need not be skipped
+        valid = heeded(model, valid)  # all padding lies behind, where nobody looks
     state = model.start(batch.source, batch.source_valid)
     steps: list[Tensor] = []
     last: Tensor | None = None

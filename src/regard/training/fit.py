@@ -19,6 +19,7 @@ from regard.text import unknown
 from regard.training import about, dice, files, store
 from regard.training.averaging import average
 from regard.training.feed import batches_of
+from regard.training.files import RunError
 from regard.training.journal import Journal
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
 from regard.training.progress import Lines, Progress, progress, span
@@ -63,12 +64,34 @@ def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto"
         store.clean(out)
         config = about.settings(task)
         about.same_run(out, config, task.assets(), resume)
-        if (out / "result.json").is_file():
-            result = Result(**files.read_json(out / "result.json", "delete it, and the run ends once more"))
+        if (result := _finished(out)) is not None:
             if not quiet:
                 Lines(0, console=Console()).note(f"the run in {out} is finished: {_sentence(result)}")
             return result
         return _Run(task, out, kind, quiet).finish()
+
+
+def _finished(out: Path) -> Result | None:
+    """How the run ended, if it has; where its weights are gone or changed, its checkpoints end it once more."""
+    path = out / store.RESULT
+    if not path.is_file():
+        return None
+    advice = "delete it, and the run ends once more"
+    try:
+        result = Result(**files.read_json(path, advice))
+        _sentence(result)
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path} is not as it was written: {advice}") from None
+    weights = out / store.WEIGHTS
+    if weights.is_file() and files.digest(files.read(weights, "restore it")) == result.sha256:
+        return result
+    if weights.is_dir() or store.latest(out) is None:
+        raise RunError(
+            f"{weights} is not as it was written, and there is no checkpoint to make it from: restore it, or train anew"
+        )
+    return None
 
 
 class _Run:
@@ -243,9 +266,7 @@ class _Run:
         result = Result(self.learner.step, self.name, best["score"], best["step"], averaged, chosen, self.stopped, self.seconds)
         result.sha256 = files.digest(data)
         files.replace(self.out / store.WEIGHTS, data)
-        files.replace(
-            self.out / "result.json", files.as_json(dataclasses.asdict(result))
-        )  # last: where it is, the run is finished
+        files.replace(self.out / store.RESULT, files.as_json(dataclasses.asdict(result)))  # last: where it is, it is finished
         self.progress.note(_sentence(result))
         return result
 

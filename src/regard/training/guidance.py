@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.mixers.attention import precise
 from regard.mixers.base import check_valid
 from regard.training.losses import Loss
 
@@ -27,7 +28,8 @@ def diagonal(
     j, columns = _places(source_valid, weights, n)
     cost = 1 - torch.exp(-((j[:, None] - i[..., None]) ** 2) / (2 * sharpness**2))
     cost = (cost * rows[..., None] * columns[:, None]).to(weights.dtype)
-    return Loss(torch.einsum("bhmn,bmn->", weights, cost) / h, rows.sum())
+    with precise(weights):
+        return Loss(torch.einsum("bhmn,bmn->", weights, cost) / h, rows.sum())
 
 
 def _places(valid: Tensor | None, like: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ class Journal:
         path = out / "metrics.jsonl"
         kept = [line for line in lines(path) if line["step"] <= after]
         files.replace(path, "".join(_text(line) for line in kept))
-        self.path, self._file, self._board = path, open(path, "a", encoding="utf-8"), _board(out / "tensorboard", after)  # noqa: SIM115
+        self._board = _board(out / "tensorboard", after)
+        self.path, self._file = path, open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
         try:
@@ -48,12 +49,21 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines; what a dying process left of a last one is none."""
     if not path.is_file():
         return []
-    *whole, _torn = path.read_text(encoding="utf-8").split("\n")
     try:
+        *whole, _torn = path.read_bytes().split(b"\n")
         found = [json.loads(text) for text in whole]
-        return [line for line in found if isinstance(line["step"], int)]
-    except (ValueError, TypeError, KeyError):
-        raise RunError(f"{path} is not as it was written: delete it, and the run goes on without its past") from None
+    except ValueError:
+        found = [None]
+    if not all(map(_sound, found)):
+        raise RunError(f"{path} is not as it was written: delete it, and the run goes on without its past")
+    return found
+
+
+def _sound(line: Any) -> bool:
+    """As `write` writes them."""
+    if not isinstance(line, dict) or not isinstance(line.get("val", {}), dict):
+        return False
+    return type(line.get("step")) is int and isinstance(line.get("time", 0.0), int | float)
 
 
 def _text(line: dict[str, Any]) -> str:

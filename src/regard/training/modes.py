@@ -7,10 +7,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from regard.data.batch import BEGIN, Batch, shifted
+from regard.mixers.attention import watched
 from regard.mixers.base import Core
 from regard.models.translator import Translator
 from regard.training.feeding import at_front, sequence, step_by_step, told
-from regard.training.losses import Loss, cross_entropy
+from regard.training.losses import Loss, cross_entropy, surprise
 from regard.training.scheduled import parallel, token_by_token, two_pass
 
 
@@ -25,11 +26,13 @@ def teacher_forcing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, b
     behind=True promises that all padding stands behind the target: a causal decoder cannot see it there, and need not be told.
     """
     target, valid = sequence(batch), batch.target_valid
-    if behind:
-        scores = model(batch.source, batch.source_valid, shifted(target), heeded(model, valid))
-    else:
-        scores = model(batch.source, batch.source_valid, told(target, valid), valid)
-    return cross_entropy(scores, target, valid, smoothing=smoothing)
+    heard, real = (shifted(target), heeded(model, valid)) if behind else (told(target, valid), valid)
+    if getattr(model.forward, "__func__", None) is not Translator.forward or watched(model):
+        scores = model(batch.source, batch.source_valid, heard, real)
+        return cross_entropy(scores, target, valid, smoothing=smoothing)
+    assert isinstance(model, Translator)
+    x = model.hidden(model.hear(batch.source, batch.source_valid), heard, real)
+    return surprise(model.head, x, target, valid, smoothing=smoothing)
 
 
 def free_running(model: Translator, batch: Batch, *, smoothing: float = 0.0) -> Loss:

@@ -13,6 +13,7 @@ from regard.data.batch import Batch
 from regard.mixers.features import wide
 from regard.models.lengths import counted
 from regard.models.parallel import BLANK, Ctc, Fixed, Length, Masked, Parallel, Read, Seats, fronted
+from regard.training.feeding import sequence, unlearned
 from regard.training.losses import Loss, cross_entropy
 
 NEVER = -1e4  # a log-probability that is 0 to every float, and yet has finite gradients
@@ -28,8 +29,7 @@ def loss(model: Parallel, batch: Batch, *, smoothing: float = 0.0, glance: float
     """
     if not 0 <= glance <= 1:
         raise ValueError(f"glance is a share of the mistakes, from 0 to 1, not {glance!r}")
-    if batch.target is None or batch.target.dim() != 2 or batch.target.shape[1] == 0:
-        raise ValueError("targets are sequences (batch, length) with an END behind them")
+    sequence(batch)
     if isinstance(model.slots, Masked) and glance:
         raise ValueError("masked is shown tokens by chance already: use glance=0")
     read = model.hear(batch.source, batch.source_valid)
@@ -65,7 +65,7 @@ def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
         hidden = 1 + (torch.rand(length.shape, device=length.device) * length).long()
         shown = drawn(real, length - hidden)
     elif glance:
-        with torch.no_grad():
+        with unlearned():
             wrong = (model.answer(read, seats).argmax(-1) != target) & real
         shown = drawn(real, (glance * wrong.sum(1)).round())
     scores = model.answer(read, seats, target, shown)
@@ -116,7 +116,7 @@ def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
     return Loss((1 - smoothing) * nll + smoothing * (flat * length).sum(), over, parts)
 
 
-@torch.no_grad()
+@unlearned()
 def _glance(
     model: Parallel, read: Read, seats: Seats, target: Tensor, classes: Tensor, length: Tensor, share: float
 ) -> tuple[Tensor, Tensor]:

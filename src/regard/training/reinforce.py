@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.data.batch import BEGIN, END, Batch, padded, shifted
 from regard.decoding.rules import Rules
-from regard.decoding.speak import Sample, say
+from regard.decoding.speak import Sample, say, unended
 from regard.mixers.base import select
 from regard.models.translator import Translator
 from regard.training.feeding import resting, sequence
@@ -154,7 +154,7 @@ def _truths(batch: Batch) -> Texts:
     target, valid = sequence(batch).tolist(), batch.target_valid
     if valid is not None:
         target = [[t for t, real in zip(*row, strict=True) if real] for row in zip(target, valid.tolist(), strict=True)]
-    return [row[: row.index(END)] if END in row else row for row in target]
+    return [unended(row, END) for row in target]
 
 
 def _rewards(reward: Reward, answers: Texts, truths: Texts, like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from regard.training import files
 from regard.training.files import RunError
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+CONFIG, ABOUT, RESULT = "config.json", "run.json", "result.json"
 WRITING, REMOVING = ".writing-", ".removing-"  # names of folders that are not whole (any more)
 NEEDED = ("step", "seconds", "best", "waited", "stopped", "skipped", "scaler", "dice", "sha256")
 
@@ -161,13 +162,28 @@ class Run(NamedTuple):
 
 
 def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], about: Mapping[str, Any]) -> None:
-    """What is known when it begins. The configuration comes last: where it is, the rest is."""
+    """What is known when it begins, sealed in run.json. The configuration comes last: where it is, the rest is."""
+    texts = {CONFIG: files.as_json(config)}
     for name, text in assets.items():
         if Path(name).name != name or name.startswith("."):
             raise ValueError(f"an asset is named like a file, without folders, not {name!r}")
+        texts[f"assets/{name}"] = text
         files.replace(out / "assets" / name, text)
-    files.replace(out / "run.json", files.as_json(about))
-    files.replace(out / "config.json", files.as_json(config))
+    files.replace(out / ABOUT, files.as_json({**about, "sha256": {name: files.digest(x.encode()) for name, x in texts.items()}}))
+    files.replace(out / CONFIG, texts[CONFIG])
+
+
+def check_seals(out: Path) -> None:
+    """That settings and assets are those it began with: the weights would fit many others, and mean something else."""
+    if not (out / ABOUT).is_file():  # without it a finished run can still answer
+        return
+    advice = "restore it, or train again in another folder"
+    seals = files.read_json(out / ABOUT, advice).get("sha256", {})
+    if not isinstance(seals, dict):
+        raise RunError(f"{out / ABOUT} is not as it was written: {advice}")
+    for name, seal in seals.items():
+        if files.digest(files.read(out / name, advice)) != seal:
+            raise RunError(f"{out / name} is not as it was written (its SHA-256 differs): {advice}")
 
 
 def load_run(out: Path) -> Run:
@@ -175,13 +191,15 @@ def load_run(out: Path) -> Run:
     config = load_config(out)
     if config is None:
         raise RunError(f"{out} holds no run: it has no config.json")
-    if (out / "result.json").is_file():
-        result = files.read_json(out / "result.json", "train again in another folder")
+    if (out / RESULT).is_file():
+        result = files.read_json(out / RESULT, "delete it and train in the same folder again, and the run ends once more")
     else:
         found = steps(out)
         where = f"stands at step {found[-1]}" if found else "has saved nothing yet"
         raise RunError(f"the run in {out} is not finished, it {where}: train it in the same folder again, and it goes on")
-    advice = "train again in another folder, or copy the file from where it is whole"
+    check_seals(out)
+    again = "train in the same folder again, and its checkpoints give it back" if steps(out) else "train again in another folder"
+    advice = f"{again}, or copy the file from where it is whole"
     data = files.read(out / WEIGHTS, advice)
     if files.digest(data) != result.get("sha256"):
         raise RunError(f"{out / WEIGHTS} is not as it was written (its SHA-256 differs): {advice}")
@@ -190,7 +208,7 @@ def load_run(out: Path) -> Run:
 
 def load_config(out: Path) -> dict[str, Any] | None:
     """None where no run has begun."""
-    path = out / "config.json"
+    path = out / CONFIG
     return files.read_json(path, "restore it, or delete the folder and train again") if path.is_file() else None
 
 

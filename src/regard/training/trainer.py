@@ -45,7 +45,7 @@ def trainer_in(kind: str, out: Path) -> Iterator[Trainer]:
             yield trainer
     except SystemExit:  # so Lightning ends at Control-C, and leaves that key dead
         if trainer.received_sigterm:
-            raise
+            raise SystemExit(143) from None  # Lightning's 0 would say that it is finished
         signal.signal(signal.SIGINT, interrupt)
         raise KeyboardInterrupt from None
     finally:

@@ -1,0 +1,211 @@
+"""What is learned of all tokens at once: sums over paths, the best path, what is shown and what is hidden."""
+
+import itertools
+
+import pytest
+import torch
+
+from conftest import DEVICE, close
+from regard.config import Config
+from regard.data.batch import END, Batch, padded
+from regard.decoding.parallel import say_at_once
+from regard.models.parallel import BLANK, Seats, parallel
+from regard.training.losses import cross_entropy
+from regard.training.parallel import best_path, certain, ctc, drawn, glance_at, loss, needed, odds, same
+from test_parallel import KINDS, alone, made, scattered, talk
+
+TARGETS = [[5, 6], [6, 6], [5], [], [5, 6, 5], [6, 6, 5]]
+
+
+def paths(logs, classes):
+    """The probability of every path (t c) that says these classes, and the path."""
+    t, c = logs.shape
+    for path in itertools.product(range(c), repeat=t):
+        if [k for k, _ in itertools.groupby(path) if k != 0] == classes:
+            yield sum(logs[i, k] for i, k in enumerate(path)), path
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "masked"])
+def test_the_loss_of_a_batch_is_the_sum_of_its_rows_with_gradients(kind):
+    model, batch = made(kind), talk()
+    runs = []
+    for batches in ([batch], [scattered(batch)], [alone(batch, i) for i in range(4)]):
+        model.zero_grad()
+        lost = [loss(model, one, smoothing=0.1) for one in batches]
+        torch.stack([x.total for x in lost]).sum().backward()
+        grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        runs.append((sum(x.total for x in lost).detach(), sum(x.over for x in lost), grads))
+    for total, over, grads in runs[1:]:
+        close(total, runs[0][0])
+        assert over == runs[0][1]
+        close(grads, runs[0][2])
+
+
+def sums():
+    """Scores of 5 slots, targets with repeats and without, and slots of which some are not there."""
+    scores = torch.randn(len(TARGETS), 5, 7, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(DEVICE)
+    target, _ = padded(TARGETS)
+    length = torch.tensor([len(row) for row in TARGETS])
+    room = torch.tensor([5, 4, 2, 3, 5, 4])
+    valid = torch.arange(5) < room[:, None]
+    return scores, target.to(DEVICE), length.to(DEVICE), room, valid.to(DEVICE)
+
+
+def in_classes(scores, target, valid):
+    columns = torch.nn.functional.pad(target, (1, 0))
+    logs = odds(scores, columns)
+    return torch.where(valid[..., None], logs, certain(torch.zeros_like(valid, dtype=torch.long), logs))
+
+
+def test_the_loss_over_paths_is_the_sum_over_all_of_them_with_its_gradient():
+    scores, target, length, room, valid = sums()
+    scores.requires_grad_()
+    fast = ctc(in_classes(scores, target, valid), same(target), length)
+    (ours,) = torch.autograd.grad((fast * torch.arange(1, 7, device=DEVICE)).sum(), scores)
+    slow = []
+    for i, row in enumerate(TARGETS):
+        every = scores[i, : room[i]].log_softmax(-1)
+        slow.append(-torch.stack([p for p, _ in paths(every, row)]).logsumexp(0))
+    close(fast, torch.stack(slow))
+    (theirs,) = torch.autograd.grad((torch.stack(slow) * torch.arange(1, 7, device=DEVICE)).sum(), scores)
+    close(ours, theirs)
+
+
+def test_the_best_path_is_the_best_of_all():
+    scores, target, length, room, valid = sums()
+    columns = torch.nn.functional.pad(target, (1, 0))
+    found = columns.gather(1, best_path(in_classes(scores, target, valid), same(target), length))
+    for i, row in enumerate(TARGETS):
+        logs = scores[i, : room[i]].log_softmax(-1)
+        _, best = max(paths(logs, row))
+        assert found[i, : room[i]].tolist() == list(best)
+        assert (found[i, room[i] :] == BLANK).all()
+
+
+def test_a_path_that_is_partly_certain_leaves_the_sum_over_the_rest():
+    scores, target, length, _, valid = sums()
+    classes, logs = same(target), in_classes(scores, target, valid)
+    path = best_path(logs, classes, length)
+    shown = torch.rand(path.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE) < 0.4
+    fast = ctc(torch.where(shown[..., None], certain(path, logs), logs), classes, length)
+    for i in range(len(TARGETS)):
+        wanted = classes[i, : length[i]].tolist()
+        agree = [
+            sum(logs[i, t, k] for t, k in enumerate(way) if not shown[i, t])
+            for _, way in paths(logs[i], wanted)
+            if all(k == path[i, t] for t, k in enumerate(way) if shown[i, t])
+        ]
+        close(fast[i], -torch.stack([torch.as_tensor(x, dtype=torch.float64, device=DEVICE) for x in agree]).logsumexp(0))
+
+
+def test_a_target_that_needs_more_slots_than_there_are_is_left_out_and_counted():
+    assert needed(same(torch.tensor([[6, 6, 5, 5], [6, 6, 6, 6]])), torch.tensor([4, 2])).tolist() == [6, 3]
+    model = made("ctc(upsample=1)")
+    source, _ = padded([[5, 6], [7, 8], [9, 5]])
+    fits, repeats, long = [5, 6, END], [7, 7, END], [5, 6, 7, 8, END]
+    target, valid = padded([fits, repeats, long])
+    lost = loss(model, Batch(source, None, target, valid).to(DEVICE), glance=0.5)
+    only = loss(model, Batch(source[:1], None, torch.tensor([fits])).to(DEVICE))
+    assert lost.parts["unsayable"] == 2
+    assert lost.over == only.over == 2
+    lost.total.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    plain = loss(model, Batch(source, None, target, valid).to(DEVICE))
+    close(plain.total, only.total)
+
+
+@pytest.mark.parametrize("kind", ["length", "fixed(count=11)", "ctc"])
+def test_who_is_shown_nothing_loses_what_it_says_and_who_is_shown_all_loses_nothing(kind, monkeypatch):
+    model, batch = made(kind), talk()
+    plain = loss(model, batch, smoothing=0.1)
+    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: torch.zeros_like(real))  # noqa: ARG005
+    close(loss(model, batch, smoothing=0.1, glance=0.5).total, plain.total)
+    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: real)  # noqa: ARG005
+    everything = loss(model, batch, glance=0.5)
+    assert float(everything.parts["nll"]) == pytest.approx(0, abs=1e-9)
+
+
+def test_what_is_shown_is_a_share_of_the_mistakes(monkeypatch):
+    seen = []
+
+    def watching(real, count):
+        seen.append((real, count))
+        return drawn(real, count)
+
+    monkeypatch.setattr("regard.training.parallel.drawn", watching)
+    model, batch = made("length"), talk()
+    lost = loss(model, batch, glance=0.5)
+    real, count = seen[0]
+    read = model.hear(batch.source, batch.source_valid)
+    wrong = (model.answer(read, model.seats(read, real.shape[1], real)).argmax(-1) != batch.target) & real
+    assert count.tolist() == (0.5 * wrong.sum(1)).round().tolist()
+    assert lost.over == real.sum() - count.sum()
+    shown = drawn(real.repeat(2000, 1), count.repeat(2000))
+    assert torch.equal(shown.sum(1), count.repeat(2000).long())
+    share = shown.view(2000, *real.shape).double().mean(0)
+    assert ((share - real * (count / real.sum(1))[:, None]).abs() < 0.06).all()  # every slot as likely as another
+    assert [round(glance_at(i, 10), 2) for i in (0, 5, 10, 20)] == [0.5, 0.4, 0.3, 0.3]
+
+
+def test_masked_learns_what_is_hidden_from_what_is_not(monkeypatch):
+    model, batch = made("masked"), talk()
+    picked = []
+    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: picked.append(drawn(real, count)) or picked[-1])
+    lost = loss(model, batch, smoothing=0.1)
+    (shown,) = picked
+    hidden = batch.target_valid & ~shown
+    assert hidden.any(1).all()
+    read = model.hear(batch.source, batch.source_valid)
+    x = torch.where(shown[..., None], model.embed.vectors(batch.target), model.slots.empty)
+    scores = model.answer(read, Seats(x, batch.target_valid))
+    wanted = cross_entropy(scores, batch.target, hidden, smoothing=0.1)
+    assert lost.over == wanted.over
+    close(lost.total - lost.parts["length"], wanted.total, 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_precision_changes_little_and_its_gradients_are_finite(kind):
+    model, batch = made(kind, torch.float32), talk()
+    torch.manual_seed(1)
+    whole = loss(model, batch, smoothing=0.1).mean
+    torch.manual_seed(1)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        half = loss(model, batch, smoothing=0.1).mean
+        glanced = loss(model, batch, glance=0.0 if kind == "masked" else 0.5).mean
+    assert half.item() == pytest.approx(whole.item(), rel=0.03)
+    (half + glanced).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def examples(b, dice):
+    """Digits, to be said backwards."""
+    rows = [(torch.randint(10, (int(torch.randint(2, 5, (1,), generator=dice)),), generator=dice) + 5).tolist() for _ in range(b)]
+    return rows, Batch(*padded(rows), *padded([[*row[::-1], END] for row in rows])).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "glance", "lr", "options"), [("ctc", 0.5, 0.008, {}), ("masked", 0.0, 0.01, {"lengths": 2, "iterations": 3})]
+)
+def test_digits_are_said_backwards_all_at_once(kind, glance, lr, options):
+    steps, dice = 280, torch.Generator().manual_seed(1)
+    model = parallel(Config(width=32, heads=4, depth=1, ffn=64, dropout=0.0, max_len=16), 15, kind=kind).to(DEVICE)
+    learn = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.98))
+    pace = torch.optim.lr_scheduler.LambdaLR(learn, lambda i: min((i + 1) / 40, 1, 2.5 * (1 - i / steps)))
+    for step in range(steps):
+        learn.zero_grad()
+        loss(model, examples(64, dice)[1], glance=glance_at(step, steps) if glance else 0.0).mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        learn.step()
+        pace.step()
+    rows, batch = examples(300, torch.Generator().manual_seed(9))
+    said = say_at_once(model.eval(), batch.source, batch.source_valid, **options)
+    assert sum(a == row[::-1] for a, row in zip(said, rows, strict=True)) > 0.95 * 300
+
+
+@pytest.mark.parametrize("kind", ["ctc", "length", "fixed(count=11)"])
+def test_glancing_teaches_every_weight_under_autocast_too(kind):
+    model = made(kind, torch.float32).train()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        lost = loss(model, talk(), glance=0.5)
+    lost.total.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
