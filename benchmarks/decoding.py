@@ -150,12 +150,12 @@ def main() -> None:
     cases = [(m, b, k, n) for m, counts in TOKENS[args.device].items() for (b, k), n in counts.items()]
     cases = [case for case in cases if "/".join(map(str, case)).startswith(args.only)]
     rows: list[dict[str, Any]] = []
-    progress, kept = Progress(len(cases)), ("", None, None, None)
+    progress, kept = Progress(len(cases)), ("", None, None)
     for name, b, k, new in cases:
         if kept[0] != name:
-            theirs, ours = both(name, device, dtype)
-            kept = (name, theirs, ours, Ready(ours))
-        _, theirs, ours, fast = kept
+            kept = (name, *both(name, device, dtype))
+        _, theirs, ours = kept
+        fast = Ready(ours, room=new + (PROMPT if name == "gpt2" else 1))
         source = torch.randint(5, VOCAB[name], (b, PROMPT), generator=torch.Generator().manual_seed(SEED)).to(device)
         case = Case(name, b, k, new, source)
         ways = {"transformers": partial(generate, theirs, case), "ready": partial(spoken, fast, case)}

@@ -5,9 +5,9 @@ make tables
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,10 @@ from typing import Any
 from regard.catalogue import catalogue_table
 from regard.traits import positions_table
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
 
-
-def result(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(head: list[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
-
-
-def code(text: str) -> str:
-    """A pattern has bars in it, which a table would take for its own."""
-    return "`" + text.replace("|", "\\|") + "`"
+import tables_tasks as real
+from tables_base import ROOT, Made, code, if_there, not_yet, result, short, table
 
 
 def growth(name: str = "growth", at: int = 8192) -> str:
@@ -54,11 +43,6 @@ def growth(name: str = "growth", at: int = 8192) -> str:
 
 def mebibytes(number: int | None) -> str:
     return "?" if number is None else f"{number / 2**20:.0f}"
-
-
-def short(number: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def peers() -> str:
@@ -104,9 +88,8 @@ def recall() -> str:
     return text + table(["", "form", "accuracy", "steps to 99 %", "why not"], body)
 
 
-def decoding() -> str:
+def decoding(made: Made) -> str:
     """Beside Hugging Face's generate, with the same weights."""
-    made = result("decoding")
     names = {"transformers": "transformers", "ready": "regard, `Ready(model)`", "model": "regard, the model itself"}
     body = [
         [
@@ -120,8 +103,31 @@ def decoding() -> str:
         ]
         for r in made["rows"]
     ]
-    text = f"Depth {made['settings']['depth']}, a prompt of {made['settings']['prompt']} tokens. {made_by(made)}\n\n"
+    least = min(r.get("same", 1.0) for r in made["rows"])
+    same = f" Of the tokens of beams, {100 * least:.2f} % or more are equal." if least < 1 else ""
+    text = f"Depth {made['settings']['depth']}, a prompt of {made['settings']['prompt']} tokens.{same} {made_by(made)}\n\n"
     return text + table(["", "batch", "search", "by", "tokens a second", "ms a step", "against transformers"], body)
+
+
+def step(made: Made) -> str:
+    """What a step asks of the machine, before and now: one column each, where there is one."""
+    if not made["rows"]:
+        return not_yet("step.py --beside PATH")
+    by: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in made["rows"]:
+        by.setdefault(row["what"], {})[row["which"]] = row
+    names = {"kernels": "kernels", "megabytes": "MB walked over", "cuda_kernels": "kernels on the GPU", "cuda_ms": "GPU ms"}
+    names = {key: name for key, name in names.items() if any(key in row for row in made["rows"])}
+    times = [which for which in ("before", "now") if any(row["which"] == which for row in made["rows"])]
+    body = [[what, *(_count(own.get(which, {}).get(key)) for key in names for which in times)] for what, own in by.items()]
+    s, w = made["settings"], made["made_with"]
+    size = f"Width {s['width']}, depth {s['depth']}, a vocabulary of {s['vocab']:,}, {s['tokens']:,} tokens"
+    head = ["", *(f"{name}, {which}" for name in names.values() for which in times)]
+    return f"{size} in rows of {s['length']}. ({w['device']}, torch {w['torch']}, commit {w['commit']}.)\n\n" + table(head, body)
+
+
+def _count(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def faults() -> str:
@@ -149,7 +155,15 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recall": recall,
         "peers": peers,
         "stream": stream,
-        "decoding": decoding,
+        "decoding": lambda: decoding(result("decoding")),
+        "decoding_gpu": lambda: (
+            decoding(made) if (made := if_there("decoding_gpu"))["rows"] else not_yet("decoding.py --device cuda")
+        ),
+        "step": lambda: step(if_there("step")),
+        "translation": lambda: real.translation(if_there("tasks")),
+        "decodings": lambda: real.decodings(if_there("tasks")),
+        "parallel": lambda: real.parallel(if_there("tasks"), if_there("at_once")),
+        "tasks": lambda: real.tasks(if_there("tasks")),
         "faults": faults,
     },
 }

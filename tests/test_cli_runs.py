@@ -274,7 +274,7 @@ def test_lines_that_cannot_be_answered_are_named(kind: str, content: bytes, sent
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("source", ["missing.txt", "./missing", "/no/such/file", "../x", "tests/missing"])
+@pytest.mark.parametrize("source", ["missing.txt", "./missing", "/no/such/file", "../no/such", "tests/missing"])
 def test_a_file_that_is_not_there_is_not_taken_for_a_text(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent.parent)
     assert f"there is no file {source}" in refused("predict", str(folder), source)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from regard.data.batch import Batch, padded
+from regard.kernels.outside import Outside
 from regard.models.build import translator
 from regard.tasks.translation import _small
 from regard.training import learner
@@ -56,6 +57,38 @@ def test_captured_passes_train_as_plain_ones_do(mixer):
     torch.testing.assert_close(fast[0], slow[0], rtol=1e-4, atol=1e-4)
     for a, b in zip(fast[1], slow[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@needs_cuda
+def test_what_a_captured_pass_reads_stays_where_it_was_when_the_model_replaces_it():
+    """A longer batch makes a longer table of positions; the memory of the old one is then given to others."""
+    torch.manual_seed(3)
+    model = translator(_small("reverse", "words"), 30).cuda()
+    passes = Graphs(lambda batch: teacher_forcing(model, batch, behind=True), list(model.parameters()), 10.0)
+    short, long = (Batch(x, None, x, None).to("cuda") for x in (torch.full((6, 8), 7), torch.full((6, 200), 7)))
+    with passes.on_stream():
+        before = [passes(short).total for _ in range(3)]
+        passes(long)
+        rubbish = [torch.full((n,), torch.nan, device="cuda") for n in (512, 2048, 8192, 32768) for _ in range(64)]
+        after = passes(short).total
+    assert len(passes.known) == 1 and len(rubbish) == 256
+    torch.testing.assert_close(after, before[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_memory_that_a_pass_reads_and_does_not_make_is_noted():
+    model = translator(_small("reverse", "words"), 30)
+    x = torch.full((2, 8), 7)
+    with Outside() as outside:
+        loss = teacher_forcing(model, Batch(x, None, x, None), behind=True).total
+        loss.backward()
+    table = model.embed.positions._kept[1]
+    known = {y.untyped_storage().data_ptr() for y in (x, *model.parameters())}
+    assert known <= outside.read.keys()
+    assert table.untyped_storage().data_ptr() in outside.made | outside.read.keys()
+    with Outside() as again:
+        teacher_forcing(model, Batch(x, None, x, None), behind=True).total.backward()
+    assert table.untyped_storage().data_ptr() in again.read and loss.untyped_storage().data_ptr() not in again.read
+    assert len(again.read) < 2 * len(known) + 5  # weights and gradients, and hardly more
 
 
 @needs_cuda

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from conftest import DEVICE, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN, Batch, padded, shifted
 from regard.training.feeding import told
-from regard.training.losses import cross_entropy
-from regard.training.modes import MODES, free_running, teacher_forcing
+from regard.training.losses import apart, cross_entropy
+from regard.training.modes import MODES, agreeing, free_running, teacher_forcing
 
 PADDINGS = ("none", "behind", "anywhere")
 
@@ -35,6 +36,43 @@ def test_a_mode_is_its_definition_in_value_and_gradient(mode, truth, padding):
     assert loss.over == count
     close(loss.total, total)
     close(gradients(model, loss.total), gradients(model, total))
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_two_passes_that_agree_are_one_pass(padding):
+    model, batch = small(), batch_of(padding=padding)
+    loss, one = agreeing(model, batch, smoothing=0.1), teacher_forcing(model, batch, smoothing=0.1)
+    assert loss.over == one.over
+    close(loss.total, one.total)
+    close(loss.parts["nll"], one.parts["nll"])
+    close(loss.parts["apart"], torch.zeros_like(loss.parts["apart"]))
+    close(gradients(model, loss.total), gradients(model, one.total))
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_two_passes_that_do_not_agree_pay_for_it(padding):
+    """Dropout that falls by rows: with the same dice, the two halves of a batch given twice are its two passes."""
+    model, batch = small(dropout=0.3).train(), batch_of(padding=padding)
+    torch.manual_seed(4)
+    loss = agreeing(model, batch, smoothing=0.1, weight=3.0)
+    torch.manual_seed(4)
+    twice = Batch(*(None if x is None else torch.cat([x, x]) for x in batch[:4]))
+    heard = told(twice.target, twice.target_valid)
+    logs = model(twice.source, twice.source_valid, heard, twice.target_valid).log_softmax(-1).chunk(2)
+    real = torch.ones_like(batch.target, dtype=torch.bool) if batch.target_valid is None else batch.target_valid
+    far = sum(F.kl_div(a[real], b[real], reduction="sum", log_target=True) for a, b in (logs, logs[::-1]))
+    each = [cross_entropy(x, batch.target, batch.target_valid, smoothing=0.1).total for x in logs]
+    total = sum(each) / 2 + 3 / 4 * far
+    assert loss.parts["apart"] > 0.1
+    close(loss.parts["apart"], far)
+    close(loss.total, total)
+    close(gradients(model, loss.total), gradients(model, total))
+
+
+def test_how_far_two_choices_are_apart_has_its_gradient():
+    p, q = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(apart, (p, q))
+    close(apart(p, q), apart(q + 1, p - 2))  # whoever comes first, and whatever is added to all scores
 
 
 def test_the_two_differ_because_the_model_is_wrong_sometimes():

@@ -29,7 +29,9 @@ class Desk:
     def __init__(self, b: int, k: int, room: int, m: int, shape: tuple[int, int, int], like: Tensor, fixed: bool) -> None:
         layers, g, d = shape
         self.b, self.k, self.room, self.m, self.fixed = b, k, room, m, fixed
-        self.sides = [like.new_empty(layers, b * k, room, 2, g, d) for _ in range(1 + (k > 1))]
+        # a host appends tokens to rows and copies what is there; a GPU multiplies and copies whole rooms
+        side = (layers, 2, b * k, g, room, d) if fixed else (layers, b * k, room, 2, g, d)
+        self.sides = [like.new_empty(side) for _ in range(1 + (k > 1))]
         self.valid = torch.zeros(b * k, room, dtype=torch.bool, device=like.device)
         self.price = like.new_zeros(b * k, 1, 1, room)  # the same as what is added to scores: 0 or -inf
         self.at = torch.zeros(b * k, dtype=torch.long, device=like.device)  # where the next token stands
@@ -66,9 +68,8 @@ class Desk:
         for i, part in enumerate(state.memory):
             own, cross = part.memory
             for side in self.sides:
-                room = side[i].unflatten(0, (self.b, self.k))[:, :, : self.size]
-                room[:, :, :, 0].copy_(own.memory.keys.transpose(1, 2)[:, None])
-                room[:, :, :, 1].copy_(own.memory.values.transpose(1, 2)[:, None])
+                for x, y in zip(self.kept(side[i]), (own.memory.keys, own.memory.values), strict=True):
+                    x.unflatten(0, (self.b, self.k))[..., : self.size, :].copy_(y[:, None])
             if cross is not None:
                 self._hear(i, cross)
         self.valid.unflatten(0, (self.b, self.k))[:, :, : self.size].copy_(log.valid[:, None, : self.size])
@@ -103,7 +104,7 @@ class Desk:
         now = old.sides[old.side]
         self._clean()
         for side in self.sides:
-            side[:, :, : old.room].copy_(now)
+            (side[..., : old.room, :] if self.fixed else side[:, :, : old.room]).copy_(now)
         self.valid[:, : old.room].copy_(old.valid)
         self.price.copy_(_price(self.valid, self.price.dtype)[:, None, None])
         for mine, other in ((self.at, old.at), (self.slot, old.slot)):
@@ -120,23 +121,28 @@ class Desk:
     def reorder(self, rows: Tensor, size: int | None) -> None:
         """Beams by the rows (r) that they come from, onto the other side."""
         now, other = self.sides[self.side], self.sides[1 - self.side]
+        if self.fixed:  # keys of a layer, then its values: a copy of whole rows is the fast one
+            now, other = now.flatten(0, 1), other.flatten(0, 1)
         part = slice(None) if size is None else slice(self.shared, size)
-        if size is None:
-            torch.index_select(now, 1, rows, out=other)
-        elif size > self.shared:
-            for a, b in zip(now.unbind(), other.unbind(), strict=True):  # layer by layer: a part of a side is not in one piece
+        if self.fixed or size is None or size > self.shared:
+            for a, b in zip(now.unbind(), other.unbind(), strict=True):
                 torch.index_select(a[:, part], 0, rows, out=b[:, part])
         self.side = 1 - self.side
 
-    def write(self, own: Tensor, kv: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
-        """One token more in a layer's room (r room 2 g d); the keys and values (r g m d) to look at."""
-        if size is None:
-            own.index_copy_(1, self.slot, kv[:, None])
-        else:
-            own[:, size] = kv
-            own = own[:, : size + 1]
+    def kept(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values (r g room d) of a layer's part of a side."""
+        if self.fixed:
+            return own[0], own[1]
         k, v = own.unbind(2)
         return k.transpose(1, 2), v.transpose(1, 2)
+
+    def write(self, own: Tensor, kv: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+        """One token more in a layer's room, kv (r 2 g d); the keys and values (r g m d) to look at."""
+        if size is None:
+            own.index_copy_(3, self.slot, kv.transpose(0, 1)[:, :, :, None])
+            return self.kept(own)
+        own[:, size] = kv
+        return self.kept(own[:, : size + 1])
 
     def mask(self, size: int | None) -> Tensor | None:
         """What the newest token may see; None: all of it."""

@@ -68,29 +68,42 @@ def say_at_once(
     it says there. With `iterations` > 1 each is refined. The host waits once, for the answers; and once more
     for a length, where one is predicted.
     """
+    check_asked(model, lengths, iterations)
+    return words(tokens_at_once(model, source, source_valid, lengths, iterations))
+
+
+def check_asked(model: Parallel, lengths: int, iterations: int) -> None:
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, not {iterations!r}")
-    kind = model.slots
-    if not isinstance(kind, Length) and (lengths != 1 or iterations != 1):
-        name = type(kind).__name__.lower()
+    if not isinstance(model.slots, Length) and (lengths != 1 or iterations != 1):
+        name = type(model.slots).__name__.lower()
         raise ValueError(f"{name} knows its slots and says them once: lengths and iterations are for length and masked")
+
+
+def tokens_at_once(
+    model: Parallel, source: Tensor, source_valid: Tensor | None, lengths: int = 1, iterations: int = 1, *, wait: bool = True
+) -> Tensor:
+    """Answers (b m) for `words` to hear. wait=False: the host asks for no length, there are slots for the longest that can be."""
     read = model.hear(source, source_valid)
-    if isinstance(kind, Length):
-        tokens = _best_length(model, read, lengths, iterations)
-    else:
-        seats = model.seats(read)
-        tokens = model.answer(read, seats).argmax(-1)
-        tokens = collapsed(tokens, seats.valid) if isinstance(kind, Ctc) else cut(tokens)
+    if isinstance(model.slots, Length):
+        return _best_length(model, read, lengths, iterations, None if wait else model.slots.lengths.longest(read.x.shape[1]))
+    seats = model.seats(read)
+    tokens = model.answer(read, seats).argmax(-1)
+    return collapsed(tokens, seats.valid) if isinstance(model.slots, Ctc) else cut(tokens)
+
+
+def words(tokens: Tensor) -> list[list[int]]:
+    """The answers of `tokens_at_once`, on the host."""
     nothing = (NOTHING, BLANK, END)  # ctc learns no END, others no BLANK; should they say one all the same, it is not heard
     return [[token for token in row if token not in nothing] for row in tokens.tolist()]
 
 
-def _best_length(model: Parallel, read: Read, k: int, iterations: int) -> Tensor:
-    """Answers (b m): of k lengths the one with the best (log p(length) + log p(its tokens)) / length."""
+def _best_length(model: Parallel, read: Read, k: int, iterations: int, most: int | None) -> Tensor:
+    """Answers (b m): of k lengths the one with the best (log p(length) + log p(its tokens)) / length; m is `most`, if given."""
     guessed, logs = model.guess(read, k)  # (b k)
-    m, valid = rooms(guessed.flatten())
+    m, valid = rooms(guessed.flatten(), most)
     if k > 1:
-        read = read.select(torch.arange(len(guessed), device=guessed.device).repeat_interleave(k))
+        read = read.select(torch.arange(guessed.numel(), device=guessed.device) // k)
     tokens, sure = refined(model, read, model.seats(read, m, valid), iterations)
     tokens = cut(tokens, valid)
     if k == 1:

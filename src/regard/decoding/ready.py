@@ -58,6 +58,20 @@ class Talk(NamedTuple):
         return self._replace(rows=rows if self.rows is None else self.rows[rows])
 
 
+def looked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fixed: bool) -> Tensor:
+    """What a few queries (r h n d) see of k, v (r g m d).
+
+    A GPU's fused kernel for float32 is made for many queries: for few, two products with a softmax between them are five times
+    as fast. `fixed`: k and v each lie in one piece, and the mask (r 1 1 m) is what is added to scores.
+    """
+    (r, h, n, d), g = q.shape, k.shape[1]
+    if not fixed or mask is None or q.dtype.itemsize < 4:
+        return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=g != h)
+    scores = torch.bmm(q.reshape(r * g, -1, d), k.flatten(0, 1).mT)
+    weights = torch.add(mask[:, 0], scores.view(r, h * n, -1), alpha=scale).softmax(-1)
+    return torch.bmm(weights.view(r * g, h // g * n, -1), v.flatten(0, 1)).view(r, h, n, d)
+
+
 class _Layer:
     """A block for one token of every beam."""
 
@@ -71,7 +85,6 @@ class _Layer:
         self.norm, self.cross_norm, self.channel_norm = block.mixer_norm, block.cross_norm, block.channel_norm
         if cross is not None:
             self.ask, self.tell, self.cross_scale = packed(cross.q), packed(cross.out), cross.core.scale
-            self.cross_gqa = cross.dims.g != cross.dims.heads
 
     def __call__(self, x: Tensor, own: Tensor, heard: Any, desk: Desk, size: int | None) -> Tensor:
         """x (r w), own (r room 2 g d)."""
@@ -83,16 +96,16 @@ class _Layer:
             q = self.positions.turn(q, where)
             kv = torch.stack([self.positions.turn(kv[:, 0, :, None], where)[:, :, 0], kv[:, 1]], 1)
         k, v = desk.write(own, kv, size)
-        y = scaled_dot_product_attention(q, k, v, desk.mask(size), scale=self.scale, enable_gqa=self.g != self.h)
+        y = looked(q, k, v, desk.mask(size), self.scale, desk.fixed)
         x = self._joined(self.norm, x, self.out(y.reshape(r, -1)))
         if heard is not None:
-            x = self._joined(self.cross_norm, x, self._heard(self.cross_norm(x) if self.pre else x, heard))
+            x = self._joined(self.cross_norm, x, self._heard(self.cross_norm(x) if self.pre else x, heard, desk.fixed))
         return self._joined(self.channel_norm, x, self.channel(self.channel_norm(x) if self.pre else x))
 
-    def _heard(self, x: Tensor, heard: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+    def _heard(self, x: Tensor, heard: tuple[Tensor, Tensor, Tensor | None], fixed: bool) -> Tensor:
         k, v, mask = heard
         q = self.ask(x).view(len(k), -1, self.h, k.shape[-1]).transpose(1, 2)  # beams are queries of one row
-        y = scaled_dot_product_attention(q, k, v, mask, scale=self.cross_scale, enable_gqa=self.cross_gqa)
+        y = looked(q, k, v, mask, self.cross_scale, fixed)
         return self.tell(y.transpose(1, 2).reshape(len(x), -1))
 
     def _joined(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -136,6 +149,7 @@ class Ready:
         say(fast, fast.start(source, valid), prompt, rules=rules)
 
     Weights that change later are not noticed. `room` is for how many tokens there is room at first, prompt and answer; it grows.
+    On a GPU a step takes as long as the room is large: where answers have a most, give it with the prompt's length on top.
     `graphs` says whether a step on a GPU is one CUDA graph: each number of rows, beams and source tokens needs its own.
     """
 

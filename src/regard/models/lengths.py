@@ -30,6 +30,10 @@ class LengthHead(nn.Module):
         self.reach, self.most = need("reach", reach), most
         self.map = nn.Linear(width, 2 * reach + 1)
 
+    def longest(self, n: int) -> int:
+        """Of an answer to n tokens."""
+        return n + self.reach if self.most is None else min(n + self.reach, self.most)
+
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Lengths in order, and their log-probabilities: both (b 2 reach + 1)."""
         around = torch.arange(-self.reach, self.reach + 1, device=x.device)

@@ -232,10 +232,13 @@ class Parallel(nn.Module):
         return self.answer(read, seats), seats.valid
 
 
-def rooms(lengths: Tensor) -> tuple[int, Tensor | None]:
-    """How many slots rows of these lengths (b) need, and which are real; the one place where the host must know a length."""
-    m = int(lengths.max()) if lengths.numel() else 0
-    return m, None if len(lengths) == 1 else torch.arange(m, device=lengths.device) < lengths[:, None]
+def rooms(lengths: Tensor, most: int | None = None) -> tuple[int, Tensor | None]:
+    """How many slots rows of these lengths (b) need, and which are real; the one place where the host must know a length.
+
+    With `most` slots, which must be enough, it need not.
+    """
+    m = most if most is not None else int(lengths.max()) if lengths.numel() else 0
+    return m, None if len(lengths) == 1 and most is None else torch.arange(m, device=lengths.device) < lengths[:, None]
 
 
 def parallel(config: Config, vocab: int, target_vocab: int | None = None, *, kind: str = "ctc", upsample: int = 3) -> Parallel:

@@ -36,7 +36,7 @@ from regard.tasks.support import (
     spoken_by,
 )
 from regard.training.losses import Loss
-from regard.training.modes import MODES, teacher_forcing
+from regard.training.modes import MODES, agreeing, teacher_forcing
 from regard.training.parallel import glance_at
 from regard.training.parallel import loss as loss_at_once
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
@@ -61,9 +61,12 @@ class Translation(Config):
     vocab: int = 10_000  # subwords or words at most; characters are all taken
     lower: bool = False  # texts are lower-cased
     most: int = 100  # tokens of an answer at most
-    mode: str = "teacher"  # how it learns: teacher, free, scheduled, two_pass, parallel; on BLEU: self_critical, minimum_risk
+    mode: str = (
+        "teacher"  # how it learns: teacher, agree, free, scheduled, two_pass, parallel; on BLEU: self_critical, minimum_risk
+    )
     truth: str = "linear"  # scheduled sampling: how the share of true tokens falls: linear, exponential, inverse_sigmoid
     floor: float = 0.5  # ... and how far
+    agree: float = 5.0  # agree: how strongly two passes, each with a dropout of its own, are held together
     samples: int = 8  # minimum_risk: answers that are compared
     begin_from: str = ""  # a run whose weights it starts with
     decoder: str = "autoregressive"  # or one that says everything at once: ctc, masked, length, fixed
@@ -98,7 +101,7 @@ class TranslationTask(Task):
             raise ValueError("begin_from is for decoder='autoregressive': leave it out")
         if config.decoder != "autoregressive":
             self.answering = {"masked": ("lengths", "iterations"), "length": ("lengths",)}.get(config.decoder, ())
-        self.steady = config.mode == "teacher" and config.decoder == "autoregressive"
+        self.steady = config.mode in ("teacher", "agree") and config.decoder == "autoregressive"
         self.vocabulary: Vocabulary | None = None
         self.finished = False  # restored from a run: it has learned all it will
         self.begun: Run | None = None  # the run that it starts from
@@ -185,6 +188,8 @@ class TranslationTask(Task):
     def _spoken(self, model: Any, batch: Batch, step: int) -> Loss:
         """The loss of a decoder that goes from word to word, in the mode that was asked for."""
         config = self.config
+        if config.mode == "agree":
+            return agreeing(model, batch, smoothing=config.smoothing, weight=config.agree, behind=True)
         if config.mode == "teacher":
             return teacher_forcing(model, batch, smoothing=config.smoothing, behind=True)
         if config.mode == "self_critical":
@@ -260,9 +265,7 @@ class TranslationTask(Task):
         return [self._words().decode(answer) for answer in self.answers(model, rows)]
 
     def distil(self, model: nn.Module, progress: Callable[[int, int], None] = lambda _done, _total: None) -> list[str]:
-        """Its answers to all training sources, nothing to those that are too long: what a model that says everything at once
-        learns from more easily. `progress(done, total)` is told now and then.
-        """
+        """Its answers to all training sources, nothing to those that are too long. `progress(done, total)` is told now and then."""
         rows, answers = [self._code(pair.source) for pair in self.texts["train"]], list[str]()
         for i in range(0, len(rows), TOGETHER):
             answers += [self._words().decode(answer) for answer in self.answers(model, rows[i : i + TOGETHER])]
@@ -300,16 +303,16 @@ def multi30k() -> Translation:
         heads=4,
         depth=4,
         ffn=512,
-        dropout=0.3,
-        steps=2500,
+        dropout=0.4,
+        steps=3000,
         batch_tokens=12_288,
         lr=2e-3,
         schedule="cosine",
         warmup=500,
         smoothing=0.1,
-        validate_every=500,
+        validate_every=750,
         save_every=100,
-        average=5,
+        average=10,
         beam=5,
         max_len=256,
     )

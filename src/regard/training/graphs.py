@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.data.batch import Batch
+from regard.kernels.outside import Outside
 from regard.training.losses import Loss
 
 Shape = tuple[tuple[str, torch.Size, torch.dtype] | None, ...]
@@ -24,6 +25,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Loss  # overwritten by every replay
+    read: list[torch.UntypedStorage]  # memory from outside of the pass: a replay reads it where it was, so it must stay
 
     def __call__(self, batch: Batch) -> Loss:
         for own, given in zip(self.inputs, _tensors(batch), strict=True):
@@ -80,14 +82,15 @@ class Graphs:
     def _capture(self, batch: Batch) -> Captured:
         own, graph = batch.to(self.device), torch.cuda.CUDAGraph()
         self.stream.synchronize()
+        outside = Outside()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"), outside:
                 loss = self._run(own)
         except RuntimeError as error:
             raise ValueError(
                 f"a pass of this model cannot be captured, use graphs=false: {str(error).splitlines()[0]}"
             ) from error
-        return Captured(graph, _tensors(own), loss)
+        return Captured(graph, _tensors(own), loss, list(outside.read.values()))
 
     def _run(self, batch: Batch) -> Loss:
         loss = self.forward(batch)

@@ -74,6 +74,12 @@ def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tens
     return F.nll_loss(logs, target.flatten(), ignore_index=NO_LABEL, reduction="none").view_as(target)
 
 
+def apart(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) + KL(q || p) = sum (p - q) (log p - log q) of two choices by their scores (... v), one for each (...)."""
+    p, q = wide(p).log_softmax(-1), wide(q).log_softmax(-1)
+    return ((p.exp() - q.exp()) * (p - q)).sum(-1)
+
+
 def perplexity(loss: Loss) -> Tensor:
     return torch.exp(loss.parts.get("nll", loss.total) / loss.over.clamp_min(1))
 

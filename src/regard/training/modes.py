@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from regard.data.batch import BEGIN, Batch, shifted
@@ -11,7 +12,7 @@ from regard.mixers.attention import watched
 from regard.mixers.base import Core
 from regard.models.translator import Translator
 from regard.training.feeding import at_front, sequence, step_by_step, told
-from regard.training.losses import Loss, cross_entropy, surprise
+from regard.training.losses import Loss, apart, cross_entropy, surprise
 from regard.training.scheduled import parallel, token_by_token, two_pass
 
 
@@ -35,6 +36,25 @@ def teacher_forcing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, b
     return surprise(model.head, x, target, valid, smoothing=smoothing)
 
 
+def agreeing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, weight: float = 5.0, behind: bool = False) -> Loss:
+    """Teacher forcing twice, each time with a dropout of its own, and both must say the same: a guard against learning by heart.
+
+    (CE(p) + CE(q)) / 2 + weight / 4 (KL(p || q) + KL(q || p)), summed over real tokens. Wu et al. 2021, arXiv:2106.14448. It
+    costs what a batch of twice the size costs. `parts["apart"]` is the sum of the two divergences.
+    """
+    source, source_valid, target, valid = (None if x is None else torch.cat([x, x]) for x in batch[:4])
+    assert source is not None
+    twice = Batch(source, source_valid, target, valid)
+    target = sequence(twice)
+    heard, real = (shifted(target), heeded(model, valid)) if behind else (told(target, valid), valid)
+    scores = model(source, source_valid, heard, real)
+    lost = cross_entropy(scores, target, valid, smoothing=smoothing)
+    far = apart(*scores.chunk(2))
+    far = (far if valid is None else far.masked_fill(~valid.chunk(2)[0], 0)).sum()
+    parts = {"nll": lost.parts["nll"] / 2, "apart": far.detach()}
+    return Loss(lost.total / 2 + weight / 4 * far, lost.over // 2, parts)
+
+
 def free_running(model: Translator, batch: Batch, *, smoothing: float = 0.0) -> Loss:
     """Every step is told what the model itself found likeliest before it, and should still say what the truth says there.
 
@@ -54,6 +74,7 @@ def free_running(model: Translator, batch: Batch, *, smoothing: float = 0.0) -> 
 # by name, called as mode(model, batch, share of the truth, smoothing)
 MODES: dict[str, Callable[[Translator, Batch, float, float], Loss]] = {
     "teacher": lambda model, batch, _, smoothing: teacher_forcing(model, batch, smoothing=smoothing),
+    "agree": lambda model, batch, _, smoothing: agreeing(model, batch, smoothing=smoothing),
     "free": lambda model, batch, _, smoothing: free_running(model, batch, smoothing=smoothing),
     "scheduled": lambda model, batch, share, smoothing: token_by_token(model, batch, share, smoothing=smoothing),
     "two_pass": lambda model, batch, share, smoothing: two_pass(model, batch, share, smoothing=smoothing),

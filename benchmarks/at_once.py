@@ -1,0 +1,236 @@
+"""Translation word by word beside translation at once: trained runs, one sentence at a time, in one run and taking turns.
+
+    regard train multi30k --out runs/words
+    regard train multi30k --out runs/ctc --set decoder=ctc                   and so on: masked, length, fixed
+    python benchmarks/at_once.py --runs runs/words runs/ctc --device cuda    into results/at_once.json
+
+The first autoregressive run is the base. A time is that of one answer, from the tokens of a source to the tokens of its answer on
+the host, for somebody who waits for it: batch 1. Scores are those of the whole split, by the task itself. `model` is the model as
+it is, `ready` is `regard.decoding.Ready` or `ReadyAtOnce`; it must say what the model says, and `same` is how often it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common import Progress, save, seconds
+from regard.cli.settings import device as named_device
+from regard.cli.use import trained
+from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
+from regard.decoding import Ready, ReadyAtOnce, Rules, beam, say, unready
+from regard.decoding.parallel import say_at_once
+from regard.tasks.translation import TranslationTask
+
+BEAMS, ROUNDS = (1, 5), (1, 4)  # of a decoder that goes from word to word; of a masked one
+BASES = ("model beam 5", "model greedy", "ready beam 5", "ready greedy")
+
+Answer = Callable[[list[int]], list[int]]
+
+
+class Run(NamedTuple):
+    name: str
+    task: TranslationTask
+    model: Any
+    sources: list[list[int]]
+
+
+class Way(NamedTuple):
+    """One way to get answers from a run."""
+
+    run: Run
+    by: str  # model or ready
+    asked: dict[str, int]  # settings of the task: beam, or lengths and iterations
+    answer: Answer
+
+    @property
+    def text(self) -> str:
+        beams = self.asked.get("beam")
+        if beams is not None:
+            return f"{self.by} {'greedy' if beams == 1 else f'beam {beams}'}"
+        return " ".join([self.by, *(f"{name} {value}" for name, value in self.asked.items())])
+
+
+def loaded(folder: Path, device: str, split: str, data: Path | None) -> Run:
+    task, model = trained(folder, [], device)
+    if not isinstance(task, TranslationTask):
+        raise SystemExit(f"{folder} is a run of {task.config.task}: only translation is said word by word or at once")
+    task.read(data)
+    if not task.splits.get(split):
+        raise SystemExit(f"{task.config.task} has no {split} split")
+    return Run(folder.name, task, model, [source for source, _ in task.splits[split]])
+
+
+def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: list[int]) -> list[int]:
+    rules = Rules(END, most=min(config.most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+    state, begin = speaker.start(torch.tensor([row], device=device)), torch.full((1, 1), BEGIN, device=device)
+    if beams == 1:
+        return say(speaker, state, begin, rules=rules)[0]
+    best = beam(speaker, state, begin, rules=rules, width=beams, penalty=config.penalty).answers(END)[0]
+    return best[0] if best else []
+
+
+def at_once(model: Any, device: torch.device, asked: dict[str, int], row: list[int]) -> list[int]:
+    return say_at_once(model, torch.tensor([row], device=device), **asked)[0]
+
+
+def ready_at_once(fast: ReadyAtOnce, asked: dict[str, int], row: list[int]) -> list[int]:
+    return fast(torch.tensor([row]), **asked)[0]  # it takes sources from the host, in one copy
+
+
+def ways(run: Run, device: torch.device) -> list[Way]:
+    config, model = run.task.config, run.model
+    found = []
+    if config.decoder == "autoregressive":
+        for beams in BEAMS:
+            asked = {"beam": beams}
+            found.append(Way(run, "model", asked, partial(by_words, model, config, device, beams)))
+            if unready(model) is None:  # one for each, so that neither takes the other's room
+                found.append(Way(run, "ready", asked, partial(by_words, Ready(model), config, device, beams)))
+        return found
+    fast = ReadyAtOnce(model)
+    own = {"masked": {"lengths": config.lengths}, "length": {"lengths": config.lengths}}.get(config.decoder, {})
+    many = [{**own, "iterations": rounds} for rounds in sorted({*ROUNDS, config.iterations})]
+    for asked in many if config.decoder == "masked" else [own]:
+        found.append(Way(run, "model", asked, partial(at_once, model, device, asked)))
+        found.append(Way(run, "ready", asked, partial(ready_at_once, fast, asked)))
+    return found
+
+
+def scored(run: Run, asked: dict[str, int], split: str) -> dict[str, float]:
+    """Of the whole split, in batches, by the task's own measure."""
+    before = run.task.config
+    run.task.config = before.replace(asked)
+    try:
+        return run.task.score(run.model, split)
+    finally:
+        run.task.config = before
+
+
+def clocked(every: list[Way], chosen: list[int], device: torch.device, progress: Progress) -> tuple[list, list]:
+    """Answers and seconds of every way for the chosen sentences. All are said once before, so that nothing new comes later."""
+    said: list[list[list[int]]] = [[] for _ in every]
+    times: list[list[float]] = [[] for _ in every]
+    for warm in (True, False):
+        for count, i in enumerate(chosen, 1):
+            for number, way in enumerate(every):  # in turns, so that a busy moment hits all alike
+                row = way.run.sources[i]
+                if warm:
+                    said[number].append(way.answer(row))
+                else:
+                    times[number].append(seconds(partial(way.answer, row), device))
+            if count % max(1, len(chosen) // 5) == 0:
+                progress.step(f"{'warming up' if warm else 'on the clock'}: {count} of {len(chosen)} sentences")
+    return said, times
+
+
+def table(every: list[Way], scores: list[dict[str, float]], said: list, times: list) -> list[dict[str, Any]]:
+    means = [statistics.mean(own) for own in times]
+    base = next(way.run for way in every if way.run.task.config.decoder == "autoregressive")
+    bases = {way.text: mean for way, mean in zip(every, means, strict=True) if way.run is base}
+    rows = []
+    for way, score, answers, own, mean in zip(every, scores, said, times, means, strict=True):
+        model = next(i for i, x in enumerate(every) if x.run is way.run and x.by == "model" and x.asked == way.asked)
+        rows.append(
+            {
+                "name": way.run.name,
+                "decoder": way.run.task.config.decoder,
+                "way": way.text,
+                "beams": way.asked.get("beam"),
+                "lengths": way.asked.get("lengths"),
+                "iterations": way.asked.get("iterations"),
+                "bleu": None,
+                **score,
+                "ms_per_sentence": 1e3 * mean,
+                "ms_median": 1e3 * statistics.median(own),
+                "tokens_per_second": sum(map(len, answers)) / sum(own),
+                "tokens_per_sentence": statistics.mean(map(len, answers)),
+                "same": statistics.mean(a == b for a, b in zip(answers, said[model], strict=True)),
+                **{f"speedup_{name.replace(' ', '_')}": bases[name] / mean if name in bases else None for name in BASES},
+            }
+        )
+    return rows
+
+
+def shown(rows: list[dict[str, Any]], best: str) -> None:
+    against = [name for name in BASES if rows[0][f"speedup_{name.replace(' ', '_')}"] is not None]
+    print(f"{'run':<16}{'way':<34}{best:>8}{'ms':>9}{'median':>9}{'tokens/s':>10}" + "".join(f"{'x ' + n:>16}" for n in against))
+    for row in rows:
+        ratios = "".join(f"{row['speedup_' + name.replace(' ', '_')]:>16.2f}" for name in against)
+        numbers = f"{row[best]:>8.2f}{row['ms_per_sentence']:>9.2f}{row['ms_median']:>9.2f}{row['tokens_per_second']:>10.0f}"
+        print(f"{row['name'][:15]:<16}{row['way']:<34}{numbers}{ratios}")
+
+
+def readable(runs: list[Run], wanted: int) -> list[int]:
+    """The first sentences that every run can be asked."""
+    if len({(run.task.config.task, len(run.sources)) for run in runs}) > 1:
+        raise SystemExit("all runs must be of one task and one set of data: " + ", ".join(run.task.config.task for run in runs))
+    can = [i for i in range(len(runs[0].sources)) if all(0 < len(run.sources[i]) <= run.task.config.max_len for run in runs)]
+    return can[:wanted]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", required=True, type=Path, metavar="RUN", help="folders of `regard train`")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--split", default="test", choices=["test", "val"])
+    parser.add_argument("--sentences", type=int, default=200, help="how many are put on the clock")
+    parser.add_argument("--data", type=Path, default=None, metavar="DIR", help="the folder of the data; else REGARD_DATA")
+    parser.add_argument("--no-save", action="store_true")
+    args = parser.parse_args()
+    if args.sentences < 1:
+        parser.error("--sentences must be at least 1")
+    try:
+        kind = named_device(args.device)
+        runs = [loaded(folder, kind, args.split, args.data) for folder in args.runs]
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from None
+    if all(run.task.config.decoder != "autoregressive" for run in runs):
+        raise SystemExit("none of these runs goes from word to word: give one with decoder=autoregressive to compare with")
+    measure(args, runs, torch.device(kind))
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace, runs: list[Run], device: torch.device) -> None:
+    chosen = readable(runs, args.sentences)
+    every = [way for run in runs for way in ways(run, device)]
+    asked = [way for way in every if way.by == "model"]
+    parts = len(chosen) // max(1, len(chosen) // 5)
+    progress, scores = Progress(2 * parts + len(asked)), dict[tuple[int, str], dict[str, float]]()
+    said, times = clocked(every, chosen, device, progress)
+    for way in asked:
+        scores[id(way.run), str(way.asked)] = found = scored(way.run, way.asked, args.split)
+        progress.step(f"{way.run.name}, {way.text}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+    rows = table(every, [scores[id(way.run), str(way.asked)] for way in every], said, times)
+    best = runs[0].task.best[0]
+    shown(rows, best)
+    for row in rows:
+        if row["same"] < 1:
+            print(f"{row['name']}, {row['way']}: {1 - row['same']:.1%} of its answers are not those of the model itself")
+    settings = {
+        "task": runs[0].task.config.task,
+        "runs": [str(folder) for folder in args.runs],
+        "split": args.split,
+        "sentences": len(chosen),
+        "batch": 1,
+        "device": device.type,
+        "dtype": str(next(runs[0].model.parameters()).dtype).removeprefix("torch."),
+        "matmul": torch.get_float32_matmul_precision(),
+        "signatures": runs[0].task.signatures(),
+        "value": "seconds of one answer at batch 1, all ways in turns; speedup is the mean of a base / the own mean; "
+        "scores of the whole split, of `ready` those of its model; tokens are those of answers, without ends",
+    }
+    if args.no_save:
+        print("not saved: leave out --no-save to write results/at_once.json")
+    else:
+        print(f"written to {save('at_once', settings, rows)}: show it in docs/numbers.md")
+
+
+if __name__ == "__main__":
+    main()

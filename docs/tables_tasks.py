@@ -1,0 +1,288 @@
+"""The tables of the real tasks, from results/tasks.json and results/at_once.json: whatever rows are there make their lines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from regard.tasks import TASKS
+from tables_base import Made, code, not_yet, short, table
+
+Row = dict[str, Any]
+
+NAMES = {
+    "bleu": "BLEU",
+    "bleu_cased": "BLEU, cased",
+    "exact": "exactly right, %",
+    "accuracy": "accuracy, %",
+    "rouge_l": "ROUGE-L",
+    "oov_recall": "out-of-vocabulary recall, %",
+    "loss": "loss, nats",
+    "bits": "bits",
+}
+OTHERS = {"ewt": "tag", "imdb": "sentiment", "shakespeare": "language", "acl_titles": "copy", "wikisql": "copy"}  # their groups
+COUNTS = ("texts", "words")  # how many were scored, beside how well
+
+
+def measure(*groups: str) -> str:
+    return not_yet(f"tasks.py --work runs/tasks --only {' '.join(groups)}")
+
+
+def of(made: Made, *groups: str) -> list[Row]:
+    return [row for row in made["rows"] if row["group"] in groups]
+
+
+def answered(row: Row) -> dict[str, Any]:
+    """The scores with the settings of the run itself; those of other beams stand beside them, in any order."""
+    own = [x for x in row["scores"] if all(row["settings"].get(name) == value for name, value in x["settings"].items())]
+    if not own:
+        raise ValueError(f"{row['name']} was not scored with its own settings: regard evaluate it without --set")
+    return max(own, key=lambda x: x["split"] == "test")
+
+
+def bleu(row: Row) -> float:
+    return answered(row)["scores"]["bleu"]
+
+
+def watched(row: Row) -> float | None:
+    """The validation score of the weights that were chosen."""
+    return row["val"]["averaged"] if row["chosen"] == "average" else best(row)
+
+
+def best(row: Row) -> float | None:
+    """The validation score of the best single weights: the one entry that is neither a step nor an average."""
+    return next(value for name, value in row["val"].items() if name not in ("step", "averaged"))
+
+
+def mean(values: Iterable[float | None], digits: int = 2) -> str:
+    """Of several: with their standard deviation. Nothing where there is none."""
+    many = [value for value in values if value is not None]
+    if not many:
+        return ""
+    spread = f" ± {statistics.stdev(many):.{digits}f}" if len(many) > 1 else ""
+    return f"{statistics.mean(many):.{digits}f}{spread}"
+
+
+def more(value: float | None, than: float | None, digits: int = 2) -> str:
+    return "" if value is None or than is None else f"{value - than:+.{digits}f}"
+
+
+def millions(row: Row) -> str:
+    return "" if row["parameters"] is None else f"{row['parameters'] / 1e6:.2f} M"
+
+
+def made_with(made: Made, rows: list[Row]) -> str:
+    """Where rows were made. Runs that share a machine wait for one another, so their seconds are no more than a hint."""
+    devices, w, jobs = sorted({row["device"] or "?" for row in rows}), made["made_with"], made["settings"]["jobs"]
+    shared = f"; up to {jobs} runs at a time shared it, and seconds count that" if jobs > 1 else ""
+    return f"({', '.join(devices)}, torch {w['torch']}, commit {w['commit']}{shared}.)"
+
+
+def signatures(rows: list[Row]) -> str:
+    """How scores were computed, once each."""
+    found = {(name, how): None for row in rows for name, how in answered(row)["signatures"].items()}
+    return "; ".join(f"{NAMES.get(name, name)} is sacreBLEU's `{how}`" for name, how in found) + "." if found else ""
+
+
+def translation(made: Made) -> str:
+    """Seeds and their mean, then other mixers."""
+    rows, mixed = of(made, "translate"), of(made, "mixers")
+    parts = [_seeds(rows), f"{signatures(rows)} {made_with(made, rows)}"] if rows else [measure("translate")]
+    parts += ["The same model with another mixer:", _mixers(_plain(rows), mixed) if mixed else measure("mixers")]
+    return "\n\n".join(parts)
+
+
+def _plain(rows: list[Row]) -> list[Row]:
+    """The lower-cased model of softmax, by seeds: what others are compared with."""
+    return [row for row in rows if row["settings"]["lower"]]
+
+
+def _seeds(rows: list[Row]) -> str:
+    plain, cased = _plain(rows), [row for row in rows if not row["settings"]["lower"]]
+    body = [_line(f"lower-cased, seed {row['settings']['seed']}", [row]) for row in plain]
+    body += [_line(f"mean of {len(plain)} ± their deviation", plain)] if len(plain) > 1 else []
+    body += [_line(f"cased, seed {row['settings']['seed']}", [row]) for row in cased]
+    return table(["", NAMES["bleu"], NAMES["bleu_cased"], NAMES["exact"], "parameters", "steps", "seconds"], body)
+
+
+def _line(name: str, rows: list[Row]) -> list[str]:
+    scores = [mean(answered(row)["scores"].get(key) for row in rows) for key in ("bleu", "bleu_cased", "exact")]
+    return [name, *scores, millions(rows[0]), f"{rows[0]['steps']:,}", short(statistics.mean(row["seconds"] for row in rows))]
+
+
+def _mixers(plain: list[Row], mixed: list[Row]) -> str:
+    """Against the mean of softmax's seeds; the others have one each."""
+    floor = statistics.mean(map(bleu, plain)) if plain else None
+    took = statistics.mean(row["seconds"] for row in plain) if plain else None
+    body = []
+    if plain:
+        body.append(
+            ["`softmax`", mean(map(bleu, plain)), "", millions(plain[0]), short(took or 0), "1.00 x", _captured(plain[0])]
+        )
+    for row in mixed:
+        mixer, seconds = row["settings"]["mixer"], row["seconds"]
+        named = code(mixer) if isinstance(mixer, str) else ", ".join(map(code, mixer))
+        ratio = "" if took is None else f"{seconds / took:.2f} x"
+        body.append([named, f"{bleu(row):.2f}", more(bleu(row), floor), millions(row), short(seconds), ratio, _captured(row)])
+    return table(["", "BLEU", "against softmax", "parameters", "seconds of training", "", "passes captured"], body)
+
+
+def _captured(row: Row) -> str:
+    return "yes" if row["settings"].get("graphs") else "no"
+
+
+def decodings(made: Made) -> str:
+    """What beams, averaging and further training give, or do not."""
+    plain = [row for row in _plain(of(made, "translate")) if len(row["scores"]) > 1]
+    averaged = [row for row in made["rows"] if row["val"]["averaged"] is not None]
+    modes = of(made, "modes")
+    return "\n\n".join(
+        [
+            *([_beams(row) for row in plain] or [measure("translate")]),
+            "Averaged weights against the best single ones, on validation (texts are said greedily there); the better were kept:",
+            _averages(averaged) if averaged else measure("translate", "tag", "copy"),
+            "Trained further, from a finished run; `teacher` is the control, which goes on as before:",
+            _modes(modes, made["rows"]) if modes else measure("translate", "modes"),
+        ]
+    )
+
+
+def _beams(row: Row) -> str:
+    """All ways in which one model was asked."""
+    ways = [x for x in row["scores"] if x["split"] == "test"]
+    ways.sort(key=lambda x: (x["settings"]["beam"], x["settings"]["penalty"]))
+    greedy = next((x["scores"]["bleu"] for x in ways if x["settings"]["beam"] == 1), None)
+    body = [
+        [
+            beam if (beam := x["settings"]["beam"]) > 1 else "1, greedy",
+            x["settings"]["penalty"] if beam > 1 else "",
+            f"{x['scores']['bleu']:.2f}",
+            more(x["scores"]["bleu"], greedy) if beam > 1 else "",
+            f"{x['scores']['exact']:.2f}",
+        ]
+        for x in ways
+    ]
+    head = ["beams", "length penalty", "BLEU", "against greedy", NAMES["exact"]]
+    return f"{row['name']}, asked in several ways:\n\n" + table(head, body)
+
+
+def _averages(rows: list[Row]) -> str:
+    body = []
+    for row in rows:
+        metric = next(name for name in row["val"] if name not in ("step", "averaged"))
+        single, several = best(row), row["val"]["averaged"]
+        cells = [mean([single]), mean([several]), more(several, single)]
+        body.append([row["name"], NAMES.get(metric, metric), row["settings"]["average"], *cells, row["chosen"]])
+    return table(["", "score", "checkpoints", "best single", "their average", "difference", "kept"], body)
+
+
+def _modes(rows: list[Row], known: list[Row]) -> str:
+    body = []
+    for row in rows:
+        began = _before(row, known)
+        before = (bleu(began), watched(began)) if began else (None, None)
+        body.append(
+            [
+                code(row["settings"]["mode"]),
+                began["name"] if began else Path(row["settings"]["begin_from"]).name,
+                f"{bleu(row):.2f}",
+                more(bleu(row), before[0]),
+                mean([watched(row)]),
+                more(watched(row), before[1]),
+                f"{row['steps']:,}",
+                f"{row['settings']['batch_tokens']:,}",
+                short(row["seconds"]),
+            ]
+        )
+    head = ["mode", "after", "BLEU", "difference", "on validation, greedily", "difference", "steps", "tokens a step", "seconds"]
+    return table(head, body)
+
+
+def _before(row: Row, known: list[Row]) -> Row | None:
+    """The run it began from: its folder is called as the row is, without signs."""
+    folder = Path(row["settings"]["begin_from"]).name
+    return next((x for x in known if folder == "".join(c if c.isalnum() or c in "._-" else "-" for c in x["name"])), None)
+
+
+def parallel(made: Made, speeds: Made) -> str:
+    """All at once against word by word: how good, then how fast."""
+    rows = of(made, "parallel")
+    slow = next(iter(_plain(of(made, "translate"))), None)
+    parts = [_at_once(rows, slow) if rows else measure("translate", "parallel")]
+    parts.append(_speeds(speeds) if speeds["rows"] else not_yet("at_once.py --runs RUN ... --device cuda"))
+    return "\n\n".join(parts)
+
+
+def _at_once(rows: list[Row], slow: Row | None) -> str:
+    """The first line is the model that goes word by word, greedily if it was asked so; differences are from that."""
+    ways: list[tuple[Row, dict[str, Any]]] = []
+    if slow:
+        greedy = [x for x in slow["scores"] if x["settings"]["beam"] == 1 and x["split"] == "test"]
+        ways += [(slow, x) for x in [*greedy, *(x for x in [answered(slow)] if x not in greedy)]]
+    first = ways[0][1]["scores"]["bleu"] if ways else None
+    ways += [(row, answered(row)) for row in rows]
+    body = []
+    for place, (row, x) in enumerate(ways):
+        how = ", ".join(f"{name}={value}" for name, value in x["settings"].items() if name in ("beam", "iterations", "lengths"))
+        taught = "a teacher's answers" if row["settings"]["teacher"] else "people's answers"
+        score = x["scores"]["bleu"]
+        cells = [taught, how or "one pass", f"{score:.2f}", more(score, first) if place else "", millions(row)]
+        body.append([code(row["settings"]["decoder"]), *cells])
+    return table(["decoder", "learned from", "asked with", "BLEU", "against the first line" if slow else "", "parameters"], body)
+
+
+def _speeds(made: Made) -> str:
+    """One sentence at a time; a column for each way to go word by word that others are compared with."""
+    w, rows = made["made_with"], made["rows"]
+    bases = [key for key in rows[0] if key.startswith("speedup_") and any(row[key] is not None for row in rows)]
+    body = []
+    for row in rows:
+        ratios = ["" if row[key] is None else f"{row[key]:.2f} x" for key in bases]
+        numbers = [mean([row["bleu"]]), short(row["ms_per_sentence"]), short(row["tokens_per_second"])]
+        body.append([row["name"], row["way"], *numbers, f"{100 * row['same']:.1f}", *ratios])
+    text = (
+        f"How fast one sentence is answered, the mean of {made['settings']['sentences']:,}; `ready` is `Ready` or `ReadyAtOnce`, "
+        f"with the BLEU of its model. ({w['device']}, torch {w['torch']}, commit {w['commit']}.)\n\n"
+    )
+    against = [f"times as fast as {key.removeprefix('speedup_').replace('_', ' ')}" for key in bases]
+    return text + table(["run", "", "BLEU", "ms", "tokens a second", "answers as the model's, %", *against], body)
+
+
+def tasks(made: Made) -> str:
+    """One table for each task, with all scores that it has."""
+    parts, shown = [], list[Row]()
+    for name, group in OTHERS.items():
+        rows = [row for row in of(made, group) if row["task"] == name]
+        about = f"`{name}`: {TASKS[name].summary} (data: `{TASKS[name].data}`)."
+        parts += [about, _scored(rows)] if rows else [f"{about} {measure(group)}"]
+        shown += rows
+    return "\n\n".join([*parts, *([made_with(made, shown)] if shown else [])])
+
+
+def _scored(rows: list[Row]) -> str:
+    found = [answered(row) for row in rows]
+    keys = list(dict.fromkeys(key for x in found for key in x["scores"]))
+    body = [
+        [
+            ", ".join(row["sets"]) or "as it is",
+            *(_cell(key, [x["scores"].get(key)]) for key in keys),
+            x["split"],
+            millions(row),
+            f"{row['steps']:,}",
+            short(row["seconds"]),
+        ]
+        for row, x in zip(rows, found, strict=True)
+    ]
+    if len(rows) > 1 and all(set(row["sets"]) == {f"seed={row['settings']['seed']}"} for row in rows):
+        cells = [_cell(key, [x["scores"].get(key) for x in found]) for key in keys]
+        took = short(statistics.mean(row["seconds"] for row in rows))
+        body.append([f"mean of {len(rows)} ± their deviation", *cells, found[0]["split"], "", "", took])
+    return table(["", *(NAMES.get(key, key) for key in keys), "on", "parameters", "steps", "seconds"], body)
+
+
+def _cell(key: str, values: list[float | None]) -> str:
+    if key in COUNTS:
+        return " / ".join(dict.fromkeys("" if value is None else f"{value:,.0f}" for value in values))
+    return mean(values, digits=4 if key in ("loss", "bits") else 2)

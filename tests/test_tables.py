@@ -1,0 +1,154 @@
+"""The tables of the real tasks, made of runs that say of themselves what real ones say: every setting, no training."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from regard import tasks
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import tables_tasks as tables  # noqa: E402
+
+NOT_YET = "Not measured yet"
+SPEED = {"name": "ctc", "way": "ready", "bleu": 30.0, "ms_per_sentence": 1.5, "tokens_per_second": 9000.0, "same": 0.995}
+SPEED |= {"speedup_model_greedy": 5.0, "speedup_ready_greedy": None}
+NO_SPEEDS = {"rows": []}
+SCORES = {"ewt": ["accuracy", "words"], "imdb": ["accuracy", "texts"], "shakespeare": ["loss", "bits"]}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What benchmarks/tasks.py would save of finished runs; the score of a run is its number, 30 and more."""
+    work, path = tmp_path_factory.mktemp("runs"), list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        bench = runpy.run_path(str(ROOT / "benchmarks" / "tasks.py"))
+    finally:
+        sys.path[:] = path
+    rows = []
+    for number, row in enumerate(bench["rows"]()):
+        before = str(work / bench["slug"](row.after)) if row.after else ""
+        finished(work / bench["slug"](row.name), row, [text.replace("{after}", before) for text in row.sets], 30 + number)
+        rows.append(bench["found"](work, row))
+    return record(rows)
+
+
+def record(rows, jobs=4):
+    with_what = {"torch": "2.0", "commit": "abc", "device": "a GPU"}
+    return {"settings": {"jobs": jobs, "graphs": True}, "made_with": with_what, "rows": rows}
+
+
+def finished(folder, row, sets, value):
+    """A run's files, as training and `evaluate` leave them: scores of the same settings are replaced by the last."""
+    folder.mkdir()
+    config = tasks.config(row.task).set(sets)
+    task = tasks.task(config)
+    averaged = value + 0.5 if config.average > 1 else None
+    result = {"steps": config.steps, "seconds": 60.0, "name": task.best[0], "best": float(value), "best_step": 100}
+    result |= {"averaged": averaged, "chosen": "average" if averaged else "best"}
+    names = SCORES.get(row.task, ["loss", "exact", "rouge_l", "oov_recall"])
+    if row.task == "multi30k":
+        names = ["exact", "bleu"] if config.lower else ["exact", "bleu", "bleu_cased"]
+    kept = []
+    for number, changes in enumerate(row.scored):
+        asked = config.set(changes)
+        told = {name: getattr(asked, name) for name in task.answering}
+        scores = {name: 25_000.0 if name in ("words", "texts") else value + number / 10 for name in names}
+        signatures = {name: f"case:lc|{name}" for name in names if name.startswith("bleu")}
+        line = {"split": row.split, "settings": told, "scores": scores, "signatures": signatures}
+        kept = [*(x for x in kept if x["settings"] != told), line]
+    about = {"parameters": 9_000_000, "device": "a GPU"}
+    for name, data in {"result": result, "run": about, "config": config.to_json(), "scores": kept}.items():
+        (folder / f"{name}.json").write_text(json.dumps(data))
+
+
+def all_of(made, speeds=NO_SPEEDS):
+    parts = [tables.translation(made), tables.decodings(made), tables.parallel(made, speeds), tables.tasks(made)]
+    text = "\n\n".join(parts)
+    for line, after in re.findall(r"^(\|.*)\n(?=(\|.*))", text, re.MULTILINE):
+        assert line.count("|") == after.count("|"), "all lines of a table have as many cells"
+    return text
+
+
+def without(made, *names):
+    return {**made, "rows": [row for row in made["rows"] if row["name"] not in names]}
+
+
+def line_of(text, start):
+    found = [line for line in text.splitlines() if line.startswith(f"| {start} |")]
+    assert found, f"no line begins with {start}"
+    return [cell.strip() for cell in found[0].strip("|").split("|")]
+
+
+def test_every_run_has_its_score_in_a_table_and_nothing_is_left_to_measure(made):
+    text = all_of(made, record([SPEED]) | {"settings": {"sentences": 200}})
+    assert NOT_YET not in text
+    for row in made["rows"]:
+        assert any(f"{value:.2f}" in text for value in tables.answered(row)["scores"].values()), row["name"]
+    assert line_of(text, "ctc") == ["ctc", "ready", "30.00", "1.5", "9000", "99.5", "5.00 x"]
+    assert "ready greedy" not in text, "nothing was compared with that"
+
+
+def test_nothing_measured_is_one_sentence_for_each_table_that_says_how():
+    text = all_of(NO_SPEEDS)
+    assert "|" not in text
+    groups = set(re.findall(r"[a-z]+", " ".join(re.findall(r"--only ([a-z ]+)`", text))))
+    assert groups == {"translate", "mixers", "tag", "sentiment", "language", "copy", "parallel", "modes"}
+    assert "python benchmarks/at_once.py" in text
+
+
+def test_any_one_run_or_group_may_be_missing_and_any_one_may_be_alone(made):
+    whole = all_of(made)
+    for row in made["rows"]:
+        assert all_of(without(made, row["name"])) != whole, f"{row['name']} stands nowhere"
+        assert "|---|" in all_of({**made, "rows": [row]}), row["name"]
+
+
+def test_scores_are_those_of_a_runs_own_settings_wherever_they_stand(made):
+    row = next(row for row in made["rows"] if row["name"] == "multi30k softmax 1")
+    assert [x["settings"]["penalty"] for x in row["scores"]] == [1.0, 0.0, 1.0, 2.0, 1.0], "beam=5 was asked twice and kept once"
+    assert tables.answered(row)["settings"] == {"beam": 5, "penalty": 1.0, "most": 100}
+    with pytest.raises(ValueError, match="its own settings"):
+        tables.answered({**row, "scores": row["scores"][:1]})
+
+
+def test_seeds_have_a_mean_and_one_seed_has_none(made):
+    text = tables.translation(made)
+    assert line_of(text, "mean of 3 ± their deviation")[1] == "31.10 ± 0.85"  # 30.3, the last one asked, 31 and 32
+    assert "mean of 3" in tables.tasks(made)
+    alone = without(made, *(f"{task} {seed}" for task in ("multi30k softmax", "ewt", "imdb") for seed in (2, 3)))
+    assert "mean" not in tables.translation(alone) + tables.tasks(alone)
+    assert "±" not in tables.translation(alone) + tables.tasks(alone)
+
+
+def test_a_signature_is_said_once_and_shared_machines_are_told(made):
+    text = tables.translation(made)
+    assert text.count("`case:lc|bleu`") == 1
+    assert "up to 4 runs at a time" in text
+    assert "at a time" not in tables.translation({**made, "settings": {"jobs": 1, "graphs": True}})
+
+
+def test_further_training_is_compared_with_the_run_it_began_from(made):
+    rows = {row["name"]: row for row in made["rows"]}
+    began, then = rows["multi30k softmax 1"], rows["multi30k then two_pass"]
+    cells = line_of(tables.decodings(made), "`two_pass`")
+    assert cells[1] == "multi30k softmax 1"
+    assert cells[3] == f"{tables.bleu(then) - tables.bleu(began):+.2f}"
+    assert cells[5] == f"{then['val']['bleu'] - began['val']['averaged']:+.2f}", "it began from the average, which was chosen"
+    cells = line_of(tables.decodings(without(made, "multi30k softmax 1")), "`two_pass`")
+    assert cells[1:6:2] == ["multi30k-softmax-1", "", ""]
+
+
+def test_answers_at_once_are_compared_with_greedy_ones(made):
+    text = tables.parallel(made, NO_SPEEDS)
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [line[2] for line in lines[:4]] == ["beam=1", "beam=5", "one pass", "one pass"]
+    assert "iterations=4" in lines[4][2]
+    assert [line[1] for line in lines[2:]] == ["a teacher's answers", "people's answers", "a teacher's answers"]
+    assert lines[0][4] == ""
+    assert lines[2][4] == f"{float(lines[2][3]) - float(lines[0][3]):+.2f}"
