@@ -160,10 +160,10 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
             decoding(made) if (made := if_there("decoding_gpu"))["rows"] else not_yet("decoding.py --device cuda")
         ),
         "step": lambda: step(if_there("step")),
-        "translation": lambda: real.translation(if_there("tasks")),
+        "translation": lambda: real.translation(if_there("tasks"), if_there("floors")),
         "decodings": lambda: real.decodings(if_there("tasks")),
         "parallel": lambda: real.parallel(if_there("tasks"), if_there("at_once")),
-        "tasks": lambda: real.tasks(if_there("tasks")),
+        "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "faults": faults,
     },
 }

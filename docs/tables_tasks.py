@@ -1,9 +1,10 @@
-"""The tables of the real tasks, from results/tasks.json and results/at_once.json: whatever rows are there make their lines."""
+"""The tables of the real tasks, from results/tasks.json, floors.json and at_once.json: every row that is there has a line."""
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,41 @@ def millions(row: Row) -> str:
 
 
 def made_with(made: Made, rows: list[Row]) -> str:
-    """Where rows were made. Runs that share a machine wait for one another, so their seconds are no more than a hint."""
-    devices, w, jobs = sorted({row["device"] or "?" for row in rows}), made["made_with"], made["settings"]["jobs"]
+    """Where rows were made, by what they say of themselves; older ones are silent, and the file speaks for them.
+
+    Runs that share a machine wait for one another, so their seconds are no more than a hint.
+    """
+    jobs = made["settings"]["jobs"]
+    device, torch, commit = (
+        ", ".join(dict.fromkeys(brief(row.get(name) or made["made_with"][name]) for row in rows))
+        for name in ("device", "torch", "commit")
+    )
     shared = f"; up to {jobs} runs at a time shared it, and seconds count that" if jobs > 1 else ""
-    return f"({', '.join(devices)}, torch {w['torch']}, commit {w['commit']}{shared}.)"
+    return f"({device}, torch {torch}, commit {commit}{shared}.)"
+
+
+def brief(name: str) -> str:
+    """The name of a commit is as long as git shows it; others stay."""
+    return re.sub(r"^([0-9a-f]{7})[0-9a-f]{33}\b", r"\1", name)
+
+
+def learned_from(rows: list[Row]) -> str:
+    """How many examples, where runs say it; windows of one text may overlap, so they are those of an epoch."""
+    found = dict.fromkeys(f"{x['examples']:,}" for row in rows if (x := row.get("data")))
+    return f", {' or '.join(found)} examples an epoch" if found else ""
+
+
+def floors_of(floors: Made, task: str) -> list[Row]:
+    return [row for row in floors["rows"] if row["task"] == task]
+
+
+def floor_lines(floors: list[Row], keys: Sequence[str], behind: Callable[[Row], list[str]]) -> list[list[str]]:
+    """What needs no network, under what does."""
+    return [[f"floor: {x['floor']}", *(_cell(key, [x["scores"].get(key)]) for key in keys), *behind(x)] for x in floors]
+
+
+def _no_floors(floors: list[Row]) -> list[str]:
+    return [] if floors else [f"Floors: {not_yet('floors.py')}"]
 
 
 def signatures(rows: list[Row]) -> str:
@@ -86,12 +118,15 @@ def signatures(rows: list[Row]) -> str:
     return "; ".join(f"{NAMES.get(name, name)} is sacreBLEU's `{how}`" for name, how in found) + "." if found else ""
 
 
-def translation(made: Made) -> str:
-    """Seeds and their mean, then other mixers."""
-    rows, mixed = of(made, "translate"), of(made, "mixers")
-    parts = [_seeds(rows), f"{signatures(rows)} {made_with(made, rows)}"] if rows else [measure("translate")]
-    parts += ["The same model with another mixer:", _mixers(_plain(rows), mixed) if mixed else measure("mixers")]
-    return "\n\n".join(parts)
+def translation(made: Made, floors: Made) -> str:
+    """Seeds and their mean over their floors, then other mixers, which have fewer updates."""
+    rows, mixed, low = of(made, "translate"), of(made, "mixers"), floors_of(floors, "multi30k")
+    parts = [] if rows else [measure("translate")]
+    parts += [_seeds(rows, low)] if rows or low else []
+    parts += _no_floors(low)
+    parts += [signatures(rows)] if rows else []
+    parts += [_mixers(rows, mixed) if mixed else f"The same model with another mixer: {measure('mixers')}"]
+    return "\n\n".join([*parts, *([made_with(made, rows + mixed)] if rows + mixed else [])])
 
 
 def _plain(rows: list[Row]) -> list[Row]:
@@ -99,12 +134,13 @@ def _plain(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["settings"]["lower"]]
 
 
-def _seeds(rows: list[Row]) -> str:
-    plain, cased = _plain(rows), [row for row in rows if not row["settings"]["lower"]]
+def _seeds(rows: list[Row], floors: list[Row]) -> str:
+    keys, plain, cased = ("bleu", "bleu_cased", "exact"), _plain(rows), [row for row in rows if not row["settings"]["lower"]]
     body = [_line(f"lower-cased, seed {row['settings']['seed']}", [row]) for row in plain]
     body += [_line(f"mean of {len(plain)} ± their deviation", plain)] if len(plain) > 1 else []
     body += [_line(f"cased, seed {row['settings']['seed']}", [row]) for row in cased]
-    return table(["", NAMES["bleu"], NAMES["bleu_cased"], NAMES["exact"], "parameters", "steps", "seconds"], body)
+    body += floor_lines(floors, keys, lambda _: ["", "", ""])
+    return table(["", *(NAMES[key] for key in keys), "parameters", "steps", "seconds"], body)
 
 
 def _line(name: str, rows: list[Row]) -> list[str]:
@@ -112,31 +148,33 @@ def _line(name: str, rows: list[Row]) -> list[str]:
     return [name, *scores, millions(rows[0]), f"{rows[0]['steps']:,}", short(statistics.mean(row["seconds"] for row in rows))]
 
 
-def _mixers(plain: list[Row], mixed: list[Row]) -> str:
-    """Against the mean of softmax's seeds; the others have one each."""
-    floor = statistics.mean(map(bleu, plain)) if plain else None
-    took = statistics.mean(row["seconds"] for row in plain) if plain else None
+def _mixers(full: list[Row], mixed: list[Row]) -> str:
+    """Against the softmax that had as few updates, not against the seeds. One seed each."""
+    plain = next((bleu(row) for row in mixed if row["settings"]["mixer"] == "softmax"), None)
+    many = ", ".join(dict.fromkeys(f"{row['steps']:,}" for row in mixed))
+    instead = f" instead of the {full[0]['steps']:,} above" if full else ""
     body = []
-    if plain:
-        body.append(
-            ["`softmax`", mean(map(bleu, plain)), "", millions(plain[0]), short(took or 0), "1.00 x", _captured(plain[0])]
-        )
     for row in mixed:
-        mixer, seconds = row["settings"]["mixer"], row["seconds"]
+        mixer = row["settings"]["mixer"]
         named = code(mixer) if isinstance(mixer, str) else ", ".join(map(code, mixer))
-        ratio = "" if took is None else f"{seconds / took:.2f} x"
-        body.append([named, f"{bleu(row):.2f}", more(bleu(row), floor), millions(row), short(seconds), ratio, _captured(row)])
-    return table(["", "BLEU", "against softmax", "parameters", "seconds of training", "", "passes captured"], body)
-
-
-def _captured(row: Row) -> str:
-    return "yes" if row["settings"].get("graphs") else "no"
+        body.append(
+            [
+                named,
+                f"{bleu(row):.2f}",
+                more(bleu(row), plain) if mixer != "softmax" else "",
+                millions(row),
+                short(row["seconds"]),
+            ]
+        )
+    text = f"The same model with another mixer; all of this table, softmax too, had {many} updates{instead}:\n\n"
+    return text + table(["", "BLEU", "against softmax", "parameters", "seconds"], body)
 
 
 def decodings(made: Made) -> str:
     """What beams, averaging and further training give, or do not."""
     plain = [row for row in _plain(of(made, "translate")) if len(row["scores"]) > 1]
-    averaged = [row for row in made["rows"] if row["val"]["averaged"] is not None]
+    # those of mixers are short: ten checkpoints are all that they save, and the first of them knows little
+    averaged = [row for row in made["rows"] if row["val"]["averaged"] is not None and row["group"] != "mixers"]
     modes = of(made, "modes")
     return "\n\n".join(
         [
@@ -250,20 +288,21 @@ def _speeds(made: Made) -> str:
     return text + table(["run", "", "BLEU", "ms", "tokens a second", "answers as the model's, %", *against], body)
 
 
-def tasks(made: Made) -> str:
-    """One table for each task, with all scores that it has."""
+def tasks(made: Made, floors: Made) -> str:
+    """One table for each task, with all scores that it has, and its floors."""
     parts, shown = [], list[Row]()
     for name, group in OTHERS.items():
-        rows = [row for row in of(made, group) if row["task"] == name]
-        about = f"`{name}`: {TASKS[name].summary} (data: `{TASKS[name].data}`)."
-        parts += [about, _scored(rows)] if rows else [f"{about} {measure(group)}"]
+        rows, low = [row for row in of(made, group) if row["task"] == name], floors_of(floors, name)
+        about = f"`{name}`: {TASKS[name].summary} (data: `{TASKS[name].data}`{learned_from(rows)})."
+        parts += [" ".join([about, *([] if rows else [measure(group)]), *_no_floors(low)])]
+        parts += [_scored(rows, low)] if rows or low else []
         shown += rows
     return "\n\n".join([*parts, *([made_with(made, shown)] if shown else [])])
 
 
-def _scored(rows: list[Row]) -> str:
+def _scored(rows: list[Row], floors: list[Row]) -> str:
     found = [answered(row) for row in rows]
-    keys = list(dict.fromkeys(key for x in found for key in x["scores"]))
+    keys = list(dict.fromkeys(key for x in [*found, *floors] for key in x["scores"]))
     body = [
         [
             ", ".join(row["sets"]) or "as it is",
@@ -279,6 +318,7 @@ def _scored(rows: list[Row]) -> str:
         cells = [_cell(key, [x["scores"].get(key) for x in found]) for key in keys]
         took = short(statistics.mean(row["seconds"] for row in rows))
         body.append([f"mean of {len(rows)} ± their deviation", *cells, found[0]["split"], "", "", took])
+    body += floor_lines(floors, keys, lambda x: [x["split"], "", "", ""])
     return table(["", *(NAMES.get(key, key) for key in keys), "on", "parameters", "steps", "seconds"], body)
 
 

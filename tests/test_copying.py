@@ -319,6 +319,16 @@ def test_titles_with_names_that_are_not_in_the_vocabulary_need_copying(tmp_path,
     assert said == ["zorg : a tagger", ""] if copy else said[1] == ""
 
 
+def test_training_looks_at_examples_from_all_over_the_validation_file(tmp_path, monkeypatch):
+    """One that is in order of difficulty would else be judged by its easy end."""
+    task, model = titles(tmp_path)
+    seen = []
+    monkeypatch.setattr("regard.tasks.copying.WATCHED", 10)
+    monkeypatch.setattr(task, "_answers", lambda _model, examples, _beams: seen.extend(examples) or [["?"]] * len(examples))
+    task.watch(model)
+    assert [task.splits["val"].index(example) for example in seen] == list(range(0, 40, 4))
+
+
 def test_a_longer_source_is_cut_and_coverage_is_a_part_of_the_loss(tmp_path):
     task, model = titles(tmp_path, cut=3, coverage=0.5)
     assert all(len(example.source) <= 3 for example in task.splits["train"])

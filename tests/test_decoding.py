@@ -118,6 +118,31 @@ def test_stopping_early_changes_nothing(penalty, monkeypatch):
     assert torch.equal(found.lengths, slow.lengths)
 
 
+class Clock:
+    """Says the same chances whatever was said before, others at every step: it is its own state."""
+
+    def __init__(self, *chances, t=0):
+        self.chances, self.t = chances, t
+
+    def extend(self, state, tokens, valid=None):  # noqa: ARG002
+        now = torch.tensor(self.chances[min(state.t, len(self.chances) - 1)], dtype=torch.float64, device=DEVICE)
+        return now.log().expand(*tokens.shape, -1), Clock(*self.chances, t=state.t + tokens.shape[1])
+
+    def fan(self, _k):
+        return self
+
+    def select(self, _rows, within=False):  # noqa: ARG002
+        return self
+
+
+def test_beams_go_on_while_a_longer_answer_may_win_or_one_of_the_best_is_missing():
+    x = prompts(b=2, n=1)
+    late = Clock([0.6, 0.3, 0.1], [0.01, 0.98, 0.01])  # an end at once is likely, and yet the longest is the likeliest a token
+    assert beam(late, late, x, rules=Rules(END, most=10), width=2, penalty=1.0).answers(END) == [[[1] * 10]] * 2
+    soon = Clock([0.9, 0.06, 0.04], [0.5, 0.3, 0.2])
+    assert beam(soon, soon, x, rules=Rules(END, most=4), width=2, penalty=0.0, best=2).answers(END) == [[[], [1]]] * 2
+
+
 def test_one_beam_is_greedy_and_rows_do_not_meet():
     model, x, rules = Talker(), prompts(), Rules(end=END, most=12)
     one = beam(model, model.start(3), x, rules=rules, width=1, penalty=0.0)
@@ -174,6 +199,18 @@ def test_a_stream_is_what_is_said_and_stops_when_all_have_ended():
     assert (parts[:, -1] == END).all()
 
 
+def test_a_row_that_has_ended_says_the_end_until_all_have():
+    clock, wishes = Clock([0.2, 0.4, 0.4]), iter([[END, 1], [2, 2], [1, END]])
+    found = stream(
+        clock,
+        clock,
+        prompts(b=2, n=1),
+        rules=Rules(END, most=9),
+        choice=lambda _: torch.tensor(next(wishes), device=DEVICE),
+    )
+    assert torch.stack(list(found)).tolist() == [[END, 1], [END, 2], [END, END]]
+
+
 def test_chance_is_as_filtered():
     scores = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]], device=DEVICE)
     p = scores.softmax(-1)
@@ -191,6 +228,17 @@ def test_the_same_seed_says_the_same():
     model, x, rules = Talker(), prompts(), Rules(end=END, most=20)
     one, two, other = (say(model, model.start(3), x, rules=rules, choice=Sample(seed=s)) for s in (4, 4, 5))
     assert one == two != other
+
+
+def test_a_temperature_below_one_sharpens_before_anything_is_left_out():
+    scores = torch.tensor([[3.0, 2.0, 1.0]], device=DEVICE)
+    assert Sample(temperature=0.5).filtered(scores).tolist() == [[6.0, 4.0, 2.0]]
+    assert (Sample(temperature=0.5, top_p=0.8).filtered(scores) > -math.inf).sum() == 1  # 0.87 of the sharpened, 0.67 before
+
+
+def test_dice_roll_on_from_token_to_token():
+    choice, flat = Sample(seed=4), torch.zeros(32, 7, device=DEVICE)
+    assert not torch.equal(choice(flat), choice(flat))
 
 
 @pytest.mark.parametrize(

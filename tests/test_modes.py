@@ -69,6 +69,15 @@ def test_two_passes_that_do_not_agree_pay_for_it(padding):
     close(gradients(model, loss.total), gradients(model, total))
 
 
+def test_two_passes_need_not_agree_on_padding_that_nobody_told_them_of():
+    model, batch, found = small(dropout=0.3).train(), batch_of(padding="behind"), []
+    for behind in (False, True):
+        torch.manual_seed(4)
+        found.append(agreeing(model, batch, weight=3.0, behind=behind))
+    close(found[0].total, found[1].total)
+    close(found[0].parts["apart"], found[1].parts["apart"])
+
+
 def test_how_far_two_choices_are_apart_has_its_gradient():
     p, q = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(apart, (p, q))

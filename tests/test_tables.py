@@ -17,7 +17,7 @@ import tables_tasks as tables  # noqa: E402
 NOT_YET = "Not measured yet"
 SPEED = {"name": "ctc", "way": "ready", "bleu": 30.0, "ms_per_sentence": 1.5, "tokens_per_second": 9000.0, "same": 0.995}
 SPEED |= {"speedup_model_greedy": 5.0, "speedup_ready_greedy": None}
-NO_SPEEDS = {"rows": []}
+NO_SPEEDS = NO_FLOORS = {"rows": []}
 SCORES = {"ewt": ["accuracy", "words"], "imdb": ["accuracy", "texts"], "shakespeare": ["loss", "bits"]}
 
 
@@ -67,8 +67,18 @@ def finished(folder, row, sets, value):
         (folder / f"{name}.json").write_text(json.dumps(data))
 
 
-def all_of(made, speeds=NO_SPEEDS):
-    parts = [tables.translation(made), tables.decodings(made), tables.parallel(made, speeds), tables.tasks(made)]
+def floor(task, value, split="test"):
+    """Less than any run has, and without some of its scores."""
+    names = {"multi30k": ["bleu", "exact"], "acl_titles": ["exact", "rouge_l"], "wikisql": ["exact", "rouge_l"]} | SCORES
+    scores = {name: 25_000.0 if name in ("words", "texts") else value for name in names[task]}
+    return {"task": task, "split": split, "floor": f"no network for {task}", "scores": scores}
+
+
+FLOORS = {"rows": [floor(task, 10 + number) for number, task in enumerate(("multi30k", *tables.OTHERS))]}
+
+
+def all_of(made, speeds=NO_SPEEDS, floors=FLOORS):
+    parts = [tables.translation(made, floors), tables.decodings(made), tables.parallel(made, speeds), tables.tasks(made, floors)]
     text = "\n\n".join(parts)
     for line, after in re.findall(r"^(\|.*)\n(?=(\|.*))", text, re.MULTILINE):
         assert line.count("|") == after.count("|"), "all lines of a table have as many cells"
@@ -95,8 +105,9 @@ def test_every_run_has_its_score_in_a_table_and_nothing_is_left_to_measure(made)
 
 
 def test_nothing_measured_is_one_sentence_for_each_table_that_says_how():
-    text = all_of(NO_SPEEDS)
+    text = all_of(NO_SPEEDS, floors=NO_FLOORS)
     assert "|" not in text
+    assert text.count("python benchmarks/floors.py") == 1 + len(tables.OTHERS), "a floor for every task"
     groups = set(re.findall(r"[a-z]+", " ".join(re.findall(r"--only ([a-z ]+)`", text))))
     assert groups == {"translate", "mixers", "tag", "sentiment", "language", "copy", "parallel", "modes"}
     assert "python benchmarks/at_once.py" in text
@@ -106,7 +117,7 @@ def test_any_one_run_or_group_may_be_missing_and_any_one_may_be_alone(made):
     whole = all_of(made)
     for row in made["rows"]:
         assert all_of(without(made, row["name"])) != whole, f"{row['name']} stands nowhere"
-        assert "|---|" in all_of({**made, "rows": [row]}), row["name"]
+        assert "|---|" in all_of({**made, "rows": [row]}, floors=NO_FLOORS), row["name"]
 
 
 def test_scores_are_those_of_a_runs_own_settings_wherever_they_stand(made):
@@ -118,19 +129,58 @@ def test_scores_are_those_of_a_runs_own_settings_wherever_they_stand(made):
 
 
 def test_seeds_have_a_mean_and_one_seed_has_none(made):
-    text = tables.translation(made)
+    text = tables.translation(made, FLOORS)
     assert line_of(text, "mean of 3 ± their deviation")[1] == "31.10 ± 0.85"  # 30.3, the last one asked, 31 and 32
-    assert "mean of 3" in tables.tasks(made)
+    assert "mean of 3" in tables.tasks(made, FLOORS)
     alone = without(made, *(f"{task} {seed}" for task in ("multi30k softmax", "ewt", "imdb") for seed in (2, 3)))
-    assert "mean" not in tables.translation(alone) + tables.tasks(alone)
-    assert "±" not in tables.translation(alone) + tables.tasks(alone)
+    text = tables.translation(alone, FLOORS) + tables.tasks(alone, FLOORS)
+    assert "mean" not in text
+    assert "±" not in text
+
+
+def test_every_task_has_its_floors_under_its_runs_with_the_scores_that_they_have(made):
+    text = all_of(made)
+    assert line_of(text, "floor: no network for multi30k") == ["floor: no network for multi30k", "10.00", "", "10.00", "", "", ""]
+    assert line_of(text, "floor: no network for ewt") == ["floor: no network for ewt", "11.00", "25,000", "test", "", "", ""]
+    assert line_of(text, "floor: no network for shakespeare")[1:3] == ["13.0000", "13.0000"]
+    assert line_of(text, "floor: no network for wikisql")[1:5] == ["", "15.00", "15.00", ""], "it has no loss"
+    several = {"rows": [floor("ewt", 20), floor("ewt", 21) | {"floor": "another"}]}
+    assert line_of(tables.tasks(made, several), "floor: another")[1] == "21.00"
+
+
+def test_floors_are_shown_before_anything_is_trained_and_missed_when_they_are_not_there(made):
+    untrained = all_of(NO_SPEEDS)
+    for row in FLOORS["rows"]:
+        assert f"| floor: {row['floor']} |" in untrained
+        part = {"rows": [other for other in FLOORS["rows"] if other is not row]}
+        assert all_of(made, floors=part).count("Floors: Not measured yet: `python benchmarks/floors.py`") == 1
+    assert "benchmarks/tasks.py" in untrained and "benchmarks/floors.py" not in untrained
+
+
+def test_mixers_are_compared_with_the_softmax_that_had_as_few_updates(made):
+    rows = {row["name"]: row for row in made["rows"]}
+    text = tables.translation(made, FLOORS)
+    assert "had 1,000 updates instead of the 3,000 above" in text
+    cells, difference = line_of(text, "`conv`"), tables.bleu(rows["multi30k conv"]) - tables.bleu(rows["multi30k softmax"])
+    assert cells == ["`conv`", f"{tables.bleu(rows['multi30k conv']):.2f}", f"{difference:+.2f}", "9.00 M", "60"]
+    assert line_of(text, "`softmax`")[2] == ""
+    assert line_of(tables.translation(without(made, "multi30k softmax"), FLOORS), "`conv`")[2] == "", "not with the seeds"
+    assert "multi30k conv" not in tables.decodings(made), "the average over all of a short run is of no interest"
+
+
+def test_a_run_says_where_it_was_made_and_the_file_speaks_for_one_that_does_not(made):
+    silent, told = made["rows"][0], made["rows"][1] | {"torch": "3.0", "commit": "0123456" + "f" * 33 + "+changes"}
+    assert "(a GPU, torch 2.0, 3.0, commit abc, 0123456+changes;" in tables.made_with(made, [silent, told, silent])
+    told |= {"data": {"examples": 29_000, "tokens": 400_000}}
+    assert tables.learned_from([silent, told]) == ", 29,000 examples an epoch"
+    assert tables.learned_from([silent]) == ""
 
 
 def test_a_signature_is_said_once_and_shared_machines_are_told(made):
-    text = tables.translation(made)
+    text = tables.translation(made, FLOORS)
     assert text.count("`case:lc|bleu`") == 1
     assert "up to 4 runs at a time" in text
-    assert "at a time" not in tables.translation({**made, "settings": {"jobs": 1, "graphs": True}})
+    assert "at a time" not in tables.translation({**made, "settings": {"jobs": 1, "graphs": True}}, FLOORS)
 
 
 def test_further_training_is_compared_with_the_run_it_began_from(made):

@@ -5,11 +5,12 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from regard.training import journal, store
+from regard.training import dice, journal, store
 from regard.training.feed import batches_of
 from regard.training.files import RunError
 from regard.training.fit import fit
@@ -141,6 +142,28 @@ def test_patience_ends_a_run_early_and_it_stays_ended(tmp_path):
     (tmp_path / "result.json").unlink()  # as if it had been killed just before
     again = train(tmp_path, scored((), steps=60, patience=2, average=1))
     assert (again.steps, again.best, again.early) == (8, 0.5, True)
+
+
+def test_patience_is_remembered_by_a_run_that_goes_on(tmp_path):
+    task = scored((0.1, 0.5, 0.4), steps=60, patience=2, average=1)
+    task.loss = broken(at=7).loss
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, task)
+    result = train(tmp_path, scored((0.3,), steps=60, patience=2, average=1))
+    assert (result.steps, result.best_step, result.early) == (8, 4, True)
+
+
+def test_dice_that_are_put_back_throw_what_they_would_have_thrown():
+    def thrown():
+        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()
+
+    dice.throw(3)
+    np.random.randn()  # of the two that it makes, one is left for later
+    held = json.loads(json.dumps(dice.held()))
+    first = thrown()
+    assert thrown() != first
+    dice.put_back(held)
+    assert thrown() == first
 
 
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):

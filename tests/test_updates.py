@@ -118,6 +118,16 @@ def test_the_gradient_is_clipped_by_its_norm_which_is_reported_unclipped():
     assert free.measured(str)["norm"] == pytest.approx(held.measured(str)["norm"]) == pytest.approx(seen[0])
 
 
+def test_a_scaled_gradient_is_clipped_as_if_it_were_not_scaled():
+    task, moved = Small(small(dropout=0.0)), []
+    for precision in ("32", "16-mixed"):
+        one = learner(task, dropout=0.0, clip=0.01, precision=precision)
+        one.training_step(passes(task, [8]), 0)
+        moved.append(nn.utils.get_total_norm([one.optimizer.state[p]["exp_avg"] for p in one.wanted]).item())
+        assert 0.1 < one.measured(str)["norm"] < 100
+    assert moved == pytest.approx([0.1 * 0.01] * 2, rel=1e-2)  # the first mean of gradients is 1 - beta of the first one
+
+
 def test_decay_spares_biases_norms_and_embeddings():
     model = Small(small()).model()
     made = optimizer(model, small(decay=0.1))

@@ -2,7 +2,7 @@
 
 `model.extend` is what is meant. `Ready(model).extend` says the same for one token, faster:
 
-- q, k and v are one product, and on a CPU all weights are packed;
+- q, k and v are one product, and on a CPU all weights are packed, and the likeliest word is found by a rough look (`sketch.py`);
 - keys and values of all layers lie in one tensor, and beams are reordered from one such tensor into another, page by page;
 - what is known of a source is kept once for all of its beams, which are simply several queries of one row;
 - on a GPU a whole step is one CUDA graph (`graphed.py`).
@@ -13,6 +13,8 @@ Letters: b rows, k beams of each, r = b k, h heads, g key-value heads, d key dim
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from regard.blocks.block import Block
 from regard.decoding.desk import Desk
 from regard.decoding.graphed import Graph
 from regard.decoding.packed import linear, packed
+from regard.decoding.sketch import Rough, Sketch
 from regard.mixers.attention import Attention
 from regard.mixers.base import Places, State
 from regard.mixers.softmax import Softmax
@@ -161,6 +164,7 @@ class Ready:
         with torch.no_grad():
             self.layers = [_Layer(block) for block in body]
         self.embed, self.head, self.norm = self.model.embed, self.model.head, body.final_norm
+        self.rough = Rough.of(self.head)
         self.like = next(model.parameters()).detach()
         self.graphs, self.room = graphs and self.like.is_cuda, max(room, 1)
         limits = [block.mixer.dims.max_len for block in body]
@@ -199,7 +203,17 @@ class Ready:
             found.append(scores)
         return found[0][:, None] if len(found) == 1 else torch.stack(found, 1), talk
 
-    def _one(self, talk: Talk, tokens: Tensor) -> tuple[Tensor, Talk]:
+    @torch.no_grad()
+    def sketch(self, talk: Talk, tokens: Tensor) -> tuple[Tensor | Sketch, Talk]:
+        """What follows one token of every row (r 1), for whoever wants the likeliest: roughly, or the scores (r v) themselves."""
+        if self.rough is not None and talk.k == 1 and talk.rows is None:
+            x, talk = self._one(talk, tokens, self.rough)
+            return x, talk
+        scores, talk = self.extend(talk, tokens)
+        return scores[:, -1], talk
+
+    def _one(self, talk: Talk, tokens: Tensor, said: Callable[[Tensor], Any] | None = None) -> tuple[Any, Talk]:
+        """`said` makes something else than scores (r v) of vectors (r w): where there are no graphs."""
         desk = talk.desk or self._sat(talk)
         if talk.desk is not None and desk.turn != talk.turn:
             raise ValueError("this state has been gone on from, or its room has been given to another text: use the model itself")
@@ -216,20 +230,23 @@ class Ready:
                 desk.reorder(talk.rows, desk.size)
             if not desk.plain:
                 desk.valid[:, desk.size] = True
-            scores = self._step(desk, tokens, desk.size)
+            scores = (said or self._scores)(self._step(desk, tokens, desk.size))
             desk.at += 1
         desk.went()
         return scores, talk._replace(desk=desk, turn=desk.turn, rows=None)
 
     def _step(self, desk: Desk, tokens: Tensor, size: int | None) -> Tensor:
-        """Scores (r v) of what follows tokens (r 1); with a size that the host knows, or with one that only the device knows."""
+        """Vectors (r w) behind tokens (r 1); with a size that the host knows, or with one that only the device knows."""
         x = self.embed.vectors(tokens)[:, 0]
         if desk.table is not None:
             x = x + desk.table[desk.at]
         x = x if self.embed.norm is None else self.embed.norm(x)
         for layer, own, heard in zip(self.layers, desk.sides[desk.side].unbind(), desk.heard, strict=True):
             x = layer(x, own, heard, desk, size)
-        return self.head((x if self.norm is None else self.norm(x))[:, None])[:, 0]
+        return x if self.norm is None else self.norm(x)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        return self.head(x[:, None])[:, 0]
 
     def _sat(self, talk: Talk) -> Desk:
         """A desk with all on it that is known."""
@@ -264,5 +281,6 @@ class Ready:
             blank = self.like.new_zeros(1, room if self.limit is None else min(room, self.limit), self.embed.width)
             desk.table = self.embed.positions.add(blank, Places.of(blank))[0]
         if self.graphs:
-            desk.graphs = [Graph(lambda: self._step(desk, desk.tokens, None), desk, side) for side in range(len(desk.sides))]
+            step = partial(self._step, desk, desk.tokens, None)
+            desk.graphs = [Graph(lambda: self._scores(step()), desk, side) for side in range(len(desk.sides))]
         return desk

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.decoding.rules import Rules
+from regard.decoding.sketch import Sketch
 from regard.decoding.top import likeliest
 from regard.mixers.base import check_valid
 from regard.models.language import last_real
@@ -44,6 +45,15 @@ class Brief(Protocol):
 
     def last(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Scores (b v) of what follows the last real token of every row, and the state after it."""
+        ...
+
+
+@runtime_checkable
+class Sketcher(Protocol):
+    """A model that need not score all words to find the likeliest."""
+
+    def sketch(self, state: Any, tokens: Tensor) -> tuple[Tensor | Sketch, Any]:
+        """What follows these tokens (b 1): roughly, or the scores (b v)."""
         ...
 
 
@@ -154,19 +164,29 @@ def _spoken(
     model: Speaker, state: Any, prompt: Tensor, rules: Rules, choice: Choice | None, valid: Tensor | None, ended: Ended
 ) -> Iterator[Tensor]:
     rules, choose = rules.checked(), choice or Greedy()
+    scores: Tensor | Sketch
     scores, state = read(model, state, prompt, valid)
     said = torch.empty(len(prompt), rules.most, dtype=prompt.dtype, device=prompt.device)
     over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    step = 0
+
+    def allowed(x: Tensor) -> Tensor:
+        return rules(x, said[:, :step])
+
     for step in range(rules.most):
-        token = choose(rules(scores, said[:, :step])).masked_fill(over, rules.end)
+        token = scores.likeliest(allowed) if isinstance(scores, Sketch) else choose(allowed(scores))
+        token = token.masked_fill(over, rules.end)
         yield token
         if step + 1 == rules.most:
             return
         said[:, step], over = token, over | (token == rules.end)
         if ended(over):
             return
-        scores, state = model.extend(state, token[:, None])
-        scores = scores[:, -1]
+        if type(choose) is Greedy and isinstance(model, Sketcher):
+            scores, state = model.sketch(state, token[:, None])
+        else:
+            every, state = model.extend(state, token[:, None])
+            scores = every[:, -1]
 
 
 def stream(

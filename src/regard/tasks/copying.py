@@ -28,7 +28,7 @@ from regard.training.losses import Loss
 from regard.training.modes import teacher_forcing
 
 DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
-WATCHED = 500  # examples of validation that training looks at
+WATCHED = 500  # examples of validation that training looks at, here and there: a file may be in order of difficulty
 READ: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
 BEST = {"acl_titles": ("rouge_l", "max"), "wikisql": ("exact", "max")}
 
@@ -152,7 +152,8 @@ class CopyTask(Task):
     def _scored(self, model: nn.Module, split: str, many: int | None, *, beams: int) -> dict[str, float]:
         from regard.scores import exact_match, rouge_l
 
-        examples, wanted = self.splits[split][:many], self.wanted[split][:many]
+        apart = 1 if many is None else max(1, len(self.splits[split]) // many)
+        examples, wanted = self.splits[split][::apart][:many], self.wanted[split][::apart][:many]
         said = self._answers(model, examples, beams)
         texts = [" ".join(row) for row in said], [" ".join(row) for row in wanted]
         scores = {"loss": self._loss(model, examples), "exact": exact_match(*texts), "rouge_l": float(rouge_l(*texts))}

@@ -265,7 +265,7 @@ class TranslationTask(Task):
         return [self._words().decode(answer) for answer in self.answers(model, rows)]
 
     def distil(self, model: nn.Module, progress: Callable[[int, int], None] = lambda _done, _total: None) -> list[str]:
-        """Its answers to all training sources, nothing to those that are too long. `progress(done, total)` is told now and then."""
+        """Its answers to all training sources, none to those too long; `progress(done, total)` is told now and then."""
         rows, answers = [self._code(pair.source) for pair in self.texts["train"]], list[str]()
         for i in range(0, len(rows), TOGETHER):
             answers += [self._words().decode(answer) for answer in self.answers(model, rows[i : i + TOGETHER])]

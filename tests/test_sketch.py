@@ -1,0 +1,94 @@
+"""A rough look at the vocabulary never misses the likeliest word."""
+
+import pytest
+import torch
+
+import regard.decoding.sketch as sketch
+from regard.config import Config
+from regard.decoding import Ready, Rules, Sample, say
+from regard.decoding.packed import packed
+from regard.decoding.sketch import FEW, Rough, U, rounds
+from regard.models import NextToken, language_model, translator
+
+VOCAB, END = 5000, 3
+pytestmark = pytest.mark.skipif(not rounds(), reason="this processor has no products of bfloat16: nothing is sketched on it")
+
+
+def rough(weight, bias=None):
+    head = NextToken(weight.shape[1], len(weight), bias=bias is not None)
+    head.map.weight.data.copy_(weight)
+    if bias is not None:
+        head.map.bias.data.copy_(bias)
+    return Rough.of(packed(head.requires_grad_(False)))
+
+
+def everything(scores):
+    return scores
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_scores_are_off_by_no_more_than_it_says(scale, bias):
+    torch.manual_seed(1)
+    weight, x = torch.randn(VOCAB, 96) * torch.rand(VOCAB, 1), scale * torch.randn(40, 96)
+    by = rough(weight, torch.randn(VOCAB) if bias else None)
+    exact = x.double() @ weight.double().mT + (by.bias.double() if bias else 0)
+    found = by(x)
+    far, known = (found.scores.double() - exact).abs(), U * found.scores.abs() + found.off[:, None]
+    assert (far <= known).all() and (known < 0.05 * exact.abs().amax(1, keepdim=True)).all()
+    torch.testing.assert_close(found.likeliest(everything), exact.argmax(1))
+
+
+def test_words_that_are_nearly_as_good_are_told_apart_by_looking_at_all():
+    torch.manual_seed(2)
+    weight = torch.randn(VOCAB, 64)
+    weight[100 : 100 + 3 * FEW] = 2 * weight[100] + 1e-6 * torch.randn(3 * FEW, 64)  # more of them than are looked at
+    x = torch.cat([weight[100:101], torch.randn(3, 64)])
+    by, looks = rough(weight), []
+    by.head.register_forward_hook(lambda *_: looks.append(1))
+    torch.testing.assert_close(by(x).likeliest(everything), (x @ weight.mT).argmax(1))
+    assert looks == [1]
+    by(x[1:]).likeliest(everything)
+    assert looks == [1]  # where it is sure it does not look
+
+
+def test_the_first_of_words_that_are_exactly_as_good():
+    weight = torch.zeros(VOCAB, 8)
+    weight[[70, 40, 900]] = 1.0
+    assert rough(weight)(torch.ones(1, 8)).likeliest(everything).tolist() == [40]
+
+
+def test_what_is_no_number_is_looked_at_exactly():
+    by, x = rough(torch.randn(VOCAB, 8)), torch.full((1, 8), torch.nan)
+    assert by(x).likeliest(everything).tolist() == by.head(x).argmax(1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["language", "translator"])
+@pytest.mark.parametrize("rules", [{}, {"never": (0, 1, 2, 4)}, {"no_repeat": 1}, {"least": 6, "no_repeat": 2}])
+def test_a_ready_model_says_what_the_model_says(kind, rules):
+    torch.manual_seed(3)
+    config = Config(width=32, heads=4, depth=2, ffn=48, dropout=0.0, max_len=64)
+    model = (language_model if kind == "language" else translator)(config, VOCAB).eval()
+    fast, rules = Ready(model), Rules(END, most=12, **rules)
+    assert fast.rough is not None
+    source, begin = torch.randint(5, VOCAB, (3, 7)), torch.tensor([[2], [9], [17]])
+    said = [say(m, m.start(3) if kind == "language" else m.start(source), begin, rules=rules) for m in (model, fast)]
+    assert said[0] == said[1] and max(map(len, said[0])) > 4
+
+
+def test_chance_and_beams_are_given_all_scores(monkeypatch):
+    torch.manual_seed(3)
+    model = language_model(Config(width=32, heads=4, depth=1, ffn=48, dropout=0.0, max_len=64), VOCAB).eval()
+    fast = Ready(model)
+    monkeypatch.setattr(fast, "rough", lambda _: pytest.fail("only the likeliest is sketched"))
+    rules, begin = Rules(END, most=6), torch.tensor([[2], [9]])
+    said = [say(m, m.start(2), begin, rules=rules, choice=Sample(seed=1)) for m in (model, fast)]
+    assert said[0] == said[1]
+
+
+def test_few_words_and_other_heads_are_not_sketched(monkeypatch):
+    config = Config(width=32, heads=4, depth=1, ffn=48, dropout=0.0, max_len=64)
+    assert Ready(language_model(config, 100).eval()).rough is None
+    assert Ready(language_model(config, VOCAB).double().eval()).rough is None
+    monkeypatch.setattr(sketch, "rounds", lambda: False)
+    assert Ready(language_model(config, VOCAB).eval()).rough is None
