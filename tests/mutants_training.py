@@ -159,7 +159,14 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "the scaler starts anew": (T + "fit.py", 'learner.scaler.load_state_dict(self.start.state["scaler"])', "pass", "faults"),
     "the dice of numpy are not kept": (T + "dice.py", "np.random.set_state((", "tuple((", "faults training"),
     "patience starts anew": (T + "fit.py", 'state["best"], state["waited"],', 'state["best"], 0,', "faults training"),
-    "a checkpoint is written in place": (T + "store.py", "writing = folder / (WRITING + final.name)", "writing = final", "store"),
+    "a checkpoint has its name before it is whole": (
+        T + "store.py",
+        "            files.write(writing / name, content)\n",
+        "            os.rename(writing, final)\n"
+        "            files.write(final / name, content)\n"
+        "            os.rename(final, writing)\n",
+        "store",
+    ),
     "a file is written in place": (T + "files.py", 'torn = path.with_name(f".writing-{path.name}")', "torn = path", "store"),
     "a checkpoint may be torn": (T + "store.py", 'if files.digest(data) != state["sha256"].get(name):', "if False:", "store"),
     "the weights of a run may be torn": (T + "store.py", 'if files.digest(data) != result.get("sha256"):', "if False:", "store"),

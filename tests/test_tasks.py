@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from regard.cli.settings import decoding
-from regard.data.batch import END, PAD
+from regard.data.batch import BEGIN, END, PAD
 from regard.tasks import TASKS, config, task
 from regard.tasks.support import in_order
 from regard.training.fit import fit
@@ -216,3 +216,11 @@ def test_a_review_is_cut_to_what_the_model_can_read():
     made.read()
     assert max(made.size(row) for row in made.splits["train"]) <= 5
     assert made.predict(made.model().eval(), ["a very long review of a film that nobody saw"])[0] in ("good", "bad")
+
+
+def test_a_review_that_is_too_long_keeps_its_first_and_its_last_words():
+    made = task(config("polarity").replace({**TINY, "cut": 5}))
+    made.read()
+    words = made.vocabulary.words[:9]
+    (row,) = made._rows([" ".join(words)])
+    assert row == [BEGIN, *made.vocabulary.encode(" ".join(words[:2] + words[-2:]))]

@@ -196,6 +196,7 @@ def check_used(task: Task, changes: Sequence[str]) -> None:
         "lengths": (decoder in ("masked", "length"), "decoder=masked or length"),
         **{name: (sampled, "mode=scheduled, two_pass or parallel") for name in ("truth", "floor")},
         "samples": (mode == "minimum_risk", "mode=minimum_risk"),
+        "agree": (mode == "agree", "mode=agree"),
         "upsample": (decoder == "ctc", "decoder=ctc"),
         "glance": (decoder in ("ctc", "length", "fixed"), "decoder=ctc, length or fixed"),
     }

@@ -93,6 +93,8 @@ class TranslationTask(Task):
         check_vocab(config.units, config.vocab)
         for name in ("floor", "glance"):
             check_part(name, getattr(config, name))
+        if config.agree < 0:
+            raise ValueError(f"agree must be a number from 0 on, not {config.agree!r}")
         for name in ("most", "samples", "upsample", "iterations", "lengths"):
             need(name, getattr(config, name))
         if config.mode != "teacher" and config.decoder != "autoregressive":
@@ -204,7 +206,7 @@ class TranslationTask(Task):
         with resting(model):
             losses = [self._told(model, self.batch(part).to(device_under(model))) for part in self._parts("val")]
         total = sum(float(x.parts.get("nll", x.total)) for x in losses) / max(1, sum(int(x.over) for x in losses))
-        return {"loss": total, **self._scored("val", self.answers(model, self._sources("val"), beams=1))}
+        return {"loss": total, **self._scored(model, "val", beams=1)}
 
     def _told(self, model: Any, batch: Batch) -> Loss:
         if self.config.decoder == "autoregressive":
@@ -215,13 +217,11 @@ class TranslationTask(Task):
         rows = sorted((row for row in self.splits[split] if self.size(row) <= self.config.max_len), key=self.size)
         return [rows[i : i + 200] for i in range(0, len(rows), 200)]
 
-    def _sources(self, split: str) -> list[list[int]]:
-        return [source for source, _ in self.splits[split]]
-
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
-        return self._scored(split, self.answers(model, self._sources(split)))
+        return self._scored(model, split)
 
-    def _scored(self, split: str, answers: list[list[int]]) -> dict[str, float]:
+    def _scored(self, model: nn.Module, split: str, beams: int | None = None) -> dict[str, float]:
+        answers = self.answers(model, [source for source, _ in self.splits[split]], beams=beams)
         said, wanted = [self._words().decode(answer) for answer in answers], [pair.target for pair in self.texts[split]]
         scores = {"exact": exact_match(said, wanted, lower=self.config.lower)}
         if self.best[0] == "bleu":
