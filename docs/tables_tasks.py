@@ -129,15 +129,27 @@ def translation(made: Made, floors: Made) -> str:
     return "\n\n".join([*parts, *([made_with(made, rows + mixed)] if rows + mixed else [])])
 
 
+MODES = {"teacher": "teacher forcing", "agree": "two passes that agree"}
+
+
 def _plain(rows: list[Row]) -> list[Row]:
     """The lower-cased model of softmax, by seeds: what others are compared with."""
     return [row for row in rows if row["settings"]["lower"]]
 
 
+def _by_mode(rows: list[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(MODES.get(mode := row["settings"]["mode"], mode), []).append(row)
+    return found
+
+
 def _seeds(rows: list[Row], floors: list[Row]) -> str:
     keys, plain, cased = ("bleu", "bleu_cased", "exact"), _plain(rows), [row for row in rows if not row["settings"]["lower"]]
-    body = [_line(f"lower-cased, seed {row['settings']['seed']}", [row]) for row in plain]
-    body += [_line(f"mean of {len(plain)} ± their deviation", plain)] if len(plain) > 1 else []
+    body = []
+    for mode, own in _by_mode(plain).items():
+        body += [_line(f"{mode}, seed {row['settings']['seed']}", [row]) for row in own]
+        body += [_line(f"{mode}, mean of {len(own)} ± their deviation", own)] if len(own) > 1 else []
     body += [_line(f"cased, seed {row['settings']['seed']}", [row]) for row in cased]
     body += floor_lines(floors, keys, lambda _: ["", "", ""])
     return table(["", *(NAMES[key] for key in keys), "parameters", "steps", "seconds"], body)
@@ -238,16 +250,17 @@ def _modes(rows: list[Row], known: list[Row]) -> str:
     return table(head, body)
 
 
-def _before(row: Row, known: list[Row]) -> Row | None:
-    """The run it began from: its folder is called as the row is, without signs."""
-    folder = Path(row["settings"]["begin_from"]).name
+def _before(row: Row, known: list[Row], what: str = "begin_from") -> Row | None:
+    """The run it began from, or was taught by: its folder is called as the row is, without signs."""
+    folder = Path(row["settings"][what]).name.removesuffix(".taught")
     return next((x for x in known if folder == "".join(c if c.isalnum() or c in "._-" else "-" for c in x["name"])), None)
 
 
 def parallel(made: Made, speeds: Made) -> str:
     """All at once against word by word: how good, then how fast."""
     rows = of(made, "parallel")
-    slow = next(iter(_plain(of(made, "translate"))), None)
+    taught = (_before(row, made["rows"], "teacher") for row in rows)
+    slow = next((row for row in taught if row is not None), None) or next(iter(_plain(of(made, "translate"))), None)
     parts = [_at_once(rows, slow) if rows else measure("translate", "parallel")]
     parts.append(_speeds(speeds) if speeds["rows"] else not_yet("at_once.py --runs RUN ... --device cuda"))
     return "\n\n".join(parts)

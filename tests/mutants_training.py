@@ -216,13 +216,13 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         D + "copying.py",
         "len(vocab) + len(new))",
         "len(vocab) + len(new) + 1)",
-        "copying data",
+        "vocabulary",
     ),
     "new words of a target are counted one too far": (
         D + "copying.py",
         "len(vocab) + place for",
         "len(vocab) + place + 1 for",
-        "copying data",
+        "vocabulary",
     ),
     "answers come in the order of their sizes": (
         S + "tasks/support.py",
