@@ -41,7 +41,7 @@ class Row:
 
 MIXERS = ("softmax", "Local(8)", "conv", "linear", "synthesizer", "performer", "gla")
 FEW = ["steps=1000", "validate_every=500"]  # a third of the updates, for all mixers alike
-AGREE = ["mode=agree", "batch_tokens=6144", "dropout=0.3", "steps=4000", "validate_every=1000"]  # two passes over half the tokens
+AGREE = ["mode=agree", "batch_tokens=8192", "dropout=0.3", "steps=4000", "validate_every=1000"]  # each token twice
 
 
 def rows() -> list[Row]:

@@ -339,7 +339,7 @@ def test_a_longer_source_is_cut_and_coverage_is_a_part_of_the_loss(tmp_path):
 
 
 def test_the_recall_of_new_words_counts_those_that_could_have_been_copied():
-    assert oov_recall([["x", "y"], ["z"]], [["x"], ["a"]], [["x", "y", "q"], ["a"]]) == 50
+    assert oov_recall([["x", "y"], ["z"]], [["x"], ["z"]], [["x", "y", "q"], ["a"]]) == 50
     assert oov_recall([["x"]], [["x"]], [["a"]]) is None
 
 

@@ -10,7 +10,7 @@ from conftest import DEVICE, close
 from regard.data.batch import NO_LABEL
 from regard.models.heads import NextToken, PerVector
 from regard.training import losses
-from regard.training.losses import Loss, by_step, cross_entropy, perplexity, surprise
+from regard.training.losses import Loss, agreement, by_step, cross_entropy, perplexity, surprise
 
 B, M, V = 3, 5, 7
 
@@ -150,6 +150,32 @@ def test_the_surprise_of_a_head_is_the_loss_of_its_scores(bias, smoothing, rows,
         assert (again[0][~valid] == 0).all()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 7, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_two_answers_lose_what_each_loses_and_how_far_they_are_apart(bias, smoothing, rows, monkeypatch):
+    head, x, target, valid = said(bias)
+    y = torch.randn_like(x).requires_grad_()
+    given, real = (x, y, *head.parameters()), valid & (target != NO_LABEL)
+    each = [cross_entropy(head(z), target, valid, smoothing=smoothing) for z in (x, y)]
+    p, q = (head(z)[real].log_softmax(-1) for z in (x, y))
+    far = sum(torch.nn.functional.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((p, q), (q, p)))
+    whole = (each[0].total + each[1].total) / 2 + 0.75 * far
+    monkeypatch.setattr(losses, "SLICE", rows * V)
+    fused = agreement(head, x, y, target, valid, smoothing=smoothing, weight=3.0)
+    head.map.register_forward_hook(lambda *_: None)  # somebody listens: all scores are made
+    plain = agreement(head, x, y, target, valid, smoothing=smoothing, weight=3.0)
+    for loss in (fused, plain):
+        assert loss.over == real.sum()
+        close(loss.total, whole, 1e-12)
+        close(loss.parts["apart"], far, 1e-12)
+        close(loss.parts["nll"], (each[0].parts["nll"] + each[1].parts["nll"]) / 2, 1e-12)
+        for mine, theirs in zip(
+            *(torch.autograd.grad(3 * z, given, retain_graph=True) for z in (loss.total, whole)), strict=True
+        ):
+            close(mine, theirs, 1e-12)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_gradients_are_those_of_small_steps(smoothing):
     head, x, target, valid = said(True)
@@ -179,6 +205,9 @@ def test_the_scores_of_all_tokens_never_exist_and_gradients_only_if_they_are_ask
     with Made() as made, torch.no_grad():
         loss = surprise(head, x, target, valid)
     assert made.size < B * M * V and made.products == B * M / 5 and not loss.total.requires_grad
+    with Made() as made:
+        agreement(head, x, x + 1, target, valid, weight=1.0).total.backward()
+    assert made.size == 2 * B * M * W < 2 * B * M * V
 
 
 def test_a_head_is_called_if_it_is_of_another_kind_or_somebody_listens():

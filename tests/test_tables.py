@@ -130,9 +130,13 @@ def test_scores_are_those_of_a_runs_own_settings_wherever_they_stand(made):
 
 def test_seeds_have_a_mean_and_one_seed_has_none(made):
     text = tables.translation(made, FLOORS)
-    assert line_of(text, "teacher forcing, mean of 3 ± their deviation")[1] == "31.10 ± 0.85"  # 30.3, the last one asked, 31 and 32
+    assert (
+        line_of(text, "teacher forcing, mean of 3 ± their deviation")[1] == "31.10 ± 0.85"
+    )  # 30.3, the last one asked, 31 and 32
     assert "mean of 3" in tables.tasks(made, FLOORS)
-    alone = without(made, *(f"{task} {seed}" for task in ("multi30k softmax", "multi30k agree", "ewt", "imdb") for seed in (2, 3)))
+    alone = without(
+        made, *(f"{task} {seed}" for task in ("multi30k softmax", "multi30k agree", "ewt", "imdb") for seed in (2, 3))
+    )
     text = tables.translation(alone, FLOORS) + tables.tasks(alone, FLOORS)
     assert "mean" not in text
     assert "±" not in text

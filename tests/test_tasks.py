@@ -224,3 +224,43 @@ def test_a_review_that_is_too_long_keeps_its_first_and_its_last_words():
     words = made.vocabulary.words[:9]
     (row,) = made._rows([" ".join(words)])
     assert row == [BEGIN, *made.vocabulary.encode(" ".join(words[:2] + words[-2:]))]
+
+
+def talkative(folder, **changes):
+    """A language model of a small text, 90 characters to learn from and 10 to validate on."""
+    (folder / "tinyshakespeare").mkdir(parents=True)
+    (folder / "tinyshakespeare" / "input.txt").write_text("to be, or not to be: " * 4 + "that is the qu10 letters")
+    made = task(config("shakespeare").replace({**TINY, "window": 4, "stride": 3, "most": 7, "dropout": 0.0, **changes}))
+    made.read(folder)
+    return made
+
+
+def test_a_language_model_learns_every_next_character_and_is_scored_on_each_once(tmp_path):
+    made = talkative(tmp_path)
+    text, held = made.texts["train"].tolist(), made.texts["val"]
+    batch = made.batch(made.splits["train"])
+    assert batch.source.tolist() == [text[at : at + 4] for at in range(0, len(text) - 4, 3)]
+    assert batch.target.tolist() == [text[at + 1 : at + 5] for at in range(0, len(text) - 4, 3)]
+    model = made.model().eval()
+    with torch.no_grad():
+        lost = [made.loss(model, made.batch([example]), 1).parts["nll"].item() for example in made.splits["val"]]
+    assert [at for _, at in made.splits["val"]] == list(range(0, len(held) - 1, 4))
+    assert made.score(model, "val")["loss"] == pytest.approx(sum(lost) / (len(held) - 1))
+
+
+def test_a_text_goes_on_with_its_own_characters_and_the_same_ones_again(tmp_path):
+    made = talkative(tmp_path, temperature=5.0)
+    model = made.model()
+    first = made.predict(model, ["to be", ""])
+    assert first == made.predict(model, ["to be", ""]) and first[0].startswith("to be")
+    assert all(len(said) - len(line) <= 7 for said, line in zip(first, ["to be", ""], strict=True))
+    assert model.training  # as it was
+
+
+def test_special_tokens_are_not_said():
+    made = tiny("reverse", most=6)
+    model = made.model().eval()
+    with torch.no_grad():
+        model.head.map.weight.mul_(0)
+    assert all(token >= 5 for beams in (1, 3) for row in made.answers(model, [[7, 8, 9]], beams=beams) for token in row)
+    assert made.answers(model, [[], [7, 8]])[0] == []  # nothing is said to nothing

@@ -17,6 +17,7 @@ from regard.models.heads import NextToken
 
 SLICE = 1 << 25  # scores that are looked at together
 Two = tuple[Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Loss(NamedTuple):
@@ -54,17 +55,49 @@ def surprise(head: nn.Module, x: Tensor, target: Tensor, valid: Tensor | None = 
     and their gradient at once, in the forward pass, so that they are walked over while they are near and then forgotten.
     That is for a `NextToken` as it was built; any other head is asked for all of its scores.
     """
+    made = _map(head, x)
+    if made is None:
+        return cross_entropy(head(x), target, valid, smoothing=smoothing)
+    target, x = _real(x, target, valid).flatten(), x.flatten(0, -2)
+    total, nll, _ = _said(made, x, target, smoothing, 0.0)
+    return Loss(total, (target != NO_LABEL).sum(), {"nll": nll.detach()})
+
+
+def agreement(
+    head: nn.Module, x: Tensor, y: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0, weight: float
+) -> Loss:
+    """Of two answers x, y (... w) to one question: the mean of what they lose, and weight / 4 of how far they are `apart`.
+
+    Like `surprise`, without ever holding all scores. parts["apart"] is how far they are apart.
+    """
+    made, real = _map(head, x), _real(x, target, valid)
+    over = (real != NO_LABEL).sum()
+    if made is None:
+        p, q = head(x), head(y)
+        both = [cross_entropy(scores, target, valid, smoothing=smoothing) for scores in (p, q)]
+        far = apart(p, q).masked_fill(real == NO_LABEL, 0).sum()
+        total, nll = (a + b for a, b in zip(*((z.total, z.parts["nll"]) for z in both), strict=True))
+    else:
+        pairs = torch.stack([x.flatten(0, -2), y.flatten(0, -2)], 1).flatten(0, 1)
+        total, nll, far = _said(made, pairs, real.flatten().repeat_interleave(2), smoothing, weight / 2)
+    total = total / 2 + weight / 4 * far if made is None else total / 2
+    return Loss(total, over, {"nll": nll.detach() / 2, "apart": far.detach()})
+
+
+def _map(head: nn.Module, x: Tensor) -> nn.Linear | None:
+    """The plain map of a `NextToken` as it was built, whose scores need not be held; of any other head there is none."""
     made = head.map if type(head) is NextToken and not watched(head) else None
     if torch.compiler.is_compiling() or type(made) is not nn.Linear or watched(made) or _product(made.weight) != _product(x):
-        return cross_entropy(head(x), target, valid, smoothing=smoothing)
-    assert made is not None
+        return None
+    return made
+
+
+def _said(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, held: float) -> Three:
     _share(smoothing)
-    target, x = _real(x, target, valid).flatten(), x.flatten(0, -2)
     given: tuple[Tensor | None, ...] = (x, made.weight, made.bias)
     if not torch.is_grad_enabled():  # which a Function is not told
         given = tuple(None if y is None else y.detach() for y in given)
-    total, nll = _Said.apply(*given, target, smoothing)
-    return Loss(total, (target != NO_LABEL).sum(), {"nll": nll.detach()})
+    return _Said.apply(*given, target, smoothing, held)
 
 
 def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -107,8 +140,9 @@ def _plainly(scores: Tensor, target: Tensor, smoothing: float) -> Two:
     return (1 - smoothing) * nll - smoothing * logs.mean(-1).masked_fill(target == NO_LABEL, 0).sum(), nll
 
 
-def _slices(tokens: int, vocab: int) -> Iterator[slice]:
-    rows = max(1, SLICE // max(1, vocab))
+def _slices(tokens: int, vocab: int, each: int = 1) -> Iterator[slice]:
+    """`each`: so many tokens stay together."""
+    rows = max(each, SLICE // max(1, vocab) // each * each)
     return (slice(i, i + rows) for i in range(0, tokens, rows))
 
 
@@ -153,14 +187,15 @@ class _Said(torch.autograd.Function):
 
     What smoothing takes from that gradient is s / v for every token of the vocabulary, so it is taken where those have been
     summed over: mean(scores) = x mean(W) + mean(b), s mean(W) goes from the gradient of x, s / v sum(x) from every row of W's.
+    held > 0: tokens are pairs of answers to one question, and held times how far they are apart is lost as well.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float) -> Two:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float, held: float) -> Three:
         real, acc, dtype = target != NO_LABEL, _sums(x), _product(x)
         at, rest, b = target.where(real, 0)[:, None], real[:, None], None if bias is None else bias.to(dtype)
         with precise(x):  # what autocast would convert is converted here, once
-            own, truth, grads = _in_slices(ctx, x.to(dtype), weight.to(dtype), b, at, rest, s)
+            own, truth, far, grads = _in_slices(ctx, x.to(dtype), weight.to(dtype), b, at, rest, s, held)
             mean = own
             if s:
                 mean_w, mean_b = weight.to(acc).mean(0), 0 if bias is None else bias.to(acc).mean()
@@ -170,42 +205,62 @@ class _Said(torch.autograd.Function):
                 grads = tuple(None if grad is None else grad.sub_(s * y) for grad, y in zip(grads, shares, strict=True))
         ctx.save_for_backward(*grads, rest)
         ctx.types = x.dtype, weight.dtype, weight.dtype
-        return _total(ctx, own, mean, real, s)
+        total, nll = _total(ctx, own, mean, real, s)
+        far = far.where(real[::2], 0).sum() if held else nll.new_zeros(())
+        ctx.mark_non_differentiable(nll, far)
+        return total + held * far, nll, far
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, up: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, up: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *grads, rest = ctx.saved_tensors
         found = zip(grads, (up * rest, up, up), ctx.types, strict=True)
-        return *(None if grad is None else (grad * one).to(dtype) for grad, one, dtype in found), None, None
+        return *(None if grad is None else (grad * one).to(dtype) for grad, one, dtype in found), None, None, None
 
 
 def _in_slices(
-    ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, at: Tensor, real: Tensor, s: float
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """The log-probability and the score of each truth, and the gradients of x, w, b but for what smoothing takes from them."""
+    ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, at: Tensor, real: Tensor, s: float, held: float
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """The log-probability and the score of each truth, how far pairs are apart if they are held, and the gradients of x, w, b but
+    for what smoothing takes from them.
+    """
     acc, wanted = _sums(x), [ctx.needs_input_grad[0], ctx.needs_input_grad[1], b is not None and ctx.needs_input_grad[2]]
     own, truth = (x.new_empty(len(x), 1, dtype=dtype) for dtype in (acc, x.dtype))
     dx = torch.empty_like(x) if wanted[0] else None
     dw, db = (
         torch.zeros_like(y, dtype=acc) if y is not None and want else None for y, want in zip((w, b), wanted[1:], strict=True)
     )
+    far = x.new_empty(len(x) // 2, dtype=acc)
     heard, less = x * real, x.new_full((len(x), 1), s - 1, dtype=acc)
-    for part in _slices(len(x), len(w)):
+    for part in _slices(len(x), len(w), 2 if held else 1):
         scores = F.linear(x[part], w, b)
         logs = scores.log_softmax(-1, dtype=acc)
         torch.gather(scores, 1, at[part], out=truth[part])
         torch.gather(logs, 1, at[part], out=own[part])
+        pull = _pull(logs, far[part.start // 2 : part.stop // 2]) if held else None
         if not any(wanted):
             continue
-        p = logs.exp_().scatter_add_(1, at[part], less[part]).to(x.dtype)  # over the logs, which are of no more use
+        p = logs.exp_().scatter_add_(1, at[part], less[part])  # over the logs, which are of no more use
+        p = (p if pull is None else p.add_(pull, alpha=held)).to(x.dtype)
         if dx is not None:
             torch.mm(p, w, out=dx[part])
         if dw is not None:  # summed up in float32 or better
             dw.addmm_(p.mT, heard[part]) if dw.dtype == p.dtype else dw.add_(p.mT @ heard[part])
         if db is not None:
             db += real[part, 0].to(p.dtype) @ p
-    return own, truth, (dx, dw, db)
+    return own, truth, far, (dx, dw, db)
+
+
+def _pull(logs: Tensor, far: Tensor) -> Tensor:
+    """How far pairs are apart, by logs (2k v) into `far` (k), and its gradient (2k v).
+
+    Of sum (p - q) (log p - log q) by the scores of p: p (d - sum p d) + p - q, with d = log p - log q.
+    """
+    pairs = logs.unflatten(0, (-1, 2))
+    p, d = pairs.exp(), pairs[:, 0] - pairs[:, 1]
+    torch.sum((p[:, 0] - p[:, 1]) * d, -1, out=far)
+    apart = torch.stack([d, -d], 1)
+    return (p * (apart - (p * apart).sum(-1, keepdim=True)) + p - p.flip(1)).flatten(0, 1)
 
 
 def _total(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -> Two:

@@ -12,7 +12,7 @@ from regard.mixers.attention import watched
 from regard.mixers.base import Core
 from regard.models.translator import Translator
 from regard.training.feeding import at_front, sequence, step_by_step, told
-from regard.training.losses import Loss, apart, cross_entropy, surprise
+from regard.training.losses import Loss, agreement, cross_entropy, surprise
 from regard.training.scheduled import parallel, token_by_token, two_pass
 
 
@@ -26,14 +26,18 @@ def teacher_forcing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, b
 
     behind=True promises that all padding stands behind the target: a causal decoder cannot see it there, and need not be told.
     """
+    head, x = _answer(model, batch, behind)
+    return surprise(head, x, sequence(batch), batch.target_valid, smoothing=smoothing)
+
+
+def _answer(model: nn.Module, batch: Batch, behind: bool) -> tuple[nn.Module, Tensor]:
+    """Vectors, and the head that makes scores of them; or scores, where a model has its own way or somebody listens to it."""
     target, valid = sequence(batch), batch.target_valid
     heard, real = (shifted(target), heeded(model, valid)) if behind else (told(target, valid), valid)
     if getattr(model.forward, "__func__", None) is not Translator.forward or watched(model):
-        scores = model(batch.source, batch.source_valid, heard, real)
-        return cross_entropy(scores, target, valid, smoothing=smoothing)
+        return nn.Identity(), model(batch.source, batch.source_valid, heard, real)
     assert isinstance(model, Translator)
-    x = model.hidden(model.hear(batch.source, batch.source_valid), heard, real)
-    return surprise(model.head, x, target, valid, smoothing=smoothing)
+    return model.head, model.hidden(model.hear(batch.source, batch.source_valid), heard, real)
 
 
 def agreeing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, weight: float = 5.0, behind: bool = False) -> Loss:
@@ -44,15 +48,9 @@ def agreeing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, weight: 
     """
     source, source_valid, target, valid = (None if x is None else torch.cat([x, x]) for x in batch[:4])
     assert source is not None
-    twice = Batch(source, source_valid, target, valid)
-    target = sequence(twice)
-    heard, real = (shifted(target), heeded(model, valid)) if behind else (told(target, valid), valid)
-    scores = model(source, source_valid, heard, real)
-    lost = cross_entropy(scores, target, valid, smoothing=smoothing)
-    far = apart(*scores.chunk(2))
-    far = (far if valid is None else far.masked_fill(~valid.chunk(2)[0], 0)).sum()
-    parts = {"nll": lost.parts["nll"] / 2, "apart": far.detach()}
-    return Loss(lost.total / 2 + weight / 4 * far, lost.over // 2, parts)
+    head, both = _answer(model, Batch(source, source_valid, target, valid), behind)
+    x, y = both.chunk(2)
+    return agreement(head, x, y, sequence(batch), batch.target_valid, smoothing=smoothing, weight=weight)
 
 
 def free_running(model: Translator, batch: Batch, *, smoothing: float = 0.0) -> Loss:
