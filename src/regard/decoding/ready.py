@@ -64,8 +64,8 @@ class Talk(NamedTuple):
 def looked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fixed: bool) -> Tensor:
     """What a few queries (r h n d) see of k, v (r g m d).
 
-    A GPU's fused kernel for float32 is made for many queries: for few, two products with a softmax between them are five times
-    as fast. `fixed`: k and v each lie in one piece, and the mask (r 1 1 m) is what is added to scores.
+    A GPU's fused kernel for float32 is made for many queries: for few, two products with a softmax between them are faster.
+    `fixed`: k and v each lie in one piece, and the mask (r 1 1 m) is what is added to scores.
     """
     (r, h, n, d), g = q.shape, k.shape[1]
     if not fixed or mask is None or q.dtype.itemsize < 4:
