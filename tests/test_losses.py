@@ -210,6 +210,12 @@ def test_the_scores_of_all_tokens_never_exist_and_gradients_only_if_they_are_ask
     assert made.size == 2 * B * M * W < 2 * B * M * V
 
 
+def test_an_agreement_that_weighs_nothing_is_refused():
+    head, x, target, valid = said(False)
+    with pytest.raises(ValueError, match="above 0, not 0"):
+        agreement(head, x, x, target, valid, weight=0.0)
+
+
 def test_a_head_is_called_if_it_is_of_another_kind_or_somebody_listens():
     head, x, target, valid = said(True)
     other = PerVector(W, V).to(DEVICE, torch.float64)

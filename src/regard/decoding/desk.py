@@ -124,7 +124,7 @@ class Desk:
         if self.fixed:  # keys of a layer, then its values: a copy of whole rows is the fast one
             now, other = now.flatten(0, 1), other.flatten(0, 1)
         part = slice(None) if size is None else slice(self.shared, size)
-        if self.fixed or size is None or size > self.shared:
+        if size is None or size > self.shared:
             for a, b in zip(now.unbind(), other.unbind(), strict=True):
                 torch.index_select(a[:, part], 0, rows, out=b[:, part])
         self.side = 1 - self.side

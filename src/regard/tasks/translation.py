@@ -93,8 +93,8 @@ class TranslationTask(Task):
         check_vocab(config.units, config.vocab)
         for name in ("floor", "glance"):
             check_part(name, getattr(config, name))
-        if config.agree < 0:
-            raise ValueError(f"agree must be a number from 0 on, not {config.agree!r}")
+        if config.agree <= 0:
+            raise ValueError(f"agree must be above 0, not {config.agree!r}")
         for name in ("most", "samples", "upsample", "iterations", "lengths"):
             need(name, getattr(config, name))
         if config.mode != "teacher" and config.decoder != "autoregressive":

@@ -70,18 +70,20 @@ def agreement(
 
     Like `surprise`, without ever holding all scores. parts["apart"] is how far they are apart.
     """
+    if not weight > 0:
+        raise ValueError(f"the weight of an agreement must be above 0, not {weight!r}")
     made, real = _map(head, x), _real(x, target, valid)
     over = (real != NO_LABEL).sum()
     if made is None:
         p, q = head(x), head(y)
         both = [cross_entropy(scores, target, valid, smoothing=smoothing) for scores in (p, q)]
         far = apart(p, q).masked_fill(real == NO_LABEL, 0).sum()
-        total, nll = (a + b for a, b in zip(*((z.total, z.parts["nll"]) for z in both), strict=True))
+        total = both[0].total + both[1].total + weight / 2 * far
+        nll = both[0].parts["nll"] + both[1].parts["nll"]
     else:
-        pairs = torch.stack([x.flatten(0, -2), y.flatten(0, -2)], 1).flatten(0, 1)
-        total, nll, far = _said(made, pairs, real.flatten().repeat_interleave(2), smoothing, weight / 2)
-    total = total / 2 + weight / 4 * far if made is None else total / 2
-    return Loss(total, over, {"nll": nll.detach() / 2, "apart": far.detach()})
+        pairs, truth = torch.stack([x, y], -2).flatten(0, -2), torch.stack([real, real], -1).flatten()
+        total, nll, far = _said(made, pairs, truth, smoothing, weight / 2)
+    return Loss(total / 2, over, {"nll": nll.detach() / 2, "apart": far.detach()})
 
 
 def _map(head: nn.Module, x: Tensor) -> nn.Linear | None:
