@@ -14,7 +14,8 @@ from regard.decoding.at_once import EVEN, Pass
 from regard.decoding.parallel import say_at_once
 from regard.kernels.outside import Outside
 from regard.models.parallel import Length, parallel
-from regard.tasks.translation import ReverseTask, reverse
+from regard.tasks.translation import ReverseTask
+from regard.tasks.translation_config import reverse
 
 VOCAB, LONGEST = 14, 40
 KINDS = ["ctc", "ctc(upsample=2)", "length", "length(copy='uniform')", "masked", "fixed(count=11)"]

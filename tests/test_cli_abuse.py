@@ -73,6 +73,7 @@ def edit(path: Path, **changes: object) -> None:
         ("floor=0.2", "floor does nothing here: it is for mode=scheduled, two_pass or parallel"),
         ("samples=3", "samples does nothing here: it is for mode=minimum_risk"),
         ("agree=2", "agree does nothing here: it is for mode=agree"),
+        ("waver=0.1", "waver is for units='subwords': words are not merged"),
         ("upsample=2", "upsample does nothing here: it is for decoder=ctc"),
         ("glance=0.1 decoder=masked", "glance does nothing here: it is for decoder=ctc, length or fixed"),
         ("iterations=3", "iterations does nothing here: it is for decoder=masked"),

@@ -8,7 +8,7 @@ import torch
 from regard.data.batch import Batch, padded
 from regard.kernels.outside import Outside
 from regard.models.build import translator
-from regard.tasks.translation import _small
+from regard.tasks.translation_config import _small
 from regard.training import learner
 from regard.training.fit import fit
 from regard.training.graphs import Graphs, _shape

@@ -7,6 +7,7 @@ import torch
 
 from regard.cli.settings import decoding
 from regard.data.batch import BEGIN, END, PAD
+from regard.data.files import Pair
 from regard.tasks import TASKS, config, task
 from regard.tasks.support import in_order
 from regard.training.fit import fit
@@ -135,6 +136,19 @@ def test_only_settings_that_a_task_reads_may_change_its_answers():
         decoding(config("polarity"), ["beam=3"])
     with pytest.raises(ValueError, match="beam cannot change after training: only lengths, iterations can"):
         decoding(config("copy").replace({"decoder": "masked"}), ["beam=3"])
+
+
+def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch):
+    monkeypatch.setattr("regard.data.generators.copying", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], []))
+    settings = config("reverse").replace({"units": "subwords", "vocab": 300, "waver": 0.5})
+    made, plain = task(settings), task(settings.replace({"waver": 0.0}))
+    made.read()
+    plain.read()
+    assert len(made.splits["train"]) == 8 * len(plain.splits["train"]) == 24
+    assert made.splits["val"] == plain.splits["val"]
+    spelled = {tuple(target) for _, target in made.splits["train"]}
+    assert len(spelled) > 1 and {made.vocabulary.decode(target) for target in spelled} == {"b a b a"}
+    assert all(target[-1] == END for target in spelled)
 
 
 def test_a_teachers_answers_must_be_as_many_as_the_sources(tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from regard.data.batch import BEGIN, END, MASK, PAD, SPECIAL, UNKNOWN
 from regard.data.copying import extended, spoken, target_extended
 from regard.data.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words, vocabulary
+from regard.data.wavering import Wavering
 
 CORPUS = [
     "Two young, white males are outside near many bushes.",
@@ -202,6 +203,26 @@ def test_a_vocabulary_of_subwords_is_as_large_as_asked_for_or_smaller():
     assert len(Subwords.of([], size=300)) == 5 + 256
     with pytest.raises(ValueError, match="size must be at least 261"):
         Subwords.of(CORPUS, size=260)
+
+
+@pytest.mark.parametrize("lower", [False, True])
+@given(text=st.text(max_size=40).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text)))
+def test_spellings_that_do_not_waver_are_those_of_the_vocabulary(lower, text):
+    words = SUBWORDS[lower]
+    assert next(Wavering(words, 0.0, 1).rounds([text], 1)) == [words.encode(text)]
+    (whole,), (bare,) = (next(Wavering(words, share, 1).rounds([text], 1)) for share in (0.5, 1.0))
+    assert words.decode(whole) == words.decode(bare) == words.decode(words.encode(text))
+    assert len(bare) == len(("" if not text else " " + (text.lower() if lower else text)).encode())  # nothing is merged
+    assert len(words.encode(text)) <= len(whole) <= len(bare)
+
+
+def test_spellings_differ_from_round_to_round_and_are_the_same_for_the_same_seed():
+    words = SUBWORDS[False]
+    first, again, other = (list(Wavering(words, 0.3, seed).rounds(CORPUS, 3)) for seed in (1, 1, 2))
+    assert first == again != other and first[0] != first[1] != first[2]
+    assert all(words.decode(row) == line for found in first for row, line in zip(found, CORPUS, strict=True))
+    with pytest.raises(ValueError, match="from 0 to 1, not 2"):
+        Wavering(words, 2, 1)
 
 
 def test_a_very_long_line_is_no_trouble():

@@ -165,6 +165,10 @@ class Subwords:
         spaced = [_spaced(text, self.lower) if text else "" for text in texts]
         return [[number + FIRST for number in found.ids] for found in self.tokenizer.encode_batch_fast(spaced)]
 
+    def pieces(self, text: str) -> list[str]:
+        """What merges stay inside of, in the tokenizer's letters for bytes."""
+        return [piece for piece, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(_spaced(text, self.lower))] if text else []
+
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode([number - FIRST for number in said(ids, len(self))]).removeprefix(" ")
 

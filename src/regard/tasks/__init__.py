@@ -11,7 +11,8 @@ from regard.tasks.copying import CopyTask, acl_titles, wikisql
 from regard.tasks.language import LanguageTask, shakespeare
 from regard.tasks.sentiment import PolarityTask, SentimentTask, imdb, polarity
 from regard.tasks.tagging import SawTask, TaggingTask, ewt, saw
-from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask, copy, multi30k, numbers, reverse
+from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask
+from regard.tasks.translation_config import copy, multi30k, numbers, reverse
 from regard.text import unknown
 
 __all__ = ["TASKS", "Entry", "Task", "task"]

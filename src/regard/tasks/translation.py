@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from regard.config import Config
 from regard.data import generators
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch, padded
 from regard.data.files import Pair, lines
 from regard.data.find import find
 from regard.data.sets import multi30k as read_multi30k
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
+from regard.data.wavering import Wavering
 from regard.decoding import Rules
 from regard.decoding.parallel import say_at_once
 from regard.mixers.patterns.algebra import need
@@ -35,6 +34,7 @@ from regard.tasks.support import (
     resting,
     spoken_by,
 )
+from regard.tasks.translation_config import Translation
 from regard.training.losses import Loss
 from regard.training.modes import MODES, agreeing, teacher_forcing
 from regard.training.parallel import glance_at
@@ -45,36 +45,13 @@ from regard.training.scheduled import share as share_of_truth
 from regard.training.store import Run, put_weights
 
 DECODING = 20_000  # tokens of a batch when nothing is kept for a backward pass
+SPELLINGS = 8  # of every training text, where subwords waver
 TOGETHER = 2000  # sources between two words about progress
 UNITS = ("subwords", "words", "characters")
 REWARDED = ("self_critical", "minimum_risk")  # trained on BLEU itself
 DECODERS = ("autoregressive", "ctc", "masked", "length", "fixed")
 
 Coded = tuple[list[int], list[int]]  # source, and target with its END
-
-
-@dataclass
-class Translation(Config):
-    """Two languages over one vocabulary."""
-
-    units: str = "subwords"  # of the vocabulary: subwords, words, characters
-    vocab: int = 10_000  # subwords or words at most; characters are all taken
-    lower: bool = False  # texts are lower-cased
-    most: int = 100  # tokens of an answer at most
-    mode: str = (
-        "teacher"  # how it learns: teacher, agree, free, scheduled, two_pass, parallel; on BLEU: self_critical, minimum_risk
-    )
-    truth: str = "linear"  # scheduled sampling: how the share of true tokens falls: linear, exponential, inverse_sigmoid
-    floor: float = 0.5  # ... and how far
-    agree: float = 5.0  # agree: how strongly two passes, each with a dropout of its own, are held together
-    samples: int = 8  # minimum_risk: answers that are compared
-    begin_from: str = ""  # a run whose weights it starts with
-    decoder: str = "autoregressive"  # or one that says everything at once: ctc, masked, length, fixed
-    teacher: str = ""  # for those: a teacher's answers to the training sources, a file that `regard distil` wrote
-    upsample: int = 3  # ctc: slots for every source token
-    glance: float = 0.5  # ctc, length, fixed: the share of its mistakes that it is shown in training, at the start
-    iterations: int = 4  # masked: rounds of an answer
-    lengths: int = 4  # masked, length: lengths that are tried
 
 
 class TranslationTask(Task):
@@ -91,7 +68,9 @@ class TranslationTask(Task):
         choice_of("mode", config.mode, [*MODES, *REWARDED])
         choice_of("truth", config.truth, list(SCHEDULES))
         check_vocab(config.units, config.vocab)
-        for name in ("floor", "glance"):
+        if config.waver and config.units != "subwords":
+            raise ValueError(f"waver is for units='subwords': {config.units} are not merged")
+        for name in ("floor", "glance", "waver"):
             check_part(name, getattr(config, name))
         if config.agree <= 0:
             raise ValueError(f"agree must be above 0, not {config.agree!r}")
@@ -123,10 +102,19 @@ class TranslationTask(Task):
             self.vocabulary = self._learn([text for pair in train for text in pair])
         self.splits = {name: [self._coded(pair) for pair in pairs] for name, pairs in self.texts.items()}
         if not self.finished:
-            self.splits["train"] = short_enough(self.splits["train"], self.size, self.config)
+            train = self._spellings() if self.config.waver else self.splits["train"]
+            self.splits["train"] = short_enough(train, self.size, self.config)
         if self.config.decoder == "ctc" and not self.finished:
             check_slots(self.splits["train"], self.config.upsample)
         self.sample = val[0].source if val else ""
+
+    def _spellings(self) -> list[Coded]:
+        """The training texts in other subwords, again and again."""
+        words, pairs = self._words(), self.texts["train"]
+        assert isinstance(words, Subwords)
+        texts = [text.lower() if self.config.lower else text for pair in pairs for text in pair]
+        rounds = Wavering(words, self.config.waver, self.config.seed).rounds(texts, SPELLINGS)
+        return [(found[i], [*found[i + 1], END]) for found in rounds for i in range(0, len(found), 2)]
 
     def _learn(self, texts: list[str]) -> Vocabulary:
         config = self.config
@@ -292,59 +280,3 @@ class SayAgainTask(TranslationTask):
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
         return generators.copying("copy")
-
-
-def multi30k() -> Translation:
-    return Translation(
-        task="multi30k",
-        precision="tf32",
-        lower=True,
-        width=256,
-        heads=4,
-        depth=4,
-        ffn=512,
-        dropout=0.4,
-        steps=3000,
-        batch_tokens=12_288,
-        lr=2e-3,
-        schedule="cosine",
-        warmup=500,
-        smoothing=0.1,
-        validate_every=750,
-        save_every=100,
-        average=10,
-        beam=5,
-        max_len=256,
-    )
-
-
-def _small(task: str, units: str) -> Translation:
-    return Translation(
-        task=task,
-        units=units,
-        width=64,
-        heads=4,
-        depth=2,
-        ffn=256,
-        dropout=0.0,
-        steps=1500,
-        batch_tokens=2048,
-        lr=3e-3,
-        warmup=100,
-        schedule="cosine",
-        validate_every=250,
-        save_every=250,
-        max_len=256,
-    )
-
-
-def numbers() -> Translation:
-    return _small("numbers", units="characters").replace({"steps": 1200, "validate_every": 300, "save_every": 300})
-
-
-def reverse() -> Translation:
-    return _small("reverse", units="words")
-
-
-def copy() -> Translation:
-    return _small("copy", units="words")
