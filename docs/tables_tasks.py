@@ -129,27 +129,25 @@ def translation(made: Made, floors: Made) -> str:
     return "\n\n".join([*parts, *([made_with(made, rows + mixed)] if rows + mixed else [])])
 
 
-MODES = {"teacher": "teacher forcing", "agree": "two passes that agree"}
-
-
 def _plain(rows: list[Row]) -> list[Row]:
     """The lower-cased model of softmax, by seeds: what others are compared with."""
     return [row for row in rows if row["settings"]["lower"]]
 
 
-def _by_mode(rows: list[Row]) -> dict[str, list[Row]]:
+def _by_settings(rows: list[Row]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(MODES.get(mode := row["settings"]["mode"], mode), []).append(row)
+        own = " ".join(text for text in row["sets"] if not text.startswith("seed="))
+        found.setdefault(code(own) if own else "as it is", []).append(row)
     return found
 
 
 def _seeds(rows: list[Row], floors: list[Row]) -> str:
     keys, plain, cased = ("bleu", "bleu_cased", "exact"), _plain(rows), [row for row in rows if not row["settings"]["lower"]]
     body = []
-    for mode, own in _by_mode(plain).items():
-        body += [_line(f"{mode}, seed {row['settings']['seed']}", [row]) for row in own]
-        body += [_line(f"{mode}, mean of {len(own)} ± their deviation", own)] if len(own) > 1 else []
+    for how, own in _by_settings(plain).items():
+        body += [_line(f"{how}, seed {row['settings']['seed']}", [row]) for row in own]
+        body += [_line(f"{how}, mean of {len(own)} ± their deviation", own)] if len(own) > 1 else []
     body += [_line(f"cased, seed {row['settings']['seed']}", [row]) for row in cased]
     body += floor_lines(floors, keys, lambda _: ["", "", ""])
     return table(["", *(NAMES[key] for key in keys), "parameters", "steps", "seconds"], body)

@@ -266,4 +266,16 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         'conv("attn.c_attn", 2, 3)',
         "pretrained",
     ),
+    "a rough look is believed": (
+        "src/regard/decoding/sketch.py",
+        "rest + U * rest.abs() + self.off < best",
+        "rest < best",
+        "sketch",
+    ),
+    "how far a rough look is off forgets the weights": (
+        "src/regard/decoding/sketch.py",
+        "off = self.off * near.float().norm(dim=1) + ",
+        "off = ",
+        "sketch",
+    ),
 }

@@ -270,4 +270,11 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "if False), None)",
         "cli cli_abuse cli_runs",
     ),
+    "subwords waver the other way round": (
+        D + "wavering.py",
+        "dice.random() >= self.share",
+        "dice.random() < self.share",
+        "vocabulary",
+    ),
+    "every round is spelled alike": (D + "wavering.py", 'f"{self.seed}/{number}"', 'f"{self.seed}"', "vocabulary"),
 }

@@ -39,6 +39,17 @@ def test_scores_are_off_by_no_more_than_it_says(scale, bias):
     torch.testing.assert_close(found.likeliest(everything), exact.argmax(1))
 
 
+@pytest.mark.parametrize("side", ["weights", "vectors"])
+def test_errors_that_all_point_one_way_are_within_what_it_says(side):
+    """Numbers just above and just below 1 all round to 1, and what they add up to is rounded away."""
+    signs = torch.tensor([1.0, -1.0]).repeat(32)
+    near = 1 + 0.45 * 2**-8 * signs
+    weight, x = (near, signs) if side == "weights" else (signs, near)
+    found = rough(weight.expand(VOCAB, -1).contiguous())(x[None])
+    exact = float(weight.double() @ x.double())
+    assert exact > 0.1 and float(found.scores[0, 0]) == 0 and exact <= float(found.off) < 3 * exact
+
+
 def test_words_that_are_nearly_as_good_are_told_apart_by_looking_at_all():
     torch.manual_seed(2)
     weight = torch.randn(VOCAB, 64)
