@@ -68,7 +68,7 @@ def rows() -> list[Row]:
             ["decoder=ctc", "upsample=2", "dropout=0.3", "teacher={after}.taught"],
             teacher,
         ),
-        Row("multi30k ctc, not taught", "parallel", "multi30k", ["decoder=ctc", "upsample=2"]),
+        Row("multi30k ctc, not taught", "parallel", "multi30k", ["decoder=ctc", "upsample=2", "dropout=0.3"]),
         Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "teacher={after}.taught"], teacher),
     ]
     short = ["begin_from={after}", "steps=300", "lr=1e-4", "warmup=30", "batch_tokens=2048", "validate_every=300", "average=1"]
