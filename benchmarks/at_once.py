@@ -91,15 +91,16 @@ def ways(run: Run, device: torch.device) -> list[Way]:
         for beams in BEAMS:
             asked = {"beam": beams}
             found.append(Way(run, "model", asked, partial(by_words, model, config, device, beams)))
-            if unready(model) is None:  # one for each, so that neither takes the other's room
-                found.append(Way(run, "ready", asked, partial(by_words, Ready(model), config, device, beams)))
+            if unready(model) is None:  # one for each, so that neither takes the other's room, which is no larger than it must be
+                fast = Ready(model, room=min(config.most, config.max_len) + 1)
+                found.append(Way(run, "ready", asked, partial(by_words, fast, config, device, beams)))
         return found
-    fast = ReadyAtOnce(model)
+    parallel = ReadyAtOnce(model)
     own = {"masked": {"lengths": config.lengths}, "length": {"lengths": config.lengths}}.get(config.decoder, {})
     many = [{**own, "iterations": rounds} for rounds in sorted({*ROUNDS, config.iterations})]
     for asked in many if config.decoder == "masked" else [own]:
         found.append(Way(run, "model", asked, partial(at_once, model, device, asked)))
-        found.append(Way(run, "ready", asked, partial(ready_at_once, fast, asked)))
+        found.append(Way(run, "ready", asked, partial(ready_at_once, parallel, asked)))
     return found
 
 
