@@ -1,6 +1,6 @@
 """Do the laws bite? Break the library in one place at a time, the way real libraries have been broken, and see who notices.
 
-make mutants                      all of them (about three quarters of an hour on two cores); exits 1 if one survives
+make mutants                      all of them (about an hour and a half on two cores); exits 1 if one survives
 python tests/mutants.py WORD      those whose name contains the word
 
 Those of mixers and kernels stand here and face the laws; those of `mutants_models.py` and `mutants_training.py` name their tests.
