@@ -23,9 +23,10 @@ import torch
 from common import Progress, save, seconds
 from regard.cli.settings import device as named_device
 from regard.cli.use import trained
-from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
-from regard.decoding import Ready, ReadyAtOnce, Rules, beam, say, unready
+from regard.data.batch import BEGIN, END
+from regard.decoding import Ready, ReadyAtOnce, beam, say, unready
 from regard.decoding.parallel import say_at_once
+from regard.tasks.support import rules_of
 from regard.tasks.translation import TranslationTask
 
 BEAMS, ROUNDS = (1, 5), (1, 4)  # of a decoder that goes from word to word; of a masked one
@@ -68,7 +69,7 @@ def loaded(folder: Path, device: str, split: str, data: Path | None) -> Run:
 
 
 def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: list[int]) -> list[int]:
-    rules = Rules(END, most=min(config.most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+    rules = rules_of(config, config.most)
     state, begin = speaker.start(torch.tensor([row], device=device)), torch.full((1, 1), BEGIN, device=device)
     if beams == 1:
         return say(speaker, state, begin, rules=rules)[0]

@@ -26,6 +26,7 @@ __all__ = [
     "in_order",
     "learned",
     "resting",
+    "rules_of",
     "spoken_by",
 ]
 
@@ -57,9 +58,14 @@ def learned(vocabulary: V | None) -> V:
     return vocabulary
 
 
+def rules_of(config: Config, most: int) -> Rules:
+    """Of an answer: `most` tokens, as far as the model reaches, and no special ones."""
+    return Rules(END, most=min(most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+
+
 def spoken_by(model: Any, state: State, *, config: Config, most: int, beams: int) -> list[list[int]]:
-    """What a decoder says from a state: greedily, or the best of some beams; special tokens are not said."""
-    rules = Rules(END, most=min(most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+    """What a decoder says from a state: greedily, or the best of some beams."""
+    rules = rules_of(config, most)
     begin = torch.full((len(state.t), 1), BEGIN, device=state.t.device)
     if beams == 1:
         return say(model, state, begin, rules=rules)

@@ -9,13 +9,12 @@ from typing import Any
 from torch import nn
 
 from regard.data import generators
-from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch, padded
+from regard.data.batch import END, UNKNOWN, Batch, padded
 from regard.data.files import Pair, lines
 from regard.data.find import find
 from regard.data.sets import multi30k as read_multi30k
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
 from regard.data.wavering import Wavering
-from regard.decoding import Rules
 from regard.decoding.parallel import say_at_once
 from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
@@ -32,6 +31,7 @@ from regard.tasks.support import (
     in_order,
     learned,
     resting,
+    rules_of,
     spoken_by,
 )
 from regard.tasks.translation_config import Translation
@@ -100,10 +100,11 @@ class TranslationTask(Task):
         self.texts = {"train": self._taught(train), "val": val, "test": test}
         if self.vocabulary is None:
             self.vocabulary = self._learn([text for pair in train for text in pair])
-        self.splits = {name: [self._coded(pair) for pair in pairs] for name, pairs in self.texts.items()}
+        wavers = bool(self.config.waver) and not self.finished
+        coded = (self._spellings() if name == "train" and wavers else list(map(self._coded, x)) for name, x in self.texts.items())
+        self.splits = dict(zip(self.texts, coded, strict=True))
         if not self.finished:
-            train = self._spellings() if self.config.waver else self.splits["train"]
-            self.splits["train"] = short_enough(train, self.size, self.config)
+            self.splits["train"] = short_enough(self.splits["train"], self.size, self.config)
         if self.config.decoder == "ctc" and not self.finished:
             check_slots(self.splits["train"], self.config.upsample)
         self.sample = val[0].source if val else ""
@@ -112,13 +113,13 @@ class TranslationTask(Task):
         """The training texts in other subwords, again and again."""
         words, pairs = self._words(), self.texts["train"]
         assert isinstance(words, Subwords)
-        texts = [text.lower() if self.config.lower else text for pair in pairs for text in pair]
+        texts = [self._cased(text) for pair in pairs for text in pair]
         rounds = Wavering(words, self.config.waver, self.config.seed).rounds(texts, SPELLINGS)
         return [(found[i], [*found[i + 1], END]) for found in rounds for i in range(0, len(found), 2)]
 
     def _learn(self, texts: list[str]) -> Vocabulary:
         config = self.config
-        texts = [text.lower() for text in texts] if config.lower else texts
+        texts = [self._cased(text) for text in texts]
         if config.units == "subwords":
             return Subwords.of(texts, size=config.vocab)
         return Words.of(texts, size=config.vocab) if config.units == "words" else Characters.of(texts)
@@ -139,7 +140,10 @@ class TranslationTask(Task):
         return self._code(pair.source), [*self._code(pair.target), END]
 
     def _code(self, text: str) -> list[int]:
-        return self._words().encode(text.lower() if self.config.lower else text)
+        return self._words().encode(self._cased(text))
+
+    def _cased(self, text: str) -> str:
+        return text.lower() if self.config.lower else text
 
     def _words(self) -> Vocabulary:
         return learned(self.vocabulary)
@@ -183,9 +187,9 @@ class TranslationTask(Task):
         if config.mode == "teacher":
             return teacher_forcing(model, batch, smoothing=config.smoothing, behind=True)
         if config.mode == "self_critical":
-            return self_critical(model, batch, sentence_bleu, rules=self._rules())
+            return self_critical(model, batch, sentence_bleu, rules=rules_of(config, config.most))
         if config.mode == "minimum_risk":
-            return minimum_risk(model, batch, sentence_bleu, rules=self._rules(), samples=config.samples)
+            return minimum_risk(model, batch, sentence_bleu, rules=rules_of(config, config.most), samples=config.samples)
         share = share_of_truth(config.truth, step, config.steps, config.floor)
         return MODES[config.mode](model, batch, share, config.smoothing)
 
@@ -243,9 +247,6 @@ class TranslationTask(Task):
             iterations = self.config.iterations if self.config.decoder == "masked" else 1
             answers = say_at_once(model, source, valid, lengths=lengths, iterations=iterations)
         return [[] if i in empty else answer for i, answer in enumerate(answers)]
-
-    def _rules(self) -> Rules:
-        return Rules(END, most=min(self.config.most, self.config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         rows = [self._code(line) for line in lines]
