@@ -76,23 +76,61 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "a glance grows with what is right": (
         T + "parallel.py",
-        "argmax(-1) != target) & real",
-        "argmax(-1) == target) & real",
+        "argmax(-1) != target[one]) & real[one]",
+        "argmax(-1) == target[one]) & real[one]",
         "parallel_learning parallel",
     ),
     "two alike need no blank between them": (
-        T + "parallel.py",
+        T + "paths.py",
         "return length + again.sum(1)",
         "return length",
         "parallel_learning parallel",
     ),
-    "the gradient of paths is torch's": (
-        T + "parallel.py",
-        "return lost - (p - p.detach())",
-        "return lost",
+    "a path skips the blank between two alike": (
+        T + "paths.py",
+        "alike = states == states.roll(2, 1)",
+        "alike = states + states.roll(2, 1) == 0",
         "parallel_learning parallel",
     ),
+    "ways on skip other blanks than ways to": (
+        T + "paths.py",
+        "skip.flip(1).roll(2, 1)",
+        "skip.flip(1)",
+        "parallel_learning parallel",
+    ),
+    "a path may stop one token short": (
+        T + "paths.py",
+        "(left == 0) | (left == 1)",
+        "(left == 0) | (left == 1) | (left == 2)",
+        "parallel_learning parallel",
+    ),
+    "what cannot be said has gradients that are no numbers": (
+        T + "paths.py",
+        ".masked_fill((total == -torch.inf)[:, None, None], 0)",
+        "",
+        "parallel_learning parallel",
+    ),
+    "a glance asks the device how much it may see": (
+        T + "parallel.py",
+        "return isinstance(share, Tensor) or share > 0",
+        "return bool(share > 0)",
+        "graphs parallel_learning",
+    ),
+    "a glance is for one of two answers": (
+        T + "parallel.py",
+        "shown = torch.cat([shown, shown]) if",
+        "shown = torch.cat([shown, torch.zeros_like(shown)]) if",
+        "parallel_learning",
+    ),
+    "two answers weigh as much as two": (T + "parallel.py", "Loss(lost.total / 2 + ", "Loss(lost.total + ", "parallel_learning"),
+    "answers must agree where nobody asks": (
+        T + "parallel.py",
+        ".masked_fill(~asked[: len(one)], 0).sum()",
+        ".sum()",
+        "parallel_learning",
+    ),
     # updates
+    "captured passes live an update behind": (T + "learner.py", "fill_(self.step + 1)", "fill_(self.step)", "graphs"),
     "passes of an update weigh the same": (
         T + "learner.py",
         "mean = loss.total / unit ",

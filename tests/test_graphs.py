@@ -1,19 +1,28 @@
 """Captured passes do what passes do."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from regard.data.batch import Batch, padded
-from regard.kernels.outside import Outside
+from regard.kernels.outside import Outside, captured
 from regard.models.build import translator
+from regard.models.parallel import parallel
 from regard.tasks.translation_config import _small
 from regard.training import learner
 from regard.training.fit import fit
 from regard.training.graphs import Graphs, _shape
 from regard.training.modes import teacher_forcing
+from regard.training.parallel import glance_at
+from regard.training.parallel import loss as loss_at_once
 from small_task import Small, small
+
+AT_ONCE = ["ctc", "length", "length(copy='uniform')", "length(copy='none')", "masked"]
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device: run `make test-gpu` on one"
@@ -91,6 +100,104 @@ def test_memory_that_a_pass_reads_and_does_not_make_is_noted():
     assert len(again.read) < 2 * len(known) + 5  # weights and gradients, and hardly more
 
 
+def test_a_capture_is_warmed_up_twice_and_keeps_what_it_reads(monkeypatch):
+    for name in ("device", "stream", "graph", "Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    weight, done = torch.ones(3), []
+
+    def run():
+        done.append("run")
+        return torch.zeros(3) + weight
+
+    once = captured(run, torch.device("cuda"), pool="pool")
+    assert torch.equal(once.out, weight) and [x.data_ptr() for x in once.read] == [weight.data_ptr()]
+    assert done == ["run"] * 3 and torch.cuda.graph.call_args.kwargs["pool"] == "pool"
+    captured(run, torch.device("cuda"), warm=lambda: done.append("warm"))
+    assert done[3:] == ["warm", "warm", "run"] and torch.cuda.graph.call_args.args == (torch.cuda.CUDAGraph(),)
+
+
+class Unseen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        assert all(x.is_meta for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)), func
+        return out
+
+
+class Unsent(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor), func
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def blind():
+    """A device that no word comes back from and that nothing is sent to: a captured pass must not need more.
+
+    Nobody can ask for the numbers of a meta tensor, nor for shapes that depend on them; what is left are tensors of the host.
+    """
+    with Unseen(), Unsent():
+        yield
+
+
+def at_once(kind, device, *, padding=True, agree=0.0, **changes):
+    """A pass of a model that says all at once, from a step on the device: what it loses."""
+    torch.manual_seed(3)
+    model = parallel(_small("reverse", "words").replace(changes), 30, kind=kind).to(device)
+    step = torch.full((), 50, device=device)
+
+    def loss(batch):
+        batch = batch if padding else batch._replace(source_valid=None, target_valid=None)
+        share = 0.0 if kind == "masked" else glance_at(step, 100)
+        return loss_at_once(model, batch, smoothing=0.1, glance=share, agree=agree)
+
+    return loss, list(model.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rotary"}, {"positions": "learned", "dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_a_pass_that_says_all_at_once_asks_the_device_for_nothing(kind, changes):
+    for padding, agree in ((True, 0.0), (False, 0.0), (True, 2.0)):
+        loss, _ = at_once(kind, "meta", padding=padding, agree=agree, **changes)
+        batch = next(iter(batches("meta")))
+        loss(batch)  # whatever is made only once is made now
+        with blind():
+            loss(batch).total.backward()
+
+
+def test_who_asks_the_device_or_sends_to_it_is_found():
+    batch = next(iter(batches("meta")))
+    with pytest.raises(RuntimeError, match="meta"):
+        at_once("fixed(count=3)", "meta")[0](batch)  # are targets too long?
+    x = torch.zeros(3, device="meta")
+    for asks in (x.tolist, x.cpu, x.nonzero, lambda: x[x > 0], lambda: bool(x.any()), lambda: torch.equal(x, x)):
+        with pytest.raises((RuntimeError, NotImplementedError)), blind():
+            asks()
+    for sends in (lambda: torch.tensor([1.0], device="meta"), lambda: x + torch.ones(3).to("meta"), lambda: torch.rand(3)):
+        with pytest.raises(AssertionError), blind():
+            sends()
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_captured_passes_that_say_all_at_once_lose_what_plain_ones_lose(kind, monkeypatch):
+    """But for what is drawn by chance: here the same slots are shown every time."""
+    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: real & (real.cumsum(1) <= count[:, None]))
+    monkeypatch.setattr("torch.rand", lambda shape, device: torch.full(shape, 0.5, device=device))
+    found = []
+    for graphs in (True, False):
+        loss, wanted = at_once(kind, "cuda", dropout=0.0, agree=2.0)
+        passes, losses = Graphs(loss, wanted, 10.0), []
+        for p in wanted:
+            p.grad = torch.zeros_like(p)
+        with passes.on_stream():
+            for batch in batches("cuda"):
+                losses.append((passes(batch) if graphs else passes._run(batch)).total)
+        assert len(passes.known) >= graphs
+        found.append((torch.stack(losses), torch.cat([p.grad.flatten() for p in wanted])))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
 @needs_cuda
 def test_dropout_falls_anew_in_every_replay():
     _, _, passes = trained(True, dropout=0.5)
@@ -128,7 +235,12 @@ def test_an_update_of_captured_passes_is_the_update(monkeypatch, passes):
     for graphs in (False, True):
         torch.manual_seed(0)
         task = Small(small(graphs=graphs, dropout=0.0))
-        made = learner.Learner(task.model().double(), task.loss, task.config, "cpu")
+
+        def loss(model, batch, step, of=task.loss):
+            lost = of(model, batch, step)
+            return lost._replace(total=step * lost.total)  # another one at every update
+
+        made = learner.Learner(task.model().double(), loss, task.config, "cpu")
         made.configure_optimizers()
         rows = task.splits["train"]
         for update in range(5):

@@ -11,7 +11,8 @@ from regard.data.batch import END, Batch, padded
 from regard.decoding.parallel import say_at_once
 from regard.models.parallel import BLANK, Seats, parallel
 from regard.training.losses import cross_entropy
-from regard.training.parallel import best_path, certain, ctc, drawn, glance_at, loss, needed, odds, same
+from regard.training.parallel import drawn, glance_at, loss
+from regard.training.paths import best_path, certain, ctc, needed, odds, same
 from test_parallel import KINDS, alone, made, scattered, talk
 
 TARGETS = [[5, 6], [6, 6], [5], [], [5, 6, 5], [6, 6, 5]]
@@ -53,7 +54,7 @@ def sums():
 
 def in_classes(scores, target, valid):
     columns = torch.nn.functional.pad(target, (1, 0))
-    logs = odds(scores, columns)
+    logs = odds(scores.log_softmax(-1), columns)
     return torch.where(valid[..., None], logs, certain(torch.zeros_like(valid, dtype=torch.long), logs))
 
 
@@ -69,6 +70,66 @@ def test_the_loss_over_paths_is_the_sum_over_all_of_them_with_its_gradient():
     close(fast, torch.stack(slow))
     (theirs,) = torch.autograd.grad((torch.stack(slow) * torch.arange(1, 7, device=DEVICE)).sum(), scores)
     close(ours, theirs)
+
+
+def opinions(t=5, dtype=torch.float64):
+    """Logs that sum to anything, and targets that can and cannot be said in t slots."""
+    logs = torch.randn(len(TARGETS), t, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    target, _ = padded(TARGETS)
+    return logs.to(DEVICE, dtype), same(target).to(DEVICE), torch.tensor([len(row) for row in TARGETS]).to(DEVICE)
+
+
+@pytest.mark.parametrize("t", [1, 2, 3, 5])
+def test_the_gradient_over_paths_is_that_of_their_sum_whatever_probabilities_sum_to(t):
+    logs, classes, length = opinions(t)
+    logs.requires_grad_()
+    weight = torch.arange(1, 7, device=DEVICE)
+    lost = ctc(logs, classes, length)
+    (ours,) = torch.autograd.grad((lost * weight).sum(), logs)
+    for i, row in enumerate(classes):
+        ways = [p for p, _ in paths(logs[i], row[: length[i]].tolist())]
+        if not ways:  # it cannot be said
+            assert lost[i] == torch.inf and not ours[i].any()
+            continue
+        slow = -torch.stack(ways).logsumexp(0)
+        close(lost[i], slow)
+        close(ours[i], torch.autograd.grad(slow * weight[i], logs)[0][i])
+    sayable = needed(classes, length) <= t
+    assert torch.equal(sayable, lost.isfinite())
+    assert torch.autograd.gradcheck(lambda x: ctc(x, classes[sayable], length[sayable]), logs[sayable].detach().requires_grad_())
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_the_loss_over_many_paths_is_torchs_with_its_gradient_by_scores(dtype, near):
+    dice = torch.Generator().manual_seed(4)
+    length = torch.tensor([0, 1, 7, 12, 12, 5])
+    target = torch.randint(5, 9, (6, 12), generator=dice).to(DEVICE)  # few tokens, so many stand twice in a row
+    scores = torch.randn(6, 40, 30, generator=dice, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+    def ours():
+        return ctc(odds(scores.log_softmax(-1), torch.nn.functional.pad(target, (1, 0))), same(target), length.to(DEVICE))
+
+    logs = scores.log_softmax(-1).transpose(0, 1)
+    theirs = torch.nn.functional.ctc_loss(logs, target, torch.full((6,), 40), length, reduction="none")
+    lost = ours()
+    close(lost, theirs, near)
+    close(*(torch.autograd.grad(x.sum(), scores)[0] for x in (lost, theirs)), near)
+    with torch.no_grad():
+        assert torch.equal(ours(), lost)
+
+
+def test_what_can_never_be_said_has_no_part_in_a_path_and_no_slots_say_nothing():
+    logs, classes, length = opinions(dtype=torch.float32)
+    logs[:, 2, 1:], logs[0, :, 0] = -torch.inf, -torch.inf  # all blank, and none blank: no path is left for the first row
+    logs.requires_grad_()
+    lost = ctc(logs, classes, length)
+    assert torch.equal(lost.isfinite(), torch.tensor([False, True, True, True, True, True], device=DEVICE))
+    (grad,) = torch.autograd.grad(lost[1:].sum(), logs)
+    assert grad.isfinite().all() and not grad[logs == -torch.inf].any()
+    close(grad[1:].sum(-1), torch.full_like(grad[1:, :, 0], -1), 1e-5)  # every slot of a path says something
+    nothing = logs[:, :0]
+    assert torch.equal(ctc(nothing, classes, length), torch.where(length > 0, torch.inf, 0.0))
+    assert best_path(nothing, classes, length).shape == (6, 0)
 
 
 def test_the_best_path_is_the_best_of_all():
@@ -147,6 +208,24 @@ def test_what_is_shown_is_a_share_of_the_mistakes(monkeypatch):
     assert [round(glance_at(i, 10), 2) for i in (0, 5, 10, 20)] == [0.5, 0.4, 0.3, 0.3]
 
 
+@pytest.mark.parametrize("kind", ["length", "fixed(count=11)", "ctc"])
+def test_a_share_that_lies_on_the_device_is_that_share(kind):
+    for step in (-1, 0, 5, 10, 20):
+        share = glance_at(torch.tensor(step, device=DEVICE), 10)
+        assert share.shape == () and share.device.type == DEVICE.type
+        assert share.item() == pytest.approx(glance_at(step, 10), abs=1e-6)
+    model, batch, found = made(kind), talk(), []
+    for share in (0.5, torch.tensor(0.5, device=DEVICE)):
+        torch.manual_seed(1)
+        found.append(loss(model, batch, glance=share))
+    assert found[0].over == found[1].over and found[0].total == found[1].total
+    close(loss(model, batch, glance=torch.zeros((), device=DEVICE)).total, loss(model, batch).total)
+    with pytest.raises(ValueError, match="from 0 to 1, not"):
+        loss(model, batch, glance=torch.full((4,), 0.5, device=DEVICE))
+    with pytest.raises(ValueError, match="by chance already"):
+        loss(made("masked"), batch, glance=torch.zeros((), device=DEVICE))
+
+
 def test_masked_learns_what_is_hidden_from_what_is_not(monkeypatch):
     model, batch = made("masked"), talk()
     picked = []
@@ -209,3 +288,39 @@ def test_glancing_teaches_every_weight_under_autocast_too(kind):
         lost = loss(model, talk(), glance=0.5)
     lost.total.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "ctc(upsample=1)"])
+def test_two_answers_that_agree_are_one_answer(kind):
+    model, batch = made(kind), talk()
+    found = []
+    for agree in (0.0, 3.0):
+        torch.manual_seed(1)  # what is shown is shown to both
+        found.append(loss(model, batch, smoothing=0.1, glance=0.0 if kind == "masked" else 0.5, agree=agree))
+    assert found[1].parts.pop("apart") == 0 and found[0].over == found[1].over
+    close(found[1].total, found[0].total)
+    for name, x in found[0].parts.items():
+        close(found[1].parts[name].double(), x.double())
+
+
+@pytest.mark.parametrize("kind", ["ctc", "length", "fixed(count=11)"])
+def test_two_answers_that_differ_pay_for_it_where_they_are_asked(kind):
+    model, batch = made(kind, dropout=0.3).train(), talk()
+    torch.manual_seed(5)
+    held = loss(model, batch, smoothing=0.1, agree=3.0)
+    torch.manual_seed(5)
+    loose = loss(model, Batch(*(torch.cat([x, x]) for x in batch[:4])), smoothing=0.1)  # the same dropout: the same two answers
+    torch.manual_seed(5)
+    read = model.hear(*(torch.cat([x, x]) for x in batch[:2]))
+    valid = torch.cat([batch.target_valid] * 2)
+    seats = model.seats(read, valid.shape[1], valid) if kind == "length" else model.seats(read)
+    p, q = model.answer(read, seats).softmax(-1).chunk(2)
+    asked = seats.valid[:4] if seats.valid is not None else torch.arange(11, device=DEVICE) < batch.target_valid.sum(1)[:, None]
+    apart = ((p * (p / q).log()).sum(-1) + (q * (q / p).log()).sum(-1))[asked].sum()
+    close(held.parts["apart"], apart.detach())
+    close(held.total, loose.total / 2 + 3 / 4 * apart)
+    assert 2 * held.over == loose.over
+    grads = [torch.autograd.grad(x, model.head.map.weight, retain_graph=True)[0] for x in (held.total, loose.total, apart)]
+    close(grads[0], grads[1] / 2 + 3 / 4 * grads[2])
+    with pytest.raises(ValueError, match="agree must not be below 0, but it is -1"):
+        loss(model, batch, agree=-1)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from regard.decoding.packed import packed
 from regard.decoding.parallel import check_asked, say_at_once, tokens_at_once, words
-from regard.kernels.outside import Outside
+from regard.kernels.outside import captured
 from regard.mixers.base import Can
 from regard.models.parallel import Parallel
 from regard.positions import Learned
@@ -44,17 +44,7 @@ class Pass:
 
     def captured(self, device: torch.device) -> Tensor:
         """Where the answers of every replay will lie."""
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # libraries choose their kernels now, not while they are watched
-                    self.run()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph, outside = torch.cuda.CUDAGraph(), Outside()
-            with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"), outside:
-                tokens = self.run()
-        self.read = list(outside.read.values())  # a replay reads there, so it must stay
+        self.graph, tokens, self.read = captured(self.run, device, pool=self.pool)
         return tokens
 
     def run(self) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from regard.decoding.desk import Desk
+from regard.kernels.outside import captured
 
 
 class Graph:
@@ -22,17 +22,14 @@ class Graph:
 
     def captured(self) -> Tensor:
         """Where the scores of every replay will lie."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries choose their kernels now, not while they are watched
-                self.desk.slot.zero_()
-                self.desk.at.zero_()
-                self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            return self.run()
+        self.graph, scores, self.read = captured(self.run, self.desk.slot.device, warm=self.first)
+        return scores
+
+    def first(self) -> Tensor:
+        """The first step of a text."""
+        self.desk.slot.zero_()
+        self.desk.at.zero_()
+        return self.run()
 
     def run(self) -> Tensor:
         """One step without the host: what size the text has only the device knows."""

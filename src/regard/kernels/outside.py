@@ -1,13 +1,16 @@
-"""What a captured pass reads and did not make: memory that must stay where it is."""
+"""A pass captured as a CUDA graph, and what it reads and did not make: memory that must stay where it is."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
 
 
 class Outside(TorchDispatchMode):
@@ -30,3 +33,29 @@ class Outside(TorchDispatchMode):
         made = {x.untyped_storage().data_ptr() for x in tree_leaves(out) if isinstance(x, Tensor)}
         self.made |= made - self.read.keys()
         return out
+
+
+class Capture(NamedTuple, Generic[T]):
+    graph: torch.cuda.CUDAGraph
+    out: T  # where every replay writes what it found
+    read: list[torch.UntypedStorage]  # a replay reads there, so it must stay
+
+
+def captured(
+    run: Callable[[], T], device: torch.device, *, warm: Callable[[], object] | None = None, pool: Any = None
+) -> Capture[T]:
+    """run() as one launch; before that it is done twice, as `warm` does it, if that is something else.
+
+    `pool` is memory that may be shared with graphs that never run at the same time.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # libraries choose their kernels now, not while they are watched
+                (warm or run)()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph, outside = torch.cuda.CUDAGraph(), Outside()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), outside:
+            out = run()
+    return Capture(graph, out, list(outside.read.values()))

@@ -53,12 +53,19 @@ class Read(NamedTuple):
         parts = [None if x is None else x.index_select(0, rows) for x in self[1:]]
         return Read(tuple(x.index_select(0, rows) for x in self.contexts), *parts)  # type: ignore[arg-type]
 
+    def at(self, rows: slice) -> Read:
+        parts = [None if x is None else x[rows] for x in self[1:]]
+        return Read(tuple(x[rows] for x in self.contexts), *parts)  # type: ignore[arg-type]
+
 
 class Seats(NamedTuple):
     """Slots before anything is said. The real ones of a row stand in front."""
 
     x: Tensor  # (b m w)
     valid: Tensor | None  # (b m)
+
+    def at(self, rows: slice) -> Seats:
+        return Seats(self.x[rows], None if self.valid is None else self.valid[rows])
 
 
 def fronted(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from regard.config import Config
 from regard.data.batch import Batch
 from regard.training.losses import Loss
 
+Step = int | Tensor  # the number of an update, from 1; in captured passes (`config.graphs`) only the device knows it
 Splits = Mapping[str, Sequence[Any]]
 
 
@@ -25,7 +26,7 @@ class Task:
 
     sample: str = ""  # a text that it could be asked; `read` finds one
     answering: tuple[str, ...] = ()  # settings that only say how it answers: they may change after training
-    steady: bool = False  # its loss does the same at every update, without a look at the device: config.graphs may be set
+    steady: bool = False  # its loss does the same work at every update, without a look at the device: config.graphs may be set
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -57,7 +58,7 @@ class Task:
     def model(self) -> nn.Module:
         raise NotImplementedError
 
-    def loss(self, model: nn.Module, batch: Batch, step: int) -> Loss:
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:
         """Summed over what is predicted, in training, at this update."""
         raise NotImplementedError
 

@@ -8,8 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
+
 from regard.config import Config
-from regard.training.store import Run, load_run
+from regard.training.store import Run, load_run, weights_of
 
 T = TypeVar("T")
 SAME = ("heads", "norm", "activation", "positions", "units", "lower")  # weights fit another one of these, and mean nothing there
@@ -28,6 +30,11 @@ def begun(config: Any) -> Run:
         if run.config.get(name) != getattr(config, name):
             raise ValueError(f"{where} has {name}={run.config.get(name)}, but here it is {getattr(config, name)}: use the same")
     return run
+
+
+def slots_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a decoder that says everything at once has beside one that goes from word to word: it keeps its own."""
+    return {name: x for name, x in weights_of(model).items() if name.startswith("slots.")}
 
 
 def short_enough(examples: Sequence[T], size: Callable[[T], int], config: Config) -> list[T]:

@@ -19,7 +19,7 @@ from regard.data.vocabulary import Characters, vocabulary
 from regard.decoding import Rules, Sample, say
 from regard.mixers.patterns.algebra import need
 from regard.models.build import language_model
-from regard.tasks.base import Task
+from regard.tasks.base import Step, Task
 from regard.tasks.support import device_under, resting
 from regard.training.losses import Loss, cross_entropy
 
@@ -86,7 +86,7 @@ class LanguageTask(Task):
     def model(self) -> nn.Module:
         return language_model(self.config, len(self.characters))
 
-    def loss(self, model: nn.Module, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every update
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None
         return cross_entropy(model(batch.source), batch.target, smoothing=self.config.smoothing)
 
@@ -125,14 +125,15 @@ def shakespeare() -> Language:
         positions="rotary",
         dropout=0.3,
         weight_dropout=0.2,
-        steps=3000,
+        steps=5000,
         batch_tokens=16_384,
         lr=1e-3,
         betas=[0.9, 0.99],
-        decay=0.1,
+        decay=1.0,
         schedule="cosine",
         warmup=100,
-        validate_every=250,
-        save_every=500,
+        validate_every=500,
+        save_every=250,
+        average=8,
         max_len=2048,
     )

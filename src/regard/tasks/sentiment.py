@@ -23,7 +23,7 @@ from regard.mixers.patterns.algebra import need
 from regard.models.build import encoder, tokens
 from regard.models.heads import POOLS, PerSequence
 from regard.models.reader import Reader
-from regard.tasks.base import Task
+from regard.tasks.base import Step, Task
 from regard.tasks.support import check_vocab, choice_of, device_under, in_order, learned, resting
 from regard.training.losses import Loss, cross_entropy
 
@@ -114,7 +114,7 @@ class SentimentTask(Task):
         head = PerSequence(config.width, len(self.labels), pool=config.pool, dropout=config.dropout)
         return Reader(encoder(config, tokens(config, len(self._units()))), head)
 
-    def loss(self, model: nn.Module, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every update
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None
         return cross_entropy(model(self._hidden(batch.source), batch.source_valid), batch.target, smoothing=self.config.smoothing)
 

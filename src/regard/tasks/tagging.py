@@ -26,7 +26,7 @@ from regard.models.build import added, encoder
 from regard.models.embed import Spelled
 from regard.models.heads import PerVector
 from regard.models.reader import Reader
-from regard.tasks.base import Task
+from regard.tasks.base import Step, Task
 from regard.tasks.beginning import short_enough
 from regard.tasks.support import check_lengths, device_under, in_order, resting
 from regard.training.losses import Loss, cross_entropy
@@ -137,7 +137,7 @@ class TaggingTask(Task):
         head = PerVector(config.width, len(self.tags) + len(self.fine), dropout=config.dropout)
         return Reader(encoder(config, embed), head)
 
-    def loss(self, model: nn.Module, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every update
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None
         scores, config = model(batch.source, batch.source_valid), self.config
         loss = cross_entropy(scores[..., : len(self.tags)], batch.target, smoothing=config.smoothing)

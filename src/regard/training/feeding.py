@@ -26,6 +26,13 @@ def sequence(batch: Batch) -> Tensor:
     return batch.target
 
 
+def twice(batch: Batch) -> Batch:
+    """Every row, and behind all of them every row again."""
+    source, source_valid, target, valid = (None if x is None else torch.cat([x, x]) for x in batch[:4])
+    assert source is not None
+    return Batch(source, source_valid, target, valid)
+
+
 def before(x: Tensor, valid: Tensor | None = None) -> Tensor:
     """x (b m ...) of the real token before each; where there is none, any."""
     if valid is None:

@@ -49,7 +49,7 @@ class Learner(LightningModule):
     optimiser that can still be clipped, neither of which Lightning's plugin does. `after` is called behind every update.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch, int], Loss], config: Config, kind: str) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch, Any], Loss], config: Config, kind: str) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model, self.loss, self.config, self.kind = model, loss, config, kind
@@ -59,6 +59,7 @@ class Learner(LightningModule):
         self.skipped = 0  # the last so many of them were
         self.pending: list[Update] = []
         self.graphs: Graphs | None = None
+        self.clock: Tensor | None = None  # the update that is being made, where captured passes can read it
         self.scaler = torch.amp.GradScaler(kind) if config.precision == "16-mixed" else None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,7 +110,10 @@ class Learner(LightningModule):
         """The same update from captured passes."""
         if self.graphs is None:
             self.graphs = Graphs(self._forward, self.wanted, float(self.config.batch_tokens))
+            self.clock = torch.zeros((), dtype=torch.long, device=self.wanted[0].device)
+        assert self.clock is not None
         with self.graphs.on_stream():
+            self.clock.fill_(self.step + 1)
             losses = [self.graphs(batch) for batch in passes]
             total, over = sum(x.total for x in losses), sum(x.over for x in losses)
             assert isinstance(total, Tensor) and isinstance(over, Tensor)
@@ -120,7 +124,7 @@ class Learner(LightningModule):
 
     def _forward(self, batch: Batch) -> Loss:
         with self.autocast():
-            return self.loss(self.model, batch, self.step + 1)
+            return self.loss(self.model, batch, self.clock)
 
     def take(self, scale: Tensor | None) -> Tensor:
         """The gradients, scaled to those of the mean, clipped, and the step taken; their norm before it was clipped."""

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from regard.data.batch import BEGIN, Batch, shifted
 from regard.mixers.attention import watched
-from regard.mixers.base import Core
 from regard.models.translator import Translator
-from regard.training.feeding import at_front, sequence, step_by_step, told
+from regard.training.feeding import at_front, heeded, sequence, step_by_step, told, twice
 from regard.training.losses import Loss, agreement, cross_entropy, surprise
 from regard.training.scheduled import parallel, token_by_token, two_pass
-
-
-def heeded(model: nn.Module, valid: Tensor | None) -> Tensor | None:
-    """What a causal decoder must be told of padding that stands behind its target: nothing, unless it takes notes of tokens."""
-    return valid if any(isinstance(module, Core) and module.learns for module in model.modules()) else None
 
 
 def teacher_forcing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, behind: bool = False) -> Loss:
@@ -46,9 +39,7 @@ def agreeing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, weight: 
     (CE(p) + CE(q)) / 2 + weight / 4 (KL(p || q) + KL(q || p)), summed over real tokens. Wu et al. 2021, arXiv:2106.14448. It
     costs what a batch of twice the size costs. `parts["apart"]` is the sum of the two divergences.
     """
-    source, source_valid, target, valid = (None if x is None else torch.cat([x, x]) for x in batch[:4])
-    assert source is not None
-    head, both = _answer(model, Batch(source, source_valid, target, valid), behind)
+    head, both = _answer(model, twice(batch), behind)
     x, y = both.chunk(2)
     return agreement(head, x, y, sequence(batch), batch.target_valid, smoothing=smoothing, weight=weight)
 

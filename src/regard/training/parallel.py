@@ -1,5 +1,7 @@
 """What a model loses that says all tokens at once.
 
+A pass of slots that come from a source or from a length asks the device for no number, so it can be captured (`Graphs`).
+
 Letters: b batch, l target tokens, t slots, v vocabulary, c classes: the blank and the l tokens of a row's own target.
 """
 
@@ -13,34 +15,49 @@ from regard.data.batch import Batch
 from regard.mixers.features import wide
 from regard.models.lengths import counted
 from regard.models.parallel import BLANK, Ctc, Fixed, Length, Masked, Parallel, Read, Seats, fronted
-from regard.training.feeding import sequence, unlearned
+from regard.training.feeding import sequence, twice, unlearned
 from regard.training.losses import Loss, cross_entropy
+from regard.training.paths import best_path, certain, ctc, needed, odds, same
 
-NEVER = -1e4  # a log-probability that is 0 to every float, and yet has finite gradients
+Share = float | Tensor  # of 0 dimensions
 
 
-def loss(model: Parallel, batch: Batch, *, smoothing: float = 0.0, glance: float = 0.0) -> Loss:
+def loss(model: Parallel, batch: Batch, *, smoothing: float = 0.0, glance: Share = 0.0, agree: float = 0.0) -> Loss:
     """Minus the log-probability of the targets, summed over them.
 
     With `glance` > 0 the model first answers without learning; then that share of the number of its mistakes is drawn from the
     target and shown to it, and it loses what is left to say: the better it is, the less it sees. Qian et al. 2020,
-    arXiv:2008.07905. `parts` are "nll", what it loses at slots, without smoothing; "length", what it loses at guessing lengths;
-    and "unsayable", the number of targets that need more slots than there are and are left out.
+    arXiv:2008.07905. A share that only the device knows, a tensor, is taken as it is. `parts` are "nll", what it loses at slots,
+    without smoothing; "length", what it loses at guessing lengths; and "unsayable", the number of targets that need more slots
+    than there are and are left out.
+
+    With `agree` > 0 it answers twice, each time with a dropout of its own, and both must say the same: it loses the mean of what
+    both lose and agree / 4 (KL(p || q) + KL(q || p)), summed over the slots that are left to say; that sum is in `parts` as
+    "apart". Wu et al. 2021, arXiv:2106.14448; for paths Yao et al. 2024, arXiv:2410.05101.
     """
-    if not 0 <= glance <= 1:
+    if glance.dim() > 0 if isinstance(glance, Tensor) else not 0 <= glance <= 1:
         raise ValueError(f"glance is a share of the mistakes, from 0 to 1, not {glance!r}")
     sequence(batch)
-    if isinstance(model.slots, Masked) and glance:
+    if isinstance(model.slots, Masked) and _glances(glance):
         raise ValueError("masked is shown tokens by chance already: use glance=0")
+    if agree < 0:
+        raise ValueError(f"agree must not be below 0, but it is {agree!r}")
+    if agree:
+        batch = twice(batch)
     read = model.hear(batch.source, batch.source_valid)
-    if isinstance(model.slots, Ctc):
-        return _by_paths(model, read, batch, smoothing, glance)
-    return _by_slots(model, read, batch, smoothing, glance)
+    lose = _by_paths if isinstance(model.slots, Ctc) else _by_slots
+    return lose(model, read, batch, smoothing, glance, agree)
 
 
-def glance_at(step: int, steps: int, first: float = 0.5, last: float = 0.3) -> float:
-    """The share to show at an update: from `first` to `last`, in a line."""
-    return first + (last - first) * min(max(step / max(steps, 1), 0.0), 1.0)
+def glance_at(step: int | Tensor, steps: int, first: float = 0.5, last: float = 0.3) -> Share:
+    """The share to show at an update: from `first` to `last`, in a line. Of a step on the device, a share on the device."""
+    done = step / max(steps, 1)
+    return first + (last - first) * (done.clamp(0, 1) if isinstance(done, Tensor) else min(max(done, 0.0), 1.0))
+
+
+def _glances(share: Share) -> bool:
+    """Whether anything may be shown: a share that only the device knows may be any."""
+    return isinstance(share, Tensor) or share > 0
 
 
 def drawn(real: Tensor, count: Tensor) -> Tensor:
@@ -49,7 +66,7 @@ def drawn(real: Tensor, count: Tensor) -> Tensor:
     return (dice.argsort(1).argsort(1) < count[:, None]) & real
 
 
-def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: float) -> Loss:
+def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: Share, agree: float) -> Loss:
     """A slot for every token."""
     assert batch.target is not None
     target, length = fronted(batch.target, batch.target_valid), counted(batch.target, batch.target_valid)
@@ -60,20 +77,35 @@ def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
         valid = None if batch.target_valid is None else torch.arange(target.shape[1], device=target.device) < length[:, None]
         seats = model.seats(read, target.shape[1], valid)
     real = torch.arange(target.shape[1], device=target.device) < length[:, None]
-    shown = None
+    shown, one = None, _once(len(target), agree)
     if isinstance(model.slots, Masked):  # from one hidden slot to all of them, every number as likely as another
-        hidden = 1 + (torch.rand(length.shape, device=length.device) * length).long()
-        shown = drawn(real, length - hidden)
-    elif glance:
+        hidden = 1 + (torch.rand(length[one].shape, device=length.device) * length[one]).long()
+        shown = drawn(real[one], length[one] - hidden)
+    elif _glances(glance):
         with unlearned():
-            wrong = (model.answer(read, seats).argmax(-1) != target) & real
-        shown = drawn(real, (glance * wrong.sum(1)).round())
+            wrong = (model.answer(read.at(one), seats.at(one)).argmax(-1) != target[one]) & real[one]
+        shown = drawn(real[one], (glance * wrong.sum(1)).round())
+    shown = torch.cat([shown, shown]) if agree and shown is not None else shown
     scores = model.answer(read, seats, target, shown)
-    lost = cross_entropy(scores, target, real if shown is None else real & ~shown, smoothing=smoothing)
-    if not isinstance(model.slots, Length):
-        return lost
-    surprise = model.slots.lengths.surprise(read.x, read.valid, length).sum()
-    return Loss(lost.total + surprise, lost.over, {**lost.parts, "length": surprise.detach()})
+    asked = real if shown is None else real & ~shown
+    lost = cross_entropy(scores, target, asked, smoothing=smoothing)
+    if isinstance(model.slots, Length):
+        surprise = model.slots.lengths.surprise(read.x, read.valid, length).sum()
+        lost = Loss(lost.total + surprise, lost.over, {**lost.parts, "length": surprise.detach()})
+    return _held(lost, wide(scores).log_softmax(-1), asked, agree) if agree else lost
+
+
+def _once(rows: int, agree: float) -> slice:
+    """Of rows that may stand twice, those that are not again."""
+    return slice(rows // 2 if agree else rows)
+
+
+def _held(lost: Loss, logs: Tensor, asked: Tensor, agree: float) -> Loss:
+    """Both halves of a batch held together, where they are asked (b t), from their log-probabilities (b t v)."""
+    one, other = logs.chunk(2)
+    apart = ((one.exp() - other.exp()) * (one - other)).sum(-1).masked_fill(~asked[: len(one)], 0).sum()
+    parts = {name: x / 2 for name, x in lost.parts.items()}
+    return Loss(lost.total / 2 + agree / 4 * apart, lost.over // 2, {**parts, "apart": apart.detach()})
 
 
 def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
@@ -83,7 +115,7 @@ def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
     return F.pad(target, (0, max(slots - target.shape[1], 0)))[:, :slots]
 
 
-def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: float) -> Loss:
+def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: Share, agree: float) -> Loss:
     """Every way to say the target, summed. What is shown of a path is certain, so the rest of every path goes through it."""
     assert batch.target is not None
     target = fronted(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
@@ -96,102 +128,41 @@ def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
     fixed = None if seats.valid is None else ~seats.valid  # a slot that is not there is a sure blank: it changes no sum
     path = torch.zeros(seats.x.shape[:2], dtype=torch.long, device=target.device)
     shown = None
-    if glance:
-        path, shown = _glance(model, read, seats, target, classes, length, glance)
+    if _glances(glance):
+        one = _once(len(target), agree)
+        path, shown = _glance(model, read.at(one), seats.at(one), target[one], classes[one], length[one], glance)
+        path, shown = (torch.cat([x, x]) if agree else x for x in (path, shown))
         fixed = shown if fixed is None else fixed | shown
     columns = F.pad(target, (1, 0), value=BLANK)
-    scores = model.answer(read, seats, columns.gather(1, path), shown)
+    scores = wide(model.answer(read, seats, columns.gather(1, path), shown)).log_softmax(-1)
     logs = odds(scores, columns)
     if fixed is not None:
         logs = torch.where(fixed[..., None], certain(path, logs), logs)
-    lost = ctc(logs, classes, length).masked_fill(~sayable, 0)
-    nll, over = lost.sum(), (length * sayable).sum()
-    parts = {"nll": nll.detach(), "unsayable": (~sayable).sum()}
-    if not smoothing:
-        return Loss(nll, over, parts)
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
+    nll = ctc(logs, classes, length).masked_fill(~sayable, 0).sum()
     free = torch.ones_like(path, dtype=torch.bool) if fixed is None else ~fixed
-    flat = (wide(scores).logsumexp(-1) - wide(scores).mean(-1)).masked_fill(~free, 0).sum(1) / free.sum(1).clamp_min(1)
-    return Loss((1 - smoothing) * nll + smoothing * (flat * length).sum(), over, parts)
+    lost = Loss(nll, (length * sayable).sum(), {"nll": nll.detach(), "unsayable": (~sayable).sum()})
+    if smoothing:
+        if not 0 < smoothing < 1:
+            raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
+        flat = -scores.mean(-1).masked_fill(~free, 0).sum(1) / free.sum(1).clamp_min(1)
+        lost = lost._replace(total=(1 - smoothing) * nll + smoothing * (flat * length).sum())
+    return _held(lost, scores, free & sayable[:, None], agree) if agree else lost
 
 
 @unlearned()
 def _glance(
-    model: Parallel, read: Read, seats: Seats, target: Tensor, classes: Tensor, length: Tensor, share: float
+    model: Parallel, read: Read, seats: Seats, target: Tensor, classes: Tensor, length: Tensor, share: Share
 ) -> tuple[Tensor, Tensor]:
     """The best path of every target (b t), in classes, and the slots where it is shown. Gu & Kong 2020, arXiv:2012.15833."""
     columns = F.pad(target, (1, 0), value=BLANK)
     scores = model.answer(read, seats)
-    logs, real = odds(scores, columns), torch.ones(seats.x.shape[:2], dtype=torch.bool, device=target.device)
+    logs, real = (
+        odds(wide(scores).log_softmax(-1), columns),
+        torch.ones(seats.x.shape[:2], dtype=torch.bool, device=target.device),
+    )
     if seats.valid is not None:
         real = seats.valid
         logs = torch.where(real[..., None], logs, certain(torch.zeros_like(real, dtype=torch.long), logs))
     path = best_path(logs, classes, length)
     wrong = (scores.argmax(-1) != columns.gather(1, path)) & real
     return path, drawn(real, (share * wrong.sum(1)).round())
-
-
-def same(target: Tensor) -> Tensor:
-    """The class of every token of a row (b l): 1 + where it stands for the first time, so that equal tokens are of one class."""
-    return 1 + (target[:, :, None] == target[:, None]).long().argmax(-1)
-
-
-def needed(classes: Tensor, length: Tensor) -> Tensor:
-    """Slots that a row's target needs (b): one a token, and a blank between two that are alike."""
-    again = (classes[:, 1:] == classes[:, :-1]) & (torch.arange(1, classes.shape[1], device=length.device) < length[:, None])
-    return length + again.sum(1)
-
-
-def odds(scores: Tensor, columns: Tensor) -> Tensor:
-    """Log-probabilities (b t c) of the tokens `columns` (b c) of each row, of all that scores (b t v) speak of."""
-    own = scores.gather(2, columns[:, None].expand(-1, scores.shape[1], -1))
-    return wide(own) - wide(scores).logsumexp(-1, keepdim=True)
-
-
-def certain(path: Tensor, logs: Tensor) -> Tensor:
-    """Log-probabilities shaped as `logs` (b t c) of someone who is sure of the path (b t)."""
-    here = path[..., None] == torch.arange(logs.shape[2], device=logs.device)
-    return torch.where(here, 0.0, NEVER).to(logs.dtype)
-
-
-def ctc(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
-    """-log of the probability of all paths that say the first `length` (b) of these classes (b l), from logs (b t c): (b).
-
-    Only the classes of a row's own target are looked at, c of them and not v. torch's gradient is right only if probabilities of
-    all classes sum to 1, as it adds p to each; here they need not, so it is taken off again.
-    """
-    length = length.cpu()
-    slots = torch.full_like(length, logs.shape[1])
-    lost = F.ctc_loss(logs.transpose(0, 1), classes, slots, length, blank=0, reduction="none", zero_infinity=False)
-    p = logs.exp().sum((1, 2))
-    return lost - (p - p.detach())
-
-
-def best_path(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
-    """The likeliest of all paths that say the first `length` (b) of these classes (b l), by logs (b t c): a class a slot (b t).
-
-    Viterbi's algorithm over the states blank, first, blank, second, ..., blank; each slot stays, takes a step, or skips a blank
-    that stands between two different tokens.
-    """
-    b, t, _ = logs.shape
-    states = classes.new_zeros(b, 2 * classes.shape[1] + 1)
-    states[:, 1::2] = classes
-    emit = logs.gather(2, states[:, None].expand(-1, t, -1)).unbind(1)
-    price = logs.new_zeros(*states.shape, 3)  # of coming from two states before, from one before, from itself
-    price[:, :, 0] = -torch.inf
-    price[:, 1::2, 0] = torch.where(classes == F.pad(classes, (1, 0))[:, :-1], -torch.inf, 0.0).to(logs.dtype)
-    best = logs.new_full((b, states.shape[1] + 2), -torch.inf)
-    best[:, 1] = 0  # in front of the first state
-    moves = []
-    for here in emit:
-        top = (best.unfold(1, 3, 1) + price).max(-1)
-        best = F.pad(top.values + here, (2, 0), value=-torch.inf)
-        moves.append(2 - top.indices)
-    last = 2 * length[:, None]
-    state = last - (best.gather(1, last + 1) > best.gather(1, last + 2)).long()
-    path = []
-    for move in reversed(moves):
-        path.append(state)
-        state = state - move.gather(1, state)
-    return states.gather(1, torch.cat(path[::-1], 1))

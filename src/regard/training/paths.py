@@ -1,0 +1,143 @@
+"""All ways to say a target in slots, of which some stay blank and some say a token again: their sum, and the best of them.
+
+A path is a class for every slot. It says what is left when classes said in a row are taken as one and blanks are removed. So it
+walks through the states blank, first, blank, second, ..., blank; each slot stays, takes a step, or skips a blank that stands
+between two different tokens. Nothing here asks the device for a number: a pass of it can be captured.
+
+Letters: b batch, l target tokens, t slots, v vocabulary, c classes: the blank and the l tokens of a row's own target,
+s = 2 l + 1 states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+NEVER = -1e4  # a log-probability that is 0 to every float, and yet has finite gradients
+
+
+def same(target: Tensor) -> Tensor:
+    """The class of every token of a row (b l): 1 + where it stands for the first time, so that equal tokens are of one class."""
+    return 1 + (target[:, :, None] == target[:, None]).long().argmax(-1)
+
+
+def needed(classes: Tensor, length: Tensor) -> Tensor:
+    """Slots that a row's target needs (b): one a token, and a blank between two that are alike."""
+    again = (classes[:, 1:] == classes[:, :-1]) & (torch.arange(1, classes.shape[1], device=length.device) < length[:, None])
+    return length + again.sum(1)
+
+
+def odds(logs: Tensor, columns: Tensor) -> Tensor:
+    """Log-probabilities (b t c) of the tokens `columns` (b c) of each row, of those of all (b t v)."""
+    return logs.gather(2, columns[:, None].expand(-1, logs.shape[1], -1))
+
+
+def certain(path: Tensor, logs: Tensor) -> Tensor:
+    """Log-probabilities shaped as `logs` (b t c) of someone who is sure of the path (b t)."""
+    here = path[..., None] == torch.arange(logs.shape[2], device=logs.device)
+    return torch.where(here, 0.0, NEVER).to(logs.dtype)
+
+
+def ctc(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
+    """-log of the probability of all paths that say the first `length` (b) of these classes (b l), from logs (b t c): (b).
+
+    Only the classes of a row's own target are looked at, c of them and not v. Where there is no such path it is inf, and its
+    gradient 0. Graves et al. 2006.
+    """
+    if not logs.shape[1]:
+        return logs.sum((1, 2)).masked_fill(length > 0, torch.inf)
+    return _Paths.apply(logs, classes, length)
+
+
+@torch.no_grad()
+def best_path(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
+    """The likeliest of all paths that say the first `length` (b) of these classes (b l), by logs (b t c): a class a slot (b t).
+
+    Viterbi's algorithm.
+    """
+    if not logs.shape[1]:
+        return classes.new_zeros(len(logs), 0)
+    states, emit, skip = _states(logs, classes)
+    price = F.pad(skip[..., None], (0, 2))  # of coming from two states before, from one before, from itself
+    front = torch.arange(states.shape[1], device=logs.device) < 2
+    best = F.pad(front.to(logs.dtype).log() + emit[:, 0], (2, 0), value=-torch.inf)
+    moves = []
+    for here in emit.unbind(1)[1:]:
+        top = (best.unfold(1, 3, 1) + price).max(-1)
+        torch.add(top.values, here, out=best[:, 2:])
+        moves.append(top.indices)
+    last = 2 * length[:, None]
+    path = [last - (best.gather(1, last + 1) > best.gather(1, last + 2)).long()]
+    for move in reversed(moves):
+        path.append(path[-1] - 2 + move.gather(1, path[-1]))
+    return states.gather(1, torch.cat(path[::-1], 1))
+
+
+class States(NamedTuple):
+    """What paths walk through."""
+
+    classes: Tensor  # (b s)
+    emit: Tensor  # (b t s) log-probabilities
+    skip: Tensor  # (b s) what is added for coming from two states before: 0, or -inf where a blank must not be skipped
+
+
+def _states(logs: Tensor, classes: Tensor) -> States:
+    states = classes.new_zeros(len(classes), 2 * classes.shape[1] + 1)
+    states[:, 1::2] = classes
+    alike = states == states.roll(2, 1)  # of the first two it means nothing: there is nobody before them
+    skip = logs.new_zeros(states.shape).masked_fill(alike, -torch.inf)
+    return States(states, logs.gather(2, states[:, None].expand(-1, logs.shape[1], -1)), skip)
+
+
+class _Paths(torch.autograd.Function):
+    """With the sums over all ways to a state and over all ways on from it,
+
+        d lost / d logs[i, k] = -sum over states j of class k of to[i, j] p[i, j] on[i, j] / total,
+
+    the share of paths that say k in slot i; total is that sum over all states, in every slot. The ways on are the ways to, seen
+    from the end: both are walked at once, in half as many steps. The gradient is made beside the loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
+        states, emit, skip = _states(logs, classes)
+        here = torch.arange(states.shape[1], device=logs.device).expand_as(states)
+        left = 2 * length[:, None] - here
+        front, end = here < 2, (left == 0) | (left == 1)  # where paths may begin and where they may end
+        if not ctx.needs_input_grad[0]:
+            return -_total(_sums(front, emit, skip)[-1] + emit[:, -1], end)
+        both = zip((front, emit, skip), (end.flip(1), emit.flip(1, 2), skip.flip(1).roll(2, 1)), strict=True)
+        to, on = _sums(*(torch.cat(pair) for pair in both)).transpose(0, 1).chunk(2)  # (b t s) each
+        to = to + emit
+        total = _total(to[:, -1], end)
+        share = (to + on.flip(1, 2)).softmax(-1).masked_fill((total == -torch.inf)[:, None, None], 0)
+        grad = torch.zeros_like(logs)
+        grad.scatter_add_(2, classes[:, None].expand(-1, logs.shape[1], -1), share[..., 1::2])
+        torch.sum(share[..., ::2], -1, out=grad[..., 0])
+        ctx.save_for_backward(grad)
+        return -total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, up: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * -up[:, None, None], None, None
+
+
+def _sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
+    """log of the sum over all ways from `front` (b s) to a state, before it says anything: (t b s)."""
+    b, t, s = emit.shape
+    sums, now = emit.new_empty(t, b, s), emit.new_full((b, s + 2), -torch.inf)  # two more in front, where nobody comes from
+    torch.log(front.to(emit.dtype), out=sums[0])
+    for i in range(1, t):
+        torch.add(sums[i - 1], emit[:, i - 1], out=now[:, 2:])
+        torch.logaddexp(torch.logaddexp(now[:, 2:], now[:, 1:-1]), now[:, :-2] + skip, out=sums[i])
+    return sums
+
+
+def _total(last: Tensor, end: Tensor) -> Tensor:
+    """log of the sum over all paths (b), from those to every state behind the last slot (b s)."""
+    return last.masked_fill(~end, -torch.inf).logsumexp(1)
