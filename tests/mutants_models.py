@@ -132,6 +132,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "parallel",
     ),
     # beams
+    "an early answer is replaced by a later one": (D + "beam.py", "among & ~self.full()[:, None] if", "among if", "decoding"),
+    "an early row takes what was cut off": (
+        D + "beam.py",
+        "search.scores.masked_fill(search.full()[:, None], -torch.inf) if",
+        "search.scores if",
+        "decoding",
+    ),
     "a length is one too long": (D + "beam.py", "/ (t + 1) ** penalty, t + 1)", "/ (t + 2) ** penalty, t + 1)", "decoding"),
     "beams stop before a longer answer": (
         D + "beam.py",
@@ -214,8 +221,15 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     "the price of a slot is forgotten": (D + "graphed.py", "desk.price.index_fill_(3, desk.slot, 0.0)", "pass", "ready"),
     "a ready model hears padding of its source": (
         D + "desk.py",
-        "self.heard[i] = (k, v, mask)",
-        "self.heard[i] = (k, v, None)",
+        "None if mask is None else _price(mask, k.dtype))",
+        "None)",
+        "ready",
+    ),
+    "a packed layer adds nothing": (D + "packed.py", "return module.plus(x, other) if", "return module(x) if", "ready"),
+    "a packed layer bends twice": (
+        D + "packed.py",
+        "part.up.bent, part.act = BENT[part.activation], _as_it_is",
+        "part.up.bent = BENT[part.activation]",
         "ready",
     ),
     "a graph hears padding of its source": (

@@ -57,10 +57,12 @@ def greedy_slowly(model, prompt, rules):
     return said
 
 
-def beam_slowly(model, prompt, rules, width, penalty):
-    """Lists of texts, sorted: no state, no early stop."""
+def beam_slowly(model, prompt, rules, width, penalty, early=False):
+    """Lists of texts, sorted: no state, and no stop before the end unless `width` answers are enough."""
     alive, ended = [(0.0, [])], []
     for t in range(1, rules.most + 1):
+        if early and len(ended) >= width:
+            return sorted(ended, key=lambda x: -x[0])[:width]
         longer = [(s + p, [*said, w]) for s, said in alive for w, p in enumerate(logs(model, prompt, said))]
         longer = sorted(longer, key=lambda x: -x[0])[: 2 * width]
         ended += [(s / t**penalty, said) for s, said in longer[:width] if said[-1] == END]
@@ -96,6 +98,19 @@ def test_greedy_and_beam_are_those_without_a_state(spec):
         slow = beam_slowly(model, row, rules, 4, 0.7)
         assert answers == [[w for w in said if w != END] for _, said in slow]
         assert scores == pytest.approx([s for s, _ in slow], abs=1e-9)
+
+
+@pytest.mark.parametrize("most", [4, 25])
+def test_a_row_that_may_stop_early_has_as_many_answers_as_beams_whatever_others_do(most):
+    model, x, rules = Talker(), prompts(b=8), Rules(end=END, most=most)
+    found = beam(model, model.start(8), x, rules=rules, width=3, penalty=1.0, best=3, early=True)
+    others = 0
+    for row, answers, scores in zip(x.tolist(), found.answers(END), found.scores.tolist(), strict=True):
+        slow, exact = (beam_slowly(model, row, rules, 3, 1.0, early=early) for early in (True, False))
+        assert answers == [[w for w in said if w != END] for _, said in slow]
+        assert scores == pytest.approx([s for s, _ in slow], abs=1e-9)
+        others += slow != exact
+    assert others  # it is not for nothing that the others go on
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])

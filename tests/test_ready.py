@@ -9,16 +9,17 @@ import regard.decoding.ready
 import regard.decoding.speak
 from conftest import DEVICE
 from regard.blocks import Stack
+from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.config import Config
 from regard.decoding import Ready, Rules, Sample, beam, packed, say, stream, unready
 from regard.decoding.graphed import Graph
-from regard.decoding.packed import Packed
+from regard.decoding.packed import BENT, Packed, plus
 from regard.decoding.speak import Ended
 from regard.decoding.top import likeliest, top
 from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
 
 VOCAB, END = 23, 3
-FORMS = ["steps", "walked", "graph"] if DEVICE.type == "cuda" else ["steps", "walked"]
+FORMS = ["steps", "products", "walked", *(["graph"] if DEVICE.type == "cuda" else [])]
 
 
 class Walked(Graph):
@@ -40,10 +41,12 @@ def form(request, monkeypatch):
     """How a step is made: with sizes that the host knows, or with fixed room and masks, and that as a graph."""
     if request.param == "walked":
         monkeypatch.setattr(regard.decoding.ready, "Graph", Walked)
+    if request.param == "products":
+        monkeypatch.setattr(regard.decoding.ready, "MANY", 1)  # sources are heard by two products
 
     def make(model, room=8):
         fast = Ready(model, room=room, graphs=request.param == "graph")
-        fast.graphs = request.param != "steps"
+        fast.graphs = request.param not in ("steps", "products")
         return fast
 
     return make
@@ -213,6 +216,24 @@ def test_packed_weights_are_the_same_map_and_all_others_are_shared():
     assert type(made[1]) is nn.Linear
     assert fast[0].weight is made[0].weight
     assert type(packed(made.double())[1]) is nn.Linear  # there is no packed form of these
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="weights are packed for a CPU; a GPU has its own order")
+@pytest.mark.parametrize(
+    ("activation", "gated"), [*((name, False) for name in ACTIVATIONS), ("silu", True)], ids=[*ACTIVATIONS, "gated"]
+)
+def test_a_packed_layer_bends_and_adds_in_one_go(activation, gated):
+    torch.manual_seed(0)
+    made = FeedForward(24, 40, activation=activation, gated=gated).eval()
+    fast, x, other = packed(made), torch.randn(5, 24), torch.randn(5, 24)
+    with torch.no_grad():
+        wanted = made(x)
+        torch.testing.assert_close(fast(x), wanted, atol=1e-5, rtol=1e-5)
+        for module in (fast, made, packed(made.down), made.down):
+            own = x if type(module) is FeedForward else made.up(x)[:, :40]
+            torch.testing.assert_close(plus(module, own, other), other + module(own), atol=1e-5, rtol=1e-5)
+    assert fast.up.bent == (("none", "") if gated else BENT[activation])
+    assert type(made.up) is nn.Linear and made.act is ACTIVATIONS[activation]
 
 
 def test_what_cannot_be_ready_is_refused_with_a_reason():

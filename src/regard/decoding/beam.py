@@ -35,7 +35,11 @@ class _Search(NamedTuple):
     scores: Tensor  # (b k)
     ended: Beams
 
-    def grown(self, logs: Tensor, rules: Rules, penalty: float) -> tuple[_Search, Tensor]:
+    def full(self) -> Tensor:
+        """(b) rows of which as many answers have ended as there are beams."""
+        return self.ended.scores[:, -1] > -torch.inf
+
+    def grown(self, logs: Tensor, rules: Rules, penalty: float, early: bool) -> tuple[_Search, Tensor]:
         """One token more, by its log-probability (b k v); and which beam each of the new ones comes from (b k)."""
         (b, k, t), v = self.said.shape, logs.shape[-1]
         own = min(2 * k, v)  # no beam has more of the 2k best: at most k of those can end, so k are left to go on
@@ -45,18 +49,20 @@ class _Search(NamedTuple):
         said = torch.cat([self.said.gather(1, beam[..., None].expand(-1, -1, t)), token[..., None]], -1)
         ends = token == rules.end
         among = ends & (torch.arange(said.shape[1], device=said.device) < k)  # who would not have gone on does not end
+        among = among & ~self.full()[:, None] if early else among
         ended = _joined(self.ended, said, best.values.masked_fill(~among, -torch.inf) / (t + 1) ** penalty, t + 1)
         alive = best.values.masked_fill(ends, -torch.inf).topk(min(k, said.shape[1]), dim=1)
         at = alive.indices
         said, beam = said.gather(1, at[..., None].expand(-1, -1, t + 1)), beam.gather(1, at)
         return _Search(said, alive.values, ended), beam
 
-    def over(self, rules: Rules, penalty: float, best: int) -> Tensor:
+    def over(self, rules: Rules, penalty: float, best: int, early: bool) -> Tensor:
         """(b) rows whose best answers nothing can beat: a beam only ever loses, and longest or shortest it loses least."""
         t = self.said.shape[2]
         top = self.scores.amax(1)
         bound = torch.maximum(top / (t + 1) ** penalty, top / rules.most**penalty)
-        return self.ended.scores[:, best - 1] >= bound
+        sure = self.ended.scores[:, best - 1] >= bound
+        return sure | self.full() if early else sure
 
 
 def _joined(ended: Beams, said: Tensor, scores: Tensor, length: int) -> Beams:
@@ -79,11 +85,14 @@ def beam(
     width: int = 5,
     penalty: float = 1.0,
     best: int = 1,
+    early: bool = False,
     valid: Tensor | None = None,
 ) -> Beams:
     """The `best` likeliest answers that `width` beams find, by log-probability / length ** penalty; penalty=0 favours short ones.
 
-    It stops early only where no beam can still beat the answers it has, so stopping changes nothing.
+    It stops only where no beam can still beat the answers it has, so stopping changes nothing; but where length is rewarded that
+    may be late, as a long answer could still become the best. With early=True a row is over as soon as `width` answers of it have
+    ended, whatever other rows do: a few times as fast, and nearly always the same answer.
     """
     rules.checked()
     if width < 1 or not 1 <= best <= width:
@@ -102,13 +111,14 @@ def beam(
     groups = torch.arange(b, device=device)[:, None] * width
     for step in range(rules.most):
         allowed = rules(logs, search.said.flatten(0, 1)).view(b, width, v)
-        search, parents = search.grown(allowed, rules, penalty)
-        if step + 1 == rules.most or ended(search.over(rules, penalty, best)):
+        search, parents = search.grown(allowed, rules, penalty, early)
+        if step + 1 == rules.most or ended(search.over(rules, penalty, best, early)):
             break
         state = state.select((groups + parents).flatten(), within=True)
         scores, state = model.extend(state, search.said[:, :, -1].reshape(-1, 1))
         logs = wide(scores[:, -1]).log_softmax(-1)
     found = search.ended
     if search.said.shape[2] == rules.most:  # who has not ended by now is cut off
-        found = _joined(found, search.said, search.scores / rules.most**penalty, rules.most)
+        left = search.scores.masked_fill(search.full()[:, None], -torch.inf) if early else search.scores
+        found = _joined(found, search.said, left / rules.most**penalty, rules.most)
     return Beams(found.tokens[:, :best], found.scores[:, :best], found.lengths[:, :best])

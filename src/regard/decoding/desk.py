@@ -90,7 +90,7 @@ class Desk:
             lost = ~mask.any(1)  # who has nothing to read hears nothing
             v, mask = v.masked_fill(lost[:, None, None, None], 0), (mask | lost[:, None])[:, None, None]
         if not self.fixed:
-            self.heard[i] = (k, v, mask)
+            self.heard[i] = (k.contiguous(), v.contiguous(), None if mask is None else _price(mask, k.dtype))
             return
         keys, values, price = self.heard[i]
         for x, y in ((keys, k), (values, v)):

@@ -8,14 +8,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from regard.blocks.feedforward import FeedForward
+
 M = TypeVar("M", bound=nn.Module)
+BENT = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}  # oneDNN's names
 
 
 class Packed(nn.Module):
     """x W^T + b on a CPU by oneDNN, which packs W once; `nn.Linear` gives it to a library that reads it as it lies.
 
-    It holds the weights that were there when it was made, and is not trained.
+    It holds the weights that were there when it was made, and is not trained. With `bent` an activation follows, and with `plus`
+    something is added, both while the product is still in the cache.
     """
+
+    bent = ("none", "")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -23,7 +29,11 @@ class Packed(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, self.bent[0], [], self.bent[1])
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """other + x W^T + b."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.packed, self.bias, "add")
 
 
 def packs(weight: Tensor) -> bool:
@@ -51,4 +61,19 @@ def packed(module: M) -> M:
             instead[id(part)] = Packed(part.weight, part.bias)
     for weight in (*module.parameters(), *module.buffers()):
         instead[id(weight)] = weight
-    return copy.deepcopy(module, instead)
+    made = copy.deepcopy(module, instead)
+    for part in made.modules():
+        if type(part) is FeedForward and type(part.up) is Packed and not part.gated:
+            part.up.bent, part.act = BENT[part.activation], _as_it_is
+    return made
+
+
+def plus(module: nn.Module, x: Tensor, other: Tensor) -> Tensor:
+    """other + module(x), for inference."""
+    if type(module) is FeedForward and not module.gated:
+        return plus(module.down, module.act(module.up(x)), other)
+    return module.plus(x, other) if type(module) is Packed else other + module(x)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

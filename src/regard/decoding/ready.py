@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard.blocks.block import Block
 from regard.decoding.desk import Desk
 from regard.decoding.graphed import Graph
-from regard.decoding.packed import linear, packed
+from regard.decoding.packed import linear, packed, plus
 from regard.decoding.sketch import Rough, Sketch
 from regard.mixers.attention import Attention
 from regard.mixers.base import Places, State
@@ -34,6 +34,7 @@ from regard.models.language import LanguageModel, last_real
 from regard.models.translator import Translator
 from regard.positions import Learned
 
+MANY = 16  # rows
 KEPT = 4  # desks of different sizes that are kept for the next text
 
 
@@ -64,14 +65,15 @@ class Talk(NamedTuple):
 def looked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fixed: bool) -> Tensor:
     """What a few queries (r h n d) see of k, v (r g m d).
 
-    A GPU's fused kernel for float32 is made for many queries: for few, two products with a softmax between them are faster.
-    `fixed`: k and v each lie in one piece, and the mask (r 1 1 m) is what is added to scores.
+    Fused kernels for float32 are made for many queries: for few, two products with a softmax between them are faster; on a CPU
+    if there are many rows, and k and v lie in one piece, as they always do if `fixed`. The mask (r 1 1 m) is added to scores.
     """
     (r, h, n, d), g = q.shape, k.shape[1]
-    if not fixed or mask is None or q.dtype.itemsize < 4:
+    many = fixed or (r >= MANY and k.is_contiguous() and v.is_contiguous())
+    if not many or q.dtype.itemsize < 4:
         return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=g != h)
-    scores = torch.bmm(q.reshape(r * g, -1, d), k.flatten(0, 1).mT)
-    weights = torch.add(mask[:, 0], scores.view(r, h * n, -1), alpha=scale).softmax(-1)
+    scores = torch.bmm(q.reshape(r * g, -1, d), k.flatten(0, 1).mT).view(r, h * n, -1)
+    weights = (scores.mul_(scale) if mask is None else torch.add(mask[:, 0], scores, alpha=scale)).softmax(-1)
     return torch.bmm(weights.view(r * g, h // g * n, -1), v.flatten(0, 1)).view(r, h, n, d)
 
 
@@ -100,19 +102,20 @@ class _Layer:
             kv = torch.stack([self.positions.turn(kv[:, 0, :, None], where)[:, :, 0], kv[:, 1]], 1)
         k, v = desk.write(own, kv, size)
         y = looked(q, k, v, desk.mask(size), self.scale, desk.fixed)
-        x = self._joined(self.norm, x, self.out(y.reshape(r, -1)))
+        x = self._behind(self.norm, plus(self.out, y.reshape(r, -1), x))
         if heard is not None:
-            x = self._joined(self.cross_norm, x, self._heard(self.cross_norm(x) if self.pre else x, heard, desk.fixed))
-        return self._joined(self.channel_norm, x, self.channel(self.channel_norm(x) if self.pre else x))
+            y = self._heard(self.cross_norm(x) if self.pre else x, heard, desk.fixed)
+            x = self._behind(self.cross_norm, plus(self.tell, y, x))
+        return self._behind(self.channel_norm, plus(self.channel, self.channel_norm(x) if self.pre else x, x))
 
     def _heard(self, x: Tensor, heard: tuple[Tensor, Tensor, Tensor | None], fixed: bool) -> Tensor:
         k, v, mask = heard
         q = self.ask(x).view(len(k), -1, self.h, k.shape[-1]).transpose(1, 2)  # beams are queries of one row
         y = looked(q, k, v, mask, self.cross_scale, fixed)
-        return self.tell(y.transpose(1, 2).reshape(len(x), -1))
+        return y.transpose(1, 2).reshape(len(x), -1)
 
-    def _joined(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return x + y if self.pre else norm(x + y)
+    def _behind(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return x if self.pre else norm(x)
 
 
 def unready(model: nn.Module) -> str | None:
