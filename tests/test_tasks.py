@@ -88,7 +88,6 @@ def test_an_unknown_task_is_answered_with_the_nearest():
         ("reverse", {"mode": "teach"}, "did you mean 'teacher'"),
         ("reverse", {"mode": "free", "decoder": "ctc"}, "is for a decoder that hears what it said"),
         ("reverse", {"truth": "linaer"}, "did you mean 'linear'"),
-        ("reverse", {"begin_from": "run", "decoder": "ctc"}, "begin_from is for decoder='autoregressive'"),
         ("polarity", {"cut": 2}, "cut must be an integer of at least 3"),
         ("polarity", {"forget": 1.5}, r"forget must be in \[0, 1\)"),
         ("saw", {"letters": 1}, "letters must be an integer of at least 2"),
@@ -165,6 +164,20 @@ def test_a_run_can_begin_from_another(tmp_path):
     model = then.model()
     weights = load_run(tmp_path / "first").weights
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items() if name in weights)
+
+
+def test_who_says_everything_at_once_can_begin_from_who_does_not(tmp_path):
+    fit(tiny("copy"), tmp_path / "first", accelerator="cpu", quiet=True)
+    weights = load_run(tmp_path / "first").weights
+    for decoder, own in (("ctc", {"slots.split.weight", "slots.split.bias"}), ("fixed", {"slots.vectors"})):
+        model = tiny("copy", begin_from=str(tmp_path / "first"), decoder=decoder).model()
+        state = model.state_dict()
+        assert all(torch.equal(state[name], x) for name, x in weights.items())
+        assert {name for name, _ in model.named_parameters()} - weights.keys() == own
+    again = tiny("copy", begin_from=str(tmp_path / "first"), decoder="ctc", mode="agree", steps=2, save_every=2, validate_every=2)
+    assert fit(again, tmp_path / "second", accelerator="cpu", quiet=True).steps == 2
+    third = tiny("copy", begin_from=str(tmp_path / "second"), decoder="ctc").model().state_dict()
+    assert all(torch.equal(third[name], x) for name, x in load_run(tmp_path / "second").weights.items())
 
 
 @pytest.mark.parametrize("mode", ["free", "scheduled", "two_pass", "parallel", "self_critical", "minimum_risk"])

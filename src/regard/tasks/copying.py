@@ -20,7 +20,7 @@ from regard.data.wikisql import words
 from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
 from regard.models.copying import copier, coverage
-from regard.tasks.base import Task
+from regard.tasks.base import Step, Task
 from regard.tasks.support import check_vocab, device_under, in_order, learned, resting, spoken_by
 from regard.text import unknown
 from regard.training.feeding import heeded
@@ -127,7 +127,7 @@ class CopyTask(Task):
         config, vocab = self.config, len(self._words())
         return copier(config, vocab, heads=config.pointers) if config.copy else translator(config, vocab)
 
-    def loss(self, model: Any, batch: Batch, step: int) -> Loss:  # noqa: ARG002 - the same at every step
+    def loss(self, model: Any, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every step
         source, source_valid, target, target_valid, extra = batch
         assert target is not None
         if not self.config.copy:
@@ -180,7 +180,7 @@ class CopyTask(Task):
         batch = self.batch(rows).to(device_under(model))
         source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
         state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
-        return spoken_by(model, state, config=self.config, most=self.config.most, beams=beams)
+        return spoken_by(model, state, source, config=self.config, most=self.config.most, beams=beams)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """Of a line that is longer than `cut` words the first ones are read, as in training."""

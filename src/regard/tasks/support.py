@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
 from regard.data.vocabulary import FIRST
 from regard.decoding import Rules, beam, say
-from regard.mixers.base import State
+from regard.decoding.ready import Ready, unready
 from regard.mixers.patterns.algebra import need
 from regard.text import unknown
 from regard.training.feeding import resting
@@ -27,12 +27,14 @@ __all__ = [
     "learned",
     "resting",
     "rules_of",
+    "speaker",
     "spoken_by",
 ]
 
 V = TypeVar("V")
 T = TypeVar("T")
 R = TypeVar("R")
+Answers = list[list[int]]
 
 
 def device_under(model: nn.Module) -> torch.device:
@@ -63,13 +65,18 @@ def rules_of(config: Config, most: int) -> Rules:
     return Rules(END, most=min(most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
 
 
-def spoken_by(model: Any, state: State, *, config: Config, most: int, beams: int) -> list[list[int]]:
-    """What a decoder says from a state: greedily, or the best of some beams."""
+def speaker(model: Any, most: int) -> Any:
+    """Who says `most` tokens for a model: on a CPU itself made ready, if it can be; on a GPU every shape would need a graph."""
+    return model if device_under(model).type != "cpu" or unready(model) else Ready(model, room=most + 1)
+
+
+def spoken_by(model: Any, state: Any, rows: Tensor, *, config: Config, most: int, beams: int, early: bool = False) -> Answers:
+    """What a decoder says from a state of as many rows: greedily, or the best of some beams."""
     rules = rules_of(config, most)
-    begin = torch.full((len(state.t), 1), BEGIN, device=state.t.device)
+    begin = torch.full((len(rows), 1), BEGIN, device=rows.device)
     if beams == 1:
         return say(model, state, begin, rules=rules)
-    best = beam(model, state, begin, rules=rules, width=beams, penalty=config.penalty)
+    best = beam(model, state, begin, rules=rules, width=beams, penalty=config.penalty, early=early)
     return [row[0] if row else [] for row in best.answers(END)]
 
 
