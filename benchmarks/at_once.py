@@ -5,8 +5,9 @@
     python benchmarks/at_once.py --runs runs/words runs/ctc --device cuda    into results/at_once.json
 
 The first autoregressive run is the base. A time is that of one answer, from the tokens of a source to the tokens of its answer on
-the host, for somebody who waits for it: batch 1. Scores are those of the whole split, by the task itself. `model` is the model as
-it is, `ready` is `regard.decoding.Ready` or `ReadyAtOnce`; it must say what the model says, and `same` is how often it did.
+the host, for somebody who waits for it: batch 1. Beams on the clock stop when as many answers have ended as there are beams, as
+is usual; to be sure of the best one takes longer. Scores are those of the whole split, by the task itself. `model` is the model
+as it is, `ready` is `regard.decoding.Ready` or `ReadyAtOnce`; it must say what the model says, and `same` is how often it did.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: l
     state, begin = speaker.start(torch.tensor([row], device=device)), torch.full((1, 1), BEGIN, device=device)
     if beams == 1:
         return say(speaker, state, begin, rules=rules)[0]
-    best = beam(speaker, state, begin, rules=rules, width=beams, penalty=config.penalty).answers(END)[0]
+    best = beam(speaker, state, begin, rules=rules, width=beams, penalty=config.penalty, early=True).answers(END)[0]
     return best[0] if best else []
 
 

@@ -22,7 +22,7 @@ from common import RESULTS, Progress, save
 
 MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
 SEEDS = (1, 2, 3)
-STEADY = ("translate", "mixers", "language", "copy")  # groups whose passes are alike
+STEADY = ("translate", "mixers", "language", "copy", "parallel")  # groups whose passes are alike
 DECODINGS = (["beam=1"], ["beam=5", "penalty=0.0"], ["beam=5", "penalty=1.0"], ["beam=5", "penalty=2.0"], ["beam=10"])
 
 
@@ -39,41 +39,36 @@ class Row:
     scored: tuple[list[str], ...] = ([],)  # decoding settings of each evaluation
 
 
-MIXERS = ("softmax", "Local(8)", "conv", "linear", "synthesizer", "performer", "gla")
-FEW = ["steps=1000", "validate_every=500"]  # a third of the updates, for all mixers alike
-TUNED = ["batch_tokens=4096", "steps=8000", "lr=1e-3", "waver=0.1", "validate_every=2000"]  # small steps, wavering subwords
+MIXERS = ("softmax", "Local(8)", "Local(4) | Global(first=1)", "conv", "linear", "synthesizer", "performer", "gla")
+PLAIN = ["mode=teacher", "dropout=0.4", "batch_tokens=12288", "lr=2e-3"]  # what suits teacher forcing best
+FEW = [*PLAIN, "steps=1000", "validate_every=500"]  # for all mixers alike
 
 
 def rows() -> list[Row]:
     many: list[Row] = []
-    for seed in SEEDS:
-        scored = ([], *DECODINGS) if seed == 1 else ([],)
-        many.append(Row(f"multi30k softmax {seed}", "translate", "multi30k", [f"seed={seed}"], scored=scored))
-    for seed in SEEDS:
-        scored = ([], *DECODINGS) if seed == 1 else ([],)
-        many.append(Row(f"multi30k tuned {seed}", "translate", "multi30k", [f"seed={seed}", *TUNED], scored=scored))
-    many.append(Row("multi30k cased", "translate", "multi30k", ["lower=false", *TUNED]))
+    plain = [*PLAIN, "steps=3000", "validate_every=750"]
+    for name, sets in (("agree", []), ("softmax", plain)):
+        for seed in SEEDS:
+            scored = ([], *DECODINGS) if seed == 1 else ([],)
+            many.append(Row(f"multi30k {name} {seed}", "translate", "multi30k", [f"seed={seed}", *sets], scored=scored))
+    many.append(Row("multi30k cased", "translate", "multi30k", ["lower=false"]))
     many += [Row(f"multi30k {mixer}", "mixers", "multi30k", [f"mixer={mixer}", *FEW]) for mixer in MIXERS]
     many += [Row(f"ewt {seed}", "tag", "ewt", [f"seed={seed}"]) for seed in SEEDS]
     many += [Row(f"imdb {seed}", "sentiment", "imdb", [f"seed={seed}"]) for seed in SEEDS]
     many += [Row("shakespeare", "language", "shakespeare", ["precision=bf16-mixed"], split="val")]
     for task in ("acl_titles", "wikisql"):
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
-    teacher = "multi30k tuned 1"
+    teacher = "multi30k agree 1"
+    ctc, taught = ["decoder=ctc", "upsample=2", "agree=3"], ["begin_from={after}", "teacher={after}.taught"]
+    short = ["batch_tokens=4096", "steps=4000", "lr=1e-3", "validate_every=2000"]
     many += [
-        Row(
-            "multi30k ctc",
-            "parallel",
-            "multi30k",
-            ["decoder=ctc", "upsample=2", "dropout=0.3", "teacher={after}.taught"],
-            teacher,
-        ),
-        Row("multi30k ctc, not taught", "parallel", "multi30k", ["decoder=ctc", "upsample=2", "dropout=0.3"]),
-        Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "teacher={after}.taught"], teacher),
+        Row("multi30k ctc", "parallel", "multi30k", [*ctc, *short, *taught], teacher),
+        Row("multi30k ctc, not taught", "parallel", "multi30k", ctc),
+        Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "mode=teacher", *short, *taught], teacher),
     ]
-    short = ["begin_from={after}", "steps=300", "lr=1e-4", "warmup=30", "batch_tokens=2048", "validate_every=300", "average=1"]
+    then = ["begin_from={after}", "steps=300", "lr=1e-4", "warmup=30", "batch_tokens=2048", "validate_every=300", "average=1"]
     for mode in ("teacher", "two_pass", "parallel", "self_critical", "minimum_risk"):
-        many.append(Row(f"multi30k then {mode}", "modes", "multi30k", [*short, "save_every=300", f"mode={mode}"], teacher))
+        many.append(Row(f"multi30k then {mode}", "modes", "multi30k", [*then, "save_every=300", f"mode={mode}"], teacher))
     return many
 
 

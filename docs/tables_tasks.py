@@ -146,8 +146,8 @@ def _seeds(rows: list[Row], floors: list[Row]) -> str:
     keys, plain, cased = ("bleu", "bleu_cased", "exact"), _plain(rows), [row for row in rows if not row["settings"]["lower"]]
     body = []
     for how, own in _by_settings(plain).items():
-        body += [_line(f"{how}, seed {row['settings']['seed']}", [row]) for row in own]
-        body += [_line(f"{how}, mean of {len(own)} ± their deviation", own)] if len(own) > 1 else []
+        body += [_line(f"{'' if i else how + ', '}seed {row['settings']['seed']}", [row]) for i, row in enumerate(own)]
+        body += [_line(f"mean of {len(own)} ± their deviation", own)] if len(own) > 1 else []
     body += [_line(f"cased, seed {row['settings']['seed']}", [row]) for row in cased]
     body += floor_lines(floors, keys, lambda _: ["", "", ""])
     return table(["", *(NAMES[key] for key in keys), "parameters", "steps", "seconds"], body)
@@ -191,7 +191,7 @@ def decodings(made: Made) -> str:
             *([_beams(row) for row in plain] or [measure("translate")]),
             "Averaged weights against the best single ones, on validation (texts are said greedily there); the better were kept:",
             _averages(averaged) if averaged else measure("translate", "tag", "copy"),
-            "Trained further, from a finished run; `teacher` is the control, which goes on as before:",
+            "Trained further, from a finished run; `teacher` is the control, which hears nothing but the truth:",
             _modes(modes, made["rows"]) if modes else measure("translate", "modes"),
         ]
     )
