@@ -239,7 +239,15 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "ready",
     ),
     "a ready model counts padding as positions": (D + "ready.py", "desk.table[desk.at]", "desk.table[desk.size]", "ready"),
-    "a ready model forgets to reorder": (D + "ready.py", "desk.reorder(talk.rows, desk.size)", "pass", "ready"),
+    "beams see what others say": (D + "desk.py", "self.count + self.k] = self.apart", "self.count + self.k] = 0", "ready"),
+    "beams see what others come from": (D + "desk.py", "seen.copy_(seen.index_select(0, rows))", "pass", "ready"),
+    "beams forget what they said in a smaller room": (
+        D + "desk.py",
+        "self.price[..., : old.price.shape[-1]].copy_(old.price)",
+        "self.price.zero_()",
+        "ready",
+    ),
+    "a ready model forgets to reorder": (D + "ready.py", "desk.reorder(talk.rows)", "pass", "ready"),
     "a larger desk forgets what is padding": (
         D + "desk.py",
         "self.valid[:, : old.room].copy_(old.valid)",

@@ -36,7 +36,7 @@ class Graph:
         desk = self.desk
         desk.side = self.side
         if desk.k > 1:
-            desk.reorder(desk.rows, None)
+            desk.reorder(desk.rows)
         desk.valid.index_fill_(1, desk.slot, True)
         desk.price.index_fill_(3, desk.slot, 0.0)
         scores = self.step()

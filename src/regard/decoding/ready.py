@@ -3,7 +3,8 @@
 `model.extend` is what is meant. `Ready(model).extend` says the same for one token, faster:
 
 - q, k and v are one product, and on a CPU all weights are packed, and the likeliest word is found by a rough look (`sketch.py`);
-- keys and values of all layers lie in one tensor, and beams are reordered from one such tensor into another, page by page;
+- keys and values of all layers lie in one tensor, and beams are reordered from one such tensor into another, page by page, or not
+  moved at all (`desk.py`);
 - what is known of a source is kept once for all of its beams, which are simply several queries of one row;
 - on a GPU a whole step is one CUDA graph (`graphed.py`).
 
@@ -66,15 +67,21 @@ def looked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, f
     """What a few queries (r h n d) see of k, v (r g m d).
 
     Fused kernels for float32 are made for many queries: for few, two products with a softmax between them are faster; on a CPU
-    if there are many rows, and k and v lie in one piece, as they always do if `fixed`. The mask (r 1 1 m) is added to scores.
+    if there are many rows, and k and v lie in one piece, as they always do if `fixed`. The mask, (r 1 1 m) or (r 1 n m), is added
+    to scores.
     """
     (r, h, n, d), g = q.shape, k.shape[1]
-    many = fixed or (r >= MANY and k.is_contiguous() and v.is_contiguous())
+    many = fixed or (r >= MANY and _in_rows(k) and _in_rows(v))
     if not many or q.dtype.itemsize < 4:
         return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=g != h)
-    scores = torch.bmm(q.reshape(r * g, -1, d), k.flatten(0, 1).mT).view(r, h * n, -1)
-    weights = (scores.mul_(scale) if mask is None else torch.add(mask[:, 0], scores, alpha=scale)).softmax(-1)
+    scores = torch.bmm(q.reshape(r * g, -1, d), k.flatten(0, 1).mT).view(r, h, n, -1)
+    weights = (scores.mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)).softmax(-1)
     return torch.bmm(weights.view(r * g, h // g * n, -1), v.flatten(0, 1)).view(r, h, n, d)
+
+
+def _in_rows(x: Tensor) -> bool:
+    """Whether x (r g m d) is as good as r g matrices, each in one piece."""
+    return x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.stride(0) == x.shape[1] * x.stride(1)
 
 
 class _Layer:
@@ -101,8 +108,9 @@ class _Layer:
             q = self.positions.turn(q, where)
             kv = torch.stack([self.positions.turn(kv[:, 0, :, None], where)[:, :, 0], kv[:, 1]], 1)
         k, v = desk.write(own, kv, size)
+        q = q.view(len(k), -1, self.h, self.d).transpose(1, 2)  # beams that share a room are queries of one row
         y = looked(q, k, v, desk.mask(size), self.scale, desk.fixed)
-        x = self._behind(self.norm, plus(self.out, y.reshape(r, -1), x))
+        x = self._behind(self.norm, plus(self.out, y.transpose(1, 2).reshape(r, -1), x))
         if heard is not None:
             y = self._heard(self.cross_norm(x) if self.pre else x, heard, desk.fixed)
             x = self._behind(self.cross_norm, plus(self.tell, y, x))
@@ -230,9 +238,8 @@ class Ready:
             scores = desk.graphs[desk.side].replay(tokens, talk.rows)
         else:
             if talk.rows is not None:
-                desk.reorder(talk.rows, desk.size)
-            if not desk.plain:
-                desk.valid[:, desk.size] = True
+                desk.reorder(talk.rows)
+            desk.open()
             scores = (said or self._scores)(self._step(desk, tokens, desk.size))
             desk.at += 1
         desk.went()
