@@ -241,10 +241,10 @@ def _modes(rows: list[Row], known: list[Row]) -> str:
                 more(watched(row), before[1]),
                 f"{row['steps']:,}",
                 f"{row['settings']['batch_tokens']:,}",
-                short(row["seconds"]),
+                row["device"] or "",
             ]
         )
-    head = ["mode", "after", "BLEU", "difference", "on validation, greedily", "difference", "steps", "tokens a step", "seconds"]
+    head = ["mode", "after", "BLEU", "difference", "on validation, greedily", "difference", "steps", "tokens a step", "device"]
     return table(head, body)
 
 
