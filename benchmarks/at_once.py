@@ -24,10 +24,9 @@ import torch
 from common import Progress, save, seconds
 from regard.cli.settings import device as named_device
 from regard.cli.use import trained
-from regard.data.batch import BEGIN, END
-from regard.decoding import Ready, ReadyAtOnce, beam, say, unready
+from regard.decoding import Ready, ReadyAtOnce, unready
 from regard.decoding.parallel import say_at_once
-from regard.tasks.support import rules_of
+from regard.tasks.support import spoken_by
 from regard.tasks.translation import TranslationTask
 
 BEAMS, ROUNDS = (1, 5), (1, 4)  # of a decoder that goes from word to word; of a masked one
@@ -70,12 +69,8 @@ def loaded(folder: Path, device: str, split: str, data: Path | None) -> Run:
 
 
 def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: list[int]) -> list[int]:
-    rules = rules_of(config, config.most)
-    state, begin = speaker.start(torch.tensor([row], device=device)), torch.full((1, 1), BEGIN, device=device)
-    if beams == 1:
-        return say(speaker, state, begin, rules=rules)[0]
-    best = beam(speaker, state, begin, rules=rules, width=beams, penalty=config.penalty, early=True).answers(END)[0]
-    return best[0] if best else []
+    source = torch.tensor([row], device=device)
+    return spoken_by(speaker, speaker.start(source), source, config=config, most=config.most, beams=beams, early=True)[0]
 
 
 def at_once(model: Any, device: torch.device, asked: dict[str, int], row: list[int]) -> list[int]:

@@ -50,12 +50,14 @@ class Read(NamedTuple):
     vectors_valid: Tensor | None
 
     def select(self, rows: Tensor) -> Read:
-        parts = [None if x is None else x.index_select(0, rows) for x in self[1:]]
-        return Read(tuple(x.index_select(0, rows) for x in self.contexts), *parts)  # type: ignore[arg-type]
+        return self._each(lambda x: x.index_select(0, rows))
 
     def at(self, rows: slice) -> Read:
-        parts = [None if x is None else x[rows] for x in self[1:]]
-        return Read(tuple(x[rows] for x in self.contexts), *parts)  # type: ignore[arg-type]
+        return self._each(lambda x: x[rows])
+
+    def _each(self, some: Callable[[Tensor], Tensor]) -> Read:
+        parts = [None if x is None else some(x) for x in self[1:]]
+        return Read(tuple(map(some, self.contexts)), *parts)  # type: ignore[arg-type]
 
 
 class Seats(NamedTuple):

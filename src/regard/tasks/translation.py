@@ -46,7 +46,7 @@ from regard.training.scheduled import SCHEDULES
 from regard.training.scheduled import share as share_of_truth
 from regard.training.store import Run, put_weights
 
-DECODING = {"cpu": 5000, "cuda": 20_000}  # tokens of a batch when nothing is kept for a backward pass; a CPU has a cache
+DECODING, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
 SPELLINGS = 8  # of every training text, where subwords waver
 TOGETHER = 2000  # sources between two words about progress
 UNITS = ("subwords", "words", "characters")
@@ -240,8 +240,9 @@ class TranslationTask(Task):
         beams = self.config.beam if beams is None else beams
         with resting(model):
             sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # it cannot read what is too long
-            fast, most = speaker(model, self.config.most), DECODING.get(device_under(model).type, 20_000) // max(1, beams)
-            return in_order(sources, len, most, lambda rows: self._say(fast, rows, beams, device_under(model), early))
+            fast, device = speaker(model, self.config.most), device_under(model)
+            most = (IN_CACHE if device.type == "cpu" else DECODING) // max(1, beams)
+            return in_order(sources, len, most, lambda rows: self._say(fast, rows, beams, device, early))
 
     def _say(self, model: Any, rows: list[list[int]], beams: int, device: torch.device, early: bool) -> list[list[int]]:
         empty = [i for i, row in enumerate(rows) if not row]  # nothing is said to nothing

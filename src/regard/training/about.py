@@ -61,11 +61,8 @@ def check_settings(task: Task) -> None:
     if config.precision not in TYPES:
         raise ValueError(unknown("there is no precision", config.precision, TYPES))
     if config.graphs and (config.precision == "16-mixed" or not task.steady):
-        why = (
-            "a scaler of 16-mixed decides on the host"
-            if task.steady
-            else "its loss changes from update to update, or asks the device"
-        )
+        unsteady = "its loss changes from update to update, or asks the device"
+        why = "a scaler of 16-mixed decides on the host" if task.steady else unsteady
         raise ValueError(f"graphs=true cannot be used here, because {why}: leave it out")
     if task.best[1] not in ("min", "max"):
         raise ValueError(f"a score is better at its 'min' or its 'max', not at its {task.best[1]!r}")

@@ -38,7 +38,7 @@ def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *
     With smoothing s the target is (1 - s) of the truth and s of a uniform choice among all v (Szegedy et al. 2015,
     arXiv:1512.00567). A target of NO_LABEL is not counted. `parts["nll"]` is the loss without smoothing.
     """
-    _share(smoothing)
+    check_smoothing(smoothing)
     target, scores = _real(scores, target, valid).flatten(), scores.flatten(0, -2)
     count = (target != NO_LABEL).sum()
     if torch.compiler.is_compiling():  # it fuses the definition by itself
@@ -95,7 +95,7 @@ def _map(head: nn.Module, x: Tensor) -> nn.Linear | None:
 
 
 def _said(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, held: float) -> Three:
-    _share(smoothing)
+    check_smoothing(smoothing)
     given: tuple[Tensor | None, ...] = (x, made.weight, made.bias)
     if not torch.is_grad_enabled():  # which a Function is not told
         given = tuple(None if y is None else y.detach() for y in given)
@@ -111,7 +111,11 @@ def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tens
 
 def apart(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) + KL(q || p) = sum (p - q) (log p - log q) of two choices by their scores (... v), one for each (...)."""
-    p, q = wide(p).log_softmax(-1), wide(q).log_softmax(-1)
+    return between(wide(p).log_softmax(-1), wide(q).log_softmax(-1))
+
+
+def between(p: Tensor, q: Tensor) -> Tensor:
+    """How far two choices are `apart`, by their log-probabilities."""
     return ((p.exp() - q.exp()) * (p - q)).sum(-1)
 
 
@@ -128,7 +132,7 @@ def _real(scores: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
     return target if valid is None else target.masked_fill(~valid, NO_LABEL)
 
 
-def _share(smoothing: float) -> None:
+def check_smoothing(smoothing: float) -> None:
     if not 0 <= smoothing < 1:
         raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
 

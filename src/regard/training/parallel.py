@@ -16,7 +16,7 @@ from regard.mixers.features import wide
 from regard.models.lengths import counted
 from regard.models.parallel import BLANK, Ctc, Fixed, Length, Masked, Parallel, Read, Seats, fronted
 from regard.training.feeding import sequence, twice, unlearned
-from regard.training.losses import Loss, cross_entropy
+from regard.training.losses import Loss, between, check_smoothing, cross_entropy
 from regard.training.paths import best_path, certain, ctc, needed, odds, same
 
 Share = float | Tensor  # of 0 dimensions
@@ -103,7 +103,7 @@ def _once(rows: int, agree: float) -> slice:
 def _held(lost: Loss, logs: Tensor, asked: Tensor, agree: float) -> Loss:
     """Both halves of a batch held together, where they are asked (b t), from their log-probabilities (b t v)."""
     one, other = logs.chunk(2)
-    apart = ((one.exp() - other.exp()) * (one - other)).sum(-1).masked_fill(~asked[: len(one)], 0).sum()
+    apart = between(one, other).masked_fill(~asked[: len(one)], 0).sum()
     parts = {name: x / 2 for name, x in lost.parts.items()}
     return Loss(lost.total / 2 + agree / 4 * apart, lost.over // 2, {**parts, "apart": apart.detach()})
 
@@ -142,8 +142,7 @@ def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
     free = torch.ones_like(path, dtype=torch.bool) if fixed is None else ~fixed
     lost = Loss(nll, (length * sayable).sum(), {"nll": nll.detach(), "unsayable": (~sayable).sum()})
     if smoothing:
-        if not 0 < smoothing < 1:
-            raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
+        check_smoothing(smoothing)
         flat = -scores.mean(-1).masked_fill(~free, 0).sum(1) / free.sum(1).clamp_min(1)
         lost = lost._replace(total=(1 - smoothing) * nll + smoothing * (flat * length).sum())
     return _held(lost, scores, free & sayable[:, None], agree) if agree else lost
@@ -156,10 +155,8 @@ def _glance(
     """The best path of every target (b t), in classes, and the slots where it is shown. Gu & Kong 2020, arXiv:2012.15833."""
     columns = F.pad(target, (1, 0), value=BLANK)
     scores = model.answer(read, seats)
-    logs, real = (
-        odds(wide(scores).log_softmax(-1), columns),
-        torch.ones(seats.x.shape[:2], dtype=torch.bool, device=target.device),
-    )
+    logs = odds(wide(scores).log_softmax(-1), columns)
+    real = torch.ones(seats.x.shape[:2], dtype=torch.bool, device=target.device)
     if seats.valid is not None:
         real = seats.valid
         logs = torch.where(real[..., None], logs, certain(torch.zeros_like(real, dtype=torch.long), logs))
