@@ -226,6 +226,8 @@ def positions(spec: str | Positions, dims: Dims) -> Positions:
     """`positions("relative(clip=8)", dims)`; what is made already is given back."""
     if isinstance(spec, Positions):
         return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"positions are a text such as 'rotary' or 'relative(clip=8)', or made already, not {spec!r}")
     return chosen(spec, POSITIONS)(dims)
 
 

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from regard.catalogue import CATALOGUE
+from regard.checks import check_flag
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.patterns import PATTERNS, Pattern
@@ -96,14 +97,18 @@ class Spec:
 
     def build(self, dims: Dims, *, shared_qk: bool = False, positions: str | Positions | None = None) -> Mixer:
         """The layer. A core gets the projections that all cores get; a mixer has its own."""
+        check_flag("shared_qk", shared_qk)
         made = self.row.make(dims, **self.options)
         if isinstance(made, Core):
             where = None if positions is None else make_positions(positions, dims)
-            return Attention(dims, made, shared_qk=shared_qk, positions=where)
+            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, positions=where)
+            mixer.spec = str(self) + (f" with {where.name} positions" if where is not None else "")
+            return mixer
         if positions is not None:
             raise ValueError(f"{self.name} has no queries and keys for positions to act on: add positions to the tokens")
         if shared_qk:
             raise ValueError(f"{self.name} has projections of its own: leave out shared_qk")
+        made.spec = str(self)
         return made
 
 

@@ -8,14 +8,10 @@ from torch import Tensor, nn
 
 from regard.blocks.feedforward import share
 from regard.mixers.attention import Attention
-from regard.mixers.base import Mixer, State, shortened
+from regard.mixers.base import Mixer, State, mask_padding, shortened
+from regard.mixers.state import check_states
 
 NormClass = Callable[[int], nn.Module]
-
-
-def silent(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x (b n w), and nothing where there is no real token."""
-    return x if valid is None else x.masked_fill(~valid[..., None], 0)
 
 
 def check_context(reads: bool, context: Tensor | None, context_valid: Tensor | None) -> None:
@@ -64,14 +60,19 @@ class Block(nn.Module):
         context_valid: Tensor | None = None,
         hush: bool = True,
     ) -> Tensor:
-        """hush=False: outputs at padding are anything, for whoever looks at none of them or silences them later."""
+        """hush=False: padded tokens are finite, as the caller has seen to, and outputs at padding are anything finite."""
         check_context(self.cross is not None, context, context_valid)
-        y = self._before(self.mixer_norm, x)  # whoever can leaves padding to the end of the block
+        if hush:
+            self._check(x, valid, context, context_valid)
+            x, context = mask_padding(x, valid), None if context is None else mask_padding(context, context_valid)
+        y = self._before(self.mixer_norm, x)
         y = self.mixer(y, valid=valid, hush=False) if isinstance(self.mixer, Attention) else self.mixer(y, valid=valid)
         x, valid = shortened(x, valid, self.rate)
         x = self._after(self.mixer_norm, x, y)
         if self.cross is not None:
-            y = self.cross(self._before(self.cross_norm, x), context=context, valid=context_valid, query_valid=valid)
+            more = {"hush": False} if isinstance(self.cross, Attention) else {}
+            y = self._before(self.cross_norm, x)
+            y = self.cross(y, context=context, valid=context_valid, query_valid=valid, **more)
             x = self._after(self.cross_norm, x, y)
         return self._channel(x, valid if hush else None)
 
@@ -85,7 +86,11 @@ class Block(nn.Module):
         return State((own, cross), own.t, own.start)
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None, *, hush: bool = True) -> tuple[Tensor, State]:
+        check_states(state, x, 2, "block")
         own, cross = state.memory
+        if hush:
+            self._check(x, valid)
+            x = mask_padding(x, valid)
         y, own = self.mixer.extend(own, self._before(self.mixer_norm, x), valid)
         x = self._after(self.mixer_norm, x, y)
         if self.cross is not None:
@@ -93,8 +98,16 @@ class Block(nn.Module):
             x = self._after(self.cross_norm, x, y)
         return self._channel(x, valid if hush else None), State((own, cross), own.t, own.start)
 
+    def _check(self, x: Tensor, valid: Tensor | None, context: Tensor | None = None, context_valid: Tensor | None = None) -> None:
+        """Refuse tokens and masks that the mixers would refuse, before anything is computed."""
+        self.mixer.check(x)
+        self.mixer.check_padding(valid, x)
+        if self.cross is not None and context is not None:
+            self.cross.check(context, "context", self.cross.dims.context_width)
+            self.cross.check_padding(context_valid, context)
+
     def _channel(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        return silent(self._after(self.channel_norm, x, self.channel(self._before(self.channel_norm, x))), valid)
+        return mask_padding(self._after(self.channel_norm, x, self.channel(self._before(self.channel_norm, x))), valid)
 
     def _before(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         return norm(x) if self.pre and norm is not None else x

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from regard.blocks.block import Block, silent
+from regard.blocks.block import Block
 from regard.blocks.stack import Context, Stack
-from regard.mixers.base import State
+from regard.mixers.base import State, mask_padding
 from regard.mixers.features import wide
+from regard.mixers.state import check_states
 
 Two = tuple[Tensor, Tensor]
 
@@ -40,6 +41,7 @@ class ReversibleStack(Stack):
     ) -> Tensor:
         if context is not None or context_valid is not None:
             raise ValueError("a reversible stack mixes its own tokens and cannot read a context: leave it out")
+        x = self._tokens(x, valid)
         weights = [p for p in self.blocks.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and (x.requires_grad or weights):
             streams = _reversibly(self, x, valid, weights)
@@ -49,7 +51,9 @@ class ReversibleStack(Stack):
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         """n >= 0 more tokens through all blocks."""
-        one, two, states = wide(x), wide(x), []
+        check_states(state, x, len(self.blocks), "stack")
+        x, states = self._tokens(x, valid), []
+        one = two = wide(x)
         for block, before in zip(self, state.memory, strict=True):
             y, own = block.mixer.extend(before.memory[0], block.mixer_norm(two.to(x.dtype)), valid)
             one = one + block.drop(y)
@@ -76,7 +80,7 @@ def _mix(block: Block, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> T
 
 
 def _channel(block: Block, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return silent(block.drop(block.channel(block.channel_norm(x.to(dtype)))).to(x.dtype), valid)
+    return mask_padding(block.drop(block.channel(block.channel_norm(x.to(dtype)))).to(x.dtype), valid)
 
 
 @torch.compiler.disable(reason="a reversible stack restores random numbers and inverts itself, which no graph can hold")

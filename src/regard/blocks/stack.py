@@ -9,12 +9,14 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from regard.blocks.block import Block, NormClass, check_context, silent
+from regard.blocks.block import Block, NormClass, check_context
 from regard.blocks.feedforward import FeedForward
+from regard.checks import check_dense
 from regard.kernels.once import one_pass
-from regard.mixers.base import Dims, State, fewer
+from regard.mixers.base import Dims, State, check_valid, fewer, mask_padding
 from regard.mixers.patterns import Pattern
 from regard.mixers.patterns.algebra import need
+from regard.mixers.state import check_states
 from regard.mixers.where import Positions
 from regard.spec import Spec
 
@@ -98,6 +100,7 @@ class Stack(nn.Module):
         self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
     ) -> Tensor:
         """`context` is one for all blocks that read, or a tuple with one for each block."""
+        x = self._tokens(x, valid)
         with one_pass():
             for block, read in zip(self, self._contexts(context, context_valid), strict=True):
                 x = block(x, valid, context=read, context_valid=context_valid if read is not None else None, hush=False)
@@ -116,7 +119,8 @@ class Stack(nn.Module):
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         """n >= 0 more tokens through all blocks."""
-        states = []
+        check_states(state, x, len(self.blocks), "stack")
+        x, states = self._tokens(x, valid), []
         with one_pass():
             for block, before in zip(self, state.memory, strict=True):
                 x, after = block.extend(before, x, valid, hush=False)
@@ -129,9 +133,22 @@ class Stack(nn.Module):
         check_context(self.reads, many[0] if many else None, valid)
         if len(many) not in (0, 1, len(self.blocks)):
             raise ValueError(f"{len(many)} contexts for {len(self.blocks)} blocks: give one for all of them, or one for each")
+        many = tuple(self._masked(read, valid) for read in many)
         each = many if len(many) == len(self.blocks) else [many[0] if many else None] * len(self.blocks)
         return [read if block.cross is not None else None for block, read in zip(self, each, strict=True)]
 
+    def _tokens(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """Tokens (b n w) with zeros for padding: blocks need not care what it holds."""
+        self.blocks[0].mixer.check(x)  # type: ignore[union-attr, operator]
+        self.blocks[0].mixer.check_padding(valid, x)  # type: ignore[union-attr, operator]
+        return mask_padding(x, valid)
+
+    @staticmethod
+    def _masked(read: Tensor, valid: Tensor | None) -> Tensor:
+        check_dense(read, "context")
+        check_valid(valid, read.shape[0], read.shape[1], "the context")
+        return mask_padding(read, valid)
+
     def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Padding is silenced here, once: no block looks at it."""
-        return silent(x if self.final_norm is None else self.final_norm(x), valid)
+        return mask_padding(x if self.final_norm is None else self.final_norm(x), valid)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from regard.checks import check_batch
 from regard.kernels.once import once
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, only
+from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, mask_padding, only
 from regard.mixers.where import Positions
 
 
@@ -99,7 +100,7 @@ class Attention(Mixer):
     ) -> Tensor:
         """`valid` speaks of the tokens that are read; where those are a context, `query_valid` (b n) speaks of x.
 
-        hush=False: outputs at padding are anything, for whoever silences them later.
+        hush=False: padded tokens are finite, as the caller has seen to, and outputs at padding are anything finite.
         """
         self.check(x)
         if query_valid is not None and context is None:
@@ -108,12 +109,20 @@ class Attention(Mixer):
             raise ValueError("a causal mixer reads its own tokens: build it with cross=True to read a context")
         if self.dims.cross != (context is not None):
             raise ValueError("build it with cross=True and pass a context, or neither")
-        if context is None:
-            y, real = self._among(x, valid), valid
-        else:
+        read, real = (x, valid) if context is None else (context, query_valid)
+        if context is not None:
+            self.check(context, "context", self.dims.context_width)
             self.check_padding(query_valid, x)
-            y, real = self._ask(self._remember(context, valid), x, Places.of(x, query_valid)), query_valid
-        return self._finish(y, x, real if hush else None)
+            if len(context) != len(x):
+                raise ValueError(f"x has {len(x)} sequences but the context {len(context)}: give every sequence its own")
+        self.check_padding(valid, read)
+        if hush:
+            x = mask_padding(x, real)
+            context = None if context is None else mask_padding(context, valid)
+        if context is None:
+            return self._finish(self._among(x, valid), x, valid if hush else None)
+        y = self._ask(self._remember(context, valid), x, Places.of(x, query_valid))
+        return self._finish(y, x, query_valid if hush else None)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
         only(self.core.name, self.can, Can.STREAM)
@@ -122,15 +131,21 @@ class Attention(Mixer):
         if self.dims.cross:
             if context is None or batch is not None:
                 raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
-            return Reading(self._remember(context, valid), self._zero(len(context)), 0)
-        if batch is None or context is not None:
+            self.check(context, "context", self.dims.context_width)
+            self.check_padding(valid, context)
+            memory = self._remember(mask_padding(context, valid), valid)
+            return Reading(memory, self._zero(len(context)), 0, self.maker())
+        if batch is None or context is not None or valid is not None:
             raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
-        return State(self._empty(batch), self._zero(batch), 0)
+        check_batch(batch)
+        return State(self._empty(batch), self._zero(batch), 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self.check(x)
+        self.check_state(state, x)
+        self.check_padding(valid, x)
+        x = mask_padding(x, valid)
         if not self.dims.causal:
-            self.check_padding(valid, x)
             places = Places.of(x, valid, state.t, state.start)
             y = self._finish(self._ask(state.memory, x, places), x, valid)
             return y, self.later(state, state.memory, places)
@@ -139,7 +154,6 @@ class Attention(Mixer):
 
     def _among(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """All tokens ask each other, or those before them. No state: nobody will go on from here."""
-        self.check_padding(valid, x)
         places = Places.of(x, valid)
         self.check_length(places)
         q, k, v = self.heads(x, places)
@@ -149,7 +163,6 @@ class Attention(Mixer):
             return self.core.read(self.core.push(self.core.empty(k, v), k, v, places), q, places)
 
     def _scan(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
-        self.check_padding(valid, x)
         places = Places.of(x, valid, state.t, state.start)
         self.check_length(places)
         q, k, v = self.heads(x, places)
@@ -195,8 +208,6 @@ class Attention(Mixer):
 
     def _remember(self, context: Tensor, valid: Tensor | None) -> Any:
         """A memory of the whole context."""
-        self.check(context, "context", self.dims.context_width)
-        self.check_padding(valid, context)
         places = Places.of(context, valid)
         self.check_length(places)
         k, v = together(context, self.k, self.v)
@@ -243,6 +254,7 @@ def attend(
         raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
     real = valid if causal else query_valid
     check_valid(real, b, q.shape[2], "queries")
+    k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
     with precise(q):
         memory = core.empty(k, v)
@@ -252,6 +264,11 @@ def attend(
             out = core.read(core.push(memory, k, v, places), q, Places.of(q[:, 0], query_valid))
     real = fewer(real, core.rate)
     return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
+
+
+def _unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
+    """x (b h n d) with zeros at padding, whatever it holds."""
+    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, gates: int) -> None:

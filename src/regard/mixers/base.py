@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from regard.checks import check_flag, check_size, check_vectors
+from regard.checks import check_valid as check_valid
 from regard.kernels.once import once
+from regard.mixers.state import Maker, check_state
 from regard.mixers.state import Reading as Reading
 from regard.mixers.state import State as State
 from regard.mixers.state import nbytes as nbytes
@@ -54,8 +57,10 @@ class Dims:
     def __post_init__(self) -> None:
         for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "max_len"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+            if value is not None or name in ("width", "heads"):
+                check_size(name, value)
+        check_flag("causal", self.causal)
+        check_flag("cross", self.cross)
         if (self.key_dim is None or self.value_dim is None) and self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not divisible by {self.heads} heads: "
@@ -67,7 +72,7 @@ class Dims:
             raise ValueError("a mixer is either causal over its own tokens or reads a context: a decoder has one mixer of each")
         if self.context_width is not None and not self.cross:
             raise ValueError("context_width is for cross attention: set cross=True, or leave it out")
-        if not 0 <= self.dropout < 1:
+        if not isinstance(self.dropout, int | float) or isinstance(self.dropout, bool) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
 
     @property
@@ -124,13 +129,9 @@ def only(name: str, can: Can, asked: Can, instead: str = "") -> None:
         raise ValueError(f"{name} cannot do {lacking}: it can do {can}" + (f"; {instead}" if instead else ""))
 
 
-def check_valid(valid: Tensor | None, b: int, n: int, what: str = "x") -> None:
-    if valid is None:
-        return
-    if valid.dtype != torch.bool:
-        raise TypeError(f"valid must be a bool tensor, True = real token, not {valid.dtype}: write `valid != 0`")
-    if valid.shape != (b, n):
-        raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
+def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Set padded tokens of x (b n w) to zero, whatever they hold: their gradient is zero too."""
+    return x if valid is None else x.masked_fill(~valid[..., None], 0)
 
 
 def fewer(valid: Tensor | None, rate: int) -> Tensor | None:
@@ -235,6 +236,7 @@ class Mixer(nn.Module):
     can: Can
     dims: Dims
     rate: int = 1
+    spec: str | None = None  # the text it was built from, if it was
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -263,8 +265,26 @@ class Mixer(nn.Module):
         n = places.at.shape[1]
         if places.valid is None:
             t = once(("later", n), state.t, lambda: state.t + n)
-            return type(state)(memory, t, None if state.start is None else state.start + n)
-        return type(state)(memory, state.t + places.valid.sum(1), None)
+            return state._replace(memory=memory, t=t, start=None if state.start is None else state.start + n)
+        return state._replace(memory=memory, t=state.t + places.valid.sum(1), start=None)
+
+    def maker(self) -> Maker:
+        """Return what the layer writes into its states, and expects to find in those it is given."""
+        dims, weight = self.dims, self.like()
+        sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
+        use = "causal " if dims.causal else "cross " if dims.cross else ""
+        return Maker(f"{use}{self.spec or self.name}, {sizes}", torch.get_default_dtype() if weight is None else weight.dtype)
+
+    def check_state(self, state: State, x: Tensor) -> None:
+        """Refuse a state of another batch, device, layer or type of weights than that of the tokens x (b n w)."""
+        check_state(state, x)
+        own = self.maker()
+        if state.maker == own:
+            return
+        if state.maker is None or state.maker.layer != own.layer:
+            other = "of several layers" if state.maker is None else f"of a layer ({state.maker.layer})"
+            raise ValueError(f"the state is that {other}, but this layer is {own.layer}: use the state that its own start gave")
+        raise TypeError(f"the state was made with weights in {state.maker.dtype}, but they are {own.dtype} now: start anew")
 
     def like(self) -> Tensor | None:
         """One of its weights, if it has any: tokens have its device and type."""
@@ -272,9 +292,7 @@ class Mixer(nn.Module):
 
     def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
         """Refuse tokens of another shape, device or type than the layer's."""
-        width = width or self.dims.width
-        if x.dim() != 3 or x.shape[-1] != width:
-            raise ValueError(f"{what} has shape {tuple(x.shape)}, but (batch, length, {width}) is needed")
+        check_vectors(x, what, width or self.dims.width)
         weight = self.like()
         if weight is None:
             return

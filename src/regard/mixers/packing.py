@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from regard.checks import check_batch
 from regard.mixers.base import Can, Free, Places, State, only
 
 
@@ -51,11 +52,13 @@ class Packed(Free):
         self._streams()
         if batch is None or context is not None or valid is not None:
             raise ValueError(f"a causal {self.name} starts from nothing: start(batch), with the number of sequences")
+        check_batch(batch)
         return self._nothing(batch, next(self.parameters()).device)
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self._streams()
         self.check(x)
+        self.check_state(state, x)
         return self._packed(state, x, valid)
 
     def _streams(self) -> None:
@@ -64,7 +67,8 @@ class Packed(Free):
             raise ValueError(f"only a causal {self.name} can stream: build it with causal=True")
 
     def _nothing(self, batch: int, device: torch.device) -> State:
-        return State(self.empty(batch) if self.dims.causal else None, torch.zeros(batch, dtype=torch.long, device=device), 0)
+        memory = self.empty(batch) if self.dims.causal else None
+        return State(memory, torch.zeros(batch, dtype=torch.long, device=device), 0, self.maker())
 
     def _packed(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
         self.check_padding(valid, x)

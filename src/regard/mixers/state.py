@@ -7,18 +7,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.checks import check_rows, check_rows_of
+
 
 def select(value: Any, rows: Tensor, within: bool = False) -> Any:
-    """Rows of a state's batch, in any order and number: what beam search needs. Everything in a state is batch-first.
+    """Take rows of a state's batch, in any order and number, as beam search does. Every tensor in a state is batch-first.
 
-    `within`: a row only ever changes with one that reads the same context, so what is known of the context stays where it is.
+    `within`: a row is only exchanged with one that reads the same context, so the memory of the context is left as it is.
     """
+    if isinstance(value, State):
+        return value.select(rows, within)
+    check_rows(rows)
+    return _taken(value, rows, within)
+
+
+def _taken(value: Any, rows: Tensor, within: bool) -> Any:
     if isinstance(value, Tensor):
         return value.index_select(0, rows)
     if within and isinstance(value, Reading):
         return value
     if isinstance(value, tuple):
-        parts = [select(part, rows, within) for part in value]
+        parts = [_taken(part, rows, within) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 
@@ -30,18 +39,30 @@ def nbytes(value: Any) -> int:
     return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
 
 
+class Maker(NamedTuple):
+    """Which layer made a state: its mechanism and sizes as a text, and the type of its weights."""
+
+    layer: str
+    dtype: torch.dtype
+
+
 class State(NamedTuple):
     """A mixer between two calls of extend: a value. Extending it twice gives two independent futures."""
 
     memory: Any
     t: Tensor  # (b) real tokens seen so far
     start: int | None  # the same number on the host, where all rows agree
+    maker: Maker | None = None  # of the state of one layer; the state of several holds theirs
 
     def select(self, rows: Tensor, within: bool = False) -> State:
-        return select(self, rows, within)
+        """Take rows of the batch, in any order and number."""
+        check_rows_of(rows, len(self.t), self.t.device)
+        return _taken(self, rows, within)
 
     def fan(self, k: int) -> State:
-        """Every row k times, side by side: the beams that begin with it."""
+        """Repeat every row k times, side by side: the beams that begin with it."""
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"k must be a positive integer, the number of beams, not {k!r}")
         return self.select(torch.arange(len(self.t), device=self.t.device).repeat_interleave(k))
 
     @property
@@ -53,3 +74,23 @@ class Reading(State):
     """That of a mixer which reads a context and adds nothing to it: rows with the same context, as many tokens on, are alike."""
 
     __slots__ = ()
+
+
+def check_state(state: Any, x: Tensor) -> None:
+    """Refuse what is no state of as many sequences, on the same device, as the tokens x (b n w)."""
+    if not isinstance(state, State):
+        raise TypeError(f"a state comes from start or from extend, and {type(state).__name__} does not: begin with start(batch)")
+    if len(state.t) != len(x):
+        raise ValueError(
+            f"the state holds {len(state.t)} sequences but x has {len(x)}: start with that many, or take rows by state.select"
+        )
+    if state.t.device != x.device:
+        raise ValueError(f"the state is on {state.t.device} but x is on {x.device}: start anew on that device")
+
+
+def check_states(state: Any, x: Tensor, parts: int, what: str) -> None:
+    """Refuse what is no state of a `what` of so many parts."""
+    check_state(state, x)
+    memory = state.memory
+    if type(memory) is not tuple or len(memory) != parts or not all(part is None or isinstance(part, State) for part in memory):
+        raise ValueError(f"the state belongs to another kind of module than this {what}: use the one that its start gave")

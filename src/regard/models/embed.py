@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.block import silent
 from regard.blocks.feedforward import share
-from regard.mixers.base import Can, Dims, Places, State, check_valid
+from regard.checks import check_dense
+from regard.mixers.base import Can, Dims, Places, State, check_valid, mask_padding
 from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
 from regard.positions import positions as make_positions
@@ -49,12 +49,20 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
         """`after` is the state of a model that has read tokens already: positions go on from there."""
-        y = self.vectors(x)
-        check_valid(valid, y.shape[0], y.shape[1], "the tokens")
+        y = self.vectors(self.unpadded(x, valid))
         if self.positions is not None:
             t, start = (None, 0) if after is None else (after.t, after.start)
             y = self.positions.add(y, Places.of(y, valid, t, start))
-        return silent(self.drop(y if self.norm is None else self.norm(y)), valid)
+        return mask_padding(self.drop(y if self.norm is None else self.norm(y)), valid)
+
+    @staticmethod
+    def unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
+        """Set padding of x (b n ...) to zero. It may hold anything: NaN, or a token that is in no vocabulary."""
+        check_dense(x, "tokens")
+        if valid is None or x.dim() < 2:
+            return x  # which `vectors` refuses
+        check_valid(valid, x.shape[0], x.shape[1], "the tokens")
+        return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
 
 
 class Tokens(Embedding):

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.block import silent
 from regard.blocks.stack import Stack
-from regard.mixers.base import fewer
+from regard.mixers.base import fewer, mask_padding
 from regard.models.embed import Embedding
 
 
@@ -46,5 +45,5 @@ class Encoder(nn.Module):
             y = block(y, valid)
             behind.append(y)
             valid = fewer(valid, block.rate)
-        out = y if self.stack.final_norm is None else silent(self.stack.final_norm(y), valid)
+        out = y if self.stack.final_norm is None else mask_padding(self.stack.final_norm(y), valid)
         return Encoded(out, valid, tuple(behind))

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.blocks.block import silent
 from regard.config import Config
 from regard.mixers.attention import precise
-from regard.mixers.base import Can, Dims, Mixer, Places, State
+from regard.mixers.base import Can, Dims, Mixer, Places, State, mask_padding
 from regard.mixers.features import wide
 from regard.mixers.packing import to_front
 from regard.models.build import translator
@@ -79,7 +78,7 @@ class Aligner(Mixer):
         self.check(context, "context", self.dims.context_width)
         self.check_padding(valid, context)
         self.check_length(Places.of(context, valid))
-        context = silent(context, valid)
+        context = mask_padding(context, valid)
         v = self.v(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
         order = None if valid is None else to_front(valid)
         real = torch.ones(context.shape[:2], dtype=torch.bool, device=context.device) if valid is None else valid
@@ -87,7 +86,7 @@ class Aligner(Mixer):
             context, real = context.gather(1, order.there[..., None].expand_as(context)), order.real
         k = self.k(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
         sight = Sight(k, v, real, None if order is None else order.back, self.first(k))
-        return State(sight, torch.zeros(len(k), dtype=torch.long, device=k.device), 0)
+        return State(sight, torch.zeros(len(k), dtype=torch.long, device=k.device), 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         weights, after = self._look(state, x, valid)
@@ -99,8 +98,9 @@ class Aligner(Mixer):
 
     def _look(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
         self.check(x)
+        self.check_state(state, x)
         self.check_padding(valid, x)
-        sight = state.memory
+        sight, x = state.memory, mask_padding(x, valid)
         q = self.q(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
         with precise(q):
             weights, before = self.align(sight, wide(q), valid)

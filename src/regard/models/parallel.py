@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.block import silent
 from regard.blocks.stack import Stack
 from regard.config import Config
-from regard.mixers.base import Dims, Places, needed_length
+from regard.mixers.base import Dims, Places, mask_padding, needed_length
 from regard.mixers.packing import to_front
 from regard.mixers.patterns.algebra import need
 from regard.models.build import encoder as make_encoder
@@ -212,7 +211,9 @@ class Parallel(nn.Module):
         """The source, read once."""
         read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
         contexts = self.wires(read)
-        vectors = silent(self.encoder.embed.vectors(source), source_valid) if self.slots.copies else None
+        embed, vectors = self.encoder.embed, None
+        if self.slots.copies:
+            vectors = mask_padding(embed.vectors(embed.unpadded(source, source_valid)), source_valid)
         return Read(contexts, read.x, read.valid, vectors, source_valid if self.slots.copies else None)
 
     def guess(self, read: Read, k: int = 1) -> tuple[Tensor, Tensor]:
@@ -231,7 +232,7 @@ class Parallel(nn.Module):
             x = torch.where(shown[..., None], self.embed.vectors(filled).to(x.dtype), x)
         if self.embed.positions is not None:
             x = self.embed.positions.add(x, Places.of(x))  # real slots stand in front: places are those of the columns
-        x = silent(self.embed.drop(x if self.embed.norm is None else self.embed.norm(x)), valid)
+        x = mask_padding(self.embed.drop(x if self.embed.norm is None else self.embed.norm(x)), valid)
         return self.head(self.decoder(x, valid, context=read.contexts, context_valid=read.valid))
 
     def forward(self, source: Tensor, source_valid: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

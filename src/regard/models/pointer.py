@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.block import silent
 from regard.blocks.stack import Stack
 from regard.config import Config
 from regard.mixers.attention import precise
-from regard.mixers.base import Places, State, check_valid
+from regard.mixers.base import Places, State, check_valid, mask_padding
 from regard.mixers.features import wide
 from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
@@ -110,7 +109,7 @@ class Pointer(nn.Module):
         if self.positions is not None:
             t, start = (None, 0) if after is None else (after.t, after.start)
             x = self.positions.add(x, Places.of(x, valid, t, start))
-        return silent(self.drop(x), valid)
+        return mask_padding(self.drop(x), valid)
 
     def _scores(self, y: Tensor, choices: Choices) -> Tensor:
         return self.point(y, choices.keys)[:, 0].masked_fill(~choices.real[:, None], -torch.inf)

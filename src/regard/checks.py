@@ -1,0 +1,83 @@
+"""Checks of what users pass, each refusing with one sentence: what was wrong, and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_SIZE = 2**31 - 1
+
+
+def check_size(name: str, value: Any, least: int = 1) -> int:
+    """Return a size that is an integer from `least` to LARGEST_SIZE, and refuse any other."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"{name} must be {kind}, not {value!r}")
+    if not least <= value <= LARGEST_SIZE:
+        raise ValueError(f"{name} must be an integer from {least} to {LARGEST_SIZE}, not {value}")
+    return value
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse a switch that is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def check_batch(batch: Any) -> None:
+    """Refuse a batch size that is no number of sequences."""
+    if isinstance(batch, bool) or not isinstance(batch, int | torch.SymInt):
+        raise TypeError(f"batch is a number of sequences, an integer, not {type(batch).__name__}")
+    if batch < 0:
+        raise ValueError(f"batch is a number of sequences, 0 or more, not {batch}")
+
+
+def check_dense(x: Any, what: str) -> None:
+    """Refuse what is no dense tensor: another type, a sparse layout, a nested tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} must be a torch.Tensor, not {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(f"{what} is a nested tensor: pass a padded one, and valid=... for its real tokens")
+    if x.layout != torch.strided:
+        raise TypeError(f"{what} has the layout {x.layout}, but a dense tensor is needed: write {what}.to_dense()")
+
+
+def check_vectors(x: Any, what: str, width: int) -> None:
+    """Refuse what is no dense floating-point tensor of shape (batch, length, width)."""
+    check_dense(x, what)
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"{what} has shape {tuple(x.shape)}, but (batch, length, {width}) is needed")
+    if not x.is_floating_point():
+        raise TypeError(f"{what} is {x.dtype}, but tokens are vectors of floating-point numbers")
+
+
+def check_valid(valid: Any, b: int, n: int, what: str = "x") -> None:
+    """Refuse a padding mask that is not a bool tensor (b n), True = real token; None is fine."""
+    if valid is None:
+        return
+    check_dense(valid, "valid")
+    if valid.dtype != torch.bool:
+        raise TypeError(f"valid must be a bool tensor, True = real token, not {valid.dtype}: write `valid != 0`")
+    if valid.shape != (b, n):
+        raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
+
+
+def check_rows(rows: Any) -> None:
+    """Refuse what cannot select rows of a batch: anything but a one-dimensional tensor of integers."""
+    check_dense(rows, "rows")
+    if rows.dtype not in (torch.long, torch.int) or rows.dim() != 1:
+        raise TypeError(f"rows must be a tensor of integers of shape (rows), not {rows.dtype} of shape {tuple(rows.shape)}")
+
+
+def check_rows_of(rows: Any, batch: int, device: torch.device) -> None:
+    """Refuse rows that a batch on a device does not have. The content is checked on a CPU alone: a GPU would have to wait."""
+    check_rows(rows)
+    if rows.device != device:
+        raise ValueError(f"rows are on {rows.device} but the state is on {device}: move one of them with .to()")
+    if device.type != "cpu" or torch.compiler.is_compiling() or not rows.numel():
+        return
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= batch:
+        raise ValueError(f"rows must be from 0 to {batch - 1}, as the state holds {batch} sequences: found {low} to {high}")
