@@ -24,7 +24,7 @@ from mutants_training import TRAINING
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = (
     "laws limits patterns precision kernel gated random_features errors positions blocks reversible cluster cluster_statistics "
-    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents"
+    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents padding states wrong_calls"
 )
 M, K = "src/regard/mixers/", "src/regard/kernels/"
 
@@ -37,6 +37,31 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        if log.places.valid is not None:\n",
         "        if False:\n",
     ),
+    "a layer trusts what padding holds": (M + "attention.py", "x = mask_padding(x, real)", "x = x"),
+    "a context is trusted at its padding": (
+        M + "attention.py",
+        "context = None if context is None else mask_padding(context, valid)",
+        "context = context",
+    ),
+    "a prompt is trusted at its padding": (M + "attention.py", "        x = mask_padding(x, valid)\n", ""),
+    "a stack trusts what padding holds": (
+        "src/regard/blocks/stack.py",
+        "        return mask_padding(x, valid)\n",
+        "        return x\n",
+    ),
+    "a state of another batch is taken": (M + "state.py", "    if len(state.t) != len(x):\n", "    if False:\n"),
+    "a state of another layer is taken": (M + "base.py", "state.maker.layer != own.layer", "False"),
+    "a state of another type is taken": (
+        M + "base.py",
+        "        if state.maker == own:\n",
+        "        if state.maker is not None and state.maker.layer == own.layer:\n",
+    ),
+    "a recurrent network reads beyond its state": (
+        K + "recur.py",
+        "    if any(h.shape[1] != len(x) for h in state):",
+        "    if False:",
+    ),
+    "rows that are not there are selected": ("src/regard/checks.py", "    if low < 0 or high >= batch:\n", "    if False:\n"),
     "padding takes a position": (
         M + "base.py",
         "    return count.cumsum(1) - count\n",
