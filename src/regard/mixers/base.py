@@ -237,6 +237,7 @@ class Mixer(nn.Module):
     dims: Dims
     rate: int = 1
     spec: str | None = None  # the text it was built from, if it was
+    _described: str | None = None  # what it writes into its states
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -270,10 +271,12 @@ class Mixer(nn.Module):
 
     def maker(self) -> Maker:
         """Return what the layer writes into its states, and expects to find in those it is given."""
-        dims, weight = self.dims, self.like()
-        sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
-        use = "causal " if dims.causal else "cross " if dims.cross else ""
-        return Maker(f"{use}{self.spec or self.name}, {sizes}", torch.get_default_dtype() if weight is None else weight.dtype)
+        if self._described is None:
+            dims, use = self.dims, "causal " if self.dims.causal else "cross " if self.dims.cross else ""
+            sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
+            self._described = f"{use}{self.spec or self.name}, {sizes}"
+        weight = self.like()
+        return Maker(self._described, torch.get_default_dtype() if weight is None else weight.dtype)
 
     def check_state(self, state: State, x: Tensor) -> None:
         """Refuse a state of another batch, device, layer or type of weights than that of the tokens x (b n w)."""
@@ -288,7 +291,8 @@ class Mixer(nn.Module):
 
     def like(self) -> Tensor | None:
         """One of its weights, if it has any: tokens have its device and type."""
-        return next(self.parameters(), None)
+        own = next(iter(self._parameters.values()), None)  # without the walk through all modules, where it has one of its own
+        return next(self.parameters(), None) if own is None else own
 
     def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
         """Refuse tokens of another shape, device or type than the layer's."""

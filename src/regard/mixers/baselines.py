@@ -163,6 +163,9 @@ class RNN(Packed):
         self.cell, self.parts = make(dims.width, self.hidden, bidirectional=self.both), 1 if cell == "gru" else 2
         self.out = nn.Linear(self.hidden * (1 + self.both), dims.width)
 
+    def like(self) -> Tensor:
+        return self.out.weight
+
     def empty(self, batch: int) -> Hidden:
         h = self._exact(self.out.weight).new_zeros(batch, self.hidden)
         return Hidden(h, h.clone() if self.parts == 2 else None)
