@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        return mask_padding(x, valid)\n",
         "        return x\n",
     ),
-    "a state of another batch is taken": (M + "state.py", "    if len(state.t) != len(x):\n", "    if False:\n"),
+    "a state of another batch is taken": (M + "state.py", "    if state.t.shape[0] != x.shape[0]:\n", "    if False:\n"),
     "a state of another layer is taken": (M + "base.py", "state.maker.layer != own.layer", "False"),
     "a state of another type is taken": (
         M + "base.py",
@@ -58,7 +58,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a recurrent network reads beyond its state": (
         K + "recur.py",
-        "    if any(h.shape[1] != len(x) for h in state):",
+        "    if any(h.shape[1] != x.shape[0] for h in state):",
         "    if False:",
     ),
     "rows that are not there are selected": ("src/regard/checks.py", "    if low < 0 or high >= batch:\n", "    if False:\n"),

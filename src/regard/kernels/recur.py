@@ -19,8 +19,8 @@ def recur(
     The state, (directions b hidden) each, says what it is: one tensor is a GRU's, two are an LSTM's.
     The weights are those of torch.nn.GRU and LSTM, in their order.
     """
-    if any(h.shape[1] != len(x) for h in state):  # native code would read beyond the end of the state
-        raise ValueError(f"the state holds {state[0].shape[1]} sequences but x has {len(x)}: start anew with that many")
+    if any(h.shape[1] != x.shape[0] for h in state):  # native code would read beyond the end of the state
+        raise ValueError(f"the state holds {state[0].shape[1]} sequences but x has {x.shape[0]}: start anew with that many")
     if x.device.type == "meta":
         return _counted(x, state, weights)
     if count is None:

@@ -113,8 +113,8 @@ class Attention(Mixer):
         if context is not None:
             self.check(context, "context", self.dims.context_width)
             self.check_padding(query_valid, x)
-            if len(context) != len(x):
-                raise ValueError(f"x has {len(x)} sequences but the context {len(context)}: give every sequence its own")
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"x has {x.shape[0]} sequences but the context {context.shape[0]}: give every sequence its own")
         self.check_padding(valid, read)
         if hush:
             x = mask_padding(x, real)
