@@ -49,7 +49,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        return mask_padding(x, valid)\n",
         "        return x\n",
     ),
-    "a state of another batch is taken": (M + "state.py", "    if state.t.shape[0] != x.shape[0]:\n", "    if False:\n"),
+    "a state of another batch is taken": (M + "state.py", "    if held != given:\n", "    if False:\n"),
     "a state of another layer is taken": (M + "base.py", "state.maker.layer != own.layer", "False"),
     "a state of another type is taken": (
         M + "base.py",

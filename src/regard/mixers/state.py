@@ -80,10 +80,9 @@ def check_state(state: Any, x: Tensor) -> None:
     """Refuse what is no state of as many sequences, on the same device, as the tokens x (b n w)."""
     if not isinstance(state, State):
         raise TypeError(f"a state comes from start or from extend, and {type(state).__name__} does not: begin with start(batch)")
-    if state.t.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"the state holds {state.t.shape[0]} sequences but x has {x.shape[0]}: start with that many, or take rows by state.select"
-        )
+    held, given = state.t.shape[0], x.shape[0]
+    if held != given:
+        raise ValueError(f"the state holds {held} sequences but x has {given}: start with that many, or take rows by state.select")
     if state.t.device != x.device:
         raise ValueError(f"the state is on {state.t.device} but x is on {x.device}: start anew on that device")
 
