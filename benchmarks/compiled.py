@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS))
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--padded", type=int, choices=(0, 1), help="with padding alone, or without")
+    parser.add_argument("--causal", type=int, choices=(0, 1), help="causal layers alone, or others")
     args = parser.parse_args()
     logging.disable(logging.ERROR)
     found = []
@@ -41,12 +42,12 @@ def main() -> None:
             continue
         for mode in modes(case):
             for padded in (False, True):
-                if args.padded is None or padded == bool(args.padded):
+                if args.padded in (None, int(padded)) and args.causal in (None, int(mode["causal"])):
                     found.append(measured(case, mode, padded, args.lengths, args.backend))
                     print(found[-1], flush=True)
     failed = [one for one in found if not one["right"]]
     print(f"{len(found)} compiled layers, {len(found) * len(args.lengths)} calls and as many gradients, {len(failed)} failed")
-    if not args.only and tuple(args.lengths) == LENGTHS and args.padded is None:
+    if not args.only and tuple(args.lengths) == LENGTHS and args.padded is args.causal is None:
         settings = {"lengths": args.lengths, "batch": 2, "dtype": "float64", "backend": args.backend, "near": NEAR}
         totals = {"layers": len(found), "calls": len(found) * len(args.lengths), "failed": len(failed)}
         common.save("compiled", {**settings, **totals}, found)
