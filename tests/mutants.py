@@ -269,8 +269,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "padding enters the Fourier transform": (
         M + "free.py",
-        "        if places.valid is None:\n            return self._transform(x)",
-        "        if True:\n            return self._transform(x)",
+        "        if places.valid is None:\n            return waves(x, self.norm)",
+        "        if True:\n            return waves(x, self.norm)",
     ),
     "a padding token overwrites": (
         M + "gated.py",

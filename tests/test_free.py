@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
+import regard.kernels.waves as kernel
 import regard.mixers.free as family
 from conftest import DEVICE, close, data
 from regard import Can, Spec, layer
@@ -48,8 +49,8 @@ def test_fnet_keeps_the_size_of_tokens_at_any_length():
 
 
 def test_fnet_transforms_rows_of_equal_length_together(monkeypatch):
-    seen, whole = [], family.FNet._transform
-    monkeypatch.setattr(family.FNet, "_transform", lambda self, x: seen.append(tuple(x.shape)) or whole(self, x))
+    seen, whole = [], kernel.waves
+    monkeypatch.setattr(kernel, "waves", lambda x, norm: seen.append(tuple(x.shape)) or whole(x, norm))
     valid = torch.arange(12, device=DEVICE) < torch.tensor([5, 9, 5, 0, 9, 5], device=DEVICE)[:, None]
     build("fnet")(data(12, b=6), valid=valid.flip(1))
     assert seen == [(1, 0, 32), (3, 5, 32), (2, 9, 32)]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from regard.kernels.remember import lasting
 from regard.kernels.terms import Term
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.patterns.algebra import need
@@ -59,9 +60,9 @@ class _Added(Positions):
         """The table, remembered between decoding steps: they ask for one more row each."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
             return self.table(n, device)
-        now = [device, *((p._version, p.data_ptr(), p.dtype) for p in self.parameters())]
+        now = [device, *((None if p.is_inference() else p._version, p.data_ptr(), p.dtype) for p in self.parameters())]
         if self._kept is None or self._kept[0] != now or len(self._kept[1]) < n:
-            self._kept = now, self.table(max(n, min(2 * n, self.dims.max_len or 2 * n)), device)
+            self._kept = now, lasting(self.table)(max(n, min(2 * n, self.dims.max_len or 2 * n)), device)
         return self._kept[1][:n]
 
 

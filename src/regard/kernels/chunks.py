@@ -47,12 +47,16 @@ def scan_normed(
 def running(x: Tensor, first: Tensor, keep: Tensor | None = None) -> Tensor:
     """y_i = keep_i y_{i-1} + x_i along the third dimension, from y_{-1} = first; plain sums without keep."""
     if keep is None:
+        if torch.compiler.is_compiling():
+            return x.cumsum(2) + first.unsqueeze(2)
         return prefix(lambda a, b: (a[0] + b[0],), (x,), (first,))[0]
     return prefix(_fade, (keep, x), (torch.ones_like(keep[:, :, 0]), first))[1]
 
 
 def highest(x: Tensor, first: Tensor) -> Tensor:
     """The largest so far, along the third dimension."""
+    if torch.compiler.is_compiling():
+        return torch.maximum(x.cummax(2).values, first.unsqueeze(2))
     return prefix(lambda a, b: (torch.maximum(a[0], b[0]),), (x,), (first,))[0]
 
 
@@ -62,6 +66,8 @@ def prefix(join: Callable[[Parts, Parts], Parts], parts: Parts, first: Parts) ->
     All blocks of RUN tokens walk at once, then their ends are scanned in the same way: work n, RUN log n / log RUN steps.
     """
     n = parts[0].shape[2]
+    if torch.compiler.is_compiling():
+        return _prefix_of_any(join, parts, first, RUN)
     if n <= RUN:
         return tuple(torch.stack(y, 2) for y in zip(*_walk(join, parts, 2, first), strict=True))
     local = _walk(join, tuple(cut(x, RUN) for x in parts), 3)
@@ -69,6 +75,24 @@ def prefix(join: Callable[[Parts, Parts], Parts], parts: Parts, first: Parts) ->
     starts = tuple(_shift(y, y0).unsqueeze(3) for y, y0 in zip(ends, first, strict=True))
     joined = join(starts, tuple(torch.stack(y, 3) for y in zip(*local, strict=True)))
     return tuple(y.flatten(2, 3)[:, :, :n] for y in joined)
+
+
+def _prefix_of_any(join: Callable[[Parts, Parts], Parts], parts: Parts, first: Parts, most: int) -> Parts:
+    """The same in one graph for all n < most, and in one more for each factor of RUN: `most` steps, some of them for nothing."""
+    n = parts[0].shape[2]
+    if n < most:
+        ends = _walk(join, tuple(filled(x, most) for x in parts), 2, first)
+        return tuple(torch.stack(y, 2)[:, :, :n] for y in zip(*ends, strict=True))
+    local = _walk(join, tuple(cut(x, RUN) for x in parts), 3)
+    ends = _prefix_of_any(join, local[-1], first, 2 * RUN)
+    starts = tuple(_shift(y, y0).unsqueeze(3) for y, y0 in zip(ends, first, strict=True))
+    joined = join(starts, tuple(torch.stack(y, 3) for y in zip(*local, strict=True)))
+    return tuple(y.flatten(2, 3)[:, :, :n] for y in joined)
+
+
+def filled(x: Tensor, size: int) -> Tensor:
+    """(b g n ...) -> (b g size ...) with zeros behind."""
+    return F.pad(x, (0, 0) * (x.dim() - 3) + (0, size - x.shape[2]))
 
 
 def _walk(join: Callable[[Parts, Parts], Parts], parts: Parts, dim: int, first: Parts | None = None) -> list[Parts]:
@@ -86,6 +110,8 @@ def _fade(a: Parts, b: Parts) -> Parts:
 
 def _shift(y: Tensor, first: Tensor) -> Tensor:
     """What was there before each step, from what is there after it."""
+    if torch.compiler.is_compiling():  # where one step less could be one step: a size that has graphs of its own
+        return torch.cat([first.unsqueeze(2), y], 2)[:, :, : y.shape[2]]
     return torch.cat([first.unsqueeze(2), y[:, :, :-1]], 2)
 
 
@@ -155,12 +181,18 @@ def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
 
 
 def _size(n: int) -> int:
-    """Tokens in a chunk: a power of two, and not much longer than the sequence."""
-    return min(SIZE, 1 << max(n - 1, 0).bit_length())
+    """Tokens in a chunk: a power of two, and not much longer than the sequence; one size for all in a graph for any length."""
+    return SIZE if torch.compiler.is_compiling() else min(SIZE, 1 << max(n - 1, 0).bit_length())
 
 
 def cut(x: Tensor, size: int) -> Tensor:
-    """(b g n ...) -> (b g c size ...), filled up with zeros: a token of zeros writes nothing and decays nothing."""
+    """(b g n ...) -> (b g c size ...), filled up with zeros: a token of zeros writes nothing and decays nothing.
+
+    Under torch.compile there are always two chunks or more and something to fill up: graphs differ for sizes of 0 and 1.
+    """
+    if torch.compiler.is_compiling():
+        chunks = torch.sym_max(x.shape[2] // size + 1, 2)
+        return filled(x, chunks * size).unflatten(2, (chunks, size))
     if missing := -x.shape[2] % size:
         x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
     return x.contiguous().unflatten(2, (-1, size))

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from regard.kernels import chunks
 
+FEW = 8  # chunks that a graph of torch.compile has steps for, or more
+
 
 def step(k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> Tensor:
     """The state after one token, k (b g 1 f), v (b g 1 e), beta and decay (b g 1 1): the rule as it is written down."""
@@ -66,8 +68,25 @@ def _states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tensor) ->
     if level is not None:
         last = level[:, :, :, -1:]
         eye, k = last.exp() * eye, k * (last - level).exp()
-    turns, new = (z.flatten(0, 1).unbind(1) for z in (eye - k.mT @ y, k.mT @ x))
-    states = [s.flatten(0, 1)]
-    for turn, add in zip(turns, new, strict=True):
-        states.append(torch.baddbmm(add, turn, states[-1]))
+    turns, new = eye - k.mT @ y, k.mT @ x
+    if torch.compiler.is_compiling():
+        return _states_of_any(turns, new, s)
+    states = _turned(turns, new, s)
     return torch.stack(states[:-1], 1).unflatten(0, s.shape[:2]), states[-1].view_as(s)
+
+
+def _turned(turns: Tensor, new: Tensor, s: Tensor) -> list[Tensor]:
+    """The states (b*g f e) before the first chunk and after each."""
+    states = [s.flatten(0, 1)]
+    for turn, add in zip(*(x.flatten(0, 1).unbind(1) for x in (turns, new)), strict=True):
+        states.append(torch.baddbmm(add, turn, states[-1]))
+    return states
+
+
+def _states_of_any(turns: Tensor, new: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_states`, in one graph for all numbers of chunks below FEW, and in one more for each time they double."""
+    count, most = turns.shape[2], FEW
+    while count >= most:
+        most *= 2
+    states = torch.stack(_turned(*(chunks.filled(x, most) for x in (turns, new)), s), 1).unflatten(0, s.shape[:2])
+    return states[:, :, :count], states[:, :, count]

@@ -42,6 +42,26 @@ def _on_graph(atoms: Alternative, s: Span) -> Tensor:
     return torch.stack([i - s.t, j - s.u])[:, seen]
 
 
+def pairs_by_row(pattern: Pattern, asking: Tensor, there: Tensor, causal: bool) -> Tensor:
+    """Pairs (2, pairs) in the rows of a batch laid end to end: positions count the real tokens of each row.
+
+    asking (b n) and there (b m) are the real queries and keys.
+    """
+    (b, n), m, device = asking.shape, there.shape[1], asking.device
+    counts = [x.sum(1) for x in (asking, there)]
+    if pattern.bends_with_length:  # every row has a length of its own
+        spans = zip(*(x.tolist() for x in counts), strict=True)
+        each = [listed(pattern, Span(0, x, 0, y), causal, device) for x, y in spans]
+        row = torch.arange(b, device=device).repeat_interleave(torch.tensor([x.shape[1] for x in each], device=device))
+        i, j = torch.cat(each, 1)
+    else:
+        i, j = listed(pattern, Span(0, n, 0, m), causal, device)
+        row, at = ((i < counts[0][:, None]) & (j < counts[1][:, None])).nonzero(as_tuple=True)
+        i, j = i[at], j[at]
+    where = [(~x).long().argsort(dim=1, stable=True) for x in (asking, there)]  # of the first real token, the second, ...
+    return torch.stack([row * n + where[0][row, i], row * m + where[1][row, j]])
+
+
 def _codes(part: Part, s: Span) -> list[Tensor]:
     """i * m + j of the pairs of one part, a few tiles at a time."""
     i, j = part.queries.positions(s.t, s.n) - s.t, part.keys.positions(s.u, s.m) - s.u

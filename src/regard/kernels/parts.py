@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.kernels.remember import lasting
 from regard.mixers.patterns import Band
 
 KEPT = 1 << 25  # mask elements a plan remembers between calls
@@ -36,6 +37,7 @@ class Layout:
             return torch.where(index < length, index + start, -1)
         return torch.where(index >= 0, index + start, -1)
 
+    @lasting
     def moves(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """For a layout with an index: (slots) the token to put into each slot, and (tokens) the slot to find each token in.
 
@@ -147,15 +149,18 @@ class Part:
         return sum(len(group.rows) for group in self.groups) == self.queries.blocks
 
     @cached_property
+    @lasting
     def _positions(self) -> tuple[Tensor, Tensor]:
         return self.queries.positions(self.span.t, self.span.n), self.keys.positions(self.span.u, self.span.m)
 
+    @lasting
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of queries and keys, (blocks, size) each, where they are needed."""
         if device not in self.moved:
             self.moved[device] = tuple(x.to(device) for x in self._positions)  # type: ignore[assignment]
         return self.moved[device]
 
+    @lasting
     def _run(self, group: Group, at: int, end: int, device: torch.device) -> Run:
         rows, cols = group.rows[at:end], group.cols[at:end]
         hidden = () if device.type == "meta" else self._hidden(rows, cols, device)  # without numbers there is nothing to hide

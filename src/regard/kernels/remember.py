@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import Lock
 from typing import Any, TypeVar
 
+import torch
+
 ROOM = 1 << 24  # numbers that one function remembers, and the newest result whatever its size
 MOST = 64  # results
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
+_lock = Lock()  # of all memories; nothing is worked out while it is held
+# A fork waits until it is free, so that the child gets whole memories and a lock that nobody holds.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+
+def lasting(f: Made) -> Made:
+    """For functions whose tensors are kept: made under torch.inference_mode(), they could never be used in training."""
+
+    @wraps(f)
+    def made(*args: Any, **more: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return f(*args, **more)
+        with torch.inference_mode(False), torch.no_grad():
+            return f(*args, **more)
+
+    return made  # type: ignore[return-value]
+
 
 def remembered(size: Callable[[Any], int]) -> Callable[[Made], Made]:
-    """Remembers the newest results, as many as there is room for: a new graph in every batch must not fill the memory."""
+    """Remembers the newest results, as many as there is room for: a new graph in every batch must not fill the memory.
+
+    A result is kept when it is whole, so that an interrupted call leaves nothing behind.
+    """
 
     def around(f: Made) -> Made:
         kept: OrderedDict[Hashable, Any] = OrderedDict()
-        lock = Lock()
+        make = lasting(f)
 
         @wraps(f)
         def again(*key: Hashable) -> Any:
-            with lock:
+            with _lock:
                 if key in kept:
                     kept.move_to_end(key)
                     return kept[key]
-            found = f(*key)
-            with lock:
+            found = make(*key)
+            with _lock:
                 kept[key] = found
                 while len(kept) > 1 and (len(kept) > MOST or sum(map(size, kept.values())) > ROOM):
                     kept.popitem(last=False)
             return found
 
+        again.kept = kept  # type: ignore[attr-defined]
         return again  # type: ignore[return-value]
 
     return around

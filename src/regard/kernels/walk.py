@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.kernels.pairs import listed
 from regard.kernels.parts import Span
+from regard.kernels.remember import lasting
 from regard.mixers.patterns import Pattern
 
 CPU, GPU = 1 << 18, 1 << 26  # elements of the largest tensor of a piece
@@ -80,6 +81,7 @@ def _pairs_of(pairs: Tensor | None, text: str, span: list[int], causal: bool, de
 
 
 @lru_cache(maxsize=64)
+@lasting
 def _parsed(text: str) -> Pattern:
     return Pattern.parse(text)
 

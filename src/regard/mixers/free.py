@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.kernels.dense import fused
+from regard.kernels.ragged import opaque_waves
+from regard.kernels.waves import waves, waves_by_row
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.features import wide
 from regard.mixers.packing import Packed
 from regard.mixers.patterns.algebra import need
 
@@ -36,22 +37,9 @@ class FNet(Packed):
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
         if places.valid is None:
-            return self._transform(x)
-        count = places.valid.sum(1)
-        order = count.argsort()
-        sizes, rows = count[order].unique_consecutive(return_counts=True)
-        parts, n = x[order].split(rows.tolist()), x.shape[1]
-        done = [F.pad(self._transform(part[:, :m]), (0, 0, 0, n - m)) for part, m in zip(parts, sizes.tolist(), strict=True)]
-        return torch.cat(done)[order.argsort()]
-
-    def _transform(self, x: Tensor) -> Tensor:
-        """The waves of real numbers come in pairs, (k, l) and (-k, -l), with one real part: half of the channels is all."""
-        if x.shape[1] == 0:
-            return x
-        half = torch.fft.rfft2(wide(x), dim=(1, 2), norm=self.norm).real
-        w = x.shape[2]
-        rest = half[:, :, 1 : w - w // 2].flip(1, 2).roll(1, 1)
-        return torch.cat([half, rest], 2).to(x.dtype)
+            return waves(x, self.norm)
+        by_row = opaque_waves if torch.compiler.is_compiling() else waves_by_row
+        return by_row(x, places.valid.sum(1), self.norm)
 
 
 class MlpMixer(Packed):

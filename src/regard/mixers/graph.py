@@ -11,9 +11,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from regard.kernels.pairs import listed
+from regard.kernels.pairs import listed, pairs_by_row
 from regard.kernels.parts import Span
 from regard.kernels.pieces import in_pieces
+from regard.kernels.ragged import walked_by_row
 from regard.kernels.tiles import accumulator
 from regard.kernels.walk import walked, walked_by_text
 from regard.mixers.attention import Attention
@@ -107,28 +108,17 @@ class GAT(Sparse):
             else:
                 out = walked(q, k, v, a, listed(share.pattern, span, causal, q.device), slope=self.slope, dropout=drop)
             return out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
-        fresh = places.start == 0 and log.start == 0
-        pairs = _by_row(share.pattern, log, places, causal) if fresh else _one_by_one(share.pattern, log, places, causal)
         q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))  # all rows as one graph
-        return walked(q, k, v, a, pairs, slope=self.slope, dropout=drop).unflatten(0, (b, n)).transpose(1, 2)
-
-
-def _by_row(pattern: Pattern, log: Log, places: Places, causal: bool) -> Tensor:
-    """Pairs (2, pairs) in the rows of a batch laid end to end: positions count the real tokens of each row."""
-    (b, n), m, device = places.at.shape, log.size, places.at.device
-    real = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid, log.valid[:, :m]
-    counts = [x.sum(1) for x in real]
-    if pattern.bends_with_length:  # every row has a length of its own
-        spans = zip(*(x.tolist() for x in counts), strict=True)
-        each = [listed(pattern, Span(0, x, 0, y), causal, device) for x, y in spans]
-        row = torch.arange(b, device=device).repeat_interleave(torch.tensor([x.shape[1] for x in each], device=device))
-        i, j = torch.cat(each, 1)
-    else:
-        i, j = listed(pattern, Span(0, n, 0, m), causal, device)
-        row, at = ((i < counts[0][:, None]) & (j < counts[1][:, None])).nonzero(as_tuple=True)
-        i, j = i[at], j[at]
-    where = [(~x).long().argsort(dim=1, stable=True) for x in real]  # of the first real token, the second, ...
-    return torch.stack([row * n + where[0][row, i], row * m + where[1][row, j]])
+        if places.start == 0 and log.start == 0:
+            asking = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
+            real = asking, log.valid[:, : log.size]
+            if torch.compiler.is_compiling():
+                out = walked_by_row(q, k, v, a, *real, share.text, causal=causal, slope=self.slope, dropout=drop)
+            else:
+                out = walked(q, k, v, a, pairs_by_row(share.pattern, *real, causal), slope=self.slope, dropout=drop)
+        else:
+            out = walked(q, k, v, a, _one_by_one(share.pattern, log, places, causal), slope=self.slope, dropout=drop)
+        return out.unflatten(0, (b, n)).transpose(1, 2)
 
 
 def _one_by_one(pattern: Pattern, log: Log, places: Places, causal: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.kernels.dense import merged, small
 from regard.kernels.parts import Span
+from regard.kernels.ragged import tiled_by_row
 from regard.kernels.terms import Term
 from regard.kernels.tiles import UNSEEN, Reach, tiled
 from regard.mixers.base import Places
@@ -75,10 +76,7 @@ class Lookup(NamedTuple):
         out, lse = tiled(
             q, k, v, self.reach, span, scale=self.scale, causal=self.causal, valid=valid, dropout=self.dropout, term=self._term(q)
         )
-        out = self._finished(out, v)
-        if back is not None:
-            out, lse = out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
-        return out, lse
+        return _unpacked(self._finished(out, v), lse, back)
 
     def _beside_memory(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """A chunk behind a memory with gaps, which is short because it forgets: the chunk by tiles, the memory in full."""
@@ -97,8 +95,27 @@ class Lookup(NamedTuple):
         """A pattern that depends on the length is bound to that of every row: real tokens only."""
         if log.start != 0 or places.start != 0:
             raise ValueError(f"{self.reach.text} is drawn for one length: it cannot continue from a memory")
-        plain = log.plain and places.valid is None
-        return self._tiles(log, q, places) if plain else self._by_row(log, q, places)
+        if log.plain and places.valid is None:
+            return self._tiles(log, q, places)
+        return self._opaque(log, q, places) if torch.compiler.is_compiling() else self._by_row(log, q, places)
+
+    def _opaque(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """The same for a compiler, which cannot look at lengths: real tokens in front, and an operator that looks."""
+        k, v, real = packed(log.keys, log.values, log.places.valid)
+        q, back = packed_queries(q, places.valid)
+        k, v = widened(k, v, q.shape[1])
+        asking, there = (
+            torch.full((len(x),), x.shape[2], device=x.device) if valid is None else valid.sum(1)
+            for x, valid in ((q, places.valid), (k, real))
+        )
+        out, lse = tiled_by_row(
+            *(q, k, v, torch.stack([asking, there], 1), self.reach),
+            scale=self.scale,
+            causal=self.causal,
+            dropout=self.dropout,
+            term=self._term(q),
+        )
+        return _unpacked(self._finished(out, v), lse, back)
 
     def _by_row(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Rows that stand at different positions or have lengths of their own: one after another, without their padding."""
@@ -123,6 +140,13 @@ def widened(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 def _moved(x: Tensor, order: Order) -> Tensor:
     return x.gather(2, order.there[:, None, :, None].expand_as(x))
+
+
+def _unpacked(out: Tensor, lse: Tensor, back: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Answers in the order in which queries came."""
+    if back is None:
+        return out, lse
+    return out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
 
 
 def packed(k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

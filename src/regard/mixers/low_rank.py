@@ -79,8 +79,9 @@ class Linformer(Core):
         room = CPU_RUN if q.device.type == "cpu" else GPU_RUN
         size = max(room // max(b * h * self.rank, 1) // chunks.SIZE, 1) * chunks.SIZE
         tokens = (wide(q), wide(k), wide(v), *self._columns(places, wide(k).dtype))
+        compiling = torch.compiler.is_compiling()  # one graph for any number of runs
         # split, not sliced run by run: the gradient of a slice is as long as the whole
-        runs = zip(*(x.split(size, 2) for x in tokens), strict=True) if n > size else [tokens]
+        runs = zip(*(x.split(size, 2) for x in tokens), strict=True) if n > size and not compiling else [tokens]
         out = []
         for run in runs:
             y, memory = self._scan(memory, *run)

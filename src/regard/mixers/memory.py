@@ -78,7 +78,8 @@ class Log(NamedTuple):
     def _written(self, k: Tensor, v: Tensor, places: Places) -> Log:
         """The log with more tokens in its spare room."""
         n, log = k.shape[2], self
-        if self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype:
+        full = self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype
+        if full or (self.k.is_inference() and not torch.is_inference_mode_enabled()):  # those cannot be written to any more
             log = self.with_room(n, k.dtype)
         log.k.narrow(2, log.size, n).copy_(k)
         log.v.narrow(2, log.size, n).copy_(v)

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.kernels.remember import lasting
 from regard.mixers.patterns.algebra import Atom, Pattern, by_head, need
 
 
 @lru_cache(maxsize=64)
+@lasting
 def _draw(count: int, seed: int, rows: int, blocks: int | None) -> Tensor:
     """(rows, count) distinct key blocks per query block, -1 where there are fewer; blocks None: from those not after it.
 
