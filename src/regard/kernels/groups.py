@@ -18,6 +18,7 @@ from torch.nn.functional import dropout, pad
 
 from regard.kernels.parts import UNSEEN
 from regard.kernels.pieces import in_pieces
+from regard.kernels.transforms import transformed
 
 Answer = tuple[Tensor, Tensor]  # out (x n e), and log-sum-exp (x n): far below all scores where nothing is seen
 
@@ -115,8 +116,9 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> Answer:
     """Softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0."""
-    s = (q @ k.mT).add_(hidden, alpha=UNSEEN)
-    if torch.compiler.is_compiling():  # it knows how to fuse these, and torch 2.11 compiles the Function into a wrong gradient
+    followed = transformed()
+    s = q @ k.mT + UNSEEN * hidden if followed else (q @ k.mT).add_(hidden, alpha=UNSEEN)
+    if followed or torch.compiler.is_compiling():  # which fuses these, and torch 2.11 compiles the Function into a wrong gradient
         weights, lse = s.softmax(-1), s.logsumexp(-1)
     else:
         weights, lse = Shares.apply(s)

@@ -8,6 +8,8 @@ from functools import wraps
 from threading import Lock
 from typing import Any, TypeVar
 
+from regard.kernels.transforms import untraced
+
 ROOM = 1 << 24  # numbers that one function remembers, and the newest result whatever its size
 MOST = 64  # results
 
@@ -27,7 +29,8 @@ def remembered(size: Callable[[Any], int]) -> Callable[[Made], Made]:
                 if key in kept:
                     kept.move_to_end(key)
                     return kept[key]
-            found = f(*key)
+            with untraced():  # what is remembered outlives every transform, tracer and mode
+                found = f(*key)
             with lock:
                 kept[key] = found
                 while len(kept) > 1 and (len(kept) > MOST or sum(map(size, kept.values())) > ROOM):

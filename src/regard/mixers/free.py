@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.kernels.dense import fused
+from regard.kernels.transforms import need_lengths
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import wide
 from regard.mixers.packing import Packed
@@ -37,6 +38,7 @@ class FNet(Packed):
     def mix(self, x: Tensor, places: Places) -> Tensor:
         if places.valid is None:
             return self._transform(x)
+        need_lengths(self.name, places.valid)
         count = places.valid.sum(1)
         order = count.argsort()
         sizes, rows = count[order].unique_consecutive(return_counts=True)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import regard.mixers.softmax as family
 from regard.kernels.tiles import UNSEEN, accumulator
+from regard.kernels.transforms import transformed
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Log
@@ -221,7 +222,7 @@ def _in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, 
     rows = max(1, family.STRIP // max(1, b * h * m))
     if n <= rows:
         return strip(reach(n), *asked)
-    again = torch.is_grad_enabled()  # for the values, if for nothing else
+    again = torch.is_grad_enabled() and not transformed()  # for the values, if for nothing else
     found = []
     for x in zip(range(rows, n + rows, rows), *(x.split(rows, 2) for x in asked), strict=True):
         part = (reach(x[0]), *x[1:])
