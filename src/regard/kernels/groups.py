@@ -46,8 +46,10 @@ class Stretch(NamedTuple):
 def by_label(labels: Tensor, count: int) -> Sorted:
     labels = labels.long()
     order = labels.sort(dim=-1, stable=True).indices
-    place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-    size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add_(-1, labels, torch.ones_like(labels))
+    number = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    place = torch.empty_like(order)
+    place = place.scatter(-1, order, number) if transformed() else place.scatter_(-1, order, number)
+    size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add(-1, labels, torch.ones_like(labels))
     end = size.cumsum(-1)
     return Sorted(order, place, (end - size).gather(-1, labels), end.gather(-1, labels) - 1)
 

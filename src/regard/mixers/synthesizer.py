@@ -162,7 +162,7 @@ class Synthesizer(family.Softmax):
             seen = i >= torch.arange(m, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, m)
             seen = seen if real is None else seen & real[:, None, None, :m]
             weights = s.masked_fill(~seen, UNSEEN).softmax(-1)
-            weights = dropout(weights.expand(len(v), -1, -1, -1), rate) if rate else weights
+            weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate) if rate else weights
             return (weights @ v[:, :, :m]).masked_fill(~seen.any(-1, keepdim=True), 0)
 
         asked = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
