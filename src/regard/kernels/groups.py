@@ -18,6 +18,7 @@ from torch.nn.functional import dropout, pad
 
 from regard.kernels.parts import UNSEEN
 from regard.kernels.pieces import in_pieces
+from regard.kernels.transforms import transformed
 
 Answer = tuple[Tensor, Tensor]  # out (x n e), and log-sum-exp (x n): far below all scores where nothing is seen
 
@@ -45,8 +46,10 @@ class Stretch(NamedTuple):
 def by_label(labels: Tensor, count: int) -> Sorted:
     labels = labels.long()
     order = labels.sort(dim=-1, stable=True).indices
-    place = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-    size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add_(-1, labels, torch.ones_like(labels))
+    number = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    place = torch.empty_like(order)
+    place = place.scatter(-1, order, number) if transformed() else place.scatter_(-1, order, number)
+    size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add(-1, labels, torch.ones_like(labels))
     end = size.cumsum(-1)
     return Sorted(order, place, (end - size).gather(-1, labels), end.gather(-1, labels) - 1)
 
@@ -115,8 +118,9 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> Answer:
     """Softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0."""
-    s = (q @ k.mT).add_(hidden, alpha=UNSEEN)
-    if torch.compiler.is_compiling():  # it knows how to fuse these, and torch 2.11 compiles the Function into a wrong gradient
+    followed = transformed()
+    s = q @ k.mT + UNSEEN * hidden if followed else (q @ k.mT).add_(hidden, alpha=UNSEEN)
+    if followed or torch.compiler.is_compiling():  # which fuses these, and torch 2.11 compiles the Function into a wrong gradient
         weights, lse = s.softmax(-1), s.logsumexp(-1)
     else:
         weights, lse = Shares.apply(s)

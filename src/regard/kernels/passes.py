@@ -228,9 +228,14 @@ class Pass:
 
     def _kept(self, like: Tensor, number: int, turn: int) -> Tensor:
         """The dropout of a batch of tiles: the same in forward and backward."""
-        g = torch.Generator(self.device).manual_seed((self.seed + (number << 40) + turn) % 2**63)
-        kept = torch.rand(like.shape, generator=g, device=self.device) >= self.dropout
-        return kept.to(self.acc).div_(1 - self.dropout)
+        return kept_pairs(like, self.dropout, self.seed + (number << 40) + turn)
+
+
+def kept_pairs(like: Tensor, dropout: float, seed: int) -> Tensor:
+    """Throw the dice of dropout: 0 or 1 / (1 - dropout) for every weight, the same for the same seed."""
+    g = torch.Generator(like.device).manual_seed(seed % 2**63)
+    kept = torch.rand(like.shape, generator=g, device=like.device) >= dropout
+    return kept.to(like.dtype).div_(1 - dropout)
 
 
 def _softmax(s: Tensor) -> Tensor:

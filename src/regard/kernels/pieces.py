@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from regard.kernels.transforms import transformed
+
 CPU, GPU = 1 << 21, 1 << 26  # elements of the largest tensor in between: it fits a CPU's caches, or keeps a GPU busy
 
 
@@ -23,7 +25,7 @@ def in_pieces(
     size = max(1, (CPU if present[0].device.type == "cpu" else GPU) // max(1, each))
     if n <= size:
         return f(*tensors)
-    again = torch.is_grad_enabled() and any(x.requires_grad for x in present)
+    again = torch.is_grad_enabled() and any(x.requires_grad for x in present) and not transformed()
     # split, not narrow: its backward pass writes every gradient once, where narrow's would fill it with zeros for every piece
     parts = [[x] * -(-n // size) if x is None or x.shape[dim] == 1 else x.split(size, dim) for x in tensors]
     found = [checkpoint(f, *x, use_reentrant=False) if again else f(*x) for x in zip(*parts, strict=True)]

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from regard.kernels.transforms import transformed
 
 
 def recur(
@@ -23,6 +26,8 @@ def recur(
         raise ValueError(f"the state holds {state[0].shape[1]} sequences but x has {x.shape[0]}: start anew with that many")
     if x.device.type == "meta":
         return _counted(x, state, weights)
+    if transformed():
+        return _plain_steps(x, state, weights, both, count)
     if count is None:
         y, *last = _steps(state, weights, both)(x)
         return y, last
@@ -49,6 +54,40 @@ def _steps(state: list[Tensor], weights: list[Tensor], both: bool) -> Callable[.
             return network(x, *sizes, state[0] if len(state) == 1 else state, weights, True, 1, 0.0, train, both, *batch_first)
 
     return run
+
+
+def _plain_steps(
+    x: Tensor, state: list[Tensor], weights: list[Tensor], both: bool, count: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The same a token at a time, where a function transform has to follow: the kernels refuse."""
+    found, last = [], []
+    for way in range(1 + both):
+        held, out = [h[way] for h in state], []
+        for t in range(x.shape[1])[:: -1 if way else 1]:
+            after = _cell(x[:, t], held, weights[4 * way : 4 * way + 4])
+            if count is not None:  # padding is as if absent
+                after = [torch.where((t < count)[:, None], new, old) for new, old in zip(after, held, strict=True)]
+            held = after
+            out.append(held[0])
+        found.append(torch.stack(out[:: -1 if way else 1], 1))
+        last.append(held)
+    y = torch.cat(found, -1)
+    if count is not None:
+        y = y * (torch.arange(x.shape[1], device=x.device) < count[:, None]).unsqueeze(-1)
+    return y, [torch.stack(h) for h in zip(*last, strict=True)]
+
+
+def _cell(x: Tensor, state: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """One step of a GRU or an LSTM: x (b w), state (b hidden) each."""
+    w, u, b, c = weights
+    new, old = linear(x, w, b), linear(state[0], u, c)
+    if len(state) == 2:
+        i, f, g, o = (new + old).chunk(4, -1)
+        memory = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return [o.sigmoid() * memory.tanh(), memory]
+    (r, z, n), (hr, hz, hn) = new.chunk(3, -1), old.chunk(3, -1)
+    z = (z + hz).sigmoid()
+    return [(1 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * state[0]]
 
 
 def _counted(x: Tensor, state: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from regard.kernels.transforms import plainly, untraced
+
 ROOM = 1 << 24  # numbers that one function remembers, and the newest result whatever its size
 MOST = 64  # results
 
@@ -22,13 +24,13 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def lasting(f: Made) -> Made:
-    """For functions whose tensors are kept: made under torch.inference_mode(), they could never be used in training."""
+    """Wrap a function whose tensors are kept, so that they outlive every transform, tracer and inference mode around the call."""
 
     @wraps(f)
     def made(*args: Any, **more: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
+        if not (torch.is_inference_mode_enabled() or plainly()):
             return f(*args, **more)
-        with torch.inference_mode(False), torch.no_grad():
+        with untraced():
             return f(*args, **more)
 
     return made  # type: ignore[return-value]

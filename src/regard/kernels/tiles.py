@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as dropped
 
 from regard.kernels.buffers import accumulator
+from regard.kernels.composite import composed
+from regard.kernels.dense import small
 from regard.kernels.parts import UNSEEN, Span
-from regard.kernels.passes import Asked, Pass
+from regard.kernels.passes import CACHE, ROOM, Asked, Pass, kept_pairs
 from regard.kernels.plan import Plan, plan
 from regard.kernels.remember import remembered
 from regard.kernels.terms import Term
-from regard.mixers.patterns import Causal, Pattern
+from regard.kernels.transforms import plainly, regraded, untraced
+from regard.mixers.patterns import Causal, Pattern, Random
 
 __all__ = ["UNSEEN", "Reach", "accumulator", "tiled"]
 
@@ -57,11 +61,37 @@ def tiled(
     term = term or Term()
     if q.numel() == 0:
         return q.new_zeros(*q.shape[:3], v.shape[-1] + term.more), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
-    seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
-    asked = Asked(q, k, v, term.by_query, term.slopes, valid, seed, term.clip, term.mass, scale, dropout)
+    asked = Asked(q, k, v, term.by_query, term.slopes, valid, None, term.clip, term.mass, scale, dropout)
+    if plainly():
+        return _plain(asked, reach, span, causal)
+    if dropout:
+        asked = asked._replace(seed=torch.randint(2**62, (), dtype=torch.long))
     if torch.compiler.is_compiling():  # one opaque operator: a plan is not for a tracer to look into
         return _operator(*asked, reach.text, list(span), causal)
     return _Tiled.apply(*asked, shares(reach.each, span, causal))
+
+
+def _plain(asked: Asked, reach: Reach, span: Span, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same where a transform or an exporter has to follow."""
+    if any(isinstance(x, torch.SymInt) for x in span):
+        return _any_length(asked, reach, span, causal)
+    with untraced():
+        work = shares(reach.each, span, causal)
+    rate = asked.dropout
+    return composed(work, asked, (lambda weights, *_: dropped(weights, rate)) if rate else None)
+
+
+def _any_length(asked: Asked, reach: Reach, span: Span, causal: bool) -> tuple[Tensor, Tensor]:
+    """The same in an exported program whose length is not fixed, which no plan can be made for: all pairs, and a mask."""
+    if any(isinstance(atom, Random) for p in reach.each for atoms in p.alternatives() for atom in atoms):
+        raise NotImplementedError(f"{reach.text} is drawn for one length: export it with a fixed one, without a Dim for it")
+    device = asked.q.device
+    i = torch.arange(span.n, device=device)[:, None] + span.t
+    j = torch.arange(span.m, device=device) + span.u
+    seen = torch.stack([p(0, i, j) for p in reach.each]) if len(set(reach.each)) > 1 else reach.each[0](0, i, j)
+    seen = seen & (i >= j) if causal else seen
+    seen = seen if asked.valid is None else seen & asked.valid[:, None, None]
+    return small(asked.q, asked.k, asked.v, seen, scale=asked.scale, dropout=asked.dropout, term=asked.term, apart=i - j)
 
 
 class Share(NamedTuple):
@@ -109,6 +139,22 @@ def _backward(work: tuple[Share, ...], asked: Asked, up: tuple[Tensor, ...]) -> 
     return grads
 
 
+def _backward_again(work: tuple[Share, ...], asked: Asked, up: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """The same gradients, as functions of everything they are made of."""
+    pieces = _pieces(work, asked.q)
+
+    def drop(weights: Tensor, piece: int, part: int, turn: int) -> Tensor:
+        seed = _other(asked.seed, piece)
+        assert seed is not None
+        return weights * kept_pairs(weights.flatten(0, 1), asked.dropout, int(seed) + (part << 40) + turn).view_as(weights)
+
+    def f(q: Tensor, k: Tensor, v: Tensor, by_query: Tensor | None) -> tuple[Tensor, Tensor]:
+        room = CACHE if q.device.type == "cpu" else ROOM
+        return composed(pieces, Asked(q, k, v, by_query, *asked[4:]), drop if asked.dropout else None, room)
+
+    return regraded(f, asked[:4], up)
+
+
 def _of_heads(asked: Asked, own: list[int] | slice, number: int) -> Asked:
     """The question of some heads."""
     q, k, v, by_query = (None if x is None else x[:, own] for x in asked[:4])
@@ -151,6 +197,8 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         rest, work = ctx.rest
+        if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated once more
+            return *_backward_again(work, Asked(*tensors, *rest), (d_out, d_lse)), *[None] * 8
         return *_backward(work, Asked(*tensors, *rest), (out, lse, d_out, d_lse)), *[None] * 8
 
 

@@ -9,16 +9,19 @@ pairs x e exists for a piece of the list at a time, and once more in the backwar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout as dropped
 from torch.utils.flop_counter import register_flop_formula
 
+from regard.kernels.composite import along
 from regard.kernels.pairs import listed
 from regard.kernels.parts import Span
 from regard.kernels.remember import lasting
+from regard.kernels.transforms import plainly, regraded
 from regard.mixers.patterns import Pattern
 
 CPU, GPU = 1 << 18, 1 << 26  # elements of the largest tensor of a piece
@@ -26,6 +29,8 @@ CPU, GPU = 1 << 18, 1 << 26  # elements of the largest tensor of a piece
 
 def walked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, pairs: Tensor, *, slope: float = 0.2, dropout: float = 0.0) -> Tensor:
     """out (n B e); pairs (2, pairs) are queries over keys, in order of the queries. A query without a pair gets 0."""
+    if plainly():
+        return along(q, k, v, a, pairs, slope, partial(dropped, p=dropout) if dropout else None)
     return _walk(q, k, v, a, pairs, _dice(dropout), "", [], False, slope, dropout)[0]
 
 
@@ -169,7 +174,26 @@ def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - nobody is given the log-sum-exp
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: to be differentiated once more
+        return *_go_back_again(ctx.saved_tensors[:6], ctx.rest, d_out), *[None] * 7
     return *_walk_back(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
+
+
+def _go_back_again(tensors: tuple, rest: tuple, d_out: Tensor) -> list[Tensor | None]:
+    """The same gradients, as functions of everything they are made of."""
+    *asked, pairs, seed = tensors
+    text, span, causal, slope, dropout = rest
+    pairs = _pairs_of(pairs, text, span, causal, d_out.device)
+    q, _, v, _ = asked
+
+    def drop(weights: Tensor) -> Tensor:
+        pieces = _pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2]))
+        return weights * torch.cat([_kept(weights[here], dropout, seed, number) for number, here, _, _ in pieces])  # type: ignore[misc]
+
+    def f(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor]:
+        return (along(q, k, v, a, pairs, slope, drop if dropout else None),)
+
+    return regraded(f, asked, (d_out,))
 
 
 _walk.register_autograd(_go_back, setup_context=_keep)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from regard.checks import check_batch
 from regard.kernels.once import once
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, mask_padding, only
+from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, mask_padding, only, refer
 from regard.mixers.where import Positions
 
 
@@ -78,7 +78,10 @@ class Attention(Mixer):
         many = core.streams
         asks, keys = dims.heads * dims.d * many, dims.g * (dims.d * many + core.gates)
         self.q = Unmade(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
-        self.k = Unmade(keys) if "k" in core.ignores else self.q if shared_qk else nn.Linear(reads, keys, bias=bias)
+        if shared_qk and "k" not in core.ignores:
+            refer(self, "k", self.q)
+        else:
+            self.k = Unmade(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
 
@@ -159,7 +162,7 @@ class Attention(Mixer):
         q, k, v = self.heads(x, places)
         with precise(x):
             if self.dims.causal:
-                return self.core.scan(self._empty(len(x)), q, k, v, places)[0]
+                return self.core.scan(self._empty(x.shape[0]), q, k, v, places)[0]
             return self.core.read(self.core.push(self.core.empty(k, v), k, v, places), q, places)
 
     def _scan(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Flag, auto
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +158,22 @@ def shortened(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tenso
     index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
     sums = x.new_zeros(b, groups, w).scatter_add(1, index, x if valid is None else x.masked_fill(~valid[..., None], 0))
     return sums / count.clamp_min(1)[..., None], fewer(valid, rate)
+
+
+def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Give an owner the name of a module that stands elsewhere in the same model, where its weights are listed and saved.
+
+    A module listed under two names is left with other weights by torch.func.functional_call. Weights that were saved under
+    this name too may still be loaded.
+    """
+    owner._modules.pop(name, None)
+    owner.__dict__[name] = module
+    owner.register_load_state_dict_pre_hook(partial(_listed_elsewhere, name))
+
+
+def _listed_elsewhere(name: str, module: nn.Module, weights: dict[str, Tensor], prefix: str, *_: object) -> None:  # noqa: ARG001
+    for key in [key for key in weights if key.startswith(f"{prefix}{name}.")]:
+        del weights[key]
 
 
 class Core(nn.Module):

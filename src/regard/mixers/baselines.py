@@ -171,7 +171,7 @@ class RNN(Packed):
         return Hidden(h, h.clone() if self.parts == 2 else None)
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
-        zero = self._exact(self.out.weight).new_zeros(1 + self.both, len(x), self.hidden)
+        zero = self._exact(self.out.weight).new_zeros(1 + self.both, x.shape[0], self.hidden)
         return self.out(self._read(x, [zero] * self.parts, places.valid)[0])
 
     def scan(self, memory: Hidden, x: Tensor, places: Places) -> tuple[Tensor, Hidden]:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.transforms import transformed
+
 
 def wide(x: Tensor) -> Tensor:
     """Sums need float32 or better."""
@@ -89,7 +91,7 @@ def check_count(name: str, value: int) -> None:
 
 def positive(x: Tensor) -> Tensor:
     """elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them."""
-    if torch.compiler.is_compiling():  # it fuses this by itself, and torch 2.11 compiles the Function into a wrong gradient
+    if torch.compiler.is_compiling() or transformed():  # fused by itself; torch 2.11 compiles the Function into a wrong gradient
         return x.clamp(max=0).exp() + x.relu()
     return Positive.apply(x)
 

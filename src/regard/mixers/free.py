@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.kernels.dense import fused
 from regard.kernels.ragged import opaque_waves
+from regard.kernels.transforms import need_lengths
 from regard.kernels.waves import waves, waves_by_row
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.packing import Packed
@@ -38,6 +39,7 @@ class FNet(Packed):
     def mix(self, x: Tensor, places: Places) -> Tensor:
         if places.valid is None:
             return waves(x, self.norm)
+        need_lengths(self.name, places.valid)
         by_row = opaque_waves if torch.compiler.is_compiling() else waves_by_row
         return by_row(x, places.valid.sum(1), self.norm)
 

@@ -85,10 +85,10 @@ class Retention(Fading):
         self.register_buffer("powers", torch.arange(power, power + dims.g))  # integers: no dtype rounds gamma up to 1
 
     def empty(self, k: Tensor, v: Tensor) -> CountedMatrix:
-        return CountedMatrix(nothing(k, v, self.f)[0], torch.zeros(len(k), dtype=torch.long, device=k.device))
+        return CountedMatrix(nothing(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        decay = self._rate(k).expand(len(k), -1, k.shape[2], 1)
+        decay = self._rate(k).expand(k.shape[0], -1, k.shape[2], 1)
         return where_valid(k, places.valid, 0), where_valid(decay, places.valid, 0)
 
     def _push(self, memory: CountedMatrix, k: Tensor, v: Tensor, places: Places) -> CountedMatrix:

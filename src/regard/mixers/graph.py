@@ -10,12 +10,15 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 
+from regard.kernels.composite import along
 from regard.kernels.pairs import listed, pairs_by_row
 from regard.kernels.parts import Span
 from regard.kernels.pieces import in_pieces
 from regard.kernels.ragged import walked_by_row
 from regard.kernels.tiles import accumulator
+from regard.kernels.transforms import exporting, need_lengths, plainly
 from regard.kernels.walk import walked, walked_by_text
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Places
@@ -103,13 +106,17 @@ class GAT(Sparse):
             assert places.start is not None and log.start is not None
             span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)
             q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for x in (q, k, v))
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() and not exporting():
                 out = walked_by_text(q, k, v, a, share.text, span, causal=causal, slope=self.slope, dropout=drop)
             else:
                 out = walked(q, k, v, a, listed(share.pattern, span, causal, q.device), slope=self.slope, dropout=drop)
             return out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
+        fresh = places.start == 0 and log.start == 0
+        if plainly() and fresh and not self.reach.bends:
+            return _masked(share.pattern, asked, log, places, causal, self.slope, drop)
+        need_lengths(share.text, places.valid if plainly() else None)
         q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))  # all rows as one graph
-        if places.start == 0 and log.start == 0:
+        if fresh:
             asking = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
             real = asking, log.valid[:, : log.size]
             if torch.compiler.is_compiling():
@@ -119,6 +126,29 @@ class GAT(Sparse):
         else:
             out = walked(q, k, v, a, _one_by_one(share.pattern, log, places, causal), slope=self.slope, dropout=drop)
         return out.unflatten(0, (b, n)).transpose(1, 2)
+
+
+def _masked(
+    pattern: Pattern, asked: tuple[Tensor, ...], log: Log, places: Places, causal: bool, slope: float, drop: float
+) -> Tensor:
+    """The same without reading which tokens are real: those come to the front, and a mask tells which pairs there are."""
+    q, k, a, v = asked
+    b, h, n, _ = q.shape
+    real = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid, log.valid[:, : log.size]
+    there = [(~x).long().argsort(dim=1, stable=True) for x in real]
+    q, k, v = (
+        x.gather(2, order[:, None, :, None].expand_as(x)).permute(2, 0, 1, 3).flatten(1, 2)
+        for x, order in ((q, there[0]), (k, there[1]), (v, there[1]))
+    )
+    pairs = listed(pattern, Span(0, n, 0, log.size), causal, q.device)
+    counts = [x.sum(1) for x in real]
+    seen = (pairs[0][:, None] < counts[0]) & (pairs[1][:, None] < counts[1])  # (pairs b)
+    out = along(
+        q, k, v, a.repeat(b, 1), pairs, slope, (lambda x: dropout(x, drop)) if drop else None, seen.repeat_interleave(h, 1)
+    )
+    back = there[0].argsort(dim=1)[:, None, :, None]
+    out = out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
+    return out.gather(2, back.expand_as(out))
 
 
 def _one_by_one(pattern: Pattern, log: Log, places: Places, causal: bool) -> Tensor:

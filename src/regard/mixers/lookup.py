@@ -12,6 +12,7 @@ from regard.kernels.parts import Span
 from regard.kernels.ragged import tiled_by_row
 from regard.kernels.terms import Term
 from regard.kernels.tiles import UNSEEN, Reach, tiled
+from regard.kernels.transforms import need_lengths, plainly
 from regard.mixers.base import Places
 from regard.mixers.memory import Log
 from regard.mixers.packing import Order, to_front
@@ -35,6 +36,8 @@ class Lookup(NamedTuple):
             return self._nothing(log, q)
         if self.reach.bends:
             return self._by_length(log, q, places)
+        if plainly() and places.start is not None and log.start is not None:  # which can follow any number of queries
+            return self._tiles(log, q, places)
         if q.shape[2] <= FEW:
             return self._small(log, q, places)
         if places.start is None:
@@ -119,6 +122,7 @@ class Lookup(NamedTuple):
 
     def _by_row(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Rows that stand at different positions or have lengths of their own: one after another, without their padding."""
+        need_lengths(self.reach.text, places.valid)
         found = []
         for row in range(len(q)):
             out, lse = self._nothing(log, q[row : row + 1])

@@ -58,7 +58,7 @@ class Linformer(Core):
 
     def empty(self, k: Tensor, v: Tensor) -> Slots:
         new_k, new_v = (wide(x).new_zeros(*x.shape[:2], self.rank, x.shape[-1]) for x in (k, v))
-        return Slots(new_k, new_v, torch.zeros(len(k), len(self.project_k), self.rank, dtype=torch.bool, device=k.device))
+        return Slots(new_k, new_v, torch.zeros(k.shape[0], len(self.project_k), self.rank, dtype=torch.bool, device=k.device))
 
     def read(self, memory: Slots, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
         k, v, seen = memory.k.to(q.dtype), memory.v.to(q.dtype), memory.seen

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.checks import check_batch
+from regard.kernels.transforms import may_look
 from regard.mixers.base import Can, Free, Places, State, only
 
 
@@ -19,8 +20,8 @@ class Order(NamedTuple):
 
 
 def to_front(valid: Tensor) -> Order | None:
-    """Real tokens to the front; None where they are there already, which only a CPU can see for free, and no compiler."""
-    if not torch.compiler.is_compiling() and valid.device.type == "cpu" and bool((valid[:, 1:] <= valid[:, :-1]).all()):
+    """Real tokens to the front; None where they are there already, which only a CPU can see for free."""
+    if may_look(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
         return None
     there = (~valid).long().argsort(dim=1, stable=True)
     return Order(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.kernels.dense import fused
 from regard.kernels.tiles import Reach, accumulator
+from regard.kernels.transforms import transformed
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.lookup import Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Keeper, Log
@@ -115,7 +116,7 @@ def _in_strips(
         return strip(q, k, v, at, by_query)
     queries = q.split(rows, 2)
     more = [None] * len(queries) if by_query is None else by_query.split(rows, 2)
-    again = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    again = torch.is_grad_enabled() and not transformed() and any(x.requires_grad for x in (q, k, v))
     found = []
     for x, i, y in zip(queries, at.split(rows, 1), more, strict=True):
         found.append(checkpoint(strip, x, k, v, i, y, use_reentrant=False) if again else strip(x, k, v, i, y))

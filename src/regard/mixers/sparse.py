@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from regard.kernels.dense import merged
 from regard.kernels.parts import Span
 from regard.kernels.tiles import Reach, tiled
-from regard.mixers.base import Can, Core, Dims, Places
+from regard.mixers.base import Can, Core, Dims, Places, refer
 from regard.mixers.census import Census, census
 from regard.mixers.lookup import Lookup
 from regard.mixers.memory import Keeper, Log
@@ -148,7 +148,7 @@ class BigBird(Sparse):
         if self.extra_k is None or self.extra_v is None or q.shape[2] == 0:
             return inside[0]
         share = q.shape[1] // self.dims.g
-        k, v = (x.to(q.dtype).repeat_interleave(share, 0).expand(len(q), -1, -1, -1) for x in (self.extra_k, self.extra_v))
+        k, v = (x.to(q.dtype).repeat_interleave(share, 0).expand(q.shape[0], -1, -1, -1) for x in (self.extra_k, self.extra_v))
         span = Span(0, q.shape[2], 0, k.shape[2])
         return merged(inside, tiled(q, k, v, self.all, span, scale=self.scale, dropout=look.dropout))[0]
 
@@ -203,6 +203,9 @@ class Longformer(Core):
         for part in (self.local, self.special):
             if part is not None:
                 part.honour(positions)
+        for owner in (self, self.special):
+            if owner is not None and owner.positions is not None:
+                refer(owner, "positions", positions)  # listed with the window
 
     def _apart(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return (x, x) if self.streams == 1 else tuple(x.chunk(2, -1))  # type: ignore[return-value]

@@ -82,7 +82,7 @@ def check_state(state: Any, x: Tensor) -> None:
         raise TypeError(f"a state comes from start or from extend, and {type(state).__name__} does not: begin with start(batch)")
     held, given = state.t.shape[0], x.shape[0]
     if held != given:
-        raise ValueError(f"the state holds {held} sequences but x has {given}: start with that many, or take rows by state.select")
+        raise ValueError(f"the state holds {held} sequences but x has {given}: start with that many, or select rows of it")
     if state.t.device != x.device:
         raise ValueError(f"the state is on {state.t.device} but x is on {x.device}: start anew on that device")
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import regard.mixers.softmax as family
 from regard.kernels.tiles import UNSEEN, accumulator
+from regard.kernels.transforms import transformed
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Log
@@ -161,7 +162,7 @@ class Synthesizer(family.Softmax):
             seen = i >= torch.arange(m, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, m)
             seen = seen if real is None else seen & real[:, None, None, :m]
             weights = s.masked_fill(~seen, UNSEEN).softmax(-1)
-            weights = dropout(weights.expand(len(v), -1, -1, -1), rate) if rate else weights
+            weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate) if rate else weights
             return (weights @ v[:, :, :m]).masked_fill(~seen.any(-1, keepdim=True), 0)
 
         asked = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
@@ -221,7 +222,7 @@ def _in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, 
     rows = max(1, family.STRIP // max(1, b * h * m))
     if n <= rows:
         return strip(reach(n), *asked)
-    again = torch.is_grad_enabled()  # for the values, if for nothing else
+    again = torch.is_grad_enabled() and not transformed()  # for the values, if for nothing else
     found = []
     for x in zip(range(rows, n + rows, rows), *(x.split(rows, 2) for x in asked), strict=True):
         part = (reach(x[0]), *x[1:])

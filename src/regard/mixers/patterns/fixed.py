@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.kernels.transforms import transformed
 from regard.mixers.patterns.algebra import Alternative, Atom, Pattern, need
 
 
@@ -50,7 +51,10 @@ class Special(Pattern):
 
     def special(self, i: Tensor) -> Tensor:
         found = i < self.first
-        return found | torch.isin(i, torch.tensor(self.at, device=i.device)) if self.at else found
+        if not self.at:
+            return found
+        at = torch.tensor(self.at, device=i.device)
+        return found | ((i[..., None] == at).any(-1) if transformed() else torch.isin(i, at))
 
     @property
     def last(self) -> int:

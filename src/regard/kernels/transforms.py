@@ -1,0 +1,77 @@
+"""Function transforms (torch.func, forward-mode AD), second derivatives and export: when the fast kernels are not used.
+
+The fast kernels write into buffers and read numbers on the host, which no transform can follow. Where one is active the same
+mathematics is computed in plain differentiable operations (`composite.py`); everywhere else nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def transformed() -> bool:
+    """Tell whether a transform of torch.func (grad, vmap, jvp, ...) or forward-mode AD is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def exporting() -> bool:
+    """Tell whether torch.export traces now. Its strict form goes through torch.compile and counts as that."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def plainly() -> bool:
+    """Tell whether work must be done in plain operations, which every transform and every exporter can follow."""
+    return transformed() or exporting()
+
+
+def need_lengths(name: str, valid: Tensor | None) -> None:
+    """Refuse a mask whose numbers the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
+    if valid is not None and (torch.compiler.is_exporting() or _batched(valid)):
+        raise NotImplementedError(
+            f"{name} depends on the number of real tokens of every row, which vmap over valid and export cannot read: "
+            "leave out valid and pass rows of equal length"
+        )
+
+
+def _batched(x: Tensor) -> bool:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def may_look(x: Tensor) -> bool:
+    """Tell whether the host may read the numbers of x now, and for free."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Make ordinary tensors in here, whatever transform, tracer or inference mode is active around it."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def regraded(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """Compute the gradients of f(*inputs), given those of its results, as functions of both: for create_graph=True.
+
+    Every input counts as a variable of its own, also where one was made of another or is the same tensor.
+    """
+    with torch.enable_grad():
+        own = [None if x is None else x.view_as(x) for x in inputs]
+        wanted = [x for x in own if x is not None and x.requires_grad]
+        made = [(y, g) for y, g in zip(f(*own), grads, strict=True) if y.requires_grad]
+        if not made:
+            return [None] * len(own)
+        outputs, up = zip(*made, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, up, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in own]

@@ -1,0 +1,210 @@
+"""Function transforms, forward-mode AD, second derivatives and export: each equals what plain autograd says, for every row."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch.func import functional_call, grad, jvp, vmap
+
+from conftest import CASES, DEVICE, Case, claiming, close, data, every, modes, some
+from regard import layer
+from regard.kernels.parts import Span
+from regard.kernels.tiles import Reach, tiled
+from regard.mixers.base import Can
+from regard.mixers.patterns import Local, Pattern
+
+# Rows whose pattern or transform is another one for every number of real tokens: vmap over padding cannot read that number.
+COUNTS_TOKENS = {
+    "bigbird(block=8, globals=1, random=2)",
+    "bigbird(block=8, globals=1, random=2, special='external')",
+    "bigbird(block=8, globals=1, random=2) + relative(clip=9)",
+    "fnet",
+    "fnet(norm='none')",
+}
+N = 34
+
+
+def _loss(m, weights, x, valid=None):
+    y = functional_call(m, weights, (x,), {} if valid is None else {"valid": valid})
+    return (y * torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype, device=y.device)).sin().sum()
+
+
+def _built(case: Case, **mode):
+    m = case.build(**mode)
+    return m, dict(m.named_parameters())
+
+
+def _zeros_for_none(found, like):
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, like, strict=True)]
+
+
+def _per_row(m, weights, x, valid):
+    """The gradients of all weights for each row alone, by plain autograd."""
+    rows = []
+    for r in range(len(x)):
+        one = _loss(m, weights, x[r : r + 1], None if valid is None else valid[r : r + 1])
+        rows.append(_zeros_for_none(torch.autograd.grad(one, [*weights.values()], allow_unused=True), weights.values()))
+    return [torch.stack(found) for found in zip(*rows, strict=True)]
+
+
+def _by_vmap(m, weights, x, valid):
+    def one(weights, x, valid):
+        return _loss(m, weights, x[None], None if valid is None else valid[None])
+
+    fixed = {name: w.detach() for name, w in weights.items()}
+    return [*vmap(grad(one), in_dims=(None, 0, None if valid is None else 0))(fixed, x, valid).values()]
+
+
+@every
+def test_func_grad_is_autograd(case):
+    for mode in modes(case):
+        (m, weights), x = _built(case, **mode), data(N)
+        asked = [*weights.values(), x.requires_grad_()]
+        want = _zeros_for_none(torch.autograd.grad(_loss(m, weights, x), asked, allow_unused=True), asked)
+        by_weight, by_token = grad(partial(_loss, m), argnums=(0, 1))(weights, x)
+        for a, b in zip([*by_weight.values(), by_token], want, strict=True):
+            close(a, b)
+
+
+@every
+def test_per_sample_gradients_are_those_of_a_loop(case):
+    for mode in modes(case):
+        (m, weights), x = _built(case, **mode), data(N)
+        if weights:
+            want = _per_row(m, weights, x, None)
+            for a, b in zip(_by_vmap(m, weights, x, None), want, strict=True):
+                close(a, b)
+
+
+@claiming(Can.PADDING)
+def test_per_sample_gradients_with_padding(case):
+    for mode in modes(case):
+        (m, weights), x, valid = _built(case, **mode), data(N), some(3, N)
+        if repr(case) in COUNTS_TOKENS and not mode["causal"]:
+            with pytest.raises(NotImplementedError, match="depends on the number of real tokens of every row, which vmap"):
+                vmap(lambda x, v, m=m: m(x[None], valid=v[None]))(x, valid)
+        elif weights:
+            want = _per_row(m, weights, x, valid)
+            for a, b in zip(_by_vmap(m, weights, x, valid), want, strict=True):
+                close(a, b)
+
+
+@every
+@pytest.mark.parametrize("n", [9, N])
+def test_forward_mode_is_two_backward_modes(case, n):
+    """t -> J t is the gradient of u -> <J^T u, t>: both by different code, and finite differences for the first row."""
+    for mode in modes(case):
+        m, x, t = case.build(**mode), data(n), data(n, seed=7)
+        y, got = jvp(m, (x,), (t,))
+        close(y, m(x))
+        u = torch.zeros_like(y, requires_grad=True)
+        x.requires_grad_()
+        (pulled,) = torch.autograd.grad(m(x), x, u, create_graph=True)
+        (want,) = torch.autograd.grad(pulled, u, t)
+        close(got, want)
+        assert got.abs().max() > 1e-3
+
+
+@every
+@pytest.mark.parametrize("n", [9, N])
+def test_second_derivatives_are_differences_of_first_ones(case, n):
+    step = 1e-6
+    for mode in modes(case):
+        m, t = case.build(**mode), data(n, seed=8)
+
+        def first(x, m=m, **how):
+            return torch.autograd.grad(_loss(m, {}, x), x, **how)[0]
+
+        x = data(n).requires_grad_()
+        slope = first(x, create_graph=True)
+        close(slope, first(x))
+        (got,) = torch.autograd.grad(slope, x, t) if slope.requires_grad else (torch.zeros_like(x),)
+        up, down = (first((data(n) + s * t).requires_grad_()) for s in (step, -step))
+        torch.testing.assert_close(got, (up - down) / (2 * step), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["gat(pattern=Local(4))", "Local(8)", "softmax", "linear", "rnn", "reformer(chunk=4)"])
+def test_forward_ad_without_func(text):
+    m = layer(text, width=16, heads=2, causal=True).to(DEVICE, torch.float64)
+    x, t = data(40, width=16), data(40, seed=3, width=16)
+    with fwAD.dual_level():
+        got = fwAD.unpack_dual(m(fwAD.make_dual(x, t))).tangent
+    want = (m(x + 1e-6 * t) - m(x - 1e-6 * t)) / 2e-6
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("text", ["Local(6) | Global(first=1)", "gat(pattern=Local(4))"])
+def test_a_second_backward_pass_drops_the_same_weights(text):
+    m = layer(text, width=16, heads=2, causal=True, dropout=0.4).to(DEVICE, torch.float64).train()
+    x = data(40, width=16).requires_grad_()
+
+    def first(**how):
+        torch.manual_seed(5)
+        return torch.autograd.grad(m(x).sin().sum(), x, **how)[0]
+
+    close(first(create_graph=True), first())
+
+
+@pytest.mark.parametrize("text", ["Local(8)", "Local(8) | Global(first=2)", "Blocks(16)", "Dilated(4, 3)"])
+def test_plain_forms_make_no_square(text):
+    """The largest tensor of a transformed pass follows the pairs, not n x n."""
+    reach, n = Reach.of(Pattern.parse(text), 1), 2048
+    q = torch.randn(1, 1, n, 4, device=DEVICE)
+
+    def f(q):
+        return tiled(q, q, q, reach, Span(0, n, 0, n), scale=0.5, causal=True)[0]
+
+    largest = _Largest()
+    with largest:
+        jvp(f, (q,), (q,))
+    assert largest.numbers < n * n / 8
+
+
+class _Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            self.numbers = max(self.numbers, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+def test_plans_made_inside_a_transform_serve_outside():
+    pattern = Local(5) | Pattern.parse("Columns(3)")
+    x = data(61, width=16).requires_grad_()
+    for text in (str(pattern), f"gat(pattern={pattern})"):
+        m = layer(text, width=16, heads=2).to(DEVICE, torch.float64)
+        inside = grad(lambda x, m=m: m(x).square().sum())(x)
+        (want,) = torch.autograd.grad(m(x).square().sum(), x)
+        close(inside, want)
+
+
+def test_second_derivatives_where_keys_are_the_queries():
+    """One tensor in two places counts as two variables in the backward pass, and as one outside."""
+    reach, q = Reach.of(Local(4), 2), torch.randn(1, 2, 40, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    assert torch.autograd.gradgradcheck(
+        lambda q: tiled(q, q, q, reach, Span(0, 40, 0, 40), scale=0.5)[0].sum(2), (q,), fast_mode=True
+    )
+
+
+def test_the_rows_that_refuse_are_in_the_catalogue():
+    assert {repr(case) for case in CASES} >= COUNTS_TOKENS
+
+
+@every
+def test_functional_call_leaves_the_layer_as_it_was(case):
+    for mode in modes(case):
+        (m, weights), x = _built(case, **mode), data(9)
+        want = m(x)
+        functional_call(m, {name: 2 * w.detach() for name, w in weights.items()}, (x,))
+        assert all(w is weights[name] for name, w in m.named_parameters())
+        close(m(x), want)
+
+
+def test_weights_saved_under_two_names_load():
+    m = layer("reformer(chunk=4)", width=16, heads=2).to(DEVICE)
+    weights = m.state_dict()
+    assert "k.weight" not in weights
+    m.load_state_dict({**weights, "k.weight": weights["q.weight"], "k.bias": weights["q.bias"]})
