@@ -4,6 +4,7 @@ from regard._version import version as __version__
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
+from regard.mixers.features import per_query_head
 from regard.mixers.graph import disjoint, edge_weights, over
 from regard.mixers.low_rank import tie
 from regard.mixers.patterns import (
@@ -59,6 +60,7 @@ __all__ = [
     "edge_weights",
     "layer",
     "over",
+    "per_query_head",
     "select",
     "tie",
 ]
