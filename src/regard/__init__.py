@@ -6,6 +6,7 @@ from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
 from regard.mixers.features import per_query_head
 from regard.mixers.graph import disjoint, edge_weights, over
+from regard.mixers.graph_layer import GraphAttention
 from regard.mixers.low_rank import tie
 from regard.mixers.patterns import (
     Blocks,
@@ -40,6 +41,7 @@ __all__ = [
     "Edges",
     "Everything",
     "Global",
+    "GraphAttention",
     "Local",
     "Mixer",
     "Pattern",
