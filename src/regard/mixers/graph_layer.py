@@ -17,7 +17,7 @@ class GraphAttention(nn.Module):
     h = W x, one map for each head, is query, key and value. s_ij = LeakyReLU(a_q . h_i + a_k . h_j), A = softmax over the edges
     (i, j), of which training drops a share, out_i = sum_j A_ij h_j. Heads are concatenated (concat=True) or averaged (the paper's
     last layer); a bias follows unless bias=False, and no further map. Weights begin as Glorot's.
-    The mechanism `gat` of the catalogue scores in the same way, but has maps for queries, keys, values and outputs, as all rows do.
+    The mechanism `gat` of the catalogue scores in the same way, with a map for each of q, k, v and the output, as all rows.
     The graph is a pattern, with self loops as in the paper: Edges(index, nodes=n, loops=True). `over` replaces it.
     Velickovic et al. 2018, arXiv:1710.10903.
     """
