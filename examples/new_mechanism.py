@@ -1,13 +1,19 @@
 """A mechanism of your own in one class: push and read are enough, causal and streaming follow from them.
 
-python examples/new_mechanism.py
+python examples/new_mechanism.py --out new_mechanism.png
 """
 
+import argparse
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 
 from regard import Attention, Can, Core, Dims, per_query_head
+from regard.pictures import GREY, INK, paint, scale_of
+from regard.probe import attention_matrix
 
 
 class Mean(NamedTuple):
@@ -35,14 +41,41 @@ class Average(Core):
         return per_query_head(mean, q).expand(-1, -1, q.shape[2], -1)  # grouped heads: the memory keeps g of them
 
 
-dims = Dims(width=32, heads=4, causal=True)
-mixer = Attention(dims, Average(dims))
-x = torch.randn(2, 20, 32)
-y = mixer(x)
-state, steps = mixer.start(2), []
-for token in x.split(1, 1):
-    step, state = mixer.extend(state, token)
-    steps.append(step)
-print("streaming equals the whole pass:", torch.allclose(torch.cat(steps, 1), y, atol=1e-6))
-print("state bytes, whatever the length:", state.nbytes)
-assert torch.allclose(torch.cat(steps, 1), y, atol=1e-6)
+def streams_as_it_is():
+    dims = Dims(width=32, heads=4, causal=True)
+    mixer = Attention(dims, Average(dims))
+    x = torch.randn(2, 20, 32)
+    y = mixer(x)
+    state, steps = mixer.start(2), []
+    for token in x.split(1, 1):
+        step, state = mixer.extend(state, token)
+        steps.append(step)
+    same = torch.allclose(torch.cat(steps, 1), y, atol=1e-6)
+    print("streaming equals the whole pass:", same)
+    print("state bytes, whatever the length:", state.nbytes)
+    assert same
+
+
+def draw(n=24):
+    """What every query takes of every key, found by the identity as values: both forms, from the same two methods."""
+    figure = Figure(figsize=(9.6, 5.2), dpi=150, facecolor="white")
+    figure.text(0.05, 0.915, "A mechanism of your own", fontsize=17, weight="bold", color=INK)
+    figure.text(0.05, 0.86, "Average: two methods, push and read. Causal and streaming follow from them.", color=GREY)
+    q = torch.zeros(1, 1, n, 8)
+    found = {causal: attention_matrix(Average(Dims(8, 1, causal=causal)), q, q, causal=causal)[0, 0] for causal in (False, True)}
+    scale = scale_of(torch.stack(list(found.values())))
+    for i, (causal, weights) in enumerate(found.items()):
+        axes = figure.add_axes((0.05 + 0.47 * i, 0.05, 0.42, 0.7))
+        paint(axes, weights, scale)
+        name = "causal: the mean of what came before" if causal else "all tokens: the mean of all"
+        axes.set_title(name, fontsize=11.5, color=INK, loc="left", pad=8)
+    return figure
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "new_mechanism.png")
+    out = parser.parse_args().out
+    streams_as_it_is()
+    draw().savefig(out)
+    print(f"drawn into {out}")
