@@ -72,13 +72,22 @@ CASES += [
 ]
 
 
+def asked(fits):
+    """A law for the cases that fit; `fits` stays with it, for a mechanism that is no row of the catalogue."""
+
+    def mark(law):
+        law.fits = fits
+        return pytest.mark.parametrize("case", [c for c in CASES if fits(c)], ids=repr)(law)
+
+    return mark
+
+
 def claiming(claim: Can, cores: bool = False, **dims):
     """The cases that make a claim, when built like this."""
-    cases = [c for c in CASES if c.can(claim, **dims) and (not cores or isinstance(c.build(**dims), Attention))]
-    return pytest.mark.parametrize("case", cases, ids=repr)
+    return asked(lambda c: c.can(claim, **dims) and (not cores or isinstance(c.build(**dims), Attention)))
 
 
-every = pytest.mark.parametrize("case", CASES, ids=repr)
+every = asked(lambda _: True)
 every_core = claiming(Can.NOTHING, cores=True)
 
 

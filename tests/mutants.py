@@ -24,7 +24,7 @@ from mutants_training import TRAINING
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = (
     "laws limits patterns precision kernel gated random_features errors positions blocks reversible cluster cluster_statistics "
-    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents padding states wrong_calls"
+    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend padding states wrong_calls"
 )
 M, K = "src/regard/mixers/", "src/regard/kernels/"
 
@@ -62,6 +62,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "    if False:",
     ),
     "rows that are not there are selected": ("src/regard/checks.py", "    if low < 0 or high >= batch:\n", "    if False:\n"),
+    "queries of attend begin where the keys do": (
+        M + "attention.py",
+        "Places.of(q[:, 0], query_valid, start=first)",
+        "Places.of(q[:, 0], query_valid)",
+    ),
+    "an ambiguous attend guesses": (M + "attention.py", "(causal or core.positional):", "causal:"),
+    "padded keys before the first query count": (
+        M + "attention.py",
+        "valid[:, :first].sum(1)",
+        "first + 0 * valid[:, :first].sum(1)",
+    ),
     "padding takes a position": (
         M + "base.py",
         "    return count.cumsum(1) - count\n",

@@ -23,10 +23,13 @@ def test_python_in_the_documents_runs(name, number):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run_and_say_something(path):
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=ENV, check=False)
+def test_examples_run_say_something_and_draw_it(path, tmp_path):
+    out = tmp_path / "picture.png"
+    command = [sys.executable, str(path), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 2
+    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_documents_name_files_that_exist():

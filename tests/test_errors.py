@@ -71,14 +71,14 @@ CASES = {
     "q and k differ in dtype": (lambda: attend(*qkv(dtype=torch.float64), core("softmax", Dims(32, 4))), "they must agree"),
     "causal with other lengths": (
         lambda: attend(*qkv(6, 5), core("softmax", Dims(32, 4)), causal=True),
-        "as many queries as keys",
+        "6 queries are more than that",
     ),
     "query_valid in causal": (
         lambda: attend(*qkv(), core("softmax", Dims(32, 4)), causal=True, query_valid=torch.ones(1, 6, dtype=torch.bool)),
         "give valid alone",
     ),
     "three dims": (lambda: attend(*(x[0] for x in qkv()), core("softmax", Dims(32, 4))), r"\(batch, heads, length, dim\)"),
-    "identity asks for more": (lambda: attend(*qkv(7, 6), core("identity", Dims(32, 4))), "answers a token with itself"),
+    "identity asks for more": (lambda: attend(*qkv(7, 6), core("identity", Dims(32, 4))), "7 queries are more than that"),
     "dilation without heads": (lambda: layer("longformer(dilation=2)", width=32, heads=4), "say how many heads"),
     "no special tokens": (lambda: layer("longformer(first=0)", width=32, heads=4), "shared=True"),
     "rate of retention": (lambda: layer("retention(power=65)", width=32, heads=4), "power must be at most 64"),
@@ -161,7 +161,7 @@ CASES |= {  # graphs
     "form of sinkhorn": (lambda: core("sinkhorn(form='short')", Dims(32, 4)), "form must be 'full' or 'sortcut', not 'short'"),
     "top without sortcut": (lambda: core("sinkhorn(top=2)", Dims(32, 4)), "it belongs to form='sortcut'"),
     "causal sortcut": (lambda: layer("sinkhorn(form='sortcut')", width=32, heads=4, causal=True), "cannot do causal"),
-    "sinkhorn asks for more": (lambda: attend(*qkv(7, 6), core("sinkhorn", Dims(32, 4))), "answers the tokens it has read"),
+    "sinkhorn asks for more": (lambda: attend(*qkv(7, 6), core("sinkhorn", Dims(32, 4))), "7 queries are more than that"),
     "synthesizer without length": (lambda: core("synthesizer", Dims(32, 4)), "say how many with max_len"),
     "form of synthesizer": (lambda: synthesizer("form='sparse'"), "form must be one of 'dense', 'random'"),
     "mix": (lambda: synthesizer("mix=1.5"), r"the weight of the dot product in \[0, 1\], not 1.5"),
@@ -170,7 +170,7 @@ CASES |= {  # graphs
     "seed of a learned table": (lambda: synthesizer("form='random', seed=3"), "set frozen=True"),
     "rank of dense": (lambda: synthesizer("rank=3"), "it belongs to form='random_factorised'"),
     "rank": (lambda: synthesizer("form='random_factorised', rank=0"), "rank must be an integer of at least 1"),
-    "synthesizer asks for more": (lambda: attend(*qkv(7, 6), synthesizer("")), "answers the tokens it has read"),
+    "synthesizer asks for more": (lambda: attend(*qkv(7, 6), synthesizer("")), "7 queries are more than that"),
 }
 
 

@@ -7,13 +7,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data, every, every_core, modes, some
+from conftest import CASES, DEVICE, HEADS, WIDTH, asked, claiming, close, data, every, every_core, modes, some
 from regard import core as make_core
 from regard.blocks import Stack
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Places, select, shortened
 from regard.probe import attention_matrix, has_weights
 
+LENGTHS = (4096, 16384)  # that the growth of cost is measured between: four times as long
 UNCOUNTED = {"identity", "fnet"}  # no product of matrices: a copy, and a Fourier transform that no counter counts
 SILENT = {"identity": ("q.", "k.")}  # the control row has queries and keys like all others, and ignores them
 
@@ -40,9 +41,19 @@ def test_the_future_cannot_be_seen(case, t):
     for factor in (1, 100, 1e4):
         z = x.clone()
         z[:, t + 1 :] = factor * data(60, seed=2)[:, t + 1 :]
-        close(m(x)[:, : t + 1], m(z)[:, : t + 1])
+        before, after = m(x)[:, : t + 1], m(z)[:, : t + 1]
+        assert (before - after).abs().max() <= 4 * torch.finfo(x.dtype).eps * before.abs().max()  # rounding, and nothing else
     if case.row.name != "identity":
         assert not torch.allclose(m(x)[:, t + 1 :], m(z)[:, t + 1 :])  # and the test can fail
+
+
+@claiming(Can.CAUSAL, causal=True)
+@pytest.mark.parametrize("t", [0, 23, 58])
+def test_no_gradient_comes_from_the_future(case, t):
+    """Exactly none: what is rounded differently is still the same function of the same tokens."""
+    m, x = case.build(causal=True), data(60).requires_grad_()
+    (grad,) = torch.autograd.grad((m(x)[:, : t + 1] * data(60, seed=3)[:, : t + 1]).sum(), x)
+    assert (grad[:, t + 1 :] == 0).all() and grad[:, : t + 1].abs().sum() > 0
 
 
 @claiming(Can.PADDING)
@@ -248,7 +259,7 @@ def test_cost_grows_as_claimed(case):
     for mode in modes(case):
         with torch.device("meta"):
             m, cost = case.spec.build(Dims(WIDTH, HEADS, max_len=16384, **mode), positions=case.positions).double().eval(), []
-        for n in (4096, 16384):
+        for n in LENGTHS:
             x = torch.empty(1, n, WIDTH, dtype=torch.float64, device="meta")
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
                 m(x)
@@ -342,7 +353,7 @@ def test_a_saved_mechanism_repeats_itself(case, tmp_path):
         assert torch.equal(m(x), other(x))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.row.compiles], ids=repr)
+@asked(lambda c: c.row.compiles)
 def test_compiles_without_a_graph_break(case):
     for mode in modes(case):
         torch._dynamo.reset()

@@ -4,7 +4,9 @@ from regard._version import version as __version__
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
+from regard.mixers.features import per_query_head
 from regard.mixers.graph import disjoint, edge_weights, over
+from regard.mixers.graph_layer import GraphAttention
 from regard.mixers.low_rank import tie
 from regard.mixers.patterns import (
     Blocks,
@@ -39,6 +41,7 @@ __all__ = [
     "Edges",
     "Everything",
     "Global",
+    "GraphAttention",
     "Local",
     "Mixer",
     "Pattern",
@@ -59,6 +62,7 @@ __all__ = [
     "edge_weights",
     "layer",
     "over",
+    "per_query_head",
     "select",
     "tie",
 ]

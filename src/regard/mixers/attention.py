@@ -238,33 +238,39 @@ def attend(
     causal: bool = False,
     valid: Tensor | None = None,
     query_valid: Tensor | None = None,
+    offset: int | None = None,
 ) -> Tensor:
-    """A core for people who hold q (b h n d), k (b g m d), v (b g m e) already: SDPA's shapes, returns (b h n e).
+    """Apply a core to q (b h n d), k (b g m d), v (b g m e), the shapes of SDPA; returns (b h n e).
 
-    `valid` (b m) speaks of the keys, `query_valid` (b n) of the queries: give both in padded self-attention, where positions
-    count real tokens on both sides. In the causal form queries and keys are the same tokens, and `valid` says it all.
+    `offset` is the index of the first query in the sequence of the keys: query i is token offset + i. A decoding step against a
+    KV cache is offset=m - n, two sequences that begin together are offset=0. It may be left out where n == m (then it is 0), and
+    in non-causal attention by a core that does not depend on positions. A causal query sees no key behind its own.
+    `valid` (b m) belongs to the keys, `query_valid` (b n) to the queries: give both in padded self-attention, where positions
+    count real tokens on both sides. In the causal form queries are tokens among the keys, and `valid` is enough.
     The output is zero where a query is padding.
     """
     _check_heads(q, k, v, core.gates)
-    b, m = k.shape[0], k.shape[2]
+    (b, _, m, _), n = k.shape, q.shape[2]
     only(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
     check_valid(valid, b, m, "keys")
     if valid is not None:
         only(core.name, core.can, Can.PADDING)
-    if causal and q.shape[2] != m:
-        raise ValueError(f"causal attention needs as many queries as keys, not {q.shape[2]} and {m}")
     if causal and query_valid is not None:
         raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
-    real = valid if causal else query_valid
-    check_valid(real, b, q.shape[2], "queries")
+    first = _checked_offset(offset, n, m, core, causal)
+    real = (None if valid is None else valid[:, first : first + n]) if causal else query_valid
+    check_valid(real, b, n, "queries")
     k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
     with precise(q):
         memory = core.empty(k, v)
         if causal:
-            out = core.scan(memory, q, k, v, places)[0]
+            if first:
+                memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
+            k, v = (x[:, :, first : first + n] for x in (k, v))
+            out = core.scan(memory, q, k, v, places.part(first, first + n))[0]
         else:
-            out = core.read(core.push(memory, k, v, places), q, Places.of(q[:, 0], query_valid))
+            out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
     real = fewer(real, core.rate)
     return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
 
@@ -272,6 +278,31 @@ def attend(
 def _unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
     """x (b h n d) with zeros at padding, whatever it holds."""
     return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
+
+
+def _checked_offset(offset: int | None, n: int, m: int, core: Core, causal: bool) -> int:
+    """Return the index of the first of n queries among m keys; refuse what is ambiguous or cannot be computed."""
+    if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int) or offset < 0):
+        raise ValueError(f"offset must be an integer from 0 on, the index of the first query among the keys, not {offset!r}")
+    first, inside = offset or 0, causal or Can.CROSS not in core.can
+    if inside and first + n > m:
+        raise ValueError(f"queries are tokens among the {m} keys here: offset {first} and {n} queries are more than that")
+    if offset is None and n != m and (causal or core.positional):
+        last = f"offset={m - n} if they are the last {n} tokens, " if n < m else ""
+        raise ValueError(f"{n} queries and {m} keys: give {last}offset=0 if both begin with the same token")
+    if causal and n != m:
+        only(core.name, core.can, Can.STREAM, f"so give a query for each of the {m} keys")
+    if not causal and core.joint and (first or (inside and n != m)):
+        raise ValueError(f"{core.name} answers all queries together: give a query for each of the {m} keys, and no offset")
+    return first
+
+
+def _among_keys(q: Tensor, query_valid: Tensor | None, first: int, valid: Tensor | None) -> Places:
+    """Return the places of queries (b h n d) that begin at index `first` of the keys, counting real tokens only."""
+    if not first or valid is None:
+        return Places.of(q[:, 0], query_valid, start=first)
+    before = valid[:, :first].sum(1) + max(first - valid.shape[1], 0)
+    return Places.of(q[:, 0], query_valid, before, start=None)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, gates: int) -> None:

@@ -180,7 +180,8 @@ class Core(nn.Module):
     """A key-value memory. `push` writes tokens, `read` answers queries, `scan` does both in causal order.
 
     q (b h n d), k (b g m d), v (b g m e), out (b h n e). Memories are NamedTuples of batch-first tensors.
-    A core never sees widths or projections; a model never sees queries or keys.
+    A core never sees widths or projections; a model never sees queries or keys. Grouped heads are the core's own business: g may
+    be a divisor of h, memories keep g heads, and `per_query_head` repeats them for h queries where no product does that for free.
     """
 
     can: Can = Can.NOTHING
@@ -189,6 +190,8 @@ class Core(nn.Module):
     shared_qk: bool = False  # it needs keys that are the queries
     rate: int = 1  # queries that share one answer: (b h n d) -> (b h ceil(n / rate) e)
     learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
+    positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
+    joint: bool = False  # what a query gets depends on which other queries come with it
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -205,7 +208,7 @@ class Core(nn.Module):
         """From now on scores take what these positions add to them; what only turns queries and keys needs nothing more."""
         only(self.name, self.can, positions.needs, f"so {positions.name} positions are not for it: add positions to the tokens")
         if Can.RELATIVE in positions.needs:
-            self.positions = positions
+            self.positions, self.positional = positions, True
 
     @property
     def drop(self) -> float:

@@ -46,7 +46,8 @@ class GAT(Sparse):
     s_ij = LeakyReLU(a_q . q_i + a_k . k_j), A = softmax over the pairs (i, j) of the pattern, out = A v, a_q and a_k by head.
     v2: s_ij = a . LeakyReLU(q_i + k_j), so that another query may rank the same neighbours in another order.
     A node without neighbours gets 0. The paper's W h are the layer's projections; there queries, keys and values share one map,
-    here each has its own (shared_qk=True: queries and keys share one), and the layer's output map follows.
+    here each has its own (shared_qk=True: queries and keys share one), and the layer's output map follows. `GraphAttention` is
+    the paper's layer exactly, with other widths going in and out.
     Cost: d + e for every edge (v2) or e for every edge and d for every node, in time; one number for every edge in memory.
     Velickovic et al. 2018, arXiv:1710.10903; v2: Brody et al. 2021, arXiv:2105.14491.
     """

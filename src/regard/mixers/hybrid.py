@@ -38,7 +38,8 @@ class Hybrid(Core):
         super().__init__(dims)
         self.near, self.far = Sparse(dims, pattern=pattern), _kernel(far, dims)
         self.can = self.can & self.near.can & self.far.can
-        self.gates = self.far.gates
+        self.gates, self.positional = self.far.gates, self.near.positional or self.far.positional
+        self.joint = self.near.joint
         self.gate = nn.Parameter(torch.zeros(dims.heads))
 
     def empty(self, k: Tensor, v: Tensor) -> Halves:

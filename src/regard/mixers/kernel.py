@@ -52,6 +52,7 @@ class Kernel(Core):
     """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
+    positional = False
     f: int  # features of a token
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
@@ -132,6 +133,8 @@ class Cosformer(Linear):
     a = pi i / 2M; positions stay below M, so that no feature and no weight is negative. A query all of whose weights are 0
     gets 0. Time n d e, memory 2 d (e + 1) at any length. Qin et al. 2022, arXiv:2202.08791.
     """
+
+    positional = True
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)

@@ -36,6 +36,7 @@ class Labelled(Core):
     """
 
     can = Can.CAUSAL | Can.PADDING | Can.STREAM
+    positional, joint = False, True
     rounds: int  # labels of a token
     labels: int  # how many there are
     window: int  # a causal token sees so many of a label, itself among them

@@ -55,6 +55,7 @@ class PooledQueries(Softmax):
     """
 
     can = Can.CROSS | Can.PADDING | Can.DROPOUT
+    joint = True
 
     def __init__(self, dims: Dims, *, rate: int = 2, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
@@ -83,6 +84,7 @@ class Nystrom(Keeper):
     """
 
     can = Can.CROSS | Can.PADDING
+    positional, joint = False, True
 
     def __init__(self, dims: Dims, *, landmarks: int = 64, ridge: float = 1e-3, conv: int = 0) -> None:
         if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 < ridge < math.inf:

@@ -41,6 +41,7 @@ class Linformer(Core):
     """
 
     can = EVERY
+    positional = False
 
     def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
         super().__init__(dims)

@@ -63,7 +63,7 @@ class Sinkhorn(Keeper):
             raise ValueError("top is how many sorted blocks every query sees: it belongs to form='sortcut'")
         self.temperature, self.form, self.top = float(temperature), form, need("top", 2 if top is None else top)
         if form == "sortcut":
-            self.can = Can.CROSS | Can.PADDING
+            self.can, self.positional = Can.CROSS | Can.PADDING, False
         self.sort = nn.Parameter(torch.randn(dims.heads, dims.d if form == "full" else self.top, dims.d))
 
     def forget(self, memory: Log, t: Tensor) -> Log:  # noqa: ARG002 - every finished block may be sorted to a later one

@@ -39,6 +39,7 @@ class Softmax(Keeper):
     """
 
     can = DOTS
+    positional = False
 
     def __init__(self, dims: Dims, *, scale: float | None = None) -> None:
         super().__init__(dims)
@@ -69,6 +70,7 @@ class _Strips(Keeper):
     """Scores of any form, a strip of queries at a time and once more in the backward pass: never n x m at once."""
 
     can = EVERY | Can.RELATIVE
+    positional = False
     scale = 1.0  # of the scores, for positions that add to them
 
     def depth(self) -> int:
@@ -190,6 +192,7 @@ class Identity(Core):
     """
 
     can = Can.CAUSAL | Can.PADDING | Can.STREAM
+    positional, joint = False, True  # the newest tokens answer, as many as there are queries
 
     def empty(self, k: Tensor, v: Tensor) -> Values:  # noqa: ARG002
         return Values(v[:, :, :0])

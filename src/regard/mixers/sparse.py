@@ -57,6 +57,7 @@ class Sparse(Keeper):
         self.reach = Reach.of(self.pattern, self.dims.heads)
         lost = Can.STREAM if self.reach.bends else Can.NOTHING  # a longer sequence would have had another past
         self.can = type(self).can & ~lost
+        self.joint, self.positional = self.reach.bends, any(own != Everything() for own in self.reach.each)
 
     def extra_repr(self) -> str:
         return str(self.pattern)

@@ -57,7 +57,7 @@ class Synthesizer(family.Softmax):
         super().__init__(dims, scale=1.0)
         _check(form, mix, rank, frozen, seed)
         self.form, self.longest = form, needed_length(self.name, dims)
-        self.mix = None if mix == 0 else mix
+        self.mix, self.positional = None if mix == 0 else mix, form.startswith("random")
         if self.mix is None:
             self.ignores = ("k",) if form.startswith("dense") else ("q", "k")
         if mix == "learned":

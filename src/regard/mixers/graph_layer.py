@@ -1,0 +1,63 @@
+"""The layer of the graph attention paper: one map for queries, keys and values, and none behind them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from regard.mixers.attention import attend
+from regard.mixers.base import Dims
+from regard.mixers.graph import GAT
+from regard.mixers.patterns import Pattern
+
+
+class GraphAttention(nn.Module):
+    """Compute the graph attention layer exactly as published: (b n width) -> (b n heads * out), or (b n out).
+
+    h = W x, one map for each head, is query, key and value. s_ij = LeakyReLU(a_q . h_i + a_k . h_j), A = softmax over the edges
+    (i, j), of which training drops a share, out_i = sum_j A_ij h_j. Heads are concatenated (concat=True) or averaged (the paper's
+    last layer); a bias follows unless bias=False, and no further map. Weights begin as Glorot's.
+    The mechanism `gat` of the catalogue scores in the same way, with a map for each of q, k, v and the output, as all rows.
+    The graph is a pattern, with self loops as in the paper: Edges(index, nodes=n, loops=True). `over` replaces it.
+    Velickovic et al. 2018, arXiv:1710.10903.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        out: int,
+        heads: int,
+        *,
+        pattern: Pattern | str,
+        concat: bool = True,
+        slope: float = 0.2,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, flag in (("concat", concat), ("bias", bias)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, not {flag!r}")
+        self.dims, self.concat = Dims(width, heads, key_dim=out, value_dim=out, dropout=dropout), concat
+        self.core = GAT(self.dims, pattern=pattern, slope=slope)
+        self.w = nn.Linear(width, heads * out, bias=False)
+        self.bias = nn.Parameter(torch.zeros(heads * out if concat else out)) if bias else None
+        with torch.no_grad():
+            for own in self.w.weight.view(heads, out, width):
+                nn.init.xavier_uniform_(own)
+            for side in (self.core.a_q, self.core.a_k):
+                assert side is not None
+                side.uniform_(-1, 1).mul_((6 / (out + 1)) ** 0.5)
+
+    def extra_repr(self) -> str:
+        return f"concat={self.concat}"
+
+    def forward(self, x: Tensor, *, valid: Tensor | None = None) -> Tensor:
+        """Return what the nodes x (b n width) collect from their neighbours; `valid` (b n) is False at padding."""
+        if x.dim() != 3 or x.shape[-1] != self.dims.width:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but (batch, nodes, {self.dims.width}) is needed")
+        h = self.w(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
+        y = attend(h, h, h, self.core, valid=valid, query_valid=valid).to(x.dtype)
+        y = y.transpose(1, 2).flatten(2) if self.concat else y.mean(1)
+        y = y if self.bias is None else y + self.bias
+        return y if valid is None else y.masked_fill(~valid[..., None], 0)

@@ -1,0 +1,65 @@
+"""The mechanisms that CONTRIBUTING and an example print, as rows of the catalogue: all laws hold for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import test_attend
+import test_laws
+from conftest import Case
+from regard import CATALOGUE, Core
+from regard.row import Example, Row
+from test_docs import ROOT, blocks
+
+
+def printed(text: str, name: str) -> type[Core]:
+    """The class of this name, from a program that defines it."""
+    made: dict[str, Any] = {}
+    with redirect_stdout(StringIO()):
+        exec(compile(text, name, "exec"), made)
+    return made[name]
+
+
+CLASSES = {
+    "taylor": printed(blocks("CONTRIBUTING.md")[0], "Taylor"),
+    "average": printed((ROOT / "examples" / "new_mechanism.py").read_text(), "Average"),
+}
+# Compiling a loop over 40 tokens takes 15 seconds, and is torch's business alone.
+ROWS = [Row(name, own, "own", "", "", (Example(cost=1, memory=0),), compiles=False) for name, own in CLASSES.items()]
+
+
+@contextmanager
+def listed(row: Row) -> Iterator[Case]:
+    """The row in the catalogue, and its case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CATALOGUE, row.name, row)
+        yield Case(row, row.examples[0])
+
+
+def laws(row: Row) -> Iterator[Any]:
+    """Every law that fits the row, with each of its parameters."""
+    with listed(row) as case:
+        for name, law in (vars(test_laws) | vars(test_attend)).items():
+            if name.startswith("test_") and hasattr(law, "fits") and law.fits(case):
+                marks = [mark.args for mark in law.pytestmark if mark.args[0] != "case"]
+                for values in product(*(mark[1] for mark in marks)):
+                    given = dict(zip([mark[0] for mark in marks], values, strict=True))
+                    yield pytest.param(row, law, given, id=f"{row.name}-{name}-{'-'.join(map(str, values))}")
+
+
+@pytest.mark.parametrize(("row", "law", "given"), [found for row in ROWS for found in laws(row)])
+def test_a_printed_mechanism_keeps_the_laws(
+    row: Row, law: Any, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = {"tmp_path": tmp_path} if "tmp_path" in inspect.signature(law).parameters else {}
+    monkeypatch.setattr(test_laws, "LENGTHS", (128, 512))  # token by token, longer ones take minutes
+    with listed(row) as case:
+        law(case=case, **given, **folder)
