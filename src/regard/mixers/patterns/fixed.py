@@ -31,7 +31,8 @@ class Blocks(Atom):
         return j // self.size + self.around >= now // self.size
 
     def within(self, end: int) -> Blocks:
-        return Blocks(max(min(self.size, end), 1), min(self.around, end))
+        size = max(min(self.size, end), 1)
+        return Blocks(size, min(self.around, max(end - 1, 0) // size))
 
     def __repr__(self) -> str:
         return f"Blocks({self.size}{f', around={self.around}' if self.around else ''})"
