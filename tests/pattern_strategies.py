@@ -20,9 +20,9 @@ from regard.mixers.patterns import (
 )
 
 small = st.integers(1, 9)
-specials = st.fixed_dictionaries({"first": st.integers(0, 3), "at": st.lists(st.integers(0, 90), max_size=3).map(tuple)}).filter(
-    lambda options: options["first"] or options["at"]
-)
+specials = st.fixed_dictionaries(
+    {"first": st.integers(0, 3), "at": st.lists(st.integers(0, 90), max_size=3).map(tuple), "last": st.sampled_from([0, 0, 2])}
+).filter(lambda options: any(options.values()))
 
 
 def tails(size: int):

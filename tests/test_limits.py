@@ -53,6 +53,7 @@ def test_padded_softmax_is_masked_torch_attention():
     "spec", ["Local(90)", "Stride(1)", "Blocks(100)", "Everything()", "Blocks(10, around=9)", "Truncated(89, 89)"]
 )
 def test_patterns_that_hold_every_pair_are_softmax(spec, causal):
+    spec = spec.replace("89, 89", "89, 0") if causal else spec
     check_same(ask(spec, causal), ask("softmax", causal), qkv())
 
 
@@ -62,17 +63,52 @@ def test_bigbird_that_picks_all_blocks_is_softmax(causal):
     check_same(ask("bigbird(block=16, window=11, random=0, globals=0)", causal), ask("softmax", causal), qkv())
 
 
-def test_bigbird_with_external_tokens_is_softmax_with_more_keys():
-    made = core("bigbird(block=16, window=11, globals=1, special='external')", D).to(DEVICE, torch.float64)
+@pytest.mark.parametrize("n", [96, 90])
+def test_bigbird_with_both_ends_is_the_published_mask(n):
+    """Own and neighbouring blocks, the first block, the last tokens: as masked attention, of each row's own length."""
+    q, k, v = qkv(n)
+    valid = torch.arange(n, device=DEVICE) < torch.tensor([[n], [n - 23]], device=DEVICE)
+    at = torch.arange(n, device=DEVICE)
+    near = (at[:, None] // 16 - at // 16).abs() <= 1
+    ends = torch.stack([(at < 16) | ((at >= length - 16) & (at < length)) for length in (n, n - 23)])
+    seen = (near | ends[:, :, None] | ends[:, None]) & valid[:, None]
+    out = attend(q, k, v, core("bigbird(block=16, random=0, special='ends')", D), valid=valid, query_valid=valid)
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
+    close(out.masked_fill(~valid[:, None, :, None], 0), expected.masked_fill(~valid[:, None, :, None], 0))
+
+
+def test_a_change_reaches_every_token_through_the_ends_of_bigbird():
+    torch.manual_seed(0)
+    layers = [layer("bigbird(block=4, random=0, special='ends')", width=16, heads=2).double() for _ in range(2)]
+
+    def run(x):
+        for mix in layers:
+            x = x + mix(x)
+        return x
+
+    x = torch.randn(1, 80, 16, dtype=torch.float64)
+    y = x.clone()
+    y[0, 40] += 1
+    assert ((run(x) - run(y)).abs().amax(-1) > 0).all()
+
+
+def test_the_window_of_longformer_as_hugging_face_counts_it():
+    """transformers' config says attention_window=8: four tokens on either side, and the token itself."""
+    transformers = pytest.importorskip("transformers", reason="pip install transformers, to compare with its Longformer")
+    config = transformers.LongformerConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=1, attention_window=[8], attention_probs_dropout_prob=0.0
+    )
+    theirs = transformers.models.longformer.modeling_longformer.LongformerSelfAttention(config, 0).double().eval()
+    ours = layer("longformer(attention_window=8, first=0, shared=True)", width=32, heads=4).double()
+    for mine, other in (("q", "query"), ("k", "key"), ("v", "value")):
+        getattr(ours, mine).load_state_dict(getattr(theirs, other).state_dict())
     with torch.no_grad():
-        made.extra_k.normal_()
-        made.extra_v.normal_()
-
-    def longer(q, k, v):
-        more = [torch.cat([x.expand(2, -1, -1, -1), y], 2) for x, y in ((made.extra_k, k), (made.extra_v, v))]
-        return scaled_dot_product_attention(q, *more)
-
-    check_same(lambda *x: attend(*x, made), longer, qkv())
+        ours.out.weight.copy_(torch.eye(32))
+        ours.out.bias.zero_()
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    nothing = torch.zeros(2, 40, dtype=torch.bool)
+    found = theirs(x, torch.zeros(2, 40).double(), is_index_masked=nothing, is_index_global_attn=nothing, is_global_attn=False)
+    close(ours(x), found[0], 1e-6)  # their softmax is in float32
 
 
 @pytest.mark.parametrize("causal", [False, True])

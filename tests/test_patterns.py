@@ -1,6 +1,10 @@
 """Patterns: what they mean, and that plans, counts and forgetting say the same as the plain predicate."""
 
+import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import or_
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
+from regard import Dims, attend, core, layer
 from regard.kernels import buffers, passes, tiles
 from regard.kernels.parts import Span
 from regard.kernels.plan import plan
@@ -18,6 +23,7 @@ from regard.kernels.tiles import Reach
 from regard.kernels.tiles import tiled as tiled_by_reach
 from regard.mixers.census import census
 from regard.mixers.patterns import (
+    PATTERNS,
     Blocks,
     Causal,
     Columns,
@@ -57,6 +63,7 @@ def test_what_each_pattern_means():
     assert pairs(Blocks(4)) == such(lambda i, j: i // 4 == j // 4)
     assert pairs(Blocks(2, around=1)) == such(lambda i, j: abs(i // 2 - j // 2) <= 1)
     assert pairs(Global(first=1, at=[5])) == such(lambda i, j: i in (0, 5) or j in (0, 5))
+    assert pairs(Global(first=1, last=2)) == such(lambda i, j: min(i, j) < 1 or max(i, j) > 6)
     assert pairs(Columns(first=2)) == such(lambda i, j: j < 2)  # noqa: ARG005
     assert pairs(Tail(4, 1)) == such(lambda i, j: j % 4 == 3)  # noqa: ARG005
     assert pairs(Edges([[1, 2], [0, 0]], nodes=9)) == {(0, 1), (0, 2)}
@@ -231,6 +238,123 @@ def test_a_pattern_is_a_flexattention_mask():
     ours, _ = tiled(q, k, v, p, Span(0, 256, 0, 256), scale=0.25)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), ours, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, attn_mask=dense(p, 256)), ours, rtol=1e-4, atol=1e-5)
+
+
+MASKS = [
+    "Local(5)",
+    "Truncated(5, 2)",
+    "Dilated(4, 3)",
+    "Stride(7)",
+    "Blocks(8, around=1)",
+    "Global(first=2, at=[9, 40], last=3)",
+    "Rows(first=2, at=[30])",
+    "Columns(last=2)",
+    "Tail(8, 2)",
+    "Random(2, 8)",
+    "Random(2, 8, past=True)",
+    "Random(2, 8, per_head=True)",
+    "Edges([[0, 1, 60], [2, 3, 5]], nodes=64)",
+    "Causal()",
+    "Everything()",
+    "PerHead([Local(4), Random(1, 4, per_head=True), Dilated(4, 2), Random(2, 8, past=True)]) | Global(first=1)",
+    "(PerHead([Local(9), Stride(3), Blocks(8), Everything()]) | Random(3, 8)) & Causal()",
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # uncompiled, FlexAttention says that it is slow
+@pytest.mark.parametrize("text", MASKS)
+def test_every_pattern_is_a_flexattention_mask(text):
+    """Indices are vmapped there, and traced a second time: the predicate must not look at their numbers."""
+    assert {name for t in MASKS for name in re.findall(r"[A-Z]\w+(?=\()", t)} == set(PATTERNS)
+    n, heads = 64, 4
+    p = Pattern.parse(text).bound(n, n)
+    mask = create_block_mask(lambda _b, h, i, j: p(h, i, j), None, heads, n, n, device="cpu")
+    q, k, v = (torch.randn(1, heads, n, 8) for _ in range(3))
+    seen = torch.stack([dense(p, n, h=h) for h in range(heads)])
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), attention(q, k, v, seen), rtol=1e-4, atol=1e-5)
+    i = torch.arange(n)
+    assert torch.equal(p(torch.arange(heads)[:, None, None], i[:, None], i).expand(heads, n, n), seen)
+
+
+def test_a_mask_for_more_heads_than_patterns_is_refused():
+    p = PerHead([Local(2), Local(3)])
+    for heads in (3, 4):
+        with pytest.raises(ValueError, match=f"there is none for head {heads - 1}"):
+            create_block_mask(lambda _b, h, i, j: p(h, i, j), None, heads, 16, 16, device="cpu")
+
+
+HUGE = 2**31
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (f"Local({HUGE})", "Everything()"),
+        (f"Dilated({HUGE}, {HUGE})", "Local(1)"),
+        (f"Stride({HUGE - 1}) & Stride({HUGE - 3}) & Stride({HUGE - 5})", "Local(1)"),
+        (f"Blocks({HUGE}, around={HUGE})", "Everything()"),
+        (f"Rows({HUGE})", "Everything()"),
+        (f"Global(last={HUGE})", "Everything()"),
+        (f"Tail({HUGE}, {HUGE})", "Everything()"),
+        (f"Random(2, {HUGE})", "Everything()"),
+        (f"Columns(at=[{HUGE}]) | Local(2)", "Local(2)"),
+    ],
+)
+def test_the_largest_numbers_take_no_room(text, same, causal):
+    """The plan for fifty tokens holds a few times fifty by fifty pairs, however large the blocks and steps."""
+    p = Pattern.parse(text).bound(50, 50)
+    p = p & Causal() if causal else p
+    work = plan(p, Span(0, 50, 0, 50))
+    assert sum(part.queries.size * part.keys.size * group.cols.numel() for part in work.parts for group in part.groups) <= 10_000
+    assert torch.equal(dense(p, 50), dense(Pattern.parse(same) & Causal() if causal else Pattern.parse(same), 50))
+    q, k, v = (torch.randn(1, 2, 50, 4, dtype=torch.float64) for _ in range(3))
+    torch.testing.assert_close(tiled(q, k, v, p, Span(0, 50, 0, 50), scale=0.5)[0], attention(q, k, v, dense(p, 50)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pattern.parse("Rows(9223372036854775807)"), "first must be at most 2,147,483,648, not 9223372036854775807"),
+        (lambda: Local(10**5000), "at most 2,147,483,648, not a number of 16,610 bits"),
+        (lambda: Local(-(10**5000)), "at least 1, not a number of 16,610 bits"),
+        (lambda: Local([10**5000]), "at least 1, not this list"),
+        (lambda: Random(2000, 1), "at most 1,024"),
+        (lambda: Edges([[0], [1]], nodes=2**20, loops=True), "give a tensor"),
+        (lambda: Global(first=1) & Global(first=2) & Global(first=3) & Global(first=4) & Global(first=5)
+            & Global(first=6) & Global(first=7) & Global(first=8) & Global(first=9), "256 alternatives, not 512"),
+        (lambda: reduce(lambda p, _: PerHead([p, p]), range(40), Local(2)), "4,096 parts"),
+        (lambda: reduce(or_, (Local(x) for x in range(1, 400))), "256 alternatives"),
+        (lambda: PerHead(3), "list of patterns"),
+        (lambda: Global(at=2.5), "at must be a position or a list of positions, not 2.5"),
+        (lambda: dense(Columns(last=2), 9), "call .bound"),
+    ],
+)  # fmt: skip
+def test_sizes_are_bounded_before_they_are_used(make, message):
+    began = time.process_time()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize("mechanism", ["sparse", "gat", "hybrid"])
+def test_a_promised_future_is_refused_when_causal(mechanism):
+    """Truncated names a number of later tokens, which causal=True would drop; an explicit & Causal() takes them knowingly."""
+    refused = [
+        "Truncated(5, 2)",
+        "Local(3) | Truncated(5, 2)",
+        "Truncated(5, 2) & Blocks(8)",
+        "PerHead([Local(2), Truncated(5, 2)])",
+    ]
+    taken = ["Truncated(5, 0)", "Truncated(5, 2) & Causal()", "PerHead([Local(2), Truncated(5, 2)]) & Causal()", "Local(3)",
+             "Truncated(5, 2) & Truncated(3, 0)", "Local(3) | Truncated(5, 2) & Causal()"]  # fmt: skip
+    for pattern in refused:
+        with pytest.raises(ValueError, match=r"Truncated\(5, 2\) sees later tokens.*Truncated\(back, 0\).*causal=False"):
+            layer(f"{mechanism}(pattern={pattern})", width=16, heads=2, causal=True)
+        with pytest.raises(ValueError, match="cannot do causal"):
+            attend(*(torch.randn(1, 2, 9, 8) for _ in range(3)), core(pattern, Dims(16, 2)), causal=True)
+    for pattern in taken:
+        layer(f"{mechanism}(pattern={pattern})", width=16, heads=2, causal=True)
 
 
 def test_per_head_as_a_predicate():

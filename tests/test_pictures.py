@@ -105,7 +105,7 @@ def test_a_graph_has_one_length() -> None:
         ("rfa(features=4)", 33, 2),
         ("identity", 2, 3),
         ("Local(4) | Global(first=1)", 300, 8),
-        ("bigbird(block=4, globals=1, random=1, special='external')", 16, 2),
+        ("bigbird(block=4, globals=1, random=1, special='ends')", 16, 2),
         ("Edges([[0, 1, 2], [1, 2, 0]])", 3, 1),
         ("pooled_queries(rate=3)", 20, 4),
         ("fnet", 20, 2),

@@ -66,7 +66,7 @@ _ROWS = [
             Example({"pattern": Local(8) | Global(first=2)}, cost=1, memory=0),
             Example({"pattern": Dilated(4, 3)}, cost=1, memory=0),
             Example({"pattern": Stride(7)}, cost=2, memory=1),
-            Example({"pattern": Truncated(5, 2)}, cost=1, memory=0),
+            Example({"pattern": Truncated(5, 2)}, cost=1, memory=None),
             Example({"pattern": Blocks(8)}, cost=1, memory=0),
             Example({"pattern": PerHead([Local(4), Local(16), Dilated(4, 2), Blocks(8, around=1)])}, cost=1, memory=0),
         ),
@@ -80,7 +80,7 @@ _ROWS = [
         (
             Example({"window": 8, "first": 2}, cost=1, memory=0),
             Example({"window": 4, "dilation": 3, "dilated_heads": 2, "at": [0, 5]}, cost=1, memory=0),
-            Example({"window": 8, "first": 2, "shared": True}, cost=1, memory=0),
+            Example({"attention_window": 14, "first": 2, "shared": True}, cost=1, memory=0),
         ),
     ),
     Row(
@@ -92,7 +92,7 @@ _ROWS = [
         (
             Example({"block": 8, "globals": 1, "random": 2}, cost=1),
             Example({"block": 8, "globals": 1, "random": 0}, cost=1, memory=0),
-            Example({"block": 8, "globals": 1, "random": 2, "special": "external"}, cost=1, weights=False),
+            Example({"block": 8, "globals": 2, "random": 1, "special": "ends"}, cost=1, memory=None),
         ),
     ),
     Row(

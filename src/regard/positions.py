@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from regard.kernels.remember import lasting
 from regard.kernels.terms import Term
 from regard.mixers.base import Can, Dims, Places, needed_length
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.where import Positions
 from regard.text import chosen
 
@@ -129,10 +129,10 @@ class Floater(_Added):
     def __init__(self, dims: Dims, *, hidden: int | None = None, step: float = 0.1, every: int = 4) -> None:
         super().__init__(dims)
         _solver()
-        hidden = dims.width if hidden is None else need("hidden", hidden)
-        if not step > 0:
+        hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST)
+        if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < math.inf:
             raise ValueError(f"step must be a positive number, not {step!r}")
-        self.step, self.every = float(step), need("every", every)
+        self.step, self.every = float(step), need("every", every, 1, 1024)
         self.first = nn.Parameter(torch.randn(dims.width) * 0.5)
         self.flow = nn.Sequential(nn.Linear(dims.width + 1, hidden), nn.Tanh(), nn.Linear(hidden, dims.width))
 
@@ -195,7 +195,7 @@ class Relative(Positions):
 
     def __init__(self, dims: Dims, *, clip: int = 16, values: bool = True) -> None:
         super().__init__(dims)
-        classes = 2 * need("clip", clip, 0) + 1
+        classes = 2 * need("clip", clip, 0, WIDEST) + 1
         self.clip = clip
         self.keys = nn.Parameter(torch.randn(classes, dims.d) * dims.d**-0.5)
         self.values = nn.Parameter(torch.randn(classes, dims.e) * dims.e**-0.5) if values else None

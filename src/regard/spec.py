@@ -15,10 +15,11 @@ from regard.checks import check_flag
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.patterns import PATTERNS, Pattern
+from regard.mixers.patterns.algebra import shown
 from regard.mixers.where import Positions
 from regard.positions import positions as make_positions
 from regard.row import Row
-from regard.text import LARGEST, TextError, parse, unknown
+from regard.text import DEEPEST, LARGEST, TextError, parse, unknown
 
 Value = bool | int | float | str | Pattern | tuple["Value", ...] | None
 
@@ -74,7 +75,7 @@ class Spec:
                 return Spec("sparse", pattern=x)
             case Mapping():
                 return Spec.from_json(x)
-        raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {x!r}")
+        raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {shown(x)}")
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "options": {option: _plain(value) for option, value in self.items}}
@@ -83,7 +84,7 @@ class Spec:
     def from_json(data: Mapping[str, Any]) -> Spec:
         name, options = data.get("name"), data.get("options", {})
         if not isinstance(name, str) or not isinstance(options, Mapping) or not set(data) <= {"name", "options"}:
-            raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {dict(data)!r}')
+            raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {shown(dict(data))}')
         return Spec(name, **options)
 
     def needs_length(self, dims: Dims) -> bool:
@@ -173,17 +174,23 @@ def _maker(name: str) -> Callable[..., Spec]:
     return make
 
 
-def _value(name: str, option: str, value: object) -> Value:
+def _value(name: str, option: str, value: object, depth: int = 1) -> Value:
     """An option as it is kept: hashable, printable, and a pattern exactly where a pattern is meant."""
     if isinstance(value, list | tuple):
-        return tuple(_value(name, option, part) for part in value)
+        if depth > DEEPEST:
+            raise ValueError(
+                f"{name} cannot take lists inside each other {depth} times as {option}: {DEEPEST} levels is the limit"
+            )
+        return tuple(_value(name, option, part, depth + 1) for part in value)
     if isinstance(value, str | Pattern) and option in _patterned(name):
         return Pattern.of(value)
     if isinstance(value, int | float) and not abs(value) < LARGEST:
-        raise ValueError(f"{name} needs a smaller {option}: {value} is too large to be written down")
+        raise ValueError(f"{name} needs a smaller {option}: {shown(value)} is too large to be written down")
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"{name} cannot take {value!r} as {option}: only numbers, strings and lists of them can be written down")
+    raise ValueError(
+        f"{name} cannot take {shown(value)} as {option}: only numbers, strings and lists of them can be written down"
+    )
 
 
 def _text(value: Value) -> str:

@@ -11,10 +11,12 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from typing import NoReturn, TypeVar
 
-LONGEST = 1_000_000  # characters; the parser needs a few hundred bytes for each
+LONGEST = 100_000  # characters: a graph of 4,096 edges, written out
+MOST = 10_000  # signs between names and numbers; each becomes an object of a few hundred bytes
+SIGNS = ",|&([{=<>+-*/%^~@!.:"
 DEEPEST = 100  # calls, lists and operators inside each other; far below Python's own limit
 LARGEST = 2**63  # numbers end up in tensors
 
@@ -40,6 +42,8 @@ def parse(text: str, names: Names) -> object:
     line = re.sub(r"\s", " ", text).strip()  # one line, so that a place in it is one number
     if not line:
         raise TextError("there is nothing to read: write a name, such as " + " or ".join(list(names)[:2]), line)
+    if (signs := sum(map(line.count, SIGNS))) > MOST:
+        raise TextError(f"{signs:,} commas, brackets and signs are too many: {MOST:,} is the limit", line)
     try:
         return _Reader(line, names).value(_tree(line))
     except (RecursionError, MemoryError):  # Python's parser has limits of its own
@@ -68,10 +72,10 @@ def _with_options(make: Callable[..., object]) -> Callable[..., partial]:
 
 def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
     """A sentence about an unknown word, with the nearest allowed one and then all of them."""
-    by_lower = {name.lower(): name for name in allowed}
+    word, by_lower = _short(word), {name.lower(): name for name in allowed}
     near = get_close_matches(word.lower(), by_lower, n=1)
     hint = f"did you mean {by_lower[near[0]]!r}? There is " if near else "there is "
-    return f"{what} {_short(word)!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
+    return f"{what} {word!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
 
 
 def _tree(line: str) -> ast.expr:
@@ -139,7 +143,7 @@ class _Reader:
         positional = [self.value(arg, depth + 1) for arg in args]
         named = {keyword.arg: self.value(keyword.value, depth + 1) for keyword in keywords if keyword.arg}
         try:
-            inspect.signature(make).bind(*positional, **named)
+            _signature(make).bind(*positional, **named)
         except TypeError as error:
             self.fail(f"{name.id}: {error}; it is written {name.id}{_shape(make)}", node)
         try:
@@ -149,7 +153,7 @@ class _Reader:
             self.fail(why if why.startswith(name.id) else f"{name.id}: {why}", node)
 
     def check_keywords(self, name: str, make: Callable[..., object], keywords: list[ast.keyword]) -> None:
-        options, seen = list(inspect.signature(make).parameters), set()
+        options, seen = list(_signature(make).parameters), set()
         for keyword in keywords:
             if keyword.arg is None:
                 self.fail("`**` has no meaning here: write the options by name", keyword)
@@ -164,13 +168,16 @@ class _Reader:
         raise TextError(_short(sentence, 600), self.line, at) from None
 
 
+_signature = lru_cache(maxsize=1024)(inspect.signature)
+
+
 def _short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
 def _shape(make: Callable[..., object]) -> str:
     """Its options as one would type them: (size, around=0)."""
-    parts = inspect.signature(make).parameters.values()
+    parts = _signature(make).parameters.values()
     return "(" + ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parts) + ")"
 
 

@@ -55,7 +55,9 @@ def plan(pattern: Pattern, span: Span) -> Plan:
 def _ordered(pattern: Pattern, span: Span) -> list[Alternative]:
     """Alternatives with their bands merged, the ones inside others dropped, the largest first."""
     merged: list[Alternative] = []
-    for atoms in pattern.alternatives():
+    end = max(span.t + span.n, span.u + span.m)
+    for alternative in pattern.alternatives():
+        atoms = tuple(atom.within(end) for atom in alternative)
         bands = [a for a in atoms if isinstance(a, Band)]
         rest = tuple(dict.fromkeys(a for a in atoms if not isinstance(a, Band)))
         band = bands[0] if bands else Band(None, None)

@@ -14,9 +14,10 @@ from regard.mixers.attention import precise
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import wide
 from regard.mixers.packing import Packed
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 
 PIECE = 1024  # tokens of a line that are convolved together
+WEIGHED = 4096  # tokens of a window, each with weights of its own
 EVERY = Can.CAUSAL | Can.PADDING | Can.STREAM
 
 
@@ -66,7 +67,7 @@ class _Window(Packed):
 
 def _centred(name: str, size: int, dims: Dims) -> int:
     """The size of a window, odd where it must have a middle."""
-    if need(name, size) % 2 == 0 and not dims.causal:
+    if need(name, size, 1, WEIGHED) % 2 == 0 and not dims.causal:
         raise ValueError(f"{name} counts tokens, the own one in the middle: {size} is an even number, which needs causal=True")
     return size
 
@@ -98,6 +99,8 @@ class Conv(_Window):
             raise ValueError(f"depthwise must be True or False, not {depthwise!r}")
         self.dilation, self.groups = need("dilation", dilation), dims.width if depthwise else 1
         self.reach = (_centred("kernel", kernel, dims) - 1) * dilation
+        if self.reach >= WIDEST:
+            raise ValueError(f"a token may depend on {WIDEST:,} others, not on {self.reach:,}: take a smaller kernel or dilation")
         fan = dims.width // self.groups * kernel
         self.into, self.out = nn.Linear(dims.width, dims.width), nn.Linear(dims.width, dims.width)
         self.filter = nn.Parameter(torch.randn(dims.width, dims.width // self.groups, kernel) * fan**-0.5)  # oldest tap first
@@ -158,7 +161,7 @@ class RNN(Packed):
         if both and dims.causal:
             raise ValueError("a causal rnn reads in one direction: leave out both")
         self.both = not dims.causal if both is None else both
-        self.hidden = dims.width if hidden is None else need("hidden", hidden)
+        self.hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST // 4)
         make: Callable[..., nn.RNNBase] = nn.GRU if cell == "gru" else nn.LSTM
         self.cell, self.parts = make(dims.width, self.hidden, bidirectional=self.both), 1 if cell == "gru" else 2
         self.out = nn.Linear(self.hidden * (1 + self.both), dims.width)

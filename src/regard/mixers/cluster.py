@@ -13,7 +13,7 @@ from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import gaussian, wide
 from regard.mixers.labelled import Labelled, Shelf
 from regard.mixers.lookup import widened
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.softmax import default_scale
 
 SHORTEST = 1e-6  # a vector shorter than this has no direction
@@ -39,8 +39,8 @@ class Reformer(Labelled):
 
     def __init__(self, dims: Dims, *, rounds: int = 4, buckets: int = 32, chunk: int = 64, seed: int = 0) -> None:
         super().__init__(dims)
-        need("rounds", rounds)
-        if need("buckets", buckets) % 2 and buckets > 1:
+        need("rounds", rounds, 1, 64)
+        if need("buckets", buckets, 1, WIDEST) % 2 and buckets > 1:
             raise ValueError(f"buckets come in pairs, a direction and its opposite: use an even number or 1, not {buckets}")
         self.labels, self.chunk, self.window = buckets, need("chunk", chunk), 2 * chunk
         self.rounds = rounds if buckets > 1 else 1  # without hashing all rounds are the same
@@ -102,7 +102,11 @@ class Routing(Labelled):
         seed: int = 0,
     ) -> None:
         super().__init__(dims)
-        self.labels, self.window, self.scale = need("clusters", clusters), need("window", window), default_scale(scale, dims.d)
+        self.labels, self.window, self.scale = (
+            need("clusters", clusters, 1, WIDEST),
+            need("window", window),
+            default_scale(scale, dims.d),
+        )
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ValueError(f"decay must be a number from 0 to 1, the share of a centroid that a pass leaves, not {decay!r}")
         self.decay, self.shared_qk = decay, dims.causal

@@ -48,7 +48,7 @@ class Compressed(Core):
         super().__init__(dims)
         if kernel not in ("taps", "full"):
             raise ValueError(f"kernel must be 'taps' or 'full', not {kernel!r}")
-        self.stride, self.near, self.scale = need("rate", rate), need("near", near, 0), dims.d**-0.5
+        self.stride, self.near, self.scale = need("rate", rate, 1, 1024), need("near", near, 0), dims.d**-0.5
         self.full = kernel == "full"
         mean = torch.full((dims.g, rate), 1 / rate)
         self.kernel_k = nn.Parameter(mean[..., None, None] * torch.eye(dims.d) if self.full else mean)

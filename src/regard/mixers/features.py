@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels.transforms import transformed
+from regard.mixers.patterns.algebra import WIDEST, need, shown
 
 
 def wide(x: Tensor) -> Tensor:
@@ -70,8 +71,8 @@ def left(decay: Tensor) -> Tensor:
 
 
 def gaussian(rows: int, d: int, seed: int) -> Tensor:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be an integer, not {seed!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an integer, not {shown(seed)}: 64 bits is the limit")
     return torch.randn(rows, d, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
 
 
@@ -87,6 +88,7 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
 def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    need(name, value, 1, WIDEST)
 
 
 def positive(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from regard.kernels.transforms import need_lengths
 from regard.kernels.waves import waves, waves_by_row
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.packing import Packed
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 
 STRIP = 1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
 
@@ -56,7 +56,7 @@ class MlpMixer(Packed):
 
     def __init__(self, dims: Dims, *, hidden: int = 256) -> None:
         super().__init__(dims)
-        self.up = nn.Linear(self.need_length(), need("hidden", hidden))
+        self.up = nn.Linear(self.need_length(), need("hidden", hidden, 1, WIDEST))
         self.down = nn.Linear(hidden, self.need_length())
 
     @property
@@ -87,10 +87,10 @@ class GMLP(Packed):
 
     def __init__(self, dims: Dims, *, expand: int = 4, tiny: int = 0) -> None:
         super().__init__(dims)
-        longest, channels = self.need_length(), need("expand", expand) * dims.width
+        longest, channels = self.need_length(), need("expand", expand, 1, 256) * dims.width
         if channels % 2:
             raise ValueError(f"gmlp splits its channels in two halves: expand * width = {channels} is an odd number")
-        half, self.size = channels // 2, need("tiny", tiny, 0)
+        half, self.size = channels // 2, need("tiny", tiny, 0, WIDEST)
         self.up, self.down = nn.Linear(dims.width, channels), nn.Linear(half, dims.width)
         self.norm = nn.LayerNorm(half)
         self.weight = nn.Parameter(torch.empty(longest, longest).normal_(std=0.01 * longest**-0.5))  # a gate of 1 +- 0.01

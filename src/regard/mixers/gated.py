@@ -77,7 +77,7 @@ class Retention(Fading):
 
     def __init__(self, dims: Dims, *, power: int = 5, norm: bool = True) -> None:
         super().__init__(dims)
-        if need("power", power) > 64:
+        if need("power", power, most=2**63) > 64:
             raise ValueError(f"power must be at most 64, where gamma is as good as 1, not {power}")
         if not isinstance(norm, bool):
             raise ValueError(f"norm must be True or False, not {norm!r}")

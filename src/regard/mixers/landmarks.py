@@ -14,7 +14,7 @@ from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import wide
 from regard.mixers.lookup import packed_queries
 from regard.mixers.memory import Keeper, Log
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.softmax import Softmax
 
 
@@ -59,7 +59,11 @@ class PooledQueries(Softmax):
 
     def __init__(self, dims: Dims, *, rate: int = 2, scale: float | None = None) -> None:
         super().__init__(dims, scale=scale)
-        self.rate = need("rate", rate)
+        self.rate = need("rate", rate, 1, WIDEST)
+
+    @property
+    def name(self) -> str:
+        return "pooled_queries"
 
     def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
         if self.rate > 1:
@@ -89,10 +93,10 @@ class Nystrom(Keeper):
     def __init__(self, dims: Dims, *, landmarks: int = 64, ridge: float = 1e-3, conv: int = 0) -> None:
         if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 < ridge < math.inf:
             raise ValueError(f"ridge must be a positive number, not {ridge!r}")
-        if need("conv", conv, 0) % 2 == 0 and conv:
+        if need("conv", conv, 0, WIDEST - 1) % 2 == 0 and conv:
             raise ValueError(f"conv is as wide to the left as to the right: {conv} is an even number")
         super().__init__(dims)
-        self.landmarks, self.ridge, self.scale = need("landmarks", landmarks), float(ridge), dims.d**-0.5
+        self.landmarks, self.ridge, self.scale = need("landmarks", landmarks, 1, 4096), float(ridge), dims.d**-0.5
         self.conv = nn.Parameter(torch.zeros(dims.heads, conv)) if conv else None
         if conv:
             self.can = self.can & ~Can.CROSS  # it slides over the values of the queries themselves

@@ -14,7 +14,7 @@ from regard.kernels.tiles import UNSEEN
 from regard.mixers.base import Core, Dims, Places, needed_length
 from regard.mixers.features import joined, per_query_head, where_valid, wide
 from regard.mixers.kernel import CPU_RUN, GPU_RUN
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.softmax import EVERY
 
 SHARES = ("none", "head", "kv", "layer")
@@ -45,7 +45,7 @@ class Linformer(Core):
 
     def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
         super().__init__(dims)
-        self.rank, self.longest = need("rank", rank), needed_length(self.name, dims)
+        self.rank, self.longest = need("rank", rank, 1, WIDEST), needed_length(self.name, dims)
         if share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(map(repr, SHARES))}, not {share!r}")
         self.share, self.scale = share, dims.d**-0.5

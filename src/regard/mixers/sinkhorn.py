@@ -16,7 +16,7 @@ from regard.kernels.tiles import UNSEEN, accumulator
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.lookup import packed, widened
 from regard.mixers.memory import Keeper, Log
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 
 
 class Sinkhorn(Keeper):
@@ -54,14 +54,14 @@ class Sinkhorn(Keeper):
         top: int | None = None,
     ) -> None:
         super().__init__(dims)
-        self.block, self.iterations = need("block", block), need("iterations", iterations)
+        self.block, self.iterations = need("block", block, 1, WIDEST), need("iterations", iterations, 1, 1024)
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be a positive number, not {temperature!r}")
         if form not in ("full", "sortcut"):
             raise ValueError(f"form must be 'full' or 'sortcut', not {form!r}")
         if form == "full" and top is not None:
             raise ValueError("top is how many sorted blocks every query sees: it belongs to form='sortcut'")
-        self.temperature, self.form, self.top = float(temperature), form, need("top", 2 if top is None else top)
+        self.temperature, self.form, self.top = float(temperature), form, need("top", 2 if top is None else top, 1, WIDEST)
         if form == "sortcut":
             self.can, self.positional = Can.CROSS | Can.PADDING, False
         self.sort = nn.Parameter(torch.randn(dims.heads, dims.d if form == "full" else self.top, dims.d))

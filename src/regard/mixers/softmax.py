@@ -17,6 +17,7 @@ from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.lookup import Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Keeper, Log
 from regard.mixers.patterns import Everything
+from regard.mixers.patterns.algebra import WIDEST, need
 
 EVERY = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
 DOTS = EVERY | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax
@@ -134,9 +135,7 @@ class Additive(_Strips):
 
     def __init__(self, dims: Dims, *, hidden: int | None = None) -> None:
         super().__init__(dims)
-        self.hidden = dims.d if hidden is None else hidden
-        if not isinstance(self.hidden, int) or self.hidden < 1:
-            raise ValueError(f"hidden must be a positive integer, not {hidden!r}")
+        self.hidden = dims.d if hidden is None else need("hidden", hidden, 1, WIDEST)
         self.wq, self.wk = (nn.Parameter(torch.randn(dims.heads, dims.d, self.hidden) * dims.d**-0.5) for _ in range(2))
         self.w = nn.Parameter(torch.randn(dims.heads, self.hidden) * self.hidden**-0.5)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from regard.kernels.dense import merged
-from regard.kernels.parts import Span
-from regard.kernels.tiles import Reach, tiled
+from regard.kernels.tiles import Reach
 from regard.mixers.base import Can, Core, Dims, Places, refer
 from regard.mixers.census import Census, census
 from regard.mixers.lookup import Lookup
@@ -18,7 +16,6 @@ from regard.mixers.patterns import (
     Blocks,
     Columns,
     Dilated,
-    Everything,
     Global,
     Local,
     Pattern,
@@ -28,7 +25,8 @@ from regard.mixers.patterns import (
     Stride,
     Tail,
 )
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import need, shown
+from regard.mixers.patterns.drawn import DRAWN
 from regard.mixers.softmax import DOTS, default_scale
 from regard.mixers.where import Positions
 
@@ -40,7 +38,8 @@ SELF = DOTS & ~Can.CROSS
 class Sparse(Keeper):
     """Softmax attention over the pairs of a pattern; a query with no visible key gets 0.
 
-    A = softmax(scale q k^T) over {(i, j) in pattern}, out = A v.
+    A = softmax(scale q k^T) over {(i, j) in pattern}, out = A v. causal=True takes the future from every pattern; only
+    Truncated(back, ahead), which names how much of it is seen, is refused then.
     Cost: (d + e) times the number of pairs, in time; n in memory. Child et al. 2019, arXiv:1904.10509.
     """
 
@@ -53,9 +52,16 @@ class Sparse(Keeper):
 
     def place(self, pattern: Pattern | str) -> None:
         """From now on look at the pairs of this pattern."""
-        self.pattern = Pattern.of(pattern)
-        self.reach = Reach.of(self.pattern, self.dims.heads)
-        lost = Can.STREAM if self.reach.bends else Can.NOTHING  # a longer sequence would have had another past
+        pattern = Pattern.of(pattern)
+        lost = Can.STREAM if pattern.bends_with_length else Can.NOTHING  # a longer sequence would have had another past
+        if (part := pattern.lookahead) is not None:
+            lost = lost | Can.CAUSAL
+            if self.dims.causal:
+                raise ValueError(
+                    f"{part} sees later tokens, which causal=True forbids: write Truncated(back, 0) or & Causal(), "
+                    "or build it with causal=False"
+                )
+        self.pattern, self.reach = pattern, Reach.of(pattern, self.dims.heads)
         self.can = type(self).can & ~lost
         self.joint, self.positional = self.reach.bends, any(own != Everything() for own in self.reach.each)
 
@@ -103,14 +109,21 @@ class SparseTransformer(Sparse):
         near, far = (Local(stride), Stride(stride)) if form == "strided" else (Blocks(stride), Tail(stride, summary))
         super().__init__(dims, pattern=PerHead([near, far]))
 
+    @property
+    def name(self) -> str:
+        return "sparse_transformer"
+
 
 class BigBird(Sparse):
     """Blocks see their neighbours, some global blocks and some random ones: short paths between all tokens.
 
-    Pattern: `window` blocks around | Global | `random` blocks drawn per head. The global tokens are the first `globals` blocks
-    (special="internal"), or as many learned keys and values that do not belong to the sequence (special="external").
-    Causal: random blocks are drawn from the past. Cost: n block (window + globals + random).
-    Zaheer et al. 2020, arXiv:2007.14062.
+    Pattern: `window` blocks around | Global | `random` blocks drawn per head. The global tokens are `globals` whole blocks:
+    special="first": the first ones, so that it can be causal and stream; random blocks are then drawn from the past.
+    special="ends": half of them the first ones, half the last ones, as in the published model and in Hugging Face's, which have
+    one of each. The last tokens are those of a whole sequence, so this form is not causal.
+    Both are the paper's ITC, where tokens of the sequence are global. For its ETC, with further tokens, put `globals` blocks of
+    learned tokens in front of the sequence and use special="first": then they read, are read, and go through all layers.
+    Cost: n block (window + globals + random). Zaheer et al. 2020, arXiv:2007.14062.
     """
 
     can = SELF
@@ -123,35 +136,24 @@ class BigBird(Sparse):
         window: int = 3,
         globals: int = 2,
         random: int = 3,
-        special: str = "internal",
+        special: str = "first",
         seed: int = 0,
     ) -> None:
         need("block", block)
         if need("window", window) % 2 == 0:
             raise ValueError(f"window counts blocks, the own one in the middle: {window} is an even number")
-        if special not in ("internal", "external"):
-            raise ValueError(f"special must be 'internal' or 'external', not {special!r}")
+        if special not in ("first", "ends"):
+            raise ValueError(
+                f"special must be 'first' or 'ends', not {shown(special)}: for tokens of their own, put them in front"
+            )
+        if special == "ends" and dims.causal:
+            raise ValueError("the last blocks of special='ends' belong to a whole sequence: use special='first' with causal=True")
         pattern: Pattern = Blocks(block, window // 2)
-        if need("random", random, 0):
+        if need("random", random, 0, DRAWN):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
-        inside = need("globals", globals, 0) and special == "internal"
-        super().__init__(dims, pattern=pattern | Global(globals * block) if inside else pattern)
-        self.all = Reach.of(Everything(), dims.heads)
-        extra = globals * block if special == "external" else 0
-        self.extra_k = nn.Parameter(torch.randn(dims.g, extra, dims.d) * 0.02) if extra else None
-        if extra:
-            self.can = self.can & ~(Can.ROTARY | Can.RELATIVE)  # tokens that stand nowhere have no distance
-        self.extra_v = nn.Parameter(torch.randn(dims.g, extra, dims.e) * 0.02) if extra else None
-
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
-        look = self.look(causal)
-        inside = look(log, q, places)
-        if self.extra_k is None or self.extra_v is None or q.shape[2] == 0:
-            return inside[0]
-        share = q.shape[1] // self.dims.g
-        k, v = (x.to(q.dtype).repeat_interleave(share, 0).expand(q.shape[0], -1, -1, -1) for x in (self.extra_k, self.extra_v))
-        span = Span(0, q.shape[2], 0, k.shape[2])
-        return merged(inside, tiled(q, k, v, self.all, span, scale=self.scale, dropout=look.dropout))[0]
+        last = need("globals", globals, 0) // 2 if special == "ends" else 0
+        super().__init__(dims, pattern=pattern | Global((globals - last) * block, last=last * block) if globals else pattern)
+        self.can = self.can & ~Can.CAUSAL if last else self.can
 
 
 class Both(NamedTuple):
@@ -164,6 +166,8 @@ class Longformer(Core):
 
     Rows of ordinary tokens: Local(window), in `dilated_heads` heads Dilated(window, dilation), | Columns(special).
     Rows of special tokens: all keys, with their own q, k, v (shared=True: the ordinary ones).
+    `window` counts one side: a token sees 2 window - 1 keys, itself in the middle, or `window` if causal. The paper's, which is
+    Hugging Face's `attention_window`, counts both sides: attention_window=512 sees 256 keys before and 256 behind the token.
     Cost: n (window + special). Beltagy et al. 2020, arXiv:2004.05150.
     """
 
@@ -173,7 +177,8 @@ class Longformer(Core):
         self,
         dims: Dims,
         *,
-        window: int = 256,
+        window: int | None = None,
+        attention_window: int | None = None,
         dilation: int = 1,
         dilated_heads: int = 0,
         first: int = 1,
@@ -181,6 +186,8 @@ class Longformer(Core):
         shared: bool = False,
     ) -> None:
         super().__init__(dims)
+        window = _one_side(window, attention_window)
+        need("dilation", dilation)
         if need("dilated_heads", dilated_heads, 0) > dims.heads:
             raise ValueError(f"dilated_heads is {dilated_heads}, but there are only {dims.heads} heads")
         if dilated_heads and dilation == 1:
@@ -190,8 +197,8 @@ class Longformer(Core):
         near: Pattern = PerHead([Local(window)] * (dims.heads - dilated_heads) + [Dilated(window, dilation)] * dilated_heads)
         near = near if dilated_heads else Local(window)
         self.streams = 1 if shared else 2
-        self.rows = Rows(first, tuple(at)) if first or at else None
-        self.local = Sparse(dims, pattern=near | Columns(first, tuple(at)) if self.rows else near)
+        self.rows = Rows(first, at) if first or at else None  # type: ignore[arg-type]
+        self.local = Sparse(dims, pattern=near | Columns(self.rows.first, self.rows.at) if self.rows else near)
         self.special = Sparse(dims, pattern=self.rows) if self.rows else None
         if self.special is None and not shared:
             raise ValueError("without special tokens there is nothing to project apart: first=1, or shared=True")
@@ -237,3 +244,14 @@ class Longformer(Core):
             return out
         apart = self.special.answer(memory.special, gq, places, causal)
         return torch.where(self.rows.special(places.at)[:, None, :, None], apart, out)
+
+
+def _one_side(window: int | None, attention_window: int | None) -> int:
+    """The keys of a window on one side, the query itself among them; 256 if nothing else is given."""
+    if attention_window is None:
+        return 256 if window is None else need("window", window)
+    if window is not None:
+        raise ValueError("window counts the tokens on one side, attention_window those on both: give one of them")
+    if need("attention_window", attention_window, 2) % 2:
+        raise ValueError(f"attention_window is half before and half behind a token: {attention_window} is an odd number")
+    return attention_window // 2 + 1

@@ -16,7 +16,7 @@ from regard.kernels.transforms import transformed
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Log
-from regard.mixers.patterns.algebra import need
+from regard.mixers.patterns.algebra import WIDEST, need
 
 FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 
@@ -194,9 +194,9 @@ def _check(form: str, mix: float | str | None, rank: int | None, frozen: bool, s
         raise ValueError(f"frozen must be True or False, not {frozen!r}")
     if frozen and form.startswith("dense"):
         raise ValueError(f"frozen is for a table that is drawn, and {form} makes its weights from tokens: use form='random'")
-    if seed is not None and need("seed", seed, 0) >= 0 and not frozen:
+    if seed is not None and need("seed", seed, 0, 2**63 - 1) >= 0 and not frozen:
         raise ValueError("seed is for a table that stays as it was drawn: set frozen=True, or leave it out")
-    if rank is not None and need("rank", rank) and form != "random_factorised":
+    if rank is not None and need("rank", rank, 1, WIDEST) and form != "random_factorised":
         raise ValueError("rank is that of the two factors of a table: it belongs to form='random_factorised'")
 
 

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from reprlib import repr as shortened_repr
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 Alternative = tuple["Atom", ...]  # all of these hold
 
+FARTHEST = 2**31  # the largest position, distance or size in a pattern: products of two of them fit into 64 bits
+WIDEST = 2**16  # the largest size of an option that weights are made for
+ALTERNATIVES = 256  # in the pattern of one head: a plan compares them with each other
+PARTS = 4096  # patterns inside of one, however deep
 
-def need(name: str, value: Any, least: int = 1) -> int:
-    """The value, if it is an integer and large enough."""
+
+def need(name: str, value: Any, least: int = 1, most: int = FARTHEST) -> int:
+    """Return the value, if it is an integer from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:,}, not {shown(value)}")
     return value
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence quotes it: never long, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
+        return f"a number of {value.bit_length():,} bits"
+    try:
+        return shortened_repr(value)
+    except ValueError:  # such a number inside of a list
+        return f"this {type(value).__name__}"
 
 
 class Pattern:
     """A set of pairs (i, j), possibly another one per head h."""
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        """True where query i of head h may see key j; broadcasts. Also the body of a FlexAttention mask_mod."""
+        """True where query i of head h may see key j; broadcasts.
+
+        Also the body of a FlexAttention mask_mod, whose indices are vmapped: `lambda b, h, i, j: pattern(h, i, j)`.
+        A pattern that depends on the length is bound to it first, with `bound`.
+        """
         raise NotImplementedError
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
@@ -46,6 +71,19 @@ class Pattern:
         """Does the pattern of a longer sequence change among its first tokens?"""
         return False
 
+    ways: int = 1  # alternatives of the pattern of one head, counted without making them
+    inside: int = 1  # patterns it is written with
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        """The part that names a number of later tokens to be seen, unless an `&` takes the future from it."""
+        return None
+
+    @property
+    def backward(self) -> bool:
+        """Does it leave out the future by its own words, as Causal() does?"""
+        return False
+
     def __or__(self, other: Pattern) -> Pattern:
         return _join(Or, self, other)
 
@@ -59,7 +97,7 @@ class Pattern:
 
         pattern = parse(text, PATTERNS)
         if not isinstance(pattern, Pattern):
-            raise ValueError(f"{text!r} is not a pattern: write for example 'Local(256) | Global(first=1)'")
+            raise ValueError(f"{shown(text)} is not a pattern: write for example 'Local(256) | Global(first=1)'")
         return pattern
 
     @staticmethod
@@ -77,12 +115,37 @@ class Atom(Pattern):
     def alternatives(self) -> tuple[Alternative, ...]:
         return ((self,),)
 
+    def within(self, end: int) -> Atom:  # noqa: ARG002 - most atoms take no room for what lies behind the end
+        """The same pairs among positions below `end`, by numbers no larger than it: ten tokens need no block of a million."""
+        return self
+
 
 @dataclass(frozen=True, repr=False)
 class Several(Pattern):
     """Patterns combined."""
 
     parts: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ways", self._ways())
+        object.__setattr__(self, "inside", sum(p.inside for p in self.parts))
+        if self.inside > PARTS:
+            raise ValueError(f"a pattern may have {PARTS:,} parts, not {self.inside:,}")
+        if self.ways > ALTERNATIVES:
+            raise ValueError(
+                f"the pattern of a head may have {ALTERNATIVES} alternatives, not {shown(self.ways)}: take fewer parts"
+            )
+
+    def _ways(self) -> int:
+        return sum(p.ways for p in self.parts)
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        return next((p.lookahead for p in self.parts if p.lookahead is not None), None)
+
+    @property
+    def backward(self) -> bool:
+        return all(p.backward for p in self.parts)
 
     def for_head(self, h: int, heads: int) -> Pattern:
         return _join(type(self), *(p.for_head(h, heads) for p in self.parts))
@@ -113,6 +176,17 @@ class Or(Several):
 
 
 class And(Several):
+    def _ways(self) -> int:
+        return prod(p.ways for p in self.parts)
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        return None if self.backward else super().lookahead
+
+    @property
+    def backward(self) -> bool:
+        return any(p.backward for p in self.parts)
+
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
         seen = self.parts[0](h, i, j)
         for p in self.parts[1:]:
@@ -136,10 +210,16 @@ class PerHead(Several):
     """Another pattern in each head; with fewer patterns than heads, equal shares of neighbouring heads."""
 
     def __init__(self, parts: Sequence[Pattern]) -> None:
-        parts = tuple(parts)
+        try:
+            parts = tuple(parts)
+        except TypeError:
+            parts = ()
         if not parts or not all(isinstance(p, Pattern) for p in parts):
             raise ValueError("PerHead needs a list of patterns: PerHead([Local(8), Stride(4)])")
         super().__init__(parts)
+
+    def _ways(self) -> int:
+        return max(p.ways for p in self.parts)
 
     def for_head(self, h: int, heads: int) -> Pattern:
         if heads % len(self.parts):
@@ -148,7 +228,13 @@ class PerHead(Several):
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
         """Called as a predicate, it needs one pattern per head."""
-        return by_head(h, lambda x: self.for_head(x, len(self.parts)), i, j)
+        if not torch.compiler.is_compiling() and largest(h) >= len(self._each):
+            raise ValueError(f"as a predicate PerHead needs a pattern for every head: there is none for head {largest(h)}")
+        return by_head(h, self._each, i, j)
+
+    @cached_property
+    def _each(self) -> tuple[Pattern, ...]:
+        return tuple(p.for_head(x, len(self.parts)) for x, p in enumerate(self.parts))
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return torch.stack([p.alive(j, now) for p in self.parts]).any(0)
@@ -157,12 +243,27 @@ class PerHead(Several):
         return f"PerHead([{', '.join(map(repr, self.parts))}])"
 
 
-def by_head(h: Any, pattern: Callable[[int], Pattern], i: Tensor, j: Tensor) -> Tensor:
-    h = torch.as_tensor(h, device=i.device)
+def by_head(h: Any, each: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
+    """What the pattern of head h sees, for heads that are a number or a tensor."""
+    if isinstance(h, int):
+        return each[h](h, i, j)
     seen = torch.zeros_like(h + i + j, dtype=torch.bool)
-    for x in h.unique().tolist():
-        seen = seen | ((h == x) & pattern(x)(x, i, j))
+    for x, pattern in enumerate(each):
+        seen = seen | ((h == x) & pattern(x, i, j))
     return seen
+
+
+def largest(x: Any) -> int:
+    """The largest of some indices, -1 if there are none."""
+    there = unwrapped(torch.as_tensor(x))
+    return int(there.max()) if there.numel() else -1
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The numbers in an index tensor: of a vmapped one, those of the whole batch. FlexAttention vmaps its mask_mod."""
+    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
 
 
 def _join(kind: type[Several], *patterns: Pattern) -> Pattern:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from regard.kernels.remember import lasting
-from regard.mixers.patterns.algebra import Atom, Pattern, by_head, need
+from regard.mixers.patterns.algebra import Atom, Pattern, by_head, largest, need, unwrapped
+
+DRAWN = 1024  # blocks for each block: drawing them takes the square of their number
+LISTED = 2**18  # nodes of a graph that is given in lists; larger ones in a tensor
 
 
 @lru_cache(maxsize=64)
@@ -47,11 +51,12 @@ class Random(Atom):
     per_head: bool = False
     past: bool = False
     length: int | None = None  # the number of keys it is drawn for; set by `bound`
+    _noted = None
 
     def __post_init__(self) -> None:
-        need("the count of Random", self.count, 1)
+        need("the count of Random", self.count, 1, DRAWN)
         need("the block of Random", self.block, 1)
-        need("seed", self.seed, 0)
+        need("seed", self.seed, 0, 2**42)
         for name in ("per_head", "past"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -77,14 +82,27 @@ class Random(Atom):
         return _draw(self.count, self.seed, rows, -(-self.length // self.block))
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        if self.per_head and isinstance(h, int):
+            return self.for_head(h, 0)(h, i, j)
         if self.per_head:
-            return by_head(h, lambda x: self.for_head(x, 0), i, j)
-        rows = int(i.max()) // self.block + 1 if i.numel() else 0
-        chosen = self.table(max(rows, 1)).to(i.device)[i // self.block]
-        return (chosen == (j // self.block).unsqueeze(-1)).any(-1)
+            return by_head(h, self._noted_for(h, lambda: tuple(self.for_head(x, 0) for x in range(largest(h) + 1))), i, j)
+        rows = self._noted_for(i, lambda: self.table(max(largest(i) // self.block + 1, 1)).to(unwrapped(i).device))
+        return (rows[i // self.block] == (j // self.block).unsqueeze(-1)).any(-1)
+
+    def _noted_for(self, index: Tensor, make: Callable[[], Any]) -> Any:
+        """make(), noted where indices are vmapped: FlexAttention calls a mask once with numbers, then traces it without."""
+        if torch.compiler.is_compiling() and self._noted is not None:
+            return self._noted
+        made = make()
+        if unwrapped(index) is not index:
+            object.__setattr__(self, "_noted", made)
+        return made
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return torch.ones_like(j + now, dtype=torch.bool)  # a later block may draw any earlier one
+
+    def within(self, end: int) -> Random:
+        return self if self.block <= end else replace(self, block=max(end, 1))  # all of them in the first block
 
     def __repr__(self) -> str:
         more = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
@@ -127,8 +145,8 @@ class Edges(Atom):
         pairs = _pairs(edges)
         if nodes is None:
             nodes = int(pairs.max()) + 1 if pairs.numel() else 0
-        if need("nodes", nodes, 0) > 2**31:
-            raise ValueError(f"a graph may have 2**31 nodes, not {nodes}")
+        if need("the number of nodes", nodes, 0) > LISTED and loops and not isinstance(edges, Tensor | np.ndarray):
+            raise ValueError(f"a graph given in lists may have {LISTED:,} nodes with loops, not {nodes:,}: give a tensor")
         if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < nodes:
             raise ValueError(f"edges name nodes {int(pairs.min())} to {int(pairs.max())}, but there are only {nodes}, from 0")
         for name, value in (("loops", loops), ("both", both)):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from regard.kernels.transforms import transformed
-from regard.mixers.patterns.algebra import Alternative, Atom, Pattern, need
+from regard.mixers.patterns.algebra import Alternative, Atom, Pattern, need, shown
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,43 +31,73 @@ class Blocks(Atom):
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return j // self.size + self.around >= now // self.size
 
+    def within(self, end: int) -> Blocks:
+        size = max(min(self.size, end), 1)
+        return Blocks(size, min(self.around, max(end - 1, 0) // size))
+
     def __repr__(self) -> str:
         return f"Blocks({self.size}{f', around={self.around}' if self.around else ''})"
 
 
 @dataclass(frozen=True, repr=False)
 class Special(Pattern):
-    """Tokens singled out by position: the first few, or those listed."""
+    """Tokens singled out by position: the first few, those listed, or the last few of a sequence."""
 
     first: int = 0
     at: tuple[int, ...] = ()
+    last: int = 0
+    length: int | None = None  # the number of tokens that the last ones belong to; set by `bound`
 
     def __post_init__(self) -> None:
         need("first", self.first, 0)
+        need("last", self.last, 0)
+        if not isinstance(self.at, int | list | tuple):
+            raise ValueError(f"at must be a position or a list of positions, not {shown(self.at)}")
         at = [self.at] if isinstance(self.at, int) else list(self.at)
         for position in at:
             need("a position in `at`", position, 0)
-        object.__setattr__(self, "at", tuple(sorted(set(at) - set(range(self.first)))))
-        if not self.first and not self.at:
-            raise ValueError(f"{type(self).__name__} needs special tokens: first=1, or at=[0, 7]")
+        object.__setattr__(self, "at", tuple(sorted({p for p in at if p >= self.first})))
+        if self.length is not None:
+            need("length", self.length, 0)
+        if not self.first and not self.at and not self.last:
+            raise ValueError(f"{type(self).__name__} needs special tokens: first=1, last=1, or at=[0, 7]")
+
+    @property
+    def bends_with_length(self) -> bool:
+        return self.last > 0
 
     def special(self, i: Tensor) -> Tensor:
         found = i < self.first
-        if not self.at:
-            return found
-        at = torch.tensor(self.at, device=i.device)
-        return found | ((i[..., None] == at).any(-1) if transformed() else torch.isin(i, at))
+        if self.at:
+            at = torch.tensor(self.at, device=i.device)
+            found = found | ((i[..., None] == at).any(-1) if transformed() else torch.isin(i, at))
+        return found | (i >= self._tail) if self.last else found
 
     @property
-    def last(self) -> int:
-        return max(self.first - 1, *self.at) if self.at else self.first - 1
+    def _tail(self) -> int:
+        """Where the last tokens begin."""
+        if self.length is None:
+            raise ValueError(f"the last tokens of {type(self).__name__} are those of a length: call .bound(n, m) first")
+        return max(self.length - self.last, 0)
+
+    def gone(self, now: Tensor) -> Tensor:
+        """Are all special positions before `now`? Never, where they are the last ones."""
+        return now > (2**62 if self.last else max(self.first - 1, *self.at, 0) if self.at else self.first - 1)
 
     def positions(self, low: int, high: int) -> Tensor:
         """The special positions in low <= position < high, in order."""
-        return torch.tensor([p for p in (*range(self.first), *self.at) if low <= p < high], dtype=torch.long)
+        runs: list[Iterable[int]] = [range(low, min(self.first, high)), [p for p in self.at if low <= p < high]]
+        if self.last:
+            runs.append(range(max(self._tail, low), high))
+        return torch.tensor(sorted(set(chain(*runs))), dtype=torch.long)
+
+    def _bound(self, length: int) -> Self:
+        return replace(self, length=length) if self.last and self.length is None else self
 
     def __repr__(self) -> str:
-        parts = ([f"first={self.first}"] if self.first else []) + ([f"at={list(self.at)}"] if self.at else [])
+        parts = [
+            f"{f.name}={list(v) if f.name == 'at' else v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default
+        ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -77,7 +109,10 @@ class Rows(Special, Atom):
         return self.special(i) & torch.ones_like(j, dtype=torch.bool)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return (now <= self.last) & torch.ones_like(j, dtype=torch.bool)
+        return ~self.gone(now) & torch.ones_like(j, dtype=torch.bool)
+
+    def bound(self, n: int, m: int) -> Rows:  # noqa: ARG002
+        return self._bound(n)
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,21 +123,33 @@ class Columns(Special, Atom):
         return self.special(j) & torch.ones_like(i, dtype=torch.bool)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return self.special(j) & torch.ones_like(now, dtype=torch.bool)
+        kept = torch.ones_like(j, dtype=torch.bool) if self.last else self.special(j)
+        return kept & torch.ones_like(now, dtype=torch.bool)
+
+    def bound(self, n: int, m: int) -> Columns:  # noqa: ARG002
+        return self._bound(m)
 
 
 @dataclass(frozen=True, repr=False)
 class Global(Special):
     """i or j is special: some tokens see everything and are seen by everything."""
 
+    ways = 2
+
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         return self.special(i) | self.special(j)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return self.special(j) | (now <= self.last)
+        return ~self.gone(now) | Columns(self.first, self.at, self.last).alive(j, now)
 
     def alternatives(self) -> tuple[Alternative, ...]:
-        return ((Rows(self.first, self.at),), (Columns(self.first, self.at),))
+        return tuple((half(self.first, self.at, self.last, self.length),) for half in (Rows, Columns))
+
+    def bound(self, n: int, m: int) -> Pattern:
+        """Rows are counted from the end of the queries, columns from that of the keys."""
+        if not self.last or self.length is not None:
+            return self
+        return Rows(self.first, self.at, self.last, n) | Columns(self.first, self.at, self.last, m)
 
 
 @dataclass(frozen=True, repr=False)

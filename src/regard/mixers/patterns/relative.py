@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.mixers.patterns.algebra import Alternative, Atom, Pattern, need
+from regard.mixers.patterns.algebra import FARTHEST, Alternative, Atom, Pattern, need
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ class Band(Atom):
         back, ahead = (
             min((x for x in two if x is not None), default=None) for two in ((self.back, other.back), (self.ahead, other.ahead))
         )
-        return Band(back, ahead, math.lcm(self.step, other.step))
+        return Band(back, ahead, min(math.lcm(self.step, other.step), FARTHEST**2 // 4))  # no distance is a multiple of more
+
+    def within(self, end: int) -> Band:
+        back, ahead = (x if x is None else min(x, end) for x in (self.back, self.ahead))
+        return Band(back, ahead, min(self.step, max(end, 1)))
 
     def covers(self, other: Band) -> bool:
         return other.step % self.step == 0 and self.both(other) == other
@@ -55,6 +59,10 @@ class Relative(Pattern):
 
     def alternatives(self) -> tuple[Alternative, ...]:
         return ((self.band,),)
+
+    @property
+    def backward(self) -> bool:
+        return self.band.ahead == 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(repr(getattr(self, f.name)) for f in fields(self))})"  # type: ignore[arg-type]
@@ -88,6 +96,10 @@ class Truncated(Relative):
     @property
     def band(self) -> Band:
         return Band(self.back, self.ahead)
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        return self if self.ahead else None
 
 
 @dataclass(frozen=True, repr=False)
