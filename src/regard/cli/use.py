@@ -15,7 +15,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.reading import Line, asked_lines
-from regard.cli.say import labelled, number, screen, sentences, write_json
+from regard.cli.say import aside, labelled, number, screen, sentences, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TOGETHER = 256  # lines of a file that are answered at once
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")]
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Data = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How it answers: beam=5, for one.")]
@@ -33,17 +33,21 @@ Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE",
 class Trained(NamedTuple):
     task: Task
     model: nn.Module
+    update: int | None = None  # of its weights, where the run is not finished
 
 
 def trained(run: Path, changes: Iterable[str], device: str) -> Trained:
-    """A run, ready to answer; it needs no data."""
+    """A run, ready to answer; it needs no data. Of an unfinished one it is said which update answers."""
     from regard import tasks
-    from regard.training.store import WEIGHTS, load_run, put_weights
+    from regard.training.store import put_weights
+    from regard.training.usable import usable
 
     kind = settings.device(device)
     if not run.is_dir():
         raise ValueError(f"there is no folder {run}")
-    kept = load_run(run)
+    kept, weights, update, note = usable(run)
+    if note:
+        aside(note)
     config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
     task = tasks.task(config)
     try:
@@ -51,8 +55,8 @@ def trained(run: Path, changes: Iterable[str], device: str) -> Trained:
     except KeyError as error:
         raise ValueError(f"{run}/assets lacks {error.args[0]}: restore it, or train again in another folder") from None
     model = task.model()
-    put_weights(model, kept.weights, run / WEIGHTS)
-    return Trained(task, model.to(kind).eval())
+    put_weights(model, kept.weights, weights)
+    return Trained(task, model.to(kind).eval(), update)
 
 
 def evaluate(
@@ -67,13 +71,14 @@ def evaluate(
     with sentences():
         if split not in ("test", "val"):
             raise ValueError(f"the split is test or val, not {split!r}")
-        task, model = trained(run, changes or [], device)
+        task, model, update = trained(run, changes or [], device)
         task.read(data)
         if not task.splits.get(split):
             raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
         told = {name: getattr(task.config, name) for name in task.answering}
         scores = task.score(model, split)
-        line = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
+        line: dict[str, Any] = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
+        line |= {} if update is None else {"update": update}  # of a run that is not finished
         _keep(run / "scores.json", line)
     if as_json:
         write_json({"run": str(run), "task": task.config.task, **line})
@@ -81,22 +86,27 @@ def evaluate(
     how = task.signatures()
     rows = [(name, number(value) + (f"   {how[name]}" if name in how else "")) for name, value in scores.items()]
     console = screen()
-    console.print(f"\n{run} on {split}", style="bold", markup=False, highlight=False)
+    which = "" if update is None else f", update {update}"
+    console.print(f"\n{run} on {split}{which}", style="bold", markup=False, highlight=False)
     console.print(labelled([*rows, ("", ""), ("kept in", str(run / "scores.json"))]), highlight=False)
 
 
 def _keep(path: Path, line: dict[str, Any]) -> None:
-    """Beside other scores; those of the same split and settings are replaced."""
+    """Beside other scores; those of the same split, settings and update are replaced."""
     from regard.training import files
 
     kept: list[Any] = []
     if path.is_file():
         try:
             kept = json.loads(path.read_bytes())
-            kept = [old for old in kept if (old["split"], old["settings"]) != (line["split"], line["settings"])]
+            kept = [old for old in kept if _what(old) != _what(line)]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is not as it was written: delete or restore it, and evaluate again") from None
     files.replace(path, files.as_json([*kept, line]))
+
+
+def _what(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["split"], line["settings"], line.get("update")
 
 
 def predict(
@@ -108,7 +118,7 @@ def predict(
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
         many, lines = asked_lines(source)
-        task, model = trained(run, changes or [], device)
+        task, model, _ = trained(run, changes or [], device)
         for part in _parts(lines, TOGETHER if many else 1):
             for answer in _answers(task, model, part):
                 sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
@@ -148,7 +158,7 @@ def distil(
             raise ValueError(f"{out} is there already: choose another name, or delete it")
         if not out.parent.is_dir():
             raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
-        task, model = trained(run, changes or [], device)
+        task, model, _ = trained(run, changes or [], device)
         if not isinstance(task, TranslationTask):
             raise ValueError(f"{run} is a run of {task.config.task}: only translation has a teacher's answers to learn from")
         task.read(data)

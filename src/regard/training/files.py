@@ -33,10 +33,12 @@ def replace(path: Path, data: bytes | str) -> None:
         write(torn, data.encode() if isinstance(data, str) else data)
         os.replace(torn, path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):  # it was never there, or its disk is gone
             torn.unlink()
-        raise RunError(cannot_write(path, error)) from error
+        if isinstance(error, OSError):
+            raise RunError(cannot_write(path, error)) from error
+        raise
 
 
 def sync(folder: Path) -> None:

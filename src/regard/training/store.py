@@ -57,9 +57,11 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
             _remove(final)
         os.rename(writing, final)
         files.sync(folder)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(writing, ignore_errors=True)
-        raise RunError(files.cannot_write(final, error)) from error
+        if isinstance(error, OSError):
+            raise RunError(files.cannot_write(final, error)) from error
+        raise
     return final
 
 
@@ -173,6 +175,18 @@ def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], ab
     files.replace(out / CONFIG, texts[CONFIG])
 
 
+def change_run(out: Path, config: Mapping[str, Any]) -> None:
+    """Other settings for a run, which is unfinished then. Whenever this is cut off, the old ones or the new ones are sealed."""
+    about, text = files.read_json(out / ABOUT, "restore it, or train again in another folder"), files.as_json(config)
+    seals, after = about.get("sha256", {}), files.digest(text.encode())
+    before = seals.get(CONFIG, [])
+    both = [*([before] if isinstance(before, str) else before), after]
+    files.replace(out / ABOUT, files.as_json({**about, "sha256": {**seals, CONFIG: both}}))
+    (out / RESULT).unlink(missing_ok=True)
+    files.replace(out / CONFIG, text)
+    files.replace(out / ABOUT, files.as_json({**about, "sha256": {**seals, CONFIG: after}}))
+
+
 def check_seals(out: Path) -> None:
     """That settings and assets are those it began with: the weights would fit many others, and mean something else."""
     if not (out / ABOUT).is_file():  # without it a finished run can still answer
@@ -182,12 +196,12 @@ def check_seals(out: Path) -> None:
     if not isinstance(seals, dict):
         raise RunError(f"{out / ABOUT} is not as it was written: {advice}")
     for name, seal in seals.items():
-        if files.digest(files.read(out / name, advice)) != seal:
+        if files.digest(files.read(out / name, advice)) not in (seal if isinstance(seal, list) else [seal]):
             raise RunError(f"{out / name} is not as it was written (its SHA-256 differs): {advice}")
 
 
 def load_run(out: Path) -> Run:
-    """A finished run: its configuration as JSON, its assets by name, its chosen weights."""
+    """A finished run: its configuration as JSON, its assets by name, its chosen weights. See `usable` for others."""
     config = load_config(out)
     if config is None:
         raise RunError(f"{out} holds no run: it has no config.json")
