@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,9 +170,19 @@ def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], ab
         if Path(name).name != name or name.startswith("."):
             raise ValueError(f"an asset is named like a file, without folders, not {name!r}")
         texts[f"assets/{name}"] = text
-        files.replace(out / "assets" / name, text)
-    files.replace(out / ABOUT, files.as_json({**about, "sha256": {name: files.digest(x.encode()) for name, x in texts.items()}}))
-    files.replace(out / CONFIG, texts[CONFIG])
+    seals = {name: files.digest(text.encode()) for name, text in texts.items()}
+    try:
+        for name, text in assets.items():
+            files.replace(out / "assets" / name, text)
+        files.replace(out / ABOUT, files.as_json({**about, "sha256": seals}))
+        files.replace(out / CONFIG, texts[CONFIG])
+    except BaseException:
+        if not (out / CONFIG).exists():  # Control-C, or no room: it has not begun
+            for path in (out / ABOUT, *(out / "assets" / name for name in assets)):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                (out / "assets").rmdir()
+        raise
 
 
 def change_run(out: Path, config: Mapping[str, Any]) -> None:
