@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +53,8 @@ def trained(run: Path, changes: Iterable[str], device: str) -> Trained:
         task.restore(kept.assets)
     except KeyError as error:
         raise ValueError(f"{run}/assets lacks {error.args[0]}: restore it, or train again in another folder") from None
+    except ValueError as error:
+        raise ValueError(f"{run}/assets: {error}") from None
     model = task.model()
     put_weights(model, kept.weights, weights)
     return Trained(task, model.to(kind).eval(), update)
@@ -93,12 +94,13 @@ def evaluate(
 
 def _keep(path: Path, line: dict[str, Any]) -> None:
     """Beside other scores; those of the same split, settings and update are replaced."""
+    from regard.data.strict_json import read_value
     from regard.training import files
 
     kept: list[Any] = []
     if path.is_file():
         try:
-            kept = json.loads(path.read_bytes())
+            kept = read_value(path.read_bytes())
             kept = [old for old in kept if _what(old) != _what(line)]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is not as it was written: delete or restore it, and evaluate again") from None

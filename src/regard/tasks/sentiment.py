@@ -25,7 +25,7 @@ from regard.models.build import encoder, tokens
 from regard.models.heads import POOLS, PerSequence
 from regard.models.reader import Reader
 from regard.tasks.base import Step, Task
-from regard.tasks.support import check_vocab, choice_of, device_under, in_order, learned, resting
+from regard.tasks.support import check_vocab, choice_of, device_under, in_order, kept_labels, learned, resting
 from regard.text import unknown
 from regard.training.losses import Loss, cross_entropy
 
@@ -109,7 +109,7 @@ class SentimentTask(Task):
         return {"vocabulary.json": self._units().to_json(), "labels.json": json.dumps(self.labels)}
 
     def restore(self, assets: Mapping[str, str]) -> None:
-        self.vocabulary, self.labels = vocabulary(assets["vocabulary.json"]), json.loads(assets["labels.json"])
+        self.vocabulary, self.labels = vocabulary(assets["vocabulary.json"]), kept_labels(assets, "labels.json")
 
     def size(self, example: Coded) -> int:
         return len(example[0])
