@@ -14,12 +14,13 @@ import typer
 
 from regard.cli import settings
 from regard.cli.reading import Line, asked_lines
-from regard.cli.say import aside, labelled, number, screen, sentences, write_json
+from regard.cli.say import aside, labelled, number, screen, sentences, stop, write_json
 
 if TYPE_CHECKING:
     from torch import nn
 
     from regard.tasks import Task
+    from regard.tasks.translation import TranslationTask
 
 TOGETHER = 256  # lines of a file that are answered at once
 
@@ -151,9 +152,9 @@ def distil(
     data: Data = None,
     device: Device = "auto",
 ) -> None:
-    """Write a run's answers to all training sources, for a student to learn from: --set teacher=FILE."""
+    """Write a run's answers to all training sources, for a student to learn from: --set teacher=FILE. What is stopped goes on."""
+    from regard.cli.partial import Partial
     from regard.tasks.translation import TranslationTask
-    from regard.training import files
 
     with sentences():
         if out.exists():
@@ -164,22 +165,46 @@ def distil(
         if not isinstance(task, TranslationTask):
             raise ValueError(f"{run} is a run of {task.config.task}: only translation has a teacher's answers to learn from")
         task.read(data)
-        with _told(len(task.texts["train"])) as told:
-            answers = task.distil(model, told)
-        files.replace(out, "".join(" ".join(answer.splitlines()) + "\n" for answer in answers))
+        kept, total = Partial(out, _taught_by(task, model)), len(task.texts["train"])
+        if kept.answers:
+            aside(f"going on behind {len(kept.answers):,} of {total:,} answers in {kept.path}")
+        try:
+            with _told(total, len(kept.answers)) as told:
+                for answers in task.distil(model, len(kept.answers)):
+                    kept.add(answers)
+                    told(len(kept.answers))
+        except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
+            again = shlex.join(["regard", "distil", str(run), "--out", str(out), *_options(changes, data)])
+            count = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
+            stop(f"stopped; {count}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
+        kept.finish()
     student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"teacher={out}"])
-    screen().print(labelled([("written", f"{len(answers):,} answers, {out}"), ("learn", student)]), highlight=False)
+    screen().print(labelled([("written", f"{total:,} answers, {out}"), ("learn", student)]), highlight=False)
+
+
+def _options(changes: list[str] | None, data: Path | None) -> list[str]:
+    return [*(word for change in changes or [] for word in ("--set", change)), *(["--data", str(data)] if data else [])]
+
+
+def _taught_by(task: TranslationTask, model: nn.Module) -> dict[str, Any]:
+    """What answers depend on."""
+    from regard.training import files
+    from regard.training.store import weights_of
+
+    sources = "\n".join(pair.source for pair in task.texts["train"])
+    told = {name: getattr(task.config, name) for name in task.answering}
+    return {"weights": files.digest(files.packed(weights_of(model))), "settings": told, "sources": files.digest(sources.encode())}
 
 
 @contextmanager
-def _told(total: int) -> Iterator[Callable[[int, int], None]]:
+def _told(total: int, done: int) -> Iterator[Callable[[int], None]]:
     """How far it is and how long it will take, on stderr."""
     from rich.console import Console
 
     from regard.training.progress import progress
 
-    shown = progress(total, console=Console(stderr=True))
+    shown = progress(total, done, console=Console(stderr=True))
     try:
-        yield lambda done, _: shown.step(done)
+        yield shown.step
     finally:
         shown.close()
