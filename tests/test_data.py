@@ -153,7 +153,7 @@ def test_records_have_their_keys_and_their_types(tmp_path):
         ('{"text": "a", "label": 1.0}', "line 2: 'label' must be an integer, not 1.0"),
         ('{"text": "\\ud800", "label": 1}', "line 2: 'text' has half of a surrogate pair"),
         ("[" * 100_000, "line 2: not"),
-        ('{"text": "a", "label": ' + "9" * 5000 + "}", "line 2: not a record"),
+        ('{"text": "a", "label": ' + "9" * 5000 + "}", "line 2: not JSON that can be read: an integer of 5,000 digits"),
     ],
 )
 def test_a_bad_record_is_refused_with_its_place(tmp_path, line, sentence):

@@ -198,6 +198,32 @@ def test_rules_are_kept(search):
     assert any(3 in said or len(said) < 6 or len(set(itertools.pairwise(said))) < len(said) - 1 for said in free)
 
 
+@pytest.mark.parametrize("search", ["greedy", "beam", "stream"])
+def test_the_prompt_counts_only_where_it_is_asked_for_and_padding_in_it_is_as_if_absent(search):
+    model, x = Talker(), prompts(b=6, n=5)
+    side = torch.arange(5, device=DEVICE) >= torch.tensor([[0], [3], [1], [4], [2], [0]], device=DEVICE)
+
+    def said(count, tokens=x, valid=side):
+        rules, state = Rules(end=END, most=8, no_repeat=2, count_prompt=count), model.start(len(tokens))
+        if search == "beam":
+            return [row[0] for row in beam(model, state, tokens, rules=rules, width=3, valid=valid).answers(END)]
+        if search == "greedy":
+            return say(model, state, tokens, rules=rules, valid=valid)
+        parts = torch.stack(list(stream(model, state, tokens, rules=rules, valid=valid)), 1).tolist()
+        return [row[: row.index(END)] if END in row else row for row in parts]
+
+    counted = said(True)
+    for b, answer in enumerate(counted):
+        own = x[b][side[b]]
+        text = own.tolist() + answer
+        pairs = list(itertools.pairwise(text))
+        assert all(pair not in pairs[:i] for i, pair in enumerate(pairs) if i >= len(own) - 1)
+        assert answer == said(True, own[None], None)[0]
+        flipped = torch.cat([x.flip(1)[b].masked_fill(side.flip(1)[b], 0)[None], x[b][None]], 1)  # padding may hold anything
+        assert answer == said(True, flipped, torch.cat([torch.zeros_like(side[b]), side[b]])[None])[0]
+    assert counted != said(False)
+
+
 def test_a_row_with_nothing_left_may_end():
     rules = Rules(end=END, most=9, least=5, never=(1, 2))
     scores = rules(torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.long))

@@ -251,6 +251,19 @@ def test_greedy_says_what_generate_says(asked, seed):
     assert say(pair.ours, **ours, rules=rules) == cut(found, ours["prompt"].shape[1])
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@torch.no_grad()
+def test_runs_of_the_prompt_are_not_repeated_where_they_are_counted_as_generate_does(asked, size):
+    """Theirs counts the prompt of a language model, and of a decoder that reads an encoder what it begins with."""
+    pair, theirs, ours = asked(0)
+    rules, banned = Rules(end=END, most=12, no_repeat=size, never=(PAD,), count_prompt=True), [[PAD]]
+    length, how = ours["prompt"].shape[1], {"max_new_tokens": 12, "bad_words_ids": banned, "no_repeat_ngram_size": size}
+    assert say(pair.ours, **ours, rules=rules) == cut(pair.theirs.generate(**theirs, num_beams=1, **how), length)
+    found = pair.theirs.generate(**theirs, num_beams=3, length_penalty=1.0, early_stopping="never", **how)
+    best = beam(pair.ours, **ours, rules=rules, width=3)
+    assert [row[0] for row in best.answers(END)] == cut(found, length)
+
+
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 0.6, 2.0, -0.5])
 @pytest.mark.parametrize("seed", SEEDS)
 @torch.no_grad()

@@ -136,7 +136,7 @@ def _list(value: Any, kind: Any) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return _NOT
     if not isinstance(value, list):
         return _NOT

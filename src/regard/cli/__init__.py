@@ -13,9 +13,10 @@ from regard.cli.learn import train
 from regard.cli.listing import tasks
 from regard.cli.mechanisms import list_, show
 from regard.cli.say import aside, plain_warnings, screen
+from regard.cli.stopping import Stoppable, minded
 from regard.cli.use import distil, evaluate, predict
 
-app = typer.Typer(help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(cls=Stoppable, help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by whoever called: nobody listens
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
-        with plain_warnings():
+        with minded(), plain_warnings():
             app()
     except SystemExit as ended:
         sys.exit(_flushed() or ended.code)

@@ -42,7 +42,7 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Learn a task with any mechanism. What is interrupted goes on with the same --out."""
+    """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
 
     with sentences():
@@ -71,7 +71,8 @@ def train(
 
 
 def _check_folder(out: Path | None, config: Config) -> None:
-    """A new one, or one with this very run."""
+    """A new one, or one with this very run, whose `steps` and `patience` may grow."""
+    from regard.training.about import GROWS, grown
     from regard.training.store import load_config
 
     if out is None or not out.exists():
@@ -84,9 +85,11 @@ def _check_folder(out: Path | None, config: Config) -> None:
             raise ValueError(f"{out} is not empty and holds no run: choose another folder")
         return
     now = config.to_json()
-    if other := [key for key in now if now[key] != begun.get(key, now[key])]:
+    larger = grown(begun, now)
+    if other := [key for key in now if now[key] != begun.get(key, now[key]) and key not in larger]:
         told = "; ".join(f"{key} is {begun[key]!r} there, not {now[key]!r}" for key in other)
-        raise ValueError(f"{out} holds a run with other settings: {told}. Choose another folder, or leave the settings out")
+        may = f" ({' and '.join(GROWS)} may only grow)" if set(other) & set(GROWS) else ""
+        raise ValueError(f"{out} holds a run with other settings: {told}{may}. Choose another folder, or leave the settings out")
 
 
 def _fitter() -> Callable[..., Result]:
@@ -128,9 +131,9 @@ def _interrupted(task: str, folder: Path, data: Path | None) -> str:
     if store.load_config(folder) is None:
         return f"stopped before anything was written into {folder}: train again"
     found = store.steps(folder)
-    where = f"behind step {found[-1]}" if found else "from its beginning, as nothing was saved yet,"
+    saved = f"update {found[-1]} is saved, and the run goes on from there" if found else "nothing was saved yet, so train again"
     again = shlex.join(["regard", "train", task, "--out", str(folder), *(["--data", str(data)] if data else [])])
-    return f"stopped; the run goes on {where} with: {again}"
+    return f"stopped; {saved} with: {again}"
 
 
 def _report(made: Task, folder: Path, result: Result, data: Path | None) -> None:

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from regard.data.strict_json import JsonError, read_value
+
 OPEN = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ENDINGS = ("", *OPEN)  # in this order where a file is there more than once
 BOM = b"\xef\xbb\xbf"
@@ -93,13 +95,9 @@ def placed_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[tuple
 
 def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at character {error.colno}") from None
-    except RecursionError:
-        raise DataError(f"{where}: not a record: nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise DataError(f"{where}: not a record: {error}") from None
+        record = read_value(line)
+    except JsonError as error:
+        raise DataError(f"{where}: not JSON that can be read: {error.msg} at character {error.column}") from None
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{key}": …' for key in keys)
         raise DataError(f"{where}: a record is an object such as {{{wanted}}}, not {_short(line)}")
@@ -107,7 +105,7 @@ def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
         if key not in record:
             raise DataError(f"{where}: no {key!r} in this record; it has {', '.join(map(repr, record)) or 'nothing'}")
         if type(record[key]) is not kind:  # true is no integer
-            raise DataError(f"{where}: {key!r} must be {KINDS[kind]}, not {_short(json.dumps(record[key]))}")
+            raise DataError(f"{where}: {key!r} must be {KINDS[kind]}, not {_shown(record[key])}")
         if kind is str and not sound(record[key]):
             raise DataError(f"{where}: {key!r} has half of a surrogate pair in it, which is not text")
     return record
@@ -167,6 +165,13 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         why = error.strerror or f"not a whole {path.suffix} file: {error}"  # bz2 has no error of its own
         raise DataError(f"{path} cannot be read: {why}") from None
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _short(json.dumps(value))
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested deeply"
 
 
 def _short(text: str, most: int = 40) -> str:

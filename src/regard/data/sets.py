@@ -59,7 +59,7 @@ class Labelled(NamedTuple):
     """One label for all of it."""
 
     text: str
-    label: int
+    label: int | str
 
 
 def multi30k(folder: Path) -> Splits[list[Pair]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from regard.data.batch import END, SPECIAL, UNKNOWN
 from regard.data.files import sound
+from regard.data.strict_json import JsonError, read_value
 from regard.text import unknown
 
 if TYPE_CHECKING:
@@ -182,9 +183,9 @@ class Subwords:
 def vocabulary(text: str) -> Words | Characters | Bytes | Subwords:
     """What `to_json` of any kind has written."""
     try:
-        found = json.loads(text)
+        found = read_value(text)
         kind = found["kind"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (JsonError, KeyError, TypeError):
         raise ValueError(f"this is not a vocabulary: JSON with a 'kind' in it is needed, not {text[:40]!r}") from None
     if not isinstance(kind, str) or kind not in _READ:
         raise ValueError(unknown("no vocabulary is of the kind", str(kind), _READ))

@@ -5,15 +5,15 @@ Zhong, Xiong, Socher 2017, arXiv:1709.00103; the templates are those of Finegan-
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.data.files import DataError, Pair, text
+from regard.data.files import DataError, Pair, sound, text
 from regard.data.find import file
 from regard.data.sets import Splits
+from regard.data.strict_json import JsonError, read_value
 
 SPLITS = {"train": 0, "dev": 1, "test": 2}
 _WORD = re.compile(r"[^\W_]+|[^\w\s]|_")
@@ -65,14 +65,18 @@ def questions(folder: Path) -> Iterator[Question]:
     """All questions in the file's order."""
     path = file(folder, "wikisql.json")
     try:
-        entries = json.loads(text(path))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from None
+        entries = read_value(text(path))
+    except JsonError as error:
+        where = f"{path}, line {error.line}"
+        raise DataError(f"{where}: not JSON that can be read: {error.msg} at character {error.column}") from None
     if not isinstance(entries, list):
         raise DataError(f"{path}: a list of queries is needed, not {type(entries).__name__}")
     for number, entry in enumerate(entries, 1):
         try:
-            yield from _asked(entry)
+            for asked in _asked(entry):
+                if not all(map(sound, [*asked.question, *asked.query])):
+                    raise TypeError("half of a surrogate pair, which is not text")
+                yield asked
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{path}, query {number}: not as text2sql-data has it: {what}") from None

@@ -109,8 +109,10 @@ def beam(
     first[:, 0] = 0  # all beams begin alike: one of them speaks
     search, ended = _Search(prompt.new_zeros(b, width, 0), first, nothing), Ended.of(device)
     groups = torch.arange(b, device=device)[:, None] * width
+    counted = rules.prompt(prompt, valid)
+    counted = None if counted is None else counted.repeat_interleave(width, 0)
     for step in range(rules.most):
-        allowed = rules(logs, search.said.flatten(0, 1)).view(b, width, v)
+        allowed = rules(logs, search.said.flatten(0, 1), counted).view(b, width, v)
         search, parents = search.grown(allowed, rules, penalty, early)
         if step + 1 == rules.most or ended(search.over(rules, penalty, best, early)):
             break

@@ -168,10 +168,10 @@ def _spoken(
     scores, state = read(model, state, prompt, valid)
     said = torch.empty(len(prompt), rules.most, dtype=prompt.dtype, device=prompt.device)
     over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    step = 0
+    step, counted = 0, rules.prompt(prompt, valid)
 
     def allowed(x: Tensor) -> Tensor:
-        return rules(x, said[:, :step])
+        return rules(x, said[:, :step], counted)
 
     for step in range(rules.most):
         token = scores.likeliest(allowed) if isinstance(scores, Sketch) else choose(allowed(scores))

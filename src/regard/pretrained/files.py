@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from regard.data.strict_json import read_value
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -21,7 +22,7 @@ class CheckpointError(ValueError):
 def settings(path: Path) -> dict[str, Any]:
     """A file of settings."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_value(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not there: a checkpoint is a folder with config.json and {WHOLE}") from None
     except (OSError, ValueError) as error:
@@ -105,9 +106,10 @@ def _listed(folder: Path) -> list[tuple[str, Path]]:
     names = settings(folder / INDEX).get("weight_map")
     if not isinstance(names, Mapping):
         raise CheckpointError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
-    for file in sorted(set(names.values())):
-        if Path(file).name != file or not (folder / file).is_file():
-            raise CheckpointError(f"{folder / INDEX} speaks of {file}, which is not in the folder")
+    there = {path.name for path in folder.iterdir() if path.is_file()}
+    for file in names.values():
+        if not isinstance(file, str) or file not in there:
+            raise CheckpointError(f"{folder / INDEX} speaks of {str(file)[:80]}, which is not in the folder")
     return [(name, folder / file) for name, file in names.items()]
 
 

@@ -9,7 +9,7 @@ from regard.config import Config
 from regard.tasks.base import Task
 from regard.tasks.copying import CopyTask, acl_titles, wikisql
 from regard.tasks.language import LanguageTask, shakespeare
-from regard.tasks.sentiment import PolarityTask, SentimentTask, imdb, polarity
+from regard.tasks.sentiment import PolarityTask, ReviewTask, imdb, polarity
 from regard.tasks.tagging import SawTask, TaggingTask, ewt, saw
 from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask
 from regard.tasks.translation_config import copy, multi30k, numbers, reverse
@@ -35,7 +35,7 @@ TASKS: dict[str, Entry] = {
     "polarity": Entry(polarity, PolarityTask, "good or bad, with negations"),
     "multi30k": Entry(multi30k, TranslationTask, "captions, English to German", "multi30k"),
     "ewt": Entry(ewt, TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
-    "imdb": Entry(imdb, SentimentTask, "film reviews, good or bad", "imdb"),
+    "imdb": Entry(imdb, ReviewTask, "film reviews, good or bad", "imdb"),
     "shakespeare": Entry(shakespeare, LanguageTask, "the next character", "tinyshakespeare"),
     "acl_titles": Entry(acl_titles, CopyTask, "the title of an abstract, with copying", "acl_titles"),
     "wikisql": Entry(wikisql, CopyTask, "a query for a question, with copying", "wikisql"),

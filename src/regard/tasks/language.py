@@ -68,7 +68,8 @@ class LanguageTask(Task):
 
     def restore(self, assets: Mapping[str, str]) -> None:
         found = vocabulary(assets["characters.json"])
-        assert isinstance(found, Characters)
+        if not isinstance(found, Characters):
+            raise ValueError(f"characters.json holds {found.kind}: restore it")
         self.characters = found
 
     def size(self, example: tuple[str, int]) -> int:  # noqa: ARG002 - windows are alike

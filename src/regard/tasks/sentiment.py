@@ -1,4 +1,4 @@
-"""A label for a whole text: is this review a good one?"""
+"""A label for a whole text, of any number of labels: is this review a good one?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from regard.blocks.feedforward import share
 from regard.config import Config
 from regard.data import generators
 from regard.data.batch import BEGIN, MASK, Batch, padded
+from regard.data.files import DataError
 from regard.data.find import find
 from regard.data.sets import Labelled
 from regard.data.sets import imdb as read_imdb
@@ -24,11 +25,11 @@ from regard.models.build import encoder, tokens
 from regard.models.heads import POOLS, PerSequence
 from regard.models.reader import Reader
 from regard.tasks.base import Step, Task
-from regard.tasks.support import check_vocab, choice_of, device_under, in_order, learned, resting
+from regard.tasks.support import check_vocab, choice_of, device_under, in_order, kept_labels, learned, resting
+from regard.text import unknown
 from regard.training.losses import Loss, cross_entropy
 
 READING = 100_000  # tokens of a batch when nothing is kept for a backward pass
-NAMES = ("bad", "good")
 UNITS = ("subwords", "words", "bytes")
 
 Coded = tuple[list[int], int]
@@ -47,10 +48,14 @@ class Sentiment(Config):
 
 
 class SentimentTask(Task):
-    """One of a few labels for every text; scored by the share that is right."""
+    """One of any number of labels for every text; scored by the share that is right.
+
+    Labels are those of the training part: names, or integers. An integer without a name in `names` is answered in digits.
+    """
 
     best = ("accuracy", "max")
     steady = True
+    names: ClassVar[Mapping[int | str, str]] = {}
     config: Sentiment
 
     def __init__(self, config: Sentiment) -> None:
@@ -61,16 +66,17 @@ class SentimentTask(Task):
         check_vocab(config.units, config.vocab)
         share("forget", config.forget)
         self.vocabulary: Vocabulary | None = None
-        self.labels: list[int] = []
+        self.labels: list[int | str] = []
 
     def examples(self, folder: Path | None) -> Any:
-        return read_imdb(find("imdb", folder))
+        """The labelled texts of train, val and test."""
+        raise NotImplementedError
 
     def read(self, folder: Path | None = None) -> None:
         parts = dict(zip(("train", "val", "test"), self.examples(folder), strict=True))
         if self.vocabulary is None:
             self.vocabulary = self._learn([x.text for x in parts["train"]])
-            self.labels = sorted({x.label for x in parts["train"]})
+            self.labels = _sorted({x.label for x in parts["train"]})
         self.splits = {name: self._coded(part) for name, part in parts.items()}
         self.sample = parts["val"][0].text if parts["val"] else ""
 
@@ -83,7 +89,11 @@ class SentimentTask(Task):
         return Subwords.of(texts, size=self.config.vocab)
 
     def _coded(self, part: Sequence[Labelled]) -> list[Coded]:
-        return list(zip(self._rows([x.text for x in part]), (self.labels.index(x.label) for x in part), strict=True))
+        places = {label: place for place, label in enumerate(self.labels)}
+        for x in part:
+            if x.label not in places:
+                raise DataError(unknown("no training text has the label", str(x.label), map(str, self.labels)))
+        return list(zip(self._rows([x.text for x in part]), (places[x.label] for x in part), strict=True))
 
     def _rows(self, texts: Sequence[str]) -> list[list[int]]:
         known = self._units()
@@ -99,7 +109,7 @@ class SentimentTask(Task):
         return {"vocabulary.json": self._units().to_json(), "labels.json": json.dumps(self.labels)}
 
     def restore(self, assets: Mapping[str, str]) -> None:
-        self.vocabulary, self.labels = vocabulary(assets["vocabulary.json"]), json.loads(assets["labels.json"])
+        self.vocabulary, self.labels = vocabulary(assets["vocabulary.json"]), kept_labels(assets, "labels.json")
 
     def size(self, example: Coded) -> int:
         return len(example[0])
@@ -140,10 +150,27 @@ class SentimentTask(Task):
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         said = [(line, (row, 0)) for line, row in zip(lines, self._rows(lines), strict=True)]
         found = iter(self._labelled(model, [coded for line, coded in said if line.strip()]))
-        return [NAMES[self.labels[next(found)]] if line.strip() else "" for line, _ in said]
+        named = [self.names.get(label, str(label)) for label in self.labels]
+        return [named[next(found)] if line.strip() else "" for line, _ in said]
 
 
-class PolarityTask(SentimentTask):
+def _sorted(labels: set[int | str]) -> list[int | str]:
+    """All of one kind, or there is no order."""
+    if len({type(label) for label in labels}) > 1:
+        raise DataError("labels are all integers or all texts, not some of each")
+    return sorted(labels)
+
+
+class ReviewTask(SentimentTask):
+    """Is this review a good one?"""
+
+    names: ClassVar[Mapping[int | str, str]] = {0: "bad", 1: "good"}
+
+    def examples(self, folder: Path | None) -> Any:
+        return read_imdb(find("imdb", folder))
+
+
+class PolarityTask(ReviewTask):
     def examples(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
         return generators.sentiment()
 

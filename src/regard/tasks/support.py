@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
+from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import FIRST
 from regard.decoding import Rules, beam, say
 from regard.decoding.ready import Ready, unready
@@ -24,6 +25,7 @@ __all__ = [
     "choice_of",
     "device_under",
     "in_order",
+    "kept_labels",
     "learned",
     "resting",
     "rules_of",
@@ -58,6 +60,21 @@ def learned(vocabulary: V | None) -> V:
     if vocabulary is None:
         raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
     return vocabulary
+
+
+def kept_labels(assets: Mapping[str, str], name: str, key: str | None = None) -> list[Any]:
+    """The list of labels in an asset of JSON, or that of one key in it."""
+    try:
+        found = read_value(assets[name])
+        found = found if key is None else found[key]
+        whole = isinstance(found, list) and all(type(label) in (int, str) for label in found)
+    except (JsonError, TypeError, KeyError) as error:
+        if error.args == (name,):  # the asset is not there
+            raise
+        whole = False
+    if not whole:
+        raise ValueError(f"{name} holds no list of labels{f' as {key!r}' if key else ''}: restore it")
+    return found
 
 
 def rules_of(config: Config, most: int) -> Rules:

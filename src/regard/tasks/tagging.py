@@ -28,7 +28,7 @@ from regard.models.heads import PerVector
 from regard.models.reader import Reader
 from regard.tasks.base import Step, Task
 from regard.tasks.beginning import short_enough
-from regard.tasks.support import check_lengths, device_under, in_order, resting
+from regard.tasks.support import check_lengths, device_under, in_order, kept_labels, resting
 from regard.training.losses import Loss, cross_entropy
 
 READING = 20_000  # tokens of a batch when nothing is kept for a backward pass
@@ -91,9 +91,10 @@ class TaggingTask(Task):
 
     def restore(self, assets: Mapping[str, str]) -> None:
         words, characters = vocabulary(assets["words.json"]), vocabulary(assets["characters.json"])
-        assert isinstance(words, Words) and isinstance(characters, Characters)
-        tags = json.loads(assets["tags.json"])
-        self.words, self.characters, self.tags, self.fine = words, characters, tags["tags"], tags["fine"]
+        if not isinstance(words, Words) or not isinstance(characters, Characters):
+            raise ValueError(f"words.json and characters.json hold {words.kind} and {characters.kind}: restore them")
+        self.words, self.characters = words, characters
+        self.tags, self.fine = (kept_labels(assets, "tags.json", key) for key in ("tags", "fine"))
 
     def _coded(self, x: Tagged) -> Coded:
         known = {tag: number for number, tag in enumerate(self.tags)}

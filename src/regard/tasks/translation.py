@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from regard.training.store import Run, put_weights
 
 DECODING, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
 SPELLINGS = 8  # of every training text, where subwords waver
-TOGETHER = 2000  # sources between two words about progress
+TOGETHER = 1000  # sources that are answered before their answers are kept
 UNITS = ("subwords", "words", "characters")
 REWARDED = ("self_critical", "minimum_risk")  # trained on BLEU itself
 DECODERS = ("autoregressive", "ctc", "masked", "length", "fixed")
@@ -262,16 +262,14 @@ class TranslationTask(Task):
         check_lengths(rows, self.config.max_len)
         return [self._words().decode(answer) for answer in self.answers(model, rows)]
 
-    def distil(self, model: nn.Module, progress: Callable[[int, int], None] = lambda _done, _total: None) -> list[str]:
-        """Its answers to all training sources, none to those too long; `progress(done, total)` is told now and then.
+    def distil(self, model: nn.Module, done: int = 0) -> Iterator[list[str]]:
+        """Yield its answers to all training sources but the first `done`, some at a time; none to those too long.
 
         Beams end early: about two answers in a hundred are others then, and more than half of the time is saved.
         """
-        rows, answers = [self._code(pair.source) for pair in self.texts["train"]], list[str]()
-        for i in range(0, len(rows), TOGETHER):
-            answers += [self._words().decode(answer) for answer in self.answers(model, rows[i : i + TOGETHER], early=True)]
-            progress(len(answers), len(rows))
-        return answers
+        for i in range(done, len(self.texts["train"]), TOGETHER):
+            rows = [self._code(pair.source) for pair in self.texts["train"][i : i + TOGETHER]]
+            yield [self._words().decode(answer) for answer in self.answers(model, rows, early=True)]
 
 
 class NumbersTask(TranslationTask):

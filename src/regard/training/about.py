@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 POSITIVE = ("steps", "batch_tokens", "accumulate", "validate_every", "save_every", "average")
 NOT_NEGATIVE = ("warmup", "decay", "clip", "patience", "seed")
 LARGEST = 2**63
+GROWS = ("steps", "patience")  # settings of a run that may become larger: it goes on from where it ended
+ENDING = ("linear", "cosine")  # schedules that depend on the number of updates
 
 
 def check(task: Task) -> None:
@@ -73,30 +75,41 @@ def settings(task: Task) -> dict[str, Any]:
     return json.loads(json.dumps(task.config.to_json()))
 
 
-def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], resume: bool) -> None:
-    """That the folder is empty of runs, or holds this one."""
+def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Settings that have become larger since the run began, of those that may; patience 0 is the largest."""
+    known = [name for name in GROWS if type(there.get(name)) is int and type(config.get(name)) is int]
+    size = {"steps": lambda x: x, "patience": lambda x: x or LARGEST}
+    return [name for name in known if size[name](config[name]) > size[name](there[name])]
+
+
+def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], resume: bool) -> list[str]:
+    """Check that the folder is empty of runs, or holds this one. Returns the settings that have grown."""
     there = store.load_config(out)
     if there is None:
         if store.steps(out):
             raise RunError(f"{out} has checkpoints but no config.json: restore that file, or choose another folder")
-        return
+        return []
     if not resume:
         raise RunError(f"{out} holds a run already: let it go on (resume), choose another folder, or delete this one")
     store.check_seals(out)
-    missing = object()
+    larger, missing = grown(there, config), object()
     names = [name for name in {**there, **config} if there.get(name, missing) != config.get(name, missing)]
-    if names:
+    if names := [name for name in names if name not in larger]:
         shown = "; ".join(f"{name} is {there.get(name)!r} there and {config.get(name)!r} here" for name in names)
-        raise RunError(f"{out} holds a run with other settings: {shown}. Choose another folder, or the same settings")
+        may = f" ({' and '.join(GROWS)} may only grow)" if set(names) & set(GROWS) else ""
+        raise RunError(f"{out} holds a run with other settings: {shown}{may}. Choose another folder, or the same settings")
     kept = store.load_assets(out)
     if names := [name for name in {**kept, **assets} if kept.get(name) != assets.get(name)]:
         raise RunError(f"{out} holds a run on other data: its {names[0]} differs. Choose another folder, or the same data")
+    if larger and (out / store.RESULT).is_file() and store.latest(out) is None:
+        raise RunError(f"the run in {out} is finished, and there is no checkpoint left to go on from: train in another folder")
+    return larger
 
 
 def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
     """Write what the run is; or, where it has begun already, sentences about what is different now."""
-    now = _now(task, model, kind)
-    if store.load_config(out) is None:
+    now, there = _now(task, model, kind), store.load_config(out)
+    if there is None:
         store.save_run(out, settings(task), task.assets(), now)
         return []
     advice = "restore it, or delete the folder and train again"
@@ -106,11 +119,27 @@ def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
     if then["data"] != now["data"]:
         raise RunError(f"{out} holds a run on other data: {then['data']} there and {now['data']} here")
     made = ("regard", "python", "torch", "device")
-    return [
+    return _longer(out, task, there) + [
         f"{name} was {then.get(name)} and is {now[name]}: the run goes on, but not bit for bit as it would have"
         for name in made
         if then.get(name) != now[name]
     ]
+
+
+def _longer(out: Path, task: Task, there: Mapping[str, Any]) -> list[str]:
+    """Write the settings that have grown into the run, and say what they change."""
+    config = task.config
+    larger = grown(there, settings(task))
+    if larger:
+        store.change_run(out, settings(task))
+    notes = [f"{name} was {there[name]} and is {getattr(config, name)} from here on" for name in larger]
+    if "steps" in larger:
+        done = (store.steps(out) or [0])[-1]
+        rate = f"the rate at update {done + 1} is {factor(config, done + 1):.3g} x lr"
+        ending = f"schedule={config.schedule} is that of {config.steps} updates from here on: {rate}, not what it ended with"
+        same = f"schedule={config.schedule} does not depend on the number of updates: {rate}, as it would have been"
+        notes.append(ending if config.schedule in ENDING else same)
+    return notes
 
 
 def _now(task: Task, model: nn.Module, kind: str) -> dict[str, Any]:

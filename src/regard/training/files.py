@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from regard.data.strict_json import JsonError, read_value
+
 
 class RunError(ValueError):
     """A sentence about a folder that cannot be used as it is, and what to do."""
@@ -33,10 +35,12 @@ def replace(path: Path, data: bytes | str) -> None:
         write(torn, data.encode() if isinstance(data, str) else data)
         os.replace(torn, path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):  # it was never there, or its disk is gone
             torn.unlink()
-        raise RunError(cannot_write(path, error)) from error
+        if isinstance(error, OSError):
+            raise RunError(cannot_write(path, error)) from error
+        raise
 
 
 def sync(folder: Path) -> None:
@@ -82,17 +86,15 @@ def unpacked(data: bytes, path: Path, advice: str) -> dict[str, Tensor]:
 def read(path: Path, advice: str) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror or error}): {advice}") from None
+    except (OSError, ValueError) as error:  # the second for a name that no file can have
+        raise RunError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {advice}") from None
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
-        found = json.loads(read(path, advice))
-    except ValueError as error:
-        if isinstance(error, RunError):
-            raise
-        raise RunError(f"{path} is no whole JSON file: {advice}") from None
+        found = read_value(read(path, advice))
+    except JsonError as error:
+        raise RunError(f"{path} is no whole JSON file ({error}): {advice}") from None
     if not isinstance(found, dict):
         raise RunError(f"{path} holds {type(found).__name__} where settings by name should be: {advice}")
     return found

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,11 @@ from regard.text import unknown
 from regard.training import about, dice, files, store
 from regard.training.averaging import average
 from regard.training.feed import batches_of
-from regard.training.files import RunError
+from regard.training.interrupts import Interrupted, Interrupts
 from regard.training.journal import Journal
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
-from regard.training.progress import Lines, Progress, progress, span
+from regard.training.progress import Lines, Progress, progress
+from regard.training.result import Result, finished
 from regard.training.trainer import device_of, rounded, trainer_in
 
 if TYPE_CHECKING:
@@ -31,30 +31,14 @@ if TYPE_CHECKING:
 LOOK = 50  # updates between two looks at the loss: each waits for the device
 
 
-@dataclass
-class Result:
-    """How a run ended: what is in its weights.safetensors."""
-
-    steps: int  # updates made
-    name: str  # of the score that chose
-    best: float | None  # the best single checkpoint's
-    best_step: int | None
-    averaged: float | None  # the score of the mean of the last checkpoints; None where there was none to make
-    chosen: str  # best, average, or last where no score was a number
-    early: bool  # stopped by its patience
-    seconds: float
-    sha256: str = ""  # of weights.safetensors
-
-    @property
-    def score(self) -> float | None:
-        return self.averaged if self.chosen == "average" else self.best
-
-
 def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto", quiet: bool = False) -> Result:
     """Train what `task` describes in the folder `out`, or go on there: exactly as if it had never been interrupted (on a CPU).
 
     `weights.safetensors` then holds the weights that did best on validation, or the mean of the last `average` checkpoints if
     that did better.
+
+    Control-C (SIGINT) or SIGTERM stops it behind the update that is being made, with a checkpoint of it. A run whose `steps` or
+    `patience` has grown goes on from where it ended; schedules then are those of the larger number.
     """
     out, kind = Path(out), device_of(accelerator)
     about.check(task)
@@ -63,35 +47,13 @@ def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto"
     with store.locked(out):
         store.clean(out)
         config = about.settings(task)
-        about.same_run(out, config, task.assets(), resume)
-        if (result := _finished(out)) is not None:
+        grown = about.same_run(out, config, task.assets(), resume)
+        if not grown and (result := finished(out)) is not None:
             if not quiet:
-                Lines(0, console=Console()).note(f"the run in {out} is finished: {_sentence(result)}")
+                told = f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on"
+                Lines(0, console=Console()).note(told)
             return result
         return _Run(task, out, kind, quiet).finish()
-
-
-def _finished(out: Path) -> Result | None:
-    """How the run ended, if it has; where its weights are gone or changed, its checkpoints end it once more."""
-    path = out / store.RESULT
-    if not path.is_file():
-        return None
-    advice = "delete it, and the run ends once more"
-    try:
-        result = Result(**files.read_json(path, advice))
-        _sentence(result)
-    except (TypeError, KeyError, ValueError) as error:
-        if isinstance(error, RunError):
-            raise
-        raise RunError(f"{path} is not as it was written: {advice}") from None
-    weights = out / store.WEIGHTS
-    if weights.is_file() and files.digest(files.read(weights, "restore it")) == result.sha256:
-        return result
-    if weights.is_dir() or store.latest(out) is None:
-        raise RunError(
-            f"{weights} is not as it was written, and there is no checkpoint to make it from: restore it, or train anew"
-        )
-    return None
 
 
 class _Run:
@@ -104,6 +66,7 @@ class _Run:
         self.learner = Learner(task.model(), task.loss, self.config, kind)
         self.best: dict[str, Any] | None = None  # {"step": ..., "score": ...}
         self.waited, self.stopped, self.before, self.begun = 0, False, 0.0, time.monotonic()
+        self.interrupts = Interrupts(quiet)
         found = store.latest(out)
         self.start = store.load(found) if found else None
         notes = about.begin(out, task, self.learner.model, kind)
@@ -120,12 +83,14 @@ class _Run:
         state = start.state
         store.put_weights(self.learner.model, start.weights, found / store.WEIGHTS)
         self.learner.step, self.learner.skipped = start.step, state["skipped"]
-        self.best, self.waited, self.stopped, self.before = state["best"], state["waited"], state["stopped"], state["seconds"]
+        self.best, self.waited, self.before = state["best"], state["waited"], state["seconds"]
+        self.stopped = state["stopped"] and self._patient_no_more()
 
     def finish(self) -> Result:
         try:
-            if self.learner.step < self.config.steps and not self.stopped:
-                with batches_of(self.task, self.learner.step, self.learner.kind) as batches:
+            due = self.start is not None and self.start.state.get("due", False)
+            if due or (self.learner.step < self.config.steps and not self.stopped):
+                with self.interrupts, batches_of(self.task, self.learner.step, self.learner.kind) as batches:
                     self._train(batches)
             return self._end()
         finally:
@@ -137,9 +102,12 @@ class _Run:
         with rounded(self.config.precision), trainer_in(self.learner.kind, self.out) as trainer:
             self.trainer = trainer
             trainer.fit(self.learner, batches)
+        if self.interrupts.asked:
+            self.interrupts.pass_on()
 
     def _go_on(self) -> None:
         """Just before the first update: what was saved of the optimiser, the scaler and the dice."""
+        self.interrupts.install()
         if self.start is None:
             return
         learner, where = self.learner, store.at(self.out, self.start.step) / store.OPTIMIZER
@@ -147,25 +115,45 @@ class _Run:
         if learner.scaler is not None:
             learner.scaler.load_state_dict(self.start.state["scaler"])
         dice.put_back(self.start.state["dice"])
+        learner.put_unmeasured(self.start.state.get("unmeasured", []))
+        if self.start.state.get("due", False):
+            self._after(learner.step)
 
     def _after(self, step: int) -> None:
-        """Behind every update. What is due is a function of the step, so it is the same after a crash."""
-        config, last = self.config, step == self.config.steps
+        """Behind every update. What is due is a function of the step, so it is the same after a crash.
+
+        Where a signal asks it to stop, the step is saved with what is still due behind it.
+        """
         self.progress.step(step)
-        validate, save = last or step % config.validate_every == 0, last or step % config.save_every == 0
+        due = self._state(step, due=True) if self.interrupts.asked or self._validates(step) else {}
+        try:
+            if self.interrupts.asked:
+                raise Interrupted
+            self._look(step)
+        except Interrupted:
+            self._save(due)
+            self.trainer.should_stop = True
+        if self.stopped:
+            self.trainer.should_stop = True
+
+    def _validates(self, step: int) -> bool:
+        return step == self.config.steps or step % self.config.validate_every == 0
+
+    def _look(self, step: int) -> None:
+        """Measure, validate, save: each if it is time for it."""
+        validate, save = self._validates(step), step == self.config.steps or step % self.config.save_every == 0
         if not (validate or save or step % LOOK == 0):
             return
         line: dict[str, Any] = {"step": step, "time": self.seconds, **self.learner.measured(self._saved)}
         self.progress.measured(line["loss"])
         if validate:
-            line["val"] = self.score()
+            with self.interrupts.at_once():
+                line["val"] = self.score()
             save |= self._judge(step, line["val"])
         self.journal.write(line)
         if save or self.stopped:
             self.journal.sync()
-            self._save(step)
-        if self.stopped:
-            self.trainer.should_stop = True
+            self._save(self._state(step))
 
     @property
     def seconds(self) -> float:
@@ -191,18 +179,22 @@ class _Run:
         better = self._better(score, self._best_score())
         self.best = {"step": step, "score": score} if better else self.best
         self.waited = 0 if better else self.waited + 1
-        self.stopped = bool(self.config.patience) and self.waited >= self.config.patience
+        self.stopped = self._patient_no_more()
         self.progress.validated(self.name, score, self._best_score())
         return better
+
+    def _patient_no_more(self) -> bool:
+        return bool(self.config.patience) and self.waited >= self.config.patience
 
     def _better(self, score: float, than: float | None) -> bool:
         if not math.isfinite(score):
             return False
         return than is None or (score > than if self.way == "max" else score < than)
 
-    def _save(self, step: int) -> None:
+    def _state(self, step: int, *, due: bool = False) -> dict[str, Any]:
+        """What a checkpoint of this step keeps beside tensors. `due`: what is done behind the update has yet to be done."""
         learner = self.learner
-        state = {
+        return {
             "step": step,
             "seconds": self.seconds,
             "best": self.best,
@@ -211,10 +203,15 @@ class _Run:
             "skipped": learner.skipped,
             "scaler": learner.scaler.state_dict() if learner.scaler is not None else None,
             "dice": dice.held(),
+            **({"due": True, "unmeasured": learner.unmeasured()} if due else {}),
         }
+
+    def _save(self, state: dict[str, Any]) -> None:
+        learner = self.learner
         made = optimizer_state(learner.model, learner.optimizer)
-        store.save(self.out, store.Checkpoint(store.weights_of(learner.model), made, state))
-        self._prune(step)
+        with self.interrupts.held_back():
+            store.save(self.out, store.Checkpoint(store.weights_of(learner.model), made, state))
+            self._prune(state["step"])
 
     def _prune(self, step: int) -> None:
         """Keep what is averaged, one more than the last in any case, and the best."""
@@ -267,14 +264,5 @@ class _Run:
         result.sha256 = files.digest(data)
         files.replace(self.out / store.WEIGHTS, data)
         files.replace(self.out / store.RESULT, files.as_json(dataclasses.asdict(result)))  # last: where it is, it is finished
-        self.progress.note(_sentence(result))
+        self.progress.note(result.sentence())
         return result
-
-
-def _sentence(result: Result) -> str:
-    score = "no score" if result.score is None else f"{result.name} {result.score:.4g}"
-    names = {"best": f"step {result.best_step}", "average": "the mean of the last checkpoints", "last": "the last step"}
-    early = " (stopped early)" if result.early else ""
-    return (
-        f"{result.steps} updates{early} in {span(result.seconds)}; {names[result.chosen]} was chosen, with {score} on validation"
-    )

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from regard.data.strict_json import read_value
 from regard.training import files
 from regard.training.files import RunError
 
@@ -51,7 +52,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         *whole, _torn = path.read_bytes().split(b"\n")
-        found = [json.loads(text) for text in whole]
+        found = [read_value(text) for text in whole]
     except ValueError:
         found = [None]
     if not all(map(_sound, found)):

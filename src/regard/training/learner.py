@@ -175,10 +175,30 @@ class Learner(LightningModule):
             "norm": statistics.median(finite) if finite else math.nan,
         }
 
+    def unmeasured(self) -> list[dict[str, Any]]:
+        """Updates that `measured` has not seen yet, as JSON can hold them."""
+        return [{"parts": {k: _plain(x) for k, x in u.parts.items()}, "sums": [_plain(x) for x in u[:3]]} for u in self.pending]
+
+    def put_unmeasured(self, kept: list[dict[str, Any]]) -> None:
+        """The opposite of `unmeasured`, on the device of training."""
+        for update in kept:
+            total, over, norm = (_tensor(x, self.device) for x in update["sums"])
+            self.pending.append(Update(total, over, norm, {k: _tensor(x, self.device) for k, x in update["parts"].items()}))
+
     def _gone_wrong(self, step: int, total: float, saved: str) -> str:
         what = f"the loss is {total}" if not math.isfinite(total) else "the gradient is not finite"
         row = f" for the {SKIPS + 1}th time in a row" if self.scaler is not None else ""
         return f"{what} at update {step}{row}: {saved}. Try a lower lr, a longer warmup, or a smaller clip, in another folder"
+
+
+def _plain(x: Tensor) -> list[Any]:
+    """A number and its type."""
+    return [x.item(), str(x.dtype).removeprefix("torch.")]
+
+
+def _tensor(kept: list[Any], device: torch.device) -> Tensor:
+    value, dtype = kept
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
 
 
 def optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:

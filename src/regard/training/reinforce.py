@@ -129,7 +129,8 @@ def _runs(tokens: list[int], n: int) -> Iterator[tuple[int, ...]]:
 def _allowed(scores: Tensor, target: Tensor, rules: Rules) -> Tensor:
     """Scores (x m v) as the rules left them while the target (x m) was said."""
     if rules.least or rules.no_repeat:
-        return torch.stack([rules(scores[:, i], target[:, :i]) for i in range(target.shape[1])], 1)
+        begin = rules.prompt(target.new_full((len(target), 1), BEGIN))
+        return torch.stack([rules(scores[:, i], target[:, :i], begin) for i in range(target.shape[1])], 1)
     if rules.never:
         return rules(scores.flatten(0, 1), target.new_zeros(target.numel(), 0)).view_as(scores)
     return scores

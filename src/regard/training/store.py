@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +57,11 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
             _remove(final)
         os.rename(writing, final)
         files.sync(folder)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(writing, ignore_errors=True)
-        raise RunError(files.cannot_write(final, error)) from error
+        if isinstance(error, OSError):
+            raise RunError(files.cannot_write(final, error)) from error
+        raise
     return final
 
 
@@ -168,9 +170,31 @@ def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], ab
         if Path(name).name != name or name.startswith("."):
             raise ValueError(f"an asset is named like a file, without folders, not {name!r}")
         texts[f"assets/{name}"] = text
-        files.replace(out / "assets" / name, text)
-    files.replace(out / ABOUT, files.as_json({**about, "sha256": {name: files.digest(x.encode()) for name, x in texts.items()}}))
-    files.replace(out / CONFIG, texts[CONFIG])
+    seals = {name: files.digest(text.encode()) for name, text in texts.items()}
+    try:
+        for name, text in assets.items():
+            files.replace(out / "assets" / name, text)
+        files.replace(out / ABOUT, files.as_json({**about, "sha256": seals}))
+        files.replace(out / CONFIG, texts[CONFIG])
+    except BaseException:
+        if not (out / CONFIG).exists():  # Control-C, or no room: it has not begun
+            for path in (out / ABOUT, *(out / "assets" / name for name in assets)):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                (out / "assets").rmdir()
+        raise
+
+
+def change_run(out: Path, config: Mapping[str, Any]) -> None:
+    """Other settings for a run, which is unfinished then. Whenever this is cut off, the old ones or the new ones are sealed."""
+    about, text = files.read_json(out / ABOUT, "restore it, or train again in another folder"), files.as_json(config)
+    seals, after = about.get("sha256", {}), files.digest(text.encode())
+    before = seals.get(CONFIG, [])
+    both = [*([before] if isinstance(before, str) else before), after]
+    files.replace(out / ABOUT, files.as_json({**about, "sha256": {**seals, CONFIG: both}}))
+    (out / RESULT).unlink(missing_ok=True)
+    files.replace(out / CONFIG, text)
+    files.replace(out / ABOUT, files.as_json({**about, "sha256": {**seals, CONFIG: after}}))
 
 
 def check_seals(out: Path) -> None:
@@ -182,12 +206,12 @@ def check_seals(out: Path) -> None:
     if not isinstance(seals, dict):
         raise RunError(f"{out / ABOUT} is not as it was written: {advice}")
     for name, seal in seals.items():
-        if files.digest(files.read(out / name, advice)) != seal:
+        if files.digest(files.read(out / name, advice)) not in (seal if isinstance(seal, list) else [seal]):
             raise RunError(f"{out / name} is not as it was written (its SHA-256 differs): {advice}")
 
 
 def load_run(out: Path) -> Run:
-    """A finished run: its configuration as JSON, its assets by name, its chosen weights."""
+    """A finished run: its configuration as JSON, its assets by name, its chosen weights. See `usable` for others."""
     config = load_config(out)
     if config is None:
         raise RunError(f"{out} holds no run: it has no config.json")

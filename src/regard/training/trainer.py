@@ -43,8 +43,8 @@ def trainer_in(kind: str, out: Path) -> Iterator[Trainer]:
                 plugins=[LightningEnvironment()],
             )
             yield trainer
-    except SystemExit:  # so Lightning ends at Control-C, and leaves that key dead
-        if trainer.received_sigterm:
+    except SystemExit as ended:  # so Lightning ends at Control-C, and leaves that key dead
+        if trainer.received_sigterm or ended.code == 143:
             raise SystemExit(143) from None  # Lightning's 0 would say that it is finished
         signal.signal(signal.SIGINT, interrupt)
         raise KeyboardInterrupt from None

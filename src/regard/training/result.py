@@ -1,0 +1,58 @@
+"""How a run ended, and what it says about that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from regard.training import files, store
+from regard.training.files import RunError
+from regard.training.progress import span
+
+
+@dataclass
+class Result:
+    """How a run ended: what is in its weights.safetensors."""
+
+    steps: int  # updates made
+    name: str  # of the score that chose
+    best: float | None  # the best single checkpoint's
+    best_step: int | None
+    averaged: float | None  # the score of the mean of the last checkpoints; None where there was none to make
+    chosen: str  # best, average, or last where no score was a number
+    early: bool  # stopped by its patience
+    seconds: float
+    sha256: str = ""  # of weights.safetensors
+
+    @property
+    def score(self) -> float | None:
+        return self.averaged if self.chosen == "average" else self.best
+
+    def sentence(self) -> str:
+        score = "no score" if self.score is None else f"{self.name} {self.score:.4g}"
+        names = {"best": f"step {self.best_step}", "average": "the mean of the last checkpoints", "last": "the last step"}
+        early = " (stopped early)" if self.early else ""
+        return f"{self.steps} updates{early} in {span(self.seconds)}; {names[self.chosen]} was chosen, with {score} on validation"
+
+
+def finished(out: Path) -> Result | None:
+    """How the run ended, if it has; where its weights are gone or changed, its checkpoints end it once more."""
+    path = out / store.RESULT
+    if not path.is_file():
+        return None
+    advice = "delete it, and the run ends once more"
+    try:
+        result = Result(**files.read_json(path, advice))
+        result.sentence()
+    except (TypeError, KeyError, ValueError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{path} is not as it was written: {advice}") from None
+    weights = out / store.WEIGHTS
+    if weights.is_file() and files.digest(files.read(weights, "restore it")) == result.sha256:
+        return result
+    if weights.is_dir() or store.latest(out) is None:
+        raise RunError(
+            f"{weights} is not as it was written, and there is no checkpoint to make it from: restore it, or train anew"
+        )
+    return None
