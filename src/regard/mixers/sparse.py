@@ -16,6 +16,7 @@ from regard.mixers.patterns import (
     Blocks,
     Columns,
     Dilated,
+    Everything,
     Global,
     Local,
     Pattern,
