@@ -38,7 +38,12 @@ def streamed(spec, x):
 def draw(found):
     figure = Figure(figsize=(9.6, 5.0), dpi=150, facecolor="white")
     figure.text(0.09, 0.905, "What a layer remembers while it streams", fontsize=17, weight="bold", color=INK)
-    figure.text(0.09, 0.845, f"Size of the state, spare room included, token by token behind a prompt of {PROMPT:,}; width 64, 4 heads.", color=GREY)
+    figure.text(
+        0.09,
+        0.845,
+        f"Size of the state, spare room included, token by token behind a prompt of {PROMPT:,}; width 64, 4 heads.",
+        color=GREY,
+    )
     axes = figure.add_axes((0.09, 0.13, 0.66, 0.66))
     for (spec, sizes), colour in zip(found.items(), SPECS.values(), strict=True):
         kept = [size / 1024 for size in sizes]
