@@ -24,7 +24,7 @@ from mutants_training import TRAINING
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = (
     "laws limits patterns precision kernel gated random_features errors positions blocks reversible cluster cluster_statistics "
-    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend padding states wrong_calls"
+    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states wrong_calls"
 )
 M, K = "src/regard/mixers/", "src/regard/kernels/"
 
@@ -73,6 +73,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "valid[:, :first].sum(1)",
         "first + 0 * valid[:, :first].sum(1)",
     ),
+    "the last graph layer adds its heads": (M + "graph_layer.py", "else y.mean(1)", "else y.sum(1)"),
     "padding takes a position": (
         M + "base.py",
         "    return count.cumsum(1) - count\n",

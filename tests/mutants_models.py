@@ -91,6 +91,12 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "return stop[:, :, i] * before\n\n        return scanned(lambda i, _: step(i, sight.before),",
         "guided",
     ),
+    "the published energy forgets to divide by the length of v": (
+        M + "guided.py",
+        "F.normalize(wide(self.u), dim=-1)",
+        "wide(self.u)",
+        "guided",
+    ),
     # all at once
     "a slot for every padded vector": (
         M + "parallel.py",

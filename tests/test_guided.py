@@ -27,6 +27,7 @@ MAKE = {
     "monotonic": lambda dims: Monotonic(dims, hard=False),
     "monotonic, not kept": lambda dims: Monotonic(dims, hard=False, keep=False),
     "monotonic, hard": Monotonic,
+    "monotonic, additive": lambda dims: Monotonic(dims, hard=False, energy="additive", lean=-0.3),
     "location": lambda dims: Location(dims, window=3),
 }
 every = pytest.mark.parametrize("kind", MAKE)
@@ -96,6 +97,33 @@ def test_soft_monotonic_weights_are_the_mean_over_all_walks_and_so_are_gradients
         close(a, b)
     if keep:
         close(fast.sum(-1), torch.ones(B, HEADS, 4, dtype=torch.float64, device=DEVICE))
+
+
+def test_the_additive_energy_is_the_published_one():
+    """g v.tanh(W s + V h + b) / |v| + r, pair by pair; the noise of training is added to it before the sigmoid."""
+    reader, x, context = made("monotonic, additive"), tokens(3, 1), tokens(4, 2)
+    reader.keep = False
+    q, k = (part.unflatten(-1, (HEADS, -1)) for part in (reader.q(x), reader.k(context)))
+    energy = torch.zeros(B, HEADS, 3, 4, dtype=torch.float64, device=DEVICE)
+    for b, h, i, j in itertools.product(range(B), range(HEADS), range(3), range(4)):
+        v = reader.u[h]
+        energy[b, h, i, j] = reader.gain[h] * (v @ torch.tanh(q[b, i, h] + k[b, j, h])) / v.norm() + reader.lean[h]
+    assert reader.gain[0].item() == pytest.approx(DIMS.d**-0.5)
+
+    def weighed(scores):
+        stop = scores.sigmoid()
+        return torch.stack([torch.stack([walks(stop[b, h]) for h in range(HEADS)]) for b in range(B)])
+
+    fast, slow = reader.weights(x, context), weighed(energy)
+    close(fast, slow)
+    parts = [reader.q.weight, reader.q.bias, reader.k.weight, reader.u, reader.gain, reader.lean]
+    both = [torch.autograd.grad(y.square().sum(), parts) for y in (fast, slow)]
+    for a, b in zip(*both, strict=True):
+        close(a, b)
+    torch.manual_seed(3)
+    noisy = reader.train().weights(x, context)
+    torch.manual_seed(3)
+    close(noisy, weighed(energy + torch.randn_like(energy)))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -307,6 +335,7 @@ def test_bad_options_get_a_sentence():
         (lambda: Location(DIMS, window=4), "window must be odd"),
         (lambda: Monotonic(Dims(WIDTH, HEADS)), "cross=True"),
         (lambda: Monotonic(DIMS, noise=-1), "at least 0"),
+        (lambda: Monotonic(DIMS, energy="tanh"), "energy cannot be 'tanh'"),
         (lambda: diagonal(torch.zeros(1, 1, 2, 2), sharpness=0), "above 0"),
         (lambda: Plain(DIMS).start(3), "starts from what it reads"),
     ]:

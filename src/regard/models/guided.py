@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -134,28 +135,47 @@ class Plain(Aligner):
         return softmax(q @ wide(sight.k).mT / math.sqrt(q.shape[-1]), sight.real), sight.before
 
 
-class Monotonic(Aligner):
-    """A reader that only moves forwards. Raffel et al. 2017, arXiv:1704.00784.
+ENERGIES = ("dot", "additive")
 
-    From where it stopped last it walks on, and stops at token j with probability p_ij = sigmoid(q_i.k_j / sqrt(d) + r). In
-    training its weights are those of the expected walk, a_ij = p_ij s_ij with s_ij = (1 - p_i,j-1) s_i,j-1 + a_i-1,j, with noise
-    before the sigmoid that teaches it to decide. In evaluation it has decided (`hard`): p is 0 or 1, and it looks at one token.
-    `keep`, which the paper does not have: at the last token it always stops; else a walk may run off the end and see nothing.
+
+class Monotonic(Aligner):
+    """Read forwards only. Raffel et al. 2017, arXiv:1704.00784.
+
+    From where it stopped last it goes on, and stops at token j with probability p_ij = sigmoid(energy_ij). In training its
+    weights are those of the expected path, a_ij = p_ij s_ij with s_ij = (1 - p_i,j-1) s_i,j-1 + a_i-1,j, with noise before the
+    sigmoid, so that it learns to decide. In evaluation it has decided (`hard`): p is 0 or 1, and it reads one token.
+    energy="dot": q_i.k_j / sqrt(d) + r, which is not the paper's but costs less. energy="additive", the paper's:
+    g v.tanh(q_i + k_j) / |v| + r with q = W s + b, k = V h, and v (d), g, r of each head; g begins as 1 / sqrt(d).
+    `keep`, which the paper does not have: at the last token it always stops; else a path may run off the end and see nothing.
     """
 
-    def __init__(self, dims: Dims, *, hard: bool = True, noise: float = 1.0, keep: bool = True, lean: float = -1.0) -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        hard: bool = True,
+        noise: float = 1.0,
+        keep: bool = True,
+        lean: float = -1.0,
+        energy: str = "dot",
+    ) -> None:
         super().__init__(dims)
         if noise < 0:
             raise ValueError(f"noise is a standard deviation, at least 0, not {noise!r}")
-        self.hard, self.noise, self.keep = hard, noise, keep
+        if energy not in ENERGIES:
+            raise ValueError(unknown("energy cannot be", energy, ENERGIES))
+        self.hard, self.noise, self.keep, self.energy = hard, noise, keep, energy
         self.lean = nn.Parameter(torch.full((dims.heads,), float(lean)))  # r: rather on than stop
+        if energy == "additive":
+            self.u = nn.Parameter(torch.randn(dims.heads, dims.d))
+            self.gain = nn.Parameter(torch.full((dims.heads,), dims.d**-0.5))
 
     def first(self, k: Tensor) -> Tensor:
         """At the first token: whoever has not begun begins there."""
         return F.pad(super().first(k)[..., 1:], (1, 0), value=1.0) if k.shape[2] else super().first(k)
 
     def align(self, sight: Sight, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = q @ wide(sight.k).mT / math.sqrt(q.shape[-1]) + wide(self.lean)[:, None, None]
+        scores = self._energy(q, wide(sight.k)) + wide(self.lean)[:, None, None]
         if self.training and self.noise:
             scores = scores + self.noise * torch.randn_like(scores)
         elif self.hard and not self.training:
@@ -173,6 +193,13 @@ class Monotonic(Aligner):
             return stop[:, :, i] * before
 
         return scanned(step, q.shape[2], sight.before, real)
+
+    def _energy(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the energies (b h m n) of queries (b h m d) and keys (b h n d), without r."""
+        if self.energy == "dot":
+            return q @ k.mT / math.sqrt(q.shape[-1])
+        v = F.normalize(wide(self.u), dim=-1) * wide(self.gain)[:, None]
+        return ((q[:, :, :, None] + k[:, :, None]).tanh() @ v[:, None, :, None]).squeeze(-1)
 
 
 def _jumps(on: Tensor) -> list[tuple[int, Tensor]]:
@@ -213,7 +240,12 @@ class Location(Aligner):
         return scanned(step, q.shape[2], sight.before, real)
 
 
-KINDS: dict[str, type[Aligner]] = {"plain": Plain, "monotonic": Monotonic, "location": Location}
+KINDS: dict[str, Callable[[Dims], Aligner]] = {
+    "plain": Plain,
+    "monotonic": Monotonic,
+    "monotonic-additive": partial(Monotonic, energy="additive"),
+    "location": Location,
+}
 BLOCKS = ("all", "last")
 
 
@@ -231,7 +263,9 @@ def guided(model: Translator, make: Callable[[Dims], Aligner], *, blocks: str = 
 def guided_translator(
     config: Config, vocab: int, kind: str = "monotonic", *, target_vocab: int | None = None, blocks: str = "all"
 ) -> Translator:
-    """The translator that a configuration describes, reading its source in one of these ways: plain, monotonic, location."""
+    """Build the translator of a configuration whose decoder reads in one of these ways: plain, monotonic (its energy a dot
+    product), monotonic-additive (the published energy), location.
+    """
     if kind not in KINDS:
         raise ValueError(unknown("no reader is called", kind, KINDS))
     if blocks == "all" and config.cross != Config.cross:
