@@ -344,14 +344,14 @@ def test_settings_of_every_task_are_checked_and_sound(name: str) -> None:
     check(tasks.task(tasks.config(name)))
 
 
-@pytest.mark.parametrize("decoder", ["ctc", "masked", "length", "fixed"])
+@pytest.mark.parametrize("decoder", ["ctc", "masked", "length", "length slots=begin", "fixed"])
 def test_a_model_that_says_everything_at_once_is_trained_and_answers(
     decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [Pair("a b", "b a"), Pair("c d", "d c"), Pair("e", "e")]
     monkeypatch.setattr(type(tasks.task(tasks.config("reverse"))), "pairs", lambda self, folder: [pairs] * 3)  # noqa: ARG005
     out = tmp_path / "run"
-    at_once = ["--set", f"decoder={decoder}", "--mixer", "fnet", "--out", str(out)]
+    at_once = [word for text in f"decoder={decoder}".split() for word in ("--set", text)] + ["--mixer", "fnet", "--out", str(out)]
     assert "most does nothing here: it is for answers of one token after another" in refused(
         "train", "reverse", *SETTINGS, *at_once
     )

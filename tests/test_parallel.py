@@ -8,10 +8,11 @@ import torch
 
 from conftest import DEVICE, claiming, close
 from regard.config import Config
-from regard.data.batch import END, PAD, Batch, padded
+from regard.data.batch import BEGIN, END, PAD, Batch, padded
 from regard.decoding.parallel import NOTHING, collapsed, cut, least_sure, likeliest, refined, say_at_once
 from regard.mixers.base import Can
 from regard.models.lengths import LengthHead
+from regard.models.parallel import BEGIN as SAID_FIRST
 from regard.models.parallel import BLANK, Length, Parallel, parallel, rooms
 from regard.models.parallel import END as SAID_LAST
 from regard.training.parallel import loss
@@ -22,6 +23,7 @@ KINDS = [
     "length",
     "length(copy='uniform')",
     "length(copy='none', reach=5)",
+    "length(copy='begin', reach=5)",
     "masked",
     "fixed(count=11)",
 ]
@@ -79,7 +81,7 @@ def collapse_slowly(path):
 
 
 def test_the_ids_are_those_of_batches():
-    assert (BLANK, SAID_LAST) == (PAD, END)
+    assert (BLANK, SAID_FIRST, SAID_LAST) == (PAD, BEGIN, END)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,6 +123,19 @@ def test_slots_read_the_source_in_any_way(cross, wiring):
     assert [say_at_once(model, alone(batch, i).source, lengths=2)[0] for i in range(4)] == whole
     loss(model, batch, glance=0.4).total.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_row_of_begin_tokens_is_what_any_slots_say_that_hold_them_and_their_embedding_learns():
+    batch, model, other = talk(), made("length(copy='begin')"), made("length(copy='none')")
+    other.load_state_dict({**other.state_dict(), **model.state_dict()})
+    valid = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3], [1], [4]], device=DEVICE)
+    begin = torch.full_like(valid, BEGIN, dtype=torch.long)
+    read, heard = (x.hear(batch.source, batch.source_valid) for x in (model, other))
+    found = model.answer(read, model.seats(read, 5, valid))
+    close(found[valid], other.answer(heard, other.seats(heard, 5, valid), begin, torch.ones_like(valid))[valid])
+    (grad,) = torch.autograd.grad(model.seats(read, 5, valid).x.sum(), model.embed.table.weight)
+    assert grad[BEGIN].any() and not grad[BEGIN + 1 :].any() and not grad[:BEGIN].any()
+    assert not any(name.startswith("slots.empty") for name, _ in model.named_parameters())
 
 
 def test_one_table_is_shared_by_source_slots_and_output():

@@ -11,6 +11,8 @@ from regard.data.files import Pair
 from regard.tasks import TASKS, config, task
 from regard.tasks.support import in_order
 from regard.training.fit import fit
+from regard.training.modes import SAMPLED
+from regard.training.scheduled import Own
 from regard.training.store import load_run, put_weights
 
 MADE = [name for name, entry in TASKS.items() if entry.data is None]
@@ -73,6 +75,32 @@ def test_scores_have_the_one_that_chooses():
         made = tiny(name, most=4) if hasattr(config(name), "most") else tiny(name)
         model = made.model()
         assert made.best[0] in made.watch(model) and made.best[0] in made.score(model, "test"), name
+
+
+@pytest.mark.parametrize("mode", ["scheduled", "two_pass", "parallel"])
+def test_what_a_decoder_gets_of_itself_is_a_setting(mode):
+    """The soft mixes of embeddings, with or without gradients through them, are those of `regard.training.scheduled`."""
+    settings = {"mode": mode, "floor": 0.0, "steps": 4, "dropout": 0.0}
+    made = tiny("reverse", **settings, own="softmax", alpha=2.0, through=True)
+    torch.manual_seed(0)
+    model, batch = made.model().double(), made.batch(made.splits["train"][:3])
+
+    def loss(task, step=4):
+        torch.manual_seed(1)
+        return task.loss(model, batch, step).total
+
+    torch.manual_seed(1)
+    own = SAMPLED[mode](model, batch, 0.0, own=Own("softmax", alpha=2.0, through=True)).total
+    torch.testing.assert_close(loss(made), own, rtol=0, atol=0)
+
+    def other(**own):
+        return loss(task(config("reverse").replace({**TINY, **settings, **own})))
+
+    others = [other(**own) for own in ({}, {"own": "softmax"}, {"own": "gumbel"}, {"own": "sample"})]
+    assert len({x.item() for x in (own, *others)}) == 5
+    table = model.embed.table.weight
+    plain, through = (torch.autograd.grad(other(own="softmax", through=x), table)[0] for x in (False, True))
+    assert not torch.allclose(plain, through)
 
 
 def test_an_unknown_task_is_answered_with_the_nearest():

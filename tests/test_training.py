@@ -315,9 +315,9 @@ def test_a_line_now_and_then_says_where_it_is_and_how_long_it_takes():
         lines.measured(2.5)
         lines.step(step)
     said = told.getvalue().splitlines()
-    assert said[0] == "step 30/100  loss 2.5  1:10 left" and len(said) == 4
+    assert said[0] == "step 30/100  train loss 2.5  1:10 left" and len(said) == 4
     lines.validated("bleu", 20.0, 30.0)
-    assert told.getvalue().splitlines()[-1] == "step 60/100  loss 2.5  bleu 20 (best 30)  40 s left"
+    assert told.getvalue().splitlines()[-1] == "step 60/100  train loss 2.5  val bleu 20 (best 30)  40 s left"
 
 
 def test_a_terminal_gets_a_bar():
@@ -329,7 +329,7 @@ def test_a_terminal_gets_a_bar():
     made.step(10)
     made.note("[done]")
     made.close()
-    assert "step 10/10  loss 1.5  bleu 3" in told.getvalue() and "[done]" in told.getvalue()
+    assert "step 10/10  train loss 1.5  val bleu 3" in told.getvalue() and "[done]" in told.getvalue()
     assert type(progress(10, quiet=True)) is Progress and type(progress(10, console=Console(file=io.StringIO()))) is Lines
 
 

@@ -16,6 +16,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.say import aside, labelled, number, screen, sentences, stop
+from regard.cli.threads import Threads, chosen, used
 from regard.config import Config
 from regard.spec import Spec
 
@@ -41,6 +42,7 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="The run's folder; that of an interrupted run makes it go on.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Threads = None,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -51,15 +53,16 @@ def train(
         _check_folder(out, config)
         made = known.task(config)
         settings.check_used(made, changes or [])
+        count, told = chosen(config, threads, kind, out)
     settings.check(made)
     with sentences():
         fit = _fitter()
         made.read(data)
         new = out is None or not out.exists()
         folder = _fresh(config) if out is None else out
-        aside(f"{task} with {_mixers(config, ', ')} in {folder}")
+        aside(f"{task} with {_mixers(config, ', ')} in {folder}{told and ', ' + told}")
     try:
-        with sentences():
+        with sentences(), used(count):
             result = fit(made, folder, accelerator=kind)
     except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
         stop(_interrupted(task, folder, data), 130 if isinstance(ended, KeyboardInterrupt) else 143)

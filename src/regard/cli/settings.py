@@ -194,10 +194,11 @@ def check_used(task: Task, changes: Sequence[str]) -> None:
         **{name: (name in task.answering, "answers of one token after another") for name in ("beam", "penalty", "most")},
         "iterations": (decoder == "masked", "decoder=masked"),
         "lengths": (decoder in ("masked", "length"), "decoder=masked or length"),
-        **{name: (sampled, "mode=scheduled, two_pass or parallel") for name in ("truth", "floor")},
+        **{name: (sampled, "mode=scheduled, two_pass or parallel") for name in ("truth", "floor", "own", "alpha", "through")},
         "samples": (mode == "minimum_risk", "mode=minimum_risk"),
         "agree": (mode == "agree", "mode=agree"),
         "upsample": (decoder == "ctc", "decoder=ctc"),
+        "slots": (decoder == "length", "decoder=length"),
         "glance": (decoder in ("ctc", "length", "fixed"), "decoder=ctc, length or fixed"),
     }
     for key in named(changes):

@@ -15,6 +15,7 @@ import typer
 from regard.cli import settings
 from regard.cli.reading import Line, asked_lines
 from regard.cli.say import aside, labelled, number, screen, sentences, stop, write_json
+from regard.cli.threads import Threads, chosen, used
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,9 +35,10 @@ class Trained(NamedTuple):
     task: Task
     model: nn.Module
     update: int | None = None  # of its weights, where the run is not finished
+    threads: int = 1
 
 
-def trained(run: Path, changes: Iterable[str], device: str) -> Trained:
+def trained(run: Path, changes: Iterable[str], device: str, threads: int | None = None) -> Trained:
     """A run, ready to answer; it needs no data. Of an unfinished one it is said which update answers."""
     from regard import tasks
     from regard.training.store import put_weights
@@ -58,7 +60,7 @@ def trained(run: Path, changes: Iterable[str], device: str) -> Trained:
         raise ValueError(f"{run}/assets: {error}") from None
     model = task.model()
     put_weights(model, kept.weights, weights)
-    return Trained(task, model.to(kind).eval(), update)
+    return Trained(task, model.to(kind).eval(), update, chosen(config, threads, kind)[0])
 
 
 def evaluate(
@@ -67,18 +69,20 @@ def evaluate(
     changes: Changes = None,
     data: Data = None,
     device: Device = "auto",
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="The scores, machine-readable.")] = False,
 ) -> None:
     """Score a run on data it has not learned from, and keep the scores in RUN/scores.json."""
     with sentences():
         if split not in ("test", "val"):
             raise ValueError(f"the split is test or val, not {split!r}")
-        task, model, update = trained(run, changes or [], device)
+        task, model, update, count = trained(run, changes or [], device, threads)
         task.read(data)
         if not task.splits.get(split):
             raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
         told = {name: getattr(task.config, name) for name in task.answering}
-        scores = task.score(model, split)
+        with used(count):
+            scores = task.score(model, split)
         line: dict[str, Any] = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
         line |= {} if update is None else {"update": update}  # of a run that is not finished
         _keep(run / "scores.json", line)
@@ -117,13 +121,16 @@ def predict(
     source: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, or - for stdin.")],
     changes: Changes = None,
     device: Device = "auto",
+    threads: Threads = None,
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
         many, lines = asked_lines(source)
-        task, model, _ = trained(run, changes or [], device)
+        task, model, _, count = trained(run, changes or [], device, threads)
         for part in _parts(lines, TOGETHER if many else 1):
-            for answer in _answers(task, model, part):
+            with used(count):
+                found = _answers(task, model, part)
+            for answer in found:
                 sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
             sys.stdout.flush()
 
@@ -151,6 +158,7 @@ def distil(
     changes: Changes = None,
     data: Data = None,
     device: Device = "auto",
+    threads: Threads = None,
 ) -> None:
     """Write a run's answers to all training sources, for a student to learn from: --set teacher=FILE. What is stopped goes on."""
     from regard.cli.partial import Partial
@@ -161,7 +169,7 @@ def distil(
             raise ValueError(f"{out} is there already: choose another name, or delete it")
         if not out.parent.is_dir():
             raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
-        task, model, _ = trained(run, changes or [], device)
+        task, model, _, count = trained(run, changes or [], device, threads)
         if not isinstance(task, TranslationTask):
             raise ValueError(f"{run} is a run of {task.config.task}: only translation has a teacher's answers to learn from")
         task.read(data)
@@ -169,14 +177,14 @@ def distil(
         if kept.answers:
             aside(f"going on behind {len(kept.answers):,} of {total:,} answers in {kept.path}")
         try:
-            with _told(total, len(kept.answers)) as told:
+            with used(count), _told(total, len(kept.answers)) as told:
                 for answers in task.distil(model, len(kept.answers)):
                     kept.add(answers)
                     told(len(kept.answers))
         except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
             again = shlex.join(["regard", "distil", str(run), "--out", str(out), *_options(changes, data)])
-            count = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
-            stop(f"stopped; {count}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
+            far = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
+            stop(f"stopped; {far}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
         kept.finish()
     student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"teacher={out}"])
     screen().print(labelled([("written", f"{total:,} answers, {out}"), ("learn", student)]), highlight=False)

@@ -3,7 +3,7 @@
 A decoder that is not causal gives scores for every slot. What differs is where the slots come from:
 
     ctc       several for every vector that was read; slots may be left blank, and a token may fill several
-    length    as many as a predicted length says, each a copy of the source near it
+    length    as many as a predicted length says, each a copy of the source near it, or all of them BEGIN tokens
     masked    as many, all alike and empty; some are filled, the others are said, again and again
     fixed     always the same number; what stands behind the end is not heard
 
@@ -35,8 +35,8 @@ from regard.models.translator import Wires
 from regard.text import chosen, unknown
 
 BLANK = 0  # nothing is said: the id of padding, which no answer holds
-END = 3
-COPIES = ("soft", "uniform", "none")
+BEGIN, END = 2, 3
+COPIES = ("soft", "uniform", "none", "begin")
 
 
 class Read(NamedTuple):
@@ -81,6 +81,7 @@ class Slots(nn.Module):
     """How many slots there are, and what stands in them at first."""
 
     copies = False  # whether it needs the source's own vectors
+    begins = False  # whether every slot holds the BEGIN token, which the model's table has
 
     def longest(self, n: int) -> int:
         """The most slots for sources of up to n vectors."""
@@ -143,20 +144,23 @@ class Length(Slots):
     """As many slots as the answer has tokens, its end among them: p(y) = p(m) prod_i p_i(y_i | m). Gu et al., arXiv:1711.02281.
 
     copy="uniform": slot i holds the source vector at n (i + 1/2) / m. "soft": a mean of all of them by softmax(-|distance from
-    there|), after Wei et al. 2019, arXiv:1906.02041. "none": one learned vector for all slots. `reach` is that of the length.
+    there|), after Wei et al. 2019, arXiv:1906.02041. "none": one learned vector for all slots. "begin": the embedding of BEGIN in
+    all slots, a row of as many BEGIN tokens as the answer is long. `reach` is that of the length.
     """
 
     def __init__(self, dims: Dims, *, copy: str = "soft", reach: int = 32) -> None:
         super().__init__()
         if copy not in COPIES:
             raise ValueError(unknown("slots cannot be filled by", copy, COPIES))
-        self.copy, self.copies = copy, copy != "none"
+        self.copy, self.copies, self.begins = copy, copy in ("soft", "uniform"), copy == "begin"
         self.lengths = LengthHead(dims.width, reach=reach, most=dims.max_len)
-        self.empty = None if self.copies else nn.Parameter(torch.randn(dims.width))
+        self.empty = nn.Parameter(torch.randn(dims.width)) if copy == "none" else None
 
     def forward(self, read: Read, m: int | None = None, valid: Tensor | None = None) -> Seats:
         if m is None:
             raise ValueError(f"{type(self).__name__.lower()} must be told how many slots there are: m, and which are real")
+        if self.begins:  # `Parallel.seats` puts the token in
+            return Seats(read.x.new_zeros(()).expand(len(read.x), m, read.x.shape[2]), valid)
         if self.empty is not None:
             return Seats(self.empty.to(read.x.dtype).expand(len(read.x), m, -1), valid)
         assert read.vectors is not None
@@ -223,7 +227,11 @@ class Parallel(nn.Module):
         return self.slots.lengths.best(read.x, read.valid, k)
 
     def seats(self, read: Read, m: int | None = None, valid: Tensor | None = None) -> Seats:
-        return self.slots(read, m, valid)
+        found: Seats = self.slots(read, m, valid)
+        if not self.slots.begins:
+            return found
+        begin = self.embed.vectors(torch.full((1, 1), BEGIN, device=found.x.device))
+        return found._replace(x=begin.expand_as(found.x))
 
     def answer(self, read: Read, seats: Seats, filled: Tensor | None = None, shown: Tensor | None = None) -> Tensor:
         """Scores of every slot (b m v). Where `shown` (b m), the slot holds the token `filled` (b m) to begin with."""

@@ -19,7 +19,7 @@ from regard.data.wavering import Wavering
 from regard.decoding.parallel import say_at_once
 from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
-from regard.models.parallel import parallel
+from regard.models.parallel import COPIES, parallel
 from regard.scores import bleu, exact_match
 from regard.tasks.base import Step, Task
 from regard.tasks.beginning import begun, check_slots, short_enough, slots_of
@@ -38,11 +38,11 @@ from regard.tasks.support import (
 )
 from regard.tasks.translation_config import Translation
 from regard.training.losses import Loss
-from regard.training.modes import MODES, agreeing, teacher_forcing
+from regard.training.modes import MODES, SAMPLED, agreeing, teacher_forcing
 from regard.training.parallel import glance_at
 from regard.training.parallel import loss as loss_at_once
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
-from regard.training.scheduled import SCHEDULES
+from regard.training.scheduled import FORMS, SCHEDULES, Own
 from regard.training.scheduled import share as share_of_truth
 from regard.training.store import Run, put_weights
 
@@ -69,6 +69,9 @@ class TranslationTask(Task):
         choice_of("decoder", config.decoder, DECODERS)
         choice_of("mode", config.mode, [*MODES, *REWARDED])
         choice_of("truth", config.truth, list(SCHEDULES))
+        choice_of("own", config.own, FORMS)
+        choice_of("slots", config.slots, COPIES)
+        self.own = Own(config.own, alpha=config.alpha, through=config.through)
         check_vocab(config.units, config.vocab)
         if config.waver and config.units != "subwords":
             raise ValueError(f"waver is for units='subwords': {config.units} are not merged")
@@ -168,7 +171,8 @@ class TranslationTask(Task):
         if config.decoder == "autoregressive":
             made = translator(config, vocab)
         else:
-            made = parallel(config, vocab, kind=config.decoder, upsample=config.upsample)
+            kind = f"length(copy={config.slots!r})" if config.decoder == "length" else config.decoder
+            made = parallel(config, vocab, kind=kind, upsample=config.upsample)
         if self.begun is not None:
             put_weights(made, {**slots_of(made), **self.begun.weights}, config.begin_from)
         return made
@@ -196,6 +200,8 @@ class TranslationTask(Task):
             return minimum_risk(model, batch, sentence_bleu, rules=rules_of(config, config.most), samples=config.samples)
         assert isinstance(step, int)  # these are not steady
         share = share_of_truth(config.truth, step, config.steps, config.floor)
+        if config.mode in SAMPLED:
+            return SAMPLED[config.mode](model, batch, share, own=self.own, smoothing=config.smoothing)
         return MODES[config.mode](model, batch, share, config.smoothing)
 
     def watch(self, model: nn.Module) -> dict[str, float]:

@@ -19,12 +19,16 @@ class Translation(Config):
     mode: str = "teacher"  # how it learns: teacher, agree, free, scheduled, two_pass, parallel, self_critical, minimum_risk
     truth: str = "linear"  # scheduled sampling: how the share of true tokens falls: linear, exponential, inverse_sigmoid
     floor: float = 0.5  # ... and how far
+    own: str = "argmax"  # ... and what it gets of itself: argmax, sample, or soft mixes of embeddings: softmax, gumbel
+    alpha: float = 1.0  # ... soft mixes: softmax(alpha scores)
+    through: bool = False  # ... soft mixes: gradients go back through them
     agree: float = 5.0  # agree: how strongly two passes, each with a dropout of its own, are held together
     samples: int = 8  # minimum_risk: answers that are compared
     begin_from: str = ""  # a run whose weights it starts with; all but the slots of a decoder that says everything at once
     decoder: str = "autoregressive"  # or one that says everything at once: ctc, masked, length, fixed
     teacher: str = ""  # for those: a teacher's answers to the training sources, a file that `regard distil` wrote
     upsample: int = 3  # ctc: slots for every source token
+    slots: str = "soft"  # length: what slots hold: soft or uniform copies of the source, none (one vector), begin (BEGIN tokens)
     glance: float = 0.5  # ctc, length, fixed: the share of its mistakes that it is shown in training, at the start
     iterations: int = 4  # masked: rounds of an answer
     lengths: int = 4  # masked, length: lengths that are tried

@@ -118,7 +118,7 @@ def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
         raise RunError(f"{out / store.ABOUT} does not say what it was trained on: {advice}")
     if then["data"] != now["data"]:
         raise RunError(f"{out} holds a run on other data: {then['data']} there and {now['data']} here")
-    made = ("regard", "python", "torch", "device")
+    made = ("regard", "python", "torch", "device", *(["threads"] if kind == "cpu" else []))
     return _longer(out, task, there) + [
         f"{name} was {then.get(name)} and is {now[name]}: the run goes on, but not bit for bit as it would have"
         for name in made

@@ -60,6 +60,9 @@ def free_running(model: Translator, batch: Batch, *, smoothing: float = 0.0) -> 
     return cross_entropy(step_by_step(model, batch, feed), target, valid, smoothing=smoothing)
 
 
+# by name, called as sampled(model, batch, share of the truth, own=Own(), smoothing=0.0)
+SAMPLED: dict[str, Callable[..., Loss]] = {"scheduled": token_by_token, "two_pass": two_pass, "parallel": parallel}
+
 # by name, called as mode(model, batch, share of the truth, smoothing)
 MODES: dict[str, Callable[[Translator, Batch, float, float], Loss]] = {
     "teacher": lambda model, batch, _, smoothing: teacher_forcing(model, batch, smoothing=smoothing),

@@ -31,7 +31,7 @@ class Progress:
         self.loss = loss
 
     def validated(self, name: str, score: float, best: float | None) -> None:
-        self.score = f"{name} {score:.4g}" + ("" if best is None or best == score else f" (best {best:.4g})")
+        self.score = f"val {name} {score:.4g}" + ("" if best is None or best == score else f" (best {best:.4g})")
 
     def note(self, text: str) -> None:
         """A sentence that stays."""
@@ -51,7 +51,7 @@ class Progress:
 
     def text(self) -> str:
         parts = [f"step {self.done}/{self.total}"]
-        parts += [f"loss {self.loss:.4g}"] if self.loss is not None else []
+        parts += [f"train loss {self.loss:.4g}"] if self.loss is not None else []
         parts += [self.score] if self.score else []
         return "  ".join([*parts, f"{span(self.left())} left"])
 

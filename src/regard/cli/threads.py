@@ -1,0 +1,68 @@
+"""How many threads of a CPU a command uses: few for small models, whose threads would wait for each other on a busy machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from regard.config import Config
+
+WORTH = 2**26  # multiplications of a layer in one pass for which a further thread pays
+CHOSEN_OUTSIDE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+MOST = 1024
+
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", help="Of the CPU; else OMP_NUM_THREADS, or as many as the model is worth.")
+]
+
+
+def chosen(config: Config, asked: int | None, kind: str, run: Path | None = None) -> tuple[int, str]:
+    """The number of threads, and a sentence about it where it was chosen here.
+
+    What is asked for comes first, then OMP_NUM_THREADS or MKL_NUM_THREADS, then the number that the run in the folder `run` has
+    been trained with, so that it goes on bit for bit, and then one thread for each WORTH multiplications.
+    """
+    there = torch.get_num_threads()
+    if asked is not None:
+        if not 1 <= asked <= MOST:
+            raise ValueError(f"threads must be from 1 to {MOST}, not {asked}")
+        return asked, ""
+    if kind != "cpu" or any(os.environ.get(name) for name in CHOSEN_OUTSIDE):
+        return there, ""
+    if run is not None and (before := _recorded(run)) is not None:
+        return before, "" if before == there else f"on {_count(before)}, as before"
+    found = min(there, max(1, config.batch_tokens * config.width * config.ffn // WORTH))
+    return found, "" if found == there else f"on {_count(found)} of {there}, as the model is small: --threads {there} uses all"
+
+
+@contextmanager
+def used(count: int) -> Iterator[None]:
+    """With so many threads; afterwards as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _recorded(run: Path) -> int | None:
+    """What run.json says, if a run has begun there on a CPU."""
+    from regard.training import files, store
+
+    if not (run / store.ABOUT).is_file():
+        return None
+    about = files.read_json(run / store.ABOUT, "restore it, or delete the folder and train again")
+    count = about.get("threads")
+    sound = type(count) is int and 1 <= count <= MOST and about.get("device") == "cpu"
+    return count if sound else None
+
+
+def _count(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}"
