@@ -144,6 +144,7 @@ class Attention(Mixer):
         self.check_length(places)
         q, k, v = self.heads(x, places)
         with precise(x):
+            self.core.watch(q, k, valid)
             if self.dims.causal:
                 return self.core.scan(self._empty(len(x)), q, k, v, places)[0]
             return self.core.read(self.core.push(self.core.empty(k, v), k, v, places), q, places)
@@ -245,6 +246,7 @@ def attend(
     check_valid(real, b, q.shape[2], "queries")
     places = Places.of(k[:, 0], valid)
     with precise(q):
+        core.watch(q, k, valid)
         memory = core.empty(k, v)
         if causal:
             out = core.scan(memory, q, k, v, places)[0]
