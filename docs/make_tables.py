@@ -17,6 +17,7 @@ from regard.traits import positions_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
 
+import tables_features
 import tables_tasks as real
 from tables_base import ROOT, Made, code, if_there, not_yet, result, short, table
 
@@ -153,6 +154,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "growth_kept": partial(growth, "growth_kept"),
         "growth_gpu": partial(growth, "growth_gpu"),
         "recall": recall,
+        "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
         "stream": stream,
         "decoding": lambda: decoding(result("decoding")),

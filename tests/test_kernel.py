@@ -17,7 +17,7 @@ from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
 from regard.mixers.peaked import Efficient, Performer
 
 B, H, G, D, E = 2, 4, 2, 5, 3
-NAMES = ["linear", "cosformer", "efficient", "performer", "rfa", "gated"]
+NAMES = ["linear", "cosformer", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
 LONGEST = 300
 
 
@@ -32,6 +32,8 @@ def build(name: str, g: int = G, longest: int = LONGEST) -> Kernel:
         "cosformer": lambda: Cosformer(given),
         "efficient": lambda: Efficient(given),
         "performer": lambda: Performer(given, features=12),
+        "favor": lambda: Performer(given, features=13, kind="hyperbolic", max_norm=None),  # pairs, and one without its other half
+        "sharp": lambda: RFA(given, features=9, scale=6.0, orthogonal=False),  # most of its sums of waves are too small
         "rfa": lambda: RFA(given, features=9),
         "gated": lambda: RFA(given, features=9, gated=True),
     }[name]().to(DEVICE, torch.float64)
@@ -88,7 +90,11 @@ def dense_efficient(_: Efficient, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
 
 def dense_performer(core: Performer, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     q, k = q / D**0.25, k / D**0.25
-    phi_q, phi_k = ((x @ core.directions.mT - (x * x).sum(-1, keepdim=True) / 2).exp() for x in (q, k))
+    if core.log_norm is not None:
+        most = core.log_norm.exp().repeat_interleave(q.shape[1] // len(core.log_norm))[:, None, None]
+        q, k = (torch.where(x.norm(dim=-1, keepdim=True) > most, most * x / x.norm(dim=-1, keepdim=True), x) for x in (q, k))
+    w = torch.cat([core.directions, -core.directions])[: core.f] if core.kind == "hyperbolic" else core.directions
+    phi_q, phi_k = ((x @ w.mT - (x * x).sum(-1, keepdim=True) / 2).exp() for x in (q, k))
     return normalised(phi_q @ phi_k.mT * seen)
 
 
@@ -98,8 +104,10 @@ def cosines_of_waves(core: RFA, q: Tensor, k: Tensor) -> Tensor:
 
 
 def lifted(weights: Tensor, mass: Tensor, scale: float) -> Tensor:
-    total = torch.maximum(weights.sum(-1, keepdim=True), math.exp(-2 * scale) * mass.sum(-1, keepdim=True))
-    return torch.where(total == 0, 0, weights / torch.where(total == 0, 1, total))
+    """What a row of weights has too little is spread over all tokens, each by its mass."""
+    total, whole = weights.sum(-1, keepdim=True), mass.sum(-1, keepdim=True)
+    lack = torch.relu(max(0.25, math.exp(-2 * scale)) - total / torch.where(whole == 0, 1, whole))
+    return normalised(weights + lack * mass)
 
 
 def dense_rfa(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
@@ -122,7 +130,9 @@ DENSE = {
     "cosformer": dense_cosformer,
     "efficient": dense_efficient,
     "performer": dense_performer,
+    "favor": dense_performer,
     "rfa": dense_rfa,
+    "sharp": dense_rfa,
     "gated": dense_gated,
 }
 

@@ -12,6 +12,7 @@ from regard import tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
+import tables_features  # noqa: E402
 import tables_tasks as tables  # noqa: E402
 
 NOT_YET = "Not measured yet"
@@ -205,3 +206,17 @@ def test_answers_at_once_are_compared_with_greedy_ones(made):
     assert [line[1] for line in lines[2:]] == ["a teacher's answers", "people's answers", "a teacher's answers"]
     assert lines[0][4] == ""
     assert lines[2][4] == f"{float(lines[2][3]) - float(lines[0][3]):+.2f}"
+
+
+def test_random_features_have_a_line_for_each_estimate_and_size():
+    rows = [
+        {"what": what, "by": by, "size": size, "features": f, "equal": 0.8, "error": size / f, "largest": 0.3}
+        for what, by in (("softmax", "performer"), ("cosines", "rfa"))
+        for size in (1.0, 2.0)
+        for f in (4, 8)
+    ]
+    settings = {"draws": 3, "n": 512, "heads": 4, "dim": 64, "dtype": "float64", "largest_value": 4.5}
+    text = tables_features.random_features(record(rows) | {"settings": settings})
+    assert line_of(text, "2 | performer") == ["2", "performer", "0.50", "0.25", "0.80"]
+    assert "`rfa` at any scale is 0.30, the largest value 4.50" in text
+    assert tables_features.random_features({"rows": []}).startswith(NOT_YET)

@@ -131,9 +131,12 @@ _ROWS = [
         "performer",
         Performer,
         "kernel",
-        "Positive orthogonal random features estimate the exponential without bias.",
+        "Positive orthogonal random features estimate the exponential, as sharp as their number allows.",
         "Choromanski et al. 2020, arXiv:2009.14794",
-        (Example({"features": 32}, cost=1, memory=0),),
+        (
+            Example({"features": 32}, cost=1, memory=0),
+            Example({"features": 32, "kind": "positive", "max_norm": None}, cost=1, memory=0),
+        ),
     ),
     Row(
         "cosformer",

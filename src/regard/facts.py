@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial, reduce
@@ -12,14 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, nbytes
+from regard.mixers.estimate import Estimator, PoorEstimate
 from regard.mixers.patterns import Pattern
 from regard.mixers.softmax import Softmax
 from regard.mixers.sparse import Sparse, census
-from regard.probe import attention_matrix, has_weights, sampled
+from regard.probe import attention_matrix, estimation_error, has_weights, sampled
 from regard.row import growth
 from regard.spec import Spec
 
@@ -27,6 +30,7 @@ LONG = 16_384  # growth is measured from half this length to it, or from half th
 MEASURED = 16_384  # tokens of the longest state that is really filled; beyond it, its growth says the rest
 HEAVY = 1 << 25  # numbers in a mixer that is too large to be made only to measure how its state grows
 COMPARED = 512  # tokens of the matrix that is compared with softmax
+DEVIATIONS = (1.0, 0.5, 0.25)  # of the queries and keys on which an estimate is compared with what it estimates
 SHORT = 512  # tokens of a pass that may stand for longer ones
 BLOCKS = 2048  # a side; where there would be more, larger ones are counted
 
@@ -68,6 +72,16 @@ class Distance:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """How far a core that estimates a softmax is from it, on Gaussian q and k of some standard deviations."""
+
+    tokens: int
+    deviations: tuple[float, ...]  # of q and k
+    errors: tuple[float, ...]  # of its weights, relative
+    of_equal_weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Facts:
     """Numbers for one mechanism at one length. None: the question does not apply to it."""
 
@@ -79,6 +93,7 @@ class Facts:
     state: Kept | None
     pairs: Pairs | None
     distance: Distance | None
+    estimate: Estimate | None = None
 
     def to_json(self) -> dict[str, Any]:
         row, dims = self.spec.row, self.dims
@@ -89,7 +104,8 @@ class Facts:
         return {"spec": self.spec.to_json(), **about, **asked, "claims": claims, **found}
 
     def _parts(self) -> dict[str, Any]:
-        return {"work": self.work, "state": self.state, "pairs": self.pairs, "distance": self.distance}
+        parts = {"work": self.work, "state": self.state, "pairs": self.pairs, "distance": self.distance}
+        return {**parts, "estimate": self.estimate}
 
     def lines(self) -> list[tuple[str, str]]:
         """A label and a phrase for every fact that applies, for tables and figures."""
@@ -108,13 +124,16 @@ class Facts:
         if self.distance:
             far, uniform, n = self.distance.to_softmax, self.distance.of_uniform, self.distance.tokens
             found.append(("distance to softmax", f"{far:.2f} on {n} tokens; equal weights {uniform:.2f}"))
+        if self.estimate:
+            found += _estimation(self.estimate)
         return [*found, ("paper", self.spec.row.paper)]
 
 
 def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = False, heads: int = 4, width: int = 256) -> Facts:
     """All the numbers `regard show` prints, the same every time. Long passes are counted on tensors without content."""
     spec, dims = Spec.of(spec), Dims(width=width, heads=heads, causal=causal)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PoorEstimate)  # how poor it is, is one of the facts
         torch.manual_seed(0)
         return _facts(spec, dims, length)
 
@@ -124,7 +143,8 @@ def _facts(spec: Spec, dims: Dims, length: int) -> Facts:
     pairs, tokens = _pairs(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
     known = isinstance(mixer, Attention) and mixer.rate == 1 and has_weights(mixer.core, tokens)
     distance = _distance(mixer.core, tokens) if known else None  # type: ignore[arg-type]
-    return Facts(spec, dims, length, mixer.can, _work(spec, dims, length), _state(mixer, spec, length), pairs, distance)
+    work, state, estimate = _work(spec, dims, length), _state(mixer, spec, length), _estimate(mixer, tokens)
+    return Facts(spec, dims, length, mixer.can, work, state, pairs, distance, estimate)
 
 
 class _Flops(NamedTuple):
@@ -242,6 +262,22 @@ def _distance(core: Core, n: int) -> Distance:
     visible = torch.ones(n, n).tril() if dims.causal else torch.ones(n, n)
     uniform = visible / visible.sum(-1, keepdim=True)
     return Distance(n, *(float((a - exact).norm() / exact.norm()) for a in (found, uniform)))
+
+
+def _estimate(mixer: Mixer, n: int) -> Estimate | None:
+    """Errors of a core that estimates a softmax, by the size of queries and keys."""
+    if not isinstance(mixer, Attention) or not isinstance(mixer.core, Estimator):
+        return None
+    core, dims, random = mixer.core, mixer.dims, torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, h, n, dims.d, generator=random) for h in (dims.heads, dims.g))
+    found = [estimation_error(core, s * q, pad(s * k, (0, core.gates))) for s in DEVIATIONS]
+    return Estimate(n, DEVIATIONS, *zip(*found, strict=True))
+
+
+def _estimation(known: Estimate) -> list[tuple[str, str]]:
+    rows = zip(known.deviations, known.errors, known.of_equal_weights, strict=True)
+    words = "; ".join(f"{error:.2g} (equal weights {equal:.2g}) at deviation {s:g}" for s, error, equal in rows)
+    return [("estimation error", f"{words} of q and k"), ("on your data", "regard.probe.estimation_error(layer, x)")]
 
 
 def _grows(power: float | None, letter: str, before: str) -> str:

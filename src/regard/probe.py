@@ -1,15 +1,17 @@
-"""Two ways to see what a mechanism does: its attention matrix, and how much each token moves each output."""
+"""Ways to see what a mechanism does: its attention matrix, how far that is from softmax's, how much tokens move outputs."""
 
 from __future__ import annotations
 
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from regard.mixers.attention import attend
-from regard.mixers.base import Core
+from regard.mixers.attention import Attention, attend
+from regard.mixers.base import Core, Places
+from regard.mixers.estimate import Estimator, relative_errors
 
 
 def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: Tensor | None = None) -> Tensor:
@@ -17,6 +19,48 @@ def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: T
     b, g, m, _ = k.shape
     one = torch.eye(m, dtype=k.dtype, device=k.device).repeat(1, core.streams)  # a token's streams count together
     return attend(q, k, one.expand(b, g, *one.shape), core, causal=causal, valid=valid, query_valid=None if causal else valid)
+
+
+class Estimation(NamedTuple):
+    """Relative errors of attention weights: || A - exact A || / || exact A || over all queries."""
+
+    error: float
+    of_equal_weights: float  # the same for equal weights: what knowing nothing costs
+
+
+@torch.no_grad()
+def estimation_error(
+    mixer: Attention | Core, x: Tensor, k: Tensor | None = None, *, causal: bool | None = None, valid: Tensor | None = None
+) -> Estimation:
+    """Measure how far the weights of a layer or core are from the exact attention that it estimates, on your own data.
+
+    A layer takes tokens x (b n w); a core takes queries x (b h n d) and keys k (b g m d). The exact attention is the softmax
+    of q . k / sqrt(d); for a core that estimates another one, such as rfa (cosines), that one. `causal` is the mixer's own
+    form unless given, `valid` (b m) is True at real tokens. Makes the whole matrix: n m numbers for each head.
+    """
+    core, q = mixer.core if isinstance(mixer, Attention) else mixer, x
+    if isinstance(mixer, Attention):
+        if k is not None or mixer.dims.cross:
+            raise ValueError("a layer takes the tokens x (b n w) alone; for cross attention give its core q and k")
+        q, k, _ = mixer.heads(x, Places.of(x, valid))
+    if k is None:
+        raise ValueError("a core takes queries (b h n d) and keys (b g m d): give k")
+    if core.streams > 1 or core.rate > 1 or core.ignores:
+        raise ValueError(f"{core.name} does not weigh keys by one query and one key per token: there is nothing to compare")
+    causal = core.dims.causal if causal is None else causal
+    found, exact, seen = attention_matrix(core, q, k, causal=causal, valid=valid), *_exact(core, q, k, causal, valid)
+    return Estimation(*relative_errors(found, exact, seen))
+
+
+def _exact(core: Core, q: Tensor, k: Tensor, causal: bool, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The weights (b h n m) that a core estimates, and which pairs are seen; queries at padding see nothing."""
+    k = k[..., : core.dims.d].repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = core.exact(q, k) if isinstance(core, Estimator) else q @ k.mT * core.dims.d**-0.5
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    seen = seen.tril() if causal else seen
+    if valid is not None:
+        seen = seen & valid[:, None, None] & valid[:, None, :, None]
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0), seen
 
 
 @torch.no_grad()

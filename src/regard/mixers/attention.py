@@ -161,6 +161,7 @@ class Attention(Mixer):
         self.check_length(places)
         q, k, v = self.heads(x, places)
         with precise(x):
+            self.core.watch(q, k, valid)
             if self.dims.causal:
                 return self.core.scan(self._empty(x.shape[0]), q, k, v, places)[0]
             return self.core.read(self.core.push(self.core.empty(k, v), k, v, places), q, places)
@@ -263,6 +264,7 @@ def attend(
     k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
     with precise(q):
+        core.watch(q, k, valid)
         memory = core.empty(k, v)
         if causal:
             if first:

@@ -236,6 +236,9 @@ class Core(nn.Module):
         """The memory without what no query at position t (b) or later can see. Only ever saves room."""
         return memory
 
+    def watch(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        """See the queries and keys of a whole pass, before it: for cores that compare themselves with something."""
+
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         """What causal means, token by token. Override it to be faster, never to mean something else."""
         out = [q.new_zeros(*q.shape[:2], 0, v.shape[-1] // self.streams)]

@@ -54,6 +54,9 @@ class Hybrid(Core):
     def forget(self, memory: Halves, t: Tensor) -> Halves:
         return Halves(self.near.forget(memory.near, t), self.far.forget(memory.far, t))
 
+    def watch(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
+        self.far.watch(q, k, valid)
+
     def scan(self, memory: Halves, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Halves]:
         near, log = self.near.scan(memory.near, q, self._plain(k), v, places)
         far, sums = self.far.scan(memory.far, q, k, v, places)

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.kernels import chunks
+from regard.mixers import features as draws
 from regard.mixers.base import Can, Core, Dims, Places, needed_length
+from regard.mixers.estimate import Estimator
 from regard.mixers.features import (
     ask,
     check_count,
-    gaussian,
     joined,
     left,
     log_gate,
@@ -42,7 +43,7 @@ class Sums(NamedTuple):
 class WeighedSums(NamedTuple):
     s: Tensor
     z: Tensor
-    mass: Tensor  # (b g 1) weight of all tokens: their number, where no gate weighs them
+    even: Tensor  # (b g e + 1) sum of all values, and of as many ones: their number, where no gate weighs them
 
 
 class Kernel(Core):
@@ -154,28 +155,47 @@ class Cosformer(Linear):
         return torch.cat([q * angle.cos(), q * angle.sin()], -1)
 
 
-class RFA(Kernel):
-    """Random feature attention: softmax over cosines, its exponential estimated by random waves.
+LEAST = 0.25  # share of its weight that a sum of waves must have to be divided by
+
+
+class RFA(Estimator, Kernel):
+    """Estimate softmax attention over cosines by random waves, in time n f e and memory (f + 1) (e + 1), f = 2 features.
 
     phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, W with `features` rows drawn from N(0, scale I), so that
-    phi(q) . phi(k) estimates exp(scale (cos(q, k) - 1)). Time n f e with f = 2 features, memory f (e + 1) at any length.
+    the mean of phi(q) . phi(k) is exp(scale (cos(q, k) - 1)). Rows are orthogonal in blocks of d, which leaves the mean as it
+    is and lowers the variance; orthogonal=False draws them independently, as the paper does.
     gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(gate_t + b): one gate of each token and
     key-value head, a linear map of the layer's input that comes behind the key. It has an order even where it is not causal:
     the tokens are written one after the other, and every query reads what is left at the end.
-    A sum of waves may come out near zero or negative, its expectation may not: phi(q) . z is never taken to be below
-    exp(-2 scale) times the weight of all tokens, the least that the exact kernel gives. Peng et al. 2021, arXiv:2103.02143.
+
+    A sum of waves may come out near zero or negative, where its mean may not. phi(q) . z is never taken to be below 1/4 of
+    the weight of all tokens, nor below exp(-2 scale) of it, the least that the exact kernel gives: what is missing is spread
+    evenly over all tokens, so that the output is at most 5 times as large as the largest value. The relative variance of a
+    weight is about exp(2 scale) / f: a scale above log(f) / 2 is not estimated well and tends to equal weights.
+    Peng et al. 2021, arXiv:2103.02143.
     """
 
     directions: Tensor
 
-    def __init__(self, dims: Dims, *, features: int = 128, scale: float = 1.0, gated: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        features: int = 128,
+        scale: float = 1.0,
+        gated: bool = False,
+        orthogonal: bool = True,
+        seed: int = 0,
+    ) -> None:
         super().__init__(dims)
         check_count("features", features)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
-        if not isinstance(gated, bool):
-            raise ValueError(f"gated must be True or False, not {gated!r}")
-        self.scale, self.f = scale, 2 * features
+        for name, value in (("gated", gated), ("orthogonal", orthogonal)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")
+        self.scale, self.f, self.draw = scale, 2 * features, draws.orthogonal if orthogonal else draws.gaussian
+        self.least = max(LEAST, math.exp(-2 * scale))
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
         self.gates = 1 if gated else 0
@@ -183,31 +203,33 @@ class RFA(Kernel):
         self.gate_bias = nn.Parameter(torch.linspace(1, 6, dims.g)) if gated else None
 
     def redraw(self, seed: int) -> None:
-        """Other random directions: another estimate of the same attention. Never done by a forward pass."""
-        self.directions.copy_(math.sqrt(self.scale) * gaussian(len(self.directions), self.dims.d, seed))
+        """Draw other random directions: another estimate of the same attention. Never done by a forward pass."""
+        self.directions.copy_(math.sqrt(self.scale) * self.draw(len(self.directions), self.dims.d, seed))
 
     def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
         s, z = nothing(k, v, self.f)
-        return WeighedSums(s, z, z[..., :1].clone())
+        return WeighedSums(s, z, z.new_zeros(*z.shape[:2], v.shape[-1] + 1))
 
     def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
         keys, weight, decay = self._keys(k, places)
         if decay is not None:
             later = left(decay)
             keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
-            memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.mass)
-        return WeighedSums(memory.s + keys.mT @ v, memory.z + keys.sum(2), memory.mass + weight.sum(2))
+            memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
+        even = torch.cat([weight.mT @ v, weight.sum(2, keepdim=True)], -1).squeeze(2)
+        return WeighedSums(memory.s + keys.mT @ v, memory.z + keys.sum(2), memory.even + even)
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
         asked = self._queries(q, places)
-        norm = ask(asked, memory.z.unsqueeze(-1))
-        return ratio(ask(asked, memory.s), self._lift(norm, memory.mass.unsqueeze(2)))
+        return self._lifted(ask(asked, memory.s), ask(asked, memory.z.unsqueeze(-1)), memory.even.unsqueeze(2))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
         out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
-        mass = chunks.running(weight, memory.mass, None if decay is None else decay.exp())
-        return ratio(out, self._lift(norm, mass)), WeighedSums(s, z, mass[:, :, -1])
+        each = torch.cat([weight * v, weight], -1)
+        fades = None if decay is None else decay.exp()
+        even = each.cumsum(2) + memory.even.unsqueeze(2) if fades is None else chunks.running(each, memory.even, fades)
+        return self._lifted(out, norm, even), WeighedSums(s, z, even[:, :, -1])
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
@@ -219,10 +241,22 @@ class RFA(Kernel):
         weight = weight * torch.sigmoid(-gate)
         return keys * weight, weight, log_gate(gate, places.valid)
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - they look the same everywhere
         angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
         return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
 
-    def _lift(self, norm: Tensor, mass: Tensor) -> Tensor:
-        """norm (b h n 1) no lower than any exact one of that mass (b g n 1)."""
-        return torch.maximum(norm, math.exp(-2 * self.scale) * per_query_head(mass, norm))
+    def _lifted(self, out: Tensor, norm: Tensor, even: Tensor) -> Tensor:
+        """out / norm (b h n e), (b h n 1), with equal weights for what a norm has too little; even (b g n e + 1) sums all."""
+        even = per_query_head(even, norm)
+        values, mass = even[..., :-1], even[..., -1:]
+        lack = (self.least * mass - norm).relu()  # sums of equal weights are lack * mass
+        share = ratio(lack, mass)
+        return ratio(torch.addcmul(out, share, values), norm + lack)
+
+    def exact(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.scale * (F.normalize(q, dim=-1, eps=1e-6) @ F.normalize(k, dim=-1, eps=1e-6).mT)
+
+    def estimated(self, q: Tensor, k: Tensor) -> Tensor:
+        weights = self._queries(q) @ self._queries(k).mT
+        weights = weights + (self.least - weights.mean(-1, keepdim=True)).relu()
+        return ratio(weights, weights.sum(-1, keepdim=True))

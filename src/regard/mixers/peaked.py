@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.kernels import chunks
 from regard.mixers.base import Dims, Places
+from regard.mixers.estimate import Estimator
 from regard.mixers.features import ask, check_count, finite, nothing, orthogonal, per_query_head, ratio, total, where_valid
 from regard.mixers.kernel import Kernel
 
@@ -93,36 +94,98 @@ class Efficient(Peaked):
         return self._queries(q, places) / per_query_head(z.clamp(min=1), q)
 
 
-class Performer(Peaked):
-    """Performer: softmax attention, its exponential estimated by positive orthogonal random features (FAVOR+).
+KINDS = ("regularized", "positive", "hyperbolic")
 
-    phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d with
-    the lengths of Gaussian vectors, so that the mean of phi(q) . phi(k) is exp(q . k / sqrt(d)); one set serves all heads.
-    Time n f e, memory f (e + 1) at any length. Choromanski et al. 2020, arXiv:2009.14794.
-    The error grows with the size of q and k: unit variance in 64 dimensions is already much for a few hundred features.
+
+class Performer(Estimator, Peaked):
+    """Estimate softmax attention by positive orthogonal random features (FAVOR+), in time n f e and memory f (e + 1).
+
+    phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d; one
+    set serves all heads. Weights are positive and sum to 1, so every output lies in the hull of the values.
+
+    The relative variance of a weight is about exp(2 |x'|^2) / features: at unit variance and d = 64 no number of features
+    that fits a machine is enough, and the estimate is worse than equal weights. `max_norm` bounds it: x' longer than that is
+    shortened to it, as torch.nn.Embedding does, which makes the weights of that query or key less sharp.
+    "learned": one number for each key-value head, at first such that the variance is about 1/2. A number: the same, fixed.
+    None: no bound.
+
+    kind: how directions are drawn.
+    "regularized": with the length sqrt(d). The mean is the paper's regularized softmax kernel, a little below the
+    exponential, with less variance.
+    "positive": with the lengths of Gaussian vectors. For x' within max_norm the mean of phi(q) . phi(k) is
+    exp(q . k / sqrt(d)), without bias. performer(kind="positive", max_norm=None) is the paper's estimator.
+    "hyperbolic": the same in pairs w and -w: without bias, and nearer where scores are small, but half as many directions.
+    Choromanski et al. 2020, arXiv:2009.14794.
     """
 
     one_top = True
     directions: Tensor
 
-    def __init__(self, dims: Dims, *, features: int = 256, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        features: int = 256,
+        kind: str = "regularized",
+        max_norm: float | str | None = "learned",
+        seed: int = 0,
+    ) -> None:
         super().__init__(dims)
         check_count("features", features)
-        self.f = features
-        self.register_buffer("directions", torch.empty(features, dims.d))
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+        self.f, self.kind, self.pairs = features, kind, kind == "hyperbolic"
+        self.register_buffer("directions", torch.empty(-(-features // 2) if self.pairs else features, dims.d))
         self.redraw(seed)
+        self.max_norm, self.log_norm = _limit(max_norm), None
+        if max_norm == "learned":
+            begin = math.log(math.log1p(features / 2) / 2) / 2  # exp(2 max_norm^2) = 1 + features / 2
+            self.log_norm = nn.Parameter(torch.full((dims.g,), begin))
 
     def redraw(self, seed: int) -> None:
-        """Other random directions: another estimate of the same attention. Never done by a forward pass."""
-        self.directions.copy_(orthogonal(self.f, self.dims.d, seed))
+        """Draw other random directions: another estimate of the same attention. Never done by a forward pass."""
+        drawn = orthogonal(len(self.directions), self.dims.d, seed)
+        if self.kind == "regularized":
+            drawn = F.normalize(drawn, dim=-1) * math.sqrt(self.dims.d)
+        self.directions.copy_(drawn)
 
     def logs(self, x: Tensor) -> Tensor:
         x = x * x.shape[-1] ** -0.25
-        offset = -x.square().sum(-1, keepdim=True) / 2 - math.log(self.f) / 2
+        square = x.square().sum(-1, keepdim=True)
+        if (most := self._most(x)) is not None:
+            x, square = x * (most / torch.maximum(square, most)).sqrt(), torch.minimum(square, most)
+        directions = self.directions.to(x.dtype)
+        if self.pairs:
+            directions = torch.cat([directions, -directions])[: self.f]
         # the offset rides along as one more coordinate, which saves a pass over n f numbers
-        return F.linear(torch.cat([x, offset], -1), F.pad(self.directions.to(x.dtype), (0, 1), value=1.0))
+        offset = -square / 2 - math.log(self.f) / 2
+        return F.linear(torch.cat([x, offset], -1), F.pad(directions, (0, 1), value=1.0))
+
+    def _most(self, x: Tensor) -> Tensor | None:
+        """The largest squared norm of tokens x (b h n d): one number, or (h 1 1)."""
+        if self.log_norm is None:
+            return None if self.max_norm is None else x.new_tensor(self.max_norm**2)
+        most = (2 * self.log_norm.to(x.dtype)).exp()
+        return most.repeat_interleave(x.shape[1] // len(most))[:, None, None]
+
+    def exact(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT * self.dims.d**-0.5
+
+    def estimated(self, q: Tensor, k: Tensor) -> Tensor:
+        logs = self.logs(k)
+        products = torch.softmax(self.logs(q), -1) @ (logs - logs.amax((-1, -2), keepdim=True)).exp().mT
+        return ratio(products, products.sum(-1, keepdim=True))
 
     def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
         keys, decay, top = self._rising(memory, k, places)
         out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
         return ratio(out, norm), PeakedSums(s, z, top)
+
+
+def _limit(max_norm: float | str | None) -> float | None:
+    """A fixed bound, if that is what was asked for."""
+    if max_norm is None or max_norm == "learned":
+        return None
+    if isinstance(max_norm, bool | str) or not isinstance(max_norm, int | float) or not 0 < max_norm < math.inf:
+        raise ValueError(f"max_norm must be 'learned', None or a positive number, not {max_norm!r}")
+    return float(max_norm)
