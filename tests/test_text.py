@@ -146,7 +146,7 @@ def test_fuzzed_texts_are_values_or_sentences_at_once():
         if time.process_time() - began > 0.05:
             slow.append((kind, text))
     assert set(outcomes) == {"value", "TextError", "ValueError", "TypeError"}
-    assert outcomes["value"] > 300
+    assert outcomes["value"] > 200
     gc.collect()
     for kind, text in slow:  # once more: a collection of garbage may have come between
         began = time.process_time()
