@@ -323,7 +323,7 @@ def test_the_largest_numbers_take_no_room(text, same, causal):
         (lambda: Edges([[0], [1]], nodes=2**20, loops=True), "give a tensor"),
         (lambda: Global(first=1) & Global(first=2) & Global(first=3) & Global(first=4) & Global(first=5)
             & Global(first=6) & Global(first=7) & Global(first=8) & Global(first=9), "256 alternatives, not 512"),
-        (lambda: reduce(lambda p, _: PerHead([p, p]), range(40), Local(2)), "4,096 parts"),
+        (lambda: reduce(lambda p, _: PerHead([p, p]), range(40), Local(2)), "1,024 parts"),
         (lambda: reduce(or_, (Local(x) for x in range(1, 400))), "256 alternatives"),
         (lambda: PerHead(3), "list of patterns"),
         (lambda: Global(at=2.5), "at must be a position or a list of positions, not 2.5"),
