@@ -41,6 +41,7 @@ CASES = {
     "external bigbird": (lambda: layer("bigbird(special='external')", width=32, heads=4), "'first' or 'ends'"),
     "two windows": (lambda: layer("longformer(window=4, attention_window=8)", width=32, heads=4), "give one of them"),
     "odd attention_window": (lambda: layer("longformer(attention_window=7)", width=32, heads=4), "odd number"),
+    "ridge and iterations": (lambda: layer("nystrom(ridge=0.1, iterations=6)", width=32, heads=4), "leave one of them out"),
     "even window": (lambda: layer("bigbird(window=2)", width=32, heads=4), "an even number"),
     "odd heads": (lambda: layer("sparse_transformer", width=30, heads=3), "odd number"),
     "pattern": (lambda: layer("Local(8) | Globl(first=1)", width=32, heads=4), "Global(.|\n)*\\^"),
