@@ -62,6 +62,13 @@ def test_an_example_builds_and_runs(row: Row, example: Example) -> None:
     assert (isinstance(mixer, Attention) and has_weights(mixer.core)) == example.weights
 
 
+@pytest.mark.parametrize("row", CATALOGUE.values(), ids=CATALOGUE)
+def test_a_refusal_names_the_mechanism_as_the_catalogue_does(row: Row) -> None:
+    made = row.make(Dims(width=32, heads=4, max_len=64), **row.examples[0].options)
+    assert made.name == row.name
+    assert Spec(row.name, **row.examples[0].options).build(Dims(width=32, heads=4, max_len=64)).name == row.name
+
+
 def test_growth_is_written_as_people_write_it() -> None:
     assert [growth(p, "n") for p in (0, 1, 2, 1.5, None)] == ["1", "n", "n²", "n^1.5", "none"]
 

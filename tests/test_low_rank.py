@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.kernels import passes, pieces
 from regard.mixers.base import shortened
+from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie
 from test_limits import Largest, check_same, qkv
 
@@ -406,10 +408,40 @@ def test_nystrom_is_its_formula(n, m):
     check_same(partial(attend, core=mechanism), formula, qkv(n, m))
 
 
-@pytest.mark.parametrize("options", ["landmarks=8", "landmarks=32", "landmarks=50, conv=5", "landmarks=7, conv=3"])
+@pytest.mark.parametrize(
+    "options", ["landmarks=8", "landmarks=8, iterations=6", "landmarks=32", "landmarks=50, conv=5", "landmarks=7, conv=3"]
+)
 def test_nystrom_padding(options):
     check_padding(shaken(f"nystrom({options})"), causal=False)  # rows below and above the number of landmarks
     check_padding(shaken(f"nystrom({options})"), causal=False, n=64)
+
+
+@pytest.mark.parametrize(("n", "m"), [(64, 64), (91, 50), (5, 90)])
+def test_nystrom_by_the_published_iteration(n, m):
+    """Its formula, written out: outputs and gradients."""
+    mechanism = made("nystrom(landmarks=16, iterations=6)")
+
+    def formula(q, k, v):
+        few_q, few_k = segment(q, 16), segment(k, 16)
+        first, s, last = ((a @ b.mT * 8**-0.5).softmax(-1) for a, b in ((q, few_k), (few_q, few_k), (few_q, k)))
+        z, one = s.mT / s.sum(-2).amax(-1)[..., None, None], torch.eye(s.shape[-2]).to(s)
+        for _ in range(6):
+            z = 0.25 * z @ (13 * one - s @ z @ (15 * one - s @ z @ (7 * one - s @ z)))
+        return first @ z @ last @ v
+
+    check_same(partial(attend, core=mechanism), formula, qkv(n, m))
+
+
+def test_the_iteration_of_nystrom_is_that_of_transformers():
+    name = "transformers.models.nystromformer.modeling_nystromformer"
+    theirs = pytest.importorskip(
+        name, reason="pip install transformers, to compare with its Nystromformer"
+    ).NystromformerSelfAttention
+    s = torch.randn(2, 4, 16, 16, dtype=torch.float64).softmax(-1)
+    asked = SimpleNamespace(init_option="exact")  # one scale for each matrix
+    close(newton_schulz(s, 6), theirs.iterative_inv(asked, s, n_iter=6))
+    true = torch.linalg.pinv(s)
+    assert (newton_schulz(s, 30) - true).norm() < 1e-3 * true.norm() < (newton_schulz(s, 2) - true).norm()
 
 
 def test_nystrom_is_better_with_more_landmarks():

@@ -21,7 +21,7 @@ from regard.kernels.parts import Span
 from regard.kernels.plan import plan
 from regard.kernels.tiles import Reach
 from regard.kernels.tiles import tiled as tiled_by_reach
-from regard.mixers.census import census
+from regard.mixers.census import cells, census, several_windows
 from regard.mixers.patterns import (
     PATTERNS,
     Blocks,
@@ -194,6 +194,26 @@ def test_census_counts_what_is_there(p, n, causal, block):
     assert found.possible_blocks == 2 * (wide * (wide + 1) // 2 if causal else wide * wide)
 
 
+@given(patterns, st.integers(1, 120), st.booleans(), st.integers(1, 40))
+@budget(max_examples=60)
+def test_cells_hold_the_share_of_pairs_that_is_there(p, n, causal, block):
+    own = p.for_head(1, 2).bound(n, n)
+    own = own & Causal() if causal else own
+    seen = dense(own, n).double()
+    wide = -(-n // block)
+    padded = torch.zeros(2, wide * block, wide * block, dtype=torch.float64)
+    padded[0, :n, :n], padded[1, :n, :n] = seen, 1
+    held, all_ = padded.view(2, wide, block, wide, block).sum((2, 4))
+    torch.testing.assert_close(cells(own, n, block).double(), held / all_, rtol=1e-6, atol=1e-6)
+
+
+def test_a_picture_shows_several_windows():
+    lengths = {"Local(8)": 1024, "Local(256)": 2048, "Dilated(64, 8) | Global(1)": 4096, "PerHead([Local(2), Stride(512)])": 4096,
+               "Blocks(10000)": 32768, "Edges([[0, 1], [1, 2]], nodes=77)": 77, "Everything() & Causal()": 1024}  # fmt: skip
+    assert {text: several_windows(Pattern.parse(text)) for text in lengths} == lengths
+    assert several_windows(None) == 1024
+
+
 def test_census_of_a_million_tokens_is_quick():
     found = census(Local(128) | Global(first=4), 1_000_000, causal=True, block=1024)
     assert found.pairs == 128 * 1_000_000 - 127 * 64 + 4 * (1_000_000 - 128) - 6
@@ -323,7 +343,7 @@ def test_the_largest_numbers_take_no_room(text, same, causal):
         (lambda: Edges([[0], [1]], nodes=2**20, loops=True), "give a tensor"),
         (lambda: Global(first=1) & Global(first=2) & Global(first=3) & Global(first=4) & Global(first=5)
             & Global(first=6) & Global(first=7) & Global(first=8) & Global(first=9), "256 alternatives, not 512"),
-        (lambda: reduce(lambda p, _: PerHead([p, p]), range(40), Local(2)), "4,096 parts"),
+        (lambda: reduce(lambda p, _: PerHead([p, p]), range(40), Local(2)), "1,024 parts"),
         (lambda: reduce(or_, (Local(x) for x in range(1, 400))), "256 alternatives"),
         (lambda: PerHead(3), "list of patterns"),
         (lambda: Global(at=2.5), "at must be a position or a list of positions, not 2.5"),

@@ -12,7 +12,7 @@ from regard.facts import facts
 from regard.mixers.attention import attend
 from regard.mixers.base import Can, Dims
 from regard.mixers.patterns import Causal, Local
-from regard.pictures import attention_matrix, draw, influence
+from regard.pictures import attention_matrix, draw, influence, view
 from regard.probe import sampled
 from regard.spec import Spec, core, layer
 
@@ -105,7 +105,7 @@ def test_a_graph_has_one_length() -> None:
         ("rfa(features=4)", 33, 2),
         ("identity", 2, 3),
         ("Local(4) | Global(first=1)", 300, 8),
-        ("bigbird(block=4, globals=1, random=1, special='ends')", 16, 2),
+        ("bigbird(block=4, globals=2, random=1, special='ends')", 16, 2),
         ("Edges([[0, 1, 2], [1, 2, 0]])", 3, 1),
         ("pooled_queries(rate=3)", 20, 4),
         ("fnet", 20, 2),
@@ -115,10 +115,23 @@ def test_draws_anything(spec: str, length: int, heads: int) -> None:
     figure = draw(spec, length=length, heads=heads, width=4 * heads, causal=False)
     written = [text.get_text() for text in figure.texts]
     assert str(Spec.of(spec)) in " ".join(written)
-    assert any("Drawn with 256 tokens" in text for text in written) == (length > 256)
+    assert any("in cells of 2 x 2" in text for text in written) == (length > 256)  # a pattern is drawn as a whole
+    assert not any("Drawn with" in text for text in written)
     file = BytesIO()
     figure.savefig(file)
     assert len(file.getvalue()) > 10_000
+
+
+def test_a_long_pattern_is_drawn_as_a_whole() -> None:
+    """The last tokens see the window and the first token, and nothing in between, in every head."""
+    spec = Spec.of("Local(256) | Global(first=16)")
+    seen = view(spec, Dims(width=32, heads=4), 4096)
+    assert seen.block == 16
+    for matrix in seen.matrices.values():
+        assert matrix.shape == (256, 256)
+        assert matrix[0].eq(1).all() and matrix[:, 0].eq(1).all() and matrix.diagonal().eq(1).all()
+        assert not matrix[200, 1:180].any() and not matrix[60, 80:].any()
+    assert "Drawn with 256 tokens" in "".join(text.get_text() for text in draw("softmax", length=300, width=32).texts)
 
 
 def test_facts_repeat_themselves() -> None:

@@ -181,6 +181,17 @@ def test_rotary_is_precise_far_away_in_half_precision():
     close(turn.turn(x, far).double(), turn.turn(x.double(), far), 2**-7)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12, 20, 112])
+def test_alibi_has_the_slopes_of_bloom(heads):
+    """A number of heads that is no power of two is where implementations differ."""
+    bloom = pytest.importorskip(
+        "transformers.models.bloom.modeling_bloom", reason="pip install transformers, to compare with BLOOM"
+    )
+    theirs = bloom.build_alibi_tensor(torch.ones(1, 9), heads, torch.float64).view(heads, 9)  # slope times position of the key
+    slopes = build("alibi").term(torch.zeros(1, heads, 9, 4), 1.0).slopes
+    close(slopes[:, None] * torch.arange(9).double(), theirs, 1e-6)  # their slopes are in float32
+
+
 def test_alibi_prefers_neighbours_and_rotary_needs_pairs():
     q = torch.zeros(1, 4, 50, 8, device=DEVICE)
     made = core("softmax", Dims(32, 4)).to(DEVICE)

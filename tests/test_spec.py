@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Mixer
+from regard.mixers.patterns import PATTERNS as pattern_names
 from regard.mixers.patterns import Blocks, Causal, Dilated, Global, Local, Pattern, PerHead, Random, Stride, Tail, Truncated
 from regard.spec import Spec, core, layer
 from regard.spec import _options as options_of  # what the law ranges over
@@ -160,3 +163,35 @@ def test_a_whole_layer_has_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
         layer(Spec("whole"), width=32, heads=4, shared_qk=True)
     with pytest.raises(ValueError, match="is a whole layer"):
         core(Spec("whole"), Dims(width=32, heads=4))
+
+
+ROOT = Path(__file__).parents[1]
+CALL = re.compile(r"(?<![\w.'\"])([A-Za-z_]\w*)\(((?:[^()`\n]|\([^()`\n]*\))*)\)")
+KNOWN = {name.lower() for name in (*CATALOGUE, *pattern_names)}
+
+
+def quoted(text: str) -> list[str]:
+    """The specs and patterns in a text, also those with capitals where none belong; formulas and placeholders left out."""
+    found = []
+    for call in CALL.finditer(text.replace("\\|", "|")):
+        words = re.findall(r"(?<!['\w])[a-z_]+\w*(?!\w*\s*[=('\w])", call[2])  # neither options, nor calls, nor strings
+        plain = not words and not re.search(r"\.\.\.|[{}<>^/+]", call[2]) and re.search(r"\d|=", call[2])
+        if call[1].lower() in KNOWN and plain:
+            found.append(call[0])
+    return found
+
+
+def test_specs_in_messages_and_documents_can_be_read() -> None:
+    """A sentence that recommends a spec must not recommend one that the parser refuses."""
+    assert quoted("a pattern such as local(64), `sparse(Local(3) \\| Stride(2))`, relu(W1 x), Blocks(size, around=0)") == [
+        "local(64)",
+        "sparse(Local(3) | Stride(2))",
+    ]
+    texts = [path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = [spec for text in texts for spec in quoted(text)]
+    assert len(found) > 60
+    for spec in found:
+        Spec.parse(spec)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.text import LONGEST, TextError, parse
+from texts import answer, text_of
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,25 @@ def test_hostile_text_gets_a_short_sentence(text: str) -> None:
     assert message.count("\n") == 2
     assert "\x1b" not in message
     assert time.perf_counter() - began < 5
+
+
+def test_fuzzed_texts_are_values_or_sentences_at_once():
+    """A part of what benchmarks/fuzz_texts.py reads: patterns, specs, positions and layers, within 50 ms each."""
+    outcomes, slow = Counter(), []
+    answer("positions", "floater")  # loads its solver
+    for seed in range(1500):
+        kind, text = text_of(seed)
+        began = time.process_time()
+        outcomes[answer(kind, text)] += 1
+        if time.process_time() - began > 0.05:
+            slow.append((kind, text))
+    assert set(outcomes) == {"value", "TextError", "ValueError", "TypeError"}
+    assert outcomes["value"] > 200
+    gc.collect()
+    for kind, text in slow:  # once more: a collection of garbage may have come between
+        began = time.process_time()
+        answer(kind, text)
+        assert time.process_time() - began < 0.05, (kind, text[:100])
 
 
 def test_long_texts_are_shown_around_the_caret() -> None:

@@ -14,10 +14,12 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from regard.facts import Facts, facts, sample
+from regard.facts import Facts, facts, pattern_of, sample
 from regard.mixers.attention import Attention
 from regard.mixers.base import Dims
-from regard.mixers.patterns import Pattern
+from regard.mixers.census import cells
+from regard.mixers.patterns import Causal, Pattern
+from regard.mixers.sparse import Longformer, Sparse
 from regard.probe import attention_matrix, has_weights, influence, sampled
 from regard.spec import Spec
 
@@ -48,7 +50,7 @@ def picture(known: Facts) -> Figure:
     for index, (title, matrix) in enumerate(seen.matrices.items()):
         row, column = divmod(index, columns)
         axes = page.axes(MARGIN + column * (side + GAP), TOP + row * (side + GAP), side, side)
-        _show(axes, matrix, scale, title, first=column == 0, last=row == (count - 1) // columns)
+        _show(axes, matrix, scale, title, seen.block, first=column == 0, last=row == (count - 1) // columns)
     _panel(page, facts_at, panel)
     _legend(page, facts_at, TOP + high, scale, seen.unit)
     page.write(MARGIN, TOP + high + 110, _caption(seen, known), 7.5, GREY)
@@ -81,6 +83,7 @@ class View(NamedTuple):
     matrices: dict[str, Tensor]  # title: (n n), or fewer rows where queries share an answer
     what: str
     unit: str
+    block: int = 1  # tokens of a row or column
 
 
 def view(spec: Spec, dims: Dims, length: int) -> View:
@@ -89,6 +92,8 @@ def view(spec: Spec, dims: Dims, length: int) -> View:
     with torch.random.fork_rng(devices=[]):  # the same picture every time, and nobody else's numbers change
         torch.manual_seed(0)
         mixer = spec.build(dims).eval()
+        if length > LONGEST and isinstance(mixer, Attention) and isinstance(mixer.core, Sparse | Longformer):
+            return _pairs(mixer, length)
         n = sample(mixer, length, LONGEST)
         if isinstance(mixer, Attention) and has_weights(mixer.core, n):
             return _weights(mixer, n)
@@ -103,13 +108,31 @@ def _weights(mixer: Attention, n: int) -> View:
     heads, dims = mixer.dims.heads, mixer.dims
     q, k = sampled(mixer.core, _sequence(heads, n, dims.d))
     weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0, :, :LONGEST, :LONGEST]
-    shown = sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
-    matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in shown}
+    matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in _shown(heads)}
     return View(matrices, "Attention on a smooth random sequence", "weight")
 
 
+def _pairs(mixer: Attention, n: int) -> View:
+    """Which pairs a pattern has, however long it is: the share of them in each cell of block x block."""
+    pattern, heads, block = pattern_of(mixer), mixer.dims.heads, -(-n // LONGEST)
+    assert pattern is not None
+    drawn: dict[Pattern, Tensor] = {}
+    matrices = {}
+    for h in _shown(heads):
+        own = pattern.for_head(h, heads).bound(n, n)
+        own = own & Causal() if mixer.dims.causal else own
+        if own not in drawn:
+            drawn[own] = cells(own, n, block)
+        matrices[f"head {h + 1}" if heads > 1 else ""] = drawn[own]
+    return View(matrices, f"Pairs that are seen, in cells of {block} x {block}", "share of the pairs of a cell", block)
+
+
+def _shown(heads: int) -> list[int]:
+    return sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
+
+
 def _caption(seen: View, known: Facts) -> str:
-    n = next(iter(seen.matrices.values())).shape[1]
+    n = seen.block * next(iter(seen.matrices.values())).shape[1]
     cut = f" Drawn with {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
     return f"{seen.what}.{cut}"
 
@@ -159,15 +182,19 @@ def paint(axes: Axes, matrix: Tensor, scale: Scale) -> None:
     axes.spines[:].set(color=LINE, linewidth=0.6)
 
 
-def _show(axes: Axes, matrix: Tensor, scale: Scale, title: str, *, first: bool, last: bool) -> None:
+def _show(axes: Axes, matrix: Tensor, scale: Scale, title: str, block: int, *, first: bool, last: bool) -> None:
     paint(axes, matrix, scale)
     axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
     rows, columns = ([0, n // 2, n - 1] if n > 2 else list(range(n)) for n in matrix.shape)
-    axes.set_xticks(columns if last else [])
-    axes.set_yticks(rows if first else [])
+    axes.set_xticks(columns if last else [], [_short(x * block) for x in columns] if last else [])
+    axes.set_yticks(rows if first else [], [_short(x * block) for x in rows] if first else [])
     axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
     axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
     axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
+
+
+def _short(token: int) -> str:
+    return f"{token:,}" if token < 10_000 else f"{token / 1000:.0f}k"
 
 
 def _head(page: Page, known: Facts) -> None:

@@ -174,14 +174,21 @@ class Rotary(Positions):
 class Alibi(Positions):
     """Far tokens count less: every head takes its own price for distance off the scores.
 
-    s_ij - slope_h |i - j|, slope_h = 2^(-8 h / heads) for h = 1 .. heads. Press et al. 2021, arXiv:2108.12409.
+    s_ij - slope_h |i - j|, slope_h = 2^(-8 h / heads) for h = 1 .. heads, if heads is a power of two. Otherwise, as in the
+    published code and in BLOOM, the first p heads, p the power below, have the slopes of p heads, and the rest the first, third
+    and so on of 2 p heads. Press et al. 2021, arXiv:2108.12409.
     """
 
     needs = Can.RELATIVE
 
     def term(self, q: Tensor, scale: float) -> Term:  # noqa: ARG002 - the same for all queries
-        h = q.shape[1]
-        return Term(slopes=torch.exp2(torch.arange(1, h + 1, dtype=torch.float64, device=q.device) * (-8 / h)))
+        heads = q.shape[1]
+        power = 1 << (heads.bit_length() - 1)
+        first = torch.arange(1, power + 1, dtype=torch.float64, device=q.device) * (-8 / power)
+        if heads == power:
+            return Term(slopes=torch.exp2(first))
+        rest = torch.arange(1, 2 * (heads - power), 2, dtype=torch.float64, device=q.device) * (-4 / power)
+        return Term(slopes=torch.exp2(torch.cat([first, rest])))
 
 
 class Relative(Positions):

@@ -103,7 +103,7 @@ class _Reader:
                 self.literal(node.operand)
                 return -number
             case ast.List():
-                return [self.value(item, depth + 1) for item in node.elts]
+                return [self.item(item, depth + 1) for item in node.elts]
             case ast.Tuple():
                 return tuple(self.value(item, depth + 1) for item in node.elts)
             case ast.BinOp(op=ast.BitOr() | ast.BitAnd()):
@@ -113,6 +113,11 @@ class _Reader:
             case ast.Call(func=ast.Name() as name):
                 return self.made(node, name, node.args, node.keywords, depth)
         self.fail("this has no meaning here: write names, calls of them, literals, `|` and `&`", node)
+
+    def item(self, node: ast.expr, depth: int) -> object:
+        """The value of an item of a list; a number, of which there may be thousands, without further questions."""
+        number = type(node) is ast.Constant and type(node.value) is int and node.value < LARGEST
+        return node.value if number else self.value(node, depth)  # type: ignore[attr-defined]
 
     def literal(self, node: ast.expr) -> object:
         value = node.value if isinstance(node, ast.Constant) else None

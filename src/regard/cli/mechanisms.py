@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
 from regard.catalogue import CATALOGUE
 from regard.cli.say import columns, labelled, screen, sentences, write_json
-from regard.facts import Facts, facts
+from regard.facts import Facts, facts, pattern_of
 from regard.mixers.base import Can, Dims
+from regard.mixers.census import several_windows
 from regard.mixers.patterns import PATTERNS
 from regard.positions import POSITIONS
 from regard.row import Row, growth
@@ -44,7 +47,9 @@ def show(
     spec: Annotated[
         str, typer.Argument(metavar="SPEC", help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.")
     ],
-    length: Annotated[int, typer.Option(min=1, max=2**17, help="Tokens in the sequence.")] = 1024,
+    length: Annotated[
+        int | None, typer.Option(min=1, max=2**17, help="Tokens in the sequence; several windows of a pattern unless given.")
+    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
     heads: Annotated[int, typer.Option(min=1, max=256)] = 4,
     width: Annotated[int, typer.Option(min=1, max=2**13)] = 256,
@@ -53,9 +58,10 @@ def show(
 ) -> None:
     """Say what a mechanism costs and keeps at a length, and draw who looks at whom."""
     with sentences():
-        asked, _ = Spec.parse(spec), Dims(width=width, heads=heads, causal=causal)
+        asked, dims = Spec.parse(spec), Dims(width=width, heads=heads, causal=causal)
         _check_out(out)
     with sentences(asked):
+        length = _usual_length(asked, dims) if length is None else length
         known = facts(asked, length, causal=causal, heads=heads, width=width)
         if out is not None:
             _draw(known, out)
@@ -63,6 +69,11 @@ def show(
         write_json(known.to_json())
     else:
         _report(known, out)
+
+
+def _usual_length(spec: Spec, dims: Dims) -> int:
+    with torch.device("meta"):
+        return several_windows(pattern_of(spec.build(replace(dims, max_len=64))))
 
 
 def _report(known: Facts, out: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from regard.kernels.parts import Part, Span
 from regard.kernels.plan import plan
-from regard.mixers.patterns import Band, Causal, Pattern
+from regard.mixers.patterns import Atom, Band, Blocks, Causal, Edges, Pattern, Random, Tail
+from regard.mixers.patterns.algebra import Several
+from regard.mixers.patterns.fixed import Special
 
 STRIP = 1 << 24
 
@@ -46,6 +49,50 @@ def census(pattern: Pattern, n: int, m: int | None = None, *, causal: bool = Fal
     return Census(pairs, heads * _band_pairs(whole, span), blocks, heads * len(_band_blocks(whole, span, block)))
 
 
+def cells(pattern: Pattern, n: int, block: int) -> Tensor:
+    """The share of pairs that the pattern of one head, bound to n tokens, has in each cell of block x block pairs, (c c)."""
+    span, wide = Span(0, n, 0, n), -(-n // block)
+    held = torch.zeros(wide * wide, dtype=torch.long)
+    for part in plan(pattern, span).parts:
+        if part.band is not None:
+            held += _band_cells(part.band, n, block).flatten()
+        else:
+            for code in _tile_codes(part, span, block):
+                held += torch.bincount(code, minlength=wide * wide)
+    sizes = torch.full((wide,), block)
+    sizes[-1] = n - block * (wide - 1)
+    return held.view(wide, wide) / (sizes[:, None] * sizes)
+
+
+def several_windows(pattern: Pattern | None) -> int:
+    """A length at which a picture shows more than one window of a pattern: 1,024 to 32,768; of a graph, its own."""
+    atoms = [] if pattern is None else [atom for leaf in _leaves(pattern) for (atom,) in leaf.alternatives()]
+    if graphs := [atom.nodes for atom in atoms if isinstance(atom, Edges)]:
+        return max(graphs[0], 1)
+    reach = min(max((_reach(atom) for atom in atoms), default=1), 2**12)
+    return max(1024, 8 << (reach - 1).bit_length())
+
+
+def _leaves(pattern: Pattern) -> list[Pattern]:
+    return [leaf for part in pattern.parts for leaf in _leaves(part)] if isinstance(pattern, Several) else [pattern]
+
+
+def _reach(atom: Atom) -> int:
+    """How far an atom goes before it repeats itself."""
+    match atom:
+        case Band(back, ahead, step):
+            return max(back or 1, ahead or 1, step)
+        case Blocks(size, around):
+            return size * (around + 1)
+        case Random(_, block):
+            return block
+        case Tail(size, _):
+            return size
+        case Special():
+            return max(atom.first, atom.last, *atom.at, 1)
+    return 1
+
+
 def _count(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
     pairs, codes = 0, []
     for part in plan(pattern, span).parts:
@@ -60,18 +107,37 @@ def _count(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
 
 
 def _tile_pairs(part: Part, span: Span, block: int) -> tuple[int, Tensor]:
-    """Look at the tiles of a part, a few at a time."""
+    """How many pairs a part has, and in which blocks."""
     pairs, codes = 0, []
+    for code in _tile_codes(part, span, block):
+        pairs += len(code)
+        codes.append(code.unique())
+    return pairs, torch.cat(codes).unique() if codes else torch.zeros(0, dtype=torch.long)
+
+
+def _tile_codes(part: Part, span: Span, block: int) -> Iterator[Tensor]:
+    """The number of the block of each pair of a part, a few tiles at a time."""
     wide = -(-span.m // block)
     i, j = part.queries.positions(span.t, span.n), part.keys.positions(span.u, span.m)
     for group in part.groups:
         step = max(1, STRIP // (part.queries.size * part.keys.size * group.cols.shape[1]))
         for rows, cols in zip(group.rows.split(step), group.cols.split(step), strict=True):
-            mask = part.mask(rows, cols)
-            pairs += int(mask.sum())
             code = (i[rows] // block * wide)[:, :, None] + (j[cols.clamp_min(0)].flatten(1) // block)[:, None]
-            codes.append(code[mask].unique())
-    return pairs, torch.cat(codes).unique() if codes else torch.zeros(0, dtype=torch.long)
+            yield code[part.mask(rows, cols)]
+
+
+def _band_cells(band: Band, n: int, block: int) -> Tensor:
+    """Pairs of a band in each cell: for every query in closed form, then summed over blocks of queries."""
+    start = torch.arange(0, n, block)
+    end = (start + block).clamp_max(n) - 1
+    counts = []
+    for i in torch.arange(n).split(block):
+        i = i[:, None]
+        low = start.expand(len(i), -1) if band.back is None else torch.maximum(start, i - band.back)
+        high = end.expand(len(i), -1) if band.ahead is None else torch.minimum(end, i + band.ahead)
+        steps = (high - i).div(band.step, rounding_mode="floor") + (i - low).div(band.step, rounding_mode="floor") + 1
+        counts.append(torch.where(low <= high, steps, 0).sum(0))
+    return torch.stack(counts)
 
 
 def _band_pairs(band: Band, s: Span) -> int:

@@ -149,6 +149,8 @@ class BigBird(Sparse):
             )
         if special == "ends" and dims.causal:
             raise ValueError("the last blocks of special='ends' belong to a whole sequence: use special='first' with causal=True")
+        if special == "ends" and (need("globals", globals, 2) % 2):
+            raise ValueError(f"special='ends' has as many global blocks first as last: {globals} is an odd number")
         pattern: Pattern = Blocks(block, window // 2)
         if need("random", random, 0, DRAWN):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)

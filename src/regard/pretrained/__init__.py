@@ -140,7 +140,7 @@ def _behind(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
     if not isinstance(made, Attention) or not same or made.shared_qk or made.rate > 1:
         raise CheckpointError(
             f"{spec} cannot take over the weights of attention: it has no maps q, k, v and out of the same shapes, or does not "
-            "answer every token; softmax, linear, performer or a pattern such as local(64) can"
+            "answer every token; softmax, linear, performer or a pattern such as Local(64) can"
         )
     for part in parts:
         setattr(made, part, getattr(old, part))

@@ -18,7 +18,7 @@ Alternative = tuple["Atom", ...]  # all of these hold
 FARTHEST = 2**31  # the largest position, distance or size in a pattern: products of two of them fit into 64 bits
 WIDEST = 2**16  # the largest size of an option that weights are made for
 ALTERNATIVES = 256  # in the pattern of one head: a plan compares them with each other
-PARTS = 4096  # patterns inside of one, however deep
+PARTS = 1024  # patterns inside of one, however deep
 
 
 def need(name: str, value: Any, least: int = 1, most: int = FARTHEST) -> int:
