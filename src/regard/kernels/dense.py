@@ -49,7 +49,8 @@ def _masks(valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     valid = valid[:, None] if valid.dim() == 2 else valid
     lost, m = ~valid.any(-1), valid.shape[-1]
-    mask = torch.zeros(*valid.shape[:2], 1, -(-m // 8) * 8, dtype=dtype, device=valid.device)[..., :m]
+    room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler makes room where it wants it
+    mask = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
     return mask.masked_fill_(~(valid | lost[..., None])[:, :, None], -torch.inf), lost[:, None, :, None]
 
 

@@ -203,7 +203,11 @@ class RFA(Kernel):
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
         out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
-        mass = chunks.running(weight, memory.mass, None if decay is None else decay.exp())
+        if decay is not None and torch.compiler.is_compiling():  # a scan of ones has far fewer steps to write down
+            one = torch.ones_like(weight)
+            mass = chunks.scan(one, one, weight, memory.mass.unsqueeze(-1), decay)[0]
+        else:
+            mass = chunks.running(weight, memory.mass, None if decay is None else decay.exp())
         return ratio(out, self._lift(norm, mass)), WeighedSums(s, z, mass[:, :, -1])
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
