@@ -265,7 +265,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a block's share is balanced against later ones": (
         M + "sinkhorn.py",
-        "        taken = pad(shares.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))\n",
+        "        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]\n",
         "        taken = shares.sum(-2, keepdim=True) - shares\n",
     ),
     "slots that nothing was written into are seen": (

@@ -67,7 +67,7 @@ def prefix(join: Callable[[Parts, Parts], Parts], parts: Parts, first: Parts) ->
     """
     n = parts[0].shape[2]
     if torch.compiler.is_compiling():
-        return _prefix_of_any(join, parts, first, RUN)
+        return _prefix_of_any(join, parts, first, RUN // 2)
     if n <= RUN:
         return tuple(torch.stack(y, 2) for y in zip(*_walk(join, parts, 2, first), strict=True))
     local = _walk(join, tuple(cut(x, RUN) for x in parts), 3)
@@ -81,8 +81,8 @@ def _prefix_of_any(join: Callable[[Parts, Parts], Parts], parts: Parts, first: P
     """The same in one graph for all n < most, and in one more for each factor of RUN: `most` steps, some of them for nothing."""
     n = parts[0].shape[2]
     if n < most:
-        ends = _walk(join, tuple(filled(x, most) for x in parts), 2, first)
-        return tuple(torch.stack(y, 2)[:, :, :n] for y in zip(*ends, strict=True))
+        steps = _walk(join, tuple(filled(x, most) for x in parts), 2, first)
+        return tuple(torch.stack(y, 2)[:, :, :n] for y in zip(*steps, strict=True))
     local = _walk(join, tuple(cut(x, RUN) for x in parts), 3)
     ends = _prefix_of_any(join, local[-1], first, 2 * RUN)
     starts = tuple(_shift(y, y0).unsqueeze(3) for y, y0 in zip(ends, first, strict=True))

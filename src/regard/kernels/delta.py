@@ -88,5 +88,5 @@ def _states_of_any(turns: Tensor, new: Tensor, s: Tensor) -> tuple[Tensor, Tenso
     count, most = turns.shape[2], FEW
     while count >= most:
         most *= 2
-    states = torch.stack(_turned(*(chunks.filled(x, most) for x in (turns, new)), s), 1).unflatten(0, s.shape[:2])
-    return states[:, :, :count], states[:, :, count]
+    states = torch.stack(_turned(chunks.filled(turns, most), chunks.filled(new, most), s), 1).unflatten(0, s.shape[:2])
+    return states[:, :, :count], states[:, :, count : count + 1].squeeze(2)  # an index would make a graph for each count

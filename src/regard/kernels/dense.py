@@ -97,7 +97,8 @@ def _masks(valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     valid = valid[:, None] if valid.dim() == 2 else valid
     lost, m = ~valid.any(-1), valid.shape[-1]
-    mask = torch.zeros(*valid.shape[:2], 1, -(-m // 8) * 8, dtype=dtype, device=valid.device)[..., :m]
+    room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler makes room where it wants it
+    mask = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
     gone, lost = ~(valid | lost[..., None])[:, :, None], lost[:, None, :, None]
     return (mask.masked_fill(gone, -torch.inf) if transformed() else mask.masked_fill_(gone, -torch.inf)), lost
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from regard.kernels.transforms import transformed
 
 CPU, GPU = 1 << 21, 1 << 26  # elements of the largest tensor in between: it fits a CPU's caches, or keeps a GPU busy
+MORE = 4  # times as much in a graph of torch.compile, before it is one of several pieces
 
 
 def in_pieces(
@@ -21,8 +23,12 @@ def in_pieces(
     A tensor that is None, or has size 1 in `dim`, goes whole to every piece. Results are joined in `dim`.
     """
     present = [x for x in tensors if x is not None]
+    room = CPU if present[0].device.type == "cpu" else GPU
+    if torch.compiler.is_compiling():
+        n = next((x.shape[dim] for x in present if x.shape[dim] != 1), 1)
+        return in_even_pieces(f, tensors, (dim,) * len(tensors), dim, n, each, room)
     n = max(x.shape[dim] for x in present)
-    size = max(1, (CPU if present[0].device.type == "cpu" else GPU) // max(1, each))
+    size = max(1, room // max(1, each))
     if n <= size:
         return f(*tensors)
     again = torch.is_grad_enabled() and any(x.requires_grad for x in present) and not transformed()
@@ -30,3 +36,36 @@ def in_pieces(
     parts = [[x] * -(-n // size) if x is None or x.shape[dim] == 1 else x.split(size, dim) for x in tensors]
     found = [checkpoint(f, *x, use_reentrant=False) if again else f(*x) for x in zip(*parts, strict=True)]
     return tuple(torch.cat(parts, dim) for parts in zip(*found, strict=True))
+
+
+def in_even_pieces(
+    f: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Tensor | None],
+    dims: Sequence[int | None],
+    dim: int,
+    n: int,
+    each: int,
+    room: int,
+) -> tuple[Tensor, ...]:
+    """As in_pieces, for torch.compile: the number of pieces is a power of two, so that one graph serves many lengths n.
+
+    A tensor is cut in its own one of `dims`, None: it goes whole to every piece. Results are joined in `dim`. Pieces are filled
+    up with zeros.
+    """
+    count = 1
+    while n * each > MORE * room * count:
+        count *= 2
+    if count == 1:
+        return f(*tensors)
+    size = n // count + 1  # always something to fill up: a graph without that would be another one
+    parts = [_even(x, own, count, size) for x, own in zip(tensors, dims, strict=True)]
+    again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    found = [checkpoint(f, *x, use_reentrant=False) if again else f(*x) for x in zip(*parts, strict=True)]
+    return tuple(torch.cat(parts, dim).narrow(dim, 0, n) for parts in zip(*found, strict=True))
+
+
+def _even(x: Tensor | None, dim: int | None, count: int, size: int) -> Sequence[Tensor | None]:
+    if x is None or dim is None or x.shape[dim] == 1:
+        return [x] * count
+    more = (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, count * size - x.shape[dim])
+    return pad(x, more).unflatten(dim, (count, size)).unbind(dim)

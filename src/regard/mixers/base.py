@@ -342,6 +342,11 @@ class Mixer(nn.Module):
         if places.start is not None and (places.valid is None or places.start + n <= limit):
             longest = places.start + n  # or fewer: with padding only a look at the device would tell, and it need not
         else:
+            if torch.compiler.is_compiling():
+                raise ValueError(
+                    f"{n} places, but this layer was built for max_len={limit}, and a compiled one does not count which of them "
+                    "are padding: cut the padding off, or build it longer"
+                )
             real = places.at + (1 if places.valid is None else places.valid.long())
             longest = int(real.max()) if real.numel() else 0
         if longest > limit:

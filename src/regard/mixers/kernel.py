@@ -227,8 +227,13 @@ class RFA(Estimator, Kernel):
         keys, weight, decay = self._keys(k, places)
         out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
         each = torch.cat([weight * v, weight], -1)
-        fades = None if decay is None else decay.exp()
-        even = each.cumsum(2) + memory.even.unsqueeze(2) if fades is None else chunks.running(each, memory.even, fades)
+        if decay is None:
+            even = each.cumsum(2) + memory.even.unsqueeze(2)
+        elif torch.compiler.is_compiling():  # a scan of ones has far fewer steps to write down
+            one = torch.ones_like(weight)
+            even = chunks.scan(one, one, each, memory.even.unsqueeze(2), decay)[0]
+        else:
+            even = chunks.running(each, memory.even, decay.exp())
         return self._lifted(out, norm, even), WeighedSums(s, z, even[:, :, -1])
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -95,7 +95,9 @@ class Sinkhorn(Keeper):
             return self._balance(balanced, self._noisy(logits, seen), mass)[:, :, :-1]
         seen = some[:, None, :, None] & some[:, None, None]
         if causal:
-            before = pad(sums.cumsum(2)[:, :, :-1], (0, 0, 1, 0))  # not a sum less its last block: the future would round it
+            before = pad(sums.cumsum(2), (0, 0, 1, 0))[
+                :, :, : sums.shape[2]
+            ]  # not a sum less its last block: the future would round it
             rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)
             seen = seen & torch.ones_like(seen).tril(-1)
         logits = self._noisy(rows @ self.sort.to(sums.dtype) @ cols.mT, seen)
@@ -124,6 +126,11 @@ class Sinkhorn(Keeper):
         return grid.back(out.flatten(2, 3), q.shape[2])
 
 
+def _blocks(n: int, p: int) -> int:
+    """Blocks of p for n tokens. Under torch.compile two or more, the last never full: graphs differ for sizes of 0 and 1."""
+    return torch.sym_max(n // p + 1, 2) if torch.compiler.is_compiling() else -(-n // p)
+
+
 class _Cut(NamedTuple):
     """The tokens of a memory in c blocks of p: with the real ones in front, a token's position is its index."""
 
@@ -133,7 +140,7 @@ class _Cut(NamedTuple):
 
     @staticmethod
     def of(log: Log, q: Tensor, p: int) -> _Cut:
-        c = -(-log.size // p)
+        c = _blocks(log.size, p)
         k, v, real = packed(log.keys, log.values, log.places.valid)
         if real is None:
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
@@ -163,7 +170,7 @@ class _Grid(NamedTuple):
     def of(places: Places, p: int) -> _Grid:
         n = places.at.shape[1]
         if places.start == 0:
-            return _Grid(-(-n // p), None, None if places.valid is None else places.at)
+            return _Grid(_blocks(n, p), None, None if places.valid is None else places.at)
         u = -(-(n + (p - 1 if places.start is None else places.start % p)) // p)
         first = places.at[:, :1] // p
         return _Grid(u, first, places.at - first * p)
@@ -212,7 +219,7 @@ def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
     taken = torch.zeros_like(logits)
     for _ in range(iterations):
         shares = (logits - taken.log1p()).softmax(-1) * seen
-        taken = pad(shares.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
+        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]
     return (logits - taken.log1p()).softmax(-1) * seen
 
 

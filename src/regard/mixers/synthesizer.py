@@ -11,6 +11,7 @@ from torch.nn.functional import dropout, pad, relu
 from torch.utils.checkpoint import checkpoint
 
 import regard.mixers.softmax as family
+from regard.kernels.pieces import in_even_pieces
 from regard.kernels.tiles import UNSEEN, accumulator
 from regard.kernels.transforms import transformed
 from regard.mixers.base import Can, Dims, Places, needed_length
@@ -219,6 +220,9 @@ def _at(table: Tensor, places: Places) -> Tensor:
 def _in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, reach: Callable[[int], int]) -> Tensor:
     """strip(keys, *asked), which works on every query by itself, some at a time; the first n queries see reach(n) keys of m."""
     b, h, n, _ = asked[1].shape
+    if torch.compiler.is_compiling():
+        cut = (2,) * len(asked)
+        return in_even_pieces(lambda *x: (strip(m, *x),), asked, cut, 2, n, b * h * m, family.STRIP)[0]
     rows = max(1, family.STRIP // max(1, b * h * m))
     if n <= rows:
         return strip(reach(n), *asked)
