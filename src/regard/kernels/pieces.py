@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.kernels.transforms import transformed
+from regard.kernels.transforms import exporting, transformed
 
 CPU, GPU = 1 << 21, 1 << 26  # elements of the largest tensor in between: it fits a CPU's caches, or keeps a GPU busy
 
@@ -20,6 +20,8 @@ def in_pieces(
 
     A tensor that is None, or has size 1 in `dim`, goes whole to every piece. Results are joined in `dim`.
     """
+    if exporting():  # of any size: a piece would fix it
+        return f(*tensors)
     present = [x for x in tensors if x is not None]
     n = max(x.shape[dim] for x in present)
     size = max(1, (CPU if present[0].device.type == "cpu" else GPU) // max(1, each))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.kernels.dense import fused
 from regard.kernels.tiles import Reach, accumulator
-from regard.kernels.transforms import transformed
+from regard.kernels.transforms import exporting, transformed
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.lookup import Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Keeper, Log
@@ -111,8 +111,10 @@ class _Strips(Keeper):
 def _in_strips(
     strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, by_query: Tensor | None, depth: int
 ) -> Tensor:
+    if q.is_meta or exporting():  # without content nothing is too large; and an exported program is for any size
+        return strip(q, k, v, at, by_query)
     rows = max(1, STRIP // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
-    if q.shape[2] <= rows or q.is_meta:  # without content nothing is too large
+    if q.shape[2] <= rows:
         return strip(q, k, v, at, by_query)
     queries = q.split(rows, 2)
     more = [None] * len(queries) if by_query is None else by_query.split(rows, 2)
