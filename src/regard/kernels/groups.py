@@ -49,7 +49,7 @@ def by_label(labels: Tensor, count: int) -> Sorted:
     number = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     place = torch.empty_like(order)
     place = place.scatter(-1, order, number) if transformed() else place.scatter_(-1, order, number)
-    size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add(-1, labels, torch.ones_like(labels))
+    size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add_(-1, labels, torch.ones_like(labels))
     end = size.cumsum(-1)
     return Sorted(order, place, (end - size).gather(-1, labels), end.gather(-1, labels) - 1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from regard.kernels.transforms import transformed
+from regard.kernels.transforms import exporting, transformed
 
 CPU, GPU = 1 << 21, 1 << 26  # elements of the largest tensor in between: it fits a CPU's caches, or keeps a GPU busy
 MORE = 4  # times as much in a graph of torch.compile, before it is one of several pieces
@@ -22,6 +22,8 @@ def in_pieces(
 
     A tensor that is None, or has size 1 in `dim`, goes whole to every piece. Results are joined in `dim`.
     """
+    if exporting():  # of any size: a piece would fix it
+        return f(*tensors)
     present = [x for x in tensors if x is not None]
     room = CPU if present[0].device.type == "cpu" else GPU
     if torch.compiler.is_compiling():

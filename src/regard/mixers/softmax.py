@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.kernels.dense import fused
 from regard.kernels.pieces import in_even_pieces
 from regard.kernels.tiles import Reach, accumulator
-from regard.kernels.transforms import transformed
+from regard.kernels.transforms import exporting, transformed
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.lookup import Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Keeper, Log
@@ -115,12 +115,14 @@ class _Strips(Keeper):
 def _in_strips(
     strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, by_query: Tensor | None, depth: int
 ) -> Tensor:
+    if q.is_meta or exporting():  # without content nothing is too large; and an exported program is for any size
+        return strip(q, k, v, at, by_query)
     if torch.compiler.is_compiling():
         tensors = (q, k, v, at, by_query)
         each = q.shape[0] * q.shape[1] * k.shape[2] * depth
         return in_even_pieces(lambda *x: (strip(*x),), tensors, (2, None, None, 1, 2), 2, q.shape[2], each, STRIP)[0]
     rows = max(1, STRIP // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
-    if q.shape[2] <= rows or q.is_meta:  # without content nothing is too large
+    if q.shape[2] <= rows:
         return strip(q, k, v, at, by_query)
     queries = q.split(rows, 2)
     more = [None] * len(queries) if by_query is None else by_query.split(rows, 2)
