@@ -191,7 +191,7 @@ def cut(x: Tensor, size: int) -> Tensor:
     Under torch.compile there are always two chunks or more and something to fill up: graphs differ for sizes of 0 and 1.
     """
     if torch.compiler.is_compiling():
-        chunks = torch.sym_max(x.shape[2] // size + 1, 2)
+        chunks = max(x.shape[2] // size + 1, 2)
         return filled(x, chunks * size).unflatten(2, (chunks, size))
     if missing := -x.shape[2] % size:
         x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))

@@ -146,7 +146,8 @@ class RNN(Packed):
 
     h_i = cell(x_i, h_(i-1)), out = W h + b, with torch.nn's GRU or LSTM for a cell. Where it is not causal it reads in both
     directions, out = W [h, h'] + b, unless both=False. Time n, memory constant; steps wait for each other, and torch.compile
-    breaks its graph around them. Half precision is computed in float32. Cho et al. 2014, arXiv:1406.1078, and
+    breaks its graph around them. Half precision is computed in float32. Second derivatives on a GPU need
+    torch.backends.cudnn.flags(enabled=False), as cuDNN has none. Cho et al. 2014, arXiv:1406.1078, and
     Hochreiter and Schmidhuber 1997, doi:10.1162/neco.1997.9.8.1735.
     """
 

@@ -128,7 +128,7 @@ class Sinkhorn(Keeper):
 
 def _blocks(n: int, p: int) -> int:
     """Blocks of p for n tokens. Under torch.compile two or more, the last never full: graphs differ for sizes of 0 and 1."""
-    return torch.sym_max(n // p + 1, 2) if torch.compiler.is_compiling() else -(-n // p)
+    return max(n // p + 1, 2) if torch.compiler.is_compiling() else -(-n // p)
 
 
 class _Cut(NamedTuple):

@@ -11,6 +11,16 @@ from torch import Tensor
 
 from regard.mixers.patterns.algebra import FARTHEST, Alternative, Atom, Pattern, need
 
+Bounds = tuple[int | None, int | None, int]  # back, ahead and step of a band
+
+
+def within_bounds(gap: Tensor, back: int | None, ahead: int | None, step: int) -> Tensor:
+    """Tell which gaps i - j are multiples of step from -ahead to back; None: no bound."""
+    seen = gap % step == 0 if step > 1 else torch.ones_like(gap, dtype=torch.bool)
+    if back is not None:
+        seen = seen & (gap <= back)
+    return seen if ahead is None else seen & (gap >= -ahead)
+
 
 @dataclass(frozen=True)
 class Band(Atom):
@@ -21,11 +31,7 @@ class Band(Atom):
     step: int = 1
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
-        gap = i - j
-        seen = gap % self.step == 0 if self.step > 1 else torch.ones_like(gap, dtype=torch.bool)
-        if self.back is not None:
-            seen = seen & (gap <= self.back)
-        return seen if self.ahead is None else seen & (gap >= -self.ahead)
+        return within_bounds(i - j, self.back, self.ahead, self.step)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return torch.ones_like(j + now, dtype=torch.bool) if self.back is None else j >= now - self.back
@@ -48,11 +54,16 @@ class Relative(Pattern):
     """A pattern of the distance i - j alone."""
 
     @property
-    def band(self) -> Band:
+    def bounds(self) -> Bounds:
+        """Return back, ahead and step."""
         raise NotImplementedError
 
-    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        return self.band(h, i, j)
+    @property
+    def band(self) -> Band:
+        return Band(*self.bounds)
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return within_bounds(i - j, *self.bounds)  # and no Band is made: a tracer need not follow that
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return self.band.alive(j, now)
@@ -78,8 +89,8 @@ class Local(Relative):
         need("the size of Local", self.size, 1)
 
     @property
-    def band(self) -> Band:
-        return Band(self.size - 1, self.size - 1)
+    def bounds(self) -> Bounds:
+        return self.size - 1, self.size - 1, 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,8 +105,8 @@ class Truncated(Relative):
         need("ahead", self.ahead, 0)
 
     @property
-    def band(self) -> Band:
-        return Band(self.back, self.ahead)
+    def bounds(self) -> Bounds:
+        return self.back, self.ahead, 1
 
     @property
     def lookahead(self) -> Pattern | None:
@@ -114,9 +125,9 @@ class Dilated(Relative):
         need("the step of Dilated", self.step, 1)
 
     @property
-    def band(self) -> Band:
+    def bounds(self) -> Bounds:
         reach = self.step * (self.size - 1)
-        return Band(reach, reach, self.step)
+        return reach, reach, self.step
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,8 +140,8 @@ class Stride(Relative):
         need("the step of Stride", self.step, 1)
 
     @property
-    def band(self) -> Band:
-        return Band(None, None, self.step)
+    def bounds(self) -> Bounds:
+        return None, None, self.step
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,8 +149,8 @@ class Causal(Relative):
     """i >= j: nothing from the future."""
 
     @property
-    def band(self) -> Band:
-        return Band(None, 0)
+    def bounds(self) -> Bounds:
+        return None, 0, 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,5 +158,5 @@ class Everything(Relative):
     """All pairs: full attention."""
 
     @property
-    def band(self) -> Band:
-        return Band(None, None)
+    def bounds(self) -> Bounds:
+        return None, None, 1
