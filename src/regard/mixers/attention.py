@@ -259,7 +259,7 @@ def attend(
     if causal and query_valid is not None:
         raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
     first = _checked_offset(offset, n, m, core, causal)
-    real = (None if valid is None else valid[:, first : first + n]) if causal else query_valid
+    real = query_valid if not causal else valid if valid is None or n == m else valid[:, first : first + n]
     check_valid(real, b, n, "queries")
     k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
@@ -269,8 +269,9 @@ def attend(
         if causal:
             if first:
                 memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
-            k, v = (x[:, :, first : first + n] for x in (k, v))
-            out = core.scan(memory, q, k, v, places.part(first, first + n))[0]
+            if n != m:
+                k, v, places = k[:, :, first : first + n], v[:, :, first : first + n], places.part(first, first + n)
+            out = core.scan(memory, q, k, v, places)[0]
         else:
             out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
     real = fewer(real, core.rate)
