@@ -24,7 +24,7 @@ from regard.pictures import GREY, INK, paint, scale_of
 from regard.training.guidance import diagonal
 from regard.training.losses import cross_entropy
 
-LETTERS, N, FIRST, STEPS = 9, 10, 5, 500
+LETTERS, N, FIRST, STEPS, TESTED = 9, 10, 5, 500, 500
 CONFIG = Config(width=32, heads=1, depth=1, ffn=64, dropout=0.0, max_len=64)
 READERS = {
     "plain": ("plain", 0.0, "softmax over all letters, anew\nat every step"),
@@ -70,12 +70,12 @@ def train(kind, weight):
 @torch.no_grad()
 def tested(model):
     """The share of strings it says right by itself, that of steps that go back, and how it looks at one string (m n)."""
-    source, target, truth = examples(200, torch.Generator().manual_seed(2))
+    source, target, truth = examples(TESTED, torch.Generator().manual_seed(20261116))  # which no setting was chosen on
     with watched(model) as weights:
         model(source, None, shifted(target), target != PAD)
     at = weights[0][:, 0].argmax(-1).tolist()
     moves = [b < a for row, marks in zip(at, truth, strict=True) for a, b in pairwise(row[: len(marks)])]
-    said = say(model, model.start(source), torch.full((200, 1), BEGIN), rules=Rules(END, most=2 * N + 1))
+    said = say(model, model.start(source), torch.full((TESTED, 1), BEGIN), rules=Rules(END, most=2 * N + 1))
     right = [answer == row[: row.index(END)] for answer, row in zip(said, target.tolist(), strict=True)]
     return sum(right) / len(right), sum(moves) / len(moves), weights[0][0, 0, : len(truth[0])], (source[0].tolist(), truth[0])
 
@@ -100,7 +100,7 @@ def draw(found):
         axes.text(0, 1.015, READERS[name][2], transform=axes.transAxes, fontsize=9.5, color=GREY, va="bottom", linespacing=1.3)
         said = f"strings said right  {right:.1%}\nsteps that look back  {back:.1%}"
         axes.set_xlabel(said, fontsize=10.5, color=INK, loc="left", labelpad=10)
-    note = f"One string that none has seen, after {STEPS} updates each; percentages over 200."
+    note = f"One string that none has seen, after {STEPS} updates each; percentages over {TESTED}."
     shades = "Dark is a weight of 1, pale nearly none (by the root, so that small weights show), grey none at all."
     figure.text(0.05, 0.03, f"{note} {shades}", fontsize=9.5, color=GREY)
     return figure
