@@ -196,6 +196,12 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "0 < self.no_repeat < said.shape[1]",
         "decoding",
     ),
+    "padding of a prompt is counted": (
+        D + "rules.py",
+        "return prompt.masked_fill(~valid, PADDING).gather(1, order)",
+        "return prompt",
+        "decoding",
+    ),
     "runs that may not come twice are longer": (
         D + "rules.py",
         "runs = said.unfold(1, self.no_repeat, 1)  # (x runs no_repeat)\n",
