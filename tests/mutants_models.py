@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 M, D, P = "src/regard/models/", "src/regard/decoding/", "src/regard/pretrained/"
+K, M_ = "src/regard/kernels/", "src/regard/mixers/"
 
 MODELS: dict[str, tuple[str, str, str, str]] = {
+    # function transforms and second derivatives
+    "no one sees that a transform is active": (
+        K + "transforms.py",
+        "return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0",
+        "return False",
+        "transforms",
+    ),
+    "a tensor in two places counts twice in a second backward pass": (K + "transforms.py", "x.view_as(x)", "x", "transforms"),
+    "a second backward pass drops other weights": (
+        K + "tiles.py",
+        "int(seed) + (part << 40) + turn",
+        "int(seed) + (part << 40) + turn + 1",
+        "transforms",
+    ),
+    "plain tiles ignore padding": (K + "composite.py", "        if gone is not None:\n", "        if False:\n", "transforms"),
+    "a shared map is listed twice": (
+        M_ + "base.py",
+        "    owner._modules.pop(name, None)\n",
+        "    owner._modules[name] = module\n",
+        "transforms",
+    ),
     # encoder and decoder
     "a decoder reads padding of its source": (
         M + "translator.py",

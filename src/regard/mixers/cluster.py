@@ -196,7 +196,7 @@ class Routing(Labelled):
 
 def _flat(index: Tensor, n: int) -> Tensor:
     """Tokens (x c w) of rows of n as tokens of all rows, one behind the other."""
-    return (index + n * torch.arange(len(index), device=index.device)[:, None, None]).flatten()
+    return (index + n * torch.arange(index.shape[0], device=index.device)[:, None, None]).flatten()
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

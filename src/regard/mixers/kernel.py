@@ -143,7 +143,7 @@ class Cosformer(Linear):
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         start, n = places.start, places.at.shape[1]
-        if start is not None and len(places.at) and start + n > self.longest:  # where rows differ, the layer has counted
+        if start is not None and start + n > self.longest and places.at.shape[0]:  # where rows differ, the layer has counted
             last = start + (n if places.valid is None else int(places.valid.sum(1).max()))
             if last > self.longest:
                 raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
