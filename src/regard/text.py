@@ -51,7 +51,7 @@ def parse(text: str, names: Names) -> object:
         raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
 
 
-def chosen(text: str, makers: Mapping[str, Callable[..., Made]]) -> Callable[..., Made]:
+def chosen(text: str, makers: Mapping[str, Callable[..., Made]]) -> partial[Made]:
     """What a text such as `relative(clip=8)` says to make: one of the makers, with its options, still without the dims."""
     made = parse(text, {name: _with_options(make) for name, make in makers.items()})
     if not isinstance(made, partial):
