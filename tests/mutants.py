@@ -124,8 +124,41 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "Dilated loses its step": (M + "patterns/relative.py", "return Band(reach, reach, self.step)", "return Band(reach, reach)"),
     "Global is seen but does not see": (
         M + "patterns/fixed.py",
-        "return ((Rows(self.first, self.at),), (Columns(self.first, self.at),))",
-        "return ((Columns(self.first, self.at),),)",
+        "for half in (Rows, Columns))",
+        "for half in (Columns,))",
+    ),
+    "the last tokens are one too few": (
+        M + "patterns/fixed.py",
+        "return max(self.length - self.last, 0)",
+        "return max(self.length - self.last + 1, 0)",
+    ),
+    "a promised future is dropped": (
+        M + "patterns/relative.py",
+        "return self if self.ahead else None",
+        "return None",
+    ),
+    "any part of an | takes the future from all": (
+        M + "patterns/algebra.py",
+        "return all(p.backward for p in self.parts)",
+        "return any(p.backward for p in self.parts)",
+    ),
+    "a size is not bounded": (M + "patterns/algebra.py", "    if value > most:\n", "    if False:\n"),
+    "a block for ten tokens takes the room of a million": (
+        M + "patterns/fixed.py",
+        "size = max(min(self.size, end), 1)",
+        "size = self.size",
+    ),
+    "a vmapped index is looked at": (
+        M + "patterns/algebra.py",
+        "    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(x):\n",
+        "    while False:\n",
+    ),
+    "cells forget the step of a band": (M + "census.py", "steps = (high - i).div(band.step,", "steps = (high - i).div(1,"),
+    "alibi's further heads repeat the first ones": ("src/regard/positions.py", "* (-4 / power)", "* (-8 / power)"),
+    "the iteration of nystrom loses a step": (
+        M + "landmarks.py",
+        "for _ in range(iterations):",
+        "for _ in range(iterations - 1):",
     ),
     "And takes the longer reach": (
         M + "patterns/relative.py",
@@ -186,8 +219,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "special tokens are forgotten": (
         M + "patterns/fixed.py",
-        "return self.special(j) & torch.ones_like(now, dtype=torch.bool)",
-        "return self.special(j) & torch.zeros_like(now, dtype=torch.bool)",
+        "return kept & torch.ones_like(now, dtype=torch.bool)",
+        "return kept & torch.zeros_like(now, dtype=torch.bool)",
     ),
     "nothing is ever forgotten": (M + "attention.py", "memory=self.core.forget(state.memory, state.t)", "memory=state.memory"),
     "an older state is overwritten": (M + "memory.py", " or self.newest.used != self.size", ""),

@@ -1,5 +1,6 @@
 """Positions: their formulas, what they promise, and that streaming, padding and cross attention see the same ones."""
 
+import copy
 import math
 
 import pytest
@@ -8,8 +9,13 @@ import torch
 import regard.positions as kinds
 from conftest import CASES, DEVICE, close, data, some
 from regard import Can, Dims, Places, attend, core, layer
+from regard.blocks import ReversibleStack, Stack
+from regard.blocks.block import Block
+from regard.config import Config
 from regard.kernels import terms
 from regard.mixers.patterns import Local, Pattern
+from regard.models import language_model
+from regard.models.embed import Tokens
 from regard.positions import POSITIONS, positions
 from regard.traits import Traits, positions_table, traits
 from test_limits import Largest
@@ -271,3 +277,72 @@ def test_floater_without_its_solver_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchdiffeq", None)
     with pytest.raises(ModuleNotFoundError, match=r"regard\[floater\]"):
         build("floater")
+
+
+# floater in every block
+
+
+def entered(**options):
+    torch.manual_seed(0)
+    given = {"width": 32, "heads": 4, "depth": 3, "positions": "floater(every_block=True)", **options}
+    return Stack.of("softmax", **given).to(DEVICE, torch.float64).eval()
+
+
+def test_floater_enters_every_block():
+    """The paper's form: x + p_b(t) in front of block b, each path from a start of its own, all by the same flow."""
+    body, x = entered(), data(9)
+    names = [name for name, _ in body.named_parameters() if "positions" in name]
+    assert all(name.startswith("blocks.0.positions.") for name in names) and len(names) == 5
+    floater = body.blocks[0].positions
+    y = x
+    for number, block in enumerate(body):
+        alone = build("floater")
+        alone.load_state_dict({**floater.state_dict(), "first": floater.first[number]})
+        y = Block.forward(block, alone.add(y, Places.of(y)))
+    close(body(x), body.final_norm(y))
+    first = torch.autograd.grad(body(x).square().sum(), floater.first)[0]
+    assert (first.abs().amax(1) > 0).all()  # every block has a path of its own, and it is felt
+
+
+def test_floater_in_every_block_streams_and_pads():
+    body, x = entered(causal=True), data(20)
+    whole = body(x)
+    state, parts = body.start(3), []
+    for piece in x.split([7, 1, 12], 1):
+        y, state = body.extend(state, piece)
+        parts.append(y)
+    close(torch.cat(parts, 1), whole)
+    valid = some(3, 20)
+    padded = body(x, valid)
+    for row in range(3):
+        close(padded[row, valid[row]][None], body(x[row : row + 1, valid[row]]))
+    same = copy.deepcopy(body)
+    same.load_state_dict(body.state_dict())
+    close(same(x), whole)
+
+
+def test_floater_in_every_block_of_a_language_model():
+    config = Config(mixer="softmax", positions="floater(every_block=True)", width=32, heads=4, depth=2, ffn=32, max_len=64)
+    model = language_model(config, vocab=20).to(DEVICE, torch.float64).eval()
+    tokens = torch.randint(5, 20, (2, 11), device=DEVICE)
+    state, parts = model.start(2), []
+    for piece in tokens.split([4, 1, 6], 1):
+        y, state = model.extend(state, piece)
+        parts.append(y)
+    close(torch.cat(parts, 1), model(tokens))
+    assert not model(tokens)[:, 1:].allclose(model(tokens.roll(1, 1))[:, 1:].roll(-1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build("floater(every_block=True)").add(nothing(3), Places.of(nothing(3))), "Stack.of"),
+        (lambda: build("floater(every_block=3)"), "True or False"),
+        (lambda: Tokens(9, 32, positions=build("floater(every_block=True)")), "enter every block: give them to the stack"),
+        (lambda: layer("softmax", width=32, heads=4, positions="floater(every_block=True)"), "floater"),
+        (lambda: ReversibleStack.of("softmax", width=32, heads=4, depth=2, positions="floater(every_block=True)"), "recomputed"),
+    ],
+)
+def test_floater_in_every_block_is_for_stacks(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

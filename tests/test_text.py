@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from regard.mixers.patterns import Edges, Local, Pattern
 from regard.text import LONGEST, TextError, parse
 from texts import answer, text_of
 
@@ -152,6 +153,14 @@ def test_fuzzed_texts_are_values_or_sentences_at_once():
         began = time.process_time()
         answer(kind, text)
         assert time.process_time() - began < 0.05, (kind, text[:100])
+
+
+def test_the_largest_graph_that_is_written_out_can_be_read():
+    """4,096 edges between numbers of ten digits are just short enough."""
+    graph = Edges([list(range(2**31 - 4096, 2**31)), list(range(2**31 - 4096, 2**31))], nodes=2**31) | Local(3)
+    began = time.process_time()
+    assert Pattern.parse(str(graph)) == graph
+    assert time.process_time() - began < 0.5
 
 
 def test_long_texts_are_shown_around_the_caret() -> None:

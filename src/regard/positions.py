@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from regard.kernels.once import once
 from regard.kernels.remember import lasting
 from regard.kernels.terms import Term
 from regard.mixers.base import Can, Dims, Places, needed_length
@@ -123,29 +125,54 @@ class Floater(_Added):
     """A position is a point on a path that flows on for ever: the solution of a learned differential equation.
 
     p(t) = p(0) + integral of f(s, p(s)) ds, f a small network, p(0) learned; positions are `step` apart on the path.
-    Solved by the Runge-Kutta method of order four, `every` positions a step, cubic in between. Liu et al. 2020, arXiv:2003.09229.
+    Solved by the Runge-Kutta method of order four, `every` positions a step, cubic in between.
+    They are added to the tokens once, before the first block. In the paper they enter every block, with a p(0) for each block
+    and one f for all: that is every_block=True, in a `Stack` or a model. Liu et al. 2020, arXiv:2003.09229.
     """
 
-    def __init__(self, dims: Dims, *, hidden: int | None = None, step: float = 0.1, every: int = 4) -> None:
+    def __init__(
+        self, dims: Dims, *, hidden: int | None = None, step: float = 0.1, every: int = 4, every_block: bool = False
+    ) -> None:
         super().__init__(dims)
         _solver()
         hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST)
         if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < math.inf:
             raise ValueError(f"step must be a positive number, not {step!r}")
         self.step, self.every = float(step), need("every", every, 1, 1024)
-        self.first = nn.Parameter(torch.randn(dims.width) * 0.5)
+        if not isinstance(every_block, bool):
+            raise ValueError(f"every_block must be True or False, not {every_block!r}")
+        self.every_block = every_block
+        self.first = nn.Parameter(torch.randn(dims.width) * 0.5)  # (w), or (blocks w)
         self.flow = nn.Sequential(nn.Linear(dims.width + 1, hidden), nn.Tanh(), nn.Linear(hidden, dims.width))
 
     def table(self, n: int, device: torch.device) -> Tensor:
         if self.first.is_meta:  # a solver looks at its times
-            return self.first.expand(n, -1)
+            return self.first.expand(n, *self.first.shape)
         steps = -(-max(n - 1, 1) // self.every)  # whole steps only, or a longer path would begin otherwise
         times = torch.arange(steps * self.every + 1, device=device, dtype=self.first.dtype) * self.step
         options = {"step_size": self.every * self.step, "interp": "cubic"}
         return _solver()(self._slope, self.first, times, method="rk4", options=options)[:n]
 
     def _slope(self, t: Tensor, p: Tensor) -> Tensor:
-        return self.flow(torch.cat([p, t.to(p.dtype).reshape(1)]))
+        return self.flow(torch.cat([p, t.to(p.dtype).expand(*p.shape[:-1], 1)], -1))
+
+    def begin(self, depth: int) -> Self:
+        """Start a path for each of so many blocks."""
+        self.first = nn.Parameter(torch.randn(depth, self.dims.width) * 0.5)
+        return self
+
+    def add(self, x: Tensor, places: Places) -> Tensor:
+        if self.every_block:
+            raise ValueError("floater(every_block=True) enters the blocks of a stack: Stack.of(..., positions=...)")
+        return super().add(x, places)
+
+    def enter(self, x: Tensor, places: Places, number: int) -> Tensor:
+        """The tokens (b n w) of a block, with the positions of that block added."""
+        return x if x.numel() == 0 else x + self._rows(places)[..., number, :].to(x.dtype)
+
+    def _known(self, n: int, device: torch.device) -> Tensor:
+        solve = super()._known
+        return once(("floater", id(self), n, device), self.first, lambda: solve(n, device))  # for all blocks of a pass
 
 
 class Rotary(Positions):
@@ -237,6 +264,13 @@ def positions(spec: str | Positions, dims: Dims) -> Positions:
     if not isinstance(spec, str):
         raise TypeError(f"positions are a text such as 'rotary' or 'relative(clip=8)', or made already, not {spec!r}")
     return chosen(spec, POSITIONS)(dims)
+
+
+def entering(spec: str | Positions | None, dims: Dims, depth: int) -> Floater | None:
+    """Make the positions that enter each of so many blocks, if they are of that kind."""
+    given = chosen(spec, POSITIONS).keywords.get("every_block") if isinstance(spec, str) else getattr(spec, "every_block", False)
+    made = positions(spec, dims) if given and spec is not None else None
+    return made.begin(depth) if isinstance(made, Floater) else None
 
 
 def _base(base: float) -> float:

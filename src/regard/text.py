@@ -15,7 +15,8 @@ from functools import lru_cache, partial
 from typing import NoReturn, TypeVar
 
 LONGEST = 100_000  # characters: a graph of 4,096 edges, written out
-MOST = 10_000  # signs between names and numbers; each becomes an object of a few hundred bytes
+MOST = 8_500  # signs between names and numbers; each becomes an object of a few hundred bytes
+CALLS = 2_000  # names with what they are given
 SIGNS = ",|&([{=<>+-*/%^~@!.:"
 DEEPEST = 100  # calls, lists and operators inside each other; far below Python's own limit
 LARGEST = 2**63  # numbers end up in tensors
@@ -50,7 +51,7 @@ def parse(text: str, names: Names) -> object:
         raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
 
 
-def chosen(text: str, makers: Mapping[str, Callable[..., Made]]) -> Callable[..., Made]:
+def chosen(text: str, makers: Mapping[str, Callable[..., Made]]) -> partial[Made]:
     """What a text such as `relative(clip=8)` says to make: one of the makers, with its options, still without the dims."""
     made = parse(text, {name: _with_options(make) for name, make in makers.items()})
     if not isinstance(made, partial):
@@ -91,7 +92,7 @@ class _Reader:
     """Walks a syntax tree and allows what it knows."""
 
     def __init__(self, line: str, names: Names) -> None:
-        self.line, self.names = line, names
+        self.line, self.names, self.calls = line, names, 0
 
     def value(self, node: ast.expr, depth: int = 1) -> object:
         if depth > DEEPEST:
@@ -143,7 +144,9 @@ class _Reader:
     def made(self, node: ast.expr, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword], depth: int) -> object:
         if name.id not in self.names:
             self.fail(unknown("nothing is called", name.id, self.names), name)
-        make = self.names[name.id]
+        make, self.calls = self.names[name.id], self.calls + 1
+        if self.calls > CALLS:
+            self.fail(f"too many names: {CALLS:,} is the limit", name)
         self.check_keywords(name.id, make, keywords)
         positional = [self.value(arg, depth + 1) for arg in args]
         named = {keyword.arg: self.value(keyword.value, depth + 1) for keyword in keywords if keyword.arg}

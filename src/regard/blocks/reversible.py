@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from regard.blocks.block import Block
+from regard.blocks.placed import PlacedBlock
 from regard.blocks.stack import Context, Stack
 from regard.mixers.base import State, mask_padding
 from regard.mixers.features import wide
@@ -35,6 +36,8 @@ class ReversibleStack(Stack):
         super().__init__(blocks, final_norm)
         if not all(block.pre and block.rate == 1 and block.cross is None for block in blocks):
             raise ValueError("reversible blocks have norm='pre', an output for every token, and no cross attention")
+        if any(isinstance(block, PlacedBlock) for block in blocks):
+            raise ValueError("the inputs of reversible blocks are recomputed: add positions to the tokens, not in every block")
 
     def forward(
         self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from regard.blocks.block import Block, NormClass, check_context
 from regard.blocks.feedforward import FeedForward
+from regard.blocks.placed import PlacedBlock
 from regard.checks import check_dense
 from regard.kernels.once import one_pass
 from regard.mixers.base import Dims, State, check_valid, fewer, mask_padding
@@ -18,6 +19,7 @@ from regard.mixers.patterns import Pattern
 from regard.mixers.patterns.algebra import need
 from regard.mixers.state import check_states
 from regard.mixers.where import Positions
+from regard.positions import entering
 from regard.spec import Spec
 
 Context = Tensor | tuple[Tensor, ...] | None
@@ -63,10 +65,10 @@ class Stack(nn.Module):
     ) -> Self:
         """A stack of one mechanism, or of several that take turns until there are `depth` blocks (one of each unless given).
 
-        `positions` act inside every mixer, as in `layer`; `cross` reads a context in every block. `ffn` is the hidden size of the
-        ReLU layer (4 * width unless given), or makes another: `ffn=lambda: FeedForward(64, 171, activation="silu", gated=True)`.
-        `dropout` is for what layers add and for the hidden layer, `weight_dropout` for attention weights. Where norms stand in
-        front, one more stands behind the last block.
+        `positions` act inside every mixer, as in `layer`, or enter every block: "floater(every_block=True)". `cross` reads a
+        context in every block. `ffn` is the hidden size of the ReLU layer (4 * width unless given), or makes another:
+        `ffn=lambda: FeedForward(64, 171, activation="silu", gated=True)`. `dropout` is for what layers add and for the hidden
+        layer, `weight_dropout` for attention weights. Where norms stand in front, one more stands behind the last block.
         """
         names = [Spec.of(x) for x in (specs if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs])]
         depth = need("depth", len(names) if depth is None else depth)
@@ -81,12 +83,16 @@ class Stack(nn.Module):
             read = Dims(width, heads, kv_heads, None, None, context_width, False, True, context_len, weight_dropout)
             return None if cross is None else Spec.of(cross).build(read)
 
-        blocks = [
-            Block(
-                spec.build(own, positions=positions), channel(), cross=reader(), norm=norm, norm_class=norm_class, dropout=dropout
-            )
-            for spec in islice(cycle(names), depth)
-        ]
+        enters = entering(positions, own, depth)
+
+        def block(number: int, spec: Spec) -> Block:
+            parts = spec.build(own, positions=None if enters else positions), channel()
+            options = {"cross": reader(), "norm": norm, "norm_class": norm_class, "dropout": dropout}
+            return Block(*parts, **options) if enters is None else PlacedBlock(*parts, positions=enters, number=number, **options)
+
+        blocks = [block(number, spec) for number, spec in enumerate(islice(cycle(names), depth))]
+        if enters is not None and any(part.rate > 1 for part in blocks):
+            raise ValueError("positions enter every block only where no block gives fewer answers than it has tokens")
         return cls(blocks, norm_class(width) if norm == "pre" else None)
 
     def __iter__(self) -> Iterator[Block]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.tiles import Reach
-from regard.mixers.base import Can, Core, Dims, Places, refer
+from regard.mixers.base import Can, Core, Dims, Places, only, refer
 from regard.mixers.census import Census, census
 from regard.mixers.lookup import Lookup
 from regard.mixers.memory import Keeper, Log
@@ -57,13 +57,10 @@ class Sparse(Keeper):
         lost = Can.STREAM if pattern.bends_with_length else Can.NOTHING  # a longer sequence would have had another past
         if (part := pattern.lookahead) is not None:
             lost = lost | Can.CAUSAL
-            if self.dims.causal:
-                raise ValueError(
-                    f"{part} sees later tokens, which causal=True forbids: write Truncated(back, 0) or & Causal(), "
-                    "or build it with causal=False"
-                )
-        self.pattern, self.reach = pattern, Reach.of(pattern, self.dims.heads)
         self.can = type(self).can & ~lost
+        instead = f"{part} sees later tokens: write Truncated(back, 0) or & Causal(), or build it with causal=False"
+        only(self.name, self.can, Can.CAUSAL if part is not None and self.dims.causal else Can.NOTHING, instead)
+        self.pattern, self.reach = pattern, Reach.of(pattern, self.dims.heads)
         self.joint, self.positional = self.reach.bends, any(own != Everything() for own in self.reach.each)
 
     def extra_repr(self) -> str:
@@ -148,7 +145,7 @@ class BigBird(Sparse):
                 f"special must be 'first' or 'ends', not {shown(special)}: for tokens of their own, put them in front"
             )
         if special == "ends" and dims.causal:
-            raise ValueError("the last blocks of special='ends' belong to a whole sequence: use special='first' with causal=True")
+            only("bigbird", SELF & ~(Can.CAUSAL | Can.STREAM), Can.CAUSAL, "use special='first' with causal=True")
         if special == "ends" and (need("globals", globals, 2) % 2):
             raise ValueError(f"special='ends' has as many global blocks first as last: {globals} is an odd number")
         pattern: Pattern = Blocks(block, window // 2)

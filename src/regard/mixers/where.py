@@ -11,6 +11,7 @@ from regard.mixers.base import Can, Dims, Places
 class Positions(nn.Module):
     """Acts in one of three places: on the tokens, on queries and keys, or on the scores. Elsewhere it leaves all as it is."""
 
+    every_block: bool = False  # it acts on the tokens of every block, and belongs to a stack
     needs: Can = Can.NOTHING  # what a core must be able to do; nothing: it acts on the tokens, before any layer
 
     def __init__(self, dims: Dims) -> None:

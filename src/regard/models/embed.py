@@ -21,9 +21,9 @@ WHOLE = (torch.long, torch.int)
 
 
 def placed(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
-    """Where a kind of positions belongs: those that are added to tokens, and the text of those that act inside every mixer."""
+    """Where positions belong: those that are added to tokens, and the text of those that act in every mixer or block."""
     made = make_positions(spec, dims)
-    if made.needs != Can.NOTHING:
+    if made.needs != Can.NOTHING or made.every_block:
         return None, spec
     return (None if made.name == "none" else made), None
 
@@ -38,8 +38,9 @@ class Embedding(nn.Module):
         self, width: int, *, positions: Positions | None = None, norm: nn.Module | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        if positions is not None and positions.needs != Can.NOTHING:
-            raise ValueError(f"{positions.name} positions act inside the mixers: give them to the stack, not to the embedding")
+        if positions is not None and (positions.needs != Can.NOTHING or positions.every_block):
+            where = "enter every block" if positions.every_block else "act inside the mixers"
+            raise ValueError(f"{positions.name} positions {where}: give them to the stack, not to the embedding")
         self.width, self.positions, self.norm = need("width", width), positions, norm
         self.drop = nn.Dropout(share("dropout", dropout))
 
