@@ -17,7 +17,7 @@ from regard.mixers.patterns import Local, Pattern
 # Rows whose pattern or transform is another one for every number of real tokens: vmap over padding cannot read that number.
 COUNTS_TOKENS = {
     "bigbird(block=8, globals=1, random=2)",
-    "bigbird(block=8, globals=1, random=2, special='external')",
+    "bigbird(block=8, globals=2, random=1, special='ends')",
     "bigbird(block=8, globals=1, random=2) + relative(clip=9)",
     "fnet",
     "fnet(norm='none')",

@@ -146,12 +146,12 @@ class BigBird(Sparse):
             )
         if special == "ends" and dims.causal:
             only("bigbird", SELF & ~(Can.CAUSAL | Can.STREAM), Can.CAUSAL, "use special='first' with causal=True")
-        if special == "ends" and (need("globals", globals, 2) % 2):
+        if need("globals", globals, 2 if special == "ends" else 0) % 2 and special == "ends":
             raise ValueError(f"special='ends' has as many global blocks first as last: {globals} is an odd number")
         pattern: Pattern = Blocks(block, window // 2)
         if need("random", random, 0, DRAWN):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
-        last = need("globals", globals, 0) // 2 if special == "ends" else 0
+        last = globals // 2 if special == "ends" else 0
         super().__init__(dims, pattern=pattern | Global((globals - last) * block, last=last * block) if globals else pattern)
         self.can = self.can & ~Can.CAUSAL if last else self.can
 
