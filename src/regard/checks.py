@@ -12,11 +12,11 @@ LARGEST_SIZE = 2**31 - 1
 
 def check_size(name: str, value: Any, least: int = 1) -> int:
     """Return a size that is an integer from `least` to LARGEST_SIZE, and refuse any other."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ValueError(f"{name} must be {kind}, not {value!r}")
-    if not least <= value <= LARGEST_SIZE:
-        raise ValueError(f"{name} must be an integer from {least} to {LARGEST_SIZE}, not {value}")
+    if value > LARGEST_SIZE:
+        raise ValueError(f"{name} must be at most {LARGEST_SIZE}, not {value}")
     return value
 
 
