@@ -108,7 +108,7 @@ def test_a_failed_drawing_leaves_the_old_picture(tmp_path: Path, monkeypatch: py
         (("softmax", "--out", "picture.gif"), "has to end in .png, .pdf or .svg"),
         (("softmax", "--out", "/no/such/folder/picture.png"), "there is no folder"),
         (("sparse_transformer", "--heads", "1"), "odd number"),
-        (("Edges([[0], [1]])",), "a graph with 2 nodes"),
+        (("Edges([[0], [1]])", "--length", "9"), "a graph with 2 nodes"),
         (("softmax", "--length", "0"), "--length"),
         (("softmax", "--length", "many"), "--length"),
     ],

@@ -195,6 +195,8 @@ def test_census_counts_what_is_there(p, n, causal, block):
 
 
 @given(patterns, st.integers(1, 120), st.booleans(), st.integers(1, 40))
+@example(Stride(3), 50, False, 7)
+@example(Dilated(4, 3) | Global(first=1), 50, True, 8)
 @budget(max_examples=60)
 def test_cells_hold_the_share_of_pairs_that_is_there(p, n, causal, block):
     own = p.for_head(1, 2).bound(n, n)
@@ -364,6 +366,7 @@ def test_a_promised_future_is_refused_when_causal(mechanism):
         "Truncated(5, 2)",
         "Local(3) | Truncated(5, 2)",
         "Truncated(5, 2) & Blocks(8)",
+        "(Causal() | Truncated(5, 2)) & Blocks(8)",
         "PerHead([Local(2), Truncated(5, 2)])",
     ]
     taken = ["Truncated(5, 0)", "Truncated(5, 2) & Causal()", "PerHead([Local(2), Truncated(5, 2)]) & Causal()", "Local(3)",
