@@ -28,7 +28,7 @@ PERFORMERS = {
 }
 WAVES = {
     "rfa": "rfa(features={f}, scale={scale}, seed={s})",
-    "rfa, independent": "rfa(features={f}, scale={scale}, orthogonal=False, seed={s})",
+    "rfa, orthogonal": "rfa(features={f}, scale={scale}, orthogonal=True, seed={s})",
 }
 
 

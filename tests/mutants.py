@@ -262,7 +262,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        self.redraw(int(torch.randint(1000, ())))\n        x = x * x.shape[-1] ** -0.25\n",
     ),
     "long queries and keys keep their length": (M + "peaked.py", "if (most := self._most(x)) is not None:", "if (most := None):"),
-    "a sum of waves may be as small as it likes": (M + "kernel.py", "max(LEAST, math.exp(-2 * scale))", "math.exp(-2 * scale)"),
+    "a sum of waves may be as small as it likes": (M + "kernel.py", "math.exp(-2 * min(scale, 1))", "math.exp(-2 * scale)"),
     "what a sum of waves lacks is given to nobody": (M + "kernel.py", "torch.addcmul(out, share, values)", "out"),
     "a poor estimate is passed over": (M + "estimate.py", "        if error > max(", "        if False and error > max("),
     "random features are not orthogonal": (

@@ -16,6 +16,7 @@ from regard.mixers.features import Positive
 from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
 from regard.mixers.peaked import Efficient, Performer
 
+pytestmark = pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # a dozen features are few on purpose
 B, H, G, D, E = 2, 4, 2, 5, 3
 NAMES = ["linear", "cosformer", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
 LONGEST = 300
@@ -33,7 +34,7 @@ def build(name: str, g: int = G, longest: int = LONGEST) -> Kernel:
         "efficient": lambda: Efficient(given),
         "performer": lambda: Performer(given, features=12),
         "favor": lambda: Performer(given, features=13, kind="hyperbolic", max_norm=None),  # pairs, and one without its other half
-        "sharp": lambda: RFA(given, features=9, scale=6.0, orthogonal=False),  # most of its sums of waves are too small
+        "sharp": lambda: RFA(given, features=9, scale=6.0, orthogonal=True),  # most of its sums of waves are too small
         "rfa": lambda: RFA(given, features=9),
         "gated": lambda: RFA(given, features=9, gated=True),
     }[name]().to(DEVICE, torch.float64)
@@ -106,7 +107,7 @@ def cosines_of_waves(core: RFA, q: Tensor, k: Tensor) -> Tensor:
 def lifted(weights: Tensor, mass: Tensor, scale: float) -> Tensor:
     """What a row of weights has too little is spread over all tokens, each by its mass."""
     total, whole = weights.sum(-1, keepdim=True), mass.sum(-1, keepdim=True)
-    lack = torch.relu(max(0.25, math.exp(-2 * scale)) - total / torch.where(whole == 0, 1, whole))
+    lack = torch.relu(math.exp(-2 * min(scale, 1)) - total / torch.where(whole == 0, 1, whole))
     return normalised(weights + lack * mass)
 
 

@@ -87,7 +87,7 @@ def test_performer_stays_in_the_hull_of_the_values(causal: bool, size: float) ->
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rfa_never_leaves_the_range_of_the_values_by_much(causal: bool, gated: bool, scale: float) -> None:
-    """However small a sum of waves is: the bound is 5, on random tokens it is not reached, and gradients are as tame."""
+    """However small a sum of waves is: the bound is 9, on random tokens it is not reached, and gradients are as tame."""
     q, k, v = unit()
     k = torch.nn.functional.pad(k, (0, int(gated)))
     made = RFA(Dims(128, 2), features=32, scale=scale, gated=gated).to(DEVICE, torch.float64)
@@ -100,7 +100,7 @@ def test_rfa_never_leaves_the_range_of_the_values_by_much(causal: bool, gated: b
         assert gradient.abs().max() < 0.1
 
 
-def test_rfa_at_worst_is_within_five_times_the_values() -> None:
+def test_rfa_at_worst_is_within_nine_times_the_values() -> None:
     """Values chosen against it: the sign of every weight."""
     q, k, _ = unit(64)
     made = RFA(Dims(128, 2), features=4, scale=8.0).to(DEVICE, torch.float64)
@@ -109,7 +109,7 @@ def test_rfa_at_worst_is_within_five_times_the_values() -> None:
         v = weights[:, :, i, :, None].sign()
         memory = made.push(made.empty(k, v), k, v, Places.of(k[:, 0]))
         out = made.read(memory, q[:, :, i : i + 1], Places.of(q[:, 0, i : i + 1]))
-        assert out.abs().max() <= 5
+        assert out.abs().max() <= 9
 
 
 def test_orthogonal_waves_estimate_better() -> None:
@@ -196,7 +196,7 @@ def test_error_falls_as_one_over_the_root_of_the_features(kind: type) -> None:
     scores = q @ k.mT / 8**0.5 if kind is Performer else torch.nn.functional.cosine_similarity(q[..., None, :], k[:, :, None], -1)
     exact, counts, errors = torch.softmax(scores, -1) @ v, [2**p for p in range(4, 11)], []
     for count in counts:
-        paper = {"kind": "positive", "max_norm": None} if kind is Performer else {"orthogonal": False}
+        paper = {"kind": "positive", "max_norm": None} if kind is Performer else {}
         cores = [kind(Dims(8, 1), features=count, seed=seed, **paper).double() for seed in range(40)]
         errors.append(torch.stack([(attend(q, k, v, core) - exact).square().mean() for core in cores]).mean().sqrt())
     x, y = torch.tensor(counts).double().log(), torch.stack(errors).log()

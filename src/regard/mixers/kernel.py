@@ -155,23 +155,21 @@ class Cosformer(Linear):
         return torch.cat([q * angle.cos(), q * angle.sin()], -1)
 
 
-LEAST = 0.25  # share of its weight that a sum of waves must have to be divided by
-
-
 class RFA(Estimator, Kernel):
     """Estimate softmax attention over cosines by random waves, in time n f e and memory (f + 1) (e + 1), f = 2 features.
 
     phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, W with `features` rows drawn from N(0, scale I), so that
-    the mean of phi(q) . phi(k) is exp(scale (cos(q, k) - 1)). Rows are orthogonal in blocks of d, which leaves the mean as it
-    is and lowers the variance; orthogonal=False draws them independently, as the paper does.
+    the mean of phi(q) . phi(k) is exp(scale (cos(q, k) - 1)). orthogonal=True draws rows that are orthogonal in blocks of d:
+    the same mean, and at scale 1 half the error; the paper's independent rows learned to look things up in fewer steps.
     gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(gate_t + b): one gate of each token and
     key-value head, a linear map of the layer's input that comes behind the key. It has an order even where it is not causal:
     the tokens are written one after the other, and every query reads what is left at the end.
 
-    A sum of waves may come out near zero or negative, where its mean may not. phi(q) . z is never taken to be below 1/4 of
-    the weight of all tokens, nor below exp(-2 scale) of it, the least that the exact kernel gives: what is missing is spread
-    evenly over all tokens, so that the output is at most 5 times as large as the largest value. The relative variance of a
-    weight is about exp(2 scale) / f: a scale above log(f) / 2 is not estimated well and tends to equal weights.
+    A sum of waves may come out near zero or negative, where its mean may not. phi(q) . z is never taken to be below exp(-2)
+    of the weight of all tokens, the least that the exact kernel gives at scale 1 (exp(-2 scale) for smaller ones): what is
+    missing is spread evenly over all tokens, so that no output is more than 9 times as large as the largest value. The
+    relative variance of a weight is about exp(2 scale) / f: a scale above log(f) / 2 is not estimated well and tends to
+    equal weights.
     Peng et al. 2021, arXiv:2103.02143.
     """
 
@@ -184,7 +182,7 @@ class RFA(Estimator, Kernel):
         features: int = 128,
         scale: float = 1.0,
         gated: bool = False,
-        orthogonal: bool = True,
+        orthogonal: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(dims)
@@ -195,7 +193,7 @@ class RFA(Estimator, Kernel):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
         self.scale, self.f, self.draw = scale, 2 * features, draws.orthogonal if orthogonal else draws.gaussian
-        self.least = max(LEAST, math.exp(-2 * scale))
+        self.least = math.exp(-2 * min(scale, 1))  # share of its weight that a sum of waves must have
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
         self.gates = 1 if gated else 0
