@@ -8,7 +8,9 @@ Without --only and --lengths it writes results/compiled.json.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import common
-from conftest import CASES, Case, data, modes, some
+from conftest import CASES, data, modes, some
 
 LENGTHS = (33, 45, 64, 65, 100, 127, 128, 200, 257, 300)
 GRAPHS = 2  # one for the first length, one for all others
@@ -33,18 +35,22 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS))
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--padded", type=int, choices=(0, 1), help="with padding alone, or without")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--causal", type=int, choices=(0, 1), help="causal layers alone, or others")
     args = parser.parse_args()
-    logging.disable(logging.ERROR)
-    found = []
-    for case in CASES:
+    asked = []
+    for number, case in enumerate(CASES):
         if not case.row.compiles or (args.only and not any(text in repr(case) for text in args.only)):
             continue
         for mode in modes(case):
             for padded in (False, True):
                 if args.padded in (None, int(padded)) and args.causal in (None, int(mode["causal"])):
-                    found.append(measured(case, mode, padded, args.lengths, args.backend))
-                    print(found[-1], flush=True)
+                    asked.append((number, mode, padded, args.lengths, args.backend))
+    found, progress = [], common.Progress(len(asked))
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        for one in pool.imap(measured, asked):
+            found.append(one)
+            progress.step(json.dumps(one))
     failed = [one for one in found if not one["right"]]
     print(f"{len(found)} compiled layers, {len(found) * len(args.lengths)} calls and as many gradients, {len(failed)} failed")
     if not args.only and tuple(args.lengths) == LENGTHS and args.padded is args.causal is None:
@@ -53,8 +59,12 @@ def main() -> None:
         common.save("compiled", {**settings, **totals}, found)
 
 
-def measured(case: Case, mode: dict[str, Any], padded: bool, lengths: list[int], backend: str) -> dict[str, Any]:
+def measured(asked: tuple[int, dict[str, Any], bool, list[int], str]) -> dict[str, Any]:
     """How far a compiled layer is from itself at its worst, and how many graphs that took."""
+    number, mode, padded, lengths, backend = asked
+    case = CASES[number]
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
     torch._dynamo.reset()
     counters.clear()
     made = case.build(max_len=2 * max(lengths), **mode)

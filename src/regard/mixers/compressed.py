@@ -64,7 +64,8 @@ class Compressed(Core):
 
     def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
         memory = Strides(memory.slots, _longer(memory.raw, k, v, places))
-        return memory if self.dims.causal else self._settled(memory, 0)
+        later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
+        return memory if later else self._settled(memory, 0)
 
     def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the tokens know where they stand
         return memory if memory.raw.size < (self.near + 1) * self.stride else self._settled(memory, self.near)
@@ -78,7 +79,7 @@ class Compressed(Core):
         k, v, valid = slots.keys, slots.values, slots.places.valid
         if raw.size:  # a stride that is not full
             last_k, last_v, there = self._compressed(raw)
-            if not (slots.plain and raw.plain):
+            if not (slots.plain and raw.plain) or torch.compiler.is_compiling():
                 valid = torch.cat([slots.valid[:, : slots.size], there], 1)
             k, v = torch.cat([k, last_k], 2), torch.cat([v, last_v], 2)
         if k.shape[2] == 0:
@@ -103,8 +104,12 @@ class Compressed(Core):
         out, lse = Lookup(self.local, self.scale, True, self.drop)(Log.empty(k, v).append(k, v, places), q, places)
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
+        if torch.compiler.is_compiling():  # one more than needed where all are full, and cut when they are made
+            slots = (n - first) // self.stride + 1
+            keys, values = (x[:, :, :slots] for x in self._convolved(k, v, None)[:2])
+        else:
+            keys, values, _ = self._convolved(k[:, :, : slots * self.stride], v[:, :, : slots * self.stride], None)
         size = slots * self.stride
-        keys, values, _ = self._convolved(k[:, :, :size], v[:, :, :size], None)
         asked = pad(q[:, :, first:], (0, 0, 0, size + first - n)).unflatten(2, (slots, self.stride))
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
         keys, values = widened(keys, values, asked.shape[1])
@@ -178,18 +183,21 @@ class Compressed(Core):
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As above, of tokens with the real ones in front."""
         (b, _, n, _), rate = k.shape, self.stride
-        missing = -n % rate
+        strides, missing = -(-n // rate), -n % rate
+        if torch.compiler.is_compiling():  # two or more, the last never full: graphs differ for sizes of 0 and 1
+            strides = torch.sym_max(n // rate + 1, 2)
+            missing = strides * rate - n
         if real is None and missing:
             real = torch.ones(b, n, dtype=torch.bool, device=k.device)
         if real is None:
             count = torch.full((1, 1), rate, device=k.device).expand(b, n // rate)
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
-            count = pad(real, (0, missing)).unflatten(1, (-1, rate)).sum(2)
+            count = pad(real, (0, missing)).unflatten(1, (strides, rate)).sum(2)
         scale = None if real is None else rate / count.clamp_min(1).to(wide(k).dtype)
         found = []
         for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
-            y, form = pad(wide(x), (0, 0, 0, missing)).unflatten(2, (-1, rate)), "gu,bgsux->bgsx"
+            y, form = pad(wide(x), (0, 0, 0, missing)).unflatten(2, (strides, rate)), "gu,bgsux->bgsx"
             y = torch.einsum(form if kernel.dim() == 2 else "guxy,bgsux->bgsy", kernel.to(y.dtype), y)
             found.append((y if scale is None else y * scale[:, None, :, None]).to(x.dtype))
         return found[0], found[1], count > 0

@@ -35,6 +35,9 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
     """
     (b, h, n, d), s = x.shape, sizes.shape[1]
     steps = torch.arange(longest, device=x.device)
+    if starts is None and torch.compiler.is_compiling():  # always filled up: a graph without that would be another one
+        sums = pad(x, (0, 0, 0, (s + 1) * longest - n)).unflatten(2, (s + 1, longest)).sum(3)[:, :, :s]
+        return sums / sizes.clamp_min(1)[:, None, :, None]
     if starts is None:
         x = pad(x, (0, 0, 0, s * longest - n)) if n < s * longest else x
     else:
@@ -150,7 +153,7 @@ class Nystrom(Keeper):
         x, count = real_first(x, valid)
         few, order = count.clamp(1, most), torch.arange(most + 1, device=x.device)
         edges = torch.minimum((order * count + few - 1) // few, count)  # token p belongs to segment p * few // count
-        even = valid is None and x.shape[2] % most == 0
+        even = valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
         sizes = edges.diff(dim=1)
         return means(x, None if even else edges[:, :-1], sizes, -(-x.shape[2] // most)), sizes > 0, count
 

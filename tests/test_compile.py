@@ -1,0 +1,126 @@
+"""torch.compile(fullgraph=True): a compiled layer is the layer, padded or not, and one graph serves all lengths but the first.
+
+All lengths, padded and not, are measured by benchmarks/compiled.py. Here every example is compiled once: padded, and causal or
+not in turn, so that every mechanism is compiled causally at least once if it can be.
+"""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from conftest import CASES, Case, close, data, modes, some
+from regard import layer
+from regard.kernels import pieces, ragged
+from regard.mixers.base import Can
+
+LENGTHS = (33, 45, 64, 130)  # the second is compiled for any length, the third is whole in chunks and blocks
+COMPILED = [case for case in CASES if case.row.compiles]
+
+
+def turn(case: Case) -> dict:
+    """Causal first, then by turns with the examples of the row."""
+    number = [c for c in COMPILED if c.row is case.row].index(case)
+    return modes(case)[::-1][number % len(modes(case))]
+
+
+def answers(run, made, x, valid=None):
+    """Output and gradients, by the tokens and by every weight."""
+    x = x.clone().requires_grad_()
+    y = run(x) if valid is None else run(x, valid=valid)
+    up = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+    grads = torch.autograd.grad((y * up).sum(), [x, *made.parameters()], allow_unused=True)
+    return [y, *(g for g in grads if g is not None)]
+
+
+def check_same(compiled, made, x, valid=None):
+    for a, b in zip(answers(compiled, made, x, valid), answers(made, made, x, valid), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=repr)
+def test_compiled_is_eager_at_all_lengths_in_two_graphs(case):
+    torch._dynamo.reset()
+    counters.clear()
+    made = case.build(max_len=300, **turn(case))
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for n in LENGTHS:
+        check_same(compiled, made, data(n, b=2), some(2, n) if case.can(Can.PADDING) else None)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("text", ["Random(2, 4, per_head=True) | Local(3)", "PerHead([Random(1, 4), Local(5)]) & Causal()"])
+def test_drawn_patterns_in_cross_attention_count_real_tokens_on_both_sides(text):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made = layer(f"sparse(pattern={text})", width=32, heads=4, cross=True).double().eval()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for n, m in ((40, 50), (21, 64)):
+        x, context, asking, valid = data(n, b=2), data(m, b=2, seed=5), some(2, n, seed=6), some(2, m)
+        close(
+            compiled(x, context=context, valid=valid, query_valid=asking),
+            made(x, context=context, valid=valid, query_valid=asking),
+        )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("term", [False, True])
+def test_the_operators_that_count_tokens_are_well_made(dropout, term):
+    q, k, v = (torch.randn(2, 2, 20, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    more = (torch.randn(2, 2, 20, 7, dtype=torch.float64, requires_grad=True), torch.rand(2)) if term else (None, None)
+    counts, seed = torch.tensor([[20, 13], [0, 20]]), torch.tensor(5) if dropout else None
+    rest = (3, term, 0.3, dropout, "Random(1, 4) | Local(2)", False)
+    torch.library.opcheck(ragged._tiled, (q, k, v, *more, counts, seed, *rest))
+    q, k, v = (torch.randn(24, 2, x, dtype=torch.float64, requires_grad=True) for x in (3, 3, 4))
+    a, real = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), some(2, 12)
+    torch.library.opcheck(ragged._walk, (q, k, v, a, real, real, seed, "Random(1, 4) | Local(2)", True, 0.2, dropout))
+    x = torch.randn(3, 12, 6, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(ragged.opaque_waves, (x, torch.tensor([12, 0, 7]), "ortho"))
+
+
+def test_dropout_throws_the_same_dice_forwards_and_backwards():
+    """With the dice fixed, out is linear in v, so <up, out> = <dv, v>; rows have dice of their own."""
+    q, k, v, up = (torch.randn(1, 2, 30, 4, dtype=torch.float64).repeat(2, 1, 1, 1) for _ in range(4))
+    v.requires_grad_()
+    rest = (torch.tensor([[30, 30], [30, 30]]), torch.tensor(5), 0, False, 0.5, 0.4, "Random(2, 4) | Local(9)", True)
+    out, _ = ragged._tiled(q, k, v, None, None, *rest)
+    (dv,) = torch.autograd.grad((out * up).sum(), v)
+    close((out * up).sum(), (dv * v).sum())
+    assert not torch.allclose(out[0], out[1])
+
+
+@pytest.mark.parametrize(
+    "spec", ["relu", "synthesizer(form='random')", "reformer(rounds=2, buckets=4, chunk=6)", "sinkhorn(block=8)"]
+)
+def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch):
+    monkeypatch.setattr("regard.mixers.softmax.STRIP", 1 << 10)
+    monkeypatch.setattr(pieces, "CPU", 1 << 10)
+    monkeypatch.setattr(pieces, "GPU", 1 << 10)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    made = layer(spec, width=8, heads=2, causal=True, max_len=100).double().eval()
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for n in (46, 47, 48):
+        check_same(compiled, made, data(n, b=2, width=8), some(2, n))
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("spec", ["linear", "efficient", "gla", "delta"])
+def test_long_sequences_compile_too(spec):
+    """More chunks than the shortest graph has steps for."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made = layer(spec, width=8, heads=2, causal=True).double().eval()
+    compiled = torch.compile(made, fullgraph=True, backend="eager", dynamic=True)
+    for n in (600, 1500):
+        close(compiled(data(n, b=1, width=8)), made(data(n, b=1, width=8)))
+
+
+def test_more_places_than_max_len_are_refused_in_one_graph_and_counted_otherwise():
+    torch._dynamo.reset()
+    made = layer("linear", width=32, heads=4, causal=True, max_len=40).double().eval()
+    x, valid = data(45, b=2), torch.arange(45) < torch.tensor([[40], [20]])
+    with pytest.raises(RuntimeError, match="cut the padding off, or build it longer"):
+        torch.compile(made, fullgraph=True, backend="eager")(x, valid=valid)
+    torch._dynamo.reset()
+    close(torch.compile(made, backend="eager")(x, valid=valid), made(x, valid=valid))
