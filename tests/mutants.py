@@ -142,7 +142,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "return all(p.backward for p in self.parts)",
         "return any(p.backward for p in self.parts)",
     ),
-    "a size is not bounded": (M + "patterns/algebra.py", "    if value > most:\n", "    if False:\n"),
+    "a size is not bounded": ("src/regard/checks.py", "    if value > most:\n", "    if False:\n"),
     "a block for ten tokens takes the room of a million": (
         M + "patterns/fixed.py",
         "size = max(min(self.size, end), 1)",

@@ -25,7 +25,7 @@ def synthesizer(options):
 CASES = {
     "width not divisible": (lambda: Dims(30, 4), "width 30 is not divisible by 4 heads: use width 28"),
     "heads do not share": (lambda: Dims(32, 4, kv_heads=3), "cannot share 3 key-value heads evenly"),
-    "no such width": (lambda: Dims(0, 4), "width must be a positive integer, not 0"),
+    "no such width": (lambda: Dims(0, 4), "width must be an integer of at least 1, not 0"),
     "causal and cross": (lambda: Dims(32, 4, causal=True, cross=True), "either causal .* or reads a context"),
     "context without cross": (lambda: Dims(32, 4, context_width=8), "set cross=True"),
     "dropout": (lambda: Dims(32, 4, dropout=1.5), r"dropout must be in \[0, 1\)"),

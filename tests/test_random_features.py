@@ -235,14 +235,14 @@ def test_draws_repeat_are_saved_and_change_only_on_request(kind: type) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (Performer, {"features": 0}, "features must be a positive integer, not 0"),
-        (Performer, {"features": 8.0}, "features must be a positive integer, not 8.0"),
+        (Performer, {"features": 0}, "features must be an integer of at least 1, not 0"),
+        (Performer, {"features": 8.0}, "features must be an integer of at least 1, not 8.0"),
         (Performer, {"kind": "cosine"}, "kind must be one of 'regularized', 'positive', 'hyperbolic', not 'cosine'"),
         (Performer, {"max_norm": 0}, "max_norm must be 'learned', None or a positive number, not 0"),
         (Performer, {"max_norm": "large"}, "max_norm must be 'learned', None or a positive number, not 'large'"),
         (RFA, {"orthogonal": 1}, "orthogonal must be True or False, not 1"),
         (Performer, {"seed": "x"}, "seed must be an integer, not 'x'"),
-        (RFA, {"features": True}, "features must be a positive integer, not True"),
+        (RFA, {"features": True}, "features must be an integer of at least 1, not True"),
         (RFA, {"scale": -1.0}, "scale must be a positive number"),
         (RFA, {"scale": "2"}, "scale must be a positive number"),
         (RFA, {"gated": 1}, "gated must be True or False, not 1"),

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from reprlib import repr as shortened_repr
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LARGEST_SIZE = 2**31 - 1
+FARTHEST = 2**31  # the largest position, distance or size in a pattern: products of two of them fit into 64 bits
+WIDEST = 2**16  # the largest size of an option that weights are made for
 
 
-def check_size(name: str, value: Any, least: int = 1) -> int:
-    """Return a size that is an integer from `least` to LARGEST_SIZE, and refuse any other."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {kind}, not {value!r}")
-    if value > LARGEST_SIZE:
-        raise ValueError(f"{name} must be at most {LARGEST_SIZE}, not {value}")
+def need(name: str, value: Any, least: int = 1, most: int = FARTHEST) -> int:
+    """Return the value, if it is an integer from `least` to `most`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:,}, not {shown(value)}")
     return value
+
+
+def shown(value: Any) -> str:
+    """A value as a sentence quotes it: never long, whatever it is."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
+        return f"a number of {value.bit_length():,} bits"
+    try:
+        return shortened_repr(value)
+    except ValueError:  # such a number inside of a list
+        return f"this {type(value).__name__}"
 
 
 def check_flag(name: str, value: Any) -> None:

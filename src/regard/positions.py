@@ -16,11 +16,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from regard.checks import WIDEST, need
 from regard.kernels.once import once
 from regard.kernels.remember import lasting
 from regard.kernels.terms import Term
 from regard.mixers.base import Can, Dims, Places, needed_length
-from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.where import Positions
 from regard.text import chosen
 

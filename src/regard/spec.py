@@ -11,11 +11,10 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from regard.catalogue import CATALOGUE
-from regard.checks import check_flag
+from regard.checks import check_flag, shown
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.patterns import PATTERNS, Pattern
-from regard.mixers.patterns.algebra import shown
 from regard.mixers.where import Positions
 from regard.positions import positions as make_positions
 from regard.row import Row

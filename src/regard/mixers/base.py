@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.checks import check_flag, check_size, check_vectors
+from regard.checks import check_flag, check_vectors, need
 from regard.checks import check_valid as check_valid
 from regard.kernels.once import once
 from regard.mixers.state import Maker, check_state
@@ -59,7 +59,7 @@ class Dims:
         for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "max_len"):
             value = getattr(self, name)
             if value is not None or name in ("width", "heads"):
-                check_size(name, value)
+                need(name, value)
         check_flag("causal", self.causal)
         check_flag("cross", self.cross)
         if (self.key_dim is None or self.value_dim is None) and self.width % self.heads:

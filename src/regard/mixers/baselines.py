@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import WIDEST, need
 from regard.kernels.recur import recur
 from regard.mixers.attention import precise
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import wide
 from regard.mixers.packing import Packed
-from regard.mixers.patterns.algebra import WIDEST, need
 
 PIECE = 1024  # tokens of a line that are convolved together
 WEIGHED = 4096  # tokens of a window, each with weights of its own

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
+from regard.checks import WIDEST, need
 from regard.kernels.dense import fused
 from regard.kernels.groups import Stretch, chunked, newest
 from regard.kernels.pieces import in_pieces
@@ -13,7 +14,6 @@ from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import gaussian, wide
 from regard.mixers.labelled import Labelled, Shelf
 from regard.mixers.lookup import widened
-from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.softmax import default_scale
 
 SHORTEST = 1e-6  # a vector shorter than this has no direction

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from regard.checks import need
 from regard.kernels.dense import fused, merged, small
 from regard.kernels.parts import Span
 from regard.kernels.pieces import in_pieces
@@ -17,7 +18,6 @@ from regard.mixers.features import wide
 from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Log, Newest, spare
 from regard.mixers.patterns import Blocks, Everything
-from regard.mixers.patterns.algebra import need
 from regard.mixers.softmax import EVERY
 
 Answer = tuple[Tensor, Tensor]  # out and log-sum-exp

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.checks import shown
 from regard.kernels.transforms import transformed
-from regard.mixers.patterns.algebra import WIDEST, need, shown
 
 
 def wide(x: Tensor) -> Tensor:
@@ -83,12 +83,6 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
     basis, triangle = torch.linalg.qr(drawn[:-rows].unflatten(0, (blocks, d)))
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else the factorisation favours one side
     return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
-
-
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    need(name, value, 1, WIDEST)
 
 
 def positive(x: Tensor) -> Tensor:

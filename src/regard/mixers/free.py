@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import WIDEST, need
 from regard.kernels.dense import fused
 from regard.kernels.ragged import opaque_waves
 from regard.kernels.transforms import need_lengths
 from regard.kernels.waves import waves, waves_by_row
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.packing import Packed
-from regard.mixers.patterns.algebra import WIDEST, need
 
 STRIP = 1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
 

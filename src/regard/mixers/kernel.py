@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import WIDEST, need
 from regard.kernels import chunks
 from regard.mixers import features as draws
 from regard.mixers.base import Can, Core, Dims, Places, needed_length
 from regard.mixers.estimate import Estimator
 from regard.mixers.features import (
     ask,
-    check_count,
     joined,
     left,
     log_gate,
@@ -186,7 +186,7 @@ class RFA(Estimator, Kernel):
         seed: int = 0,
     ) -> None:
         super().__init__(dims)
-        check_count("features", features)
+        need("features", features, 1, WIDEST)
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
         for name, value in (("gated", gated), ("orthogonal", orthogonal)):

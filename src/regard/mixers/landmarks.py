@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
+from regard.checks import WIDEST, need
 from regard.kernels.dense import fused
 from regard.kernels.tiles import UNSEEN
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.features import wide
 from regard.mixers.lookup import packed_queries
 from regard.mixers.memory import Keeper, Log
-from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.softmax import Softmax
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from regard.checks import WIDEST, need
 from regard.kernels import chunks
 from regard.kernels.dense import fused
 from regard.kernels.tiles import UNSEEN
 from regard.mixers.base import Core, Dims, Places, needed_length
 from regard.mixers.features import joined, per_query_head, where_valid, wide
 from regard.mixers.kernel import CPU_RUN, GPU_RUN
-from regard.mixers.patterns.algebra import WIDEST, need
 from regard.mixers.softmax import EVERY
 
 SHARES = ("none", "head", "kv", "layer")

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.checks import WIDEST, need
 from regard.kernels import chunks
 from regard.mixers.base import Dims, Places
 from regard.mixers.estimate import Estimator
-from regard.mixers.features import ask, check_count, finite, nothing, orthogonal, per_query_head, ratio, total, where_valid
+from regard.mixers.features import ask, finite, nothing, orthogonal, per_query_head, ratio, total, where_valid
 from regard.mixers.kernel import Kernel
 
 
@@ -131,7 +132,7 @@ class Performer(Estimator, Peaked):
         seed: int = 0,
     ) -> None:
         super().__init__(dims)
-        check_count("features", features)
+        need("features", features, 1, WIDEST)
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
         self.f, self.kind, self.pairs = features, kind, kind == "hyperbolic"

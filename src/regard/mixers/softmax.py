@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
+from regard.checks import WIDEST, need
 from regard.kernels.dense import fused
 from regard.kernels.pieces import in_even_pieces
 from regard.kernels.tiles import Reach, accumulator
@@ -18,7 +19,6 @@ from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.lookup import Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Keeper, Log
 from regard.mixers.patterns import Everything
-from regard.mixers.patterns.algebra import WIDEST, need
 
 EVERY = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
 DOTS = EVERY | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.checks import need, shown
 from regard.kernels.tiles import Reach
 from regard.mixers.base import Can, Core, Dims, Places, only, refer
 from regard.mixers.census import Census, census
@@ -26,7 +27,6 @@ from regard.mixers.patterns import (
     Stride,
     Tail,
 )
-from regard.mixers.patterns.algebra import need, shown
 from regard.mixers.patterns.drawn import DRAWN
 from regard.mixers.softmax import DOTS, default_scale
 from regard.mixers.where import Positions

@@ -11,13 +11,13 @@ from torch.nn.functional import dropout, pad, relu
 from torch.utils.checkpoint import checkpoint
 
 import regard.mixers.softmax as family
+from regard.checks import WIDEST, need
 from regard.kernels.pieces import in_even_pieces
 from regard.kernels.tiles import UNSEEN, accumulator
 from regard.kernels.transforms import exporting, transformed
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
 from regard.mixers.memory import Log
-from regard.mixers.patterns.algebra import WIDEST, need
 
 FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 

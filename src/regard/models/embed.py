@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import share
-from regard.checks import check_dense
+from regard.checks import check_dense, need
 from regard.mixers.base import Can, Dims, Places, State, check_valid, mask_padding
-from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
 from regard.positions import positions as make_positions
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from regard.checks import need
 from regard.mixers.features import wide
-from regard.mixers.patterns.algebra import need
 from regard.models.heads import pooled
 
 

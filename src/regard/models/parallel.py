@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
+from regard.checks import need
 from regard.config import Config
 from regard.mixers.base import Dims, Places, mask_padding, needed_length
 from regard.mixers.packing import to_front
-from regard.mixers.patterns.algebra import need
 from regard.models.build import encoder as make_encoder
 from regard.models.build import glorot, stack, tokens
 from regard.models.embed import Embedding

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
+from regard.checks import need
 from regard.config import Config
 from regard.mixers.attention import precise
 from regard.mixers.base import Places, State, check_valid, mask_padding
 from regard.mixers.features import wide
-from regard.mixers.patterns.algebra import need
 from regard.mixers.where import Positions
 from regard.models import build
 from regard.models.embed import Vectors

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from regard.checks import need
 from regard.config import Config
 from regard.data.batch import END, PAD, UNKNOWN, Batch, padded, shifted
 from regard.data.copying import extended, spoken, target_extended
@@ -17,7 +18,6 @@ from regard.data.sets import acl_titles as read_titles
 from regard.data.vocabulary import Words, vocabulary
 from regard.data.wikisql import wikisql as read_queries
 from regard.data.wikisql import words
-from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
 from regard.models.copying import copier, coverage
 from regard.tasks.base import Step, Task

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.checks import need
 from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
 from regard.data.find import find
 from regard.data.sets import shakespeare as read_shakespeare
 from regard.data.vocabulary import Characters, vocabulary
 from regard.decoding import Rules, Sample, say
-from regard.mixers.patterns.algebra import need
 from regard.models.build import language_model
 from regard.tasks.base import Step, Task
 from regard.tasks.support import device_under, resting

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import share
+from regard.checks import need
 from regard.config import Config
 from regard.data import generators
 from regard.data.batch import BEGIN, MASK, Batch, padded
@@ -20,7 +21,6 @@ from regard.data.find import find
 from regard.data.sets import Labelled
 from regard.data.sets import imdb as read_imdb
 from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
-from regard.mixers.patterns.algebra import need
 from regard.models.build import encoder, tokens
 from regard.models.heads import POOLS, PerSequence
 from regard.models.reader import Reader

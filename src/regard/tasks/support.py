@@ -8,13 +8,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from regard.checks import need
 from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
 from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import FIRST
 from regard.decoding import Rules, beam, say
 from regard.decoding.ready import Ready, unready
-from regard.mixers.patterns.algebra import need
 from regard.text import unknown
 from regard.training.feeding import resting
 

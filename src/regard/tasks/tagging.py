@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from regard.blocks.feedforward import share
+from regard.checks import need
 from regard.config import Config
 from regard.data import generators
 from regard.data.batch import NO_LABEL, Batch, padded
@@ -21,7 +22,6 @@ from regard.data.find import find
 from regard.data.sets import Tagged
 from regard.data.sets import ewt as read_ewt
 from regard.data.vocabulary import Characters, Words, vocabulary
-from regard.mixers.patterns.algebra import need
 from regard.models.build import added, encoder
 from regard.models.embed import Spelled
 from regard.models.heads import PerVector

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from regard.checks import need
 from regard.data import generators
 from regard.data.batch import END, UNKNOWN, Batch, padded
 from regard.data.files import Pair, lines
@@ -17,7 +18,6 @@ from regard.data.sets import multi30k as read_multi30k
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
 from regard.data.wavering import Wavering
 from regard.decoding.parallel import say_at_once
-from regard.mixers.patterns.algebra import need
 from regard.models.build import translator
 from regard.models.parallel import COPIES, parallel
 from regard.scores import bleu, exact_match

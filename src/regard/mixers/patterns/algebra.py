@@ -6,38 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from reprlib import repr as shortened_repr
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 
+from regard.checks import shown
+
 Alternative = tuple["Atom", ...]  # all of these hold
 
-FARTHEST = 2**31  # the largest position, distance or size in a pattern: products of two of them fit into 64 bits
-WIDEST = 2**16  # the largest size of an option that weights are made for
 ALTERNATIVES = 256  # in the pattern of one head: a plan compares them with each other
 PARTS = 1024  # patterns inside of one, however deep
-
-
-def need(name: str, value: Any, least: int = 1, most: int = FARTHEST) -> int:
-    """Return the value, if it is an integer from `least` to `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
-    if value > most:
-        raise ValueError(f"{name} must be at most {most:,}, not {shown(value)}")
-    return value
-
-
-def shown(value: Any) -> str:
-    """A value as a sentence quotes it: never long, whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
-        return f"a number of {value.bit_length():,} bits"
-    try:
-        return shortened_repr(value)
-    except ValueError:  # such a number inside of a list
-        return f"this {type(value).__name__}"
 
 
 class Pattern:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.checks import need
 from regard.kernels.remember import lasting
-from regard.mixers.patterns.algebra import Atom, Pattern, by_head, largest, need, unwrapped
+from regard.mixers.patterns.algebra import Atom, Pattern, by_head, largest, unwrapped
 
 DRAWN = 1024  # blocks for each block: drawing them takes the square of their number
 LISTED = 2**18  # nodes of a graph that is given in lists; larger ones in a tensor

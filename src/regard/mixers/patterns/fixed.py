@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from regard.checks import need, shown
 from regard.kernels.transforms import transformed
-from regard.mixers.patterns.algebra import Alternative, Atom, Pattern, need, shown
+from regard.mixers.patterns.algebra import Alternative, Atom, Pattern
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.mixers.patterns.algebra import FARTHEST, Alternative, Atom, Pattern, need
+from regard.checks import FARTHEST, need
+from regard.mixers.patterns.algebra import Alternative, Atom, Pattern
 
 Bounds = tuple[int | None, int | None, int]  # back, ahead and step of a band
 
