@@ -113,15 +113,15 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # windows that mean something else
     "Local is off by one": (
         M + "patterns/relative.py",
-        "return Band(self.size - 1, self.size - 1)",
-        "return Band(self.size, self.size)",
+        "return self.size - 1, self.size - 1, 1",
+        "return self.size, self.size, 1",
     ),
     "Truncated swaps back and ahead": (
         M + "patterns/relative.py",
-        "return Band(self.back, self.ahead)",
-        "return Band(self.ahead, self.back)",
+        "return self.back, self.ahead, 1",
+        "return self.ahead, self.back, 1",
     ),
-    "Dilated loses its step": (M + "patterns/relative.py", "return Band(reach, reach, self.step)", "return Band(reach, reach)"),
+    "Dilated loses its step": (M + "patterns/relative.py", "return reach, reach, self.step", "return reach, reach, 1"),
     "Global is seen but does not see": (
         M + "patterns/fixed.py",
         "for half in (Rows, Columns))",
@@ -196,11 +196,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "dropout differs between forward and backward": (
         K + "passes.py",
-        "manual_seed((self.seed + (number << 40) + turn) % 2**63)",
+        "manual_seed(seed % 2**63)",
         "manual_seed(torch.seed() % 2**63)",
     ),
     "all heads drop the same pairs": (K + "tiles.py", "(seed + number * 1_000_000_000_039) % 2**62", "seed"),
-    "dropout is not rescaled": (K + "passes.py", "return kept.to(self.acc).div_(1 - self.dropout)", "return kept.to(self.acc)"),
+    "dropout is not rescaled": (K + "passes.py", "return kept.to(like.dtype).div_(1 - dropout)", "return kept.to(like.dtype)"),
     "a tile takes the whole row for its own": (
         K + "passes.py",
         "            share = (here - own[..., 1]).exp()[..., None]\n",
@@ -231,8 +231,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "padded prompts all end at the longest": (
         M + "base.py",
-        "return type(state)(memory, state.t + places.valid.sum(1), None)",
-        "return type(state)(memory, state.t + n, None)",
+        "t=state.t + places.valid.sum(1), start=None",
+        "t=state.t + n, start=None",
     ),
     "a state is never reordered": (
         M + "state.py",

@@ -85,3 +85,12 @@ TABLES = runpy.run_path(str(ROOT / "docs" / "make_tables.py"))
 @pytest.mark.parametrize("name", TABLES["REGIONS"])
 def test_the_tables_in_the_documents_are_up_to_date(name: str) -> None:
     assert TABLES["render"](name) == (ROOT / name).read_text(encoding="utf-8"), "run `make tables`"
+
+
+def test_every_mutant_applies_exactly_once():
+    """A mutant that changes nothing is a law that is never tried."""
+    from mutants import ROOT, all_of_them
+
+    found = {name: (ROOT / path).read_text().count(old) for name, (path, old, *_) in all_of_them().items()}
+    assert {name: count for name, count in found.items() if count != 1} == {}
+    assert len(found) > 240
