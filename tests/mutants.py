@@ -263,7 +263,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "long queries and keys keep their length": (M + "peaked.py", "if (most := self._most(x)) is not None:", "if (most := None):"),
     "a sum of waves may be as small as it likes": (M + "kernel.py", "math.exp(-2 * min(scale, 1))", "math.exp(-2 * scale)"),
-    "what a sum of waves lacks is given to nobody": (M + "kernel.py", "torch.addcmul(out, share, values)", "out"),
+    "what a sum of waves lacks is given to nobody": (M + "kernel.py", "torch.addcmul(out, ratio(lack, mass), values)", "out"),
     "a poor estimate is passed over": (M + "estimate.py", "        if error > max(", "        if False and error > max("),
     "random features are not orthogonal": (
         M + "features.py",

@@ -105,10 +105,11 @@ def cosines_of_waves(core: RFA, q: Tensor, k: Tensor) -> Tensor:
 
 
 def lifted(weights: Tensor, mass: Tensor, scale: float) -> Tensor:
-    """What a row of weights has too little is spread over all tokens, each by its mass."""
+    """A row's sum is lifted to the least; above scale 1 by weights that are equal but for the mass of their token."""
     total, whole = weights.sum(-1, keepdim=True), mass.sum(-1, keepdim=True)
     lack = torch.relu(math.exp(-2 * min(scale, 1)) - total / torch.where(whole == 0, 1, whole))
-    return normalised(weights + lack * mass)
+    spread, total = lack * mass * (scale > 1), total + lack * whole
+    return torch.where(total == 0, 0, (weights + spread) / torch.where(total == 0, 1, total))
 
 
 def dense_rfa(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from regard.mixers.features import per_query_head, wide
 
 CALLS = (1, 10, 100, 1000, 10_000)  # of forward passes, where the estimate is compared with what it estimates
 QUERIES, KEYS, FEW = 16, 256, 8  # tokens of such a comparison, and how many there must be
-BAD, WORSE = 0.5, 1.1  # a smaller error is no reason to warn, nor is one that is hardly above that of equal weights
+BAD, WORSE = 0.75, 1.1  # a smaller error is no reason to warn, nor is one that is hardly above that of equal weights
 
 
 class PoorEstimate(UserWarning):

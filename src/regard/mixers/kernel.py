@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 class WeighedSums(NamedTuple):
     s: Tensor
     z: Tensor
-    even: Tensor  # (b g e + 1) sum of all values, and of as many ones: their number, where no gate weighs them
+    even: Tensor  # (b g 1) or (b g e + 1) sum of all values, if needed, and weight of all tokens: their number without gates
 
 
 class Kernel(Core):
@@ -166,10 +166,10 @@ class RFA(Estimator, Kernel):
     the tokens are written one after the other, and every query reads what is left at the end.
 
     A sum of waves may come out near zero or negative, where its mean may not. phi(q) . z is never taken to be below exp(-2)
-    of the weight of all tokens, the least that the exact kernel gives at scale 1 (exp(-2 scale) for smaller ones): what is
-    missing is spread evenly over all tokens, so that no output is more than 9 times as large as the largest value. The
-    relative variance of a weight is about exp(2 scale) / f: a scale above log(f) / 2 is not estimated well and tends to
-    equal weights.
+    of the weight of all tokens, the least that the exact kernel gives at scale 1 (exp(-2 scale) for smaller ones), so that
+    no output is more than 9 times as large as the largest value. Above scale 1 that is often, and what is missing is spread
+    evenly over all tokens. The relative variance of a weight is about exp(2 scale) / f: a scale above log(f) / 2 is not
+    estimated well and tends to equal weights.
     Peng et al. 2021, arXiv:2103.02143.
     """
 
@@ -206,7 +206,7 @@ class RFA(Estimator, Kernel):
 
     def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
         s, z = nothing(k, v, self.f)
-        return WeighedSums(s, z, z.new_zeros(*z.shape[:2], v.shape[-1] + 1))
+        return WeighedSums(s, z, z.new_zeros(*z.shape[:2], self._spread(v).shape[-1] + 1))
 
     def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
         keys, weight, decay = self._keys(k, places)
@@ -214,7 +214,7 @@ class RFA(Estimator, Kernel):
             later = left(decay)
             keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
             memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
-        even = torch.cat([weight.mT @ v, weight.sum(2, keepdim=True)], -1).squeeze(2)
+        even = torch.cat([weight.mT @ self._spread(v), weight.sum(2, keepdim=True)], -1).squeeze(2)
         return WeighedSums(memory.s + keys.mT @ v, memory.z + keys.sum(2), memory.even + even)
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
@@ -224,7 +224,7 @@ class RFA(Estimator, Kernel):
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
         out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
-        each = torch.cat([weight * v, weight], -1)
+        each = torch.cat([weight * self._spread(v), weight], -1)
         if decay is None:
             even = each.cumsum(2) + memory.even.unsqueeze(2)
         elif torch.compiler.is_compiling():  # a scan of ones has far fewer steps to write down
@@ -248,18 +248,24 @@ class RFA(Estimator, Kernel):
         angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
         return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
 
+    def _spread(self, v: Tensor) -> Tensor:
+        """The values that equal weights need: above scale 1, where sums of waves are often too small."""
+        return v if self.scale > 1 else v[..., :0]
+
     def _lifted(self, out: Tensor, norm: Tensor, even: Tensor) -> Tensor:
-        """out / norm (b h n e), (b h n 1), with equal weights for what a norm has too little; even (b g n e + 1) sums all."""
+        """out / norm (b h n e), (b h n 1), with norm lifted to the least; even (b g n 1) or (b g n e + 1) sums over all."""
         even = per_query_head(even, norm)
         values, mass = even[..., :-1], even[..., -1:]
-        lack = (self.least * mass - norm).relu()  # sums of equal weights are lack * mass
-        share = ratio(lack, mass)
-        return ratio(torch.addcmul(out, share, values), norm + lack)
+        lack = (self.least * mass - norm).relu()  # equal weights with this sum are lack / mass
+        if self.scale > 1:
+            out = torch.addcmul(out, ratio(lack, mass), values)
+        return ratio(out, norm + lack)
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:
         return self.scale * (F.normalize(q, dim=-1, eps=1e-6) @ F.normalize(k, dim=-1, eps=1e-6).mT)
 
     def estimated(self, q: Tensor, k: Tensor) -> Tensor:
         weights = self._queries(q) @ self._queries(k).mT
-        weights = weights + (self.least - weights.mean(-1, keepdim=True)).relu()
-        return ratio(weights, weights.sum(-1, keepdim=True))
+        total = weights.sum(-1, keepdim=True)
+        lack = (self.least * weights.shape[-1] - total).relu()
+        return ratio(weights + lack / weights.shape[-1] * (self.scale > 1), total + lack)
