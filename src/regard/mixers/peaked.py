@@ -154,7 +154,8 @@ class Performer(Estimator, Peaked):
         x = x * x.shape[-1] ** -0.25
         square = x.square().sum(-1, keepdim=True)
         if (most := self._most(x)) is not None:
-            x, square = x * (most / torch.maximum(square, most)).sqrt(), torch.minimum(square, most)
+            over = (square / most).clamp_min(1)  # by how much a squared norm is too large
+            x, square = x * over.rsqrt(), square / over
         directions = self.directions.to(x.dtype)
         if self.pairs:
             directions = torch.cat([directions, -directions])[: self.f]
@@ -167,7 +168,8 @@ class Performer(Estimator, Peaked):
         if self.log_norm is None:
             return None if self.max_norm is None else x.new_tensor(self.max_norm**2)
         most = (2 * self.log_norm.to(x.dtype)).exp()
-        return most.repeat_interleave(x.shape[1] // len(most))[:, None, None]
+        most = most if x.shape[1] == len(most) else most.repeat_interleave(x.shape[1] // len(most))
+        return most[:, None, None]
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT * self.dims.d**-0.5
