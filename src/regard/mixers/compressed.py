@@ -185,7 +185,7 @@ class Compressed(Core):
         (b, _, n, _), rate = k.shape, self.stride
         strides, missing = -(-n // rate), -n % rate
         if torch.compiler.is_compiling():  # two or more, the last never full: graphs differ for sizes of 0 and 1
-            strides = torch.sym_max(n // rate + 1, 2)
+            strides = max(n // rate + 1, 2)
             missing = strides * rate - n
         if real is None and missing:
             real = torch.ones(b, n, dtype=torch.bool, device=k.device)
