@@ -139,7 +139,7 @@ def test_more_places_than_max_len_are_refused_in_one_graph_and_counted_otherwise
     torch._dynamo.reset()
     made = layer("linear", width=32, heads=4, causal=True, max_len=40).double().eval()
     x, valid = data(45, b=2), torch.arange(45) < torch.tensor([[40], [20]])
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="cut the padding off, or build it longer"):
         torch.compile(made, fullgraph=True, backend="eager")(x, valid=valid)
     torch._dynamo.reset()
     with torch.no_grad():
