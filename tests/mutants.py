@@ -3,7 +3,7 @@
 make mutants                      all of them (about an hour and a half on two cores); exits 1 if one survives
 python tests/mutants.py WORD      those whose name contains the word
 
-Those of mixers and kernels stand here and face the laws; those of `mutants_models.py` and `mutants_training.py` name their tests.
+Those of mixers and kernels stand here and face the laws; those of the other files name their tests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from mutants_compiled import COMPILED
 from mutants_models import MODELS
 from mutants_training import TRAINING
 
@@ -363,7 +364,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     """By name: a file, what stands there, what shall stand there, and the tests that must notice."""
-    return {**{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}, **MODELS, **TRAINING}
+    return {**{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}, **MODELS, **TRAINING, **COMPILED}
 
 
 def killed_by(mutant: tuple[str, str, str, str]) -> str:

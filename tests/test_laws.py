@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import CASES, DEVICE, HEADS, WIDTH, asked, claiming, close, data, every, every_core, modes, some
+from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data, every, every_core, modes, some
 from regard import core as make_core
 from regard.blocks import Stack
 from regard.mixers.attention import Attention, attend
@@ -352,18 +352,6 @@ def test_a_saved_mechanism_repeats_itself(case, tmp_path):
         )
         other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
         assert torch.equal(m(x), other(x))
-
-
-@asked(lambda c: c.row.compiles)
-def test_compiles_without_a_graph_break(case):
-    for mode in modes(case):
-        torch._dynamo.reset()
-        m, x = case.build(**mode), data(40).requires_grad_()
-        compiled = torch.compile(m, fullgraph=True, backend="aot_eager", dynamic=False)
-        y = compiled(x)
-        (grad,) = torch.autograd.grad(y.square().sum(), x)
-        close(y, m(x))
-        close(grad, torch.autograd.grad(m(x).square().sum(), x)[0])
 
 
 @pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # fitted weights need not be softmax's

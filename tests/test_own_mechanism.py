@@ -49,7 +49,7 @@ def laws(row: Row) -> Iterator[Any]:
     with listed(row) as case:
         for name, law in (vars(test_laws) | vars(test_attend)).items():
             if name.startswith("test_") and hasattr(law, "fits") and law.fits(case):
-                marks = [mark.args for mark in law.pytestmark if mark.args[0] != "case"]
+                marks = [mark.args for mark in law.pytestmark if mark.name == "parametrize" and mark.args[0] != "case"]
                 for values in product(*(mark[1] for mark in marks)):
                     given = dict(zip([mark[0] for mark in marks], values, strict=True))
                     yield pytest.param(row, law, given, id=f"{row.name}-{name}-{'-'.join(map(str, values))}")

@@ -54,7 +54,7 @@ class Packed(Free):
         if batch is None or context is not None or valid is not None:
             raise ValueError(f"a causal {self.name} starts from nothing: start(batch), with the number of sequences")
         check_batch(batch)
-        return self._nothing(batch, next(self.parameters()).device)
+        return self._nothing(batch, next(self.parameters()).device)._replace(maker=self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self._streams()
@@ -69,7 +69,7 @@ class Packed(Free):
 
     def _nothing(self, batch: int, device: torch.device) -> State:
         memory = self.empty(batch) if self.dims.causal else None
-        return State(memory, torch.zeros(batch, dtype=torch.long, device=device), 0, self.maker())
+        return State(memory, torch.zeros(batch, dtype=torch.long, device=device), 0)
 
     def _packed(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
         self.check_padding(valid, x)
