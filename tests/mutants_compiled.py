@@ -5,11 +5,11 @@ from __future__ import annotations
 K, M = "src/regard/kernels/", "src/regard/mixers/"
 
 COMPILED: dict[str, tuple[str, str, str, str]] = {
-    "a compiler is made to look at padding": (M + "packing.py", "not torch.compiler.is_compiling() and ", "", "compile"),
+    "a compiler is made to look at padding": (K + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
     "a graph for every length of a kernel": (K + "chunks.py", "SIZE if torch.compiler.is_compiling() else min", "min", "compile"),
     "one chunk is a graph of its own": (
         K + "chunks.py",
-        "torch.sym_max(x.shape[2] // size + 1, 2)",
+        "max(x.shape[2] // size + 1, 2)",
         "-(-x.shape[2] // size)",
         "compile",
     ),
@@ -19,7 +19,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "states[:, :, 1 : count + 1], states",
         "compile",
     ),
-    "whole blocks are a graph of their own": (M + "sinkhorn.py", "torch.sym_max(n // p + 1, 2)", "-(-n // p)", "compile"),
+    "whole blocks are a graph of their own": (M + "sinkhorn.py", "max(n // p + 1, 2)", "-(-n // p)", "compile"),
     "a compiled pattern is drawn for the padded length": (
         M + "lookup.py",
         "if valid is None else valid.sum(1)\n",
