@@ -16,7 +16,6 @@ from regard.mixers.features import Positive
 from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
 from regard.mixers.peaked import Efficient, Performer
 
-pytestmark = pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # a dozen features are few on purpose
 B, H, G, D, E = 2, 4, 2, 5, 3
 NAMES = ["linear", "cosformer", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
 LONGEST = 300

@@ -219,7 +219,6 @@ def test_nothing_and_one_token(case, n):
         assert empty.shape == (0, -(-5 // m.rate), WIDTH)
 
 
-@pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # the paper's performer, rightly
 @every
 def test_huge_scores_stay_finite(case):
     for mode in modes(case):
@@ -354,7 +353,6 @@ def test_a_saved_mechanism_repeats_itself(case, tmp_path):
         assert torch.equal(m(x), other(x))
 
 
-@pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # fitted weights need not be softmax's
 @every
 def test_overfits_one_batch(case):
     """Two layers. All rows end in the same token with another target each: only what it hears of others tells them apart."""

@@ -68,14 +68,12 @@ def check_translator(model, source, target, real, valid) -> None:
 # laws over the catalogue
 
 
-@pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # the paper's performer, rightly
 @claiming(Can.CAUSAL | Can.STREAM | Can.PADDING, causal=True)
 def test_a_translator_of_any_mixer_streams_and_sees_neither_padding_nor_the_future(case):
     model = ready(translator(settings(case, decoder_depth=2), VOCAB))
     check_translator(model, words(N), words(M, seed=2), some(3, N), some(3, M, seed=5))
 
 
-@pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")  # the paper's performer, rightly
 @claiming(Can.CAUSAL | Can.STREAM | Can.PADDING, causal=True)
 def test_a_language_model_of_any_mixer_streams_and_sees_neither_padding_nor_the_future(case):
     model, x, valid = ready(language_model(settings(case, depth=2), VOCAB)), words(M), some(3, M)
