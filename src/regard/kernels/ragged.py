@@ -1,7 +1,7 @@
 """Work whose plan depends on how many real tokens each row has, as opaque operators: under torch.compile only.
 
-A compiler must not look at data, and eager code looks at the lengths of rows before it starts. So the looking is done inside
-of operators, which take tensors and the pattern's text. Real tokens stand in front of their row; rows are computed one by one.
+A compiler knows no data, but a plan depends on the lengths of the rows. So lengths are counted inside of operators, which take
+tensors and the pattern's text. Real tokens come first in their row; rows are computed one by one.
 """
 
 from __future__ import annotations

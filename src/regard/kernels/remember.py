@@ -19,7 +19,7 @@ MOST = 64  # results
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 _lock = Lock()  # of all memories; nothing is worked out while it is held
-# A fork waits until it is free, so that the child gets whole memories and a lock that nobody holds.
+# A fork waits until it is free, so that the child gets whole memories and a free lock.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 

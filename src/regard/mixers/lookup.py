@@ -103,7 +103,7 @@ class Lookup(NamedTuple):
         return self._opaque(log, q, places) if torch.compiler.is_compiling() else self._by_row(log, q, places)
 
     def _opaque(self, log: Log, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """The same for a compiler, which cannot look at lengths: real tokens in front, and an operator that looks."""
+        """The same for torch.compile, which knows no lengths: real tokens in front, and an operator that counts them."""
         k, v, real = packed(log.keys, log.values, log.places.valid)
         q, back = packed_queries(q, places.valid)
         k, v = widened(k, v, q.shape[1])
