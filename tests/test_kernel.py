@@ -147,7 +147,7 @@ def dense(name: str, core: Core, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) 
 def test_reading_everything_is_the_dense_form(name: str) -> None:
     core, (q, k, v), valid = build(name), tokens(name, 7, 40), some_valid(40)
     expected = dense(name, core, q, k, v, valid[:, None, None].expand(B, 1, 7, 40))
-    assert_same(attend(q, k, v, core, valid=valid), expected, [q, k, v, *core.parameters()])
+    assert_same(attend(q, k, v, core, valid=valid, offset=0), expected, [q, k, v, *core.parameters()])
 
 
 @pytest.mark.parametrize("n", [2, 40, 97])
@@ -318,7 +318,7 @@ def test_cosformer_refuses_what_lies_beyond_its_length() -> None:
     assert attend(q, k, v, core, causal=True, valid=few).isfinite().all()  # padding is no token
     for cut, causal in ((k, True), (k[:, :, :5], False)):  # too many keys, too many queries
         with pytest.raises(ValueError, match="9 tokens, but cosformer was built for max_len=8"):
-            attend(q, cut, v[:, :, : cut.shape[2]], core, causal=causal)
+            attend(q, cut, v[:, :, : cut.shape[2]], core, causal=causal, offset=0)
     with pytest.raises(ValueError, match="say how many with max_len"):
         Cosformer(Dims(8, 1))
 
