@@ -244,3 +244,11 @@ def test_a_drawn_pattern_is_exported_with_its_length():
     close(_exported(m, x).module()(x[:2]), m(x[:2]))
     with pytest.raises(NotImplementedError, match="drawn for one length: export it with a fixed one"):
         _exported(m, x, torch.export.Dim("n", min=2, max=99))
+
+
+@pytest.mark.parametrize("text", ["linear", "gla", "delta"])
+def test_a_kernel_in_chunks_refuses_to_be_exported_for_any_length(text):
+    m, x = layer(text, width=16, heads=2, causal=True).eval(), torch.randn(3, 40, 16)
+    batch, length = torch.export.Dim("b", min=2, max=64), torch.export.Dim("n", min=2, max=500)
+    with pytest.raises(NotImplementedError, match="exported for one length: leave the length out of dynamic_shapes"):
+        torch.export.export(m, (x,), dynamic_shapes={"x": {0: batch, 1: length}}, strict=False)

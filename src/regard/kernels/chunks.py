@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels.transforms import exporting
+
 SIZE = 64  # tokens in a chunk, at most; a power of two
 RUN = 16  # steps taken one after the other by `prefix`; every block takes its step at the same time
 Parts = tuple[Tensor, ...]
@@ -190,6 +192,10 @@ def cut(x: Tensor, size: int) -> Tensor:
 
     Under torch.compile there are always two chunks or more and something to fill up: graphs differ for sizes of 0 and 1.
     """
+    if exporting() and isinstance(x.shape[2], torch.SymInt):  # torch cannot prove that the chunks hold every length of a range
+        raise NotImplementedError(
+            "kernels that go in chunks are exported for one length: leave the length out of dynamic_shapes, the batch may stay"
+        )
     if torch.compiler.is_compiling():
         chunks = max(x.shape[2] // size + 1, 2)
         return filled(x, chunks * size).unflatten(2, (chunks, size))
