@@ -114,20 +114,8 @@ def _tiled_back(
     return [x for x in grads if x is not None]
 
 
-@_tiled.register_fake
-def _(q, k, v, by_query, slopes, counts, seed, clip, mass, *rest):  # noqa: ARG001
-    width = v.shape[-1] + (2 * clip + 1 if mass else 0)
-    return q.new_empty(*q.shape[:3], width, dtype=v.dtype), q.new_empty(q.shape[:3], dtype=tiles.accumulator(q.dtype))
-
-
-@_tiled_back.register_fake
-def _(d_out, d_lse, q, k, v, by_query, *rest):  # noqa: ARG001
-    return [x.new_empty(x.shape) for x in (q, k, v, by_query) if x is not None]
-
-
-def _tiled_keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.rest = inputs[7:]
+_tiled.register_fake(tiles.fake_tiled)  # shapes are those of `tiled`, whose arguments stand in the same order
+_tiled_back.register_fake(tiles.fake_tiled_backward)
 
 
 def _tiled_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
@@ -135,7 +123,7 @@ def _tiled_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
     return *(None if x is None else next(found) for x in ctx.saved_tensors[:4]), *[None] * 9
 
 
-_tiled.register_autograd(_tiled_go_back, setup_context=_tiled_keep)
+_tiled.register_autograd(_tiled_go_back, setup_context=tiles.keep_tensors)
 
 
 def walked_by_row(
@@ -194,26 +182,15 @@ def _walk_back(
     return walk._walk_back(d_out, q, k, v, a, pairs, seed, out, lse, "", [], False, slope, dropout)
 
 
-@_walk.register_fake
-def _(q, k, v, *rest):  # noqa: ARG001
-    return v.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[:2])
-
-
-@_walk_back.register_fake
-def _(d_out, q, k, v, a, *rest):  # noqa: ARG001
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, a))
-
-
-def _walk_keep(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.rest = inputs[7:]
+_walk.register_fake(walk.fake_walk)
+_walk_back.register_fake(walk.fake_walk_backward)
 
 
 def _walk_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - the log-sum-exp is not given out
     return *_walk_back(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
-_walk.register_autograd(_walk_go_back, setup_context=_walk_keep)
+_walk.register_autograd(_walk_go_back, setup_context=tiles.keep_tensors)
 
 
 @torch.library.custom_op("regard::waves_by_row", mutates_args=())

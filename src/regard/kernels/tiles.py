@@ -252,17 +252,17 @@ def _operator_back(
 
 
 @_operator.register_fake
-def _(q, k, v, by_query, slopes, valid, seed, clip, mass, *rest):  # noqa: ARG001
+def fake_tiled(q, k, v, by_query, slopes, valid, seed, clip, mass, *rest):  # noqa: ARG001
     width = v.shape[-1] + (2 * clip + 1 if mass else 0)
     return q.new_empty(*q.shape[:3], width, dtype=v.dtype), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
 
 
 @_operator_back.register_fake
-def _(d_out, d_lse, q, k, v, by_query, *rest):  # noqa: ARG001
+def fake_tiled_backward(d_out, d_lse, q, k, v, by_query, *rest):  # noqa: ARG001
     return [x.new_empty(x.shape) for x in (q, k, v, by_query) if x is not None]
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+def keep_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[:7], *output)
     ctx.rest = inputs[7:]
 
@@ -272,4 +272,4 @@ def _go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
     return *(None if x is None else next(found) for x in ctx.saved_tensors[:4]), *[None] * 10
 
 
-_operator.register_autograd(_go_back, setup_context=_keep)
+_operator.register_autograd(_go_back, setup_context=keep_tensors)

@@ -159,12 +159,12 @@ def _walk_back(
 
 
 @_walk.register_fake
-def _(q, k, v, *rest):  # noqa: ARG001
+def fake_walk(q, k, v, *rest):  # noqa: ARG001
     return v.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[:2])
 
 
 @_walk_back.register_fake
-def _(d_out, q, k, v, a, *rest):  # noqa: ARG001
+def fake_walk_backward(d_out, q, k, v, a, *rest):  # noqa: ARG001
     return tuple(x.new_empty(x.shape) for x in (q, k, v, a))
 
 
