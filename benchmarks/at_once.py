@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from common import Progress, save, seconds
+from regard.cli.infer import trained
 from regard.cli.settings import device as named_device
-from regard.cli.use import trained
 from regard.decoding import Ready, ReadyAtOnce, unready
-from regard.decoding.parallel import say_at_once
+from regard.decoding.nat_decoding import say_at_once
 from regard.tasks.support import spoken_by
 from regard.tasks.translation import TranslationTask
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from common import ROOT, Progress, save
-from regard.training import files, store
-from regard.training.journal import TIMES, lines
+from regard.training import atomic_files, checkpoints
+from regard.training.metrics_log import TIMES, lines
 
 sys.path.insert(0, str(ROOT / "tests"))
 RUNS, KILLS, SEED = 3, 8, 0
@@ -32,18 +32,18 @@ def train(out: Path, die_at: int) -> None:
     from small_task import Small, small
 
     torch.set_num_threads(1)
-    written, real = 0, files.write
+    written, real = 0, atomic_files.write
 
     def write(path: Path, data: bytes) -> None:
         nonlocal written
-        written += path.parent.name.startswith(store.WRITING)
+        written += path.parent.name.startswith(checkpoints.WRITING)
         if written == die_at:
             path.write_bytes(data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         real(path, data)
 
     if die_at:
-        files.write = write
+        atomic_files.write = write
     fit(Small(small(**SETTINGS)), out, accelerator="cpu", quiet=True)
 
 
@@ -68,16 +68,20 @@ def killed_in_saving(out: Path, dice: random.Random) -> bool:
 
 
 def saves(out: Path) -> range:
-    return range((store.steps(out) or [0])[-1] // SETTINGS["save_every"])
+    return range((checkpoints.steps(out) or [0])[-1] // SETTINGS["save_every"])
 
 
 def remembered(out: Path) -> dict:
     """What must be the same, bit for bit."""
     told = [{name: x for name, x in line.items() if name not in TIMES} for line in lines(out / "metrics.jsonl")]
-    last = store.latest(out)
+    last = checkpoints.latest(out)
     assert last is not None
-    paths = {"chosen_weights": out / store.WEIGHTS, "last_weights": last / store.WEIGHTS, "optimizer": last / store.OPTIMIZER}
-    return {"metrics": told, **{name: files.digest(path.read_bytes()) for name, path in paths.items()}}
+    paths = {
+        "chosen_weights": out / checkpoints.WEIGHTS,
+        "last_weights": last / checkpoints.WEIGHTS,
+        "optimizer": last / checkpoints.OPTIMIZER,
+    }
+    return {"metrics": told, **{name: atomic_files.digest(path.read_bytes()) for name, path in paths.items()}}
 
 
 def disturbed(out: Path, dice: random.Random, progress: Progress) -> list[dict]:
@@ -87,8 +91,8 @@ def disturbed(out: Path, dice: random.Random, progress: Progress) -> list[dict]:
         kind, kill = (("training", killed_in_training), ("saving", killed_in_saving))[number % 2]
         if not kill(out, dice):
             raise RuntimeError(f"the run in {out} ended by itself before kill {number + 1}: it failed, or should be longer")
-        half = len(list((out / "checkpoints").glob(store.WRITING + "*")))
-        kills.append({"while": kind, "last_saved_step": (store.steps(out) or [0])[-1], "half_written_folders": half})
+        half = len(list((out / "checkpoints").glob(checkpoints.WRITING + "*")))
+        kills.append({"while": kind, "last_saved_step": (checkpoints.steps(out) or [0])[-1], "half_written_folders": half})
         progress.step(f"killed while {kind}, behind step {kills[-1]['last_saved_step']}")
     if start(out).wait() != 0:
         raise RuntimeError(f"the run in {out} did not go on to its end")

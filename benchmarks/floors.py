@@ -15,11 +15,11 @@ import numpy as np
 
 from common import Progress, save
 from regard import scores, tasks
-from regard.data import sets
-from regard.data.copying import spoken
-from regard.data.files import Pair
-from regard.data.find import find
-from regard.data.sets import Labelled, Splits, Tagged
+from regard.data import datasets
+from regard.data.datasets import Labelled, Splits, Tagged
+from regard.data.extended_vocab import spoken
+from regard.data.locate import find
+from regard.data.text_files import Pair
 from regard.data.wikisql import words
 from regard.tasks.copying import CopyTask, oov_recall
 
@@ -218,10 +218,10 @@ def ready(name: str) -> Any:
 
 
 FLOORS: dict[str, Callable[[], list[Row]]] = {
-    "multi30k": lambda: multi30k(sets.multi30k(find("multi30k"))),
-    "ewt": lambda: ewt(sets.ewt(find("ud_english_ewt"))),
-    "imdb": lambda: imdb(sets.imdb(find("imdb"))),
-    "shakespeare": lambda: shakespeare(sets.shakespeare(find("tinyshakespeare")), tasks.shakespeare().window),
+    "multi30k": lambda: multi30k(datasets.multi30k(find("multi30k"))),
+    "ewt": lambda: ewt(datasets.ewt(find("ud_english_ewt"))),
+    "imdb": lambda: imdb(datasets.imdb(find("imdb"))),
+    "shakespeare": lambda: shakespeare(datasets.shakespeare(find("tinyshakespeare")), tasks.shakespeare().window),
     "acl_titles": lambda: acl_titles(ready("acl_titles")),
     "wikisql": lambda: wikisql(ready("wikisql")),
 }

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 
 from common import Progress, save
 from regard import Dims, attend, core
-from regard.mixers.estimate import PoorEstimate
+from regard.mixers.estimation import PoorEstimate
 
 HEADS, DIM, N, SEED, DRAWS = 4, 64, 512, 77, 3
 FEATURES, SIZES, SCALES = (64, 128, 256, 512, 1024), (0.25, 0.5, 1.0, 2.0), (1.0, 2.0, 4.0, 8.0)

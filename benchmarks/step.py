@@ -30,8 +30,8 @@ from common import ROOT, alone, peak_bytes, save, timed
 from regard.config import Config
 from regard.data.batch import Batch
 from regard.models import translator
+from regard.training.decoder_modes import teacher_forcing
 from regard.training.learner import optimizer
-from regard.training.modes import teacher_forcing
 
 VOCAB, LENGTH = 10_000, 14
 FREE = ("empty", "detach", "alias", "_unsafe_view", "view", "lift_fresh", "is_same_size", "_local_scalar_dense", "resize_")

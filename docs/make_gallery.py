@@ -5,7 +5,7 @@ python docs/make_gallery.py
 
 from pathlib import Path
 
-from regard.gallery import sheet
+from regard.plots.gallery import sheet
 
 if __name__ == "__main__":
     out = Path(__file__).with_name("gallery.png")

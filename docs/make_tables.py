@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from regard.analysis.position_properties import positions_table
 from regard.catalogue import catalogue_table
-from regard.traits import positions_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
 

@@ -20,8 +20,8 @@ from regard.data.batch import BEGIN, END, PAD, shifted
 from regard.decoding import Rules, say
 from regard.models.build import encoder
 from regard.models.guided import guided_translator, watched
-from regard.pictures import GREY, INK, paint, scale_of
-from regard.training.guidance import diagonal
+from regard.plots.mechanism_plot import GREY, INK, paint, scale_of
+from regard.training.guided_loss import diagonal
 from regard.training.losses import cross_entropy
 
 LETTERS, N, FIRST, STEPS, TESTED = 9, 10, 5, 500, 500

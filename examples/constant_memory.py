@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 from regard import layer
-from regard.pictures import GREY, INK, LINE
+from regard.plots.mechanism_plot import GREY, INK, LINE
 
 PROMPT, LENGTH = 1000, 3000
 SPECS = {"softmax": "#d1495b", "Local(64) | Global(first=4)": "#2b6cb0", "linear": "#2a9d6f"}

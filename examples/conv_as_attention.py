@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import nn
 
-from regard.equivalents import conv_as_attention
-from regard.probe import attention_matrix
+from regard.analysis.equivalents import conv_as_attention
+from regard.analysis.probe import attention_matrix
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "conv_as_attention.png")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from regard import Edges, layer
-from regard.mixers.graph import edge_weights
+from regard.mixers.graph_attention import edge_weights
 
 N, QUERY, INK, GREY, LINE = 14, 3, "#16181d", "#6f7580", "#d9dce1"
 torch.manual_seed(2)

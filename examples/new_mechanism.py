@@ -12,8 +12,8 @@ import torch
 from matplotlib.figure import Figure
 
 from regard import Attention, Can, Core, Dims, per_query_head
-from regard.pictures import GREY, INK, paint, scale_of
-from regard.probe import attention_matrix
+from regard.analysis.probe import attention_matrix
+from regard.plots.mechanism_plot import GREY, INK, paint, scale_of
 
 
 class Mean(NamedTuple):

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from regard import layer
-from regard.probe import influence
+from regard.analysis.probe import influence
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "receptive_field.png")

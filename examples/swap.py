@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from regard import layer
-from regard.pictures import GREY, INK, LINE
+from regard.plots.mechanism_plot import GREY, INK, LINE
 
 N, WIDTH, HEADS = 2048, 128, 4
 SPECS = ("softmax", "Local(64)", "Local(64) | Global(first=2)", "bigbird", "linear", "performer(features=128)")

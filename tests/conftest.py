@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from regard.catalogue import CATALOGUE
+from regard.catalogue_row import Example, Row
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
-from regard.row import Example, Row
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-K, M = "src/regard/kernels/", "src/regard/mixers/"
+R = "src/regard/"
 
 COMPILED: dict[str, tuple[str, str, str, str]] = {
-    "a compiler is made to look at padding": (K + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
-    "a graph for every length of a kernel": (K + "chunks.py", "SIZE if torch.compiler.is_compiling() else min", "min", "compile"),
+    "a compiler is made to look at padding": (R + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
+    "a graph for every length of a kernel": (
+        R + "ops/linear/torch.py",
+        "SIZE if torch.compiler.is_compiling() else min",
+        "min",
+        "compile",
+    ),
     "one chunk is a graph of its own": (
-        K + "chunks.py",
+        R + "ops/linear/torch.py",
         "max(x.shape[2] // size + 1, 2)",
         "-(-x.shape[2] // size)",
         "compile",
     ),
     "a compiled delta rule gives the state of an empty chunk": (
-        K + "delta.py",
+        R + "ops/delta/torch.py",
         "states[:, :, :count], states",
         "states[:, :, 1 : count + 1], states",
         "compile",
     ),
-    "whole blocks are a graph of their own": (M + "sinkhorn.py", "max(n // p + 1, 2)", "-(-n // p)", "compile"),
+    "whole blocks are a graph of their own": (R + "mixers/sinkhorn.py", "max(n // p + 1, 2)", "-(-n // p)", "compile"),
     "a compiled pattern is drawn for the padded length": (
-        M + "lookup.py",
+        R + "mixers/pattern_attention.py",
         "if valid is None else valid.sum(1)\n",
         "if valid is None else valid.sum(1) * 0 + x.shape[2]\n",
         "compile",
     ),
-    "rows drop the same pairs": (K + "ragged.py", "(asked.seed + row * 1_000_000_000_061)", "(asked.seed + 0)", "compile"),
+    "rows drop the same pairs": (R + "ops/ragged.py", "(asked.seed + row * 1_000_000_000_061)", "(asked.seed + 0)", "compile"),
     "padding is transformed too": (
-        K + "ragged.py",
+        R + "ops/ragged.py",
         "return waves_by_row(x, count, norm)",
         "return waves_by_row(x, count * 0 + 12, norm)",
         "compile",
     ),
-    "what is kept is made in inference mode": (K + "remember.py", "        make = lasting(f)\n", "        make = f\n", "caches"),
+    "what is kept is made in inference mode": (R + "cache.py", "        make = lasting(f)\n", "        make = f\n", "caches"),
     "a state of inference mode is written to later": (
-        M + "memory.py",
+        R + "mixers/kv_cache.py",
         "if full or (self.k.is_inference() and not torch.is_inference_mode_enabled()):",
         "if full:",
         "caches",
     ),
-    "a fork leaves a lock behind": (K + "remember.py", "os.register_at_fork(", "dict(", "caches"),
+    "a fork leaves a lock behind": (R + "cache.py", "os.register_at_fork(", "dict(", "caches"),
 }

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from regard.mixers.patterns import (
+from regard.patterns import (
     Blocks,
     Causal,
     Columns,

@@ -12,7 +12,7 @@ from torch import nn
 from regard.blocks import Stack
 from regard.config import Config
 from regard.data.batch import NO_LABEL, Batch, padded
-from regard.tasks.base import Task
+from regard.tasks.task import Task
 from regard.training.losses import Loss, cross_entropy
 
 WORDS = 12

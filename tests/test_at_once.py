@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import regard.decoding.at_once
+import regard.decoding.nat_decoder
 from conftest import DEVICE
 from regard.config import Config
 from regard.decoding import ReadyAtOnce
-from regard.decoding.at_once import EVEN, Pass
-from regard.decoding.parallel import say_at_once
-from regard.kernels.outside import Outside
-from regard.models.parallel import Length, parallel
+from regard.decoding.nat_decoder import EVEN, Pass
+from regard.decoding.nat_decoding import say_at_once
+from regard.models.nat import Length, parallel
+from regard.runtime.cuda_graph import Outside
 from regard.tasks.translation import ReverseTask
 from regard.tasks.translation_config import reverse
 

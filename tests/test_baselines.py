@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import DEVICE, close, data, some
 from regard import layer
+from regard.analysis.probe import influence
 from regard.mixers import baselines
-from regard.probe import influence
 from test_free import both_ways, build, check_same
 from test_limits import Largest
 

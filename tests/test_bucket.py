@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data.bucket import Batches
+from regard.data.length_buckets import Batches
 
 SIZES = st.lists(st.integers(0, 300), max_size=200)
 

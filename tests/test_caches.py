@@ -7,19 +7,20 @@ import pytest
 import torch
 
 from conftest import CASES, DEVICE, HEADS, WIDTH, Case, data, every, modes, some
-from regard import Dims, Places
-from regard.kernels import buffers, pairs, plan, remember, tiles, walk
-from regard.kernels.parts import Span
+from regard import Dims, Places, cache
 from regard.mixers.base import Can
-from regard.mixers.patterns import Local, drawn
+from regard.ops import edge
+from regard.ops.tile import attention, buffers
+from regard.patterns import Local, drawn, edge_list, plan
+from regard.patterns.tiles import Span
 from regard.positions import POSITIONS, positions
 
 
 def forget_all():
     """As in a new process."""
-    for function in (plan.plan, pairs.listed, tiles.shares, tiles._shares_of):
+    for function in (plan.plan, edge_list.listed, attention.shares, attention._shares_of):
         function.kept.clear()
-    for function in (walk._parsed, drawn._draw):
+    for function in (edge._parsed, drawn._draw):
         function.cache_clear()
     buffers.kept_buffers.kept.clear()
 
@@ -82,7 +83,7 @@ def test_a_state_of_inference_mode_goes_on_without_gradients(case: Case):
 def test_an_interrupted_call_leaves_nothing_behind():
     calls = []
 
-    @remember.remembered(lambda _: 1)
+    @cache.remembered(lambda _: 1)
     def made(x):
         calls.append(x)
         if len(calls) == 1:
@@ -95,7 +96,7 @@ def test_an_interrupted_call_leaves_nothing_behind():
 
 
 def _child(queue):
-    queue.put(pairs.listed(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item())
+    queue.put(edge_list.listed(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item())
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -108,7 +109,7 @@ def test_a_fork_waits_for_the_lock_and_its_child_finds_it_free():
     held, context = threading.Event(), multiprocessing.get_context("fork")
 
     def hold():
-        with remember._lock:
+        with cache._lock:
             held.set()
             time.sleep(0.5)
 
@@ -123,4 +124,4 @@ def test_a_fork_waits_for_the_lock_and_its_child_finds_it_free():
     if alive := child.is_alive():
         os.kill(child.pid, 9)
     assert not alive and child.exitcode == 0
-    assert queue.get(timeout=5) == pairs.listed(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item()
+    assert queue.get(timeout=5) == edge_list.listed(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item()

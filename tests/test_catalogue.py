@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import regard.mixers
+from regard.analysis.probe import has_weights
 from regard.catalogue import CATALOGUE, catalogue_table
+from regard.catalogue_row import Example, Row, growth
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Free, Mixer
-from regard.probe import has_weights
-from regard.row import Example, Row, growth
 from regard.spec import Spec
 
 ROOT = Path(__file__).parents[1]

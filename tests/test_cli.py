@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from regard._version import version
 from regard.catalogue import CATALOGUE
 from regard.cli import app
-from regard.mixers.patterns import PATTERNS
+from regard.patterns import PATTERNS
 from regard.positions import POSITIONS
 from regard.spec import Spec
 
@@ -123,7 +123,7 @@ def test_the_caret_stands_under_the_mistake() -> None:
 
 
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "regard.pictures", raising=False)
+    monkeypatch.delitem(sys.modules, "regard.plots.mechanism_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'regard[draw]'" in refused("show", "softmax", "--length", "8", "--out", str(tmp_path / "x.png"))
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from regard import tasks
-from regard.cli.learn import _sample
-from regard.cli.say import number, plain_warnings, sentences
+from regard.cli.console import number, plain_warnings, sentences
+from regard.cli.train import _sample
 from regard.tasks.translation import TranslationTask
 from regard.training import fit, trainer
 from test_cli import refused, run
@@ -239,9 +239,9 @@ def test_a_full_disk_and_a_closed_stdout_are_no_traceback() -> None:
 
 
 def test_a_closed_stdin_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.cli import reading
+    from regard.cli import inputs
 
-    monkeypatch.setattr(reading, "sys", SimpleNamespace(stdin=None))
+    monkeypatch.setattr(inputs, "sys", SimpleNamespace(stdin=None))
     assert "stdin is closed" in refused("predict", str(folder), "-")
 
 
@@ -265,7 +265,7 @@ def test_a_warning_of_ours_is_a_plain_sentence(capsys: pytest.CaptureFixture) ->
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *_: others.append(str(message))  # type: ignore[assignment]
         with plain_warnings():
-            warnings.warn_explicit("3 lines are left out", UserWarning, "/lib/regard/data/sets.py", 7)
+            warnings.warn_explicit("3 lines are left out", UserWarning, "/lib/regard/data/datasets.py", 7)
             warnings.warn_explicit("torch's", UserWarning, "/lib/torch/x.py", 7)
     assert capsys.readouterr().err == "3 lines are left out\n" and others == ["torch's"]
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from regard import tasks
 from regard.cli import app
-from regard.data.files import Pair
-from regard.tasks.base import Task
+from regard.data.text_files import Pair
+from regard.tasks.task import Task
 from regard.tasks.translation import TranslationTask
 from test_cli import refused, run
 
@@ -63,10 +63,10 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Training that is stopped by Control-C as soon as it has begun."""
-    from regard.training import about, fit, store
+    from regard.training import checkpoints, fit, run_info
 
     def begun(task: Task, out: Path, **_: object) -> None:
-        store.save_run(out, about.settings(task), task.assets(), {})
+        checkpoints.save_run(out, run_info.settings(task), task.assets(), {})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fit, "fit", begun)
@@ -327,10 +327,10 @@ def test_a_teachers_answers_are_whole_and_a_student_can_read_them(
 
 
 def test_only_translation_teaches(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.cli import use
+    from regard.cli import infer
 
     tagger = SimpleNamespace(config=SimpleNamespace(task="saw"))
-    monkeypatch.setattr(use, "trained", lambda *_: use.Trained(tagger, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(infer, "trained", lambda *_: infer.Trained(tagger, None))  # type: ignore[arg-type]
     assert "is a run of saw: only translation" in refused("distil", str(folder), "--out", str(tmp_path / "x"))
 
 

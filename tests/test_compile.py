@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from conftest import CASES, Case, close, data, modes, some
 from regard import layer
-from regard.kernels import pieces, ragged
+from regard.ops import ragged, strip
 
 LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
 COMPILED = [case for case in CASES if case.row.compiles]
@@ -113,8 +113,8 @@ def test_dropout_throws_the_same_dice_forwards_and_backwards():
 @pytest.mark.parametrize("spec", ["relu", "synthesizer(form='random')", "reformer(rounds=1, buckets=4, chunk=6)"])
 def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch):
     monkeypatch.setattr("regard.mixers.softmax.STRIP", 1 << 10)
-    monkeypatch.setattr(pieces, "CPU", 1 << 10)
-    monkeypatch.setattr(pieces, "GPU", 1 << 10)
+    monkeypatch.setattr(strip, "CPU", 1 << 10)
+    monkeypatch.setattr(strip, "GPU", 1 << 10)
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)

@@ -9,9 +9,9 @@ import torch
 
 from conftest import DEVICE, close
 from regard.config import Config
-from regard.data.bucket import Batches
+from regard.data.length_buckets import Batches
 from regard.decoding import Rules, beam, say
-from regard.models.copying import Copier, copier, coverage
+from regard.models.pointer_generator import Copier, copier, coverage
 from regard.tasks.copying import CopyTask, acl_titles, oov_recall, wikisql
 from regard.training.losses import cross_entropy
 

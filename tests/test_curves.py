@@ -1,6 +1,6 @@
 """A run is drawn."""
 
-from regard.curves import curve
+from regard.plots.training_plot import curve
 
 LINES = [
     {"step": 50, "time": 1.0, "loss": 2.0},

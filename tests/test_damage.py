@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from regard import pretrained
-from regard.cli.use import trained
-from regard.data import sets
+from regard.cli.infer import trained
+from regard.data import datasets
 from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import vocabulary
 from regard.data.wikisql import wikisql
-from regard.training import journal, store
+from regard.training import checkpoints, metrics_log
 from regard.training.result import finished
-from regard.training.usable import usable
+from regard.training.run_weights import usable
 from small_task import Small, small
 from test_cli import run
 from test_data import CONLLU, QUERY
@@ -117,10 +117,10 @@ def lines(*rows: object) -> bytes:
 
 DATA = {
     "wikisql.json": (json.dumps([QUERY, QUERY], indent=1).encode(), lambda path: wikisql(path.parent)),
-    "reviews.jsonl": (lines(*({"text": "a b", "label": n % 2} for n in range(3))), sets._reviews),
-    "papers.jsonl": (lines(*({"abstract": "a b", "title": "b"} for _ in range(3))), sets._papers),
-    "en.conllu": (CONLLU.encode(), sets.conllu),
-    "a.en": ("ä b\nc d\n".encode(), lambda path: sets._captions(path, path)),
+    "reviews.jsonl": (lines(*({"text": "a b", "label": n % 2} for n in range(3))), datasets._reviews),
+    "papers.jsonl": (lines(*({"abstract": "a b", "title": "b"} for _ in range(3))), datasets._papers),
+    "en.conllu": (CONLLU.encode(), datasets.conllu),
+    "a.en": ("ä b\nc d\n".encode(), lambda path: datasets._captions(path, path)),
 }
 
 
@@ -147,7 +147,7 @@ def test_a_number_of_5000_digits_and_deep_nesting_are_refused_with_file_and_line
     path = tmp_path / "a.jsonl"
     path.write_text('{"abstract": "a", "title": "b"}\n{"abstract": ' + part + "}\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: not JSON that can be read: {reason} at character"):
-        sets._papers(path)
+        datasets._papers(path)
     with pytest.raises(JsonError) as found:
         read_value(f'\n\n [{{"a\\"[": {part}')
     assert found.value.line == 3 and found.value.column >= 11
@@ -172,10 +172,10 @@ def test_files_of_a_run(name, made, tmp_path):
     out = Path(shutil.copytree(made / "small", tmp_path / "run"))
     if name == "state.json":
         (out / "result.json").unlink()
-    read = {"result.json": partial(finished, out), "metrics.jsonl": partial(journal.lines, out / name)}.get(
+    read = {"result.json": partial(finished, out), "metrics.jsonl": partial(metrics_log.lines, out / name)}.get(
         name, partial(usable, out)
     )
-    survive(store.latest(out) / name if name == "state.json" else out / name, read, str(out), 20)
+    survive(checkpoints.latest(out) / name if name == "state.json" else out / name, read, str(out), 20)
 
 
 def test_a_run_of_the_command_line_without_its_seals(made, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.data import sets
-from regard.data.files import OPEN, DataError, Pair, lines, parallel, records, text
-from regard.data.find import KNOWN, file, find
+from regard.data import datasets
+from regard.data.locate import KNOWN, file, find
+from regard.data.text_files import OPEN, DataError, Pair, lines, parallel, records, text
 from regard.data.wikisql import in_question, wikisql, words
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
@@ -206,11 +206,11 @@ QUERY = {
 }  # fmt: skip
 
 READERS = {
-    "multi30k": sets.multi30k,
-    "ud_english_ewt": sets.ewt,
-    "imdb": sets.imdb,
-    "tinyshakespeare": sets.shakespeare,
-    "acl_titles": sets.acl_titles,
+    "multi30k": datasets.multi30k,
+    "ud_english_ewt": datasets.ewt,
+    "imdb": datasets.imdb,
+    "tinyshakespeare": datasets.shakespeare,
+    "acl_titles": datasets.acl_titles,
     "wikisql": wikisql,
 }
 
@@ -261,15 +261,15 @@ def test_an_unknown_set_is_answered_with_the_nearest():
 
 
 def test_captions_are_pairs_and_empty_lines_are_warned_of(small):
-    assert sets.multi30k(small / "multi30k").val == [("A dog, val.", "Ein Hund, val.")]
+    assert datasets.multi30k(small / "multi30k").val == [("A dog, val.", "Ein Hund, val.")]
     for language in ("en", "de"):
         put(small / "multi30k" / f"train.{language}.gz", "a\n\n\nb\n")
     with pytest.warns(UserWarning, match="2 lines that are empty both"):
-        assert len(sets.multi30k(small / "multi30k").train) == 2
+        assert len(datasets.multi30k(small / "multi30k").train) == 2
 
 
 def test_words_have_tags_and_ranges_and_empty_nodes_are_no_words(small):
-    assert sets.ewt(small / "ud_english_ewt").val == [
+    assert datasets.ewt(small / "ud_english_ewt").val == [
         (["I", "ca", "n't"], ["PRON", "AUX", "PART"], ["_ _", "MD VerbForm=Fin", "_ _"]),
         (["Go", "!"], ["VERB", "PUNCT"], ["_ _", "_ _"]),
     ]
@@ -286,7 +286,7 @@ def test_words_have_tags_and_ranges_and_empty_nodes_are_no_words(small):
     ],
 )
 def test_a_bad_line_of_a_treebank_is_refused_with_its_place(tmp_path, was, now, sentence):
-    refused(lambda: sets.conllu(put(tmp_path / "a.conllu", CONLLU.replace(was, now, 1))), f"a.conllu, {sentence}")
+    refused(lambda: datasets.conllu(put(tmp_path / "a.conllu", CONLLU.replace(was, now, 1))), f"a.conllu, {sentence}")
 
 
 def test_reviews_for_validation_are_balanced_and_the_same_in_any_order(tmp_path):
@@ -296,7 +296,7 @@ def test_reviews_for_validation_are_balanced_and_the_same_in_any_order(tmp_path)
     found = []
     for turn in (1, -1):
         put(tmp_path / "train.jsonl", "\n".join(map(json.dumps, rows[::turn])))
-        train, val, test = sets.imdb(tmp_path)
+        train, val, test = datasets.imdb(tmp_path)
         assert Counter(review.label for review in val) == {0: 1250, 1: 1250}
         assert len(train) + len(val) == len(rows) and len(test) == 1
         assert not {review.text for review in train} & {review.text for review in val}
@@ -306,17 +306,17 @@ def test_reviews_for_validation_are_balanced_and_the_same_in_any_order(tmp_path)
 
 def test_reviews_that_are_too_few_or_have_another_label_are_refused(small):
     put(small / "imdb" / "train.jsonl.xz", '{"text": "a", "label": 1}\n' * 2000)
-    refused(lambda: sets.imdb(small / "imdb"), "0 reviews with label 0", "1,250 are for validation")
+    refused(lambda: datasets.imdb(small / "imdb"), "0 reviews with label 0", "1,250 are for validation")
     put(small / "imdb" / "train.jsonl.xz", '\n{"text": "a", "label": -1}\n')
-    refused(lambda: sets.imdb(small / "imdb"), "train.jsonl.xz, line 2: the label must be 0 or 1, not -1")
+    refused(lambda: datasets.imdb(small / "imdb"), "train.jsonl.xz, line 2: the label must be 0 or 1, not -1")
 
 
 def test_shakespeare_is_cut_at_nine_tenths_and_has_no_test_part(small):
-    assert sets.shakespeare(small / "tinyshakespeare") == ("to be or\nnot to ", "be", "")
+    assert datasets.shakespeare(small / "tinyshakespeare") == ("to be or\nnot to ", "be", "")
 
 
 def test_titles_go_with_their_abstracts(small):
-    assert sets.acl_titles(small / "acl_titles").test == [("long test", "test")]
+    assert datasets.acl_titles(small / "acl_titles").test == [("long test", "test")]
 
 
 def test_a_query_is_readable_and_its_values_stand_in_the_question_as_the_same_words(small):

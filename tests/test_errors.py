@@ -5,7 +5,7 @@ import torch
 
 from conftest import data
 from regard import Dims, Edges, Local, Spec, attend, core, layer
-from regard.mixers.graph import disjoint, edge_weights, over
+from regard.mixers.graph_attention import disjoint, edge_weights, over
 
 X = data(8, dtype=torch.float32)
 

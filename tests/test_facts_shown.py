@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import DEVICE, close
 from regard import Dims, attend, core, layer
-from regard.probe import influence
+from regard.analysis.probe import influence
 
 N, WIDTH = 41, 4
 

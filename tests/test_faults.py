@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard.training import files, store
-from regard.training.files import RunError
+from regard.training import atomic_files, checkpoints
+from regard.training.atomic_files import RunError
 from regard.training.fit import fit
-from regard.training.journal import TIMES, lines
+from regard.training.metrics_log import TIMES, lines
 from small_task import Small, small
 
 # Processes that have imported everything already, and have no threads: a start costs nothing.
@@ -26,16 +26,16 @@ START.set_forkserver_preload(["small_task", "regard.training.fit"])
 def train(out: str, die_at: int = 0) -> None:
     """In a process of its own; it may kill itself in the middle of the n-th file that a checkpoint writes."""
     torch.set_num_threads(1)
-    written, real = [0], files.write
+    written, real = [0], atomic_files.write
 
     def write(path: Path, data: bytes) -> None:
-        written[0] += path.parent.name.startswith(store.WRITING)
+        written[0] += path.parent.name.startswith(checkpoints.WRITING)
         if die_at and written[0] == die_at:
             path.write_bytes(data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         real(path, data)
 
-    files.write = write
+    atomic_files.write = write
     fit(Small(small()), Path(out), accelerator="cpu", quiet=True)
 
 
@@ -55,10 +55,10 @@ def remembered(out: Path) -> tuple:
     """All that a finished run says, but for times."""
     told = [{name: x for name, x in line.items() if name not in TIMES} for line in lines(out / "metrics.jsonl")]
     result = json.loads((out / "result.json").read_text())
-    last = store.latest(out)
-    told.append({name: x for name, x in store.load(last).state.items() if name != "seconds"})
-    bits = [path.read_bytes() for path in (out / store.WEIGHTS, last / store.WEIGHTS, last / store.OPTIMIZER)]
-    return told, {name: x for name, x in result.items() if name != "seconds"}, store.steps(out), bits
+    last = checkpoints.latest(out)
+    told.append({name: x for name, x in checkpoints.load(last).state.items() if name != "seconds"})
+    bits = [path.read_bytes() for path in (out / checkpoints.WEIGHTS, last / checkpoints.WEIGHTS, last / checkpoints.OPTIMIZER)]
+    return told, {name: x for name, x in result.items() if name != "seconds"}, checkpoints.steps(out), bits
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_run_killed_while_it_trains_ends_with_the_same_bits(tmp_path, undistur
 
         def kill(step=step, until=until) -> bool:
             """A moment after this step was saved."""
-            if until[0] is None and (step == 0 or step in store.steps(tmp_path)):
+            if until[0] is None and (step == 0 or step in checkpoints.steps(tmp_path)):
                 until[0] = time.monotonic() + dice.uniform(0, 0.1)
             return until[0] is not None and time.monotonic() >= until[0]
 
@@ -89,16 +89,16 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits(tmp_path, undisturb
     for die_at in (1, 5, 9):  # the weights, the optimiser and the state, of the first, second and third save of a process
         assert run(tmp_path, die_at) == -signal.SIGKILL
         assert len(list((tmp_path / "checkpoints").glob(".writing-*"))) == 1
-        assert len(store.steps(tmp_path)) > 0 or die_at == 1
+        assert len(checkpoints.steps(tmp_path)) > 0 or die_at == 1
     assert run(tmp_path) == 0
     assert remembered(tmp_path) == undisturbed
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def test_a_run_killed_just_before_its_end_only_ends_once_more(tmp_path, undisturbed):
-    assert run(tmp_path, kill=(tmp_path / store.WEIGHTS).exists) in (0, -signal.SIGKILL)
+    assert run(tmp_path, kill=(tmp_path / checkpoints.WEIGHTS).exists) in (0, -signal.SIGKILL)
     (tmp_path / "result.json").unlink(missing_ok=True)
-    (tmp_path / store.WEIGHTS).unlink()
+    (tmp_path / checkpoints.WEIGHTS).unlink()
     before = (tmp_path / "metrics.jsonl").stat().st_size
     assert run(tmp_path) == 0
     assert remembered(tmp_path) == undisturbed and (tmp_path / "metrics.jsonl").stat().st_size == before
@@ -121,7 +121,7 @@ def interrupted(out: Path, **changes) -> Path:
     task.loss = loss
     with pytest.raises(Stops):
         fit(task, out, accelerator="cpu", quiet=True)
-    return store.latest(out)
+    return checkpoints.latest(out)
 
 
 def go_on(out: Path, **changes):
@@ -139,7 +139,7 @@ def test_a_run_goes_on_exactly_in_every_precision_and_with_accumulation(tmp_path
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_a_damaged_checkpoint_stops_a_run_until_it_is_deleted_and_then_all_is_as_it_was(tmp_path, undisturbed, damage):
-    path = interrupted(tmp_path) / store.WEIGHTS
+    path = interrupted(tmp_path) / checkpoints.WEIGHTS
     data = bytearray(path.read_bytes())
     if damage == "flipped":
         data[len(data) // 2] ^= 4
@@ -157,12 +157,12 @@ def test_a_damaged_checkpoint_stops_a_run_until_it_is_deleted_and_then_all_is_as
 def test_a_damaged_checkpoint_that_is_needed_at_the_end_says_how_to_make_it_anew(tmp_path, undisturbed):
     go_on(tmp_path)
     (tmp_path / "result.json").unlink()
-    path = store.at(tmp_path, 55)
-    (path / store.WEIGHTS).write_bytes(b"")
+    path = checkpoints.at(tmp_path, 55)
+    (path / checkpoints.WEIGHTS).write_bytes(b"")
     with pytest.raises(RunError, match=f"delete {path} and the folders of all later steps"):
         go_on(tmp_path)
     for step in (55, 60):
-        shutil.rmtree(store.at(tmp_path, step))
+        shutil.rmtree(checkpoints.at(tmp_path, step))
     go_on(tmp_path)
     assert remembered(tmp_path) == undisturbed
 
@@ -172,22 +172,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     task = Small(small())
     plain = task.model
     task.model = lambda: torch.nn.Sequential(plain())
-    with pytest.raises(RunError, match=rf"{path / store.WEIGHTS} lacks '0.table.weight', which the model has"):
+    with pytest.raises(RunError, match=rf"{path / checkpoints.WEIGHTS} lacks '0.table.weight', which the model has"):
         fit(task, tmp_path, accelerator="cpu", quiet=True)
 
 
 def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_room(tmp_path, undisturbed, monkeypatch):
-    real = files.write
+    real = atomic_files.write
 
     def full(path, data):
         if "step-000020" in str(path):
             raise OSError(28, "No space left on device")
         real(path, data)
 
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(atomic_files, "write", full)
     with pytest.raises(RunError, match=r"cannot write .*step-000020: No space left on device"):
         go_on(tmp_path)
-    assert not list(tmp_path.rglob(".writing-*")) and store.steps(tmp_path)[-1] == 15
+    assert not list(tmp_path.rglob(".writing-*")) and checkpoints.steps(tmp_path)[-1] == 15
     monkeypatch.undo()
     go_on(tmp_path)
     assert remembered(tmp_path) == undisturbed

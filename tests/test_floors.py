@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from regard import tasks
-from regard.data.files import Pair
-from regard.data.sets import Labelled, Splits, Tagged
+from regard.data.datasets import Labelled, Splits, Tagged
+from regard.data.text_files import Pair
 from regard.tasks.copying import CopyTask
 
 ROOT = Path(__file__).resolve().parents[1]

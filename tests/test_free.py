@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-import regard.kernels.waves as kernel
-import regard.mixers.free as family
+import regard.mixers.attention_free as family
+import regard.ops.fourier as kernel
 from conftest import DEVICE, close, data
 from regard import Can, Spec, layer
 

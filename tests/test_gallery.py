@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from regard.catalogue import CATALOGUE
-from regard.gallery import ACROSS, SAMPLES, _all, _lines, sheet
 from regard.mixers.base import Can
-from regard.mixers.patterns import PATTERNS, And, Or
+from regard.patterns import PATTERNS, And, Or
+from regard.plots.gallery import ACROSS, SAMPLES, _all, _lines, sheet
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from conftest import DEVICE, close, data, some
 from regard import Dims, attend, core, layer
-from regard.kernels import delta
-from regard.mixers import kernel
+from regard.mixers import linear_attention
 from regard.mixers.base import Core, Places
+from regard.ops.delta import torch as delta
 
 B, H, G, D, E = 2, 4, 2, 6, 3
 SPECS = [
@@ -114,8 +114,8 @@ def test_scan_is_the_loop_in_runs_too(spec, n, monkeypatch):
     for begun in (False, True):
         slow = both(lambda *x: Core.scan(made, *x), begun)
         for room in (1 << 20, 1):  # one run, or a run for every chunk
-            monkeypatch.setattr(kernel, "CPU_RUN", room)
-            monkeypatch.setattr(kernel, "GPU_RUN", room)
+            monkeypatch.setattr(linear_attention, "CPU_RUN", room)
+            monkeypatch.setattr(linear_attention, "GPU_RUN", room)
             for a, b in zip(both(made.scan, begun), slow, strict=True):
                 close(a, b)
 
@@ -147,7 +147,7 @@ def kept_for_backward(spec: str, n: int) -> int:
 
 @pytest.mark.parametrize("spec", [*SPECS, "cosformer", "hybrid", "hybrid(far='delta')"])
 def test_what_a_pass_keeps_grows_with_the_tokens(spec, monkeypatch):
-    monkeypatch.setattr(kernel, "CPU_RUN", 1 << 14)  # several runs
+    monkeypatch.setattr(linear_attention, "CPU_RUN", 1 << 14)  # several runs
     assert kept_for_backward(spec, 8192) <= 4.2 * kept_for_backward(spec, 2048)
 
 

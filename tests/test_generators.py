@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from regard.data.generators import copying, floor, numbers, sentiment, tagging
-from regard.data.sets import UPOS, Tagged
+from regard.data.datasets import UPOS, Tagged
+from regard.data.synthetic import copying, floor, numbers, sentiment, tagging
 
 SMALL = {"train": 300, "val": 50, "test": 40}
 TASKS = {"numbers": numbers, "tagging": tagging, "copying": copying, "sentiment": sentiment}

@@ -7,16 +7,16 @@ from torch import nn
 from torch.nn.functional import leaky_relu
 from torch.utils.flop_counter import FlopCounterMode
 
-import regard.kernels.pairs as pairs_module
-import regard.kernels.passes as passes
-import regard.kernels.walk as walk
-import regard.mixers.graph as graph_module
+import regard.mixers.graph_attention as graph_module
+import regard.ops.edge as walk
+import regard.ops.tile.torch as passes
+import regard.patterns.edge_list as pairs_module
 from conftest import DEVICE, close, data
 from regard import Causal, Dims, Edges, Local, Pattern, PerHead, attend, core, layer
-from regard.kernels.pairs import listed
-from regard.kernels.parts import Span
-from regard.mixers.graph import disjoint, edge_weights, over
-from regard.probe import attention_matrix
+from regard.analysis.probe import attention_matrix
+from regard.mixers.graph_attention import disjoint, edge_weights, over
+from regard.patterns.edge_list import listed
+from regard.patterns.tiles import Span
 from test_limits import Largest, check_same, qkv
 
 CPU = torch.device("cpu")

@@ -10,16 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard.data.batch import Batch, padded
-from regard.kernels.outside import Outside, captured
 from regard.models.build import translator
-from regard.models.parallel import parallel
+from regard.models.nat import parallel
+from regard.runtime.cuda_graph import Outside, captured
 from regard.tasks.translation_config import _small
 from regard.training import learner
+from regard.training.decoder_modes import teacher_forcing
 from regard.training.fit import fit
-from regard.training.graphs import Graphs, _shape
-from regard.training.modes import teacher_forcing
-from regard.training.parallel import glance_at
-from regard.training.parallel import loss as loss_at_once
+from regard.training.graphed_step import Graphs, _shape
+from regard.training.nat_loss import glance_at
+from regard.training.nat_loss import loss as loss_at_once
 from small_task import Small, small
 
 AT_ONCE = ["ctc", "length", "length(copy='uniform')", "length(copy='none')", "masked"]
@@ -181,7 +181,7 @@ def test_who_asks_the_device_or_sends_to_it_is_found():
 @pytest.mark.parametrize("kind", AT_ONCE)
 def test_captured_passes_that_say_all_at_once_lose_what_plain_ones_lose(kind, monkeypatch):
     """But for what is drawn by chance: here the same slots are shown every time."""
-    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: real & (real.cumsum(1) <= count[:, None]))
+    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: real & (real.cumsum(1) <= count[:, None]))
     monkeypatch.setattr("torch.rand", lambda shape, device: torch.full(shape, 0.5, device=device))
     found = []
     for graphs in (True, False):

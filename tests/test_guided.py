@@ -17,7 +17,7 @@ from regard.mixers.base import Dims
 from regard.models.build import translator
 from regard.models.guided import KINDS, Location, Monotonic, Plain, guided, guided_translator, watched
 from regard.spec import Spec
-from regard.training.guidance import diagonal
+from regard.training.guided_loss import diagonal
 from regard.training.losses import cross_entropy
 
 WIDTH, HEADS, B, N, M = 16, 2, 2, 6, 5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.training import files, store
+from regard.training import atomic_files, checkpoints
 from regard.training.fit import fit
 from small_task import Small, small
 from test_cli import run
@@ -80,7 +80,7 @@ def test_a_signal_saves_the_update_that_is_being_made_and_the_run_goes_on_exactl
     with pytest.raises(ends) as ended:
         train(tmp_path, signals(where, number, at))
     assert ends is KeyboardInterrupt or ended.value.code == 143
-    assert store.steps(tmp_path)[-1] == step and not list(tmp_path.rglob(".writing-*"))
+    assert checkpoints.steps(tmp_path)[-1] == step and not list(tmp_path.rglob(".writing-*"))
     assert not (tmp_path / "result.json").exists()
     train(tmp_path)
     assert remembered(tmp_path) == undisturbed
@@ -89,14 +89,14 @@ def test_a_signal_saves_the_update_that_is_being_made_and_the_run_goes_on_exactl
 def test_a_second_signal_does_not_wait_for_the_update_and_nothing_is_half_written(tmp_path, undisturbed):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, signals("loss", signal.SIGINT, 7, times=2))
-    assert store.steps(tmp_path) == [5] and not list(tmp_path.rglob(".writing-*"))
+    assert checkpoints.steps(tmp_path) == [5] and not list(tmp_path.rglob(".writing-*"))
     train(tmp_path)
     assert remembered(tmp_path) == undisturbed
 
 
-@pytest.mark.parametrize("name", [store.WEIGHTS, store.STATE])
+@pytest.mark.parametrize("name", [checkpoints.WEIGHTS, checkpoints.STATE])
 def test_signals_while_a_checkpoint_is_written_wait_until_it_is_whole(name, tmp_path, undisturbed, monkeypatch):
-    real = files.write
+    real = atomic_files.write
 
     def write(path, data):
         if path.name == name and "step-000010" in str(path):
@@ -105,17 +105,21 @@ def test_signals_while_a_checkpoint_is_written_wait_until_it_is_whole(name, tmp_
                 signal.raise_signal(signal.SIGINT)
         real(path, data)
 
-    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(atomic_files, "write", write)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     monkeypatch.undo()
-    assert 10 in store.steps(tmp_path) and store.load(store.at(tmp_path, 10)) and not list(tmp_path.rglob(".writing-*"))
+    assert (
+        10 in checkpoints.steps(tmp_path)
+        and checkpoints.load(checkpoints.at(tmp_path, 10))
+        and not list(tmp_path.rglob(".writing-*"))
+    )
     train(tmp_path)
     assert remembered(tmp_path) == undisturbed
 
 
 def test_control_c_while_a_run_begins_or_a_file_is_replaced_leaves_nothing_half_done(tmp_path, monkeypatch):
-    real = files.write
+    real = atomic_files.write
 
     def write(path, data):
         if path.name == ".writing-config.json":
@@ -123,13 +127,13 @@ def test_control_c_while_a_run_begins_or_a_file_is_replaced_leaves_nothing_half_
             raise KeyboardInterrupt
         real(path, data)
 
-    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(atomic_files, "write", write)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == [".lock"]
-    monkeypatch.setattr(files, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(atomic_files, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        store.save(tmp_path, store.Checkpoint({}, {}, {"step": 1}))
+        checkpoints.save(tmp_path, checkpoints.Checkpoint({}, {}, {"step": 1}))
     assert not list(tmp_path.rglob("*step*"))
 
 
@@ -191,14 +195,14 @@ def test_a_true_run_is_stopped_answers_and_goes_on(tmp_path):
     words = ["saw", "--out", str(out), *(word for text in settings for word in ("--set", text))]
     process = command("train", *words)
     until = time.monotonic() + 300
-    while not store.steps(out) and process.poll() is None and time.monotonic() < until:  # the first that did best
+    while not checkpoints.steps(out) and process.poll() is None and time.monotonic() < until:  # the first that did best
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=300)[1]
-    step = store.steps(out)[-1]
+    step = checkpoints.steps(out)[-1]
     assert process.returncode == 130 and "Traceback" not in said, said
     assert said.endswith(f"stopped; update {step} is saved, and the run goes on from there with: regard train saw --out {out}\n")
-    best = store.load(store.latest(out)).state["best"]["step"]
+    best = checkpoints.load(checkpoints.latest(out)).state["best"]["step"]
     answer = run("predict", str(out), "i saw a saw")
     assert answer.exit_code == 0 and answer.stdout.startswith("i/")
     assert f"is not finished (update {step} of 100000): these are the weights of update {best}, the best" in answer.stderr

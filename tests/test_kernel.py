@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import DEVICE
-from regard.kernels import chunks
-from regard.mixers import kernel
+from regard.mixers import linear_attention
 from regard.mixers.attention import attend
 from regard.mixers.base import Core, Dims, Places
-from regard.mixers.features import Positive
-from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
-from regard.mixers.peaked import Efficient, Performer
+from regard.mixers.exp_features import Efficient, Performer
+from regard.mixers.feature_math import Positive
+from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
+from regard.ops.linear import torch as chunks
 
 B, H, G, D, E = 2, 4, 2, 5, 3
 NAMES = ["linear", "cosformer", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
@@ -182,8 +182,8 @@ def scanned(scan, core: Core, qkv: list[Tensor], valid: Tensor | None, begun: bo
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one chunk, so that a few hundred tokens cross runs, chunks and blocks."""
-    monkeypatch.setattr(kernel, "CPU_RUN", 1)
-    monkeypatch.setattr(kernel, "GPU_RUN", 1)
+    monkeypatch.setattr(linear_attention, "CPU_RUN", 1)
+    monkeypatch.setattr(linear_attention, "GPU_RUN", 1)
 
 
 @pytest.mark.parametrize("scale", [1, 100])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from regard import tasks
-from regard.data.files import DataError
-from regard.data.sets import Labelled
+from regard.data.datasets import Labelled
+from regard.data.text_files import DataError
 from regard.tasks.sentiment import SentimentTask, polarity
 from test_cli import run
 

@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data, every, every_core, modes, some
 from regard import core as make_core
+from regard.analysis.probe import attention_matrix, has_weights
 from regard.blocks import Stack
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Places, select, shortened
-from regard.probe import attention_matrix, has_weights
 
 LENGTHS = (4096, 16384)  # that the growth of cost is measured between: four times as long
 UNCOUNTED = {"identity", "fnet"}  # no product of matrices: a copy, and a Fourier transform that no counter counts

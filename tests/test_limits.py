@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 import regard.mixers.softmax as softmax_family
 from conftest import DEVICE, close, some
 from regard import Dims, Edges, Places, attend, core, layer
-from regard.kernels import passes
-from regard.mixers.patterns import Causal, Pattern
+from regard.ops.tile import torch as passes
+from regard.patterns import Causal, Pattern
 
 D = Dims(32, 4)
 

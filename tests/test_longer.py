@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from regard.training import files, store
-from regard.training.files import RunError
+from regard.training import atomic_files, checkpoints
+from regard.training.atomic_files import RunError
 from regard.training.fit import fit
-from regard.training.usable import usable
+from regard.training.run_weights import usable
 from small_task import Small, small
 from test_cli import run
 from test_cli_runs import SETTINGS
@@ -32,7 +32,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_asked_for_all_updates_at_once(
     assert "schedule=inverse_sqrt does not depend on the number of updates" in said
     assert train(parts).steps == 20  # finished again
     assert (parts / "config.json").read_bytes() == (whole / "config.json").read_bytes()
-    store.check_seals(parts)
+    checkpoints.check_seals(parts)
 
 
 def test_a_schedule_with_an_end_goes_on_as_that_of_the_larger_number_and_says_so(tmp_path, capsys):
@@ -80,25 +80,25 @@ def test_without_a_checkpoint_a_finished_run_stays_as_it_is(tmp_path):
 def test_settings_that_grow_are_the_old_or_the_new_ones_whenever_a_process_dies(survives, tmp_path, monkeypatch):
     """It dies in front of the first, second or third file that it writes for them."""
     train(tmp_path, steps=10)
-    written, real = [0], files.replace
+    written, real = [0], atomic_files.replace
 
     def replace(path, data):
-        if path.name in (store.CONFIG, store.ABOUT):
+        if path.name in (checkpoints.CONFIG, checkpoints.ABOUT):
             if written[0] == survives:
                 raise KeyboardInterrupt
             written[0] += 1
         real(path, data)
 
-    monkeypatch.setattr(files, "replace", replace)
+    monkeypatch.setattr(atomic_files, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     monkeypatch.undo()
-    store.check_seals(tmp_path)
-    steps = store.load_config(tmp_path)["steps"]
+    checkpoints.check_seals(tmp_path)
+    steps = checkpoints.load_config(tmp_path)["steps"]
     assert steps == (20 if survives == 2 else 10)
     assert train(tmp_path, steps=steps).steps == steps
     assert train(tmp_path).steps == 20
-    store.check_seals(tmp_path)
+    checkpoints.check_seals(tmp_path)
 
 
 def test_an_unfinished_run_gives_the_best_that_it_has_saved(tmp_path):
@@ -107,15 +107,15 @@ def test_an_unfinished_run_gives_the_best_that_it_has_saved(tmp_path):
     assert found.update == 10 and "(update 10 of 60): these are the weights of update 10, the best on validation" in found.note
     train(tmp_path / "b", steps=5, validate_every=100)
     (tmp_path / "b" / "result.json").unlink()
-    state = store.load(store.latest(tmp_path / "b"))
-    store.save(tmp_path / "b", state._replace(state={**state.state, "best": None, "step": 3}))
-    store.save(tmp_path / "b", state._replace(state={**state.state, "best": {"step": 3, "score": 1.0}}))
+    state = checkpoints.load(checkpoints.latest(tmp_path / "b"))
+    checkpoints.save(tmp_path / "b", state._replace(state={**state.state, "best": None, "step": 3}))
+    checkpoints.save(tmp_path / "b", state._replace(state={**state.state, "best": {"step": 3, "score": 1.0}}))
     assert usable(tmp_path / "b").update == 3
-    store.save(tmp_path / "b", state._replace(state={**state.state, "best": None}))
+    checkpoints.save(tmp_path / "b", state._replace(state={**state.state, "best": None}))
     assert usable(tmp_path / "b").update == 5 and "the newest, as none was validated yet" in usable(tmp_path / "b").note
     with pytest.raises(RunError, match="is not finished"):
-        store.load_run(tmp_path)  # what another run begins from must not change
-    store.save_run(tmp_path / "c", {"task": "small"}, {}, {})
+        checkpoints.load_run(tmp_path)  # what another run begins from must not change
+    checkpoints.save_run(tmp_path / "c", {"task": "small"}, {}, {})
     with pytest.raises(RunError, match="has saved nothing yet"):
         usable(tmp_path / "c")
 

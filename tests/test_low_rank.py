@@ -12,10 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention as exact
 import regard.mixers.low_rank as low_rank
 from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
-from regard.kernels import passes, pieces
 from regard.mixers.base import shortened
 from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie
+from regard.ops import strip
+from regard.ops.tile import torch as passes
 from test_limits import Largest, check_same, qkv
 
 BOTH = pytest.mark.parametrize("causal", [False, True])
@@ -303,8 +304,8 @@ def test_compressed_is_its_formula(causal, options, n):
 @BOTH
 @pytest.mark.parametrize("n", [61, 5])
 def test_compressed_padding_and_loop_with_any_weights(causal, n, monkeypatch):
-    monkeypatch.setattr(pieces, "CPU", 1 << 8)  # many strips
-    monkeypatch.setattr(pieces, "GPU", 1 << 8)
+    monkeypatch.setattr(strip, "CPU", 1 << 8)  # many strips
+    monkeypatch.setattr(strip, "GPU", 1 << 8)
     for mechanism in (shaken("compressed(rate=4)", causal), shaken("compressed(rate=3, near=2, kernel='full')", causal)):
         check_padding(mechanism, causal, n)
         if causal:
@@ -513,7 +514,7 @@ def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
 def test_a_long_chunk_behind_a_memory_is_seen_in_strips(monkeypatch):
     monkeypatch.setattr(passes, "CACHE", 1 << 16)
     for device in ("CPU", "GPU"):
-        monkeypatch.setattr(pieces, device, 1 << 16)
+        monkeypatch.setattr(strip, device, 1 << 16)
     monkeypatch.setattr(passes, "ROOM", 1 << 16)
     mechanism = core("compressed(rate=4)", Dims(16, 2, causal=True)).to(DEVICE)
     q, k, v = (torch.randn(1, 2, 2048, 8, device=DEVICE, requires_grad=True) for _ in range(3))

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from conftest import DEVICE, HEADS, WIDTH, claiming, close, data, every, some
+from regard.analysis.equivalents import feedforward_as_conv
 from regard.blocks import Stack
 from regard.blocks.feedforward import FeedForward
 from regard.config import Config
-from regard.equivalents import feedforward_as_conv
 from regard.mixers.base import Can
 from regard.models import PerSequence, Reader, language_model, translator
 from regard.models.build import encoder, glorot, stack, tokens

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 from conftest import DEVICE, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN, Batch, padded, shifted
-from regard.training.feeding import told
+from regard.training.decoder_inputs import told
+from regard.training.decoder_modes import MODES, agreeing, free_running, teacher_forcing
 from regard.training.losses import apart, cross_entropy
-from regard.training.modes import MODES, agreeing, free_running, teacher_forcing
 
 PADDINGS = ("none", "behind", "anywhere")
 

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conftest import DEVICE, close
 from regard import layer
 from regard.blocks import Block, FeedForward, Stack
-from regard.kernels.once import once, one_pass
 from regard.mixers import attention
 from regard.mixers.base import Places
+from regard.ops.once import once, one_pass
 
 WIDTH, HEADS = 16, 2
 

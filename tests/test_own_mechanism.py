@@ -16,7 +16,7 @@ import test_attend
 import test_laws
 from conftest import Case
 from regard import CATALOGUE, Core
-from regard.row import Example, Row
+from regard.catalogue_row import Example, Row
 from test_docs import ROOT, blocks
 
 

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-import regard.kernels.remember as remember
+import regard.cache as remember
 from pattern_strategies import graphs, head_patterns
 from regard import Local
-from regard.kernels.pairs import listed
-from regard.kernels.parts import Span
+from regard.patterns.edge_list import listed
+from regard.patterns.tiles import Span
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ import torch
 from conftest import DEVICE, claiming, close
 from regard.config import Config
 from regard.data.batch import BEGIN, END, PAD, Batch, padded
-from regard.decoding.parallel import NOTHING, collapsed, cut, least_sure, likeliest, refined, say_at_once
+from regard.decoding.nat_decoding import NOTHING, collapsed, cut, least_sure, likeliest, refined, say_at_once
 from regard.mixers.base import Can
-from regard.models.lengths import LengthHead
-from regard.models.parallel import BEGIN as SAID_FIRST
-from regard.models.parallel import BLANK, Length, Parallel, parallel, rooms
-from regard.models.parallel import END as SAID_LAST
-from regard.training.parallel import loss
+from regard.models.length_predictor import LengthHead
+from regard.models.nat import BEGIN as SAID_FIRST
+from regard.models.nat import BLANK, Length, Parallel, parallel, rooms
+from regard.models.nat import END as SAID_LAST
+from regard.training.nat_loss import loss
 
 KINDS = [
     "ctc(upsample=2)",

@@ -8,11 +8,11 @@ import torch
 from conftest import DEVICE, close
 from regard.config import Config
 from regard.data.batch import END, Batch, padded
-from regard.decoding.parallel import say_at_once
-from regard.models.parallel import BLANK, Seats, parallel
+from regard.decoding.nat_decoding import say_at_once
+from regard.models.nat import BLANK, Seats, parallel
+from regard.training.ctc import best_path, certain, ctc, needed, odds, same
 from regard.training.losses import cross_entropy
-from regard.training.parallel import drawn, glance_at, loss
-from regard.training.paths import best_path, certain, ctc, needed, odds, same
+from regard.training.nat_loss import drawn, glance_at, loss
 from test_parallel import KINDS, alone, made, scattered, talk
 
 TARGETS = [[5, 6], [6, 6], [5], [], [5, 6, 5], [6, 6, 5]]
@@ -179,9 +179,9 @@ def test_a_target_that_needs_more_slots_than_there_are_is_left_out_and_counted()
 def test_who_is_shown_nothing_loses_what_it_says_and_who_is_shown_all_loses_nothing(kind, monkeypatch):
     model, batch = made(kind), talk()
     plain = loss(model, batch, smoothing=0.1)
-    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: torch.zeros_like(real))  # noqa: ARG005
+    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: torch.zeros_like(real))  # noqa: ARG005
     close(loss(model, batch, smoothing=0.1, glance=0.5).total, plain.total)
-    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: real)  # noqa: ARG005
+    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: real)  # noqa: ARG005
     everything = loss(model, batch, glance=0.5)
     assert float(everything.parts["nll"]) == pytest.approx(0, abs=1e-9)
 
@@ -193,7 +193,7 @@ def test_what_is_shown_is_a_share_of_the_mistakes(monkeypatch):
         seen.append((real, count))
         return drawn(real, count)
 
-    monkeypatch.setattr("regard.training.parallel.drawn", watching)
+    monkeypatch.setattr("regard.training.nat_loss.drawn", watching)
     model, batch = made("length"), talk()
     lost = loss(model, batch, glance=0.5)
     real, count = seen[0]
@@ -229,7 +229,7 @@ def test_a_share_that_lies_on_the_device_is_that_share(kind):
 def test_masked_learns_what_is_hidden_from_what_is_not(monkeypatch):
     model, batch = made("masked"), talk()
     picked = []
-    monkeypatch.setattr("regard.training.parallel.drawn", lambda real, count: picked.append(drawn(real, count)) or picked[-1])
+    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: picked.append(drawn(real, count)) or picked[-1])
     lost = loss(model, batch, smoothing=0.1)
     (shown,) = picked
     hidden = batch.target_valid & ~shown

@@ -16,13 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard import Dims, attend, core, layer
-from regard.kernels import buffers, passes, tiles
-from regard.kernels.parts import Span
-from regard.kernels.plan import plan
-from regard.kernels.tiles import Reach
-from regard.kernels.tiles import tiled as tiled_by_reach
-from regard.mixers.census import cells, census, several_windows
-from regard.mixers.patterns import (
+from regard.ops.tile import buffers
+from regard.ops.tile import torch as passes
+from regard.ops.tile.attention import Reach
+from regard.ops.tile.attention import tiled as tiled_by_reach
+from regard.patterns import (
     PATTERNS,
     Blocks,
     Causal,
@@ -38,6 +36,9 @@ from regard.mixers.patterns import (
     Tail,
     Truncated,
 )
+from regard.patterns.density import cells, census, several_windows
+from regard.patterns.plan import plan
+from regard.patterns.tiles import Span
 
 
 def tiled(q, k, v, pattern, span, **options):
@@ -483,7 +484,7 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
 
 @pytest.mark.parametrize("text", ["Local(40)", "PerHead([Local(40), Local(41)])"])
 def test_heads_do_not_drop_the_same_pairs(text, monkeypatch):
-    monkeypatch.setattr(tiles, "PIECE", 1)  # every head by itself
+    monkeypatch.setattr(tile_attention, "PIECE", 1)  # every head by itself
     q, k, v = (torch.randn(1, 1, 40, 4).expand(1, 4, 40, 4) for _ in range(3))  # all heads alike, but for their dice
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 40, 0, 40), scale=0.7, dropout=0.4)
     assert all(not torch.allclose(out[:, a], out[:, b]) for a in range(4) for b in range(a))

@@ -7,13 +7,13 @@ from io import BytesIO
 import pytest
 import torch
 
+from regard.analysis.cost import facts
+from regard.analysis.probe import sampled
 from regard.catalogue import CATALOGUE
-from regard.facts import facts
 from regard.mixers.attention import attend
 from regard.mixers.base import Can, Dims
-from regard.mixers.patterns import Causal, Local
-from regard.pictures import attention_matrix, draw, influence, view
-from regard.probe import sampled
+from regard.patterns import Causal, Local
+from regard.plots.mechanism_plot import attention_matrix, draw, influence, view
 from regard.spec import Spec, core, layer
 
 SPECS = {name: Spec(name, **row.examples[0].options) for name, row in CATALOGUE.items()}
@@ -74,7 +74,7 @@ def test_facts_are_what_the_formulas_say() -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "relu", "linear", "performer"])
 def test_a_long_pass_is_counted_as_if_it_had_run(name: str) -> None:
-    from regard.facts import _count, _parabola
+    from regard.analysis.cost import _count, _parabola
 
     mixer = SPECS[name].build(Dims(width=32, heads=4)).to("meta")
     assert _parabola(lambda n: _count(mixer, n), 4096) == _count(mixer, 4096)

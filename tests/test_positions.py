@@ -9,15 +9,15 @@ import torch
 import regard.positions as kinds
 from conftest import CASES, DEVICE, close, data, some
 from regard import Can, Dims, Places, attend, core, layer
+from regard.analysis.position_properties import Traits, positions_table, traits
 from regard.blocks import ReversibleStack, Stack
 from regard.blocks.block import Block
 from regard.config import Config
-from regard.kernels import terms
-from regard.mixers.patterns import Local, Pattern
 from regard.models import language_model
-from regard.models.embed import Tokens
+from regard.models.embedding import Tokens
+from regard.ops import score_bias
+from regard.patterns import Local, Pattern
 from regard.positions import POSITIONS, positions
-from regard.traits import Traits, positions_table, traits
 from test_limits import Largest
 
 ADDED = [name for name in POSITIONS if positions(name, Dims(32, 4, max_len=8)).needs == Can.NOTHING]
@@ -218,7 +218,7 @@ def test_sums_by_distance_in_any_order_are_sums(clip):
     x, apart = x.requires_grad_(), apart.to(DEVICE)
     plain = torch.zeros(2, 4, 30, 2 * clip + 1, dtype=torch.float64, device=DEVICE)
     plain = plain.scatter_add(-1, (apart.clamp(-clip, clip) + clip).expand(x.shape), x)
-    found, up = terms.in_any_order(x, apart, clip), torch.randn(plain.shape, dtype=torch.float64, generator=g).to(DEVICE)
+    found, up = score_bias.in_any_order(x, apart, clip), torch.randn(plain.shape, dtype=torch.float64, generator=g).to(DEVICE)
     close(found, plain)
     grads = [torch.autograd.grad((y * up).sum(), x)[0] for y in (found, plain)]
     close(*(grad * (x != 0) for grad in grads))  # a weight of 0 moves nothing behind it

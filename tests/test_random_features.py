@@ -8,12 +8,12 @@ from torch import Tensor
 
 from conftest import DEVICE, data
 from regard import Dims, attend, core, layer
-from regard.facts import facts
+from regard.analysis.cost import facts
+from regard.analysis.probe import estimation_error
 from regard.mixers.base import Places
-from regard.mixers.estimate import PoorEstimate
-from regard.mixers.kernel import RFA
-from regard.mixers.peaked import Performer
-from regard.probe import estimation_error
+from regard.mixers.estimation import PoorEstimate
+from regard.mixers.exp_features import Performer
+from regard.mixers.linear_attention import RFA
 
 D = 5
 DIMS = Dims(width=4 * D, heads=4)
@@ -189,7 +189,7 @@ def test_rfa_is_unbiased() -> None:
     assert float((error / (draws.std(0) / len(draws) ** 0.5 + 1e-12)).max()) < 4.5
 
 
-@pytest.mark.filterwarnings("ignore::regard.mixers.estimate.PoorEstimate")
+@pytest.mark.filterwarnings("ignore::regard.mixers.estimation.PoorEstimate")
 @pytest.mark.parametrize("kind", [Performer, RFA])
 def test_error_falls_as_one_over_the_root_of_the_features(kind: type) -> None:
     q, k, v = (torch.randn(1, 1, 24, 8, dtype=torch.float64) / 2 for _ in range(3))  # exponentials of small numbers vary little

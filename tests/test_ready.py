@@ -5,18 +5,19 @@ import torch
 from torch import nn
 
 import regard.decoding.beam
-import regard.decoding.ready
-import regard.decoding.speak
+import regard.decoding.generate
+import regard.runtime.static_decoder
 from conftest import DEVICE
 from regard.blocks import Stack
 from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.config import Config
-from regard.decoding import Ready, Rules, Sample, beam, packed, say, stream, unready
-from regard.decoding.graphed import Graph
-from regard.decoding.packed import BENT, Packed, plus
-from regard.decoding.speak import Ended
-from regard.decoding.top import likeliest, top
+from regard.decoding import Ready, Rules, Sample, beam, say, stream, unready
+from regard.decoding.generate import Ended
 from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
+from regard.ops.topk import likeliest, top
+from regard.runtime import packed_linear
+from regard.runtime.graphed_decoder import Graph
+from regard.runtime.packed_linear import BENT, Packed, plus
 
 VOCAB, END = 23, 3
 FORMS = ["steps", "products", "walked", *(["graph"] if DEVICE.type == "cuda" else [])]
@@ -207,7 +208,7 @@ def test_the_likeliest_are_found_by_parts(v):
 def test_packed_weights_are_the_same_map_and_all_others_are_shared():
     torch.manual_seed(0)
     made = nn.Sequential(nn.Embedding(9, 40), nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 7, bias=False)).eval()
-    fast = packed(made)
+    fast = packed_linear(made)
     x = torch.randint(9, (2, 5))
     with torch.no_grad():
         torch.testing.assert_close(fast(x), made(x), atol=1e-5, rtol=1e-5)
@@ -215,7 +216,7 @@ def test_packed_weights_are_the_same_map_and_all_others_are_shared():
     assert isinstance(fast[1], Packed)
     assert type(made[1]) is nn.Linear
     assert fast[0].weight is made[0].weight
-    assert type(packed(made.double())[1]) is nn.Linear  # there is no packed form of these
+    assert type(packed_linear(made.double())[1]) is nn.Linear  # there is no packed form of these
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="weights are packed for a CPU; a GPU has its own order")
@@ -225,11 +226,11 @@ def test_packed_weights_are_the_same_map_and_all_others_are_shared():
 def test_a_packed_layer_bends_and_adds_in_one_go(activation, gated):
     torch.manual_seed(0)
     made = FeedForward(24, 40, activation=activation, gated=gated).eval()
-    fast, x, other = packed(made), torch.randn(5, 24), torch.randn(5, 24)
+    fast, x, other = packed_linear(made), torch.randn(5, 24), torch.randn(5, 24)
     with torch.no_grad():
         wanted = made(x)
         torch.testing.assert_close(fast(x), wanted, atol=1e-5, rtol=1e-5)
-        for module in (fast, made, packed(made.down), made.down):
+        for module in (fast, made, packed_linear(made.down), made.down):
             own = x if type(module) is FeedForward else made.up(x)[:, :40]
             torch.testing.assert_close(plus(module, own, other), other + module(own), atol=1e-5, rtol=1e-5)
     assert fast.up.bent == (("none", "") if gated else BENT[activation])

@@ -12,7 +12,7 @@ from conftest import DEVICE, close
 from decoders import batch_of, gradients, rows, small
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch, padded
 from regard.decoding import Greedy, Rules, say
-from regard.training.modes import teacher_forcing
+from regard.training.decoder_modes import teacher_forcing
 from regard.training.reinforce import log_probability, minimum_risk, self_critical, sentence_bleu
 
 SPECIAL = (PAD, UNKNOWN, BEGIN, MASK)

@@ -10,10 +10,10 @@ from conftest import DEVICE, claiming, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN
 from regard.mixers.base import Can
-from regard.models.embed import Tokens
+from regard.models.embedding import Tokens
+from regard.training.decoder_modes import free_running, teacher_forcing
 from regard.training.losses import cross_entropy
-from regard.training.modes import free_running, teacher_forcing
-from regard.training.scheduled import (
+from regard.training.scheduled_sampling import (
     FORMS,
     SCHEDULES,
     Own,

@@ -8,10 +8,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from conftest import DEVICE, close, some
 from regard import Dims, attend, core, layer
-from regard.kernels import pieces
 from regard.mixers.base import Places
-from regard.mixers.memory import Log
+from regard.mixers.kv_cache import Log
 from regard.mixers.sinkhorn import Sinkhorn, _Cut, balanced, balanced_in_time
+from regard.ops import strip
 from test_limits import Largest, check_same, qkv
 
 
@@ -75,7 +75,7 @@ def slowly(m, q, k, v, causal):
 @pytest.mark.parametrize("n", [6, 37, 64])
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_its_definition(n, causal, monkeypatch):
-    monkeypatch.setattr(pieces, "CPU", 1 << 10)  # many pieces
+    monkeypatch.setattr(strip, "CPU", 1 << 10)  # many pieces
     m, inputs = made(causal=causal), qkv(n)
     m.sort.data.mul_(2)  # a sort that matters
     check_same(lambda *x: attend(*x[:3], m, causal=causal), lambda *x: slowly(m, *x[:3], causal), [*inputs, m.sort])
@@ -216,7 +216,7 @@ def test_padding_may_lie_anywhere(causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_table_of_all_pairs(causal, monkeypatch):
-    monkeypatch.setattr(pieces, "CPU", 1 << 16)
+    monkeypatch.setattr(strip, "CPU", 1 << 16)
     n, m = 8192, core("sinkhorn(block=64)", Dims(16, 2, causal=causal))
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
     with Largest() as watch:

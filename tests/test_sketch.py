@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-import regard.decoding.sketch as sketch
+import regard.runtime.screened_argmax as sketch
 from regard.config import Config
 from regard.decoding import Ready, Rules, Sample, say
-from regard.decoding.packed import packed
-from regard.decoding.sketch import FEW, Rough, U, rounds
 from regard.models import NextToken, language_model, translator
+from regard.runtime.packed_linear import packed
+from regard.runtime.screened_argmax import FEW, Rough, U, rounds
 
 VOCAB, END = 5000, 3
 pytestmark = pytest.mark.skipif(not rounds(), reason="this processor has no products of bfloat16: nothing is sketched on it")

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Mixer
-from regard.mixers.patterns import PATTERNS as pattern_names
-from regard.mixers.patterns import Blocks, Causal, Dilated, Global, Local, Pattern, PerHead, Random, Stride, Tail, Truncated
+from regard.patterns import PATTERNS as pattern_names
+from regard.patterns import Blocks, Causal, Dilated, Global, Local, Pattern, PerHead, Random, Stride, Tail, Truncated
 from regard.spec import Spec, core, layer
 from regard.spec import _options as options_of  # what the law ranges over
 from regard.spec import _patterned as patterned

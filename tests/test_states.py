@@ -7,9 +7,9 @@ from conftest import CASES, DEVICE, HEADS, WIDTH, claiming, close, data
 from regard import layer
 from regard.blocks import Stack
 from regard.config import Config
-from regard.kernels.recur import recur
 from regard.mixers.base import Can, State
 from regard.models import language_model
+from regard.ops.rnn import recur
 from wrong_calls import refused, wrong_streams
 
 STREAMS = [c for c in CASES if c.can(Can.STREAM, causal=True)]

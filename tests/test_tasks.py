@@ -7,13 +7,13 @@ import torch
 
 from regard.cli.settings import decoding
 from regard.data.batch import BEGIN, END, PAD
-from regard.data.files import Pair
+from regard.data.text_files import Pair
 from regard.tasks import TASKS, config, task
 from regard.tasks.support import in_order
+from regard.training.checkpoints import load_run, put_weights
+from regard.training.decoder_modes import SAMPLED
 from regard.training.fit import fit
-from regard.training.modes import SAMPLED
-from regard.training.scheduled import Own
-from regard.training.store import load_run, put_weights
+from regard.training.scheduled_sampling import Own
 
 MADE = [name for name, entry in TASKS.items() if entry.data is None]
 REAL = [name for name, entry in TASKS.items() if entry.data is not None]
@@ -79,7 +79,7 @@ def test_scores_have_the_one_that_chooses():
 
 @pytest.mark.parametrize("mode", ["scheduled", "two_pass", "parallel"])
 def test_what_a_decoder_gets_of_itself_is_a_setting(mode):
-    """The soft mixes of embeddings, with or without gradients through them, are those of `regard.training.scheduled`."""
+    """The soft mixes of embeddings, with or without gradients through them, are those of `regard.training.scheduled_sampling`."""
     settings = {"mode": mode, "floor": 0.0, "steps": 4, "dropout": 0.0}
     made = tiny("reverse", **settings, own="softmax", alpha=2.0, through=True)
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_only_settings_that_a_task_reads_may_change_its_answers():
 
 
 def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch):
-    monkeypatch.setattr("regard.data.generators.copying", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], []))
+    monkeypatch.setattr("regard.data.synthetic.copying", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], []))
     settings = config("reverse").replace({"units": "subwords", "vocab": 300, "waver": 0.5})
     made, plain = task(settings), task(settings.replace({"waver": 0.0}))
     made.read()
@@ -249,7 +249,7 @@ def test_a_real_task_reads_its_data_and_learns_from_it(name):
 
 
 def test_ctc_says_which_targets_have_too_few_slots():
-    from regard.tasks.beginning import check_slots
+    from regard.tasks.init_from import check_slots
 
     fits, long, twice = ([5, 6], [7, 8, END]), ([5], [7, 8, 9, END]), ([5], [7, 7, END])
     check_slots([fits, twice], 3)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regard.mixers.patterns import Edges, Local, Pattern
+from regard.patterns import Edges, Local, Pattern
 from regard.text import LONGEST, TextError, parse
 from texts import answer, text_of
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from regard.training import dice, journal, store
-from regard.training.feed import batches_of
-from regard.training.files import RunError
+from regard.training import checkpoints, metrics_log, rng
+from regard.training.atomic_files import RunError
 from regard.training.fit import fit
 from regard.training.losses import Loss
+from regard.training.prefetch import batches_of
 from regard.training.progress import Bar, Lines, Progress, progress, span
 from small_task import Small, small
 
@@ -34,7 +34,7 @@ class Scored(Small):
 
     def score(self, model, split):
         assert not model.training and not torch.is_grad_enabled() and split == "val"
-        self.asked = [*getattr(self, "asked", []), {name: x.clone() for name, x in store.weights_of(model).items()}]
+        self.asked = [*getattr(self, "asked", []), {name: x.clone() for name, x in checkpoints.weights_of(model).items()}]
         made = [*self.scores, self.averaged]
         return {"accuracy": made[min(len(self.asked), len(made)) - 1]}
 
@@ -48,19 +48,19 @@ def scored(scores, averaged=0.0, **changes) -> Scored:
 def test_a_run_leaves_a_folder_that_says_all_about_it(tmp_path):
     result = train(tmp_path)
     assert result.steps == 60 and not result.early and result.averaged is not None
-    config, assets, weights = store.load_run(tmp_path)
+    config, assets, weights = checkpoints.load_run(tmp_path)
     assert small().replace({k: v for k, v in config.items() if k != "task"}) == small()
     assert assets == Small(small()).assets() and (tmp_path / "tensorboard").is_dir()
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["seed"] == 7 and about["device"] == "cpu" and about["torch"] == torch.__version__
     assert about["parameters"] == sum(p.numel() for p in Small(small()).model().parameters())
-    lines = journal.lines(tmp_path / "metrics.jsonl")
+    lines = metrics_log.lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(5, 61, 5))
     assert [line["step"] for line in lines if "val" in line] == list(range(10, 61, 10))
     assert lines[-1]["loss"] < lines[0]["loss"] and {"time", "loss", "nll", "lr", "norm", "tokens"} <= set(lines[0])
     task = Small(small())
     model = task.model()
-    store.put_weights(model, weights, tmp_path)
+    checkpoints.put_weights(model, weights, tmp_path)
     assert task.score(model.eval(), "val")["accuracy"] == result.score
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith((".writing", ".removing", "lightning"))]
     assert not (set(path.name for path in tmp_path.iterdir()) & {"lightning_logs"})
@@ -97,8 +97,8 @@ def test_the_best_weights_are_chosen_and_kept_while_others_go(tmp_path):
     task = scored((0.1, 0.9, 0.2, 0.3, 0.4), steps=10, average=1)
     result = train(tmp_path, task)
     assert (result.best, result.best_step, result.chosen, result.averaged) == (0.9, 4, "best", None)
-    assert store.steps(tmp_path) == [4, 8, 10]
-    weights = store.load_run(tmp_path).weights
+    assert checkpoints.steps(tmp_path) == [4, 8, 10]
+    weights = checkpoints.load_run(tmp_path).weights
     assert all(torch.equal(x, task.asked[1][name]) for name, x in weights.items())
     from safetensors import safe_open
 
@@ -111,11 +111,11 @@ def test_the_average_is_kept_only_if_it_does_better(tmp_path, averaged, chosen):
     task = scored((0.1, 0.9, 0.2, 0.3, 0.4), averaged, steps=10, average=3)
     result = train(tmp_path, task)
     assert (result.best, result.averaged, result.chosen) == (0.9, averaged, chosen)
-    assert result.score == max(0.9, averaged) and store.steps(tmp_path) == [4, 6, 8, 10]
+    assert result.score == max(0.9, averaged) and checkpoints.steps(tmp_path) == [4, 6, 8, 10]
     expected = task.asked[1]
     if chosen == "average":
         expected = {name: sum(w[name].double() for w in task.asked[2:5]) / 3 for name in expected}
-    for name, x in store.load_run(tmp_path).weights.items():
+    for name, x in checkpoints.load_run(tmp_path).weights.items():
         torch.testing.assert_close(x, expected[name].float(), rtol=0, atol=1e-7)
 
 
@@ -132,7 +132,7 @@ def test_a_best_step_between_two_saves_is_saved_but_not_averaged(tmp_path):
 
     with safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert file.metadata()["step"] == "average of 4, 8, 9"
-    assert store.steps(tmp_path) == [4, 6, 8, 9]
+    assert checkpoints.steps(tmp_path) == [4, 6, 8, 9]
 
 
 def test_patience_ends_a_run_early_and_it_stays_ended(tmp_path):
@@ -157,12 +157,12 @@ def test_dice_that_are_put_back_throw_what_they_would_have_thrown():
     def thrown():
         return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()
 
-    dice.throw(3)
+    rng.throw(3)
     np.random.randn()  # of the two that it makes, one is left for later
-    held = json.loads(json.dumps(dice.held()))
+    held = json.loads(json.dumps(rng.held()))
     first = thrown()
     assert thrown() != first
-    dice.put_back(held)
+    rng.put_back(held)
     assert thrown() == first
 
 
@@ -171,7 +171,7 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     assert (result.best, result.best_step) == (0.1, 4)
     result = train(tmp_path / "none", scored((math.nan,), math.nan, steps=4, average=2))
     assert (result.best, result.averaged, result.chosen, result.score) == (None, None, "last", None)
-    assert journal.lines(tmp_path / "none" / "metrics.jsonl")[0]["val"] == {"accuracy": None}
+    assert metrics_log.lines(tmp_path / "none" / "metrics.jsonl")[0]["val"] == {"accuracy": None}
 
 
 def test_a_score_that_does_not_choose_is_refused(tmp_path):
@@ -203,8 +203,8 @@ def broken(at: int, value: float | None = None, **changes) -> Small:
 def test_a_loss_that_is_no_number_ends_training_with_the_step_and_the_last_good_checkpoint(tmp_path, value):
     with pytest.raises(RunError, match=r"the loss is (nan|inf) at update 12: the last good checkpoint is .*step-000010\. Try"):
         train(tmp_path, broken(12, value))
-    assert store.steps(tmp_path) == [5, 10]
-    assert all(x.isfinite().all() for x in store.load(store.latest(tmp_path)).weights.values())
+    assert checkpoints.steps(tmp_path) == [5, 10]
+    assert all(x.isfinite().all() for x in checkpoints.load(checkpoints.latest(tmp_path)).weights.values())
     with pytest.raises(RunError, match="at update 2: no checkpoint has been saved yet"):
         train(tmp_path / "early", broken(2, value))
 
@@ -222,7 +222,7 @@ def test_a_gradient_that_is_no_number_ends_training_before_it_is_saved(tmp_path)
     task.loss = loss
     with pytest.raises(RunError, match="the gradient is not finite at update 10"):
         train(tmp_path, task)
-    assert store.steps(tmp_path) == [5]
+    assert checkpoints.steps(tmp_path) == [5]
 
 
 def test_half_precision_may_skip_updates_but_not_forever(tmp_path):
@@ -235,16 +235,16 @@ def test_half_precision_may_skip_updates_but_not_forever(tmp_path):
         total=plain(model, batch, step).total * (math.inf if step in (5, 6) else 1)
     )
     assert train(tmp_path / "fine", task).steps == 40
-    state = store.load(store.latest(tmp_path / "fine")).state
+    state = checkpoints.load(checkpoints.latest(tmp_path / "fine")).state
     assert state["skipped"] == 0 and state["scaler"]["scale"] == 2**16 / 4
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "16-mixed"])
 def test_every_precision_learns_with_weights_in_float32(tmp_path, precision):
     train(tmp_path, precision=precision, steps=20)
-    lines = journal.lines(tmp_path / "metrics.jsonl")
+    lines = metrics_log.lines(tmp_path / "metrics.jsonl")
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert {x.dtype for x in store.load_run(tmp_path).weights.values()} == {torch.float32}
+    assert {x.dtype for x in checkpoints.load_run(tmp_path).weights.values()} == {torch.float32}
 
 
 def test_settings_that_mean_nothing_are_refused_before_anything_is_written(tmp_path):
@@ -338,14 +338,14 @@ def test_spans_of_time_are_short():
 
 
 def test_a_journal_forgets_what_is_behind_the_step_it_goes_on_from(tmp_path):
-    made = journal.Journal(tmp_path, 0)
+    made = metrics_log.Journal(tmp_path, 0)
     for step in (5, 10, 15):
         made.write({"step": step, "loss": math.nan if step == 10 else 1.0})
     made.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 20, "lo')
-    journal.Journal(tmp_path, 10).close()
+    metrics_log.Journal(tmp_path, 10).close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 5, "loss": 1.0}\n{"step": 10, "loss": null}\n'
     (tmp_path / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(RunError, match="not as it was written"):
-        journal.Journal(tmp_path, 10)
+        metrics_log.Journal(tmp_path, 10)

@@ -9,10 +9,10 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from conftest import CASES, DEVICE, Case, claiming, close, data, every, modes, some
 from regard import layer
-from regard.kernels.parts import Span
-from regard.kernels.tiles import Reach, tiled
 from regard.mixers.base import Can
-from regard.mixers.patterns import Local, Pattern
+from regard.ops.tile.attention import Reach, tiled
+from regard.patterns import Local, Pattern
+from regard.patterns.tiles import Span
 
 # Rows whose pattern or transform is another one for every number of real tokens: vmap over padding cannot read that number.
 COUNTS_TOKENS = {"bigbird", "fnet"}  # bigbird where it draws blocks from all tokens: not causal, random > 0

@@ -10,7 +10,7 @@ from regard.data.batch import Batch
 from regard.training.fit import fit
 from regard.training.learner import Learner, optimizer
 from regard.training.losses import Loss
-from regard.training.rates import SCHEDULES, factor
+from regard.training.lr_schedule import SCHEDULES, factor
 from small_task import Small, small
 
 

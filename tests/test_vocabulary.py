@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data.batch import BEGIN, END, MASK, PAD, SPECIAL, UNKNOWN
-from regard.data.copying import extended, spoken, target_extended
+from regard.data.bpe_dropout import Wavering
+from regard.data.extended_vocab import extended, spoken, target_extended
 from regard.data.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words, vocabulary
-from regard.data.wavering import Wavering
 
 CORPUS = [
     "Two young, white males are outside near many bushes.",

@@ -14,7 +14,7 @@ import torch
 
 from regard import Dims, layer
 from regard.catalogue import CATALOGUE
-from regard.mixers.patterns import PATTERNS, Pattern
+from regard.patterns import PATTERNS, Pattern
 from regard.positions import POSITIONS, positions
 from regard.spec import Spec, _options
 

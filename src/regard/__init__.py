@@ -4,11 +4,11 @@ from regard._version import version as __version__
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
-from regard.mixers.features import per_query_head
-from regard.mixers.graph import disjoint, edge_weights, over
+from regard.mixers.feature_math import per_query_head
+from regard.mixers.graph_attention import disjoint, edge_weights, over
 from regard.mixers.graph_layer import GraphAttention
 from regard.mixers.low_rank import tie
-from regard.mixers.patterns import (
+from regard.patterns import (
     Blocks,
     Causal,
     Columns,

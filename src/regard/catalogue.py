@@ -5,23 +5,23 @@ A new mechanism is one class in its family's file and one row here.
 
 from __future__ import annotations
 
+from regard.catalogue_row import Example, Row, growth
+from regard.mixers.attention_free import GMLP, FNet, MlpMixer
 from regard.mixers.baselines import RNN, Conv, WindowFC
 from regard.mixers.cluster import Reformer, Routing
 from regard.mixers.compressed import Compressed
-from regard.mixers.free import GMLP, FNet, MlpMixer
+from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.gated import GLA, Delta, Retention
-from regard.mixers.graph import GAT
+from regard.mixers.graph_attention import GAT
 from regard.mixers.hybrid import Hybrid
-from regard.mixers.kernel import RFA, Cosformer, Linear
 from regard.mixers.landmarks import Nystrom, PooledQueries
+from regard.mixers.linear_attention import RFA, Cosformer, Linear
 from regard.mixers.low_rank import Linformer
-from regard.mixers.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
-from regard.mixers.peaked import Efficient, Performer
 from regard.mixers.sinkhorn import Sinkhorn
 from regard.mixers.softmax import Additive, Identity, Relu, Softmax
 from regard.mixers.sparse import BigBird, Longformer, Sinks, Sparse, SparseTransformer
 from regard.mixers.synthesizer import Synthesizer
-from regard.row import Example, Row, growth
+from regard.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
 
 _ROWS = [
     Row(

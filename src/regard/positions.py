@@ -16,12 +16,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from regard.cache import lasting
 from regard.checks import WIDEST, need
-from regard.kernels.once import once
-from regard.kernels.remember import lasting
-from regard.kernels.terms import Term
 from regard.mixers.base import Can, Dims, Places, needed_length
-from regard.mixers.where import Positions
+from regard.mixers.position_interface import Positions
+from regard.ops.once import once
+from regard.ops.score_bias import Term
 from regard.text import chosen
 
 __all__ = ["POSITIONS", "Alibi", "Floater", "Learned", "Nothing", "Positions", "Recurrent", "Relative", "Rotary", "Sinusoidal"]

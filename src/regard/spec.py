@@ -11,13 +11,13 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from regard.catalogue import CATALOGUE
+from regard.catalogue_row import Row
 from regard.checks import check_flag, shown
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
-from regard.mixers.patterns import PATTERNS, Pattern
-from regard.mixers.where import Positions
+from regard.mixers.position_interface import Positions
+from regard.patterns import PATTERNS, Pattern
 from regard.positions import positions as make_positions
-from regard.row import Row
 from regard.text import DEEPEST, LARGEST, TextError, parse, unknown
 
 Value = bool | int | float | str | Pattern | tuple["Value", ...] | None

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from regard.blocks.block import Block
-from regard.blocks.placed import PlacedBlock
+from regard.blocks.positioned_block import PlacedBlock
 from regard.blocks.stack import Context, Stack
 from regard.mixers.base import State, mask_padding
-from regard.mixers.features import wide
+from regard.mixers.feature_math import wide
 from regard.mixers.state import check_states
 
 Two = tuple[Tensor, Tensor]

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from regard.blocks.block import Block, NormClass, check_context
 from regard.blocks.feedforward import FeedForward
-from regard.blocks.placed import PlacedBlock
+from regard.blocks.positioned_block import PlacedBlock
 from regard.checks import check_dense, need
-from regard.kernels.once import one_pass
 from regard.mixers.base import Dims, State, check_valid, fewer, mask_padding
-from regard.mixers.patterns import Pattern
+from regard.mixers.position_interface import Positions
 from regard.mixers.state import check_states
-from regard.mixers.where import Positions
+from regard.ops.once import one_pass
+from regard.patterns import Pattern
 from regard.positions import entering
 from regard.spec import Spec
 

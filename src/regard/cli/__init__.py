@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from regard._version import version
-from regard.cli.learn import train
-from regard.cli.listing import tasks
+from regard.cli.console import aside, plain_warnings, screen
+from regard.cli.infer import distil, evaluate, predict
 from regard.cli.mechanisms import list_, show
-from regard.cli.say import aside, plain_warnings, screen
-from regard.cli.stopping import Stoppable, minded
-from regard.cli.use import distil, evaluate, predict
+from regard.cli.signals import Stoppable, minded
+from regard.cli.task_list import tasks
+from regard.cli.train import train
 
 app = typer.Typer(cls=Stoppable, help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
+from regard.analysis.cost import Facts, facts, pattern_of
 from regard.catalogue import CATALOGUE
-from regard.cli.say import columns, labelled, screen, sentences, write_json
-from regard.facts import Facts, facts, pattern_of
+from regard.catalogue_row import Row, growth
+from regard.cli.console import columns, labelled, screen, sentences, write_json
 from regard.mixers.base import Can, Dims
-from regard.mixers.census import several_windows
-from regard.mixers.patterns import PATTERNS
+from regard.patterns import PATTERNS
+from regard.patterns.density import several_windows
 from regard.positions import POSITIONS
-from regard.row import Row, growth
 from regard.spec import Spec
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _draw(known: Facts, out: Path) -> None:
 def _painter() -> Callable[[Facts], Figure]:
     """Matplotlib is slow to load, an extra, and needed for this alone."""
     try:
-        from regard.pictures import picture
+        from regard.plots.mechanism_plot import picture
     except ModuleNotFoundError as error:
         raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
     return picture

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regard.blocks.feedforward import FeedForward
-from regard.cli.say import sentences
+from regard.cli.console import sentences
 from regard.config import Config
 from regard.mixers.base import Can, Dims
 from regard.models.build import stack
-from regard.models.embed import placed
+from regard.models.embedding import placed
 from regard.models.translator import Wires
 from regard.spec import Spec
 from regard.text import unknown
@@ -28,7 +28,7 @@ STRONGEST = 10  # length ** 10: all that anybody could mean, and no float overfl
 def asked(name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None) -> Config:
     """What a task begins with, or what the run in `out` was begun with, and the changes to it."""
     from regard import tasks
-    from regard.training.store import load_config
+    from regard.training.checkpoints import load_config
 
     begun = load_config(out) if out is not None else None
     config = tasks.config(name)
@@ -168,7 +168,7 @@ def _parsed(text: str) -> Spec:
 def _forms(task: Task) -> list[dict[str, bool]]:
     """The bodies of its model: an encoder, unless it is a language model; and a decoder, where there is one."""
     from regard.tasks.copying import CopyTask
-    from regard.tasks.language import LanguageTask
+    from regard.tasks.language_modeling import LanguageTask
     from regard.tasks.translation import TranslationTask
 
     if isinstance(task, LanguageTask):
@@ -207,8 +207,8 @@ def check_used(task: Task, changes: Sequence[str]) -> None:
 
 
 def _check_training(task: Task) -> None:
-    from regard.training.about import check_settings
     from regard.training.learner import TYPES
+    from regard.training.run_info import check_settings
 
     if task.config.precision not in TYPES:
         raise ValueError(unknown("there is no precision", task.config.precision, TYPES))

@@ -54,11 +54,11 @@ def used(count: int) -> Iterator[None]:
 
 def _recorded(run: Path) -> int | None:
     """What run.json says, if a run has begun there on a CPU."""
-    from regard.training import files, store
+    from regard.training import atomic_files, checkpoints
 
-    if not (run / store.ABOUT).is_file():
+    if not (run / checkpoints.ABOUT).is_file():
         return None
-    about = files.read_json(run / store.ABOUT, "restore it, or delete the folder and train again")
+    about = atomic_files.read_json(run / checkpoints.ABOUT, "restore it, or delete the folder and train again")
     count = about.get("threads")
     sound = type(count) is int and 1 <= count <= MOST and about.get("device") == "cpu"
     return count if sound else None

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from regard.data.batch import END, SPECIAL, UNKNOWN
-from regard.data.files import sound
 from regard.data.strict_json import JsonError, read_value
+from regard.data.text_files import sound
 from regard.text import unknown
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.data.files import DataError, Pair, sound, text
-from regard.data.find import file
-from regard.data.sets import Splits
+from regard.data.datasets import Splits
+from regard.data.locate import file
 from regard.data.strict_json import JsonError, read_value
+from regard.data.text_files import DataError, Pair, sound, text
 
 SPLITS = {"train": 0, "dev": 1, "test": 2}
 _WORD = re.compile(r"[^\W_]+|[^\w\s]|_")

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.decoding.rules import Rules
-from regard.decoding.speak import Ended, Speaker, Told, read, unended
-from regard.decoding.top import top
-from regard.mixers.features import wide
+from regard.decoding.constraints import Rules
+from regard.decoding.generate import Ended, Speaker, Told, read, unended
+from regard.mixers.feature_math import wide
+from regard.ops.topk import top
 
 
 class Beams(NamedTuple):

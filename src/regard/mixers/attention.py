@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from regard.checks import check_batch
-from regard.kernels.once import once
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, mask_padding, only, refer
-from regard.mixers.where import Positions
+from regard.mixers.position_interface import Positions
+from regard.ops.once import once
 
 
 def precise(x: Tensor) -> AbstractContextManager[object]:

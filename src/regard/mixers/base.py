@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from regard.checks import check_flag, check_vectors, need
 from regard.checks import check_valid as check_valid
-from regard.kernels.once import once
 from regard.mixers.state import Maker, check_state
 from regard.mixers.state import Reading as Reading
 from regard.mixers.state import State as State
 from regard.mixers.state import nbytes as nbytes
 from regard.mixers.state import select as select
+from regard.ops.once import once
 
 
 class Can(Flag):

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checks import WIDEST, need
-from regard.kernels.recur import recur
 from regard.mixers.attention import precise
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.features import wide
-from regard.mixers.packing import Packed
+from regard.mixers.feature_math import wide
+from regard.mixers.unpad import Packed
+from regard.ops.rnn import recur
 
 PIECE = 1024  # tokens of a line that are convolved together
 WEIGHED = 4096  # tokens of a window, each with weights of its own

@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from regard.checks import WIDEST, need
-from regard.kernels.dense import fused
-from regard.kernels.groups import Stretch, chunked, newest
-from regard.kernels.pieces import in_pieces
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.features import gaussian, wide
-from regard.mixers.labelled import Labelled, Shelf
-from regard.mixers.lookup import widened
+from regard.mixers.bucketed import Labelled, Shelf
+from regard.mixers.feature_math import gaussian, wide
+from regard.mixers.pattern_attention import widened
 from regard.mixers.softmax import default_scale
+from regard.ops.bucket import Stretch, chunked, newest
+from regard.ops.dense import fused
+from regard.ops.strip import in_pieces
 
 SHORTEST = 1e-6  # a vector shorter than this has no direction
 FINE = 1 << 30  # similarities closer than one part in so many are equal: the earlier token wins

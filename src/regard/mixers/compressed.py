@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from regard.checks import need
-from regard.kernels.dense import fused, merged, small
-from regard.kernels.parts import Span
-from regard.kernels.pieces import in_pieces
-from regard.kernels.tiles import Reach, tiled
 from regard.mixers.base import Core, Dims, Places
-from regard.mixers.features import wide
-from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
-from regard.mixers.memory import Log, Newest, spare
-from regard.mixers.patterns import Blocks, Everything
+from regard.mixers.feature_math import wide
+from regard.mixers.kv_cache import Log, Newest, spare
+from regard.mixers.pattern_attention import FEW, Lookup, packed, packed_queries, widened
 from regard.mixers.softmax import EVERY
+from regard.ops.dense import fused, merged, small
+from regard.ops.strip import in_pieces
+from regard.ops.tile.attention import Reach, tiled
+from regard.patterns import Blocks, Everything
+from regard.patterns.tiles import Span
 
 Answer = tuple[Tensor, Tensor]  # out and log-sum-exp
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import need
-from regard.kernels import chunks, delta
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.features import ask, left, log_gate, nothing, per_query_head, ratio, where_valid
-from regard.mixers.kernel import Kernel
+from regard.mixers.feature_math import ask, left, log_gate, nothing, per_query_head, ratio, where_valid
+from regard.mixers.linear_attention import Kernel
+from regard.ops.delta import torch as delta
+from regard.ops.linear import torch as chunks
 
 ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
 

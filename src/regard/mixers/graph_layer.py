@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from regard.mixers.attention import attend
 from regard.mixers.base import Dims
-from regard.mixers.graph import GAT
-from regard.mixers.patterns import Pattern
+from regard.mixers.graph_attention import GAT
+from regard.patterns import Pattern
 
 
 class GraphAttention(nn.Module):

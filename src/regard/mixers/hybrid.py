@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.mixers.base import Can, Core, Dims, Places
-from regard.mixers.features import wide
+from regard.mixers.exp_features import Efficient, Performer
+from regard.mixers.feature_math import wide
 from regard.mixers.gated import GLA, Delta, Retention
-from regard.mixers.kernel import RFA, Cosformer, Kernel, Linear
-from regard.mixers.memory import Log
-from regard.mixers.patterns import Pattern
-from regard.mixers.peaked import Efficient, Performer
+from regard.mixers.kv_cache import Log
+from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
 from regard.mixers.sparse import Sparse
+from regard.patterns import Pattern
 from regard.text import chosen
 
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
 from regard.checks import WIDEST, need
-from regard.kernels.dense import fused
-from regard.kernels.tiles import UNSEEN
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.features import wide
-from regard.mixers.lookup import packed_queries
-from regard.mixers.memory import Keeper, Log
+from regard.mixers.feature_math import wide
+from regard.mixers.kv_cache import Keeper, Log
+from regard.mixers.pattern_attention import packed_queries
 from regard.mixers.softmax import Softmax
+from regard.ops.dense import fused
+from regard.ops.tile.attention import UNSEEN
 
 
 def real_first(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:

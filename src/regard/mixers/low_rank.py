@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from regard.checks import WIDEST, need
-from regard.kernels import chunks
-from regard.kernels.dense import fused
-from regard.kernels.tiles import UNSEEN
 from regard.mixers.base import Core, Dims, Places, needed_length
-from regard.mixers.features import joined, per_query_head, where_valid, wide
-from regard.mixers.kernel import CPU_RUN, GPU_RUN
+from regard.mixers.feature_math import joined, per_query_head, where_valid, wide
+from regard.mixers.linear_attention import CPU_RUN, GPU_RUN
 from regard.mixers.softmax import EVERY
+from regard.ops.dense import fused
+from regard.ops.linear import torch as chunks
+from regard.ops.tile.attention import UNSEEN
 
 SHARES = ("none", "head", "kv", "layer")
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 from regard.checks import WIDEST, need
-from regard.kernels.pieces import in_pieces
-from regard.kernels.tiles import UNSEEN, accumulator
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.lookup import packed, widened
-from regard.mixers.memory import Keeper, Log
+from regard.mixers.kv_cache import Keeper, Log
+from regard.mixers.pattern_attention import packed, widened
+from regard.ops.strip import in_pieces
+from regard.ops.tile.attention import UNSEEN, accumulator
 
 
 class Sinkhorn(Keeper):

@@ -11,14 +11,14 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from regard.checks import WIDEST, need
-from regard.kernels.dense import fused
-from regard.kernels.pieces import in_even_pieces
-from regard.kernels.tiles import Reach, accumulator
-from regard.kernels.transforms import exporting, transformed
 from regard.mixers.base import Can, Core, Dims, Places
-from regard.mixers.lookup import Lookup, packed, packed_queries, widened
-from regard.mixers.memory import Keeper, Log
-from regard.mixers.patterns import Everything
+from regard.mixers.kv_cache import Keeper, Log
+from regard.mixers.pattern_attention import Lookup, packed, packed_queries, widened
+from regard.ops.dense import fused
+from regard.ops.strip import in_even_pieces
+from regard.ops.tile.attention import Reach, accumulator
+from regard.patterns import Everything
+from regard.transforms import exporting, transformed
 
 EVERY = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
 DOTS = EVERY | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax

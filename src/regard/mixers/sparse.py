@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from regard.checks import need, shown
-from regard.kernels.tiles import Reach
 from regard.mixers.base import Can, Core, Dims, Places, only, refer
-from regard.mixers.census import Census, census
-from regard.mixers.lookup import Lookup
-from regard.mixers.memory import Keeper, Log
-from regard.mixers.patterns import (
+from regard.mixers.kv_cache import Keeper, Log
+from regard.mixers.pattern_attention import Lookup
+from regard.mixers.position_interface import Positions
+from regard.mixers.softmax import DOTS, default_scale
+from regard.ops.tile.attention import Reach
+from regard.patterns import (
     Blocks,
     Columns,
     Dilated,
@@ -27,9 +28,8 @@ from regard.mixers.patterns import (
     Stride,
     Tail,
 )
-from regard.mixers.patterns.drawn import DRAWN
-from regard.mixers.softmax import DOTS, default_scale
-from regard.mixers.where import Positions
+from regard.patterns.density import Census, census
+from regard.patterns.drawn import DRAWN
 
 __all__ = ["BigBird", "Census", "Longformer", "Sinks", "Sparse", "SparseTransformer", "census"]
 

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import regard.mixers.softmax as family
 from regard.checks import WIDEST, need
-from regard.kernels.pieces import in_even_pieces
-from regard.kernels.tiles import UNSEEN, accumulator
-from regard.kernels.transforms import exporting, transformed
 from regard.mixers.base import Can, Dims, Places, needed_length
-from regard.mixers.lookup import FEW, Lookup, packed, packed_queries, widened
-from regard.mixers.memory import Log
+from regard.mixers.kv_cache import Log
+from regard.mixers.pattern_attention import FEW, Lookup, packed, packed_queries, widened
+from regard.ops.strip import in_even_pieces
+from regard.ops.tile.attention import UNSEEN, accumulator
+from regard.transforms import exporting, transformed
 
 FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 

@@ -9,11 +9,11 @@ from regard.blocks.stack import Stack
 from regard.config import Config
 from regard.mixers.attention import Attention
 from regard.mixers.base import Dims
-from regard.mixers.where import Positions
-from regard.models.embed import Embedding, Tokens, placed
+from regard.mixers.position_interface import Positions
+from regard.models.causal_lm import LanguageModel
+from regard.models.embedding import Embedding, Tokens, placed
 from regard.models.encoder import Encoder
 from regard.models.heads import NextToken
-from regard.models.language import LanguageModel
 from regard.models.translator import Translator
 
 

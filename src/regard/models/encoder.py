@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
 from regard.mixers.base import fewer, mask_padding
-from regard.models.embed import Embedding
+from regard.models.embedding import Embedding
 
 
 class Encoded(NamedTuple):

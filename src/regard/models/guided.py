@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from regard.config import Config
 from regard.mixers.attention import precise
 from regard.mixers.base import Can, Dims, Mixer, Places, State, mask_padding
-from regard.mixers.features import wide
-from regard.mixers.packing import to_front
+from regard.mixers.feature_math import wide
+from regard.mixers.unpad import to_front
 from regard.models.build import translator
 from regard.models.translator import Translator
 from regard.text import unknown

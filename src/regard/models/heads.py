@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import bent, share
-from regard.mixers.features import wide
+from regard.mixers.feature_math import wide
 from regard.text import unknown
 
 POOLS = ("token", "mean", "max")

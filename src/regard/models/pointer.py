@@ -17,10 +17,10 @@ from regard.checks import need
 from regard.config import Config
 from regard.mixers.attention import precise
 from regard.mixers.base import Places, State, check_valid, mask_padding
-from regard.mixers.features import wide
-from regard.mixers.where import Positions
+from regard.mixers.feature_math import wide
+from regard.mixers.position_interface import Positions
 from regard.models import build
-from regard.models.embed import Vectors
+from regard.models.embedding import Vectors
 from regard.models.encoder import Encoder
 
 

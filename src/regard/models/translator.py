@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
 from regard.mixers.base import State
-from regard.models.embed import Embedding
+from regard.models.embedding import Embedding
 from regard.models.encoder import Encoded, Encoder
 
 WIRINGS = ("last", "each", "mixed")

@@ -27,14 +27,14 @@ from torch import nn
 from regard.blocks.stack import Named, Stack
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims
+from regard.models.causal_lm import LanguageModel
 from regard.models.encoder import Encoder
-from regard.models.language import LanguageModel
-from regard.models.reader import Reader
+from regard.models.encoder_head import Reader
 from regard.models.translator import Translator
 from regard.positions import Learned
+from regard.pretrained.checkpoint_files import Checkpoint, CheckpointError, settings
 from regard.pretrained.families import FAMILIES
-from regard.pretrained.files import Checkpoint, CheckpointError, settings
-from regard.pretrained.recipe import Names, Told, source
+from regard.pretrained.family import Names, Told, source
 from regard.spec import Spec
 from regard.text import unknown
 

@@ -16,15 +16,15 @@ from torch import nn
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.stack import Stack
 from regard.mixers.base import Dims
-from regard.models.embed import Tokens
+from regard.models.causal_lm import LanguageModel
+from regard.models.embedding import Tokens
 from regard.models.encoder import Encoder
+from regard.models.encoder_head import Reader
 from regard.models.heads import MaskedToken, NextToken, PerSequence, PerVector
-from regard.models.language import LanguageModel
-from regard.models.reader import Reader
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.pretrained.files import Take
-from regard.pretrained.recipe import Family, Names, Told, conv, layers, waves
+from regard.pretrained.checkpoint_files import Take
+from regard.pretrained.family import Family, Names, Told, conv, layers, waves
 
 
 def body(width: int, heads: int, depth: int, ffn: Callable[[], nn.Module], *, eps: float = 1e-5, **options: Any) -> Stack:

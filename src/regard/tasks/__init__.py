@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from regard.config import Config
-from regard.tasks.base import Task
 from regard.tasks.copying import CopyTask, acl_titles, wikisql
-from regard.tasks.language import LanguageTask, shakespeare
+from regard.tasks.language_modeling import LanguageTask, shakespeare
 from regard.tasks.sentiment import PolarityTask, ReviewTask, imdb, polarity
 from regard.tasks.tagging import SawTask, TaggingTask, ewt, saw
+from regard.tasks.task import Task
 from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask
 from regard.tasks.translation_config import copy, multi30k, numbers, reverse
 from regard.text import unknown

@@ -12,20 +12,20 @@ from torch import nn
 from regard.checks import need
 from regard.config import Config
 from regard.data.batch import END, PAD, UNKNOWN, Batch, padded, shifted
-from regard.data.copying import extended, spoken, target_extended
-from regard.data.find import find
-from regard.data.sets import acl_titles as read_titles
+from regard.data.datasets import acl_titles as read_titles
+from regard.data.extended_vocab import extended, spoken, target_extended
+from regard.data.locate import find
 from regard.data.vocabulary import Words, vocabulary
 from regard.data.wikisql import wikisql as read_queries
 from regard.data.wikisql import words
 from regard.models.build import translator
-from regard.models.copying import copier, coverage
-from regard.tasks.base import Step, Task
+from regard.models.pointer_generator import copier, coverage
 from regard.tasks.support import check_vocab, device_under, in_order, learned, resting, spoken_by
+from regard.tasks.task import Step, Task
 from regard.text import unknown
-from regard.training.feeding import heeded
+from regard.training.decoder_inputs import heeded
+from regard.training.decoder_modes import teacher_forcing
 from regard.training.losses import Loss
-from regard.training.modes import teacher_forcing
 
 DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
 WATCHED = 500  # examples of validation that training looks at, here and there: a file may be in order of difficulty

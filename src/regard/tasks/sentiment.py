@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from regard.blocks.feedforward import share
 from regard.checks import need
 from regard.config import Config
-from regard.data import generators
+from regard.data import synthetic
 from regard.data.batch import BEGIN, MASK, Batch, padded
-from regard.data.files import DataError
-from regard.data.find import find
-from regard.data.sets import Labelled
-from regard.data.sets import imdb as read_imdb
+from regard.data.datasets import Labelled
+from regard.data.datasets import imdb as read_imdb
+from regard.data.locate import find
+from regard.data.text_files import DataError
 from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
 from regard.models.build import encoder, tokens
+from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence
-from regard.models.reader import Reader
-from regard.tasks.base import Step, Task
 from regard.tasks.support import check_vocab, choice_of, device_under, in_order, kept_labels, learned, resting
+from regard.tasks.task import Step, Task
 from regard.text import unknown
 from regard.training.losses import Loss, cross_entropy
 
@@ -172,7 +172,7 @@ class ReviewTask(SentimentTask):
 
 class PolarityTask(ReviewTask):
     def examples(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
-        return generators.sentiment()
+        return synthetic.sentiment()
 
 
 def imdb() -> Sentiment:

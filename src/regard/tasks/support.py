@@ -14,9 +14,9 @@ from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
 from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import FIRST
 from regard.decoding import Rules, beam, say
-from regard.decoding.ready import Ready, unready
+from regard.runtime.static_decoder import Ready, unready
 from regard.text import unknown
-from regard.training.feeding import resting
+from regard.training.decoder_inputs import resting
 
 __all__ = [
     "check_lengths",

@@ -16,19 +16,19 @@ from torch import nn
 from regard.blocks.feedforward import share
 from regard.checks import need
 from regard.config import Config
-from regard.data import generators
+from regard.data import synthetic
 from regard.data.batch import NO_LABEL, Batch, padded
-from regard.data.find import find
-from regard.data.sets import Tagged
-from regard.data.sets import ewt as read_ewt
+from regard.data.datasets import Tagged
+from regard.data.datasets import ewt as read_ewt
+from regard.data.locate import find
 from regard.data.vocabulary import Characters, Words, vocabulary
 from regard.models.build import added, encoder
-from regard.models.embed import Spelled
+from regard.models.embedding import Spelled
+from regard.models.encoder_head import Reader
 from regard.models.heads import PerVector
-from regard.models.reader import Reader
-from regard.tasks.base import Step, Task
-from regard.tasks.beginning import short_enough
+from regard.tasks.init_from import short_enough
 from regard.tasks.support import check_lengths, device_under, in_order, kept_labels, resting
+from regard.tasks.task import Step, Task
 from regard.training.losses import Loss, cross_entropy
 
 READING = 20_000  # tokens of a batch when nothing is kept for a backward pass
@@ -173,7 +173,7 @@ class TaggingTask(Task):
 
 class SawTask(TaggingTask):
     def sentences(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
-        return generators.tagging()
+        return synthetic.tagging()
 
 
 def _plain(words: Sequence[str]) -> list[str]:

@@ -10,19 +10,18 @@ import torch
 from torch import nn
 
 from regard.checks import need
-from regard.data import generators
+from regard.data import synthetic
 from regard.data.batch import END, UNKNOWN, Batch, padded
-from regard.data.files import Pair, lines
-from regard.data.find import find
-from regard.data.sets import multi30k as read_multi30k
+from regard.data.bpe_dropout import Wavering
+from regard.data.datasets import multi30k as read_multi30k
+from regard.data.locate import find
+from regard.data.text_files import Pair, lines
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
-from regard.data.wavering import Wavering
-from regard.decoding.parallel import say_at_once
+from regard.decoding.nat_decoding import say_at_once
 from regard.models.build import translator
-from regard.models.parallel import COPIES, parallel
+from regard.models.nat import COPIES, parallel
 from regard.scores import bleu, exact_match
-from regard.tasks.base import Step, Task
-from regard.tasks.beginning import begun, check_slots, short_enough, slots_of
+from regard.tasks.init_from import begun, check_slots, short_enough, slots_of
 from regard.tasks.support import (
     check_lengths,
     check_part,
@@ -36,15 +35,16 @@ from regard.tasks.support import (
     speaker,
     spoken_by,
 )
+from regard.tasks.task import Step, Task
 from regard.tasks.translation_config import Translation
+from regard.training.checkpoints import Run, put_weights
+from regard.training.decoder_modes import MODES, SAMPLED, agreeing, teacher_forcing
 from regard.training.losses import Loss
-from regard.training.modes import MODES, SAMPLED, agreeing, teacher_forcing
-from regard.training.parallel import glance_at
-from regard.training.parallel import loss as loss_at_once
+from regard.training.nat_loss import glance_at
+from regard.training.nat_loss import loss as loss_at_once
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
-from regard.training.scheduled import FORMS, SCHEDULES, Own
-from regard.training.scheduled import share as share_of_truth
-from regard.training.store import Run, put_weights
+from regard.training.scheduled_sampling import FORMS, SCHEDULES, Own
+from regard.training.scheduled_sampling import share as share_of_truth
 
 DECODING, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
 SPELLINGS = 8  # of every training text, where subwords waver
@@ -282,18 +282,18 @@ class NumbersTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
-        return generators.numbers()
+        return synthetic.numbers()
 
 
 class ReverseTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
-        return generators.copying("reverse")
+        return synthetic.copying("reverse")
 
 
 class SayAgainTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
-        return generators.copying("copy")
+        return synthetic.copying("copy")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from regard.training.files import read_tensors
+from regard.training.atomic_files import read_tensors
 
 Weights = Mapping[str, Tensor]
 

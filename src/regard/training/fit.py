@@ -15,18 +15,18 @@ from torch import Tensor
 
 from regard.data.batch import Batch
 from regard.text import unknown
-from regard.training import about, dice, files, store
+from regard.training import atomic_files, checkpoints, rng, run_info
 from regard.training.averaging import average
-from regard.training.feed import batches_of
 from regard.training.interrupts import Interrupted, Interrupts
-from regard.training.journal import Journal
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
+from regard.training.metrics_log import Journal
+from regard.training.prefetch import batches_of
 from regard.training.progress import Lines, Progress, progress
 from regard.training.result import Result, finished
 from regard.training.trainer import device_of, rounded, trainer_in
 
 if TYPE_CHECKING:
-    from regard.tasks.base import Task
+    from regard.tasks.task import Task
 
 LOOK = 50  # updates between two looks at the loss: each waits for the device
 
@@ -41,13 +41,13 @@ def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto"
     `patience` has grown goes on from where it ended; schedules then are those of the larger number.
     """
     out, kind = Path(out), device_of(accelerator)
-    about.check(task)
+    run_info.check(task)
     if task.config.graphs and kind != "cuda":
         raise ValueError(f"graphs=true is for a CUDA device, but this run is on the {kind}: leave it out")
-    with store.locked(out):
-        store.clean(out)
-        config = about.settings(task)
-        grown = about.same_run(out, config, task.assets(), resume)
+    with checkpoints.locked(out):
+        checkpoints.clean(out)
+        config = run_info.settings(task)
+        grown = run_info.same_run(out, config, task.assets(), resume)
         if not grown and (result := finished(out)) is not None:
             if not quiet:
                 told = f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on"
@@ -62,14 +62,14 @@ class _Run:
     def __init__(self, task: Task, out: Path, kind: str, quiet: bool) -> None:
         self.task, self.out, self.config = task, out, task.config
         self.name, self.way = task.best
-        dice.throw(self.config.seed)
+        rng.throw(self.config.seed)
         self.learner = Learner(task.model(), task.loss, self.config, kind)
         self.best: dict[str, Any] | None = None  # {"step": ..., "score": ...}
         self.waited, self.stopped, self.before, self.begun = 0, False, 0.0, time.monotonic()
         self.interrupts = Interrupts(quiet)
-        found = store.latest(out)
-        self.start = store.load(found) if found else None
-        notes = about.begin(out, task, self.learner.model, kind)
+        found = checkpoints.latest(out)
+        self.start = checkpoints.load(found) if found else None
+        notes = run_info.begin(out, task, self.learner.model, kind)
         if self.start and found:
             self._put(self.start, found)
             notes.append(f"going on behind step {self.start.step}")
@@ -78,10 +78,10 @@ class _Run:
         for note in notes:
             self.progress.note(note)
 
-    def _put(self, start: store.Checkpoint, found: Path) -> None:
+    def _put(self, start: checkpoints.Checkpoint, found: Path) -> None:
         """All but the optimiser and the dice, whose time has not come."""
         state = start.state
-        store.put_weights(self.learner.model, start.weights, found / store.WEIGHTS)
+        checkpoints.put_weights(self.learner.model, start.weights, found / checkpoints.WEIGHTS)
         self.learner.step, self.learner.skipped = start.step, state["skipped"]
         self.best, self.waited, self.before = state["best"], state["waited"], state["seconds"]
         self.stopped = state["stopped"] and self._patient_no_more()
@@ -110,11 +110,11 @@ class _Run:
         self.interrupts.install()
         if self.start is None:
             return
-        learner, where = self.learner, store.at(self.out, self.start.step) / store.OPTIMIZER
+        learner, where = self.learner, checkpoints.at(self.out, self.start.step) / checkpoints.OPTIMIZER
         put_optimizer_state(learner.model, learner.optimizer, self.start.optimizer, where)
         if learner.scaler is not None:
             learner.scaler.load_state_dict(self.start.state["scaler"])
-        dice.put_back(self.start.state["dice"])
+        rng.put_back(self.start.state["dice"])
         learner.put_unmeasured(self.start.state.get("unmeasured", []))
         if self.start.state.get("due", False):
             self._after(learner.step)
@@ -202,7 +202,7 @@ class _Run:
             "stopped": self.stopped,
             "skipped": learner.skipped,
             "scaler": learner.scaler.state_dict() if learner.scaler is not None else None,
-            "dice": dice.held(),
+            "dice": rng.held(),
             **({"due": True, "unmeasured": learner.unmeasured()} if due else {}),
         }
 
@@ -210,16 +210,16 @@ class _Run:
         learner = self.learner
         made = optimizer_state(learner.model, learner.optimizer)
         with self.interrupts.held_back():
-            store.save(self.out, store.Checkpoint(store.weights_of(learner.model), made, state))
+            checkpoints.save(self.out, checkpoints.Checkpoint(checkpoints.weights_of(learner.model), made, state))
             self._prune(state["step"])
 
     def _prune(self, step: int) -> None:
         """Keep what is averaged, one more than the last in any case, and the best."""
-        store.prune(self.out, {*self._regular(step)[-max(self.config.average, 2) :], step, *self._best_step()})
+        checkpoints.prune(self.out, {*self._regular(step)[-max(self.config.average, 2) :], step, *self._best_step()})
 
     def _regular(self, last: int) -> list[int]:
         """Saved steps that are averaged: one saved only for being the best so far is not among them."""
-        return [step for step in store.steps(self.out) if step % self.config.save_every == 0 or step == last]
+        return [step for step in checkpoints.steps(self.out) if step % self.config.save_every == 0 or step == last]
 
     def _best_score(self) -> float | None:
         return self.best["score"] if self.best else None
@@ -228,7 +228,7 @@ class _Run:
         return [self.best["step"]] if self.best else []
 
     def _saved(self) -> str:
-        found = store.latest(self.out)
+        found = checkpoints.latest(self.out)
         return f"the last good checkpoint is {found}" if found else "no checkpoint has been saved yet"
 
     def _end(self) -> Result:
@@ -246,23 +246,27 @@ class _Run:
         return self._close(weights, named, averaged, chosen)
 
     def _weights_at(self, step: int) -> dict[str, Tensor]:
-        path = store.at(self.out, step)
-        return store.load(path, f"delete {path} and the folders of all later steps to go on from the checkpoint before").weights
+        path = checkpoints.at(self.out, step)
+        return checkpoints.load(
+            path, f"delete {path} and the folders of all later steps to go on from the checkpoint before"
+        ).weights
 
     def _score_of(self, weights: dict[str, Tensor]) -> float:
         """Of weights that are not the model's, in the model, on the device of training."""
         self.learner.to(self.learner.kind)  # the Trainer takes it back to the CPU, and a resumed run never left it
-        store.put_weights(self.learner.model, weights, "the average")
-        dice.put_back(store.load(store.at(self.out, self.learner.step)).state["dice"])
+        checkpoints.put_weights(self.learner.model, weights, "the average")
+        rng.put_back(checkpoints.load(checkpoints.at(self.out, self.learner.step)).state["dice"])
         return float(self.score()[self.name])
 
     def _close(self, weights: dict[str, Tensor], named: str, averaged: float | None, chosen: str) -> Result:
-        data = files.packed(weights, {"step": named})  # one entry: several would be in any order
+        data = atomic_files.packed(weights, {"step": named})  # one entry: several would be in any order
         best = self.best or {"score": None, "step": None}
         averaged = averaged if averaged is not None and math.isfinite(averaged) else None
         result = Result(self.learner.step, self.name, best["score"], best["step"], averaged, chosen, self.stopped, self.seconds)
-        result.sha256 = files.digest(data)
-        files.replace(self.out / store.WEIGHTS, data)
-        files.replace(self.out / store.RESULT, files.as_json(dataclasses.asdict(result)))  # last: where it is, it is finished
+        result.sha256 = atomic_files.digest(data)
+        atomic_files.replace(self.out / checkpoints.WEIGHTS, data)
+        atomic_files.replace(
+            self.out / checkpoints.RESULT, atomic_files.as_json(dataclasses.asdict(result))
+        )  # last: where it is, it is finished
         self.progress.note(result.sentence())
         return result

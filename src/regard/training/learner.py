@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from regard.config import Config
 from regard.data.batch import Batch
-from regard.training.files import RunError
-from regard.training.graphs import Graphs
+from regard.training.atomic_files import RunError
+from regard.training.graphed_step import Graphs
 from regard.training.losses import Loss
-from regard.training.rates import factor
+from regard.training.lr_schedule import factor
 
 try:
     with warnings.catch_warnings():

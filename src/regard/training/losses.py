@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from regard.data.batch import NO_LABEL
 from regard.mixers.attention import precise, watched
-from regard.mixers.features import wide
+from regard.mixers.feature_math import wide
 from regard.models.heads import NextToken
 
 SLICE = 1 << 25  # scores that are looked at together

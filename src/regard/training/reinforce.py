@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from regard.data.batch import BEGIN, END, Batch, padded, shifted
-from regard.decoding.rules import Rules
-from regard.decoding.speak import Sample, say, unended
+from regard.decoding.constraints import Rules
+from regard.decoding.generate import Sample, say, unended
 from regard.mixers.base import select
 from regard.models.translator import Translator
-from regard.training.feeding import resting, sequence
+from regard.training.decoder_inputs import resting, sequence
 from regard.training.losses import Loss, by_step
 
 Texts = list[list[int]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from regard.training import files, store
-from regard.training.files import RunError
+from regard.training import atomic_files, checkpoints
+from regard.training.atomic_files import RunError
 from regard.training.progress import span
 
 
@@ -37,21 +37,21 @@ class Result:
 
 def finished(out: Path) -> Result | None:
     """How the run ended, if it has; where its weights are gone or changed, its checkpoints end it once more."""
-    path = out / store.RESULT
+    path = out / checkpoints.RESULT
     if not path.is_file():
         return None
     advice = "delete it, and the run ends once more"
     try:
-        result = Result(**files.read_json(path, advice))
+        result = Result(**atomic_files.read_json(path, advice))
         result.sentence()
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, RunError):
             raise
         raise RunError(f"{path} is not as it was written: {advice}") from None
-    weights = out / store.WEIGHTS
-    if weights.is_file() and files.digest(files.read(weights, "restore it")) == result.sha256:
+    weights = out / checkpoints.WEIGHTS
+    if weights.is_file() and atomic_files.digest(atomic_files.read(weights, "restore it")) == result.sha256:
         return result
-    if weights.is_dir() or store.latest(out) is None:
+    if weights.is_dir() or checkpoints.latest(out) is None:
         raise RunError(
             f"{weights} is not as it was written, and there is no checkpoint to make it from: restore it, or train anew"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from regard.text import unknown
-from regard.training.files import RunError
+from regard.training.atomic_files import RunError
 from regard.training.learner import Trainer  # imported there, with a sentence where it is missing
 
 

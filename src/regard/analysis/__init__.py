@@ -1,0 +1,1 @@
+"""Measurements of mechanisms: cost, attention matrices, properties of positions, equivalent layers."""

@@ -1,0 +1,172 @@
+"""What can be made to compute the same: a convolution is attention whose heads each look at one neighbour."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from regard.blocks.feedforward import ACTIVATIONS, FeedForward
+from regard.mixers.attention import attend
+from regard.mixers.base import Dims
+from regard.mixers.softmax import _Strips
+from regard.ops.tile.attention import accumulator
+
+SHARP = 40.0  # e^-40 is 4e-18: all pixels but the one that is meant weigh less than the rounding of float64
+
+
+class Offsets(_Strips):
+    """Every head looks at one place beside the query, whatever the tokens say: scores of relative position alone.
+
+    s_ij = -sharpness_h |p_j - p_i - offset_h|^2, A = softmax(s). Queries and keys are the positions p themselves, (b h n axes).
+    This is u_h . (|x|^2, x) with x = p_j - p_i, the quadratic encoding of the paper, and a number that all j share.
+    Cost: n^2 e, a strip of queries at a time: never n^2 in memory. Cordonnier et al. 2020, arXiv:1911.03584.
+    """
+
+    def __init__(self, dims: Dims, offsets: Tensor, *, sharpness: float = SHARP) -> None:
+        super().__init__(dims)
+        if offsets.shape != (dims.heads, dims.d):
+            raise ValueError(f"offsets have shape {tuple(offsets.shape)}, but (heads, axes) = {(dims.heads, dims.d)} is needed")
+        if not isinstance(sharpness, int | float) or isinstance(sharpness, bool) or not 0 < sharpness < float("inf"):
+            raise ValueError(f"sharpness must be a positive number, not {sharpness!r}")
+        self.offset = nn.Parameter(offsets.clone())
+        self.sharpness = nn.Parameter(torch.full_like(offsets[:, 0], sharpness))
+
+    def depth(self) -> int:
+        return 2 * self.dims.d  # a difference and its square, per axis
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q + self.offset.to(q.dtype)[:, None], k  # where a head of a query looks
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        far = q.new_zeros(())
+        for here, there in zip(q.unbind(-1), k.unbind(-1), strict=True):  # axes: differences are exact in any precision
+            far = far + (there[:, :, None] - here[..., None]).square()
+        return far * -self.sharpness.to(q.dtype)[:, None, None]
+
+    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
+        return s.masked_fill(~seen, -1e30).softmax(-1) * seen
+
+
+class ConvAttention(nn.Module):
+    """Attention over the pixels of an image, (b c H W) -> (b c' H' W'), that starts as the convolution it is made from.
+
+    One head per position of the kernel. Values are the channels of a pixel, shared by all heads; the output projection of a head
+    is its slice of the kernel. Zero padding is a ring of tokens with nothing to say.
+    """
+
+    def __init__(self, conv: nn.Conv2d, *, sharpness: float = SHARP) -> None:
+        super().__init__()
+        check(conv)
+        weight, groups = conv.weight.detach(), conv.groups
+        (high, wide), (down, right) = conv.kernel_size, conv.dilation
+        self.channels, self.reach = conv.in_channels, (high // 2 * down, wide // 2 * right)
+        self.ring = _ring(conv, self.reach)
+        rows, columns = (torch.arange(size, device=weight.device) - size // 2 for size in (high, wide))
+        offsets = torch.cartesian_prod(rows * down, columns * right).to(weight.dtype)
+        dims = Dims(width=self.channels, heads=high * wide, kv_heads=1, key_dim=2, value_dim=self.channels)
+        self.core = Offsets(dims, offsets, sharpness=sharpness)
+        self.out = nn.Linear(len(offsets) * self.channels, conv.out_channels, bias=conv.bias is not None).to(weight)
+        slices = weight.new_zeros(groups, conv.out_channels // groups, len(offsets), groups, self.channels // groups)
+        for g, kernel in enumerate(weight.chunk(groups)):  # a group of channels meets its own kernels, and zeros elsewhere
+            slices[g, :, :, g] = kernel.flatten(2).transpose(1, 2)
+        with torch.no_grad():
+            self.out.weight.copy_(slices.flatten(0, 1).flatten(1))
+            if self.out.bias is not None and conv.bias is not None:
+                self.out.bias.copy_(conv.bias)
+
+    def places(self, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Positions of the queries (1 h n 2) and of all pixels (1 1 m 2), the ring included."""
+        like = self.out.weight
+        sizes = [size + 2 * ring for size, ring in zip((height, width), self.ring, strict=True)]
+        kind = accumulator(like.dtype)  # half precision cannot count to 1,000
+        axes = [torch.arange(size, dtype=kind, device=like.device) for size in sizes]
+        inner = [axis[reach : max(reach, len(axis) - reach)] for axis, reach in zip(axes, self.reach, strict=True)]
+        q, k = (torch.stack(torch.meshgrid(*both, indexing="ij"), -1).flatten(0, 1) for both in (inner, axes))
+        return q.expand(1, self.core.dims.heads, -1, -1), k[None, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, height, width = self._shape(x)
+        q, k = self.places(height, width)
+        (up, side), (tall, broad) = self.ring, self.reach
+        size = height + 2 * (up - tall), width + 2 * (side - broad)
+        if min(size) < 1:
+            raise ValueError(f"an image of {height} x {width} is smaller than the kernel: pad it by {self.reach}, or enlarge it")
+        # Where to look does not depend on what is there: the images of a batch are further channels of one sequence.
+        tokens = pad(x, (side, side, up, up)).flatten(2).permute(2, 0, 1).flatten(1)
+        seen = attend(q, k, tokens.to(q.dtype)[None, None], self.core)  # (1 h n b*c)
+        seen = seen[0].unflatten(-1, (b, c)).permute(2, 1, 0, 3).flatten(2)  # (b n h*c)
+        return self.out(seen.to(x.dtype)).transpose(1, 2).unflatten(2, size)
+
+    def _shape(self, x: Tensor) -> tuple[int, int, int, int]:
+        if x.dim() != 4 or x.shape[1] != self.channels:
+            raise ValueError(f"x has shape {tuple(x.shape)}, but (batch, {self.channels}, height, width) is needed")
+        b, c, height, width = x.shape
+        return b, c, height, width
+
+    def extra_repr(self) -> str:
+        return f"heads={self.core.dims.heads}, ring={self.ring}"
+
+
+def conv_as_attention(conv: nn.Conv2d, *, sharpness: float = SHARP) -> ConvAttention:
+    """An attention layer with the outputs and the gradients of a convolution, and weights of its own to learn from there on.
+
+    Any odd kernel, zero padding, dilation and groups; stride 1. Softmax runs over all pixels: of those that a head does not mean,
+    the nearest is 1 away, so all of them together weigh about 4 e^-sharpness, which is nothing to float64 at the default of 40.
+    There the softmax is too sure to learn where to look, and only the kernel learns; a sharpness of about 2 blurs it enough to.
+    Time grows with the square of the pixels; memory does not, but the heads' answers are as many as kernel positions.
+    """
+    return ConvAttention(conv, sharpness=sharpness)
+
+
+class PointwiseConv(nn.Module):
+    """A feed-forward layer as two convolutions with windows of one token, (b w n) -> (b w n)."""
+
+    def __init__(self, layer: FeedForward) -> None:
+        super().__init__()
+        self.act, self.gated = ACTIVATIONS[layer.activation], layer.gated
+        self.up, self.down = _pointwise(layer.up), _pointwise(layer.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(self.act(self.up(x)))
+        gate, value = self.up(x).chunk(2, 1)
+        return self.down(self.act(gate) * value)
+
+
+def feedforward_as_conv(layer: FeedForward) -> PointwiseConv:
+    """Convolutions with the outputs and the gradients of a feed-forward layer: every token by itself is a window of one.
+
+    Tokens lie along the last axis, as convolutions have them: `feedforward_as_conv(layer)(x.mT).mT`. It drops nothing. The
+    Transformer's paper says so in passing: Vaswani et al. 2017, arXiv:1706.03762.
+    """
+    return PointwiseConv(layer)
+
+
+def _pointwise(linear: nn.Linear) -> nn.Conv1d:
+    conv = nn.Conv1d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None).to(linear.weight)
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight[..., None])
+        if conv.bias is not None:
+            conv.bias.copy_(linear.bias)
+    return conv
+
+
+def check(conv: nn.Conv2d) -> None:
+    """Refuse what is not the same as looking at neighbours."""
+    if not isinstance(conv, nn.Conv2d):
+        raise TypeError(f"conv_as_attention takes an nn.Conv2d, not {type(conv).__name__}")
+    if any(size % 2 == 0 for size in conv.kernel_size):
+        raise ValueError(f"an even kernel has no pixel in its middle, where the query stands: {conv.kernel_size} must be odd")
+    if any(step != 1 for step in conv.stride):
+        raise ValueError(f"every pixel asks, so stride must be 1, not {conv.stride}: use 1 and take every so many of the outputs")
+    if conv.padding_mode != "zeros":
+        raise ValueError(f"padding is a ring of tokens with nothing to say: 'zeros', not {conv.padding_mode!r}")
+
+
+def _ring(conv: nn.Conv2d, reach: tuple[int, int]) -> tuple[int, int]:
+    """How many rows and columns of zeros lie around the image."""
+    if isinstance(conv.padding, str):
+        return reach if conv.padding == "same" else (0, 0)
+    up, side = conv.padding
+    return up, side

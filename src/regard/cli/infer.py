@@ -1,0 +1,222 @@
+"""What a trained run can do: be scored (`evaluate`), answer (`predict`), teach (`distil`)."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from regard.cli import settings
+from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
+from regard.cli.inputs import Line, asked_lines
+from regard.cli.threads import Threads, chosen, used
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from regard.tasks import Task
+    from regard.tasks.translation import TranslationTask
+
+TOGETHER = 256  # lines of a file that are answered at once
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How it answers: beam=5, for one.")]
+
+
+class Trained(NamedTuple):
+    task: Task
+    model: nn.Module
+    update: int | None = None  # of its weights, where the run is not finished
+    threads: int = 1
+
+
+def trained(run: Path, changes: Iterable[str], device: str, threads: int | None = None) -> Trained:
+    """A run, ready to answer; it needs no data. Of an unfinished one it is said which update answers."""
+    from regard import tasks
+    from regard.training.checkpoints import put_weights
+    from regard.training.run_weights import usable
+
+    kind = settings.device(device)
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}")
+    kept, weights, update, note = usable(run)
+    if note:
+        aside(note)
+    config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
+    task = tasks.task(config)
+    try:
+        task.restore(kept.assets)
+    except KeyError as error:
+        raise ValueError(f"{run}/assets lacks {error.args[0]}: restore it, or train again in another folder") from None
+    except ValueError as error:
+        raise ValueError(f"{run}/assets: {error}") from None
+    model = task.model()
+    put_weights(model, kept.weights, weights)
+    return Trained(task, model.to(kind).eval(), update, chosen(config, threads, kind)[0])
+
+
+def evaluate(
+    run: Folder,
+    split: Annotated[str, typer.Option(help="test or val.")] = "test",
+    changes: Changes = None,
+    data: Data = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The scores, machine-readable.")] = False,
+) -> None:
+    """Score a run on data it has not learned from, and keep the scores in RUN/scores.json."""
+    with sentences():
+        if split not in ("test", "val"):
+            raise ValueError(f"the split is test or val, not {split!r}")
+        task, model, update, count = trained(run, changes or [], device, threads)
+        task.read(data)
+        if not task.splits.get(split):
+            raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
+        told = {name: getattr(task.config, name) for name in task.answering}
+        with used(count):
+            scores = task.score(model, split)
+        line: dict[str, Any] = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
+        line |= {} if update is None else {"update": update}  # of a run that is not finished
+        _keep(run / "scores.json", line)
+    if as_json:
+        write_json({"run": str(run), "task": task.config.task, **line})
+        return
+    how = task.signatures()
+    rows = [(name, number(value) + (f"   {how[name]}" if name in how else "")) for name, value in scores.items()]
+    console = screen()
+    which = "" if update is None else f", update {update}"
+    console.print(f"\n{run} on {split}{which}", style="bold", markup=False, highlight=False)
+    console.print(labelled([*rows, ("", ""), ("kept in", str(run / "scores.json"))]), highlight=False)
+
+
+def _keep(path: Path, line: dict[str, Any]) -> None:
+    """Beside other scores; those of the same split, settings and update are replaced."""
+    from regard.data.strict_json import read_value
+    from regard.training import atomic_files
+
+    kept: list[Any] = []
+    if path.is_file():
+        try:
+            kept = read_value(path.read_bytes())
+            kept = [old for old in kept if _what(old) != _what(line)]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path} is not as it was written: delete or restore it, and evaluate again") from None
+    atomic_files.replace(path, atomic_files.as_json([*kept, line]))
+
+
+def _what(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["split"], line["settings"], line.get("update")
+
+
+def predict(
+    run: Folder,
+    source: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, or - for stdin.")],
+    changes: Changes = None,
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
+    with sentences():
+        many, lines = asked_lines(source)
+        task, model, _, count = trained(run, changes or [], device, threads)
+        for part in _parts(lines, TOGETHER if many else 1):
+            with used(count):
+                found = _answers(task, model, part)
+            for answer in found:
+                sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
+            sys.stdout.flush()
+
+
+def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
+    while part := list(islice(lines, size)):
+        yield part
+
+
+def _answers(task: Task, model: nn.Module, part: list[Line]) -> list[str]:
+    """One for each; a line that it cannot answer is named."""
+    asked = [line.text for line in part if line.text.strip()]
+    try:
+        found = iter(task.predict(model, asked))
+    except ValueError as error:
+        if len(part) == 1:
+            raise ValueError(f"{part[0].where}: {str(error).replace('line 1 has', 'it has')}") from None
+        return [answer for line in part for answer in _answers(task, model, [line])]
+    return [next(found) if line.text.strip() else "" for line in part]
+
+
+def distil(
+    run: Folder,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="One answer a line; it must not be there yet.")],
+    changes: Changes = None,
+    data: Data = None,
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Write a run's answers to all training sources, for a student to learn from: --set teacher=FILE. What is stopped goes on."""
+    from regard.cli.partial_answers import Partial
+    from regard.tasks.translation import TranslationTask
+
+    with sentences():
+        if out.exists():
+            raise ValueError(f"{out} is there already: choose another name, or delete it")
+        if not out.parent.is_dir():
+            raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
+        task, model, _, count = trained(run, changes or [], device, threads)
+        if not isinstance(task, TranslationTask):
+            raise ValueError(f"{run} is a run of {task.config.task}: only translation has a teacher's answers to learn from")
+        task.read(data)
+        kept, total = Partial(out, _taught_by(task, model)), len(task.texts["train"])
+        if kept.answers:
+            aside(f"going on behind {len(kept.answers):,} of {total:,} answers in {kept.path}")
+        try:
+            with used(count), _told(total, len(kept.answers)) as told:
+                for answers in task.distil(model, len(kept.answers)):
+                    kept.add(answers)
+                    told(len(kept.answers))
+        except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
+            again = shlex.join(["regard", "distil", str(run), "--out", str(out), *_options(changes, data)])
+            far = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
+            stop(f"stopped; {far}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
+        kept.finish()
+    student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"teacher={out}"])
+    screen().print(labelled([("written", f"{total:,} answers, {out}"), ("learn", student)]), highlight=False)
+
+
+def _options(changes: list[str] | None, data: Path | None) -> list[str]:
+    return [*(word for change in changes or [] for word in ("--set", change)), *(["--data", str(data)] if data else [])]
+
+
+def _taught_by(task: TranslationTask, model: nn.Module) -> dict[str, Any]:
+    """What answers depend on."""
+    from regard.training import atomic_files
+    from regard.training.checkpoints import weights_of
+
+    sources = "\n".join(pair.source for pair in task.texts["train"])
+    told = {name: getattr(task.config, name) for name in task.answering}
+    return {
+        "weights": atomic_files.digest(atomic_files.packed(weights_of(model))),
+        "settings": told,
+        "sources": atomic_files.digest(sources.encode()),
+    }
+
+
+@contextmanager
+def _told(total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """How far it is and how long it will take, on stderr."""
+    from rich.console import Console
+
+    from regard.training.progress import progress
+
+    shown = progress(total, done, console=Console(stderr=True))
+    try:
+        yield shown.step
+    finally:
+        shown.close()

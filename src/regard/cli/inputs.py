@@ -1,0 +1,62 @@
+"""Lines that somebody wants answered: of an argument, a file or stdin, each with its place for a sentence about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from regard.data.text_files import lines, sound
+
+ENDINGS = {".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz", ".xz", ".bz2", ".en", ".de", ".fr", ".src", ".tgt"}  # of files
+
+
+class Line(NamedTuple):
+    text: str
+    where: str  # "test.txt, line 3"
+
+
+def asked_lines(source: str) -> tuple[bool, Iterator[Line]]:
+    """The lines of a file, of stdin for `-`, or of the text itself; and whether there may be so many that it pays to batch."""
+    if source == "-":
+        return False, _stdin()
+    if os.path.isdir(source):
+        raise ValueError(f"{source} is a folder: give a file, a text, or - for stdin")
+    if os.path.exists(source):
+        return True, _file(Path(source))
+    if not sound(source):
+        raise ValueError("this text is not UTF-8")
+    if _like_a_path(source):
+        raise ValueError(f"there is no file {source}. If this is a text: echo {source} | regard predict RUN -")
+    return False, (Line(text, "this text") for text in source.split("\n"))
+
+
+def _like_a_path(text: str) -> bool:
+    """No text that one would write: without spaces, and with what names of files begin or end with."""
+    if not text or any(c.isspace() for c in text) or len(text) > 4096:
+        return False
+    begins = text.startswith(("/", "./", "../", "~/")) and len(text) > 1
+    return begins or Path(text).suffix.lower() in ENDINGS or os.path.isdir(os.path.dirname(text) or "/no folder")
+
+
+def _file(path: Path) -> Iterator[Line]:
+    return (Line(text, f"{path}, line {number}") for number, text in enumerate(lines(path), 1))
+
+
+def _stdin() -> Iterator[Line]:
+    """As they come: nobody waits for the second line before the first is answered."""
+    if sys.stdin is None:
+        raise ValueError("stdin is closed: give a text or a file")
+    number = 0
+    while raw := sys.stdin.buffer.readline():
+        number += 1
+        where = f"stdin, line {number}"
+        if b"\0" in raw:
+            raise ValueError(f"{where}: a NUL character at byte {raw.index(0) + 1}: this is not text")
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 at byte {error.start + 1}") from None
+        yield Line(text.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else ""), where)

@@ -1,0 +1,97 @@
+"""`regard tasks` names what can be learned, and every setting of one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from regard.cli.console import columns, screen, sentences, write_json
+from regard.config import Config
+
+if TYPE_CHECKING:
+    from regard.tasks import Entry
+
+
+def tasks(
+    name: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of them, with all of its settings.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list, with all settings.")] = False,
+) -> None:
+    """Name every task, the data it needs, its score, and what training it takes by default."""
+    from regard import tasks as known
+
+    with sentences():
+        wanted = list(known.TASKS) if name is None else [known.config(name).task]
+    entries = {word: known.TASKS[word] for word in wanted}
+    if as_json:
+        write_json([_entry_json(word, entry) for word, entry in entries.items()])
+    elif name is not None:
+        _show_settings(name, entries[name])
+    else:
+        _show_tasks(entries)
+
+
+def _show_tasks(entries: dict[str, Entry]) -> None:
+    table = columns("name", "what it is", "data", "score", "by default")
+    for word, entry in entries.items():
+        config, score = entry.config(), _best(entry)[0]
+        table.add_row(word, entry.summary, _data(entry), score, f"{config.steps:,} updates of {config.batch_tokens:,} tokens")
+    console = screen()
+    console.print(table, highlight=False)
+    console.print("All settings of one: regard tasks reverse      Learn it: regard train reverse", style="dim", highlight=False)
+
+
+def _show_settings(name: str, entry: Entry) -> None:
+    console, config = screen(), entry.config()
+    console.print(f"\n{name}: {entry.summary}", style="bold", markup=False, highlight=False)
+    console.print(f"data: {_data(entry)}", markup=False, highlight=False)
+    table, told = columns("name", "by default", "what it is"), explained(config)
+    for key, value in config.to_json().items():
+        if key != "task":
+            table.add_row(key, Text(_written(value)), Text(told.get(key, "")))
+    console.print(table, highlight=False)
+    console.print(f"Another value: regard train {name} --set width=128", style="dim", highlight=False)
+
+
+def _written(value: Any) -> str:
+    """As --set reads it."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def explained(config: Config) -> dict[str, str]:
+    """What the code says beside each setting: written once, read in both places."""
+    found: dict[str, str] = {}
+    for kind in reversed(type(config).__mro__):
+        if dataclasses.is_dataclass(kind):
+            found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.+)$", inspect.getsource(kind), re.MULTILINE))
+    return found
+
+
+def _data(entry: Entry) -> str:
+    """What it needs, and whether it is here."""
+    from regard.data.locate import find
+    from regard.data.text_files import DataError
+
+    if entry.data is None:
+        return "none"
+    try:
+        find(entry.data)
+    except DataError:
+        return f"{entry.data} (needs REGARD_DATA)"
+    return f"{entry.data} (is there)"
+
+
+def _best(entry: Entry) -> tuple[str, str]:
+    """The score that chooses, and where it is better."""
+    return entry.task(entry.config()).best
+
+
+def _entry_json(word: str, entry: Entry) -> dict[str, object]:
+    score, better = _best(entry)
+    told = entry.config().to_json()
+    return {"name": word, "summary": entry.summary, "data": entry.data, "score": score, "better": better, "settings": told}

@@ -1,0 +1,178 @@
+"""`regard train TASK` learns a task, with any mechanism."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regard.cli import settings
+from regard.cli.console import aside, labelled, number, screen, sentences, stop
+from regard.cli.threads import Threads, chosen, used
+from regard.config import Config
+from regard.spec import Spec
+
+if TYPE_CHECKING:
+    from regard.tasks import Task
+    from regard.training.fit import Result
+
+RUNS = Path("runs")
+
+
+def train(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Its name: see `regard tasks`.")],
+    mixer: Annotated[
+        list[str] | None, typer.Option(metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run's folder; that of an interrupted run makes it go on.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Threads = None,
+) -> None:
+    """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
+    from regard import tasks as known
+
+    with sentences():
+        kind = settings.device(device)
+        config = settings.asked(task, mixer or [], changes or [], out)
+        _check_folder(out, config)
+        made = known.task(config)
+        settings.check_used(made, changes or [])
+        count, told = chosen(config, threads, kind, out)
+    settings.check(made)
+    with sentences():
+        fit = _fitter()
+        made.read(data)
+        new = out is None or not out.exists()
+        folder = _fresh(config) if out is None else out
+        aside(f"{task} with {_mixers(config, ', ')} in {folder}{told and ', ' + told}")
+    try:
+        with sentences(), used(count):
+            result = fit(made, folder, accelerator=kind)
+    except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
+        stop(_interrupted(task, folder, data), 130 if isinstance(ended, KeyboardInterrupt) else 143)
+    finally:
+        if new:
+            _tidy(folder)
+    with sentences():
+        _report(made, folder, result, data)
+
+
+def _check_folder(out: Path | None, config: Config) -> None:
+    """A new one, or one with this very run, whose `steps` and `patience` may grow."""
+    from regard.training.checkpoints import load_config
+    from regard.training.run_info import GROWS, grown
+
+    if out is None or not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file: a run needs a folder")
+    begun = load_config(out)
+    if begun is None:
+        if any(not path.name.startswith(".") for path in out.iterdir()):
+            raise ValueError(f"{out} is not empty and holds no run: choose another folder")
+        return
+    now = config.to_json()
+    larger = grown(begun, now)
+    if other := [key for key in now if now[key] != begun.get(key, now[key]) and key not in larger]:
+        told = "; ".join(f"{key} is {begun[key]!r} there, not {now[key]!r}" for key in other)
+        may = f" ({' and '.join(GROWS)} may only grow)" if set(other) & set(GROWS) else ""
+        raise ValueError(f"{out} holds a run with other settings: {told}{may}. Choose another folder, or leave the settings out")
+
+
+def _fitter() -> Callable[..., Result]:
+    """What trains: the library behind it is loaded, or missed, before the data is."""
+    from regard.training.fit import fit
+
+    return fit
+
+
+def _mixers(config: Config, between: str = "+") -> str:
+    texts = [config.mixer] if isinstance(config.mixer, str) else config.mixer
+    named = [Spec.of(text) for text in texts]
+    return between.join(dict.fromkeys(spec.name if between == "+" else str(spec) for spec in named))
+
+
+def _fresh(config: Config) -> Path:
+    """A folder with a number that was never used, made at once: nobody else gets it."""
+    RUNS.mkdir(exist_ok=True)
+    stem = f"{config.task}-{_mixers(config)}-"
+    taken = [int(found[1]) for path in RUNS.iterdir() if (found := re.fullmatch(re.escape(stem) + r"(\d+)", path.name))]
+    for count in itertools.count(max(taken, default=0) + 1):
+        folder = RUNS / f"{stem}{count}"
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
+
+
+def _tidy(folder: Path) -> None:
+    """What could not even begin leaves no folder behind."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock"}:
+        (folder / ".lock").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _interrupted(task: str, folder: Path, data: Path | None) -> str:
+    from regard.training import checkpoints
+
+    if checkpoints.load_config(folder) is None:
+        return f"stopped before anything was written into {folder}: train again"
+    found = checkpoints.steps(folder)
+    saved = f"update {found[-1]} is saved, and the run goes on from there" if found else "nothing was saved yet, so train again"
+    again = shlex.join(["regard", "train", task, "--out", str(folder), *(["--data", str(data)] if data else [])])
+    return f"stopped; {saved} with: {again}"
+
+
+def _report(made: Task, folder: Path, result: Result, data: Path | None) -> None:
+    """What was reached, where it lies, and what to do with it."""
+    from regard.training.metrics_log import lines
+
+    told = lines(folder / "metrics.jsonl")
+    best = next((line for line in told if line["step"] == result.best_step), {})
+    scores = {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
+    where = ["--data", str(data)] if data else []
+    shown = (f"{name} {number(value)}" for name, value in scores.items() if isinstance(value, int | float))
+    rows = [("validation", "  ".join(shown) or "no score")]
+    rows += [("run", str(folder)), ("picture", _drawn(made, folder, result, told))]
+    rows += [("evaluate", shlex.join(["regard", "evaluate", str(folder), *where]))]
+    rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder)])} {shlex.quote(_sample(made))}")]
+    screen().print(labelled(rows), highlight=False)
+
+
+def _drawn(made: Task, folder: Path, result: Result, told: list[dict[str, Any]]) -> str:
+    """How it went, drawn into its folder; or what drawing needs."""
+    from regard.training import atomic_files
+
+    try:
+        from regard.plots.training_plot import curve
+    except ModuleNotFoundError as error:
+        return f"drawing needs {error.name}: pip install 'regard[draw]'"
+    told = [line for line in told if {"time", "loss"} <= line.keys()]
+    if not told:
+        return "nothing was measured"
+    paper = BytesIO()
+    kept = result.best_step if result.chosen == "best" else None
+    curve(told, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
+    atomic_files.replace(folder / "curve.png", paper.getvalue())
+    return str(folder / "curve.png")
+
+
+def _sample(made: Task) -> str:
+    """Something that it could be asked."""
+    return textwrap.shorten(made.sample, 60, placeholder="") or "…"

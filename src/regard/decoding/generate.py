@@ -1,0 +1,204 @@
+"""One token after another: the likeliest, or one drawn by chance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from regard.decoding.constraints import Rules
+from regard.mixers.base import check_valid
+from regard.models.causal_lm import last_real
+from regard.ops.topk import likeliest
+from regard.runtime.screened_argmax import Sketch
+
+BEHIND = 4  # steps that a GPU may be behind when it is asked whether all have ended
+
+
+class Speaker(Protocol):
+    """What decoding knows of a model."""
+
+    def extend(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Scores (b n v) of what follows each of these tokens (b n), and the state after them."""
+        ...
+
+
+class Told(Protocol):
+    """What a state can do: that of a mixer, or a model's own."""
+
+    def fan(self, k: int) -> Told:
+        """Every row k times, side by side."""
+        ...
+
+    def select(self, rows: Tensor, within: bool = False) -> Told:
+        """Rows in another order; `within`: each only for one that the same row was fanned into."""
+        ...
+
+
+@runtime_checkable
+class Brief(Protocol):
+    """A model that need not score a whole prompt to say what follows it."""
+
+    def last(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Scores (b v) of what follows the last real token of every row, and the state after it."""
+        ...
+
+
+@runtime_checkable
+class Sketcher(Protocol):
+    """A model that need not score all words to find the likeliest."""
+
+    def sketch(self, state: Any, tokens: Tensor) -> tuple[Tensor | Sketch, Any]:
+        """What follows these tokens (b 1): roughly, or the scores (b v)."""
+        ...
+
+
+class Choice(Protocol):
+    def __call__(self, scores: Tensor) -> Tensor:
+        """A token for every row of scores (b v); -inf is never chosen."""
+        ...
+
+
+class Greedy:
+    """Always the likeliest."""
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        return likeliest(scores)
+
+
+@dataclass
+class Sample:
+    """By chance: among the top_k likeliest, the fewest that together have top_p, and those with at least min_p of the likeliest.
+
+    A temperature below 1 sharpens, above 1 flattens; filters come after it, in this order. The same seed says the same.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature!r}: Greedy() is what 0 would be")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, not {self.top_k!r}")
+        for name in ("top_p", "min_p"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ValueError(f"{name} must be in (0, 1], not {share!r}")
+        self.dice: torch.Generator | None = None
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        if self.seed is not None and self.dice is None:
+            self.dice = torch.Generator(scores.device).manual_seed(self.seed)
+        return torch.multinomial(self.filtered(scores).softmax(-1), 1, generator=self.dice).squeeze(-1)
+
+    def filtered(self, scores: Tensor) -> Tensor:
+        """Scores (b v), with -inf for those that are out."""
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
+        if self.top_p is not None:
+            order = scores.sort(-1, descending=True)
+            share = order.values.softmax(-1)
+            out = share.cumsum(-1) - share >= self.top_p  # those before it have enough; so the likeliest is always in
+            scores = scores.masked_fill(torch.zeros_like(out).scatter(1, order.indices, out), -torch.inf)
+        if self.min_p is not None:
+            share = scores.softmax(-1)
+            scores = scores.masked_fill(share < self.min_p * share.amax(-1, keepdim=True), -torch.inf)
+        return scores
+
+
+class Ended:
+    """Have all rows ended? A GPU is asked for its answer of a few steps ago, so that nobody waits: to go on changes nothing."""
+
+    def __init__(self, behind: int) -> None:
+        self.behind = behind
+        self.asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    @staticmethod
+    def of(device: torch.device) -> Ended:
+        return Ended(BEHIND if device.type == "cuda" else 0)
+
+    def __call__(self, over: Tensor) -> bool:
+        flag, event = over.all(), None
+        if flag.is_cuda:
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+            flag, event = answer.copy_(flag, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self.asked.append((flag, event))
+        if len(self.asked) <= self.behind:
+            return False
+        flag, event = self.asked.popleft()
+        if event is not None:
+            event.synchronize()
+        return bool(flag)
+
+
+def read(model: Speaker, state: Any, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Scores (b v) of what follows the prompt (b n), and the state after it. Rows may be padded anywhere."""
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"a prompt has shape (batch, tokens) with at least one token, not {tuple(prompt.shape)}")
+    check_valid(valid, len(prompt), prompt.shape[1], "the prompt")
+    if valid is not None and not bool(valid.any(1).all()):
+        raise ValueError("every row of a prompt needs at least one real token")
+    if isinstance(model, Brief):
+        return model.last(state, prompt, valid)
+    scores, state = model.extend(state, prompt, valid)
+    return last_real(scores, valid), state
+
+
+def unended(tokens: list[int], end: int) -> list[int]:
+    """What stands in front of the first end."""
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+@torch.no_grad()
+def _spoken(
+    model: Speaker, state: Any, prompt: Tensor, rules: Rules, choice: Choice | None, valid: Tensor | None, ended: Ended
+) -> Iterator[Tensor]:
+    rules, choose = rules.checked(), choice or Greedy()
+    scores: Tensor | Sketch
+    scores, state = read(model, state, prompt, valid)
+    said = torch.empty(len(prompt), rules.most, dtype=prompt.dtype, device=prompt.device)
+    over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    step, counted = 0, rules.prompt(prompt, valid)
+
+    def allowed(x: Tensor) -> Tensor:
+        return rules(x, said[:, :step], counted)
+
+    for step in range(rules.most):
+        token = scores.likeliest(allowed) if isinstance(scores, Sketch) else choose(allowed(scores))
+        token = token.masked_fill(over, rules.end)
+        yield token
+        if step + 1 == rules.most:
+            return
+        said[:, step], over = token, over | (token == rules.end)
+        if ended(over):
+            return
+        if type(choose) is Greedy and isinstance(model, Sketcher):
+            scores, state = model.sketch(state, token[:, None])
+        else:
+            every, state = model.extend(state, token[:, None])
+            scores = every[:, -1]
+
+
+def stream(
+    model: Speaker, state: Any, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The next token of every row (b), as long as any row goes on; a row that has ended says the end again and again."""
+    return _spoken(model, state, prompt, rules, choice, valid, Ended(0))
+
+
+def say(
+    model: Speaker, state: Any, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+) -> list[list[int]]:
+    """What `stream` gives, whole: the answer of every row, without its end."""
+    tokens = torch.stack(list(_spoken(model, state, prompt, rules, choice, valid, Ended.of(prompt.device))), 1)
+    return [unended(row, rules.end) for row in tokens.tolist()]

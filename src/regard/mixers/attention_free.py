@@ -1,0 +1,168 @@
+"""No attention at all: who looks at whom is a fixed wave, or a weight learned for each position. Heads play no part in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.checks import WIDEST, need
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.unpad import Packed
+from regard.ops.dense import fused
+from regard.ops.fourier import waves, waves_by_row
+from regard.ops.ragged import opaque_waves
+from regard.transforms import need_lengths
+
+STRIP = 1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
+
+
+class FNet(Packed):
+    """Tokens meet as waves: a Fourier transform over the sequence and one over the channels. Nothing is learned.
+
+    out = Re(F_n x F_w), F the matrices of the discrete Fourier transform. norm="ortho" divides by sqrt(n w), so that what comes
+    out is about as large as what went in, at any length; norm="none" is the paper's, whose layers normalise every sum. Time
+    n log n. Every output depends on every token and on their number, so it is not causal; rows with equally many real tokens are
+    transformed together. Half precision is computed in float32. Lee-Thorp et al. 2021, arXiv:2105.03824.
+    """
+
+    can = Can.PADDING
+
+    def __init__(self, dims: Dims, *, norm: str = "ortho") -> None:
+        super().__init__(dims)
+        if norm not in ("ortho", "none"):
+            raise ValueError(f"norm must be 'ortho' or 'none', not {norm!r}")
+        self.norm = "ortho" if norm == "ortho" else "backward"  # as torch.fft says it
+
+    def mix(self, x: Tensor, places: Places) -> Tensor:
+        if places.valid is None:
+            return waves(x, self.norm)
+        if torch.compiler.is_dynamo_compiling():
+            return opaque_waves(x, places.valid.sum(1), self.norm)
+        need_lengths(self.name, places.valid)
+        return waves_by_row(x, places.valid.sum(1), self.norm)
+
+
+class MlpMixer(Packed):
+    """A small network across positions, the same one for every channel: who is looked at depends on where alone.
+
+    out = W2 gelu(W1 x + b1) + b2, W1 (hidden max_len), W2 (max_len hidden); a shorter sequence is one with zeros behind it. Time
+    n hidden, and no position is like another, so it is not causal. The paper's layer has a norm before it, a residual connection
+    around it, and a second network across the channels: those are a block's. Tolstikhin et al. 2021, arXiv:2105.01601.
+    """
+
+    can = Can.PADDING
+
+    def __init__(self, dims: Dims, *, hidden: int = 256) -> None:
+        super().__init__(dims)
+        self.up = nn.Linear(self.need_length(), need("hidden", hidden, 1, WIDEST))
+        self.down = nn.Linear(hidden, self.need_length())
+
+    @property
+    def name(self) -> str:
+        return "mlp_mixer"
+
+    def mix(self, x: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - what is no real token is zero, and adds nothing
+        n = x.shape[1]
+        hidden = F.gelu(F.linear(x.mT, self.up.weight[:, :n], self.up.bias))
+        return F.linear(hidden, self.down.weight[:n], self.down.bias[:n]).mT
+
+
+class Gates(NamedTuple):
+    tokens: Tensor  # (b m f) what later tokens need of each: its half of the gate, and for tiny attention its key and value
+
+
+class GMLP(Packed):
+    """A token is scaled, channel by channel, by a learned mixture of all tokens: a gate instead of attention.
+
+    u, v = halves of gelu(W1 x), expand * width channels together;  out = W2 (u * (S norm(v) + b)), S (max_len max_len) and b
+    (max_len) learned over positions, the lower triangle of S alone where it is causal. At first S is near 0 and b is 1, so the
+    gate is open. `tiny` adds one head of softmax attention of that size to the gate: the paper's aMLP, which has 64.
+    Time n^2, memory n (what streams is v). In the paper it is a whole block, with no other network over the channels.
+    Liu et al. 2021, arXiv:2105.08050.
+    """
+
+    can = Can.CAUSAL | Can.PADDING | Can.STREAM
+
+    def __init__(self, dims: Dims, *, expand: int = 4, tiny: int = 0) -> None:
+        super().__init__(dims)
+        longest, channels = self.need_length(), need("expand", expand, 1, 256) * dims.width
+        if channels % 2:
+            raise ValueError(f"gmlp splits its channels in two halves: expand * width = {channels} is an odd number")
+        half, self.size = channels // 2, need("tiny", tiny, 0, WIDEST)
+        self.up, self.down = nn.Linear(dims.width, channels), nn.Linear(half, dims.width)
+        self.norm = nn.LayerNorm(half)
+        self.weight = nn.Parameter(torch.empty(longest, longest).normal_(std=0.01 * longest**-0.5))  # a gate of 1 +- 0.01
+        self.bias = nn.Parameter(torch.ones(longest))
+        self.qkv = nn.Linear(dims.width, 3 * tiny) if tiny else None
+        self.answer = nn.Linear(tiny, half) if tiny else None
+
+    def empty(self, batch: int) -> Gates:
+        return Gates(self.weight.new_zeros(batch, 0, self.down.in_features + 2 * self.size))
+
+    def mix(self, x: Tensor, places: Places) -> Tensor:
+        n = x.shape[1]
+        u, q, tokens = self._parts(x, places.valid)
+        gate, k, v = self._split(tokens)
+        mixture = self.weight[:n, :n] @ gate + self.bias[:n, None]
+        if self.answer is not None:
+            mixture = mixture + self.answer(fused(q[:, None], k, v, scale=self.size**-0.5, valid=places.valid)[:, 0])
+        return self.down(u * mixture)
+
+    def scan(self, memory: Gates, x: Tensor, places: Places) -> tuple[Tensor, Gates]:
+        u, q, new = self._parts(x, places.valid)
+        memory = self._remember(memory, new, places)
+        gate, k, v = self._split(memory.tokens)
+        mixture = self._past(gate, places)
+        if self.answer is not None:
+            mixture = mixture + self.answer(self._attend(q[:, None], k, v, places)[:, 0])
+        return self.down(u * mixture), memory
+
+    def _parts(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """What a token keeps (b n half), what it asks (b n tiny), and what others need of it (b n f): of padding, nothing."""
+        u, v = F.gelu(self.up(x)).chunk(2, -1)
+        q, shown = x[..., :0], self.norm(v)
+        if self.qkv is not None:
+            q, both = self.qkv(x).split([self.size, 2 * self.size], -1)
+            shown = torch.cat([shown, both], -1)
+        return u, q, shown if valid is None else shown.masked_fill(~valid[..., None], 0)
+
+    def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gate (b m half), and with one head, the keys and values of tiny attention."""
+        gate, k, v = tokens.split([self.down.in_features, self.size, self.size], -1)
+        return gate, k[:, None], v[:, None]
+
+    def _remember(self, memory: Gates, new: Tensor, places: Places) -> Gates:
+        """Every token at its position. Rows that differ in length have zeros behind them, to which a sum adds the new ones."""
+        if places.start is not None:
+            return Gates(torch.cat([memory.tokens, new], 1) if places.start else new)
+        old = memory.tokens
+        room = min(old.shape[1] + new.shape[1], self.need_length())
+        at = places.at.clamp_max(room - 1)[..., None].expand_as(new)
+        return Gates(F.pad(old, (0, 0, 0, room - old.shape[1])).scatter_add(1, at, new.to(old.dtype)))
+
+    def _past(self, gate: Tensor, places: Places) -> Tensor:
+        """S gate + b for tokens at these places, each with the row of its position, up to itself. gate (b m half)."""
+        n, m = places.at.shape[1], gate.shape[1]
+        if places.start is None:
+            at = places.at.clamp_max(self.need_length() - 1)
+            seen = torch.arange(m, device=gate.device) <= at[..., None]
+            return (self.weight[:, :m][at] * seen) @ gate + self.bias[at][..., None]
+        if torch.compiler.is_compiling():  # the whole triangle: one graph for any number of strips
+            rows = self.weight[places.start : places.start + n, :m].tril(places.start)
+            return rows @ gate + self.bias[places.start : places.start + n, None]
+        strips, low = [], places.start
+        for rows in self.weight[low : low + n].split(STRIP):
+            high = low + len(rows)
+            strips.append(rows[:, :high].tril(low) @ gate[:, :high])
+            low = high
+        return torch.cat(strips, 1) + self.bias[places.start : low, None]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        scale = self.size**-0.5
+        if places.start == 0:
+            return fused(q, k, v, scale=scale, causal=True)
+        seen = torch.arange(k.shape[2], device=k.device) <= places.at[..., None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)

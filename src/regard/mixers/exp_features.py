@@ -1,0 +1,194 @@
+"""Kernels whose features are exponentials: softmax over features or over random directions, kept finite by running maxima."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.checks import WIDEST, need
+from regard.mixers.base import Dims, Places
+from regard.mixers.estimation import Estimator
+from regard.mixers.feature_math import ask, finite, nothing, orthogonal, per_query_head, ratio, total, where_valid
+from regard.mixers.linear_attention import Kernel
+from regard.ops.linear import torch as chunks
+
+
+class PeakedSums(NamedTuple):
+    s: Tensor  # in units of exp(top), as is z
+    z: Tensor
+    top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first token
+
+
+class Peaked(Kernel):
+    """Kernels whose features are exponentials, kept finite by the largest exponent so far.
+
+    The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
+    Units cancel in the output, so top carries no gradient; top never looks ahead, so rounding does not either.
+    """
+
+    one_top: bool  # for all features, or one for each
+
+    def logs(self, x: Tensor) -> Tensor:
+        """The exponents (b h n f) of the features of queries or keys."""
+        raise NotImplementedError
+
+    def empty(self, k: Tensor, v: Tensor) -> PeakedSums:
+        s, z = nothing(k, v, self.f)
+        return PeakedSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
+
+    def _push(self, memory: PeakedSums, k: Tensor, v: Tensor, places: Places) -> PeakedSums:
+        if k.shape[2] == 0:
+            return memory
+        logs, tops = self._keys(k, places)
+        top = torch.maximum(memory.top, tops.amax(2))
+        keys, kept = (logs - finite(top).unsqueeze(2)).exp(), (memory.top - finite(top)).exp()
+        return PeakedSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
+
+    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
+        logs = where_valid(self.logs(k), places.valid, -torch.inf)
+        return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
+
+    def _rising(self, memory: PeakedSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
+        logs, tops = self._keys(k, places)
+        top = chunks.highest(tops, memory.top)
+        before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
+        decay = (before - top).clamp(min=total(k.dtype))
+        return (logs - finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+        return torch.softmax(self.logs(q), -1)
+
+
+class Efficient(Peaked):
+    """Efficient attention: each feature is a map over the positions, and a query mixes the maps.
+
+    out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
+    as in the paper. Time n d e, memory d (e + 2) at any length. Shen et al. 2018, arXiv:1812.01243.
+    """
+
+    one_top = False
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.f = dims.d
+
+    def logs(self, x: Tensor) -> Tensor:
+        return x
+
+    def _read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:
+        return ask(self._mix(q, places, memory.z.unsqueeze(2)), memory.s)
+
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, places)
+        z = chunks.running(keys, memory.z, decay.exp())
+        out, s = chunks.scan(self._mix(q, places, z), keys, v, memory.s, decay)
+        return out, PeakedSums(s, z[:, :, -1], top)
+
+    def _mix(self, q: Tensor, places: Places, z: Tensor) -> Tensor:
+        """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
+        return self._queries(q, places) / per_query_head(z.clamp(min=1), q)
+
+
+KINDS = ("regularized", "positive", "hyperbolic")
+
+
+class Performer(Estimator, Peaked):
+    """Estimate softmax attention by positive orthogonal random features (FAVOR+), in time n f e and memory f (e + 1).
+
+    phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d; one
+    set serves all heads. Weights are positive and sum to 1, so every output lies in the hull of the values.
+
+    The relative variance of a weight is about exp(2 |x'|^2) / features: at unit variance and d = 64 no number of features
+    that fits a machine is enough, and the estimate is worse than equal weights. `max_norm` bounds it: x' longer than that is
+    shortened to it, as torch.nn.Embedding does, which makes the weights of that query or key less sharp.
+    "learned": one number for each key-value head, at first such that the variance is about 1/2. A number: the same, fixed.
+    None: no bound.
+
+    kind: how directions are drawn.
+    "regularized": with the length sqrt(d). The mean is the paper's regularized softmax kernel, a little below the
+    exponential, with less variance.
+    "positive": with the lengths of Gaussian vectors. For x' within max_norm the mean of phi(q) . phi(k) is
+    exp(q . k / sqrt(d)), without bias. performer(kind="positive", max_norm=None) is the paper's estimator.
+    "hyperbolic": the same in pairs w and -w: without bias, and nearer where scores are small, but half as many directions.
+    Choromanski et al. 2020, arXiv:2009.14794.
+    """
+
+    one_top = True
+    directions: Tensor
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        features: int = 256,
+        kind: str = "regularized",
+        max_norm: float | str | None = "learned",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dims)
+        need("features", features, 1, WIDEST)
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+        self.f, self.kind, self.pairs = features, kind, kind == "hyperbolic"
+        self.register_buffer("directions", torch.empty(-(-features // 2) if self.pairs else features, dims.d))
+        self.redraw(seed)
+        self.max_norm, self.log_norm = _limit(max_norm), None
+        if max_norm == "learned":
+            begin = math.log(math.log1p(features / 2) / 2) / 2  # exp(2 max_norm^2) = 1 + features / 2
+            self.log_norm = nn.Parameter(torch.full((dims.g,), begin))
+
+    def redraw(self, seed: int) -> None:
+        """Draw other random directions: another estimate of the same attention. Never done by a forward pass."""
+        drawn = orthogonal(len(self.directions), self.dims.d, seed)
+        if self.kind == "regularized":
+            drawn = F.normalize(drawn, dim=-1) * math.sqrt(self.dims.d)
+        self.directions.copy_(drawn)
+
+    def logs(self, x: Tensor) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        square = x.square().sum(-1, keepdim=True)
+        if (most := self._most(x)) is not None:
+            over = (square / most).clamp_min(1)  # by how much a squared norm is too large
+            x, square = x * over.rsqrt(), square / over
+        directions = self.directions.to(x.dtype)
+        if self.pairs:
+            directions = torch.cat([directions, -directions])[: self.f]
+        # the offset rides along as one more coordinate, which saves a pass over n f numbers
+        offset = -square / 2 - math.log(self.f) / 2
+        return F.linear(torch.cat([x, offset], -1), F.pad(directions, (0, 1), value=1.0))
+
+    def _most(self, x: Tensor) -> Tensor | None:
+        """The largest squared norm of tokens x (b h n d): one number, or (h 1 1)."""
+        if self.log_norm is None:
+            return None if self.max_norm is None else x.new_tensor(self.max_norm**2)
+        most = (2 * self.log_norm.to(x.dtype)).exp()
+        most = most if x.shape[1] == len(most) else most.repeat_interleave(x.shape[1] // len(most))
+        return most[:, None, None]
+
+    def exact(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT * self.dims.d**-0.5
+
+    def estimated(self, q: Tensor, k: Tensor) -> Tensor:
+        logs = self.logs(k)
+        products = torch.softmax(self.logs(q), -1) @ (logs - logs.amax((-1, -2), keepdim=True)).exp().mT
+        return ratio(products, products.sum(-1, keepdim=True))
+
+    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+        keys, decay, top = self._rising(memory, k, places)
+        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        return ratio(out, norm), PeakedSums(s, z, top)
+
+
+def _limit(max_norm: float | str | None) -> float | None:
+    """A fixed bound, if that is what was asked for."""
+    if max_norm is None or max_norm == "learned":
+        return None
+    if isinstance(max_norm, bool | str) or not isinstance(max_norm, int | float) or not 0 < max_norm < math.inf:
+        raise ValueError(f"max_norm must be 'learned', None or a positive number, not {max_norm!r}")
+    return float(max_norm)

@@ -1,0 +1,264 @@
+"""Tokens are the nodes of a graph, and who looks at whom is given by its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from functools import reduce
+from operator import or_
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from regard.mixers.attention import Attention
+from regard.mixers.base import Core, Dims, Places
+from regard.mixers.kv_cache import Log
+from regard.mixers.pattern_attention import FEW, widened
+from regard.mixers.softmax import EVERY
+from regard.mixers.sparse import Sparse
+from regard.ops.composite import along
+from regard.ops.edge import walked, walked_by_text
+from regard.ops.ragged import walked_by_row
+from regard.ops.strip import in_pieces
+from regard.ops.tile.attention import accumulator
+from regard.patterns import Edges, Pattern
+from regard.patterns.edge_list import listed, pairs_by_row
+from regard.patterns.tiles import Span
+from regard.transforms import exporting, need_lengths, plainly
+
+STRIP = 1 << 22  # pairs that are asked one by one whether they belong to a pattern
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Share(NamedTuple):
+    """Heads that look at the same pairs."""
+
+    pattern: Pattern
+    text: str
+    heads: list[int]
+
+
+class GAT(Sparse):
+    """Graph attention: a query scores its neighbours by what it is plus what they are.
+
+    s_ij = LeakyReLU(a_q . q_i + a_k . k_j), A = softmax over the pairs (i, j) of the pattern, out = A v, a_q and a_k by head.
+    v2: s_ij = a . LeakyReLU(q_i + k_j), so that another query may rank the same neighbours in another order.
+    A node without neighbours gets 0. The paper's W h are the layer's projections; there queries, keys and values share one map,
+    here each has its own (shared_qk=True: queries and keys share one), and the layer's output map follows. `GraphAttention` is
+    the paper's layer exactly, with other widths going in and out.
+    Cost: d + e for every edge (v2) or e for every edge and d for every node, in time; one number for every edge in memory.
+    Velickovic et al. 2018, arXiv:1710.10903; v2: Brody et al. 2021, arXiv:2105.14491.
+    """
+
+    can = EVERY
+
+    def __init__(self, dims: Dims, *, pattern: Pattern | str, slope: float = 0.2, v2: bool = False) -> None:
+        if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 <= slope <= 1:
+            raise ValueError(f"slope must be a number from 0 to 1, that of LeakyReLU below zero, not {slope!r}")
+        if not isinstance(v2, bool):
+            raise ValueError(f"v2 must be True or False, not {v2!r}")
+        super().__init__(dims, pattern=pattern)
+        self.slope = float(slope)
+        maps = [nn.Parameter(torch.randn(dims.heads, dims.d) * dims.d**-0.5) for _ in range(1 if v2 else 2)]
+        self.a, self.a_q, self.a_k = (maps[0], None, None) if v2 else (None, *maps)
+
+    def place(self, pattern: Pattern | str) -> None:
+        super().place(pattern)
+        heads: dict[Pattern, list[int]] = {}
+        for h, own in enumerate(self.reach.each):
+            heads.setdefault(own, []).append(h)
+        self.shares = [Share(own, str(own), several) for own, several in heads.items()]
+
+    def sides(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What meets in LeakyReLU: of a query (b h n f), of a key (b h m f), and what weighs it (h f) after."""
+        if self.a_q is None or self.a_k is None:
+            assert self.a is not None
+            return q, k, self.a.to(q.dtype)
+        ones = torch.ones(q.shape[1], 1, dtype=q.dtype, device=q.device)
+        return q @ self.a_q.to(q.dtype).unsqueeze(-1), k @ self.a_k.to(q.dtype).unsqueeze(-1), ones
+
+    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+        if q.numel() == 0 or log.size == 0:
+            return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        acc, dtype = accumulator(q.dtype), log.v.dtype
+        k, v = widened(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        asked = (*self.sides(q.to(acc), k), v)
+        if len(self.shares) == 1:
+            return self._share(self.shares[0], asked, log, places, causal).to(dtype)
+        found = []
+        for share in self.shares:
+            q, k, a, v = asked
+            some = q[:, share.heads], k[:, share.heads], a[share.heads], v[:, share.heads]
+            found.append(self._share(share, some, log, places, causal))
+        order = [h for share in self.shares for h in share.heads]
+        return torch.cat(found, 1)[:, [order.index(h) for h in range(len(order))]].to(dtype)
+
+    def _share(self, share: Share, asked: tuple[Tensor, ...], log: Log, places: Places, causal: bool) -> Tensor:
+        """The answers (b h n e) of heads with one pattern."""
+        q, k, a, v = asked
+        b, h, n, _ = q.shape
+        drop = self.drop
+        if self.reach.bends and (log.start != 0 or places.start != 0):
+            raise ValueError(f"{share.text} is drawn for one length: it cannot continue from a memory")
+        known = places.start is not None and log.start is not None and (places.start == 0 or n > FEW)
+        if known and log.plain and places.valid is None:  # the pairs of one row serve all
+            assert places.start is not None and log.start is not None
+            span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)
+            q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for x in (q, k, v))
+            if torch.compiler.is_compiling() and not exporting():
+                out = walked_by_text(q, k, v, a, share.text, span, causal=causal, slope=self.slope, dropout=drop)
+            else:
+                out = walked(q, k, v, a, listed(share.pattern, span, causal, q.device), slope=self.slope, dropout=drop)
+            return out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
+        fresh = places.start == 0 and log.start == 0
+        if plainly() and fresh and not self.reach.bends:
+            return _masked(share.pattern, asked, log, places, causal, self.slope, drop)
+        need_lengths(share.text, places.valid if plainly() else None)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))  # all rows as one graph
+        if fresh:
+            asking = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
+            real = asking, log.valid[:, : log.size]
+            if torch.compiler.is_compiling():
+                out = walked_by_row(q, k, v, a, *real, share.text, causal=causal, slope=self.slope, dropout=drop)
+            else:
+                out = walked(q, k, v, a, pairs_by_row(share.pattern, *real, causal), slope=self.slope, dropout=drop)
+        else:
+            out = walked(q, k, v, a, _one_by_one(share.pattern, log, places, causal), slope=self.slope, dropout=drop)
+        return out.unflatten(0, (b, n)).transpose(1, 2)
+
+
+def _masked(
+    pattern: Pattern, asked: tuple[Tensor, ...], log: Log, places: Places, causal: bool, slope: float, drop: float
+) -> Tensor:
+    """The same without reading which tokens are real: those come to the front, and a mask tells which pairs there are."""
+    q, k, a, v = asked
+    b, h, n, _ = q.shape
+    real = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid, log.valid[:, : log.size]
+    there = [(~x).long().argsort(dim=1, stable=True) for x in real]
+    q, k, v = (
+        x.gather(2, order[:, None, :, None].expand_as(x)).permute(2, 0, 1, 3).flatten(1, 2)
+        for x, order in ((q, there[0]), (k, there[1]), (v, there[1]))
+    )
+    pairs = listed(pattern, Span(0, n, 0, log.size), causal, q.device)
+    counts = [x.sum(1) for x in real]
+    seen = (pairs[0][:, None] < counts[0]) & (pairs[1][:, None] < counts[1])  # (pairs b)
+    out = along(
+        q, k, v, a.repeat(b, 1), pairs, slope, (lambda x: dropout(x, drop)) if drop else None, seen.repeat_interleave(h, 1)
+    )
+    back = there[0].argsort(dim=1)[:, None, :, None]
+    out = out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
+    return out.gather(2, back.expand_as(out))
+
+
+def _one_by_one(pattern: Pattern, log: Log, places: Places, causal: bool) -> Tensor:
+    """The same for tokens that stand anywhere behind a memory, which is short where the pattern lets it forget."""
+    (b, n), m = places.at.shape, log.size
+    j, found = log.at[:, None, :m], []
+    for low in range(0, n, step := max(1, STRIP // max(1, b * m))):
+        i = places.at[:, low : low + step, None]
+        seen = pattern(0, i, j) & log.valid[:, None, :m]
+        seen = seen & (i >= j) if causal else seen
+        row, x, y = seen.nonzero(as_tuple=True)
+        found.append(torch.stack([row * n + x + low, row * m + y]))
+    return torch.cat(found, 1)
+
+
+def over(module: Module, pattern: Pattern | str) -> Module:
+    """The same layer, or model of layers, on another pattern: weights belong to the layer, a graph belongs to the data.
+
+    Nothing is copied but the outer shells, so that all parameters are those of the module itself, and it is cheap enough to be
+    made anew for every batch: `over(layer, Edges(edge_index, nodes=len(x)))(x[None])`. Whether it trains or evaluates is taken
+    from the module as it is now.
+    """
+    found = _over(module, Pattern.of(pattern))
+    if found is module:
+        raise ValueError(f"nothing in this {type(module).__name__} takes a pattern: only `sparse` and `gat` do")
+    return found
+
+
+def _over(module: Module, pattern: Pattern) -> Module:
+    if isinstance(module, Core):
+        if type(module) not in (Sparse, GAT):
+            return module  # a mechanism that owns its pattern
+        core = copy(module)
+        core.place(pattern)  # type: ignore[operator]
+        return core
+    parts = {name: part and _over(part, pattern) for name, part in module._modules.items()}
+    if all(part is module._modules[name] for name, part in parts.items()):
+        return module
+    shell = copy(module)
+    shell._modules = parts
+    if isinstance(shell, Attention):
+        shell.can = shell.core.can
+    return shell
+
+
+class Graphs(NamedTuple):
+    """Several graphs as one that falls apart into them."""
+
+    edges: Edges
+    sizes: tuple[int, ...]
+
+    def pack(self, nodes: Sequence[Tensor]) -> Tensor:
+        """The nodes (n_i w) of each graph as one sequence (1 n w)."""
+        if [len(x) for x in nodes] != list(self.sizes):
+            raise ValueError(f"these graphs have {list(self.sizes)} nodes, not {[len(x) for x in nodes]}")
+        return torch.cat(list(nodes))[None]
+
+    def unpack(self, x: Tensor) -> list[Tensor]:
+        """And back: (1 n w) to (n_i w) of each graph."""
+        if x.dim() != 3 or x.shape[:2] != (1, sum(self.sizes)):
+            raise ValueError(f"x has shape {tuple(x.shape)}, but (1, {sum(self.sizes)}, width) is needed")
+        return list(x[0].split(list(self.sizes)))
+
+
+def disjoint(graphs: Sequence[Edges]) -> Graphs:
+    """A batch of graphs as one graph without edges between them: `over(layer, batch.edges)(batch.pack(nodes))`."""
+    if not graphs or not all(isinstance(graph, Edges) for graph in graphs):
+        raise ValueError("disjoint needs a list of graphs: [Edges(...), Edges(...)], each with its number of nodes")
+    sizes = [graph.nodes for graph in graphs]
+    total, many = sum(sizes), torch.tensor([len(graph.codes) for graph in graphs])
+    size = torch.tensor(sizes)
+    first, size = ((x).repeat_interleave(many) for x in (size.cumsum(0) - size, size))
+    codes = torch.cat([graph.codes for graph in graphs])
+    i = codes // size.clamp_min(1)
+    return Graphs(Edges.coded((i + first) * total + codes - i * size + first, total), tuple(sizes))
+
+
+def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Who looks at whom and how much: edges (2, edges), sources over targets, and their weights (edges, heads).
+
+    For a `sparse` or `gat` layer and the nodes x (1 n w) of one graph. With another pattern in each head the edges are those of
+    any of them. Gradients flow.
+    """
+    core = mixer.core
+    if not isinstance(core, Sparse) or type(core) not in (Sparse, GAT) or core.positions is not None or mixer.dims.cross:
+        raise ValueError("edge_weights is for self-attention by `sparse` or `gat`, without positions that add to scores")
+    if x.dim() != 3 or len(x) != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but the nodes of one graph, (1, nodes, {mixer.dims.width}), are needed")
+    n, acc = x.shape[1], accumulator(x.dtype)
+    each = [own.bound(n, n) for own in core.reach.each]
+    i, j = listed(reduce(or_, dict.fromkeys(each)), Span(0, n, 0, n), mixer.dims.causal, x.device)
+    q, k, v = mixer.heads(x, Places.of(x))
+    s = _scores(core, q.to(acc), widened(k, v, q.shape[1])[0].to(acc), i, j)
+    if len(set(each)) > 1:
+        s = s.masked_fill(~torch.stack([own(0, i, j) for own in each], 1), -torch.inf)
+    top = torch.full((n, s.shape[1]), -1e30, dtype=acc, device=x.device)
+    top = top.scatter_reduce(0, i[:, None].expand(s.shape), s.detach(), "amax")
+    weights = (s - top[i]).exp()
+    total = torch.zeros_like(top).index_add(0, i, weights)
+    return torch.stack([j, i]), (weights / total.masked_fill(total == 0, 1)[i]).to(x.dtype)
+
+
+def _scores(core: Sparse, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """(pairs, heads) of a batch of one."""
+    q, k, a = core.sides(q, k) if isinstance(core, GAT) else (q, k, q.new_tensor(core.scale))
+    left, right = (x[0].transpose(0, 1) for x in (q, k))
+
+    def some(i: Tensor, j: Tensor) -> tuple[Tensor]:
+        x, y = left[i], right[j]
+        return ((a * (nn.functional.leaky_relu(x + y, core.slope) if isinstance(core, GAT) else x * y)).sum(-1),)
+
+    return in_pieces(some, (i, j), 0, left.shape[1] * left.shape[2])[0]

@@ -1,0 +1,271 @@
+"""Change the order of multiplication: kernels whose memory is a sum over tokens, of a size that never grows.
+
+    out_i = phi(q_i) S / phi(q_i) . z,   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)
+
+Sums are kept in float32 or better. f counts the features; the other letters are those of the contract.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.checks import WIDEST, need
+from regard.mixers import feature_math as draws
+from regard.mixers.base import Can, Core, Dims, Places, needed_length
+from regard.mixers.estimation import Estimator
+from regard.mixers.feature_math import (
+    ask,
+    joined,
+    left,
+    log_gate,
+    nothing,
+    per_query_head,
+    positive,
+    ratio,
+    where_valid,
+    wide,
+)
+from regard.ops.linear import torch as chunks
+
+CPU_RUN, GPU_RUN = 1 << 20, 1 << 26  # numbers in the features of one run: they fit a CPU's caches, or keep a GPU busy
+
+
+class Sums(NamedTuple):
+    s: Tensor  # (b g f e) sum of phi(k_j) v_j^T
+    z: Tensor  # (b g f) sum of phi(k_j)
+
+
+class WeighedSums(NamedTuple):
+    s: Tensor
+    z: Tensor
+    even: Tensor  # (b g 1) or (b g e + 1) sum of all values, if needed, and weight of all tokens: their number without gates
+
+
+class Kernel(Core):
+    """What the kernels share. Long sequences pass in runs, so that the features of all tokens never exist at once.
+
+    The methods with an underscore see one run, in the dtype of the sums, and where its tokens stand.
+    """
+
+    can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
+    positional = False
+    f: int  # features of a token
+
+    def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
+        for keys, values, here in self._runs(places, k, v):
+            memory = self._push(memory, keys, values, here)
+        return memory
+
+    def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
+        return joined([self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)])
+
+    def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        if k.shape[2] <= 1:  # a decoding step writes, then reads
+            memory = self.push(memory, k, v, places)
+            return self.read(memory, q, places).to(v.dtype), memory
+        out = []
+        for queries, keys, values, here in self._runs(places, q, k, v):
+            y, memory = self._scan(memory, queries, keys, values, here)
+            out.append(y.to(v.dtype))
+        return joined(out), memory
+
+    def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
+        raise NotImplementedError
+
+    def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:
+        """phi(q) up to a factor of each query."""
+        raise NotImplementedError
+
+    def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
+        asked = self._queries(q, places)
+        return ratio(ask(asked, memory.s), ask(asked, memory.z.unsqueeze(-1)))
+
+    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        """Tokens (b h n ...) and their places, a run at a time."""
+        b, h, n, _ = tensors[0].shape
+        room = CPU_RUN if tensors[0].device.type == "cpu" else GPU_RUN
+        size = max(room // max(b * h * self.f, 1) // chunks.SIZE, 1) * chunks.SIZE
+        if n <= size or torch.compiler.is_compiling():  # one graph for any number of runs
+            return [(*map(wide, tensors), places)]
+        here = [places.part(low, low + size) for low in range(0, n, size)]
+        return list(zip(*(wide(x).split(size, 2) for x in tensors), here, strict=True))
+
+
+class Linear(Kernel):
+    """Linear transformer: attention whose weights are inner products of positive features.
+
+    phi(x) = elu(x) + 1;  out_i = phi(q_i) S / phi(q_i) . z
+    Time n d e, memory d (e + 1) at any length. Katharopoulos et al. 2020, arXiv:2006.16236.
+    """
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.f = dims.d
+
+    def empty(self, k: Tensor, v: Tensor) -> Sums:
+        return Sums(*nothing(k, v, self.f))
+
+    def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
+        keys = where_valid(self._queries(k, places), places.valid, 0)
+        return Sums(memory.s + keys.mT @ v, memory.z + keys.sum(2))
+
+    def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
+        keys = where_valid(self._queries(k, places), places.valid, 0)
+        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z)
+        return ratio(out, norm), Sums(s, z)
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+        return positive(q)
+
+
+class Cosformer(Linear):
+    """cosFormer: no exponential, only a preference for what is near.
+
+    The weight of j for i is relu(q_i) . relu(k_j) cos(pi (i - j) / 2M), divided by the sum of its row, with M = max_len. By
+    cos(a - b) = cos a cos b + sin a sin b it is phi(q_i) . phi(k_j) with phi(x) = [relu(x) cos a, relu(x) sin a] and
+    a = pi i / 2M; positions stay below M, so that no feature and no weight is negative. A query all of whose weights are 0
+    gets 0. Time n d e, memory 2 d (e + 1) at any length. Qin et al. 2022, arXiv:2202.08791.
+    """
+
+    positional = True
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__(dims)
+        self.f, self.longest = 2 * dims.d, needed_length(self.name, dims)
+
+    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
+        start, n = places.start, places.at.shape[1]
+        if start is not None and start + n > self.longest and places.at.shape[0]:  # where rows differ, the layer has counted
+            last = start + (n if places.valid is None else int(places.valid.sum(1).max()))
+            if last > self.longest:
+                raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
+        return super()._runs(places, *tensors)
+
+    def _queries(self, q: Tensor, places: Places) -> Tensor:
+        angle = places.at.to(q.dtype)[:, None, :, None] * (math.pi / 2 / self.longest)
+        q = q.relu()
+        return torch.cat([q * angle.cos(), q * angle.sin()], -1)
+
+
+class RFA(Estimator, Kernel):
+    """Estimate softmax attention over cosines by random waves, in time n f e and memory (f + 1) (e + 1), f = 2 features.
+
+    phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, W with `features` rows drawn from N(0, scale I), so that
+    the mean of phi(q) . phi(k) is exp(scale (cos(q, k) - 1)). orthogonal=True draws rows that are orthogonal in blocks of d:
+    the same mean, and at scale 1 half the error; the paper's independent rows learned to look things up in fewer steps.
+    gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(gate_t + b): one gate of each token and
+    key-value head, a linear map of the layer's input that comes behind the key. It has an order even where it is not causal:
+    the tokens are written one after the other, and every query reads what is left at the end.
+
+    A sum of waves may come out near zero or negative, where its mean may not. phi(q) . z is never taken to be below exp(-2)
+    of the weight of all tokens, the least that the exact kernel gives at scale 1 (exp(-2 scale) for smaller ones), so that
+    no output is more than 9 times as large as the largest value. Above scale 1 that is often, and what is missing is spread
+    evenly over all tokens. The relative variance of a weight is about exp(2 scale) / f: a scale above log(f) / 2 is not
+    estimated well and tends to equal weights.
+    Peng et al. 2021, arXiv:2103.02143.
+    """
+
+    directions: Tensor
+
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        features: int = 128,
+        scale: float = 1.0,
+        gated: bool = False,
+        orthogonal: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dims)
+        need("features", features, 1, WIDEST)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
+        for name, value in (("gated", gated), ("orthogonal", orthogonal)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")
+        self.scale, self.f, self.draw = scale, 2 * features, draws.orthogonal if orthogonal else draws.gaussian
+        self.least = math.exp(-2 * min(scale, 1))  # share of its weight that a sum of waves must have
+        self.register_buffer("directions", torch.empty(features, dims.d))
+        self.redraw(seed)
+        self.gates = 1 if gated else 0
+        # heads begin with memories of about 3 to 400 tokens, so that some of them suit the data from the start
+        self.gate_bias = nn.Parameter(torch.linspace(1, 6, dims.g)) if gated else None
+
+    def redraw(self, seed: int) -> None:
+        """Draw other random directions: another estimate of the same attention. Never done by a forward pass."""
+        self.directions.copy_(math.sqrt(self.scale) * self.draw(len(self.directions), self.dims.d, seed))
+
+    def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
+        s, z = nothing(k, v, self.f)
+        return WeighedSums(s, z, z.new_zeros(*z.shape[:2], self._spread(v).shape[-1] + 1))
+
+    def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
+        keys, weight, decay = self._keys(k, places)
+        if decay is not None:
+            later = left(decay)
+            keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
+            memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
+        even = torch.cat([weight.mT @ self._spread(v), weight.sum(2, keepdim=True)], -1).squeeze(2)
+        return WeighedSums(memory.s + keys.mT @ v, memory.z + keys.sum(2), memory.even + even)
+
+    def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
+        asked = self._queries(q, places)
+        return self._lifted(ask(asked, memory.s), ask(asked, memory.z.unsqueeze(-1)), memory.even.unsqueeze(2))
+
+    def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
+        keys, weight, decay = self._keys(k, places)
+        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        each = torch.cat([weight * self._spread(v), weight], -1)
+        if decay is None:
+            even = each.cumsum(2) + memory.even.unsqueeze(2)
+        elif torch.compiler.is_compiling():  # a scan of ones has far fewer steps to write down
+            one = torch.ones_like(weight)
+            even = chunks.scan(one, one, each, memory.even.unsqueeze(2), decay)[0]
+        else:
+            even = chunks.running(each, memory.even, decay.exp())
+        return self._lifted(out, norm, even), WeighedSums(s, z, even[:, :, -1])
+
+    def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
+        k, gate = k.split([self.dims.d, self.gates], -1)
+        keys, weight = self._queries(k, places), where_valid(torch.ones_like(k[..., :1]), places.valid, 0)
+        if self.gate_bias is None:
+            return where_valid(keys, places.valid, 0), weight, None
+        gate = gate + self.gate_bias.to(k.dtype)[:, None, None]
+        weight = weight * torch.sigmoid(-gate)
+        return keys * weight, weight, log_gate(gate, places.valid)
+
+    def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+        angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
+        return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
+
+    def _spread(self, v: Tensor) -> Tensor:
+        """The values that equal weights need: above scale 1, where sums of waves are often too small."""
+        return v if self.scale > 1 else v[..., :0]
+
+    def _lifted(self, out: Tensor, norm: Tensor, even: Tensor) -> Tensor:
+        """out / norm (b h n e), (b h n 1), with norm lifted to the least; even (b g n 1) or (b g n e + 1) sums over all."""
+        even = per_query_head(even, norm)
+        values, mass = even[..., :-1], even[..., -1:]
+        lack = (self.least * mass - norm).relu()  # equal weights with this sum are lack / mass
+        if self.scale > 1:
+            out = torch.addcmul(out, ratio(lack, mass), values)
+        return ratio(out, norm + lack)
+
+    def exact(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.scale * (F.normalize(q, dim=-1, eps=1e-6) @ F.normalize(k, dim=-1, eps=1e-6).mT)
+
+    def estimated(self, q: Tensor, k: Tensor) -> Tensor:
+        weights = self._queries(q) @ self._queries(k).mT
+        total = weights.sum(-1, keepdim=True)
+        lack = (self.least * weights.shape[-1] - total).relu()
+        return ratio(weights + lack / weights.shape[-1] * (self.scale > 1), total + lack)

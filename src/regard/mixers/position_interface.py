@@ -1,0 +1,39 @@
+"""How a mechanism is told where tokens stand. The interface; the kinds of positions are in `regard/positions.py`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from regard.mixers.base import Can, Dims, Places
+from regard.ops.score_bias import Term
+
+
+class Positions(nn.Module):
+    """Acts in one of three places: on the tokens, on queries and keys, or on the scores. Elsewhere it leaves all as it is."""
+
+    every_block: bool = False  # it acts on the tokens of every block, and belongs to a stack
+    needs: Can = Can.NOTHING  # what a core must be able to do; nothing: it acts on the tokens, before any layer
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.dims = dims
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def add(self, x: Tensor, places: Places) -> Tensor:  # noqa: ARG002
+        """Tokens (b n w) that carry their positions."""
+        return x
+
+    def turn(self, x: Tensor, places: Places) -> Tensor:  # noqa: ARG002
+        """Queries or keys (b h n d) that carry theirs."""
+        return x
+
+    def term(self, q: Tensor, scale: float) -> Term:  # noqa: ARG002
+        """What the scores of these queries (b h n d) get, by distance."""
+        return Term()
+
+    def finish(self, out: Tensor, e: int) -> Tensor:  # noqa: ARG002
+        """The answers (b h n e), from those that hold the term's columns behind the first e."""
+        return out

@@ -1,0 +1,143 @@
+"""Attention where all pairs are looked at: PyTorch's fused kernel, and a small form that also returns the log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from regard.ops.once import once
+from regard.ops.score_bias import Term
+from regard.ops.tile.buffers import accumulator
+from regard.patterns.tiles import UNSEEN
+from regard.transforms import regraded, transformed
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    alike: bool = False,
+) -> Tensor:
+    """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing.
+
+    valid (b m), or (b h m) where heads have keys of their own. alike: queries are padding where keys are, so that nobody looks at
+    the answers of a row that sees nothing: they are finite, and that is all.
+    """
+    e, mask, lost = v.shape[-1], None, None
+    if valid is not None:
+        mask, lost = once(("mask", q.dtype), valid, lambda: _masks(valid, q.dtype))
+    wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
+    if q.is_cuda:
+        wide = -(-wide // 8) * 8  # and on a GPU with odd ones too
+    if transformed():
+        out = _unfused(q, k, v, mask, scale, causal, dropout)
+    else:
+        q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        node = None if torch.compiler.is_compiling() else out.grad_fn
+        if node is not None and node.name().startswith("ScaledDotProduct"):
+            node.register_hook(_twice)
+        out = out[..., :e]
+    if lost is None or alike:
+        return out
+    return out.transpose(1, 2).masked_fill(lost, 0).transpose(1, 2)  # in the order that layers want: heads side by side
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float = 0.0) -> Tensor:
+    """SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
+
+    mask (b h n m): numbers to add, or True where a pair is seen.
+    """
+    share = q.shape[1] // k.shape[1]
+    k, v = (x if share == 1 else x.repeat_interleave(share, 1) for x in (k, v))
+    s = (q * scale) @ k.mT
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    if causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -torch.inf)
+    weights = s.softmax(-1, dtype=accumulator(s.dtype)).to(s.dtype)
+    return (torch.nn.functional.dropout(weights, dropout) if dropout else weights) @ v
+
+
+def _twice(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
+    """Replace the gradients that a fused kernel found by ones that can be differentiated, where create_graph=True wants that.
+
+    A hook of the kernel's node: what the node saved is read there, so that nothing is kept alive.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    node: Any = torch._C._current_autograd_node()
+    if node._saved_dropout_p:
+        raise RuntimeError("a fused kernel drops weights that cannot be found again: for second derivatives use dropout=0")
+    mask = next((getattr(node, x) for x in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, x)), None)
+    q, k, v = node._saved_query, node._saved_key, node._saved_value
+    scale = q.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        return (_unfused(q, k, v, mask, scale, node._saved_is_causal),)
+
+    found = [*regraded(f, (q, k, v), up[:1]), *grads[3:]]
+    return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))  # as many as were wanted
+
+
+def _masks(valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What is added to scores (b h n m), and which rows see nothing, (b 1 h 1): those are shown everything, and silenced later.
+
+    As numbers, and with room at the end of each row, as a GPU wants it: else every call would make them of a mask once more.
+    """
+    valid = valid[:, None] if valid.dim() == 2 else valid
+    lost, m = ~valid.any(-1), valid.shape[-1]
+    room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler makes room where it wants it
+    mask = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
+    gone, lost = ~(valid | lost[..., None])[:, :, None], lost[:, None, :, None]
+    return (mask.masked_fill(gone, -torch.inf) if transformed() else mask.masked_fill_(gone, -torch.inf)), lost
+
+
+def small(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    term: Term | None = None,
+    apart: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m).
+
+    With a term: of pairs that stand `apart` (b 1 n m); its columns come behind those of out.
+    """
+    acc = accumulator(q.dtype)
+    s = (q.to(acc) * scale) @ k.to(acc).mT
+    if term is not None and apart is not None:
+        s = term.add(s, apart)
+    s = s.masked_fill(~seen, UNSEEN)
+    lse = s.logsumexp(-1)
+    weights = (s - lse[..., None]).exp()
+    weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
+    lost = lse < UNSEEN / 2
+    out = weights @ v.to(acc)
+    if term is not None and term.mass and apart is not None:
+        out = torch.cat([out, term.masses(weights, apart)], -1)
+    out = out.masked_fill(lost[..., None], 0)
+    return out.to(v.dtype), lse
+
+
+def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from the out and log-sum-exp of each."""
+    (a, la), (b, lb) = first, second
+    # torch.logaddexp has no second derivative where one of them saw nothing: NaN
+    lse = torch.stack([la, lb]).logsumexp(0) if torch.is_grad_enabled() else torch.logaddexp(la, lb)
+    out = a * (la - lse).exp()[..., None] + b * (lb - lse).exp()[..., None]
+    return out.to(a.dtype), lse

@@ -1,0 +1,217 @@
+"""Work whose plan depends on how many real tokens each row has, as opaque operators: under torch.compile only.
+
+A compiler knows no data, but a plan depends on the lengths of the rows. So lengths are counted inside of operators, which take
+tensors and the pattern's text. Real tokens come first in their row; rows are computed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.ops import edge
+from regard.ops.fourier import waves_by_row
+from regard.ops.score_bias import Term
+from regard.ops.tile import attention
+from regard.ops.tile.torch import Asked
+from regard.patterns.edge_list import pairs_by_row
+from regard.patterns.tiles import UNSEEN, Span
+
+
+class _Row(NamedTuple):
+    """One row without its padding."""
+
+    b: slice
+    n: int
+    m: int
+    asked: Asked
+    work: tuple[attention.Share, ...]
+
+
+def tiled_by_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    reach: attention.Reach,
+    *,
+    scale: float,
+    causal: bool,
+    dropout: float = 0.0,
+    term: Term | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `tiled`, for a pattern that is drawn for the length of each row: counts (b 2) are its real queries and keys."""
+    term = term or Term()
+    seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
+    return _tiled(q, k, v, term.by_query, term.slopes, counts, seed, term.clip, term.mass, scale, dropout, reach.text, causal)
+
+
+def _rows(asked: Asked, counts: Tensor, pattern: str, causal: bool) -> Iterator[_Row]:
+    q, k, v, by_query = asked[:4]
+    for row, (n, m) in enumerate(counts.tolist()):
+        if n and m:
+            b = slice(row, row + 1)
+            more = None if by_query is None else by_query[b, :, :n]
+            seed = None if asked.seed is None else (asked.seed + row * 1_000_000_000_061) % 2**62
+            own = Asked(q[b, :, :n], k[b, :, :m], v[b, :, :m], more, asked.slopes, None, seed, *asked[7:])
+            yield _Row(b, n, m, own, attention._shares_of(pattern, q.shape[1], Span(0, n, 0, m), causal))
+
+
+@torch.library.custom_op("regard::tiled_by_row", mutates_args=())
+def _tiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    by_query: Tensor | None,
+    slopes: Tensor | None,
+    counts: Tensor,
+    seed: Tensor | None,
+    clip: int,
+    mass: bool,
+    scale: float,
+    dropout: float,
+    pattern: str,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    asked = Asked(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
+    out = q.new_zeros(*q.shape[:3], asked.width, dtype=v.dtype)
+    lse = torch.full(q.shape[:3], UNSEEN, dtype=attention.accumulator(q.dtype), device=q.device)
+    for row in _rows(asked, counts, pattern, causal):
+        out[row.b, :, : row.n], lse[row.b, :, : row.n] = attention._forward(row.work, row.asked)
+    return out, lse
+
+
+@torch.library.custom_op("regard::tiled_by_row_backward", mutates_args=())
+def _tiled_back(
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    by_query: Tensor | None,
+    slopes: Tensor | None,
+    counts: Tensor,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    clip: int,
+    mass: bool,
+    scale: float,
+    dropout: float,
+    pattern: str,
+    causal: bool,
+) -> list[Tensor]:
+    asked = Asked(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
+    grads = [None if x is None else x.new_zeros(x.shape) for x in asked[:4]]
+    for row in _rows(asked, counts, pattern, causal):
+        up = (out.to(lse.dtype), lse, d_out, d_lse)
+        found = attention._backward(row.work, row.asked, tuple(x[row.b, :, : row.n] for x in up))
+        for total, part, size in zip(grads, found, (row.n, row.m, row.m, row.n), strict=True):
+            if total is not None and part is not None:
+                total[row.b, :, :size] = part
+    return [x for x in grads if x is not None]
+
+
+_tiled.register_fake(attention.fake_tiled)  # shapes are those of `tiled`, whose arguments stand in the same order
+_tiled_back.register_fake(attention.fake_tiled_backward)
+
+
+def _tiled_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
+    found = iter(_tiled_back(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
+    return *(None if x is None else next(found) for x in ctx.saved_tensors[:4]), *[None] * 9
+
+
+_tiled.register_autograd(_tiled_go_back, setup_context=attention.keep_tensors)
+
+
+def walked_by_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    asking: Tensor,
+    there: Tensor,
+    text: str,
+    *,
+    causal: bool,
+    slope: float = 0.2,
+    dropout: float = 0.0,
+) -> Tensor:
+    """As `walked`, for the rows of a batch laid end to end: asking (b n) and there (b m) are the real queries and keys."""
+    return _walk(q, k, v, a, asking, there, edge._dice(dropout), text, causal, slope, dropout)[0]
+
+
+@torch.library.custom_op("regard::walk_by_row", mutates_args=())
+def _walk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    asking: Tensor,
+    there: Tensor,
+    seed: Tensor | None,
+    text: str,
+    causal: bool,
+    slope: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    pairs = pairs_by_row(edge._parsed(text), asking, there, causal)
+    return edge._walk(q, k, v, a, pairs, seed, "", [], False, slope, dropout)
+
+
+@torch.library.custom_op("regard::walk_by_row_backward", mutates_args=())
+def _walk_back(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    asking: Tensor,
+    there: Tensor,
+    seed: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    text: str,
+    causal: bool,
+    slope: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs = pairs_by_row(edge._parsed(text), asking, there, causal)
+    return edge._walk_back(d_out, q, k, v, a, pairs, seed, out, lse, "", [], False, slope, dropout)
+
+
+_walk.register_fake(edge.fake_walk)
+_walk_back.register_fake(edge.fake_walk_backward)
+
+
+def _walk_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - the log-sum-exp is not given out
+    return *_walk_back(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
+
+
+_walk.register_autograd(_walk_go_back, setup_context=attention.keep_tensors)
+
+
+@torch.library.custom_op("regard::waves_by_row", mutates_args=())
+def opaque_waves(x: Tensor, count: Tensor, norm: str) -> Tensor:
+    """As `waves_by_row`: the Fourier transform of the first count (b) tokens of x (b n w)."""
+    return waves_by_row(x, count, norm)
+
+
+@opaque_waves.register_fake
+def _(x, count, norm):  # noqa: ARG001
+    return x.new_empty(x.shape)
+
+
+def _waves_keep(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG001 - torch names them
+    ctx.save_for_backward(inputs[1])
+    ctx.norm = inputs[2]
+
+
+def _waves_go_back(ctx: Any, grad: Tensor) -> tuple:
+    return opaque_waves(grad, *ctx.saved_tensors, ctx.norm), None, None  # the matrices of the transform are symmetric
+
+
+opaque_waves.register_autograd(_waves_go_back, setup_context=_waves_keep)

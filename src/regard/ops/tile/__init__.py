@@ -1,0 +1,1 @@
+"""Softmax attention over the pairs of a pattern, in tiles."""

@@ -1,0 +1,256 @@
+"""What a pattern is, and how patterns combine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+
+from regard.checks import shown
+
+Alternative = tuple["Atom", ...]  # all of these hold
+
+ALTERNATIVES = 256  # in the pattern of one head: a plan compares them with each other
+PARTS = 1024  # patterns inside of one, however deep
+
+
+class Pattern:
+    """A set of pairs (i, j), possibly another one per head h."""
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        """True where query i of head h may see key j; broadcasts.
+
+        Also the body of a FlexAttention mask_mod, whose indices are vmapped: `lambda b, h, i, j: pattern(h, i, j)`.
+        A pattern that depends on the length is bound to it first, with `bound`.
+        """
+        raise NotImplementedError
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        """May a query at position `now` or later, in any head, still see key j?"""
+        raise NotImplementedError
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The same set as a union of intersections of atoms. Only for the pattern of one head."""
+        raise NotImplementedError
+
+    def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002 - most patterns are the same in every head
+        return self
+
+    def bound(self, n: int, m: int) -> Pattern:  # noqa: ARG002 - most patterns hold for any length
+        """The pattern for exactly n queries and m keys."""
+        return self
+
+    @property
+    def bends_with_length(self) -> bool:
+        """Does the pattern of a longer sequence change among its first tokens?"""
+        return False
+
+    ways: int = 1  # alternatives of the pattern of one head, counted without making them
+    inside: int = 1  # patterns it is written with
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        """The part that names a number of later tokens to be seen, unless an `&` takes the future from it."""
+        return None
+
+    @property
+    def backward(self) -> bool:
+        """Does it leave out the future by its own words, as Causal() does?"""
+        return False
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return _join(Or, self, other)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return _join(And, self, other)
+
+    @staticmethod
+    def parse(text: str) -> Pattern:
+        from regard.patterns import PATTERNS  # all of them, which only the package knows
+        from regard.text import parse
+
+        pattern = parse(text, PATTERNS)
+        if not isinstance(pattern, Pattern):
+            raise ValueError(f"{shown(text)} is not a pattern: write for example 'Local(256) | Global(first=1)'")
+        return pattern
+
+    @staticmethod
+    def of(pattern: Pattern | str) -> Pattern:
+        if isinstance(pattern, str):
+            return Pattern.parse(pattern)
+        if not isinstance(pattern, Pattern):
+            raise TypeError(f"a pattern or its text is needed, not {type(pattern).__name__}")
+        return pattern
+
+
+class Atom(Pattern):
+    """A pattern that a plan can enumerate by itself."""
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return ((self,),)
+
+    def within(self, end: int) -> Atom:  # noqa: ARG002 - most atoms take no room for what lies behind the end
+        """The same pairs among positions below `end`, by numbers no larger than it: ten tokens need no block of a million."""
+        return self
+
+
+@dataclass(frozen=True, repr=False)
+class Several(Pattern):
+    """Patterns combined."""
+
+    parts: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ways", self._ways())
+        object.__setattr__(self, "inside", sum(p.inside for p in self.parts))
+        if self.inside > PARTS:
+            raise ValueError(f"a pattern may have {PARTS:,} parts, not {self.inside:,}")
+        if self.ways > ALTERNATIVES:
+            raise ValueError(
+                f"the pattern of a head may have {ALTERNATIVES} alternatives, not {shown(self.ways)}: take fewer parts"
+            )
+
+    def _ways(self) -> int:
+        return sum(p.ways for p in self.parts)
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        return next((p.lookahead for p in self.parts if p.lookahead is not None), None)
+
+    @property
+    def backward(self) -> bool:
+        return all(p.backward for p in self.parts)
+
+    def for_head(self, h: int, heads: int) -> Pattern:
+        return _join(type(self), *(p.for_head(h, heads) for p in self.parts))
+
+    def bound(self, n: int, m: int) -> Pattern:
+        return type(self)(tuple(p.bound(n, m) for p in self.parts))
+
+    @property
+    def bends_with_length(self) -> bool:
+        return any(p.bends_with_length for p in self.parts)
+
+
+class Or(Several):
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        seen = self.parts[0](h, i, j)
+        for p in self.parts[1:]:
+            seen = seen | p(h, i, j)
+        return seen
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return torch.stack([p.alive(j, now) for p in self.parts]).any(0)
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return tuple(a for p in self.parts for a in p.alternatives())
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.parts))
+
+
+class And(Several):
+    def _ways(self) -> int:
+        return prod(p.ways for p in self.parts)
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        return None if self.backward else super().lookahead
+
+    @property
+    def backward(self) -> bool:
+        return any(p.backward for p in self.parts)
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        seen = self.parts[0](h, i, j)
+        for p in self.parts[1:]:
+            seen = seen & p(h, i, j)
+        return seen
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return torch.stack([p.alive(j, now) for p in self.parts]).all(0)
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        found: tuple[Alternative, ...] = ((),)
+        for p in self.parts:
+            found = tuple(a + b for a in found for b in p.alternatives())
+        return found
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({p!r})" if isinstance(p, Or) else repr(p) for p in self.parts)
+
+
+class PerHead(Several):
+    """Another pattern in each head; with fewer patterns than heads, equal shares of neighbouring heads."""
+
+    def __init__(self, parts: Sequence[Pattern]) -> None:
+        try:
+            parts = tuple(parts)
+        except TypeError:
+            parts = ()
+        if not parts or not all(isinstance(p, Pattern) for p in parts):
+            raise ValueError("PerHead needs a list of patterns: PerHead([Local(8), Stride(4)])")
+        super().__init__(parts)
+
+    def _ways(self) -> int:
+        return max(p.ways for p in self.parts)
+
+    def for_head(self, h: int, heads: int) -> Pattern:
+        if heads % len(self.parts):
+            raise ValueError(f"{len(self.parts)} patterns cannot be shared evenly by {heads} heads")
+        return self.parts[h * len(self.parts) // heads].for_head(h, heads)
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        """Called as a predicate, it needs one pattern per head."""
+        if not torch.compiler.is_compiling() and largest(h) >= len(self._each):
+            raise ValueError(f"as a predicate PerHead needs a pattern for every head: there is none for head {largest(h)}")
+        return by_head(h, self._each, i, j)
+
+    @cached_property
+    def _each(self) -> tuple[Pattern, ...]:
+        return tuple(p.for_head(x, len(self.parts)) for x, p in enumerate(self.parts))
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return torch.stack([p.alive(j, now) for p in self.parts]).any(0)
+
+    def __repr__(self) -> str:
+        return f"PerHead([{', '.join(map(repr, self.parts))}])"
+
+
+def by_head(h: Any, each: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
+    """What the pattern of head h sees, for heads that are a number or a tensor."""
+    if isinstance(h, int):
+        return each[h](h, i, j)
+    seen = torch.zeros_like(h + i + j, dtype=torch.bool)
+    for x, pattern in enumerate(each):
+        seen = seen | ((h == x) & pattern(x, i, j))
+    return seen
+
+
+def largest(x: Any) -> int:
+    """The largest of some indices, -1 if there are none."""
+    there = unwrapped(torch.as_tensor(x))
+    return int(there.max()) if there.numel() else -1
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The numbers in an index tensor: of a vmapped one, those of the whole batch. FlexAttention vmaps its mask_mod."""
+    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def _join(kind: type[Several], *patterns: Pattern) -> Pattern:
+    """Flat and without repetition, so that equal expressions are equal values."""
+    flat: list[Pattern] = []
+    for p in patterns:
+        if not isinstance(p, Pattern):
+            raise TypeError(f"patterns combine with patterns, not with {type(p).__name__}")
+        flat.extend(q for q in (p.parts if type(p) is kind else (p,)) if q not in flat)
+    return flat[0] if len(flat) == 1 else kind(tuple(flat))

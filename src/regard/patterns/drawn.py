@@ -1,0 +1,230 @@
+"""Patterns that are listed rather than ruled: random blocks, and the edges of a graph. They belong to a length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.cache import lasting
+from regard.checks import need
+from regard.patterns.algebra import Atom, Pattern, by_head, largest, unwrapped
+
+DRAWN = 1024  # blocks for each block: drawing them takes the square of their number
+LISTED = 2**18  # nodes of a graph that is given in lists; larger ones in a tensor
+
+
+@lru_cache(maxsize=64)
+@lasting
+def _draw(count: int, seed: int, rows: int, blocks: int | None) -> Tensor:
+    """(rows, count) distinct key blocks per query block, -1 where there are fewer; blocks None: from those not after it.
+
+    Row r depends only on (seed, r, how many blocks it may pick from), so a longer table starts like a shorter one.
+    """
+    picks = np.random.Generator(np.random.PCG64(seed)).random((rows, count))
+    room = np.arange(rows) + 1 if blocks is None else np.full(rows, blocks)
+    chosen = np.full((rows, count), np.iinfo(np.int64).max)
+    for c in range(count):
+        pick = np.floor(picks[:, c] * np.maximum(room - c, 0)).astype(np.int64)
+        for earlier in np.sort(chosen[:, :c], 1).T:  # the pick-th block among those not chosen yet
+            pick += pick >= earlier
+        chosen[:, c] = np.where(c < room, pick, np.iinfo(np.int64).max)
+    return torch.from_numpy(np.where(chosen == np.iinfo(np.int64).max, -1, chosen))
+
+
+@dataclass(frozen=True, repr=False)
+class Random(Atom):
+    """`count` key blocks for each query block, drawn once from the seed: the same for a given seed and length.
+
+    With past=True the blocks of a query are drawn from those not after its own, whatever the length: the causal form.
+    """
+
+    count: int
+    block: int
+    seed: int = 0
+    per_head: bool = False
+    past: bool = False
+    length: int | None = None  # the number of keys it is drawn for; set by `bound`
+    _noted = None
+
+    def __post_init__(self) -> None:
+        need("the count of Random", self.count, 1, DRAWN)
+        need("the block of Random", self.block, 1)
+        need("seed", self.seed, 0, 2**42)
+        for name in ("per_head", "past"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.length is not None:
+            need("length", self.length, 0)
+
+    @property
+    def bends_with_length(self) -> bool:
+        return not self.past
+
+    def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002
+        return replace(self, seed=self.seed * 1_000_003 + h + 1, per_head=False) if self.per_head else self
+
+    def bound(self, n: int, m: int) -> Pattern:  # noqa: ARG002
+        return self if self.past or self.length is not None else replace(self, length=m)
+
+    def table(self, rows: int) -> Tensor:
+        """(rows, count) key blocks of the first query blocks, -1 where there are fewer."""
+        if self.past:
+            return _draw(self.count, self.seed, rows, None)
+        if self.length is None:
+            raise ValueError("Random draws its blocks for a length: call .bound(n, m) first, or use past=True")
+        return _draw(self.count, self.seed, rows, -(-self.length // self.block))
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
+        if self.per_head and isinstance(h, int):
+            return self.for_head(h, 0)(h, i, j)
+        if self.per_head:
+            return by_head(h, self._noted_for(h, lambda: tuple(self.for_head(x, 0) for x in range(largest(h) + 1))), i, j)
+        rows = self._noted_for(i, lambda: self.table(max(largest(i) // self.block + 1, 1)).to(unwrapped(i).device))
+        return (rows[i // self.block] == (j // self.block).unsqueeze(-1)).any(-1)
+
+    def _noted_for(self, index: Tensor, make: Callable[[], Any]) -> Any:
+        """make(), noted where indices are vmapped: FlexAttention calls a mask once with numbers, then traces it without."""
+        if torch.compiler.is_compiling() and self._noted is not None:
+            return self._noted
+        made = make()
+        if unwrapped(index) is not index:
+            object.__setattr__(self, "_noted", made)
+        return made
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return torch.ones_like(j + now, dtype=torch.bool)  # a later block may draw any earlier one
+
+    def within(self, end: int) -> Random:
+        return self if self.block <= end else replace(self, block=max(end, 1))  # all of them in the first block
+
+    def __repr__(self) -> str:
+        more = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        return f"Random({', '.join([str(self.count), str(self.block), *more])})"
+
+
+WRITTEN = 4096  # edges that are written out in a text; larger graphs go by a name that this process knows
+
+
+class _Graph:
+    """What equal large graphs have in common, so that their name is known as long as one of them is alive."""
+
+    def __init__(self, nodes: int, codes: Tensor) -> None:
+        self.nodes, self.codes = nodes, codes
+
+
+_named: WeakValueDictionary[str, _Graph] = WeakValueDictionary()
+
+
+class Edges(Atom):
+    """The edges of a graph, as PyTorch Geometric writes them: (2, edges), row 0 the key j (source), row 1 the query i (target).
+
+    So an edge j -> i lets node i look at node j. A tensor, an array or two lists; an edge that is given twice counts once.
+    both=True adds the way back of every edge, loops=True an edge from every node to itself.
+    As text, a small graph is its edges. A large one is a name, which can be read back as long as the graph is alive.
+    """
+
+    nodes: int
+    codes: Tensor  # i * nodes + j, in order, each once
+    _known: _Graph | None = None
+
+    def __init__(self, edges: Any, nodes: int | None = None, loops: bool = False, both: bool = False) -> None:
+        if isinstance(edges, str):
+            if (known := _named.get(edges)) is None:
+                raise ValueError(
+                    f"the graph {edges!r} is too large to be written out, and not here: make it from its edges first"
+                )
+            self.nodes, self.codes, self._known = known.nodes, known.codes, known
+            return
+        pairs = _pairs(edges)
+        if nodes is None:
+            nodes = int(pairs.max()) + 1 if pairs.numel() else 0
+        if need("the number of nodes", nodes, 0) > LISTED and loops and not isinstance(edges, Tensor | np.ndarray):
+            raise ValueError(f"a graph given in lists may have {LISTED:,} nodes with loops, not {nodes:,}: give a tensor")
+        if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < nodes:
+            raise ValueError(f"edges name nodes {int(pairs.min())} to {int(pairs.max())}, but there are only {nodes}, from 0")
+        for name, value in (("loops", loops), ("both", both)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, not {value!r}")
+        j, i = torch.cat([pairs, pairs.flip(0)], 1) if both else pairs
+        own = torch.arange(nodes if loops else 0) * (nodes + 1)
+        self.nodes, self.codes = nodes, torch.cat([i * nodes + j, own]).unique()
+
+    @staticmethod
+    def coded(codes: Tensor, nodes: int) -> Edges:
+        """From codes i * nodes + j that are in order, each once."""
+        made = Edges.__new__(Edges)
+        made.nodes, made.codes = nodes, codes
+        return made
+
+    @property
+    def index(self) -> Tensor:
+        """(2, edges) sources over targets, by target and then by source, each edge once."""
+        i = self.codes // max(self.nodes, 1)
+        return torch.stack([self.codes - i * self.nodes, i])
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        if not len(self.codes):
+            return torch.zeros_like(i + j, dtype=torch.bool)
+        codes, code = self.codes.to(i.device), i * self.nodes + j
+        found = torch.searchsorted(codes, code.contiguous()).clamp_max(len(codes) - 1)
+        return (codes[found] == code) & (i >= 0) & (i < self.nodes) & (j >= 0) & (j < self.nodes)
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        last = torch.full((max(self.nodes, 1),), -1)  # the last query that sees each key
+        if len(self.codes):
+            last.scatter_reduce_(0, self.codes % self.nodes, self.codes // self.nodes, "amax")
+        return last.to(j.device)[j.clamp(0, max(self.nodes - 1, 0))] >= now
+
+    def bound(self, n: int, m: int) -> Pattern:
+        if n != self.nodes or m != self.nodes:
+            raise ValueError(
+                f"these edges are of a graph with {self.nodes} nodes: they say nothing about {n} queries and {m} keys"
+            )
+        return self
+
+    @property
+    def bends_with_length(self) -> bool:
+        return True
+
+    @cached_property
+    def name(self) -> str:
+        """The same for equal graphs, in every process."""
+        return blake2b(self.codes.numpy().tobytes(), digest_size=16, salt=str(self.nodes).encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Edges) and self.nodes == other.nodes and torch.equal(self.codes, other.codes)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        if len(self.codes) > WRITTEN:
+            self._known = _named.setdefault(self.name, _Graph(self.nodes, self.codes))
+            return f"Edges({self.name!r})"
+        return f"Edges({self.index.tolist()}, nodes={self.nodes})"
+
+
+def _pairs(edges: Any) -> Tensor:
+    """(2, edges) of whatever people keep edges in."""
+    try:
+        pairs = torch.as_tensor(np.array(edges) if isinstance(edges, np.ndarray) else edges).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"edges must be integers of shape (2, edges), sources over targets: {error}") from None
+    if pairs.numel() == 0:
+        return pairs.reshape(2, 0).long()
+    if pairs.dim() != 2 or pairs.shape[0] != 2:
+        hint = ": write edges.T" if pairs.dim() == 2 and pairs.shape[1] == 2 else ""
+        raise ValueError(f"edges must have shape (2, edges), sources over targets, not {tuple(pairs.shape)}{hint}")
+    if pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool:
+        raise ValueError(f"edges must be integers of shape (2, edges), sources over targets, not {pairs.dtype}")
+    return pairs.long()

@@ -1,0 +1,180 @@
+"""Patterns of fixed places: blocks, and tokens singled out by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from regard.checks import need, shown
+from regard.patterns.algebra import Alternative, Atom, Pattern
+from regard.transforms import transformed
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks(Atom):
+    """i and j in the same block of `size`, or in one of the `around` blocks on either side of it."""
+
+    size: int
+    around: int = 0
+
+    def __post_init__(self) -> None:
+        need("the size of Blocks", self.size, 1)
+        need("around", self.around, 0)
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return (i // self.size - j // self.size).abs() <= self.around
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return j // self.size + self.around >= now // self.size
+
+    def within(self, end: int) -> Blocks:
+        size = max(min(self.size, end), 1)
+        return Blocks(size, min(self.around, max(end - 1, 0) // size))
+
+    def __repr__(self) -> str:
+        return f"Blocks({self.size}{f', around={self.around}' if self.around else ''})"
+
+
+@dataclass(frozen=True, repr=False)
+class Special(Pattern):
+    """Tokens singled out by position: the first few, those listed, or the last few of a sequence."""
+
+    first: int = 0
+    at: tuple[int, ...] = ()
+    last: int = 0
+    length: int | None = None  # the number of tokens that the last ones belong to; set by `bound`
+
+    def __post_init__(self) -> None:
+        need("first", self.first, 0)
+        need("last", self.last, 0)
+        if not isinstance(self.at, int | list | tuple):
+            raise ValueError(f"at must be a position or a list of positions, not {shown(self.at)}")
+        at = [self.at] if isinstance(self.at, int) else list(self.at)
+        for position in at:
+            need("a position in `at`", position, 0)
+        object.__setattr__(self, "at", tuple(sorted({p for p in at if p >= self.first})))
+        if self.length is not None:
+            need("length", self.length, 0)
+        if not self.first and not self.at and not self.last:
+            raise ValueError(f"{type(self).__name__} needs special tokens: first=1, last=1, or at=[0, 7]")
+
+    @property
+    def bends_with_length(self) -> bool:
+        return self.last > 0
+
+    def special(self, i: Tensor) -> Tensor:
+        found = i < self.first
+        if self.at:
+            at = torch.tensor(self.at, device=i.device)
+            found = found | ((i[..., None] == at).any(-1) if transformed() else torch.isin(i, at))
+        return found | (i >= self._tail) if self.last else found
+
+    @property
+    def _tail(self) -> int:
+        """Where the last tokens begin."""
+        if self.length is None:
+            raise ValueError(f"the last tokens of {type(self).__name__} are those of a length: call .bound(n, m) first")
+        return max(self.length - self.last, 0)
+
+    def gone(self, now: Tensor) -> Tensor:
+        """Are all special positions before `now`? Never, where they are the last ones."""
+        return now > (2**62 if self.last else max(self.first - 1, *self.at, 0) if self.at else self.first - 1)
+
+    def positions(self, low: int, high: int) -> Tensor:
+        """The special positions in low <= position < high, in order."""
+        runs: list[Iterable[int]] = [range(low, min(self.first, high)), [p for p in self.at if low <= p < high]]
+        if self.last:
+            runs.append(range(max(self._tail, low), high))
+        return torch.tensor(sorted(set(chain(*runs))), dtype=torch.long)
+
+    def _bound(self, length: int) -> Self:
+        return replace(self, length=length) if self.last and self.length is None else self
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{f.name}={list(v) if f.name == 'at' else v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Rows(Special, Atom):
+    """i is special: it sees everything."""
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return self.special(i) & torch.ones_like(j, dtype=torch.bool)
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return ~self.gone(now) & torch.ones_like(j, dtype=torch.bool)
+
+    def bound(self, n: int, m: int) -> Rows:  # noqa: ARG002
+        return self._bound(n)
+
+
+@dataclass(frozen=True, repr=False)
+class Columns(Special, Atom):
+    """j is special: everything sees it (attention sinks, when they are the first tokens)."""
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return self.special(j) & torch.ones_like(i, dtype=torch.bool)
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        kept = torch.ones_like(j, dtype=torch.bool) if self.last else self.special(j)
+        return kept & torch.ones_like(now, dtype=torch.bool)
+
+    def bound(self, n: int, m: int) -> Columns:  # noqa: ARG002
+        return self._bound(m)
+
+
+@dataclass(frozen=True, repr=False)
+class Global(Special):
+    """i or j is special: some tokens see everything and are seen by everything."""
+
+    ways = 2
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return self.special(i) | self.special(j)
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return ~self.gone(now) | Columns(self.first, self.at, self.last).alive(j, now)
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return tuple((half(self.first, self.at, self.last, self.length),) for half in (Rows, Columns))
+
+    def bound(self, n: int, m: int) -> Pattern:
+        """Rows are counted from the end of the queries, columns from that of the keys."""
+        if not self.last or self.length is not None:
+            return self
+        return Rows(self.first, self.at, self.last, n) | Columns(self.first, self.at, self.last, m)
+
+
+@dataclass(frozen=True, repr=False)
+class Tail(Atom):
+    """j among the last `count` of its block of `size`: the summary positions of the fixed Sparse Transformer."""
+
+    size: int
+    count: int
+
+    def __post_init__(self) -> None:
+        need("the size of Tail", self.size, 1)
+        need("the count of Tail", self.count, 1)
+        if self.count > self.size:
+            raise ValueError(f"a block of {self.size} has no last {self.count}: count must be at most size")
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return (j % self.size >= self.size - self.count) & torch.ones_like(i, dtype=torch.bool)
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return (j % self.size >= self.size - self.count) & torch.ones_like(now, dtype=torch.bool)
+
+    def positions(self, low: int, high: int) -> Tensor:
+        j = torch.arange(low, max(low, high))
+        return j[j % self.size >= self.size - self.count]
+
+    def __repr__(self) -> str:
+        return f"Tail({self.size}, {self.count})"

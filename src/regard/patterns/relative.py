@@ -1,0 +1,163 @@
+"""Patterns of the distance between query and key. All of them come down to a band."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checks import FARTHEST, need
+from regard.patterns.algebra import Alternative, Atom, Pattern
+
+Bounds = tuple[int | None, int | None, int]  # back, ahead and step of a band
+
+
+def within_bounds(gap: Tensor, back: int | None, ahead: int | None, step: int) -> Tensor:
+    """Tell which gaps i - j are multiples of step from -ahead to back; None: no bound."""
+    seen = gap % step == 0 if step > 1 else torch.ones_like(gap, dtype=torch.bool)
+    if back is not None:
+        seen = seen & (gap <= back)
+    return seen if ahead is None else seen & (gap >= -ahead)
+
+
+@dataclass(frozen=True)
+class Band(Atom):
+    """-ahead <= i - j <= back and i - j a multiple of step; None: no bound. What every relative pattern comes down to."""
+
+    back: int | None
+    ahead: int | None
+    step: int = 1
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return within_bounds(i - j, self.back, self.ahead, self.step)
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return torch.ones_like(j + now, dtype=torch.bool) if self.back is None else j >= now - self.back
+
+    def both(self, other: Band) -> Band:
+        back, ahead = (
+            min((x for x in two if x is not None), default=None) for two in ((self.back, other.back), (self.ahead, other.ahead))
+        )
+        return Band(back, ahead, min(math.lcm(self.step, other.step), FARTHEST**2 // 4))  # no distance is a multiple of more
+
+    def within(self, end: int) -> Band:
+        back, ahead = (x if x is None else min(x, end) for x in (self.back, self.ahead))
+        return Band(back, ahead, min(self.step, max(end, 1)))
+
+    def covers(self, other: Band) -> bool:
+        return other.step % self.step == 0 and self.both(other) == other
+
+
+class Relative(Pattern):
+    """A pattern of the distance i - j alone."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return back, ahead and step."""
+        raise NotImplementedError
+
+    @property
+    def band(self) -> Band:
+        return Band(*self.bounds)
+
+    def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
+        return within_bounds(i - j, *self.bounds)  # and no Band is made: a tracer need not follow that
+
+    def alive(self, j: Tensor, now: Tensor) -> Tensor:
+        return self.band.alive(j, now)
+
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return ((self.band,),)
+
+    @property
+    def backward(self) -> bool:
+        return self.band.ahead == 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(repr(getattr(self, f.name)) for f in fields(self))})"  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, repr=False)
+class Local(Relative):
+    """|i - j| < size: a causal query sees exactly `size` keys, itself among them."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        need("the size of Local", self.size, 1)
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.size - 1, self.size - 1, 1
+
+
+@dataclass(frozen=True, repr=False)
+class Truncated(Relative):
+    """-ahead <= i - j <= back: a bounded past and a bounded look-ahead, as speech uses."""
+
+    back: int
+    ahead: int
+
+    def __post_init__(self) -> None:
+        need("back", self.back, 0)
+        need("ahead", self.ahead, 0)
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.back, self.ahead, 1
+
+    @property
+    def lookahead(self) -> Pattern | None:
+        return self if self.ahead else None
+
+
+@dataclass(frozen=True, repr=False)
+class Dilated(Relative):
+    """i - j = step * t with |t| < size: a window with holes, `step` times as wide."""
+
+    size: int
+    step: int
+
+    def __post_init__(self) -> None:
+        need("the size of Dilated", self.size, 1)
+        need("the step of Dilated", self.step, 1)
+
+    @property
+    def bounds(self) -> Bounds:
+        reach = self.step * (self.size - 1)
+        return reach, reach, self.step
+
+
+@dataclass(frozen=True, repr=False)
+class Stride(Relative):
+    """(i - j) mod step = 0, however far."""
+
+    step: int
+
+    def __post_init__(self) -> None:
+        need("the step of Stride", self.step, 1)
+
+    @property
+    def bounds(self) -> Bounds:
+        return None, None, self.step
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(Relative):
+    """i >= j: nothing from the future."""
+
+    @property
+    def bounds(self) -> Bounds:
+        return None, 0, 1
+
+
+@dataclass(frozen=True, repr=False)
+class Everything(Relative):
+    """All pairs: full attention."""
+
+    @property
+    def bounds(self) -> Bounds:
+        return None, None, 1

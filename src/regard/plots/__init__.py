@@ -1,0 +1,1 @@
+"""Figures: mechanisms, the gallery of all of them, training curves."""

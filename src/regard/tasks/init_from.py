@@ -1,0 +1,66 @@
+"""What training starts from: another run's weights, examples that a model can read, targets that it can say."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from regard.config import Config
+from regard.training.checkpoints import Run, load_run, weights_of
+
+T = TypeVar("T")
+SAME = ("heads", "norm", "activation", "positions", "units", "lower")  # weights fit another one of these, and mean nothing there
+
+
+def begun(config: Any) -> Run:
+    """The run that `begin_from` names, if its weights mean the same here."""
+    where = f"begin_from={config.begin_from}"
+    try:
+        run = load_run(Path(config.begin_from))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if "vocabulary.json" not in run.assets:
+        raise ValueError(f"{where}: this is a run of another kind, without a vocabulary.json")
+    for name in SAME:
+        if run.config.get(name) != getattr(config, name):
+            raise ValueError(f"{where} has {name}={run.config.get(name)}, but here it is {getattr(config, name)}: use the same")
+    return run
+
+
+def slots_of(model: nn.Module) -> dict[str, Tensor]:
+    """What a decoder that says everything at once has beside one that goes from word to word: it keeps its own."""
+    return {name: x for name, x in weights_of(model).items() if name.startswith("slots.")}
+
+
+def short_enough(examples: Sequence[T], size: Callable[[T], int], config: Config) -> list[T]:
+    """Those that the model can read and say; how many are left out is said."""
+    kept = [example for example in examples if size(example) <= config.max_len]
+    if examples and not kept:
+        least = min(map(size, examples))
+        raise ValueError(f"all training examples are longer than max_len={config.max_len}: the shortest has {least:,} tokens")
+    if gone := len(examples) - len(kept):
+        _left_out(gone, len(examples), f"they are longer than max_len={config.max_len}")
+    return kept
+
+
+def check_slots(pairs: Sequence[tuple[list[int], list[int]]], upsample: int) -> None:
+    """Whether CTC can say the targets (without their END): a slot for each token, and a blank between two that are the same."""
+    gone = sum(len(target) - 1 + _repeats(target) > upsample * len(source) for source, target in pairs)
+    why = f"they need more than upsample={upsample} slots for every source token"
+    if pairs and gone == len(pairs):
+        raise ValueError(f"no training target can be said: {why}")
+    if gone:
+        _left_out(gone, len(pairs), why)
+
+
+def _repeats(target: list[int]) -> int:
+    return sum(one == other for one, other in pairwise(target[:-1]))
+
+
+def _left_out(gone: int, of: int, why: str) -> None:
+    warnings.warn(f"{gone:,} of {of:,} training examples teach nothing: {why}", stacklevel=3)

@@ -1,0 +1,140 @@
+"""What comes next: a language model of characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.checks import need
+from regard.config import Config
+from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
+from regard.data.datasets import shakespeare as read_shakespeare
+from regard.data.locate import find
+from regard.data.vocabulary import Characters, vocabulary
+from regard.decoding import Rules, Sample, say
+from regard.models.build import language_model
+from regard.tasks.support import device_under, resting
+from regard.tasks.task import Step, Task
+from regard.training.losses import Loss, cross_entropy
+
+
+@dataclass
+class Language(Config):
+    """Windows of one long text."""
+
+    window: int = 256  # characters that a model sees at most
+    stride: int = 16  # between the beginnings of two windows of an epoch
+    most: int = 300  # characters that it goes on with
+    temperature: float = 0.8
+
+
+class LanguageTask(Task):
+    """The next character of a text; scored by its surprise, in nats a character. An example is where a window begins."""
+
+    best = ("loss", "min")
+    steady = True
+    answering = ("most", "temperature")
+    config: Language
+
+    def __init__(self, config: Language) -> None:
+        super().__init__(config)
+        need("stride", config.stride)
+        if not 1 <= config.window <= config.max_len:
+            raise ValueError(f"window must be from 1 to max_len={config.max_len}, not {config.window}")
+        self.characters = Characters([])
+        self.texts: dict[str, torch.Tensor] = {}
+
+    def read(self, folder: Path | None = None) -> None:
+        train, val, _ = read_shakespeare(find("tinyshakespeare", folder))
+        if len(self.characters) == len(Characters([])):
+            self.characters = Characters.of([train])
+        self.texts = {name: torch.tensor(self.characters.encode(text)) for name, text in (("train", train), ("val", val))}
+        self.sample = val.strip().partition("\n")[0]
+        window, last = self.config.window, len(self.texts["train"]) - self.config.window - 1
+        self.splits = {
+            "train": [("train", at) for at in range(0, last + 1, self.config.stride)],
+            "val": [("val", at) for at in range(0, len(self.texts["val"]) - 1, window)],
+            "test": [],
+        }
+
+    def assets(self) -> dict[str, str]:
+        return {"characters.json": self.characters.to_json()}
+
+    def restore(self, assets: Mapping[str, str]) -> None:
+        found = vocabulary(assets["characters.json"])
+        if not isinstance(found, Characters):
+            raise ValueError(f"characters.json holds {found.kind}: restore it")
+        self.characters = found
+
+    def size(self, example: tuple[str, int]) -> int:  # noqa: ARG002 - windows are alike
+        return self.config.window
+
+    def batch(self, examples: Sequence[tuple[str, int]]) -> Batch:
+        """Windows, and what follows each of their characters; one at the end of the text may be shorter, and then all are."""
+        window = self.config.window
+        text = self.texts[examples[0][0]]
+        window = min(window, len(text) - 1 - max(at for _, at in examples))
+        index = torch.tensor([at for _, at in examples])[:, None] + torch.arange(window + 1)
+        rows = text[index]
+        return Batch(rows[:, :-1].contiguous(), None, rows[:, 1:].contiguous())
+
+    def model(self) -> nn.Module:
+        return language_model(self.config, len(self.characters))
+
+    def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
+        assert batch.target is not None
+        return cross_entropy(model(batch.source), batch.target, smoothing=self.config.smoothing)
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        if not self.splits[split]:
+            raise ValueError(f"there is no {split} split of this text: it has train and val")
+        whole, last = self.splits[split][:-1], self.splits[split][-1:]  # the last window may be shorter
+        with resting(model):
+            parts = [*(whole[i : i + 128] for i in range(0, len(whole), 128)), last]
+            losses = [self.loss(model, self.batch(part).to(device_under(model)), 0) for part in parts]
+        nll = sum(float(x.parts["nll"]) for x in losses) / sum(int(x.over) for x in losses)
+        return {"loss": nll, "bits": nll / math.log(2)}
+
+    def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
+        """How the text goes on, drawn by chance with a fixed seed."""
+        rules = Rules(END, most=self.config.most, never=(PAD, UNKNOWN, BEGIN, MASK))
+        device, answers = device_under(model), []
+        for line in lines:
+            prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.most) :]
+            choice = Sample(temperature=self.config.temperature, seed=self.config.seed)
+            with resting(model):
+                said = say(model, model.start(1), torch.tensor([prompt], device=device), rules=rules, choice=choice)[0]
+            answers.append(line + self.characters.decode(said))
+        return answers
+
+
+def shakespeare() -> Language:
+    return Language(
+        task="shakespeare",
+        precision="tf32",
+        width=384,
+        heads=6,
+        depth=6,
+        ffn=1536,
+        activation="gelu",
+        positions="rotary",
+        dropout=0.3,
+        weight_dropout=0.2,
+        steps=5000,
+        batch_tokens=16_384,
+        lr=1e-3,
+        betas=[0.9, 0.99],
+        decay=1.0,
+        schedule="cosine",
+        warmup=100,
+        validate_every=500,
+        save_every=250,
+        average=8,
+        max_len=2048,
+    )

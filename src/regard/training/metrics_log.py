@@ -1,0 +1,98 @@
+"""What happened, step by step: metrics.jsonl, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from regard.data.strict_json import read_value
+from regard.training import atomic_files
+from regard.training.atomic_files import RunError
+
+TIMES = ("time",)  # what differs between two runs that are the same
+
+
+class Journal:
+    """One JSON object a line. A run that goes on after step s forgets the lines behind s, and writes them anew."""
+
+    def __init__(self, out: Path, after: int) -> None:
+        path = out / "metrics.jsonl"
+        kept = [line for line in lines(path) if line["step"] <= after]
+        atomic_files.replace(path, "".join(_text(line) for line in kept))
+        self._board = _board(out / "tensorboard", after)
+        self.path, self._file = path, open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(_text(line))
+            self._file.flush()
+        except OSError as error:
+            raise RunError(atomic_files.cannot_write(self.path, error)) from error
+        if self._board is not None:
+            for name, value in _flat({name: value for name, value in line.items() if name != "step"}):
+                self._board.add_scalar(name, value, line["step"])
+
+    def sync(self) -> None:
+        """On the disk: a checkpoint must not be there before the lines that led to it."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; what a dying process left of a last one is none."""
+    if not path.is_file():
+        return []
+    try:
+        *whole, _torn = path.read_bytes().split(b"\n")
+        found = [read_value(text) for text in whole]
+    except ValueError:
+        found = [None]
+    if not all(map(_sound, found)):
+        raise RunError(f"{path} is not as it was written: delete it, and the run goes on without its past")
+    return found
+
+
+def _sound(line: Any) -> bool:
+    """As `write` writes them."""
+    if not isinstance(line, dict) or not isinstance(line.get("val", {}), dict):
+        return False
+    return type(line.get("step")) is int and isinstance(line.get("time", 0.0), int | float)
+
+
+def _text(line: dict[str, Any]) -> str:
+    return json.dumps(_finite(line), ensure_ascii=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(x) for name, x in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flat(line: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in line.items():
+        if isinstance(value, dict):
+            found += _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            found.append((prefix + name, value))
+    return found
+
+
+def _board(folder: Path, after: int) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what TensorBoard imports, in some of its versions
+            from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=after + 1)

@@ -1,0 +1,165 @@
+"""What a model loses that says all tokens at once.
+
+A pass of slots that come from a source or from a length asks the device for no number, so it can be captured (`Graphs`).
+
+Letters: b batch, l target tokens, t slots, v vocabulary, c classes: the blank and the l tokens of a row's own target.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from regard.data.batch import Batch
+from regard.mixers.feature_math import wide
+from regard.models.length_predictor import counted
+from regard.models.nat import BLANK, Ctc, Fixed, Length, Masked, Parallel, Read, Seats, fronted
+from regard.training.ctc import best_path, certain, ctc, needed, odds, same
+from regard.training.decoder_inputs import sequence, twice, unlearned
+from regard.training.losses import Loss, between, check_smoothing, cross_entropy
+
+Share = float | Tensor  # of 0 dimensions
+
+
+def loss(model: Parallel, batch: Batch, *, smoothing: float = 0.0, glance: Share = 0.0, agree: float = 0.0) -> Loss:
+    """Minus the log-probability of the targets, summed over them.
+
+    With `glance` > 0 the model first answers without learning; then that share of the number of its mistakes is drawn from the
+    target and shown to it, and it loses what is left to say: the better it is, the less it sees. Qian et al. 2020,
+    arXiv:2008.07905. A share that only the device knows, a tensor, is taken as it is. `parts` are "nll", what it loses at slots,
+    without smoothing; "length", what it loses at guessing lengths; and "unsayable", the number of targets that need more slots
+    than there are and are left out.
+
+    With `agree` > 0 it answers twice, each time with a dropout of its own, and both must say the same: it loses the mean of what
+    both lose and agree / 4 (KL(p || q) + KL(q || p)), summed over the slots that are left to say; that sum is in `parts` as
+    "apart". Wu et al. 2021, arXiv:2106.14448; for paths Yao et al. 2024, arXiv:2410.05101.
+    """
+    if glance.dim() > 0 if isinstance(glance, Tensor) else not 0 <= glance <= 1:
+        raise ValueError(f"glance is a share of the mistakes, from 0 to 1, not {glance!r}")
+    sequence(batch)
+    if isinstance(model.slots, Masked) and _glances(glance):
+        raise ValueError("masked is shown tokens by chance already: use glance=0")
+    if agree < 0:
+        raise ValueError(f"agree must not be below 0, but it is {agree!r}")
+    if agree:
+        batch = twice(batch)
+    read = model.hear(batch.source, batch.source_valid)
+    lose = _by_paths if isinstance(model.slots, Ctc) else _by_slots
+    return lose(model, read, batch, smoothing, glance, agree)
+
+
+def glance_at(step: int | Tensor, steps: int, first: float = 0.5, last: float = 0.3) -> Share:
+    """The share to show at an update: from `first` to `last`, in a line. Of a step on the device, a share on the device."""
+    done = step / max(steps, 1)
+    return first + (last - first) * (done.clamp(0, 1) if isinstance(done, Tensor) else min(max(done, 0.0), 1.0))
+
+
+def _glances(share: Share) -> bool:
+    """Whether anything may be shown: a share that only the device knows may be any."""
+    return isinstance(share, Tensor) or share > 0
+
+
+def drawn(real: Tensor, count: Tensor) -> Tensor:
+    """`count` (b) of the real ones of every row, by chance, each choice as likely as another, (b m)."""
+    dice = torch.rand(real.shape, device=real.device).masked_fill(~real, 2)
+    return (dice.argsort(1).argsort(1) < count[:, None]) & real
+
+
+def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: Share, agree: float) -> Loss:
+    """A slot for every token."""
+    assert batch.target is not None
+    target, length = fronted(batch.target, batch.target_valid), counted(batch.target, batch.target_valid)
+    if isinstance(model.slots, Fixed):
+        seats = model.seats(read)
+        target = _fitted(target, length, seats.x.shape[1])
+    else:
+        valid = None if batch.target_valid is None else torch.arange(target.shape[1], device=target.device) < length[:, None]
+        seats = model.seats(read, target.shape[1], valid)
+    real = torch.arange(target.shape[1], device=target.device) < length[:, None]
+    shown, one = None, _once(len(target), agree)
+    if isinstance(model.slots, Masked):  # from one hidden slot to all of them, every number as likely as another
+        hidden = 1 + (torch.rand(length[one].shape, device=length.device) * length[one]).long()
+        shown = drawn(real[one], length[one] - hidden)
+    elif _glances(glance):
+        with unlearned():
+            wrong = (model.answer(read.at(one), seats.at(one)).argmax(-1) != target[one]) & real[one]
+        shown = drawn(real[one], (glance * wrong.sum(1)).round())
+    shown = torch.cat([shown, shown]) if agree and shown is not None else shown
+    scores = model.answer(read, seats, target, shown)
+    asked = real if shown is None else real & ~shown
+    lost = cross_entropy(scores, target, asked, smoothing=smoothing)
+    if isinstance(model.slots, Length):
+        surprise = model.slots.lengths.surprise(read.x, read.valid, length).sum()
+        lost = Loss(lost.total + surprise, lost.over, {**lost.parts, "length": surprise.detach()})
+    return _held(lost, wide(scores).log_softmax(-1), asked, agree) if agree else lost
+
+
+def _once(rows: int, agree: float) -> slice:
+    """Of rows that may stand twice, those that are not again."""
+    return slice(rows // 2 if agree else rows)
+
+
+def _held(lost: Loss, logs: Tensor, asked: Tensor, agree: float) -> Loss:
+    """Both halves of a batch held together, where they are asked (b t), from their log-probabilities (b t v)."""
+    one, other = logs.chunk(2)
+    apart = between(one, other).masked_fill(~asked[: len(one)], 0).sum()
+    parts = {name: x / 2 for name, x in lost.parts.items()}
+    return Loss(lost.total / 2 + agree / 4 * apart, lost.over // 2, {**parts, "apart": apart.detach()})
+
+
+def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
+    """Targets (b l) with as many columns as there are slots."""
+    if target.shape[1] > slots and bool((length > slots).any()):
+        raise ValueError(f"a target of {int(length.max())} tokens, its end counted, but {slots} slots: build it with more")
+    return F.pad(target, (0, max(slots - target.shape[1], 0)))[:, :slots]
+
+
+def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: Share, agree: float) -> Loss:
+    """Every way to say the target, summed. What is shown of a path is certain, so the rest of every path goes through it."""
+    assert batch.target is not None
+    target = fronted(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
+    length = (counted(batch.target, batch.target_valid) - 1).clamp_min(0)  # no end is said: blanks are what is left
+    seats = model.seats(read)
+    room = counted(seats.x, seats.valid)
+    classes = same(target)
+    sayable = needed(classes, length) <= room
+    length = length.masked_fill(~sayable, 0)
+    fixed = None if seats.valid is None else ~seats.valid  # a slot that is not there is a sure blank: it changes no sum
+    path = torch.zeros(seats.x.shape[:2], dtype=torch.long, device=target.device)
+    shown = None
+    if _glances(glance):
+        one = _once(len(target), agree)
+        path, shown = _glance(model, read.at(one), seats.at(one), target[one], classes[one], length[one], glance)
+        path, shown = (torch.cat([x, x]) if agree else x for x in (path, shown))
+        fixed = shown if fixed is None else fixed | shown
+    columns = F.pad(target, (1, 0), value=BLANK)
+    scores = wide(model.answer(read, seats, columns.gather(1, path), shown)).log_softmax(-1)
+    logs = odds(scores, columns)
+    if fixed is not None:
+        logs = torch.where(fixed[..., None], certain(path, logs), logs)
+    nll = ctc(logs, classes, length).masked_fill(~sayable, 0).sum()
+    free = torch.ones_like(path, dtype=torch.bool) if fixed is None else ~fixed
+    lost = Loss(nll, (length * sayable).sum(), {"nll": nll.detach(), "unsayable": (~sayable).sum()})
+    if smoothing:
+        check_smoothing(smoothing)
+        flat = -scores.mean(-1).masked_fill(~free, 0).sum(1) / free.sum(1).clamp_min(1)
+        lost = lost._replace(total=(1 - smoothing) * nll + smoothing * (flat * length).sum())
+    return _held(lost, scores, free & sayable[:, None], agree) if agree else lost
+
+
+@unlearned()
+def _glance(
+    model: Parallel, read: Read, seats: Seats, target: Tensor, classes: Tensor, length: Tensor, share: Share
+) -> tuple[Tensor, Tensor]:
+    """The best path of every target (b t), in classes, and the slots where it is shown. Gu & Kong 2020, arXiv:2012.15833."""
+    columns = F.pad(target, (1, 0), value=BLANK)
+    scores = model.answer(read, seats)
+    logs = odds(wide(scores).log_softmax(-1), columns)
+    real = torch.ones(seats.x.shape[:2], dtype=torch.bool, device=target.device)
+    if seats.valid is not None:
+        real = seats.valid
+        logs = torch.where(real[..., None], logs, certain(torch.zeros_like(real, dtype=torch.long), logs))
+    path = best_path(logs, classes, length)
+    wrong = (scores.argmax(-1) != columns.gather(1, path)) & real
+    return path, drawn(real, (share * wrong.sum(1)).round())

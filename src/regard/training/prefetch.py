@@ -1,0 +1,54 @@
+"""Batches of the updates to come, made while the device works."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from regard.data.batch import Batch
+from regard.data.length_buckets import Batches
+from regard.training import rng
+
+if TYPE_CHECKING:
+    from regard.tasks.task import Task
+
+AHEAD = 4  # updates whose batches are made before their turn
+
+
+@contextmanager
+def batches_of(task: Task, done: int, kind: str) -> Iterator[Iterator[list[Batch]]]:
+    """The batches of every update to come, made by a thread while the device and the backward pass work.
+
+    What they hold is a function of the update alone. `task.batch` must not draw from the global dice, which the model uses.
+    """
+    config, train = task.config, task.splits["train"]
+    order = Batches([task.size(example) for example in train], config.batch_tokens, config.seed, True)
+
+    def make(update: int) -> list[Batch]:
+        first = update * config.accumulate
+        rows = [order.at(number) for number in range(first, first + config.accumulate)]
+        made = [task.batch([train[place] for place in row]) for row in rows]
+        return [batch.pin_memory() for batch in made] if kind == "cuda" else made
+
+    before = rng.held()
+    make(done)
+    if rng.held() != before:
+        raise ValueError(f"{type(task).__name__}.batch draws random numbers, which no resumed run can repeat: draw them in loss")
+    pool = ThreadPoolExecutor(1, "batches")
+    try:
+        yield _ahead(pool, make, done, config.steps)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ahead(pool: ThreadPoolExecutor, make: Callable[[int], list[Batch]], first: int, end: int) -> Iterator[list[Batch]]:
+    waiting: deque[Future[list[Batch]]] = deque()
+    for update in range(first, end):
+        waiting.append(pool.submit(make, update))
+        if len(waiting) >= AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

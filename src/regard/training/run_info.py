@@ -1,0 +1,176 @@
+"""What a run is, before it begins: settings that make sense, the folder of this very run, and who made it with what."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from regard._version import version
+from regard.text import unknown
+from regard.training import atomic_files, checkpoints
+from regard.training.atomic_files import RunError
+from regard.training.learner import TYPES
+from regard.training.lr_schedule import factor
+
+if TYPE_CHECKING:
+    from regard.tasks.task import Task
+
+POSITIVE = ("steps", "batch_tokens", "accumulate", "validate_every", "save_every", "average")
+NOT_NEGATIVE = ("warmup", "decay", "clip", "patience", "seed")
+LARGEST = 2**63
+GROWS = ("steps", "patience")  # settings of a run that may become larger: it goes on from where it ended
+ENDING = ("linear", "cosine")  # schedules that depend on the number of updates
+
+
+def check(task: Task) -> None:
+    """Settings that training reads, and data to train on."""
+    check_settings(task)
+    for split in ("train", "val"):
+        if not task.splits.get(split):
+            wanted = "learn from" if split == "train" else "validate on"
+            raise ValueError(f"{task.config.task or 'this task'} has no examples to {wanted}")
+    longest, room = max(map(task.size, task.splits["train"])), task.config.batch_tokens
+    if longest > room:
+        raise ValueError(f"an example has {longest:,} tokens, but a batch has {room:,} at most: use batch_tokens={longest}")
+
+
+def check_settings(task: Task) -> None:
+    """Before there is data."""
+    config = task.config
+    for name, value in vars(config).items():
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            raise ValueError(f"{name} is {value}, which no machine counts to: it must be below 2**63")
+    for name in POSITIVE:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)!r}")
+    for name in NOT_NEGATIVE:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} must not be below 0, but it is {getattr(config, name)!r}")
+    if not config.lr > 0:
+        raise ValueError(f"lr must be above 0, not {config.lr!r}")
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), not {config.betas!r}")
+    factor(config, 1)  # a schedule that there is
+    if config.precision not in TYPES:
+        raise ValueError(unknown("there is no precision", config.precision, TYPES))
+    if config.graphs and (config.precision == "16-mixed" or not task.steady):
+        unsteady = "its loss changes from update to update, or asks the device"
+        why = "a scaler of 16-mixed decides on the host" if task.steady else unsteady
+        raise ValueError(f"graphs=true cannot be used here, because {why}: leave it out")
+    if task.best[1] not in ("min", "max"):
+        raise ValueError(f"a score is better at its 'min' or its 'max', not at its {task.best[1]!r}")
+
+
+def settings(task: Task) -> dict[str, Any]:
+    """The configuration as a file gives it back."""
+    return json.loads(json.dumps(task.config.to_json()))
+
+
+def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Settings that have become larger since the run began, of those that may; patience 0 is the largest."""
+    known = [name for name in GROWS if type(there.get(name)) is int and type(config.get(name)) is int]
+    size = {"steps": lambda x: x, "patience": lambda x: x or LARGEST}
+    return [name for name in known if size[name](config[name]) > size[name](there[name])]
+
+
+def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], resume: bool) -> list[str]:
+    """Check that the folder is empty of runs, or holds this one. Returns the settings that have grown."""
+    there = checkpoints.load_config(out)
+    if there is None:
+        if checkpoints.steps(out):
+            raise RunError(f"{out} has checkpoints but no config.json: restore that file, or choose another folder")
+        return []
+    if not resume:
+        raise RunError(f"{out} holds a run already: let it go on (resume), choose another folder, or delete this one")
+    checkpoints.check_seals(out)
+    larger, missing = grown(there, config), object()
+    names = [name for name in {**there, **config} if there.get(name, missing) != config.get(name, missing)]
+    if names := [name for name in names if name not in larger]:
+        shown = "; ".join(f"{name} is {there.get(name)!r} there and {config.get(name)!r} here" for name in names)
+        may = f" ({' and '.join(GROWS)} may only grow)" if set(names) & set(GROWS) else ""
+        raise RunError(f"{out} holds a run with other settings: {shown}{may}. Choose another folder, or the same settings")
+    kept = checkpoints.load_assets(out)
+    if names := [name for name in {**kept, **assets} if kept.get(name) != assets.get(name)]:
+        raise RunError(f"{out} holds a run on other data: its {names[0]} differs. Choose another folder, or the same data")
+    if larger and (out / checkpoints.RESULT).is_file() and checkpoints.latest(out) is None:
+        raise RunError(f"the run in {out} is finished, and there is no checkpoint left to go on from: train in another folder")
+    return larger
+
+
+def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
+    """Write what the run is; or, where it has begun already, sentences about what is different now."""
+    now, there = _now(task, model, kind), checkpoints.load_config(out)
+    if there is None:
+        checkpoints.save_run(out, settings(task), task.assets(), now)
+        return []
+    advice = "restore it, or delete the folder and train again"
+    then = atomic_files.read_json(out / checkpoints.ABOUT, advice)
+    if "data" not in then:
+        raise RunError(f"{out / checkpoints.ABOUT} does not say what it was trained on: {advice}")
+    if then["data"] != now["data"]:
+        raise RunError(f"{out} holds a run on other data: {then['data']} there and {now['data']} here")
+    made = ("regard", "python", "torch", "device", *(["threads"] if kind == "cpu" else []))
+    return _longer(out, task, there) + [
+        f"{name} was {then.get(name)} and is {now[name]}: the run goes on, but not bit for bit as it would have"
+        for name in made
+        if then.get(name) != now[name]
+    ]
+
+
+def _longer(out: Path, task: Task, there: Mapping[str, Any]) -> list[str]:
+    """Write the settings that have grown into the run, and say what they change."""
+    config = task.config
+    larger = grown(there, settings(task))
+    if larger:
+        checkpoints.change_run(out, settings(task))
+    notes = [f"{name} was {there[name]} and is {getattr(config, name)} from here on" for name in larger]
+    if "steps" in larger:
+        done = (checkpoints.steps(out) or [0])[-1]
+        rate = f"the rate at update {done + 1} is {factor(config, done + 1):.3g} x lr"
+        ending = f"schedule={config.schedule} is that of {config.steps} updates from here on: {rate}, not what it ended with"
+        same = f"schedule={config.schedule} does not depend on the number of updates: {rate}, as it would have been"
+        notes.append(ending if config.schedule in ENDING else same)
+    return notes
+
+
+def _now(task: Task, model: nn.Module, kind: str) -> dict[str, Any]:
+    train = task.splits["train"]
+    return {
+        "task": task.config.task,
+        "seed": task.config.seed,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "data": {"examples": len(train), "tokens": sum(task.size(example) for example in train)},
+        "regard": version,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": _version("pytorch-lightning"),
+        "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version_of(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the folder where it was started, if that is under git."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return None
+    return done.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if done.returncode == 0 else None

@@ -1,0 +1,45 @@
+"""The weights of a run that answers: those it has chosen, or, where it is not finished, the best that it has saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from regard.training import checkpoints
+from regard.training.atomic_files import RunError
+from regard.training.checkpoints import Run
+
+TRIES = 5  # a run that is being trained removes checkpoints while they are read
+
+
+class Usable(NamedTuple):
+    run: Run
+    weights: Path  # the file of the weights
+    update: int | None = None  # of the weights, where the run is not finished
+    note: str = ""  # a sentence about that
+
+
+def usable(out: Path) -> Usable:
+    """A finished run, or the checkpoint of an unfinished one that did best on validation: the newest if none was validated."""
+    config = checkpoints.load_config(out)
+    if config is None or (out / checkpoints.RESULT).is_file() or not checkpoints.steps(out):
+        return Usable(checkpoints.load_run(out), out / checkpoints.WEIGHTS)
+    checkpoints.check_seals(out)
+    for left in reversed(range(TRIES)):
+        path = checkpoints.latest(out)
+        if path is None:
+            break
+        try:
+            last = checkpoints.load(path)
+            best = (last.state["best"] or {}).get("step")
+            chosen = last if best is None else checkpoints.load(checkpoints.at(out, best))
+        except RunError:
+            if not left or path == checkpoints.latest(out):
+                raise
+            continue
+        which = "the newest, as none was validated yet" if best is None else "the best on validation so far"
+        far = f"update {last.step} of {config.get('steps')}"
+        note = f"the run in {out} is not finished ({far}): these are the weights of update {chosen.step}, {which}"
+        where = checkpoints.at(out, chosen.step) / checkpoints.WEIGHTS
+        return Usable(Run(config, checkpoints.load_assets(out), chosen.weights), where, chosen.step, note)
+    return Usable(checkpoints.load_run(out), out / checkpoints.WEIGHTS)
