@@ -7,7 +7,8 @@
 The first autoregressive run is the base. A time is that of one answer, from the tokens of a source to the tokens of its answer on
 the host, for somebody who waits for it: batch 1. Beams on the clock stop when as many answers have ended as there are beams, as
 is usual; to be sure of the best one takes longer. Scores are those of the whole split, by the task itself. `model` is the model
-as it is, `ready` is `regard.decoding.Ready` or `ReadyAtOnce`; it must say what the model says, and `same` is how often it did.
+as it is, `ready` is `regard.decoding.StaticDecoder` or `NatDecoder`; its tokens must be those of the
+model, and `same` is how often they were.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from common import Progress, save, seconds
 from regard.cli.infer import trained
 from regard.cli.settings import device as named_device
-from regard.decoding import Ready, ReadyAtOnce, unready
-from regard.decoding.nat_decoding import say_at_once
+from regard.decoding import NatDecoder, StaticDecoder, why_not_static
+from regard.decoding.nat_decoding import generate_nat
 from regard.tasks.support import spoken_by
 from regard.tasks.translation import TranslationTask
 
@@ -74,10 +75,10 @@ def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: l
 
 
 def at_once(model: Any, device: torch.device, asked: dict[str, int], row: list[int]) -> list[int]:
-    return say_at_once(model, torch.tensor([row], device=device), **asked)[0]
+    return generate_nat(model, torch.tensor([row], device=device), **asked)[0]
 
 
-def ready_at_once(fast: ReadyAtOnce, asked: dict[str, int], row: list[int]) -> list[int]:
+def ready_at_once(fast: NatDecoder, asked: dict[str, int], row: list[int]) -> list[int]:
     return fast(torch.tensor([row]), **asked)[0]  # it takes sources from the host, in one copy
 
 
@@ -88,11 +89,13 @@ def ways(run: Run, device: torch.device) -> list[Way]:
         for beams in BEAMS:
             asked = {"beam": beams}
             found.append(Way(run, "model", asked, partial(by_words, model, config, device, beams)))
-            if unready(model) is None:  # one for each, so that neither takes the other's room, which is no larger than it must be
-                fast = Ready(model, room=min(config.most, config.max_len) + 1)
+            if (
+                why_not_static(model) is None
+            ):  # one for each, so that neither takes the other's room, which is no larger than it must be
+                fast = StaticDecoder(model, room=min(config.most, config.max_len) + 1)
                 found.append(Way(run, "ready", asked, partial(by_words, fast, config, device, beams)))
         return found
-    parallel = ReadyAtOnce(model)
+    parallel = NatDecoder(model)
     own = {"masked": {"lengths": config.lengths}, "length": {"lengths": config.lengths}}.get(config.decoder, {})
     many = [{**own, "iterations": rounds} for rounds in sorted({*ROUNDS, config.iterations})]
     for asked in many if config.decoder == "masked" else [own]:

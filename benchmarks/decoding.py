@@ -23,8 +23,8 @@ from torch import Tensor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded: weights are made here
 
 from common import Progress, save, seconds
-from regard.decoding import Ready, Rules, beam, say
-from regard.pretrained import load
+from regard.decoding import Constraints, StaticDecoder, beam, generate
+from regard.pretrained import load_pretrained
 
 WIDTH, HEADS, DEPTH, PROMPT, SEED = 512, 8, 6, 32, 0
 VOCAB = {"gpt2": 50_257, "marian": 32_000}
@@ -90,14 +90,14 @@ def both(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]
     theirs = {"gpt2": gpt2, "marian": marian}[name]().eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        ours = load(folder, device=device, dtype=dtype)
+        ours = load_pretrained(folder, device=device, dtype=dtype)
     asked = theirs.generation_config
     asked.eos_token_id = asked.forced_eos_token_id = None
     asked.pad_token_id = 0
     return theirs.to(device, dtype), ours
 
 
-def generate(model: Any, case: Case, cache: str | None = None) -> Tensor:
+def theirs_generate(model: Any, case: Case, cache: str | None = None) -> Tensor:
     options = {} if cache is None else {"cache_implementation": cache}
     new = {"max_new_tokens": case.new, "min_new_tokens": case.new}
     mask = torch.ones_like(case.source)
@@ -106,11 +106,11 @@ def generate(model: Any, case: Case, cache: str | None = None) -> Tensor:
 
 
 def spoken(model: Any, case: Case) -> Tensor:
-    rules, x = Rules(NO_END, most=case.new), case.source
+    constraints, x = Constraints(NO_END, max_new_tokens=case.new), case.source
     state, prompt = (model.start(case.rows), x) if case.model == "gpt2" else (model.start(x), x.new_full((case.rows, 1), 2))
     if case.beams == 1:
-        return torch.tensor(say(model, state, prompt, rules=rules), device=x.device)
-    return beam(model, state, prompt, rules=rules, width=case.beams).tokens[:, 0]
+        return torch.tensor(generate(model, state, prompt, constraints=constraints), device=x.device)
+    return beam(model, state, prompt, constraints=constraints, width=case.beams).tokens[:, 0]
 
 
 def measured(case: Case, ways: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int, exact: bool) -> list[dict]:
@@ -155,15 +155,15 @@ def main() -> None:
         if kept[0] != name:
             kept = (name, *both(name, device, dtype))
         _, theirs, ours = kept
-        fast = Ready(ours, room=new + (PROMPT if name == "gpt2" else 1))
+        fast = StaticDecoder(ours, room=new + (PROMPT if name == "gpt2" else 1))
         source = torch.randint(5, VOCAB[name], (b, PROMPT), generator=torch.Generator().manual_seed(SEED)).to(device)
         case = Case(name, b, k, new, source)
-        ways = {"transformers": partial(generate, theirs, case), "ready": partial(spoken, fast, case)}
+        ways = {"transformers": partial(theirs_generate, theirs, case), "ready": partial(spoken, fast, case)}
         long = args.device == "cpu" and b * k > 32
         if not long:
             ways["model"] = partial(spoken, ours, case)
         if args.static:
-            ways["transformers, static cache"] = partial(generate, theirs, case, "static")
+            ways["transformers, static cache"] = partial(theirs_generate, theirs, case, "static")
         rows += measured(case, ways, device, 1 if long else min(args.rounds, 2) if b > 1 else args.rounds, dtype == torch.float32)
         here = [row for row in rows if row["model"] == name and row["batch"] == b and row["beams"] == k]
         progress.step(

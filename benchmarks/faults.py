@@ -19,7 +19,7 @@ import torch
 
 from common import ROOT, Progress, save
 from regard.training import atomic_files, checkpoints
-from regard.training.metrics_log import TIMES, lines
+from regard.training.metrics_log import TIMES, read_metrics
 
 sys.path.insert(0, str(ROOT / "tests"))
 RUNS, KILLS, SEED = 3, 8, 0
@@ -32,7 +32,7 @@ def train(out: Path, die_at: int) -> None:
     from small_task import Small, small
 
     torch.set_num_threads(1)
-    written, real = 0, atomic_files.write
+    written, real = 0, atomic_files.write_synced
 
     def write(path: Path, data: bytes) -> None:
         nonlocal written
@@ -43,7 +43,7 @@ def train(out: Path, die_at: int) -> None:
         real(path, data)
 
     if die_at:
-        atomic_files.write = write
+        atomic_files.write_synced = write
     fit(Small(small(**SETTINGS)), out, accelerator="cpu", quiet=True)
 
 
@@ -73,7 +73,7 @@ def saves(out: Path) -> range:
 
 def remembered(out: Path) -> dict:
     """What must be the same, bit for bit."""
-    told = [{name: x for name, x in line.items() if name not in TIMES} for line in lines(out / "metrics.jsonl")]
+    told = [{name: x for name, x in line.items() if name not in TIMES} for line in read_metrics(out / "metrics.jsonl")]
     last = checkpoints.latest(out)
     assert last is not None
     paths = {

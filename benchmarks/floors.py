@@ -16,11 +16,11 @@ import numpy as np
 from common import Progress, save
 from regard import scores, tasks
 from regard.data import datasets
-from regard.data.datasets import Labelled, Splits, Tagged
-from regard.data.extended_vocab import spoken
+from regard.data.datasets import LabelledText, Splits, Tagged
+from regard.data.extended_vocab import extended_words
 from regard.data.locate import find
 from regard.data.text_files import Pair
-from regard.data.wikisql import words
+from regard.data.wikisql import split_words
 from regard.tasks.copying import CopyTask, oov_recall
 
 ORDER = 5  # characters of an n-gram, the predicted one counted
@@ -67,7 +67,7 @@ def nearest(known: Sequence[Sequence[str]], asked: Sequence[Sequence[str]]) -> l
 
 def multi30k(parts: Splits[list[Pair]]) -> list[Row]:
     wanted = [pair.target for pair in parts.test]
-    places = nearest([words(pair.source) for pair in parts.train], [words(pair.source) for pair in parts.test])
+    places = nearest([split_words(pair.source) for pair in parts.train], [split_words(pair.source) for pair in parts.test])
     floors = {
         "the English source, said again": [pair.source for pair in parts.test],
         "the German of the nearest English in train (tf-idf cosine)": [parts.train[place].target for place in places],
@@ -105,7 +105,7 @@ def ewt(parts: Splits[list[Tagged]]) -> list[Row]:
     ]
 
 
-def bayes(train: Sequence[Labelled]) -> Callable[[str], int]:
+def bayes(train: Sequence[LabelledText]) -> Callable[[str], int]:
     """Naive Bayes of the words that a text has, each counted once: log p(label) + sum of log (texts with it + 1) / (all + v).
 
     A word that train does not have says nothing.
@@ -113,15 +113,15 @@ def bayes(train: Sequence[Labelled]) -> Callable[[str], int]:
     counts: dict[int, Counter[str]] = {0: Counter(), 1: Counter()}
     many = Counter(x.label for x in train)
     for x in train:
-        counts[x.label].update(set(words(x.text)))
+        counts[x.label].update(set(split_words(x.text)))
     known = set(counts[0]) | set(counts[1])
     behind = math.log(counts[0].total() + len(known)) - math.log(counts[1].total() + len(known))
     weight = {word: math.log(counts[1][word] + 1) - math.log(counts[0][word] + 1) + behind for word in known}
     before = math.log(many[1] / many[0])
-    return lambda text: int(before + math.fsum(weight.get(word, 0.0) for word in set(words(text))) > 0)
+    return lambda text: int(before + math.fsum(weight.get(word, 0.0) for word in set(split_words(text))) > 0)
 
 
-def imdb(parts: Splits[list[Labelled]]) -> list[Row]:
+def imdb(parts: Splits[list[LabelledText]]) -> list[Row]:
     label_of, most = bayes(parts.train), commonest(x.label for x in parts.train)
     wanted = [x.label for x in parts.test]
     floors = {
@@ -190,7 +190,7 @@ def copied(task: CopyTask, said: Sequence[Sequence[str]]) -> dict[str, float]:
 def sources(task: CopyTask, split: str) -> list[list[str]]:
     """What the model reads: words of a text, up to where it is cut."""
     assert task.vocabulary is not None
-    return [spoken(example.source, task.vocabulary, example.oov) for example in task.splits[split]]
+    return [extended_words(example.source, task.vocabulary, example.oov) for example in task.splits[split]]
 
 
 def acl_titles(task: CopyTask) -> list[Row]:
@@ -218,10 +218,10 @@ def ready(name: str) -> Any:
 
 
 FLOORS: dict[str, Callable[[], list[Row]]] = {
-    "multi30k": lambda: multi30k(datasets.multi30k(find("multi30k"))),
-    "ewt": lambda: ewt(datasets.ewt(find("ud_english_ewt"))),
-    "imdb": lambda: imdb(datasets.imdb(find("imdb"))),
-    "shakespeare": lambda: shakespeare(datasets.shakespeare(find("tinyshakespeare")), tasks.shakespeare().window),
+    "multi30k": lambda: multi30k(datasets.read_multi30k(find("multi30k"))),
+    "ewt": lambda: ewt(datasets.read_ewt(find("ud_english_ewt"))),
+    "imdb": lambda: imdb(datasets.read_imdb(find("imdb"))),
+    "shakespeare": lambda: shakespeare(datasets.read_shakespeare(find("tinyshakespeare")), tasks.shakespeare_config().window),
     "acl_titles": lambda: acl_titles(ready("acl_titles")),
     "wikisql": lambda: wikisql(ready("wikisql")),
 }

@@ -17,11 +17,11 @@ from matplotlib.patches import Rectangle
 
 from regard.config import Config
 from regard.data.batch import BEGIN, END, PAD, shifted
-from regard.decoding import Rules, say
+from regard.decoding import Constraints, generate
 from regard.models.build import encoder
-from regard.models.guided import guided_translator, watched
+from regard.models.guided import guided_translator, record_alignments
 from regard.plots.mechanism_plot import GREY, INK, paint, scale_of
-from regard.training.guided_loss import diagonal
+from regard.training.guided_loss import guided_attention_loss
 from regard.training.losses import cross_entropy
 
 LETTERS, N, FIRST, STEPS, TESTED = 9, 10, 5, 500, 500
@@ -57,10 +57,10 @@ def train(kind, weight):
     for _ in range(STEPS):
         source, target, _ = examples(32, dice)
         real = target != PAD
-        with watched(model) as weights:
+        with record_alignments(model) as weights:
             loss = cross_entropy(model(source, None, shifted(target), real), target, real).mean
         optimizer.zero_grad()
-        (loss + weight * diagonal(weights[0], None, real).mean).backward()
+        (loss + weight * guided_attention_loss(weights[0], None, real).mean).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -71,11 +71,13 @@ def train(kind, weight):
 def tested(model):
     """The share of strings it says right by itself, that of steps that go back, and how it looks at one string (m n)."""
     source, target, truth = examples(TESTED, torch.Generator().manual_seed(20261116))  # which no setting was chosen on
-    with watched(model) as weights:
+    with record_alignments(model) as weights:
         model(source, None, shifted(target), target != PAD)
     at = weights[0][:, 0].argmax(-1).tolist()
     moves = [b < a for row, marks in zip(at, truth, strict=True) for a, b in pairwise(row[: len(marks)])]
-    said = say(model, model.start(source), torch.full((TESTED, 1), BEGIN), rules=Rules(END, most=2 * N + 1))
+    said = generate(
+        model, model.start(source), torch.full((TESTED, 1), BEGIN), constraints=Constraints(END, max_new_tokens=2 * N + 1)
+    )
     right = [answer == row[: row.index(END)] for answer, row in zip(said, target.tolist(), strict=True)]
     return sum(right) / len(right), sum(moves) / len(moves), weights[0][0, 0, : len(truth[0])], (source[0].tolist(), truth[0])
 

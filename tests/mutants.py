@@ -115,7 +115,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
     "a running maximum looks ahead": (
         R + "mixers/exp_features.py",
-        "        top = chunks.highest(tops, memory.top)\n",
+        "        top = chunks.cumulative_max(tops, memory.top)\n",
         "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
     ),
     "claims are not checked": (R + "mixers/base.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
@@ -167,7 +167,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "steps = (high - i).div(band.step,",
         "steps = (high - i).div(1,",
     ),
-    "alibi's further heads repeat the first ones": (R + "positions.py", "* (-4 / power)", "* (-8 / power)"),
+    "alibi's further heads repeat the first ones": (R + "positions/bias.py", "* (-4 / power)", "* (-8 / power)"),
     "the iteration of nystrom loses a step": (
         R + "mixers/landmarks.py",
         "for _ in range(iterations):",
@@ -294,7 +294,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "what a sum of waves lacks is given to nobody": (
         R + "mixers/linear_attention.py",
-        "torch.addcmul(out, ratio(lack, mass), values)",
+        "torch.addcmul(out, safe_ratio(lack, mass), values)",
         "out",
     ),
     "a poor estimate is passed over": (
@@ -310,8 +310,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # clusters, sorted blocks and summaries that look ahead, or count what is not there
     "causal reformer cuts the sorted order into chunks": (
         R + "mixers/cluster.py",
-        "        if self.dims.causal:\n            return newest(marks",
-        "        if False:\n            return newest(marks",
+        "        if self.dims.causal:\n            return newest_per_bucket(marks",
+        "        if False:\n            return newest_per_bucket(marks",
     ),
     "a pair counts in every round that holds it": (
         R + "ops/bucket.py",
@@ -355,8 +355,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "padding enters the Fourier transform": (
         R + "mixers/attention_free.py",
-        "        if places.valid is None:\n            return waves(x, self.norm)",
-        "        if True:\n            return waves(x, self.norm)",
+        "        if places.valid is None:\n            return fourier_mix(x, self.norm)",
+        "        if True:\n            return fourier_mix(x, self.norm)",
     ),
     "a padding token overwrites": (
         R + "mixers/gated.py",

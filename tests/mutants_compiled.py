@@ -8,7 +8,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     "a compiler is made to look at padding": (R + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
     "a graph for every length of a kernel": (
         R + "ops/linear/torch.py",
-        "SIZE if torch.compiler.is_compiling() else min",
+        "CHUNK if torch.compiler.is_compiling() else min",
         "min",
         "compile",
     ),
@@ -34,11 +34,16 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     "rows drop the same pairs": (R + "ops/ragged.py", "(asked.seed + row * 1_000_000_000_061)", "(asked.seed + 0)", "compile"),
     "padding is transformed too": (
         R + "ops/ragged.py",
-        "return waves_by_row(x, count, norm)",
-        "return waves_by_row(x, count * 0 + 12, norm)",
+        "return fourier_mix_by_row(x, count, norm)",
+        "return fourier_mix_by_row(x, count * 0 + 12, norm)",
         "compile",
     ),
-    "what is kept is made in inference mode": (R + "cache.py", "        make = lasting(f)\n", "        make = f\n", "caches"),
+    "what is kept is made in inference mode": (
+        R + "cache.py",
+        "        make = outlives_tracing(f)\n",
+        "        make = f\n",
+        "caches",
+    ),
     "a state of inference mode is written to later": (
         R + "mixers/kv_cache.py",
         "if full or (self.k.is_inference() and not torch.is_inference_mode_enabled()):",

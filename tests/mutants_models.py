@@ -93,7 +93,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "padding is copied": (
         R + "models/pointer_generator.py",
-        ".masked_fill(~real, NEVER).log_softmax(-1)",
+        ".masked_fill(~real, LOG_ZERO).log_softmax(-1)",
         ".log_softmax(-1)",
         "copying",
     ),
@@ -118,14 +118,14 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a monotonic reader goes back": (
         R + "models/guided.py",
-        "return stop[:, :, i] * before\n\n        return scanned(step,",
-        "return stop[:, :, i] * before\n\n        return scanned(lambda i, _: step(i, sight.before),",
+        "return stop[:, :, i] * before\n\n        return scan_aligner(step,",
+        "return stop[:, :, i] * before\n\n        return scan_aligner(lambda i, _: step(i, sight.before),",
         "guided",
     ),
     "the published energy forgets to divide by the length of v": (
         R + "models/guided.py",
-        "F.normalize(wide(self.u), dim=-1)",
-        "wide(self.u)",
+        "F.normalize(upcast(self.u), dim=-1)",
+        "upcast(self.u)",
         "guided",
     ),
     # all at once
@@ -194,7 +194,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "beams stop before a longer answer": (
         R + "decoding/beam.py",
-        "torch.maximum(top / (t + 1) ** penalty, top / rules.most**penalty)",
+        "torch.maximum(top / (t + 1) ** penalty, top / constraints.max_new_tokens**penalty)",
         "top / (t + 1) ** penalty",
         "decoding",
     ),
@@ -230,7 +230,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "an answer that is cut off is lost": (
         R + "decoding/beam.py",
-        "if search.said.shape[2] == rules.most:",
+        "if search.said.shape[2] == constraints.max_new_tokens:",
         "if False:",
         "decoding",
     ),
@@ -263,30 +263,30 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the first run may come twice": (
         R + "decoding/constraints.py",
-        "0 < self.no_repeat <= said.shape[1]",
-        "0 < self.no_repeat < said.shape[1]",
+        "0 < self.no_repeat_ngram_size <= said.shape[1]",
+        "0 < self.no_repeat_ngram_size < said.shape[1]",
         "decoding",
     ),
     "padding of a prompt is counted": (
         R + "decoding/constraints.py",
-        "return prompt.masked_fill(~valid, PADDING).gather(1, order)",
+        "return prompt.masked_fill(~valid, PROMPT_PADDING).gather(1, order)",
         "return prompt",
         "decoding",
     ),
     "runs that may not come twice are longer": (
         R + "decoding/constraints.py",
-        "runs = said.unfold(1, self.no_repeat, 1)  # (x runs no_repeat)\n",
-        "self = self._replace(no_repeat=min(self.no_repeat + 1, said.shape[1]))\n"
-        "            runs = said.unfold(1, self.no_repeat, 1)\n",
+        "runs = said.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)\n",
+        "self = self._replace(no_repeat_ngram_size=min(self.no_repeat_ngram_size + 1, said.shape[1]))\n"
+        "            runs = said.unfold(1, self.no_repeat_ngram_size, 1)\n",
         "decoding",
     ),
     "an answer may end a token too soon": (
         R + "decoding/constraints.py",
-        "said.shape[1] < self.least",
-        "said.shape[1] < self.least - 1",
+        "said.shape[1] < self.min_new_tokens",
+        "said.shape[1] < self.min_new_tokens - 1",
         "decoding",
     ),
-    "a row that has ended speaks on": (R + "decoding/generate.py", ".masked_fill(over, rules.end)\n", "\n", "decoding"),
+    "a row that has ended speaks on": (R + "decoding/generate.py", ".masked_fill(over, constraints.eos)\n", "\n", "decoding"),
     "a ragged prompt is answered at the wrong token": (
         R + "models/causal_lm.py",
         "(torch.arange(x.shape[1], device=x.device) * valid).amax(1)",
@@ -309,7 +309,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a ready model hears padding of its source": (
         R + "runtime/static_cache.py",
-        "None if mask is None else _price(mask, k.dtype))",
+        "None if mask is None else _mask_bias(mask, k.dtype))",
         "None)",
         "ready",
     ),
@@ -321,13 +321,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a packed layer bends twice": (
         R + "runtime/packed_linear.py",
-        "part.up.bent, part.act = BENT[part.activation], _as_it_is",
-        "part.up.bent = BENT[part.activation]",
+        "part.up.bent, part.act = FUSED_ACTIVATIONS[part.activation], _unpacked_module",
+        "part.up.bent = FUSED_ACTIVATIONS[part.activation]",
         "ready",
     ),
     "a graph hears padding of its source": (
         R + "runtime/static_cache.py",
-        "_price(mask, price.dtype) if mask is not None else torch.zeros(())",
+        "_mask_bias(mask, price.dtype) if mask is not None else torch.zeros(())",
         "torch.zeros(())",
         "ready",
     ),
@@ -359,7 +359,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the end of a vocabulary is not looked at": (
         R + "ops/topk.py",
-        "torch.arange(v // PART * PART, v,",
+        "torch.arange(v // TOPK_PART * TOPK_PART, v,",
         "torch.arange(v, v,",
         "ready",
     ),
@@ -393,7 +393,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a rough look is believed": (
         R + "runtime/screened_argmax.py",
-        "rest + U * rest.abs() + self.off < best",
+        "rest + BF16_UNIT * rest.abs() + self.off < best",
         "rest < best",
         "sketch",
     ),

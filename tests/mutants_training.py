@@ -79,8 +79,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "an answer that is cut off ends": (
         R + "training/reinforce.py",
-        "if len(answer) < rules.most else answer",
-        "if len(answer) <= rules.most else answer",
+        "if len(answer) < constraints.max_new_tokens else answer",
+        "if len(answer) <= constraints.max_new_tokens else answer",
         "reinforce",
     ),
     "a glance is learned as well": (
@@ -191,8 +191,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "the rate is that of the update before": (
         R + "training/learner.py",
-        "return self.config.lr * factor(self.config, self.step + 1)",
-        "return self.config.lr * factor(self.config, max(1, self.step))",
+        "return self.config.lr * lr_factor(self.config, self.step + 1)",
+        "return self.config.lr * lr_factor(self.config, max(1, self.step))",
         "updates",
     ),
     # runs that go on
@@ -216,7 +216,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "the dice start anew": (
         R + "training/fit.py",
-        '        rng.put_back(self.start.state["dice"])\n',
+        '        rng.set_rng_state(self.start.state["dice"])\n',
         "        pass\n",
         "faults",
     ),
@@ -230,9 +230,9 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "patience starts anew": (R + "training/fit.py", 'state["best"], state["waited"],', 'state["best"], 0,', "faults training"),
     "a checkpoint has its name before it is whole": (
         R + "training/checkpoints.py",
-        "            atomic_files.write(writing / name, content)\n",
+        "            atomic_files.write_synced(writing / name, content)\n",
         "            os.rename(writing, final)\n"
-        "            atomic_files.write(final / name, content)\n"
+        "            atomic_files.write_synced(final / name, content)\n"
         "            os.rename(final, writing)\n",
         "store",
     ),
@@ -262,7 +262,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "an unfinished run gives its newest weights": (
         R + "training/run_weights.py",
-        "chosen = last if best is None else checkpoints.load(checkpoints.at(out, best))",
+        "chosen = last if best is None else checkpoints.load_checkpoint(checkpoints.at(out, best))",
         "chosen = last",
         "longer",
     ),
@@ -365,7 +365,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "tasks",
     ),
     "validation leaves characters out": (R + "tasks/language_modeling.py", "- 1, window)]", "- 1, window + 1)]", "tasks"),
-    "special tokens are said": (R + "tasks/support.py", "never=(PAD, UNKNOWN, BEGIN, MASK)", "never=()", "tasks"),
+    "special tokens are said": (R + "tasks/support.py", "banned=(PAD, UNKNOWN, BEGIN, MASK)", "banned=()", "tasks"),
     "something is said to nothing": (R + "tasks/translation.py", "[[] if i in empty else answer for", "[answer for", "tasks"),
     "padding has a tag": (
         R + "tasks/tagging.py",

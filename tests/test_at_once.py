@@ -9,13 +9,13 @@ import torch
 import regard.decoding.nat_decoder
 from conftest import DEVICE
 from regard.config import Config
-from regard.decoding import ReadyAtOnce
-from regard.decoding.nat_decoder import EVEN, Pass
-from regard.decoding.nat_decoding import say_at_once
-from regard.models.nat import Length, parallel
-from regard.runtime.cuda_graph import Outside
+from regard.decoding import NatDecoder
+from regard.decoding.nat_decoder import SOURCE_MULTIPLE, NatGraph
+from regard.decoding.nat_decoding import generate_nat
+from regard.models.nat import LengthSlots, nat_translator
+from regard.runtime.cuda_graph import ExternalReads
 from regard.tasks.translation import ReverseTask
-from regard.tasks.translation_config import reverse
+from regard.tasks.translation_config import reverse_config
 
 VOCAB, LONGEST = 14, 40
 KINDS = ["ctc", "ctc(upsample=2)", "length", "length(copy='uniform')", "masked", "fixed(count=11)"]
@@ -23,7 +23,7 @@ SETTINGS = [{}, {"positions": "learned"}, {"positions": "rotary", "norm": "post"
 FORMS = ["plain", "walked", "graph"] if DEVICE.type == "cuda" else ["plain", "walked"]
 
 
-class Walked(Pass):
+class Walked(NatGraph):
     """All that a CUDA graph would do, kernel by kernel."""
 
     def captured(self, _device):
@@ -39,10 +39,10 @@ class Walked(Pass):
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
     if request.param == "walked":
-        monkeypatch.setattr(regard.decoding.at_once, "Pass", Walked)
+        monkeypatch.setattr(regard.decoding.nat_decoder, "NatGraph", Walked)
 
     def make(model):
-        fast = ReadyAtOnce(model, graphs=request.param == "graph")
+        fast = NatDecoder(model, graphs=request.param == "graph")
         fast.graphs = request.param != "plain"
         return fast
 
@@ -52,7 +52,7 @@ def form(request, monkeypatch):
 def made(kind, dtype=torch.float64, **changes):
     torch.manual_seed(2)
     config = Config(**{"width": 16, "heads": 2, "depth": 2, "ffn": 24, "dropout": 0.3, "max_len": LONGEST, **changes})
-    model = parallel(config, VOCAB, kind=kind).to(DEVICE, dtype).eval()
+    model = nat_translator(config, VOCAB, kind=kind).to(DEVICE, dtype).eval()
     with torch.no_grad():  # opinions
         for weight in model.parameters():
             weight.mul_(2)
@@ -71,39 +71,39 @@ def test_what_is_ready_says_what_the_model_says_whatever_room_it_has(kind, chang
         pytest.skip("slots that are all alike, and nothing that tells them apart: the least sure one is chosen by rounding")
     model = made(kind, **changes)
     fast, found = form(model), []
-    options = [{}, {"lengths": 3, "iterations": 3}] if isinstance(model.slots, Length) else [{}]
-    for n in (1, 5, EVEN, EVEN + 1, LONGEST - 1, 6):  # the longest rounds up to more than the model takes
+    options = [{}, {"lengths": 3, "iterations": 3}] if isinstance(model.slots, LengthSlots) else [{}]
+    for n in (1, 5, SOURCE_MULTIPLE, SOURCE_MULTIPLE + 1, LONGEST - 1, 6):  # the longest rounds up to more than the model takes
         for x, valid in (sources(1, n, ragged=False), sources(3, n, ragged=n > 3)):
             for option in options:
-                wanted = say_at_once(model, x, valid, **option)
+                wanted = generate_nat(model, x, valid, **option)
                 assert fast(x, valid, **option) == wanted
                 found += wanted
     assert len({tuple(row) for row in found}) > 5
 
 
 def test_few_graphs_do_for_many_lengths_and_the_newest_are_kept(monkeypatch):
-    monkeypatch.setattr(regard.decoding.at_once, "Pass", Walked)
-    monkeypatch.setattr(regard.decoding.at_once, "KEPT", 2)
-    fast = ReadyAtOnce(made("ctc"))
+    monkeypatch.setattr(regard.decoding.nat_decoder, "NatGraph", Walked)
+    monkeypatch.setattr(regard.decoding.nat_decoder, "MAX_GRAPHS", 2)
+    fast = NatDecoder(made("ctc"))
     fast.graphs = True
-    for n in range(1, EVEN + 1):
+    for n in range(1, SOURCE_MULTIPLE + 1):
         fast(sources(1, n, ragged=False)[0])
-    assert list(fast.passes) == [(1, EVEN, 1, 1)]
-    fast(sources(1, EVEN + 1, ragged=False)[0])
+    assert list(fast.passes) == [(1, SOURCE_MULTIPLE, 1, 1)]
+    fast(sources(1, SOURCE_MULTIPLE + 1, ragged=False)[0])
     fast(sources(1, LONGEST, ragged=False)[0])
-    assert list(fast.passes) == [(1, 2 * EVEN, 1, 1), (1, LONGEST, 1, 1)]
+    assert list(fast.passes) == [(1, 2 * SOURCE_MULTIPLE, 1, 1), (1, LONGEST, 1, 1)]
 
 
 def test_padded_slots_need_no_word_from_the_device(monkeypatch):
     """With room for the longest answer nobody asks how long it is."""
-    monkeypatch.setattr(regard.decoding.at_once, "Pass", Walked)
+    monkeypatch.setattr(regard.decoding.nat_decoder, "NatGraph", Walked)
     model = made("masked")
-    fast = ReadyAtOnce(model)
+    fast = NatDecoder(model)
     fast.graphs = True
     x = sources(1, 7, ragged=False)[0]
-    one = fast._pass((1, EVEN, 4, 2))
-    assert one.run().shape == (1, min(EVEN + model.slots.lengths.reach, LONGEST))
-    assert fast(x, lengths=4, iterations=2) == say_at_once(model, x, lengths=4, iterations=2)
+    one = fast._pass((1, SOURCE_MULTIPLE, 4, 2))
+    assert one.run().shape == (1, min(SOURCE_MULTIPLE + model.slots.lengths.reach, LONGEST))
+    assert fast(x, lengths=4, iterations=2) == generate_nat(model, x, lengths=4, iterations=2)
 
 
 def test_a_source_that_is_too_long_and_a_wish_that_makes_no_sense_get_the_models_own_sentences(form):
@@ -113,11 +113,11 @@ def test_a_source_that_is_too_long_and_a_wish_that_makes_no_sense_get_the_models
     with pytest.raises(ValueError, match="ctc knows its slots"):
         fast(sources(1, 3, ragged=False)[0], iterations=2)
     with pytest.raises(ValueError, match="in training"):
-        ReadyAtOnce(made("ctc").train())
+        NatDecoder(made("ctc").train())
 
 
 def test_what_a_pass_reads_from_outside_is_noted_and_what_it_makes_is_not():
-    kept, own = torch.ones(3), Outside()
+    kept, own = torch.ones(3), ExternalReads()
     with own:
         y = (torch.zeros(3) + kept).mul_(2)
         y = y + y
@@ -125,7 +125,7 @@ def test_what_a_pass_reads_from_outside_is_noted_and_what_it_makes_is_not():
     model, x = made("ctc"), sources(1, 4, ragged=False)[0]
     with torch.no_grad():
         model(x)  # tables are made now, and found next time
-        with Outside() as noted:
+        with ExternalReads() as noted:
             model(x)
     kept = [module._kept[1] for module in model.modules() if getattr(module, "_kept", None) is not None]
     assert len(kept) == 2 and {x.untyped_storage().data_ptr() for x in (*kept, *model.parameters())} <= noted.read.keys()
@@ -135,15 +135,15 @@ def test_what_a_pass_reads_from_outside_is_noted_and_what_it_makes_is_not():
 @pytest.mark.parametrize("kind", ["ctc", "masked", "length", "fixed(count=11)"])
 def test_a_graph_outlives_the_tables_and_the_mode_it_was_made_in(kind):
     model = made(kind).cuda()
-    fast, short = ReadyAtOnce(model), torch.randint(5, VOCAB, (1, 6))
+    fast, short = NatDecoder(model), torch.randint(5, VOCAB, (1, 6))
     with torch.inference_mode():
         wanted = fast(short)  # from the host
     for n in (17, LONGEST):  # tables of positions grow, the first ones are let go
         x = torch.randint(5, VOCAB, (1, n), device="cuda")
-        assert fast(x) == say_at_once(model, x)
+        assert fast(x) == generate_nat(model, x)
     torch.cuda.empty_cache()
     torch.full((1 << 22,), float("nan"), device="cuda")
-    assert fast(short) == wanted == say_at_once(model, short.cuda())
+    assert fast(short) == wanted == generate_nat(model, short.cuda())
     assert len(fast.passes) == 3
     with pytest.raises(ValueError, match="one precision"), torch.autocast("cuda"):
         fast(short)
@@ -156,7 +156,7 @@ def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
 
     runs, small = [], {"width": 16, "heads": 2, "depth": 1, "ffn": 16, "max_len": 64}
     for decoder in ("ctc", "masked", "autoregressive"):
-        task = ReverseTask(reverse().replace({**small, "decoder": decoder, "most": 5, "lengths": 2, "iterations": 3}))
+        task = ReverseTask(reverse_config().replace({**small, "decoder": decoder, "most": 5, "lengths": 2, "iterations": 3}))
         task.read()
         task.splits = {name: part[:4] for name, part in task.splits.items()}
         task.texts = {name: part[:4] for name, part in task.texts.items()}

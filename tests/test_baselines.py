@@ -246,7 +246,7 @@ def test_a_long_line_is_convolved_in_pieces(spec, causal, monkeypatch):
     made, x = build(spec, causal=causal), data(61).requires_grad_()
     found = []
     for piece in (8, 1024):
-        monkeypatch.setattr(baselines, "PIECE", piece)
+        monkeypatch.setattr(baselines, "CONV_TOKENS", piece)
         y = made(x)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *made.parameters()])])
     for a, b in zip(*found, strict=True):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from conftest import DEVICE, HEADS, WIDTH, claiming, close, data, some
 from regard.blocks import Block, FeedForward, ReversibleStack, Stack
-from regard.mixers.base import Can, Dims, Free, fewer, select, shortened
+from regard.mixers.base import Can, Dims, Free, pool_tokens, pooled_valid, select
 from regard.spec import layer
 
 CONTEXT = 24
@@ -31,7 +31,7 @@ class Halves(Free):
 
     def forward(self, x, *, context=None, valid=None):
         self.no_context(context)
-        return 3 * shortened(x, valid, 2)[0]
+        return 3 * pool_tokens(x, valid, 2)[0]
 
 
 # feed-forward
@@ -197,9 +197,9 @@ def test_shorter_answers_go_on_with_fewer_tokens():
     for row in (0, 2):
         close(y[row][real[row]], made(x[row][valid[row]][None])[0])
     for rate in (1, 2, 3, 20):
-        means, real = shortened(valid[..., None].to(x.dtype), valid, rate)
+        means, real = pool_tokens(valid[..., None].to(x.dtype), valid, rate)
         assert torch.equal(real, means[..., 0] > 0)  # a group is real where there is something to take the mean of
-        assert torch.equal(fewer(valid, rate), real)
+        assert torch.equal(pooled_valid(valid, rate), real)
 
 
 def test_a_list_is_a_hybrid_that_takes_turns():

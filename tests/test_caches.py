@@ -18,9 +18,9 @@ from regard.positions import POSITIONS, positions
 
 def forget_all():
     """As in a new process."""
-    for function in (plan.plan, edge_list.listed, attention.shares, attention._shares_of):
+    for function in (plan.plan, edge_list.edge_list, attention.heads_by_plan, attention._heads_by_plan):
         function.kept.clear()
-    for function in (edge._parsed, drawn._draw):
+    for function in (edge._parsed_pattern, drawn._draw_blocks):
         function.cache_clear()
     buffers.kept_buffers.kept.clear()
 
@@ -83,7 +83,7 @@ def test_a_state_of_inference_mode_goes_on_without_gradients(case: Case):
 def test_an_interrupted_call_leaves_nothing_behind():
     calls = []
 
-    @cache.remembered(lambda _: 1)
+    @cache.bounded_cache(lambda _: 1)
     def made(x):
         calls.append(x)
         if len(calls) == 1:
@@ -96,7 +96,7 @@ def test_an_interrupted_call_leaves_nothing_behind():
 
 
 def _child(queue):
-    queue.put(edge_list.listed(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item())
+    queue.put(edge_list.edge_list(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item())
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -109,7 +109,7 @@ def test_a_fork_waits_for_the_lock_and_its_child_finds_it_free():
     held, context = threading.Event(), multiprocessing.get_context("fork")
 
     def hold():
-        with cache._lock:
+        with cache._cache_lock:
             held.set()
             time.sleep(0.5)
 
@@ -124,4 +124,4 @@ def test_a_fork_waits_for_the_lock_and_its_child_finds_it_free():
     if alive := child.is_alive():
         os.kill(child.pid, 9)
     assert not alive and child.exitcode == 0
-    assert queue.get(timeout=5) == edge_list.listed(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item()
+    assert queue.get(timeout=5) == edge_list.edge_list(Local(3), Span(0, 11, 0, 11), True, torch.device("cpu")).sum().item()

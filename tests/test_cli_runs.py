@@ -66,7 +66,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from regard.training import checkpoints, fit, run_info
 
     def begun(task: Task, out: Path, **_: object) -> None:
-        checkpoints.save_run(out, run_info.settings(task), task.assets(), {})
+        checkpoints.save_run(out, run_info.config_json(task), task.assets(), {})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fit, "fit", begun)
@@ -339,9 +339,9 @@ def test_only_translation_teaches(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", TASKS)
 def test_settings_of_every_task_are_checked_and_sound(name: str) -> None:
-    from regard.cli.settings import check
+    from regard.cli.settings import check_model
 
-    check(tasks.task(tasks.config(name)))
+    check_model(tasks.task(tasks.config(name)))
 
 
 @pytest.mark.parametrize("decoder", ["ctc", "masked", "length", "length slots=begin", "fixed"])

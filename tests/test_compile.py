@@ -94,9 +94,9 @@ def test_the_operators_that_count_tokens_are_well_made(dropout, term):
     torch.library.opcheck(ragged._tiled, (q, k, v, *more, counts, seed, *rest))
     q, k, v = (torch.randn(24, 2, x, dtype=torch.float64, requires_grad=True) for x in (3, 3, 4))
     a, real = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), some(2, 12)
-    torch.library.opcheck(ragged._walk, (q, k, v, a, real, real, seed, "Random(1, 4) | Local(2)", True, 0.2, dropout))
+    torch.library.opcheck(ragged._ragged_edge, (q, k, v, a, real, real, seed, "Random(1, 4) | Local(2)", True, 0.2, dropout))
     x = torch.randn(3, 12, 6, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(ragged.opaque_waves, (x, torch.tensor([12, 0, 7]), "ortho"))
+    torch.library.opcheck(ragged.opaque_fourier, (x, torch.tensor([12, 0, 7]), "ortho"))
 
 
 def test_dropout_throws_the_same_dice_forwards_and_backwards():
@@ -112,7 +112,7 @@ def test_dropout_throws_the_same_dice_forwards_and_backwards():
 
 @pytest.mark.parametrize("spec", ["relu", "synthesizer(form='random')", "reformer(rounds=1, buckets=4, chunk=6)"])
 def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch):
-    monkeypatch.setattr("regard.mixers.softmax.STRIP", 1 << 10)
+    monkeypatch.setattr("regard.mixers.softmax.STRIP_ELEMENTS", 1 << 10)
     monkeypatch.setattr(strip, "CPU", 1 << 10)
     monkeypatch.setattr(strip, "GPU", 1 << 10)
     torch._dynamo.reset()

@@ -10,18 +10,18 @@ import torch
 from conftest import DEVICE, close
 from regard.config import Config
 from regard.data.length_buckets import Batches
-from regard.decoding import Rules, beam, say
-from regard.models.pointer_generator import Copier, copier, coverage
-from regard.tasks.copying import CopyTask, acl_titles, oov_recall, wikisql
+from regard.decoding import Constraints, beam, generate
+from regard.models.pointer_generator import PointerGenerator, coverage, pointer_generator
+from regard.tasks.copying import CopyTask, acl_titles_config, oov_recall, wikisql_config
 from regard.training.losses import cross_entropy
 
 VOCAB, BEGIN, END = 11, 2, 3
 SMALL = Config(width=16, heads=2, depth=1, ffn=16, dropout=0.0, max_len=32)
 
 
-def small(seed=0, heads=2, **changes) -> Copier:
+def small(seed=0, heads=2, **changes) -> PointerGenerator:
     torch.manual_seed(seed)
-    model = copier(replace(SMALL, **changes), VOCAB, heads=heads).to(DEVICE, torch.float64).eval()
+    model = pointer_generator(replace(SMALL, **changes), VOCAB, heads=heads).to(DEVICE, torch.float64).eval()
     with torch.no_grad():  # sharp enough to have opinions
         for part in (model.point.q, model.point.k, model.head.map, model.gate, model.lean):
             part.weight.mul_(3)
@@ -183,10 +183,10 @@ def test_steps_equal_the_whole_pass_with_every_kind_of_mixer(mixer, wiring):
 
 
 @torch.no_grad()
-def beam_slowly(model, source, extended, rules, width, penalty):
+def beam_slowly(model, source, extended, constraints, width, penalty):
     """Lists of texts, sorted; every text scored anew from the whole model."""
     alive, ended = [(0.0, [])], []
-    for t in range(1, rules.most + 1):
+    for t in range(1, constraints.max_new_tokens + 1):
         longer = []
         for total, said in alive:
             scores = model(source, None, torch.tensor([[BEGIN, *said]], device=DEVICE), None, extended)[0, -1]
@@ -194,14 +194,14 @@ def beam_slowly(model, source, extended, rules, width, penalty):
         longer = sorted(longer, key=lambda x: -x[0])[: 2 * width]
         ended += [(s / t**penalty, said) for s, said in longer[:width] if said[-1] == END]
         alive = [x for x in longer if x[1][-1] != END][:width]
-    ended += [(s / rules.most**penalty, said) for s, said in alive]
+    ended += [(s / constraints.max_new_tokens**penalty, said) for s, said in alive]
     return sorted(ended, key=lambda x: -x[0])[:width]
 
 
 @torch.no_grad()
-def greedy_slowly(model, source, extended, rules):
+def greedy_slowly(model, source, extended, constraints):
     said = []
-    while len(said) < rules.most:
+    while len(said) < constraints.max_new_tokens:
         word = int(model(source, None, torch.tensor([[BEGIN, *said]], device=DEVICE), None, extended)[0, -1].argmax())
         if word == END:
             break
@@ -213,19 +213,19 @@ def greedy_slowly(model, source, extended, rules):
 def test_beams_find_what_a_search_without_state_finds_and_copies_stay_with_their_source(seed):
     model = small(seed)
     source, _, extended = sources()
-    rules, begin = Rules(end=END, most=5), torch.full((2, 1), BEGIN, device=DEVICE)
+    constraints, begin = Constraints(eos=END, max_new_tokens=5), torch.full((2, 1), BEGIN, device=DEVICE)
     with torch.no_grad():
         model.gate.bias.fill_(-3)  # it copies a lot
-        found = beam(model, model.start(source, None, extended), begin, rules=rules, width=3, best=3)
-        greedy = say(model, model.start(source, None, extended), begin, rules=rules)
+        found = beam(model, model.start(source, None, extended), begin, constraints=constraints, width=3, best=3)
+        greedy = generate(model, model.start(source, None, extended), begin, constraints=constraints)
     copied = 0
     for i in range(2):
-        slow = beam_slowly(model, source[i : i + 1], extended[i : i + 1], rules, 3, 1.0)
+        slow = beam_slowly(model, source[i : i + 1], extended[i : i + 1], constraints, 3, 1.0)
         close(found.scores[i], torch.tensor([s for s, _ in slow], dtype=torch.float64, device=DEVICE))
         for tokens, (_, said) in zip(found.answers(END)[i], slow, strict=True):
             assert tokens == [w for w in said if w != END]
             copied += sum(w >= VOCAB for w in said)
-        assert greedy[i] == greedy_slowly(model, source[i : i + 1], extended[i : i + 1], rules)
+        assert greedy[i] == greedy_slowly(model, source[i : i + 1], extended[i : i + 1], constraints)
     assert copied > 0
 
 
@@ -238,7 +238,7 @@ def test_coverage_counts_what_is_looked_at_twice():
 def test_a_copier_learns_to_say_words_it_has_never_seen():
     """Say the word behind the mark (10), whatever it is: half of the words are not in the vocabulary."""
     torch.manual_seed(0)
-    model = copier(replace(SMALL, width=32, positions="sinusoidal"), VOCAB).to(DEVICE)
+    model = pointer_generator(replace(SMALL, width=32, positions="sinusoidal"), VOCAB).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 
     def examples(b):
@@ -268,7 +268,7 @@ def test_bad_input_gets_a_sentence():
     with pytest.raises(ValueError, match=r"ids of shape \(2, 7\)"):
         model(source, valid, told(), None, extended[:, 1:])
     with pytest.raises(ValueError, match="not divisible by 3 heads"):
-        copier(SMALL, VOCAB, heads=3)
+        pointer_generator(SMALL, VOCAB, heads=3)
 
 
 NAMES = [f"name{i}" for i in range(400)]
@@ -287,7 +287,7 @@ def papers(folder, copies=300):
 
 
 def titles(folder, **changes):
-    config = acl_titles().replace(
+    config = acl_titles_config().replace(
         {"vocab": 40, "width": 32, "heads": 2, "depth": 1, "decoder_depth": 1, "ffn": 64, "dropout": 0.0, "most": 8, **changes}
     )
     task = CopyTask(config)
@@ -344,10 +344,10 @@ def test_the_recall_of_new_words_counts_those_that_could_have_been_copied():
 
 
 def test_both_tasks_have_settings_and_bad_ones_get_a_sentence():
-    assert CopyTask(acl_titles()).best == ("rouge_l", "max") and CopyTask(wikisql()).best == ("exact", "max")
+    assert CopyTask(acl_titles_config()).best == ("rouge_l", "max") and CopyTask(wikisql_config()).best == ("exact", "max")
     with pytest.raises(ValueError, match="use copy=false"):
-        CopyTask(wikisql().replace({"smoothing": 0.1}))
+        CopyTask(wikisql_config().replace({"smoothing": 0.1}))
     with pytest.raises(ValueError, match="leave them out"):
-        CopyTask(wikisql().replace({"copy": False, "coverage": 1.0}))
+        CopyTask(wikisql_config().replace({"copy": False, "coverage": 1.0}))
     with pytest.raises(RuntimeError, match=r"read\(\) or restore\(\)"):
-        CopyTask(wikisql()).model()
+        CopyTask(wikisql_config()).model()

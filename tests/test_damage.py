@@ -19,10 +19,10 @@ from regard.cli.infer import trained
 from regard.data import datasets
 from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import vocabulary
-from regard.data.wikisql import wikisql
+from regard.data.wikisql import read_wikisql
 from regard.training import checkpoints, metrics_log
 from regard.training.result import finished
-from regard.training.run_weights import usable
+from regard.training.run_weights import run_weights
 from small_task import Small, small
 from test_cli import run
 from test_data import CONLLU, QUERY
@@ -116,7 +116,7 @@ def lines(*rows: object) -> bytes:
 
 
 DATA = {
-    "wikisql.json": (json.dumps([QUERY, QUERY], indent=1).encode(), lambda path: wikisql(path.parent)),
+    "wikisql.json": (json.dumps([QUERY, QUERY], indent=1).encode(), lambda path: read_wikisql(path.parent)),
     "reviews.jsonl": (lines(*({"text": "a b", "label": n % 2} for n in range(3))), datasets._reviews),
     "papers.jsonl": (lines(*({"abstract": "a b", "title": "b"} for _ in range(3))), datasets._papers),
     "en.conllu": (CONLLU.encode(), datasets.conllu),
@@ -143,7 +143,7 @@ def test_a_number_of_5000_digits_and_deep_nesting_are_refused_with_file_and_line
     path = tmp_path / "wikisql.json"
     path.write_text('[\n{"sql": "[[[[",\n"b": ' + part + "\n}]")
     with pytest.raises(ValueError, match=rf"wikisql\.json, line 3: not JSON that can be read: {reason} at character \d+"):
-        wikisql(tmp_path)
+        read_wikisql(tmp_path)
     path = tmp_path / "a.jsonl"
     path.write_text('{"abstract": "a", "title": "b"}\n{"abstract": ' + part + "}\n")
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 2: not JSON that can be read: {reason} at character"):
@@ -172,8 +172,8 @@ def test_files_of_a_run(name, made, tmp_path):
     out = Path(shutil.copytree(made / "small", tmp_path / "run"))
     if name == "state.json":
         (out / "result.json").unlink()
-    read = {"result.json": partial(finished, out), "metrics.jsonl": partial(metrics_log.lines, out / name)}.get(
-        name, partial(usable, out)
+    read = {"result.json": partial(finished, out), "metrics.jsonl": partial(metrics_log.read_metrics, out / name)}.get(
+        name, partial(run_weights, out)
     )
     survive(checkpoints.latest(out) / name if name == "state.json" else out / name, read, str(out), 20)
 
@@ -211,8 +211,8 @@ def test_a_checkpoint_of_others(tmp_path):
         for content in damaged(whole, random.Random(name), 15):
             path.write_bytes(content)
             try:
-                pretrained.special(tmp_path)
-                pretrained.load(tmp_path)
+                pretrained.special_ids(tmp_path)
+                pretrained.load_pretrained(tmp_path)
             except (ValueError, TypeError):
                 pass
         path.write_bytes(whole)
@@ -220,11 +220,11 @@ def test_a_checkpoint_of_others(tmp_path):
     for content in damaged(path.read_bytes()[:400], random.Random(0), 15):  # the header is JSON too
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cannot be read as safetensors|has no tensor|shape"):
-            pretrained.load(tmp_path)
+            pretrained.load_pretrained(tmp_path)
     path.unlink()
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {"transformer.wte.weight": "part.safetensors"}}))
     for content in damaged(path.read_bytes(), random.Random(1), 15):
         path.write_bytes(content)
         with pytest.raises(ValueError):
-            pretrained.load(tmp_path)
+            pretrained.load_pretrained(tmp_path)

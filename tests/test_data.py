@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from regard.data import datasets
 from regard.data.locate import KNOWN, file, find
-from regard.data.text_files import OPEN, DataError, Pair, lines, parallel, records, text
-from regard.data.wikisql import in_question, wikisql, words
+from regard.data.text_files import OPEN, DataError, Pair, read_lines, read_parallel, read_records, read_text
+from regard.data.wikisql import in_question, read_wikisql, split_words
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 
@@ -45,8 +45,8 @@ def test_lines_are_what_was_written_in_every_packing(ending, tmp_path_factory, r
     if rows and rows[0].startswith("\ufeff"):
         return  # a mark in front is no text
     path = put(tmp_path_factory.mktemp("files") / f"a{ending}", "".join(row + "\n" for row in rows))
-    assert list(lines(path)) == rows
-    assert text(path) == "".join(row + "\n" for row in rows)
+    assert list(read_lines(path)) == rows
+    assert read_text(path) == "".join(row + "\n" for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +65,17 @@ def test_lines_are_what_was_written_in_every_packing(ending, tmp_path_factory, r
 )
 def test_only_a_newline_ends_a_line_and_a_byte_order_mark_is_no_text(tmp_path, raw, rows):
     path = put(tmp_path / "a.txt", raw)
-    assert list(lines(path)) == rows
-    assert text(path).removesuffix("\n").split("\n") == (rows or [""])
+    assert list(read_lines(path)) == rows
+    assert read_text(path).removesuffix("\n").split("\n") == (rows or [""])
 
 
 @pytest.mark.parametrize("ending", PACK)
 def test_a_line_may_be_very_long(tmp_path, ending):
     long = "äb😀" * 33_334
-    assert list(lines(put(tmp_path / f"a{ending}", f"x\n{long}\ny"))) == ["x", long, "y"]
+    assert list(read_lines(put(tmp_path / f"a{ending}", f"x\n{long}\ny"))) == ["x", long, "y"]
 
 
-@pytest.mark.parametrize("read", [lambda path: list(lines(path)), text])
+@pytest.mark.parametrize("read", [lambda path: list(read_lines(path)), read_text])
 @pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize(
     ("bad", "sentence"),
@@ -91,7 +91,7 @@ def test_bytes_that_are_not_text_are_refused_with_their_place(tmp_path, read, en
     refused(lambda: read(path), f"train.en{ending}, {sentence}")
 
 
-@pytest.mark.parametrize("read", [lambda path: list(lines(path)), text])
+@pytest.mark.parametrize("read", [lambda path: list(read_lines(path)), read_text])
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2"])
 def test_a_packed_file_that_is_cut_off_or_was_never_packed_is_refused(tmp_path, read, ending):
     whole = put(tmp_path / f"a{ending}", os.urandom(2000).hex()).read_bytes()
@@ -107,8 +107,8 @@ def test_a_packed_file_that_is_cut_off_or_was_never_packed_is_refused(tmp_path, 
 
 
 def test_a_file_that_is_not_there_is_refused_before_a_line_is_asked_for(tmp_path):
-    refused(lambda: lines(tmp_path / "no.txt"), "there is no file", "no.txt")
-    refused(lambda: lines(tmp_path), "is a folder, not a file")
+    refused(lambda: read_lines(tmp_path / "no.txt"), "there is no file", "no.txt")
+    refused(lambda: read_lines(tmp_path), "is a folder, not a file")
 
 
 def test_a_file_that_the_system_refuses_is_a_sentence_too(tmp_path, monkeypatch):
@@ -117,26 +117,26 @@ def test_a_file_that_the_system_refuses_is_a_sentence_too(tmp_path, monkeypatch)
 
     path = put(tmp_path / "a.gz", "a")
     monkeypatch.setitem(OPEN, ".gz", locked)
-    refused(lambda: text(path), "a.gz cannot be read: Permission denied")
-    refused(lambda: text(tmp_path / ("a" * 300)), "aaa")
+    refused(lambda: read_text(path), "a.gz cannot be read: Permission denied")
+    refused(lambda: read_text(tmp_path / ("a" * 300)), "aaa")
 
 
 def test_parallel_files_give_pairs_and_say_how_many_lines_are_empty_in_both(tmp_path):
     a, b = put(tmp_path / "a.en", "one\n\n two\n \t\n"), put(tmp_path / "a.de.gz", "eins\n\nzwei \n\u3000")
-    assert parallel(a, b) == ([Pair("one", "eins"), Pair(" two", "zwei ")], 2)
+    assert read_parallel(a, b) == ([Pair("one", "eins"), Pair(" two", "zwei ")], 2)
 
 
 def test_files_that_are_not_parallel_are_refused(tmp_path):
     a, b = put(tmp_path / "a.en", "one\ntwo\n"), put(tmp_path / "a.de", "eins\n" * 1001)
-    refused(lambda: parallel(a, b), "a.en has 2 lines", "a.de has 1,001")
+    refused(lambda: read_parallel(a, b), "a.en has 2 lines", "a.de has 1,001")
     put(b, "eins\n \n")
-    refused(lambda: parallel(a, b), "a.de, line 2: empty", "a.en is not")
-    refused(lambda: parallel(b, a), "a.de, line 2: empty", "a.en is not")
+    refused(lambda: read_parallel(a, b), "a.de, line 2: empty", "a.en is not")
+    refused(lambda: read_parallel(b, a), "a.de, line 2: empty", "a.en is not")
 
 
 def test_records_have_their_keys_and_their_types(tmp_path):
     path = put(tmp_path / "a.jsonl.xz", '{"text": "a\\u2028\\n😀", "label": 1, "more": null}\n\n{"label": 0, "text": ""}\n')
-    assert [(r["text"], r["label"]) for r in records(path, {"text": str, "label": int})] == [("a\u2028\n😀", 1), ("", 0)]
+    assert [(r["text"], r["label"]) for r in read_records(path, {"text": str, "label": int})] == [("a\u2028\n😀", 1), ("", 0)]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_records_have_their_keys_and_their_types(tmp_path):
 )
 def test_a_bad_record_is_refused_with_its_place(tmp_path, line, sentence):
     path = put(tmp_path / "a.jsonl", '{"text": "a", "label": 1}\n' + line + "\n")
-    refused(lambda: list(records(path, {"text": str, "label": int})), f"a.jsonl, {sentence}")
+    refused(lambda: list(read_records(path, {"text": str, "label": int})), f"a.jsonl, {sentence}")
 
 
 # where data sets lie
@@ -206,12 +206,12 @@ QUERY = {
 }  # fmt: skip
 
 READERS = {
-    "multi30k": datasets.multi30k,
-    "ud_english_ewt": datasets.ewt,
-    "imdb": datasets.imdb,
-    "tinyshakespeare": datasets.shakespeare,
-    "acl_titles": datasets.acl_titles,
-    "wikisql": wikisql,
+    "multi30k": datasets.read_multi30k,
+    "ud_english_ewt": datasets.read_ewt,
+    "imdb": datasets.read_imdb,
+    "tinyshakespeare": datasets.read_shakespeare,
+    "acl_titles": datasets.read_acl_titles,
+    "wikisql": read_wikisql,
 }
 
 
@@ -261,15 +261,15 @@ def test_an_unknown_set_is_answered_with_the_nearest():
 
 
 def test_captions_are_pairs_and_empty_lines_are_warned_of(small):
-    assert datasets.multi30k(small / "multi30k").val == [("A dog, val.", "Ein Hund, val.")]
+    assert datasets.read_multi30k(small / "multi30k").val == [("A dog, val.", "Ein Hund, val.")]
     for language in ("en", "de"):
         put(small / "multi30k" / f"train.{language}.gz", "a\n\n\nb\n")
     with pytest.warns(UserWarning, match="2 lines that are empty both"):
-        assert len(datasets.multi30k(small / "multi30k").train) == 2
+        assert len(datasets.read_multi30k(small / "multi30k").train) == 2
 
 
 def test_words_have_tags_and_ranges_and_empty_nodes_are_no_words(small):
-    assert datasets.ewt(small / "ud_english_ewt").val == [
+    assert datasets.read_ewt(small / "ud_english_ewt").val == [
         (["I", "ca", "n't"], ["PRON", "AUX", "PART"], ["_ _", "MD VerbForm=Fin", "_ _"]),
         (["Go", "!"], ["VERB", "PUNCT"], ["_ _", "_ _"]),
     ]
@@ -296,7 +296,7 @@ def test_reviews_for_validation_are_balanced_and_the_same_in_any_order(tmp_path)
     found = []
     for turn in (1, -1):
         put(tmp_path / "train.jsonl", "\n".join(map(json.dumps, rows[::turn])))
-        train, val, test = datasets.imdb(tmp_path)
+        train, val, test = datasets.read_imdb(tmp_path)
         assert Counter(review.label for review in val) == {0: 1250, 1: 1250}
         assert len(train) + len(val) == len(rows) and len(test) == 1
         assert not {review.text for review in train} & {review.text for review in val}
@@ -306,28 +306,28 @@ def test_reviews_for_validation_are_balanced_and_the_same_in_any_order(tmp_path)
 
 def test_reviews_that_are_too_few_or_have_another_label_are_refused(small):
     put(small / "imdb" / "train.jsonl.xz", '{"text": "a", "label": 1}\n' * 2000)
-    refused(lambda: datasets.imdb(small / "imdb"), "0 reviews with label 0", "1,250 are for validation")
+    refused(lambda: datasets.read_imdb(small / "imdb"), "0 reviews with label 0", "1,250 are for validation")
     put(small / "imdb" / "train.jsonl.xz", '\n{"text": "a", "label": -1}\n')
-    refused(lambda: datasets.imdb(small / "imdb"), "train.jsonl.xz, line 2: the label must be 0 or 1, not -1")
+    refused(lambda: datasets.read_imdb(small / "imdb"), "train.jsonl.xz, line 2: the label must be 0 or 1, not -1")
 
 
 def test_shakespeare_is_cut_at_nine_tenths_and_has_no_test_part(small):
-    assert datasets.shakespeare(small / "tinyshakespeare") == ("to be or\nnot to ", "be", "")
+    assert datasets.read_shakespeare(small / "tinyshakespeare") == ("to be or\nnot to ", "be", "")
 
 
 def test_titles_go_with_their_abstracts(small):
-    assert datasets.acl_titles(small / "acl_titles").test == [("long test", "test")]
+    assert datasets.read_acl_titles(small / "acl_titles").test == [("long test", "test")]
 
 
 def test_a_query_is_readable_and_its_values_stand_in_the_question_as_the_same_words(small):
-    parts = wikisql(small / "wikisql")
+    parts = read_wikisql(small / "wikisql")
     assert [len(part) for part in parts] == [2, 1, 1]
     assert parts.train[0] == (
         'how many in south - australia after 2001 , called " no . 1 " ?',
         'select count no . in series from table where state territory = south - australia and year > 1999 and title = " no . 1 "',
     )
     assert in_question(small / "wikisql") == 8 / 9  # 1999 does not
-    assert words("İ_é/x2.0  a\u00a0b") == ["i", "̇", "_", "é", "/", "x2", ".", "0", "a", "b"]
+    assert split_words("İ_é/x2.0  a\u00a0b") == ["i", "̇", "_", "é", "/", "x2", ".", "0", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_query_is_readable_and_its_values_stand_in_the_question_as_the_same_wo
 )
 def test_queries_that_are_not_as_expected_are_refused(tmp_path, content, sentence):
     put(tmp_path / "wikisql.json", content)
-    refused(lambda: wikisql(tmp_path), "wikisql.json", sentence)
+    refused(lambda: read_wikisql(tmp_path), "wikisql.json", sentence)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made.read()
     train = made.texts["train"][:7]  # type: ignore[attr-defined]
     monkeypatch.setattr(type(made), "pairs", lambda self, folder: (train, train[:2], train[:2]))  # noqa: ARG005
-    monkeypatch.setattr(translation, "TOGETHER", 2)
+    monkeypatch.setattr(translation, "SOURCES_PER_CHUNK", 2)
     told, plain = SimpleNamespace(calls=[], stop=None), TranslationTask.answers
 
     def answers(self, model, sources, **options):

@@ -110,7 +110,7 @@ def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     whole = made(x)
     wanted = torch.autograd.grad(whole.square().sum(), [x, *made.parameters()])
-    monkeypatch.setattr("regard.mixers.softmax.STRIP", 5000)
+    monkeypatch.setattr("regard.mixers.softmax.STRIP_ELEMENTS", 5000)
     strips = made(x)
     close(strips, whole)
     for got, want in zip(torch.autograd.grad(strips.square().sum(), [x, *made.parameters()]), wanted, strict=True):

@@ -5,7 +5,7 @@ import torch
 
 from conftest import data
 from regard import Dims, Edges, Local, Spec, attend, core, layer
-from regard.mixers.graph_attention import disjoint, edge_weights, over
+from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
 
 X = data(8, dtype=torch.float32)
 
@@ -154,7 +154,7 @@ CASES |= {  # graphs
     "graphs that are not": (lambda: disjoint([Local(2)]), "a list of graphs"),
     "nodes of other graphs": (lambda: disjoint([Edges([[0], [1]])]).pack([X[0]]), r"have \[2\] nodes, not \[8\]"),
     "answers of other graphs": (lambda: disjoint([Edges([[0], [1]])]).unpack(X), r"\(1, 2, width\) is needed"),
-    "over what takes no pattern": (lambda: over(softmax(), Local(2)), "only `sparse` and `gat` do"),
+    "over what takes no pattern": (lambda: on_graph(softmax(), Local(2)), "only `sparse` and `gat` do"),
     "weights of no graph": (lambda: edge_weights(softmax(), X), "edge_weights is for self-attention"),
     "weights of several": (lambda: edge_weights(layer(Local(2), width=32, heads=4), X), r"\(1, nodes, 32\), are needed"),
     "odd buckets": (lambda: layer("reformer(buckets=5)", width=32, heads=4), "come in pairs.*an even number or 1, not 5"),

@@ -15,7 +15,7 @@ import torch
 from regard.training import atomic_files, checkpoints
 from regard.training.atomic_files import RunError
 from regard.training.fit import fit
-from regard.training.metrics_log import TIMES, lines
+from regard.training.metrics_log import TIMES, read_metrics
 from small_task import Small, small
 
 # Processes that have imported everything already, and have no threads: a start costs nothing.
@@ -26,7 +26,7 @@ START.set_forkserver_preload(["small_task", "regard.training.fit"])
 def train(out: str, die_at: int = 0) -> None:
     """In a process of its own; it may kill itself in the middle of the n-th file that a checkpoint writes."""
     torch.set_num_threads(1)
-    written, real = [0], atomic_files.write
+    written, real = [0], atomic_files.write_synced
 
     def write(path: Path, data: bytes) -> None:
         written[0] += path.parent.name.startswith(checkpoints.WRITING)
@@ -35,7 +35,7 @@ def train(out: str, die_at: int = 0) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(path, data)
 
-    atomic_files.write = write
+    atomic_files.write_synced = write
     fit(Small(small()), Path(out), accelerator="cpu", quiet=True)
 
 
@@ -53,10 +53,10 @@ def run(out: Path, die_at: int = 0, kill=None) -> int | None:
 
 def remembered(out: Path) -> tuple:
     """All that a finished run says, but for times."""
-    told = [{name: x for name, x in line.items() if name not in TIMES} for line in lines(out / "metrics.jsonl")]
+    told = [{name: x for name, x in line.items() if name not in TIMES} for line in read_metrics(out / "metrics.jsonl")]
     result = json.loads((out / "result.json").read_text())
     last = checkpoints.latest(out)
-    told.append({name: x for name, x in checkpoints.load(last).state.items() if name != "seconds"})
+    told.append({name: x for name, x in checkpoints.load_checkpoint(last).state.items() if name != "seconds"})
     bits = [path.read_bytes() for path in (out / checkpoints.WEIGHTS, last / checkpoints.WEIGHTS, last / checkpoints.OPTIMIZER)]
     return told, {name: x for name, x in result.items() if name != "seconds"}, checkpoints.steps(out), bits
 
@@ -177,14 +177,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def test_a_full_disk_ends_a_run_which_goes_on_when_there_is_room(tmp_path, undisturbed, monkeypatch):
-    real = atomic_files.write
+    real = atomic_files.write_synced
 
     def full(path, data):
         if "step-000020" in str(path):
             raise OSError(28, "No space left on device")
         real(path, data)
 
-    monkeypatch.setattr(atomic_files, "write", full)
+    monkeypatch.setattr(atomic_files, "write_synced", full)
     with pytest.raises(RunError, match=r"cannot write .*step-000020: No space left on device"):
         go_on(tmp_path)
     assert not list(tmp_path.rglob(".writing-*")) and checkpoints.steps(tmp_path)[-1] == 15

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regard import tasks
-from regard.data.datasets import Labelled, Splits, Tagged
+from regard.data.datasets import LabelledText, Splits, Tagged
 from regard.data.text_files import Pair
 from regard.tasks.copying import CopyTask
 
@@ -62,11 +62,11 @@ def test_tags_are_those_of_the_word_and_new_words_get_those_of_rare_ones():
 
 
 def test_naive_bayes_counts_a_word_once_a_text_and_knows_how_frequent_a_label_is():
-    train = [Labelled("good good good film", 1), Labelled("bad film", 0), Labelled("bad plot", 0)]
+    train = [LabelledText("good good good film", 1), LabelledText("bad film", 0), LabelledText("bad plot", 0)]
     label = floors.bayes(train)
     assert [label(text) for text in ("a GOOD film", "bad", "good bad", "unheard of", "")] == [1, 0, 0, 0, 0]
     # good: p = 1/3 * (1 + 1) / (2 + 4) against 2/3 * (0 + 1) / (4 + 4); good and bad: 1/3 * 2/6 * 1/6 against 2/3 * 1/8 * 3/8
-    rows = floors.imdb(Splits(train, [], [Labelled("good", 1), Labelled("plot", 0)]))
+    rows = floors.imdb(Splits(train, [], [LabelledText("good", 1), LabelledText("plot", 0)]))
     assert scores(rows) == [{"accuracy": 50.0, "texts": 2.0}, {"accuracy": 100.0, "texts": 2.0}]
 
 
@@ -108,7 +108,7 @@ def papers(folder, **parts):
 
 def test_the_first_words_of_an_abstract_are_as_many_as_titles_have(tmp_path):
     train = [("We parse. It is fast.", "Fast parse"), ("We tag, and it is good.", "A good tag, or two")]  # 2 and 6 words
-    task = CopyTask(tasks.acl_titles().replace({"vocab": 16}))
+    task = CopyTask(tasks.acl_titles_config().replace({"vocab": 16}))
     task.read(papers(tmp_path, train=train, test=[("Zork is good, we say.", "Zork is good"), ("Xyzzy", "A tag")]))
     row = floors.acl_titles(task)[0]
     assert row["floor"].startswith("the first 4 words")
@@ -118,7 +118,7 @@ def test_the_first_words_of_an_abstract_are_as_many_as_titles_have(tmp_path):
 def test_queries_are_the_most_frequent_or_those_of_the_nearest_question(tmp_path):
     """Any two texts are a question and a query, so papers will do."""
     train = [("who won", "select winner"), ("who lost", "select loser"), ("did he win", "select winner")]
-    task = CopyTask(tasks.acl_titles().replace({"vocab": 30}))
+    task = CopyTask(tasks.acl_titles_config().replace({"vocab": 30}))
     task.read(papers(tmp_path, train=train, test=[("who ever lost", "select loser"), ("who won", "select winner")]))
     most, near = scores(floors.wikisql(task))
     assert most == {"exact": 50.0, "rouge_l": 75.0}, "no word is asked for that only a source has"
@@ -126,7 +126,7 @@ def test_queries_are_the_most_frequent_or_those_of_the_nearest_question(tmp_path
 
 
 def test_the_floors_of_a_source_are_words_that_the_task_reads(tmp_path):
-    task = CopyTask(tasks.acl_titles().replace({"vocab": 10, "cut": 5}))
+    task = CopyTask(tasks.acl_titles_config().replace({"vocab": 10, "cut": 5}))
     task.read(papers(tmp_path, train=[("a b c", "a b")], test=[("New words, and many more of them", "a")]))
     assert floors.sources(task, "test") == [["new", "words", ",", "and", "many"]]
 

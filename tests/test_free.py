@@ -49,8 +49,8 @@ def test_fnet_keeps_the_size_of_tokens_at_any_length():
 
 
 def test_fnet_transforms_rows_of_equal_length_together(monkeypatch):
-    seen, whole = [], kernel.waves
-    monkeypatch.setattr(kernel, "waves", lambda x, norm: seen.append(tuple(x.shape)) or whole(x, norm))
+    seen, whole = [], kernel.fourier_mix
+    monkeypatch.setattr(kernel, "fourier_mix", lambda x, norm: seen.append(tuple(x.shape)) or whole(x, norm))
     valid = torch.arange(12, device=DEVICE) < torch.tensor([5, 9, 5, 0, 9, 5], device=DEVICE)[:, None]
     build("fnet")(data(12, b=6), valid=valid.flip(1))
     assert seen == [(1, 0, 32), (3, 5, 32), (2, 9, 32)]
@@ -84,7 +84,7 @@ def by_hand(made, x, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tiny", [0, 8])
 def test_gmlp_is_its_formula(causal, tiny, monkeypatch):
-    monkeypatch.setattr(family, "STRIP", 7)  # several strips, the last one short
+    monkeypatch.setattr(family, "TRIANGLE_ROWS", 7)  # several strips, the last one short
     made = build(f"gmlp(expand=3, tiny={tiny})", causal=causal)
     with torch.no_grad():
         made.weight.normal_()

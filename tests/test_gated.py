@@ -214,8 +214,8 @@ def test_delta_solves_for_what_is_written():
         slow = s
         for i in range(150):
             one = slice(i, i + 1)
-            slow = delta.step(k[:, :, one], v[:, :, one], beta[:, :, one], slow, None if fade is None else fade[:, :, one])
-        fast = delta.write(k, v, beta, s, fade)
+            slow = delta.delta_step(k[:, :, one], v[:, :, one], beta[:, :, one], slow, None if fade is None else fade[:, :, one])
+        fast = delta.delta_write(k, v, beta, s, fade)
         close(fast, slow)
         for a, b in zip(*(torch.autograd.grad(x.sin().sum(), inputs, materialize_grads=True) for x in (fast, slow)), strict=True):
             close(a, b)

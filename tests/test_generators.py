@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 
 from regard.data.datasets import UPOS, Tagged
-from regard.data.synthetic import copying, floor, numbers, sentiment, tagging
+from regard.data.synthetic import number_words_pairs, opinion_sentences, string_pairs, tagging_floor, tagging_sentences
 
 SMALL = {"train": 300, "val": 50, "test": 40}
-TASKS = {"numbers": numbers, "tagging": tagging, "copying": copying, "sentiment": sentiment}
+TASKS = {"numbers": number_words_pairs, "tagging": tagging_sentences, "copying": string_pairs, "sentiment": opinion_sentences}
 each = pytest.mark.parametrize("name", TASKS)
 
 
@@ -44,26 +44,29 @@ def test_a_split_may_be_empty_but_not_less(name):
 
 
 def test_numbers_are_said_in_both_languages():
-    everything = numbers("en", "de", most=25, train=20, val=3, test=2)
+    everything = number_words_pairs("en", "de", most=25, train=20, val=3, test=2)
     said = dict(pair for part in everything for pair in part)
     assert len(said) == 25 and said["twenty-one"] == "einundzwanzig" and said["zero"] == "null"
-    assert dict(pair for part in numbers("en", "fr", most=25, train=25, val=0, test=0) for pair in part)["sixteen"] == "seize"
-    lengths = [len(pair.target) for pair in numbers(**SMALL).train]
+    assert (
+        dict(pair for part in number_words_pairs("en", "fr", most=25, train=25, val=0, test=0) for pair in part)["sixteen"]
+        == "seize"
+    )
+    lengths = [len(pair.target) for pair in number_words_pairs(**SMALL).train]
     assert min(lengths) < 10 and max(lengths) > 50
 
 
 def test_numbers_that_are_too_many_or_in_no_known_language_are_refused():
     with pytest.raises(ValueError, match=r"26 different numbers below 25 are more than can be found: 25 were"):
-        numbers(most=25, train=20, val=3, test=3)
+        number_words_pairs(most=25, train=20, val=3, test=3)
     with pytest.raises(ValueError, match="no number words in 'klingon'"):
-        numbers(target="klingon")
+        number_words_pairs(target="klingon")
     with pytest.raises(ValueError, match="most must be at least 1, not 0"):
-        numbers(most=0)
+        number_words_pairs(most=0)
 
 
 def test_tags_cannot_be_told_from_words_alone():
-    made = tagging()
-    assert 0.7 < floor(made.train, made.test) < 0.9
+    made = tagging_sentences()
+    assert 0.7 < tagging_floor(made.train, made.test) < 0.9
     tags = defaultdict(set)
     for words, its, _ in made.train:
         for word, tag in zip(words, its, strict=True):
@@ -83,9 +86,9 @@ def test_every_sentence_has_one_reading_in_its_grammar():
         ".": re.compile(f"({clause}(CCONJ {clause})?|VERB {rest})PUNCT "),
         "?": re.compile(f"AUX {thing}VERB {rest}PUNCT "),
     }
-    made = [example for part in tagging(train=1000, val=0, test=0) for example in part]
+    made = [example for part in tagging_sentences(train=1000, val=0, test=0) for example in part]
     tags = defaultdict(set)
-    for words, its, _ in [example for part in tagging() for example in part]:
+    for words, its, _ in [example for part in tagging_sentences() for example in part]:
         for word, tag in zip(words, its, strict=True):
             tags[word].add(tag)
     for words, its, _ in made:
@@ -95,16 +98,16 @@ def test_every_sentence_has_one_reading_in_its_grammar():
 
 def test_the_floor_is_the_most_frequent_tag_of_a_word_and_of_all_for_a_new_one():
     train = [Tagged(["a", "b", "a", "a"], ["X", "Y", "X", "Y"]), Tagged(["c"], ["Y"])]
-    assert floor(train, [Tagged(["a", "a", "b", "new"], ["X", "Y", "Y", "Y"])]) == 3 / 4
+    assert tagging_floor(train, [Tagged(["a", "a", "b", "new"], ["X", "Y", "Y", "Y"])]) == 3 / 4
     with pytest.raises(ValueError, match="no word"):
-        floor([], train)
+        tagging_floor([], train)
     with pytest.raises(ValueError, match="no word"):
-        floor(train, [])
+        tagging_floor(train, [])
 
 
 @pytest.mark.parametrize(("kind", "change"), [("copy", list), ("reverse", lambda x: x[::-1]), ("sort", sorted)])
 def test_strings_are_copied_reversed_or_sorted(kind, change):
-    for source, target in copying(kind, letters="abc", shortest=2, longest=9, **SMALL).train:
+    for source, target in string_pairs(kind, letters="abc", shortest=2, longest=9, **SMALL).train:
         assert target.split() == change(source.split()) and 2 <= len(source.split()) <= 9 and set(source) <= set("abc ")
 
 
@@ -122,18 +125,18 @@ def test_strings_are_copied_reversed_or_sorted(kind, change):
 )
 def test_strings_that_cannot_be_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        copying(**options)
+        string_pairs(**options)
 
 
 def test_an_opinion_turns_around_with_every_denial():
     denials = re.compile(r"\b(not|never|hardly|nobody)\b")
     good = "good great charming moving clever brilliant funny wonderful honest lovely"
-    for text, label in sentiment(**SMALL).train:
+    for text, label in opinion_sentences(**SMALL).train:
         assert label == ((text.split()[-1] in good.split()) + len(denials.findall(text))) % 2, text
 
 
 def test_no_word_and_no_number_of_words_tells_the_label():
-    made = sentiment(train=20_000, val=0, test=0).train
+    made = opinion_sentences(train=20_000, val=0, test=0).train
     assert abs(sum(label for _, label in made) / len(made) - 0.5) < 0.02
     counts = defaultdict(Counter)
     for text, label in made:

@@ -14,8 +14,8 @@ import regard.patterns.edge_list as pairs_module
 from conftest import DEVICE, close, data
 from regard import Causal, Dims, Edges, Local, Pattern, PerHead, attend, core, layer
 from regard.analysis.probe import attention_matrix
-from regard.mixers.graph_attention import disjoint, edge_weights, over
-from regard.patterns.edge_list import listed
+from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
+from regard.patterns.edge_list import edge_list
 from regard.patterns.tiles import Span
 from test_limits import Largest, check_same, qkv
 
@@ -30,7 +30,7 @@ def graph(n=60, edges=200, seed=0, **options):
 
 def made(spec, pattern, **dims):
     torch.manual_seed(0)
-    return over(layer(spec, width=32, heads=4, **dims).to(DEVICE, torch.float64).eval(), pattern)
+    return on_graph(layer(spec, width=32, heads=4, **dims).to(DEVICE, torch.float64).eval(), pattern)
 
 
 def dense(core, seen):
@@ -151,11 +151,11 @@ def test_a_large_graph_goes_by_a_name():
 def test_cost_follows_the_edges_however_uneven(spec, star, monkeypatch):
     """A node with all others for neighbours: nothing is as large as nodes x degree, nor as edges x width."""
     n = 20_000
-    monkeypatch.setattr(passes, "CACHE", 1 << 14)
+    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 14)
     monkeypatch.setattr(walk, "CPU", 1 << 14)
     leaves, hub = torch.arange(1, n), torch.zeros(n - 1, dtype=torch.long)
     g = Edges(torch.stack([leaves, hub if star else leaves - 1]), nodes=n, both=True)
-    own = over(layer(spec, width=32, heads=4), g).core
+    own = on_graph(layer(spec, width=32, heads=4), g).core
     q, k, v = (torch.randn(1, 4, n, 8, requires_grad=True) for _ in range(3))
     with Largest() as watch:
         attend(q, k, v, own).sum().backward()
@@ -168,7 +168,7 @@ def test_edges_cost_flops_as_they_are(spec):
     for edges in (1000, 4000):
         codes = torch.randperm(500 * 500)[:edges].sort().values
         with torch.device("meta"):
-            own = over(layer(spec, width=32, heads=4), Edges.coded(codes.to("cpu"), 500)).core
+            own = on_graph(layer(spec, width=32, heads=4), Edges.coded(codes.to("cpu"), 500)).core
         q, k, v = (torch.empty(1, 4, 500, 8, device="meta") for _ in range(3))
         with FlopCounterMode(display=False) as counter:
             attend(q, k, v, own)
@@ -193,11 +193,11 @@ def test_dropout_is_the_same_in_both_passes(monkeypatch):
     monkeypatch.setattr(walk, "CPU", 64)
     q, k, v = (torch.randn(6, 2, x, dtype=torch.float64, requires_grad=True) for x in (2, 2, 3))
     a = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
-    list_of_pairs = listed(graph(6, 20), Span(0, 6, 0, 6), False, CPU)
+    list_of_pairs = edge_list(graph(6, 20), Span(0, 6, 0, 6), False, CPU)
 
     def same_dice(*inputs):
         torch.manual_seed(3)
-        return walk.walked(*inputs, list_of_pairs, dropout=0.4)
+        return walk.edge_attention(*inputs, list_of_pairs, dropout=0.4)
 
     assert torch.autograd.gradcheck(same_dice, (q, k, v, a))
 
@@ -207,9 +207,9 @@ def test_the_operator_behind_compile_is_well_made(dropout):
     q, k, v = (torch.randn(12, 2, x, dtype=torch.float64, requires_grad=True) for x in (3, 3, 4))
     a = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     seed = torch.tensor(5) if dropout else None
-    list_of_pairs = listed(Local(3), Span(0, 12, 0, 12), True, CPU)
+    list_of_pairs = edge_list(Local(3), Span(0, 12, 0, 12), True, CPU)
     for given_as in ((list_of_pairs, seed, "", [], False), (None, seed, "Local(3)", [0, 12, 0, 12], True)):
-        torch.library.opcheck(walk._walk, (q, k, v, a, *given_as, 0.2, dropout))
+        torch.library.opcheck(walk._edge_forward, (q, k, v, a, *given_as, 0.2, dropout))
 
 
 def test_large_graphs_compile():
@@ -240,16 +240,16 @@ class Stack(nn.Module):
 def test_weights_belong_to_the_layer_and_the_graph_to_the_data(spec):
     model, x, g = Stack(spec).double(), data(60, b=1).cpu(), graph(60)
     before, keys = model(x), list(model.state_dict())
-    on_graph = over(model, g)
-    assert list(model.state_dict()) == keys == list(on_graph.state_dict())
-    assert all(a is b for a, b in zip(model.parameters(), on_graph.parameters(), strict=True))
-    assert on_graph.into is model.into and on_graph.layers[1] is model.layers[1]
-    assert on_graph.last.core.pattern == g and model.last.core.pattern == Local(2)
-    assert torch.equal(model(x), before) and not torch.allclose(on_graph(x), before)
+    moved = on_graph(model, g)
+    assert list(model.state_dict()) == keys == list(moved.state_dict())
+    assert all(a is b for a, b in zip(model.parameters(), moved.parameters(), strict=True))
+    assert moved.into is model.into and moved.layers[1] is model.layers[1]
+    assert moved.last.core.pattern == g and model.last.core.pattern == Local(2)
+    assert torch.equal(model(x), before) and not torch.allclose(moved(x), before)
     other = Stack(f"{spec.split('(')[0]}(pattern={g}{', v2=True' if 'v2' in spec else ''})").double()
     other.load_state_dict(model.state_dict())
-    close(on_graph(x), other(x))
-    on_graph(x).square().sum().backward()
+    close(moved(x), other(x))
+    moved(x).square().sum().backward()
     other(x).square().sum().backward()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert a.grad is not None
@@ -257,18 +257,18 @@ def test_weights_belong_to_the_layer_and_the_graph_to_the_data(spec):
     with torch.no_grad():
         model.last.q.weight.mul_(2)  # and what is learned is seen by every graph at once
         other.last.q.weight.mul_(2)
-    close(on_graph(x), other(x))
+    close(moved(x), other(x))
 
 
 def test_claims_follow_the_pattern():
     window = layer(SPECS[1], width=32, heads=4, causal=True)
     assert window.start(1).nbytes == 0
     with pytest.raises(ValueError, match="cannot do stream"):
-        over(window, graph(60)).start(1)
-    assert over(over(window, graph(60)), Local(3)).start(1).nbytes == 0
+        on_graph(window, graph(60)).start(1)
+    assert on_graph(on_graph(window, graph(60)), Local(3)).start(1).nbytes == 0
     for alone in ("softmax", "bigbird", "longformer(window=4)"):
         with pytest.raises(ValueError, match="only `sparse` and `gat` do"):
-            over(layer(alone, width=32, heads=4), graph(60))
+            on_graph(layer(alone, width=32, heads=4), graph(60))
 
 
 @specs
@@ -278,8 +278,8 @@ def test_graphs_together_are_graphs_one_by_one(spec):
     assert together.sizes == (7, 1, 23, 0, 4) and together.edges.nodes == 35
     nodes = [data(p.nodes, seed=s, b=1)[0].requires_grad_() for s, p in enumerate(parts)]
     packed = together.pack(nodes)
-    found = together.unpack(over(model, together.edges)(packed))
-    alone = [over(model, p)(x[None])[0] for p, x in zip(parts, nodes, strict=True)]
+    found = together.unpack(on_graph(model, together.edges)(packed))
+    alone = [on_graph(model, p)(x[None])[0] for p, x in zip(parts, nodes, strict=True)]
     for a, b in zip(found, alone, strict=True):
         close(a, b)
     ups = [torch.randn_like(x) for x in alone]
@@ -319,12 +319,12 @@ def test_a_node_may_be_called_anything():
 
 
 def test_pairs_behind_a_memory_in_strips(monkeypatch):
-    monkeypatch.setattr(graph_module, "STRIP", 50)
-    monkeypatch.setattr(pairs_module, "STRIP", 50)
+    monkeypatch.setattr(graph_module, "PAIRS_PER_STRIP", 50)
+    monkeypatch.setattr(pairs_module, "EDGE_LIST_ELEMENTS", 50)
     m, x = layer("gat(pattern=Local(5) | Global(first=2))", width=32, heads=4, causal=True).double(), data(70, b=2).cpu()
     state, out = m.start(2), []
     for part in x.split([30, 1, 1, 38], 1):
         y, state = m.extend(state, part)
         out.append(y)
     close(torch.cat(out, 1), m(x))
-    close(over(m, "Stride(7)")(x), over(m, Pattern.parse("Stride(7)") & Causal())(x))
+    close(on_graph(m, "Stride(7)")(x), on_graph(m, Pattern.parse("Stride(7)") & Causal())(x))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import leaky_relu
 
 from conftest import DEVICE, close, some
-from regard import Edges, GraphAttention, over
+from regard import Edges, GraphAttention, on_graph
 
 N, WIDTH, OUT, HEADS = 30, 12, 5, 3
 
@@ -50,7 +50,7 @@ def test_it_is_the_published_layer(concat: bool, bias: bool) -> None:
     x = torch.randn(2, N, WIDTH, dtype=torch.float64, device=DEVICE, requires_grad=True)
     names = dict(layer.named_parameters())
     assert set(names) == {"w.weight", "core.a_q", "core.a_k"} | ({"bias"} if bias else set())
-    for pattern, own in ((graph(), layer), (other, over(layer, other))):
+    for pattern, own in ((graph(), layer), (other, on_graph(layer, other))):
         fast, slow = own(x), torch.stack([plainly(layer, pattern, row) for row in x])
         close(fast, slow)
         up = torch.randn_like(fast)
@@ -60,7 +60,7 @@ def test_it_is_the_published_layer(concat: bool, bias: bool) -> None:
 
 
 def test_padding_is_as_if_absent_and_zero() -> None:
-    layer, x, valid = over(made(), "Local(3)"), torch.randn(2, N, WIDTH, dtype=torch.float64, device=DEVICE), some(2, N)
+    layer, x, valid = on_graph(made(), "Local(3)"), torch.randn(2, N, WIDTH, dtype=torch.float64, device=DEVICE), some(2, N)
     y = layer(x, valid=valid)
     assert not y[~valid].any()
     for row in range(2):
@@ -70,7 +70,7 @@ def test_padding_is_as_if_absent_and_zero() -> None:
 def test_dropout_is_of_the_weights_alone() -> None:
     """A dropped weight takes its neighbour away and scales the others, and the mean stays: no feature is dropped."""
     layer, x = made(dropout=0.5, bias=False).train(), torch.randn(1, N, WIDTH, dtype=torch.float64, device=DEVICE)
-    lonely = over(layer, Edges([[], []], nodes=N, loops=True))  # every node sees itself: twice its features, or nothing
+    lonely = on_graph(layer, Edges([[], []], nodes=N, loops=True))  # every node sees itself: twice its features, or nothing
     h = lonely.w(x)
     y = lonely(x)[0].view(N, HEADS, OUT)
     kept = (y != 0).all(-1, keepdim=True)

@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 from regard.data.batch import Batch, padded
 from regard.models.build import translator
-from regard.models.nat import parallel
-from regard.runtime.cuda_graph import Outside, captured
+from regard.models.nat import nat_translator
+from regard.runtime.cuda_graph import ExternalReads, capture_graph
 from regard.tasks.translation_config import _small
 from regard.training import learner
 from regard.training.decoder_modes import teacher_forcing
 from regard.training.fit import fit
-from regard.training.graphed_step import Graphs, _shape
-from regard.training.nat_loss import glance_at
-from regard.training.nat_loss import loss as loss_at_once
+from regard.training.graphed_step import GraphedStep, _batch_shape
+from regard.training.nat_loss import glancing
+from regard.training.nat_loss import nat_loss as loss_at_once
 from small_task import Small, small
 
 AT_ONCE = ["ctc", "length", "length(copy='uniform')", "length(copy='none')", "masked"]
@@ -48,7 +48,7 @@ def trained(graphs, *, dropout=0.0, mixer="softmax"):
     def loss(batch):
         return teacher_forcing(model, batch, behind=True)
 
-    passes, losses = Graphs(loss, wanted, 10.0), []
+    passes, losses = GraphedStep(loss, wanted, 10.0), []
     with passes.on_stream():
         for batch in batches("cuda"):
             found = passes(batch) if graphs else passes._run(batch)
@@ -73,7 +73,7 @@ def test_what_a_captured_pass_reads_stays_where_it_was_when_the_model_replaces_i
     """A longer batch makes a longer table of positions; the memory of the old one is then given to others."""
     torch.manual_seed(3)
     model = translator(_small("reverse", "words"), 30).cuda()
-    passes = Graphs(lambda batch: teacher_forcing(model, batch, behind=True), list(model.parameters()), 10.0)
+    passes = GraphedStep(lambda batch: teacher_forcing(model, batch, behind=True), list(model.parameters()), 10.0)
     short, long = (Batch(x, None, x, None).to("cuda") for x in (torch.full((6, 8), 7), torch.full((6, 200), 7)))
     with passes.on_stream():
         before = [passes(short).total for _ in range(3)]
@@ -87,14 +87,14 @@ def test_what_a_captured_pass_reads_stays_where_it_was_when_the_model_replaces_i
 def test_memory_that_a_pass_reads_and_does_not_make_is_noted():
     model = translator(_small("reverse", "words"), 30)
     x = torch.full((2, 8), 7)
-    with Outside() as outside:
+    with ExternalReads() as outside:
         loss = teacher_forcing(model, Batch(x, None, x, None), behind=True).total
         loss.backward()
     table = model.embed.positions._kept[1]
     known = {y.untyped_storage().data_ptr() for y in (x, *model.parameters())}
     assert known <= outside.read.keys()
     assert table.untyped_storage().data_ptr() in outside.made | outside.read.keys()
-    with Outside() as again:
+    with ExternalReads() as again:
         teacher_forcing(model, Batch(x, None, x, None), behind=True).total.backward()
     assert table.untyped_storage().data_ptr() in again.read and loss.untyped_storage().data_ptr() not in again.read
     assert len(again.read) < 2 * len(known) + 5  # weights and gradients, and hardly more
@@ -109,10 +109,10 @@ def test_a_capture_is_warmed_up_twice_and_keeps_what_it_reads(monkeypatch):
         done.append("run")
         return torch.zeros(3) + weight
 
-    once = captured(run, torch.device("cuda"), pool="pool")
+    once = capture_graph(run, torch.device("cuda"), pool="pool")
     assert torch.equal(once.out, weight) and [x.data_ptr() for x in once.read] == [weight.data_ptr()]
     assert done == ["run"] * 3 and torch.cuda.graph.call_args.kwargs["pool"] == "pool"
-    captured(run, torch.device("cuda"), warm=lambda: done.append("warm"))
+    capture_graph(run, torch.device("cuda"), warm=lambda: done.append("warm"))
     assert done[3:] == ["warm", "warm", "run"] and torch.cuda.graph.call_args.args == (torch.cuda.CUDAGraph(),)
 
 
@@ -142,12 +142,12 @@ def blind():
 def at_once(kind, device, *, padding=True, agree=0.0, **changes):
     """A pass of a model that says all at once, from a step on the device: what it loses."""
     torch.manual_seed(3)
-    model = parallel(_small("reverse", "words").replace(changes), 30, kind=kind).to(device)
+    model = nat_translator(_small("reverse", "words").replace(changes), 30, kind=kind).to(device)
     step = torch.full((), 50, device=device)
 
     def loss(batch):
         batch = batch if padding else batch._replace(source_valid=None, target_valid=None)
-        share = 0.0 if kind == "masked" else glance_at(step, 100)
+        share = 0.0 if kind == "masked" else glancing(step, 100)
         return loss_at_once(model, batch, smoothing=0.1, glance=share, agree=agree)
 
     return loss, list(model.parameters())
@@ -181,12 +181,12 @@ def test_who_asks_the_device_or_sends_to_it_is_found():
 @pytest.mark.parametrize("kind", AT_ONCE)
 def test_captured_passes_that_say_all_at_once_lose_what_plain_ones_lose(kind, monkeypatch):
     """But for what is drawn by chance: here the same slots are shown every time."""
-    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: real & (real.cumsum(1) <= count[:, None]))
+    monkeypatch.setattr("regard.training.nat_loss.random_slots", lambda real, count: real & (real.cumsum(1) <= count[:, None]))
     monkeypatch.setattr("torch.rand", lambda shape, device: torch.full(shape, 0.5, device=device))
     found = []
     for graphs in (True, False):
         loss, wanted = at_once(kind, "cuda", dropout=0.0, agree=2.0)
-        passes, losses = Graphs(loss, wanted, 10.0), []
+        passes, losses = GraphedStep(loss, wanted, 10.0), []
         for p in wanted:
             p.grad = torch.zeros_like(p)
         with passes.on_stream():
@@ -209,13 +209,13 @@ def test_dropout_falls_anew_in_every_replay():
 
 def test_batches_of_one_shape_are_known_by_it():
     first, second, *_ = batches("cpu")
-    assert _shape(first) == _shape(first._replace(source=first.source + 1))
-    assert _shape(first) != _shape(first._replace(source_valid=None))
-    assert _shape(first) != _shape(first._replace(source=first.source[:, :1]))
+    assert _batch_shape(first) == _batch_shape(first._replace(source=first.source + 1))
+    assert _batch_shape(first) != _batch_shape(first._replace(source_valid=None))
+    assert _batch_shape(first) != _batch_shape(first._replace(source=first.source[:, :1]))
     assert second.source.shape[1] % 8 == 0 and second.source_valid is not None
 
 
-class Plain(Graphs):
+class Plain(GraphedStep):
     """On a CPU, where nothing can be captured: the same passes, one kernel after another."""
 
     def __init__(self, forward, wanted, unit):
@@ -230,7 +230,7 @@ class Plain(Graphs):
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_an_update_of_captured_passes_is_the_update(monkeypatch, passes):
-    monkeypatch.setattr(learner, "Graphs", Plain)
+    monkeypatch.setattr(learner, "GraphedStep", Plain)
     found = []
     for graphs in (False, True):
         torch.manual_seed(0)

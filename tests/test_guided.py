@@ -12,23 +12,31 @@ from regard.blocks.feedforward import FeedForward
 from regard.blocks.stack import Stack
 from regard.config import Config
 from regard.data.batch import shifted
-from regard.decoding import Rules, beam
+from regard.decoding import Constraints, beam
 from regard.mixers.base import Dims
 from regard.models.build import translator
-from regard.models.guided import KINDS, Location, Monotonic, Plain, guided, guided_translator, watched
+from regard.models.guided import (
+    ALIGNERS,
+    LocationAligner,
+    MonotonicAligner,
+    SoftmaxAligner,
+    guided,
+    guided_translator,
+    record_alignments,
+)
 from regard.spec import Spec
-from regard.training.guided_loss import diagonal
+from regard.training.guided_loss import guided_attention_loss
 from regard.training.losses import cross_entropy
 
 WIDTH, HEADS, B, N, M = 16, 2, 2, 6, 5
 DIMS = Dims(WIDTH, HEADS, cross=True, max_len=32)
 MAKE = {
-    "plain": Plain,
-    "monotonic": lambda dims: Monotonic(dims, hard=False),
-    "monotonic, not kept": lambda dims: Monotonic(dims, hard=False, keep=False),
-    "monotonic, hard": Monotonic,
-    "monotonic, additive": lambda dims: Monotonic(dims, hard=False, energy="additive", lean=-0.3),
-    "location": lambda dims: Location(dims, window=3),
+    "plain": SoftmaxAligner,
+    "monotonic": lambda dims: MonotonicAligner(dims, hard=False),
+    "monotonic, not kept": lambda dims: MonotonicAligner(dims, hard=False, keep=False),
+    "monotonic, hard": MonotonicAligner,
+    "monotonic, additive": lambda dims: MonotonicAligner(dims, hard=False, energy="additive", lean=-0.3),
+    "location": lambda dims: LocationAligner(dims, window=3),
 }
 every = pytest.mark.parametrize("kind", MAKE)
 
@@ -39,7 +47,7 @@ def made(kind, seed=0):
     with torch.no_grad():
         reader.q.weight.mul_(2)
         reader.k.weight.mul_(2)
-        if isinstance(reader, Location):
+        if isinstance(reader, LocationAligner):
             reader.near.weight.mul_(8)
     return reader
 
@@ -148,7 +156,7 @@ def test_hard_monotonic_walks_on_to_the_first_stop_and_equals_soft_where_it_is_c
 
 
 def test_saturated_or_long_walks_have_finite_gradients_in_float32():
-    reader = Monotonic(DIMS, hard=False).to(DEVICE)
+    reader = MonotonicAligner(DIMS, hard=False).to(DEVICE)
     with torch.no_grad():
         reader.q.weight.mul_(1e4)
     x, context = tokens(9, 1).float(), tokens(32, 2).float()
@@ -229,7 +237,7 @@ def small(kind, **changes):
     return guided_translator(config.replace(changes), 12, kind).to(DEVICE, torch.float64).eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALIGNERS)
 def test_a_translator_with_such_readers_streams_and_searches_with_beams(kind):
     model = small(kind)
     source = torch.randint(5, 12, (3, 7), device=DEVICE)
@@ -239,7 +247,7 @@ def test_a_translator_with_such_readers_streams_and_searches_with_beams(kind):
         step, state = model.extend(state, told[:, t : t + 1])
         close(step[:, 0], whole[:, t])
     begin = torch.full((3, 1), 2, device=DEVICE)
-    found = beam(model, model.start(source), begin, rules=Rules(end=3, most=5), width=3)
+    found = beam(model, model.start(source), begin, constraints=Constraints(eos=3, max_new_tokens=5), width=3)
     for b in range(3):
         said = found.tokens[b, 0, : found.lengths[b, 0]].tolist()
         scores = model(source[b : b + 1], None, torch.tensor([[2, *said[:-1]]], device=DEVICE)).log_softmax(-1)[0]
@@ -250,22 +258,22 @@ def test_a_translator_with_such_readers_streams_and_searches_with_beams(kind):
 def test_watched_weights_are_those_of_the_pass_and_gradients_go_through_them():
     model = small("location").train()
     source, told = torch.randint(5, 12, (3, 7), device=DEVICE), torch.randint(5, 12, (3, 4), device=DEVICE)
-    with watched(model) as weights:
+    with record_alignments(model) as weights:
         model(source, None, told)
     assert [tuple(w.shape) for w in weights] == [(3, 2, 4, 7)] * 2
-    sum(diagonal(w).total for w in weights).backward()
+    sum(guided_attention_loss(w).total for w in weights).backward()
     assert all(block.cross.near.weight.grad.abs().sum() > 0 for block in model.decoder)
     model(source, None, told)
     assert len(weights) == 2  # nobody watches any more
-    with pytest.raises(ValueError, match="guided_translator"), watched(torch.nn.Linear(1, 1)):
+    with pytest.raises(ValueError, match="guided_translator"), record_alignments(torch.nn.Linear(1, 1)):
         pass
 
 
 def test_only_the_last_block_can_be_guided_and_a_reader_stands_in_any_block():
     model = guided_translator(Config(width=16, heads=2, depth=2, ffn=16), 9, "monotonic", blocks="last")
-    assert [isinstance(block.cross, Monotonic) for block in model.decoder] == [False, True]
+    assert [isinstance(block.cross, MonotonicAligner) for block in model.decoder] == [False, True]
     own = Spec("softmax").build(Dims(WIDTH, HEADS, causal=True))
-    stack = Stack([Block(own, FeedForward(WIDTH, 16), cross=Location(DIMS))]).to(DEVICE, torch.float64)
+    stack = Stack([Block(own, FeedForward(WIDTH, 16), cross=LocationAligner(DIMS))]).to(DEVICE, torch.float64)
     assert stack(tokens(M, 1), context=tokens(N, 2)).shape == (B, M, WIDTH)
 
 
@@ -278,11 +286,11 @@ def test_the_guided_attention_loss_is_its_formula_counted_over_real_tokens():
         for h, (i, row), (j, column) in itertools.product(range(HEADS), enumerate(rows), enumerate(columns)):
             far = j / len(columns) - i / len(rows)
             total += weights[b, h, row, column] * (1 - math.exp(-(far**2) / (2 * 0.3**2))) / HEADS
-    loss = diagonal(weights, valid, asked, sharpness=0.3)
+    loss = guided_attention_loss(weights, valid, asked, sharpness=0.3)
     close(loss.total, total)
     assert loss.over.item() == asked.sum().item()
     straight = torch.eye(8, device=DEVICE)[None, None]
-    assert diagonal(straight).total.item() == 0.0 < diagonal(straight.flip(-1)).total.item()
+    assert guided_attention_loss(straight).total.item() == 0.0 < guided_attention_loss(straight.flip(-1)).total.item()
 
 
 def spelled(b, n=5):
@@ -307,13 +315,13 @@ def test_an_aligned_task_is_learned_with_alignments_that_move_forwards(kind, gui
 
     def passed(b):
         source, target, truth = spelled(b)
-        with watched(model) as weights:
+        with record_alignments(model) as weights:
             scores = model(source, None, shifted(target), target > 0)
         return scores, target, truth, weights[0]
 
     for _ in range(steps):
         scores, target, _, weights = passed(32)
-        loss = cross_entropy(scores, target, target > 0).mean + guide * diagonal(weights, None, target > 0).mean
+        loss = cross_entropy(scores, target, target > 0).mean + guide * guided_attention_loss(weights, None, target > 0).mean
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -332,12 +340,12 @@ def test_bad_options_get_a_sentence():
     for make, sentence in [
         (lambda: guided_translator(Config(), 9, "monotone"), "did you mean 'monotonic'"),
         (lambda: guided_translator(Config(), 9, blocks="first"), "blocks cannot be"),
-        (lambda: Location(DIMS, window=4), "window must be odd"),
-        (lambda: Monotonic(Dims(WIDTH, HEADS)), "cross=True"),
-        (lambda: Monotonic(DIMS, noise=-1), "at least 0"),
-        (lambda: Monotonic(DIMS, energy="tanh"), "energy cannot be 'tanh'"),
-        (lambda: diagonal(torch.zeros(1, 1, 2, 2), sharpness=0), "above 0"),
-        (lambda: Plain(DIMS).start(3), "starts from what it reads"),
+        (lambda: LocationAligner(DIMS, window=4), "window must be odd"),
+        (lambda: MonotonicAligner(Dims(WIDTH, HEADS)), "cross=True"),
+        (lambda: MonotonicAligner(DIMS, noise=-1), "at least 0"),
+        (lambda: MonotonicAligner(DIMS, energy="tanh"), "energy cannot be 'tanh'"),
+        (lambda: guided_attention_loss(torch.zeros(1, 1, 2, 2), sharpness=0), "above 0"),
+        (lambda: SoftmaxAligner(DIMS).start(3), "starts from what it reads"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             make()
@@ -346,7 +354,7 @@ def test_bad_options_get_a_sentence():
 @pytest.mark.parametrize("training", [True, False])
 def test_a_reader_put_into_a_model_learns_or_rests_as_the_model_does(training):
     model = translator(Config(width=WIDTH, heads=HEADS, depth=2, ffn=16), 11).train(training)
-    assert {part.training for part in guided(model, Monotonic, blocks="last").modules()} == {training}
+    assert {part.training for part in guided(model, MonotonicAligner, blocks="last").modules()} == {training}
 
 
 def test_a_cross_attention_that_nobody_would_hear_of_is_refused():
@@ -358,7 +366,7 @@ def test_a_cross_attention_that_nobody_would_hear_of_is_refused():
 
 def test_the_diagonal_is_summed_in_full_precision_under_autocast():
     weights = torch.rand(4, 8, 60, 50, device=DEVICE).softmax(-1)
-    whole = diagonal(weights).total
+    whole = guided_attention_loss(weights).total
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        half = diagonal(weights).total
+        half = guided_attention_loss(weights).total
     assert half.dtype == torch.float32 and half.item() == pytest.approx(whole.item(), rel=1e-6)

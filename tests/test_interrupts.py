@@ -96,7 +96,7 @@ def test_a_second_signal_does_not_wait_for_the_update_and_nothing_is_half_writte
 
 @pytest.mark.parametrize("name", [checkpoints.WEIGHTS, checkpoints.STATE])
 def test_signals_while_a_checkpoint_is_written_wait_until_it_is_whole(name, tmp_path, undisturbed, monkeypatch):
-    real = atomic_files.write
+    real = atomic_files.write_synced
 
     def write(path, data):
         if path.name == name and "step-000010" in str(path):
@@ -105,13 +105,13 @@ def test_signals_while_a_checkpoint_is_written_wait_until_it_is_whole(name, tmp_
                 signal.raise_signal(signal.SIGINT)
         real(path, data)
 
-    monkeypatch.setattr(atomic_files, "write", write)
+    monkeypatch.setattr(atomic_files, "write_synced", write)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     monkeypatch.undo()
     assert (
         10 in checkpoints.steps(tmp_path)
-        and checkpoints.load(checkpoints.at(tmp_path, 10))
+        and checkpoints.load_checkpoint(checkpoints.at(tmp_path, 10))
         and not list(tmp_path.rglob(".writing-*"))
     )
     train(tmp_path)
@@ -119,7 +119,7 @@ def test_signals_while_a_checkpoint_is_written_wait_until_it_is_whole(name, tmp_
 
 
 def test_control_c_while_a_run_begins_or_a_file_is_replaced_leaves_nothing_half_done(tmp_path, monkeypatch):
-    real = atomic_files.write
+    real = atomic_files.write_synced
 
     def write(path, data):
         if path.name == ".writing-config.json":
@@ -127,13 +127,13 @@ def test_control_c_while_a_run_begins_or_a_file_is_replaced_leaves_nothing_half_
             raise KeyboardInterrupt
         real(path, data)
 
-    monkeypatch.setattr(atomic_files, "write", write)
+    monkeypatch.setattr(atomic_files, "write_synced", write)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == [".lock"]
-    monkeypatch.setattr(atomic_files, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(atomic_files, "write_synced", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(tmp_path, checkpoints.Checkpoint({}, {}, {"step": 1}))
+        checkpoints.save_checkpoint(tmp_path, checkpoints.Checkpoint({}, {}, {"step": 1}))
     assert not list(tmp_path.rglob("*step*"))
 
 
@@ -202,7 +202,7 @@ def test_a_true_run_is_stopped_answers_and_goes_on(tmp_path):
     step = checkpoints.steps(out)[-1]
     assert process.returncode == 130 and "Traceback" not in said, said
     assert said.endswith(f"stopped; update {step} is saved, and the run goes on from there with: regard train saw --out {out}\n")
-    best = checkpoints.load(checkpoints.latest(out)).state["best"]["step"]
+    best = checkpoints.load_checkpoint(checkpoints.latest(out)).state["best"]["step"]
     answer = run("predict", str(out), "i saw a saw")
     assert answer.exit_code == 0 and answer.stdout.startswith("i/")
     assert f"is not finished (update {step} of 100000): these are the weights of update {best}, the best" in answer.stderr

@@ -12,7 +12,7 @@ from regard.mixers import linear_attention
 from regard.mixers.attention import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
-from regard.mixers.feature_math import Positive
+from regard.mixers.feature_math import EluPlusOne
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
 from regard.ops.linear import torch as chunks
 
@@ -273,10 +273,10 @@ def test_compiles_whole_and_runs_on_no_device(name: str) -> None:
 
 def test_slope_of_the_positive_features() -> None:
     x = torch.randn(50, dtype=torch.float64).mul(3).requires_grad_()
-    assert torch.autograd.gradcheck(Positive.apply, x) and torch.autograd.gradgradcheck(Positive.apply, x)
-    assert distance(Positive.apply(x), torch.nn.functional.elu(x) + 1) < 1e-15
+    assert torch.autograd.gradcheck(EluPlusOne.apply, x) and torch.autograd.gradgradcheck(EluPlusOne.apply, x)
+    assert distance(EluPlusOne.apply(x), torch.nn.functional.elu(x) + 1) < 1e-15
     far = torch.tensor([-300.0], dtype=torch.float64)
-    assert Positive.apply(far) == far.exp()
+    assert EluPlusOne.apply(far) == far.exp()
 
 
 def test_efficient_with_equal_keys_is_the_mean_so_far() -> None:
@@ -334,10 +334,10 @@ def test_chunks_are_the_recurrence(n: int, size: int) -> None:
     decay = -torch.rand(B, G, n, size, dtype=torch.float64, device=DEVICE).exp() if size else None
     s, z = (torch.randn(B, G, *x, dtype=torch.float64, device=DEVICE) for x in ((6, E), (6,)))
     inputs = [x.requires_grad_() for x in (q, k, v, s, z, decay) if x is not None]
-    fast = chunks.scan_normed(q, k, v, s, z, decay)
+    fast = chunks.linear_scan_normalized(q, k, v, s, z, decay)
     slow = recurrence(q, k, v, s, z, decay)
     assert max(map(distance, fast, slow)) < 1e-12
-    assert max(map(distance, chunks.scan(q, k, v, s, decay), (slow[0], slow[2]))) < 1e-12
+    assert max(map(distance, chunks.linear_scan(q, k, v, s, decay), (slow[0], slow[2]))) < 1e-12
     gradients = (torch.autograd.grad(sum(x.sin().sum() for x in y), inputs) for y in (fast, slow))
     assert all(distance(x, y) < 1e-11 for x, y in zip(*gradients, strict=True))
 
@@ -357,4 +357,4 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, decay: Ten
 @pytest.mark.parametrize("n", [1, 16, 17, 300])
 def test_running_maximum(n: int) -> None:
     x, first = torch.randn(B, G, n, 3, device=DEVICE), torch.randn(B, G, 3, device=DEVICE)
-    assert torch.equal(chunks.highest(x, first), torch.maximum(x.cummax(2).values, first[:, :, None]))
+    assert torch.equal(chunks.cumulative_max(x, first), torch.maximum(x.cummax(2).values, first[:, :, None]))

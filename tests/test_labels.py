@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from regard import tasks
-from regard.data.datasets import Labelled
+from regard.data.datasets import LabelledText
 from regard.data.text_files import DataError
-from regard.tasks.sentiment import SentimentTask, polarity
+from regard.tasks.sentiment import SentimentTask, polarity_config
 from test_cli import run
 
 TEXTS = {
@@ -21,8 +21,8 @@ TEXTS = {
 SETTINGS = ["units=words", "width=16", "heads=2", "depth=1", "ffn=16", "steps=60", "warmup=5", "batch_tokens=256", "dropout=0"]
 
 
-def told(labels: dict[str, int | str]) -> list[Labelled]:
-    return [Labelled(f"{text} {i}", labels[name]) for i in range(6) for name, text in TEXTS.items()]
+def told(labels: dict[str, int | str]) -> list[LabelledText]:
+    return [LabelledText(f"{text} {i}", labels[name]) for i in range(6) for name, text in TEXTS.items()]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> type[SentimentTask]:
         def examples(self, folder):  # noqa: ARG002
             return [told(self.labels_of)] * 3
 
-    monkeypatch.setitem(tasks.TASKS, "polarity", tasks.Entry(polarity, Topics, "what a text is about"))
+    monkeypatch.setitem(tasks.TASKS, "polarity", tasks.Entry(polarity_config, Topics, "what a text is about"))
     return Topics
 
 
@@ -59,10 +59,10 @@ def test_any_number_of_labels_trains_and_answers_by_the_names_of_the_data(
 
 
 def test_a_label_that_no_training_text_has_and_labels_of_two_kinds_are_sentences(topics: type[SentimentTask]) -> None:
-    made = topics(polarity())
-    made.examples = lambda _: [told({n: n for n in TEXTS}), [Labelled("a", "scince")], []]  # type: ignore[method-assign]
+    made = topics(polarity_config())
+    made.examples = lambda _: [told({n: n for n in TEXTS}), [LabelledText("a", "scince")], []]  # type: ignore[method-assign]
     with pytest.raises(DataError, match="no training text has the label 'scince': did you mean 'science'"):
         made.read()
     topics.labels_of = dict(zip(TEXTS, [1, 2, "x", "y"], strict=True))  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="all integers or all texts"):
-        topics(polarity()).read()
+        topics(polarity_config()).read()

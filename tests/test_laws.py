@@ -12,7 +12,7 @@ from regard import core as make_core
 from regard.analysis.probe import attention_matrix, has_weights
 from regard.blocks import Stack
 from regard.mixers.attention import Attention, attend
-from regard.mixers.base import Can, Core, Dims, Places, select, shortened
+from regard.mixers.base import Can, Core, Dims, Places, pool_tokens, select
 
 LENGTHS = (4096, 16384)  # that the growth of cost is measured between: four times as long
 UNCOUNTED = {"identity", "fnet"}  # no product of matrices: a copy, and a Fourier transform that no counter counts
@@ -65,7 +65,7 @@ def test_padding_is_as_if_absent(case, where):
     for mode in modes(case):
         m, x = case.build(**mode), data(n)
         z = torch.where(valid[..., None], x, 1e3).requires_grad_()
-        y, real = m(z, valid=valid), shortened(x, valid, m.rate)[1]
+        y, real = m(z, valid=valid), pool_tokens(x, valid, m.rate)[1]
         close(y, m(x, valid=valid))  # the content of padding does not matter
         assert (y[~real] == 0).all()
         for row in range(3):  # nor does its presence

@@ -152,7 +152,7 @@ def test_sparse_is_masked_torch_attention(text, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_additive_is_its_formula(causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP", 1 << 14)  # many strips
+    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 14)  # many strips
     made = core("additive(hidden=5)", D).to(DEVICE, torch.float64)
 
     def formula(q, k, v):
@@ -167,7 +167,7 @@ def test_additive_is_its_formula(causal, monkeypatch):
 @pytest.mark.parametrize("norm", ["count", "sum"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_relu_is_its_formula(norm, causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP", 1 << 14)
+    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 14)
 
     def formula(q, k, v):
         a = (q @ k.mT * 8**-0.5).relu()
@@ -231,8 +231,8 @@ def largest(spec, n, causal):
 )
 def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
     """Neither in the forward nor in the backward pass, not even a mask."""
-    monkeypatch.setattr(softmax_family, "STRIP", 1 << 16)
-    monkeypatch.setattr(passes, "CACHE", 1 << 16)
+    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
     n = 2048 if spec.startswith(("relu", "additive")) else 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
     assert largest(spec, n, causal) < n**2 / 8

@@ -10,7 +10,7 @@ import pytest
 from regard.training import atomic_files, checkpoints
 from regard.training.atomic_files import RunError
 from regard.training.fit import fit
-from regard.training.run_weights import usable
+from regard.training.run_weights import run_weights
 from small_task import Small, small
 from test_cli import run
 from test_cli_runs import SETTINGS
@@ -73,7 +73,7 @@ def test_without_a_checkpoint_a_finished_run_stays_as_it_is(tmp_path):
         path.rmdir()
     with pytest.raises(RunError, match="there is no checkpoint left to go on from"):
         train(tmp_path, steps=10)
-    assert usable(tmp_path).update is None
+    assert run_weights(tmp_path).update is None
 
 
 @pytest.mark.parametrize("survives", [0, 1, 2])
@@ -103,21 +103,21 @@ def test_settings_that_grow_are_the_old_or_the_new_ones_whenever_a_process_dies(
 
 def test_an_unfinished_run_gives_the_best_that_it_has_saved(tmp_path):
     interrupted(tmp_path)  # behind step 12, with a validation at 10
-    found = usable(tmp_path)
+    found = run_weights(tmp_path)
     assert found.update == 10 and "(update 10 of 60): these are the weights of update 10, the best on validation" in found.note
     train(tmp_path / "b", steps=5, validate_every=100)
     (tmp_path / "b" / "result.json").unlink()
-    state = checkpoints.load(checkpoints.latest(tmp_path / "b"))
-    checkpoints.save(tmp_path / "b", state._replace(state={**state.state, "best": None, "step": 3}))
-    checkpoints.save(tmp_path / "b", state._replace(state={**state.state, "best": {"step": 3, "score": 1.0}}))
-    assert usable(tmp_path / "b").update == 3
-    checkpoints.save(tmp_path / "b", state._replace(state={**state.state, "best": None}))
-    assert usable(tmp_path / "b").update == 5 and "the newest, as none was validated yet" in usable(tmp_path / "b").note
+    state = checkpoints.load_checkpoint(checkpoints.latest(tmp_path / "b"))
+    checkpoints.save_checkpoint(tmp_path / "b", state._replace(state={**state.state, "best": None, "step": 3}))
+    checkpoints.save_checkpoint(tmp_path / "b", state._replace(state={**state.state, "best": {"step": 3, "score": 1.0}}))
+    assert run_weights(tmp_path / "b").update == 3
+    checkpoints.save_checkpoint(tmp_path / "b", state._replace(state={**state.state, "best": None}))
+    assert run_weights(tmp_path / "b").update == 5 and "the newest, as none was validated yet" in run_weights(tmp_path / "b").note
     with pytest.raises(RunError, match="is not finished"):
         checkpoints.load_run(tmp_path)  # what another run begins from must not change
     checkpoints.save_run(tmp_path / "c", {"task": "small"}, {}, {})
     with pytest.raises(RunError, match="has saved nothing yet"):
-        usable(tmp_path / "c")
+        run_weights(tmp_path / "c")
 
 
 def test_in_the_command_line(tmp_path):

@@ -10,7 +10,7 @@ from conftest import DEVICE, close
 from regard.data.batch import NO_LABEL
 from regard.models.heads import NextToken, PerVector
 from regard.training import losses
-from regard.training.losses import Loss, agreement, by_step, cross_entropy, perplexity, surprise
+from regard.training.losses import Loss, by_step, cross_entropy, linear_cross_entropy, perplexity, rdrop_loss
 
 B, M, V = 3, 5, 7
 
@@ -135,7 +135,7 @@ def test_the_surprise_of_a_head_is_the_loss_of_its_scores(bias, smoothing, rows,
     whole = losses._plainly(head(x).flatten(0, 1), target.masked_fill(~valid, NO_LABEL).flatten(), smoothing)
     monkeypatch.setattr(losses, "SLICE", rows * V)
     for loss in (
-        surprise(head, x, target, valid, smoothing=smoothing),
+        linear_cross_entropy(head, x, target, valid, smoothing=smoothing),
         cross_entropy(head(x), target, valid, smoothing=smoothing),
     ):
         close(loss.total, whole[0], 1e-12)
@@ -162,9 +162,9 @@ def test_two_answers_lose_what_each_loses_and_how_far_they_are_apart(bias, smoot
     far = sum(torch.nn.functional.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((p, q), (q, p)))
     whole = (each[0].total + each[1].total) / 2 + 0.75 * far
     monkeypatch.setattr(losses, "SLICE", rows * V)
-    fused = agreement(head, x, y, target, valid, smoothing=smoothing, weight=3.0)
+    fused = rdrop_loss(head, x, y, target, valid, smoothing=smoothing, weight=3.0)
     head.map.register_forward_hook(lambda *_: None)  # somebody listens: all scores are made
-    plain = agreement(head, x, y, target, valid, smoothing=smoothing, weight=3.0)
+    plain = rdrop_loss(head, x, y, target, valid, smoothing=smoothing, weight=3.0)
     for loss in (fused, plain):
         assert loss.over == real.sum()
         close(loss.total, whole, 1e-12)
@@ -181,7 +181,7 @@ def test_gradients_are_those_of_small_steps(smoothing):
     head, x, target, valid = said(True)
     assert torch.autograd.gradcheck(lambda x: cross_entropy(x, target, valid, smoothing=smoothing).total, drawn()[0])
     given = (x, *head.parameters())
-    assert torch.autograd.gradcheck(lambda *_: surprise(head, x, target, valid, smoothing=smoothing).total, given)
+    assert torch.autograd.gradcheck(lambda *_: linear_cross_entropy(head, x, target, valid, smoothing=smoothing).total, given)
 
 
 class Made(TorchDispatchMode):
@@ -200,29 +200,29 @@ def test_the_scores_of_all_tokens_never_exist_and_gradients_only_if_they_are_ask
     head, x, target, valid = said(False)
     monkeypatch.setattr(losses, "SLICE", 5 * V)
     with Made() as made:
-        surprise(head, x, target, valid).total.backward()
+        linear_cross_entropy(head, x, target, valid).total.backward()
     assert made.size == B * M * W < B * M * V and made.products == 3 * B * M / 5
     with Made() as made, torch.no_grad():
-        loss = surprise(head, x, target, valid)
+        loss = linear_cross_entropy(head, x, target, valid)
     assert made.size < B * M * V and made.products == B * M / 5 and not loss.total.requires_grad
     with Made() as made:
-        agreement(head, x, x + 1, target, valid, weight=1.0).total.backward()
+        rdrop_loss(head, x, x + 1, target, valid, weight=1.0).total.backward()
     assert made.size == 2 * B * M * W < 2 * B * M * V
 
 
 def test_an_agreement_that_weighs_nothing_is_refused():
     head, x, target, valid = said(False)
     with pytest.raises(ValueError, match="above 0, not 0"):
-        agreement(head, x, x, target, valid, weight=0.0)
+        rdrop_loss(head, x, x, target, valid, weight=0.0)
 
 
 def test_a_head_is_called_if_it_is_of_another_kind_or_somebody_listens():
     head, x, target, valid = said(True)
     other = PerVector(W, V).to(DEVICE, torch.float64)
-    close(surprise(other, x, target, valid).total, cross_entropy(other(x), target, valid).total)
+    close(linear_cross_entropy(other, x, target, valid).total, cross_entropy(other(x), target, valid).total)
     heard = []
     head.map.register_forward_hook(lambda *_: heard.append(1))
-    surprise(head, x, target, valid)
+    linear_cross_entropy(head, x, target, valid)
     assert heard == [1]
 
 
@@ -231,7 +231,7 @@ def test_what_learns_nothing_gets_no_gradient(frozen):
     head, x, target, valid = said(True)
     x.requires_grad_(frozen == "weights")
     head.requires_grad_(frozen == "x")
-    loss = surprise(head, x, target, valid, smoothing=0.1)
+    loss = linear_cross_entropy(head, x, target, valid, smoothing=0.1)
     assert loss.total.requires_grad == (frozen != "all")
     if frozen != "all":
         loss.total.backward()
@@ -242,7 +242,7 @@ def test_a_surprise_under_autocast_is_that_of_converted_scores():
     head, x, target, valid = said(True, torch.float32)
     given, found = (x, *head.parameters()), []
     for run in (
-        lambda: surprise(head, x, target, valid, smoothing=0.1),
+        lambda: linear_cross_entropy(head, x, target, valid, smoothing=0.1),
         lambda: cross_entropy(head(x), target, valid, smoothing=0.1),
     ):
         with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -266,7 +266,7 @@ def test_losses_compile_without_a_graph_break():
     torch._dynamo.reset()
     head, x, target, valid = said(True)
     for run in (
-        lambda x: surprise(head, x, target, valid, smoothing=0.1).total,
+        lambda x: linear_cross_entropy(head, x, target, valid, smoothing=0.1).total,
         lambda x: cross_entropy(head(x), target, valid, smoothing=0.1).total,
     ):
         made = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)(x)
@@ -277,7 +277,7 @@ def test_losses_compile_without_a_graph_break():
 @pytest.mark.parametrize("n", [0, 1])
 def test_the_surprise_at_nothing_is_nothing(n):
     head, x = said(True)[0], torch.randn(2, n, W, device=DEVICE, dtype=torch.float64).requires_grad_()
-    loss = surprise(head, x, torch.full((2, n), NO_LABEL, device=DEVICE), smoothing=0.1)
+    loss = linear_cross_entropy(head, x, torch.full((2, n), NO_LABEL, device=DEVICE), smoothing=0.1)
     loss.mean.backward()
     assert loss.mean == 0 and (x.grad == 0).all() and (head.map.weight.grad == 0).all() and (head.map.bias.grad == 0).all()
 
@@ -288,7 +288,7 @@ def test_smoothing_is_a_share(smoothing):
         cross_entropy(*drawn(), smoothing=smoothing)
     head, x, target, _ = said(False)
     with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\)"):
-        surprise(head, x, target, smoothing=smoothing)
+        linear_cross_entropy(head, x, target, smoothing=smoothing)
 
 
 def test_scores_and_target_must_belong_together():

@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention as exact
 import regard.mixers.low_rank as low_rank
 from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
-from regard.mixers.base import shortened
+from regard.mixers.base import pool_tokens
 from regard.mixers.landmarks import newton_schulz
-from regard.mixers.low_rank import tie
+from regard.mixers.low_rank import tie_linformer
 from regard.ops import strip
 from regard.ops.tile import torch as passes
 from test_limits import Largest, check_same, qkv
@@ -216,7 +216,7 @@ def stack(layers=3, rank=5):
 def test_tied_layers_share_one_matrix(tmp_path):
     model, x = stack(), data(20)
     before = count(model)
-    assert tie(model) is model
+    assert tie_linformer(model) is model
     assert before - count(model) == 2 * 100
     optimiser = torch.optim.SGD(model.parameters(), 0.1)
     model(x).square().sum().backward()
@@ -225,13 +225,13 @@ def test_tied_layers_share_one_matrix(tmp_path):
     assert len({id(part.core.project_k) for part in again}) == 1 == len({id(part.core.project_k) for part in model})
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
-    for other in (tie(stack()), stack()):  # tied or not, it repeats the saved model
+    for other in (tie_linformer(stack()), stack()):  # tied or not, it repeats the saved model
         other.load_state_dict(state)
         assert torch.equal(other(x), model(x))
     with pytest.raises(ValueError, match="nothing to tie"):
-        tie(layer("linformer", width=32, heads=4, max_len=20))
+        tie_linformer(layer("linformer", width=32, heads=4, max_len=20))
     with pytest.raises(ValueError, match="one rank and max_len"):
-        tie(nn.ModuleList([stack(1), stack(1, rank=6)]))
+        tie_linformer(nn.ModuleList([stack(1), stack(1, rank=6)]))
 
 
 def test_segments_make_a_linformer_that_is_better_with_more_slots():
@@ -368,7 +368,7 @@ def test_a_residual_connection_around_pooled_queries(padded):
     pooled = layer("pooled_queries(rate=3)", width=32, heads=4).to(DEVICE, torch.float64)
     cross = layer("softmax", width=32, heads=4, cross=True).to(DEVICE, torch.float64)
     cross.load_state_dict(pooled.state_dict())
-    few, real = shortened(x, valid, 3)
+    few, real = pool_tokens(x, valid, 3)
     y = pooled(x, valid=valid)
     assert y.shape == few.shape == (3, 14, 32)
     there = torch.ones(3, 14, dtype=torch.bool, device=DEVICE) if real is None else real
@@ -505,17 +505,17 @@ def largest(spec, n, causal):
     ],
 )
 def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
-    monkeypatch.setattr(passes, "CACHE", 1 << 16)
+    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
     n = 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal)
     assert largest(spec, n, causal) < n**2 / 8
 
 
 def test_a_long_chunk_behind_a_memory_is_seen_in_strips(monkeypatch):
-    monkeypatch.setattr(passes, "CACHE", 1 << 16)
+    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
     for device in ("CPU", "GPU"):
         monkeypatch.setattr(strip, device, 1 << 16)
-    monkeypatch.setattr(passes, "ROOM", 1 << 16)
+    monkeypatch.setattr(passes, "DEVICE_SCORES", 1 << 16)
     mechanism = core("compressed(rate=4)", Dims(16, 2, causal=True)).to(DEVICE)
     q, k, v = (torch.randn(1, 2, 2048, 8, device=DEVICE, requires_grad=True) for _ in range(3))
     places = Places.of(k[:, 0])

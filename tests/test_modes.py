@@ -8,7 +8,7 @@ from conftest import DEVICE, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN, Batch, padded, shifted
 from regard.training.decoder_inputs import told
-from regard.training.decoder_modes import MODES, agreeing, free_running, teacher_forcing
+from regard.training.decoder_modes import MODES, free_running, rdrop, teacher_forcing
 from regard.training.losses import apart, cross_entropy
 
 PADDINGS = ("none", "behind", "anywhere")
@@ -41,7 +41,7 @@ def test_a_mode_is_its_definition_in_value_and_gradient(mode, truth, padding):
 @pytest.mark.parametrize("padding", PADDINGS)
 def test_two_passes_that_agree_are_one_pass(padding):
     model, batch = small(), batch_of(padding=padding)
-    loss, one = agreeing(model, batch, smoothing=0.1), teacher_forcing(model, batch, smoothing=0.1)
+    loss, one = rdrop(model, batch, smoothing=0.1), teacher_forcing(model, batch, smoothing=0.1)
     assert loss.over == one.over
     close(loss.total, one.total)
     close(loss.parts["nll"], one.parts["nll"])
@@ -54,7 +54,7 @@ def test_two_passes_that_do_not_agree_pay_for_it(padding):
     """Dropout that falls by rows: with the same dice, the two halves of a batch given twice are its two passes."""
     model, batch = small(dropout=0.3).train(), batch_of(padding=padding)
     torch.manual_seed(4)
-    loss = agreeing(model, batch, smoothing=0.1, weight=3.0)
+    loss = rdrop(model, batch, smoothing=0.1, weight=3.0)
     torch.manual_seed(4)
     twice = Batch(*(None if x is None else torch.cat([x, x]) for x in batch[:4]))
     heard = told(twice.target, twice.target_valid)
@@ -73,7 +73,7 @@ def test_two_passes_need_not_agree_on_padding_that_nobody_told_them_of():
     model, batch, found = small(dropout=0.3).train(), batch_of(padding="behind"), []
     for behind in (False, True):
         torch.manual_seed(4)
-        found.append(agreeing(model, batch, weight=3.0, behind=behind))
+        found.append(rdrop(model, batch, weight=3.0, behind=behind))
     close(found[0].total, found[1].total)
     close(found[0].parts["apart"], found[1].parts["apart"])
 

@@ -112,7 +112,7 @@ def test_three_maps_in_one_product_are_the_three_maps():
     x, maps = tokens().requires_grad_(), [nn.Linear(WIDTH, size).to(DEVICE, torch.float64) for size in (16, 8, 8)]
     given = (x, *(p for one in maps for p in one.parameters()))
     with Names() as names:
-        joint = attention.together(x, *maps)
+        joint = attention.fused_linear(x, *maps)
     assert names.seen["addmm"] == 1
     alone = [one(x) for one in maps]
     found = [torch.autograd.grad(sum(y.square().sum() for y in ys), given) for ys in (joint, alone)]
@@ -124,17 +124,17 @@ def test_maps_that_are_fewer_than_the_tokens_or_watched_or_of_another_kind_are_c
     x, maps = tokens(), [nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64) for _ in range(2)]
     few, heard = x[:1, :3], []
     with Names() as names, torch.no_grad():
-        attention.together(x, *maps)  # nobody learns: weights are not worth copying
+        attention.fused_linear(x, *maps)  # nobody learns: weights are not worth copying
     assert names.seen["addmm"] == 2
     for given, parts in (
         (few, maps),
         (x, [maps[0], nn.Linear(WIDTH, WIDTH, bias=False).to(DEVICE, torch.float64)]),
-        (x, [maps[0], attention.Unmade(4)]),
+        (x, [maps[0], attention.UnmadeProjection(4)]),
     ):
-        for mine, one in zip(attention.together(given, *parts), parts, strict=True):
+        for mine, one in zip(attention.fused_linear(given, *parts), parts, strict=True):
             close(mine, one(given))
     maps[1].register_forward_hook(lambda *_: heard.append(1))
-    attention.together(x, *maps)
+    attention.fused_linear(x, *maps)
     assert heard == [1]
 
 

@@ -9,13 +9,21 @@ import torch
 from conftest import DEVICE, claiming, close
 from regard.config import Config
 from regard.data.batch import BEGIN, END, PAD, Batch, padded
-from regard.decoding.nat_decoding import NOTHING, collapsed, cut, least_sure, likeliest, refined, say_at_once
+from regard.decoding.nat_decoding import (
+    NO_TOKEN,
+    ctc_collapse,
+    cut_at_eos,
+    generate_nat,
+    least_confident,
+    mask_predict,
+    slot_argmax,
+)
 from regard.mixers.base import Can
-from regard.models.length_predictor import LengthHead
+from regard.models.length_predictor import LengthPredictor
 from regard.models.nat import BEGIN as SAID_FIRST
-from regard.models.nat import BLANK, Length, Parallel, parallel, rooms
+from regard.models.nat import BLANK, LengthSlots, NatTranslator, nat_translator, slots_for
 from regard.models.nat import END as SAID_LAST
-from regard.training.nat_loss import loss
+from regard.training.nat_loss import nat_loss
 
 KINDS = [
     "ctc(upsample=2)",
@@ -30,10 +38,10 @@ KINDS = [
 VOCAB = 12
 
 
-def made(kind="ctc", dtype=torch.float64, **changes) -> Parallel:
+def made(kind="ctc", dtype=torch.float64, **changes) -> NatTranslator:
     torch.manual_seed(2)
     config = Config(**{"width": 32, "heads": 4, "depth": 2, "ffn": 48, "dropout": 0.0, "max_len": 128, **changes})
-    model = parallel(config, VOCAB, kind=kind).to(DEVICE, dtype).eval()
+    model = nat_translator(config, VOCAB, kind=kind).to(DEVICE, dtype).eval()
     with torch.no_grad():  # opinions
         for name, p in model.named_parameters():
             if name.endswith("lengths.map.weight"):
@@ -88,15 +96,15 @@ def test_the_ids_are_those_of_batches():
 def test_a_batch_says_what_its_rows_say_alone_wherever_padding_lies(kind):
     model, batch = made(kind), talk()
     mess = scattered(batch)
-    options = {"lengths": 3, "iterations": 3} if isinstance(model.slots, Length) else {}
-    whole = say_at_once(model, batch.source, batch.source_valid, **options)
-    assert whole == say_at_once(model, mess.source, mess.source_valid, **options)
+    options = {"lengths": 3, "iterations": 3} if isinstance(model.slots, LengthSlots) else {}
+    whole = generate_nat(model, batch.source, batch.source_valid, **options)
+    assert whole == generate_nat(model, mess.source, mess.source_valid, **options)
     scores, valid = model(batch.source, batch.source_valid)
     for i, said in enumerate(whole):
         one = alone(batch, i)
-        assert say_at_once(model, one.source, **options) == [said]
+        assert generate_nat(model, one.source, **options) == [said]
         close(model(one.source)[0][0], scores[i] if valid is None else scores[i][valid[i]])
-        assert not {BLANK, END, NOTHING} & set(said) or not kind.startswith("ctc")
+        assert not {BLANK, END, NO_TOKEN} & set(said) or not kind.startswith("ctc")
     assert len({len(said) for said in whole}) > 1 or kind.startswith("fixed")
 
 
@@ -110,7 +118,7 @@ def test_slots_are_mixed_by_any_mechanism_that_sees_them_all(case):
     scores, valid = model(batch.source, batch.source_valid)
     one = alone(batch, 1)
     close(model(one.source)[0][0], scores[1][valid[1]])
-    lost = loss(model, batch, glance=0.5)
+    lost = nat_loss(model, batch, glance=0.5)
     lost.total.backward()
     assert lost.total.isfinite()
 
@@ -119,9 +127,9 @@ def test_slots_are_mixed_by_any_mechanism_that_sees_them_all(case):
 @pytest.mark.parametrize("wiring", ["last", "each", "mixed"])
 def test_slots_read_the_source_in_any_way(cross, wiring):
     model, batch = made("length", mixer=["conv(kernel=3)", "fnet"], cross=cross, wiring=wiring), talk()
-    whole = say_at_once(model, batch.source, batch.source_valid, lengths=2)
-    assert [say_at_once(model, alone(batch, i).source, lengths=2)[0] for i in range(4)] == whole
-    loss(model, batch, glance=0.4).total.backward()
+    whole = generate_nat(model, batch.source, batch.source_valid, lengths=2)
+    assert [generate_nat(model, alone(batch, i).source, lengths=2)[0] for i in range(4)] == whole
+    nat_loss(model, batch, glance=0.4).total.backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -141,20 +149,20 @@ def test_a_row_of_begin_tokens_is_what_any_slots_say_that_hold_them_and_their_em
 def test_one_table_is_shared_by_source_slots_and_output():
     model = made()
     assert model.encoder.embed.table.weight is model.embed.table.weight is model.head.map.weight
-    apart = parallel(Config(width=32, share=False, max_len=16), VOCAB, 9)
+    apart = nat_translator(Config(width=32, share=False, max_len=16), VOCAB, 9)
     assert len({id(x) for x in (apart.encoder.embed.table.weight, apart.embed.table.weight, apart.head.map.weight)}) == 3
     assert apart(torch.full((2, 16), 5))[0].shape == (2, 48, 9)  # as many slots as the longest source needs
-    assert parallel(Config(width=32, max_len=16), VOCAB, upsample=2).slots.upsample == 2
+    assert nat_translator(Config(width=32, max_len=16), VOCAB, upsample=2).slots.upsample == 2
 
 
 def test_what_a_path_says_is_what_is_left_of_it():
     path = torch.randint(0, 3, (200, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     valid = torch.arange(9, device=DEVICE) < torch.arange(200, device=DEVICE)[:, None] % 10
     for real in (None, valid):
-        fast = [[k for k in row if k != NOTHING] for row in collapsed(path, real).tolist()]
+        fast = [[k for k in row if k != NO_TOKEN] for row in ctc_collapse(path, real).tolist()]
         rows = [row if real is None else row[real[i]] for i, row in enumerate(path)]
         assert fast == [collapse_slowly(row.tolist()) for row in rows]
-    assert cut(torch.tensor([[5, END, 6, END], [END, 7, 7, 7], [5, 6, 7, 8]])).tolist() == [
+    assert cut_at_eos(torch.tensor([[5, END, 6, END], [END, 7, 7, 7], [5, 6, 7, 8]])).tolist() == [
         [5, -1, -1, -1],
         [-1] * 4,
         [5, 6, 7, 8],
@@ -164,7 +172,7 @@ def test_what_a_path_says_is_what_is_left_of_it():
 def refine_slowly(model, read, m, rounds):
     """One row, lists, a pass a round."""
     seats = model.seats(read, m)
-    tokens, sure = likeliest(model.answer(read, seats))
+    tokens, sure = slot_argmax(model.answer(read, seats))
     tokens, sure = tokens[0].tolist(), sure[0].tolist()
     for t in range(1, rounds):
         hidden = sorted(range(m), key=lambda i: sure[i])[: math.floor(m * (rounds - t) / rounds + 1e-9)]
@@ -180,7 +188,7 @@ def refine_slowly(model, read, m, rounds):
 @pytest.mark.parametrize("rounds", [1, 2, 4, 10])
 def test_second_thoughts_and_the_best_length_are_those_of_a_slow_loop(kind, rounds):
     model, batch = made(kind), talk()
-    said = say_at_once(model, batch.source, batch.source_valid, lengths=3, iterations=rounds)
+    said = generate_nat(model, batch.source, batch.source_valid, lengths=3, iterations=rounds)
     for i, answer in enumerate(said):
         read = model.hear(alone(batch, i).source)
         tries = []
@@ -190,20 +198,20 @@ def test_second_thoughts_and_the_best_length_are_those_of_a_slow_loop(kind, roun
         _, tokens = max(tries)
         assert answer == (tokens[: tokens.index(END)] if END in tokens else tokens)
     read = model.hear(batch.source, batch.source_valid)
-    m, valid = rooms(model.guess(read)[0][:, 0])
-    assert refined(model, read, model.seats(read, m, valid), 1)[0].shape == (4, m)
+    m, valid = slots_for(model.guess(read)[0][:, 0])
+    assert mask_predict(model, read, model.seats(read, m, valid), 1)[0].shape == (4, m)
 
 
 def test_the_least_sure_are_hidden():
     sure = torch.tensor([[-3.0, -1.0, -2.0, -0.5], [-1.0, -2.0, -9.0, -9.0]])
     valid = torch.tensor([[True] * 4, [True, True, False, False]])
-    assert least_sure(sure, valid, 2, 4).tolist() == [[True, False, True, False], [False, True, False, False]]
-    assert least_sure(sure, None, 3, 4).sum(1).tolist() == [1, 1]
+    assert least_confident(sure, valid, 2, 4).tolist() == [[True, False, True, False], [False, True, False, False]]
+    assert least_confident(sure, None, 3, 4).sum(1).tolist() == [1, 1]
 
 
 def test_lengths_are_guessed_around_the_source_and_learned():
     torch.manual_seed(1)
-    head = LengthHead(8, reach=3, most=9).to(DEVICE)
+    head = LengthPredictor(8, reach=3, most=9).to(DEVICE)
     x, valid = torch.randn(3, 8, 8, device=DEVICE), torch.arange(8, device=DEVICE) < torch.tensor([[8], [2], [5]], device=DEVICE)
     lengths, logs = head(x, valid)
     assert lengths[:, 3].tolist() == [8, 2, 5]
@@ -231,17 +239,17 @@ def test_lengths_are_guessed_around_the_source_and_learned():
         (lambda: made("ctt"), "did you mean 'ctc'"),
         (lambda: made("length(copy='hard')"), "cannot be filled by 'hard'"),
         (lambda: made("ctc(upsample=0)"), "upsample must be an integer of at least 1"),
-        (lambda: say_at_once(made("ctc"), talk().source, lengths=3), "for length and masked"),
-        (lambda: say_at_once(made("masked"), talk().source, iterations=0), "at least 1"),
-        (lambda: say_at_once(made("masked"), talk().source, lengths=99), "from 1 to 65 lengths"),
+        (lambda: generate_nat(made("ctc"), talk().source, lengths=3), "for length and masked"),
+        (lambda: generate_nat(made("masked"), talk().source, iterations=0), "at least 1"),
+        (lambda: generate_nat(made("masked"), talk().source, lengths=99), "from 1 to 65 lengths"),
         (lambda: made("ctc").guess(None), "no length to guess"),
         (lambda: made("ctc").seats(None, 3), "leave out m and valid"),
         (lambda: made("length").seats(None), "must be told how many"),
-        (lambda: loss(made("masked"), talk(), glance=0.5), "use glance=0"),
-        (lambda: loss(made("ctc"), talk(), glance=2), "from 0 to 1"),
-        (lambda: loss(made("ctc"), talk(), smoothing=1.0), "smoothing must be in"),
-        (lambda: loss(made("ctc"), talk()._replace(target=None)), "END included"),
-        (lambda: loss(made("fixed(count=4)"), talk()), "but 4 slots"),
+        (lambda: nat_loss(made("masked"), talk(), glance=0.5), "use glance=0"),
+        (lambda: nat_loss(made("ctc"), talk(), glance=2), "from 0 to 1"),
+        (lambda: nat_loss(made("ctc"), talk(), smoothing=1.0), "smoothing must be in"),
+        (lambda: nat_loss(made("ctc"), talk()._replace(target=None)), "END included"),
+        (lambda: nat_loss(made("fixed(count=4)"), talk()), "but 4 slots"),
     ],
 )
 def test_bad_wishes_get_a_sentence(make, sentence):
@@ -256,7 +264,7 @@ def test_a_decoder_that_waits_or_does_not_read_is_refused():
     embed, slots, head = tokens(config, VOCAB), made().slots, made().head
     for options, sentence in (({"causal": True, "reads": True}, "is not causal"), ({}, "must read the encoder")):
         with pytest.raises(ValueError, match=sentence):
-            Parallel(encoder(config, embed), embed, stack(config, **options), head, slots)
+            NatTranslator(encoder(config, embed), embed, stack(config, **options), head, slots)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -267,7 +275,7 @@ def test_what_stands_in_the_padding_of_an_empty_source_is_never_said(kind):
     seen = []
     for other in (batch.source, torch.where(valid, batch.source, VOCAB - 1)):
         read = model.hear(other, valid)
-        room = (3, torch.ones(2, 3, dtype=torch.bool, device=DEVICE)) if isinstance(model.slots, Length) else ()
+        room = (3, torch.ones(2, 3, dtype=torch.bool, device=DEVICE)) if isinstance(model.slots, LengthSlots) else ()
         seen.append(model.answer(read, model.seats(read, *room)))
     close(*seen)
 
@@ -276,5 +284,5 @@ def test_answers_have_no_blanks_whatever_kind_of_slots_they_come_from():
     model, batch = made("fixed(count=5)"), talk()
     with torch.no_grad():
         model.head.map.weight[BLANK] *= 50
-    for said in say_at_once(model, batch.source, batch.source_valid):
+    for said in generate_nat(model, batch.source, batch.source_valid):
         assert BLANK not in said

@@ -8,11 +8,11 @@ import torch
 from conftest import DEVICE, close
 from regard.config import Config
 from regard.data.batch import END, Batch, padded
-from regard.decoding.nat_decoding import say_at_once
-from regard.models.nat import BLANK, Seats, parallel
+from regard.decoding.nat_decoding import generate_nat
+from regard.models.nat import BLANK, SlotInputs, nat_translator
 from regard.training.ctc import best_path, certain, ctc, needed, odds, same
 from regard.training.losses import cross_entropy
-from regard.training.nat_loss import drawn, glance_at, loss
+from regard.training.nat_loss import glancing, nat_loss, random_slots
 from test_parallel import KINDS, alone, made, scattered, talk
 
 TARGETS = [[5, 6], [6, 6], [5], [], [5, 6, 5], [6, 6, 5]]
@@ -32,7 +32,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_rows_with_gradients(kind):
     runs = []
     for batches in ([batch], [scattered(batch)], [alone(batch, i) for i in range(4)]):
         model.zero_grad()
-        lost = [loss(model, one, smoothing=0.1) for one in batches]
+        lost = [nat_loss(model, one, smoothing=0.1) for one in batches]
         torch.stack([x.total for x in lost]).sum().backward()
         grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         runs.append((sum(x.total for x in lost).detach(), sum(x.over for x in lost), grads))
@@ -165,24 +165,24 @@ def test_a_target_that_needs_more_slots_than_there_are_is_left_out_and_counted()
     source, _ = padded([[5, 6], [7, 8], [9, 5]])
     fits, repeats, long = [5, 6, END], [7, 7, END], [5, 6, 7, 8, END]
     target, valid = padded([fits, repeats, long])
-    lost = loss(model, Batch(source, None, target, valid).to(DEVICE), glance=0.5)
-    only = loss(model, Batch(source[:1], None, torch.tensor([fits])).to(DEVICE))
+    lost = nat_loss(model, Batch(source, None, target, valid).to(DEVICE), glance=0.5)
+    only = nat_loss(model, Batch(source[:1], None, torch.tensor([fits])).to(DEVICE))
     assert lost.parts["unsayable"] == 2
     assert lost.over == only.over == 2
     lost.total.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    plain = loss(model, Batch(source, None, target, valid).to(DEVICE))
+    plain = nat_loss(model, Batch(source, None, target, valid).to(DEVICE))
     close(plain.total, only.total)
 
 
 @pytest.mark.parametrize("kind", ["length", "fixed(count=11)", "ctc"])
 def test_who_is_shown_nothing_loses_what_it_says_and_who_is_shown_all_loses_nothing(kind, monkeypatch):
     model, batch = made(kind), talk()
-    plain = loss(model, batch, smoothing=0.1)
-    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: torch.zeros_like(real))  # noqa: ARG005
-    close(loss(model, batch, smoothing=0.1, glance=0.5).total, plain.total)
-    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: real)  # noqa: ARG005
-    everything = loss(model, batch, glance=0.5)
+    plain = nat_loss(model, batch, smoothing=0.1)
+    monkeypatch.setattr("regard.training.nat_loss.random_slots", lambda real, count: torch.zeros_like(real))  # noqa: ARG005
+    close(nat_loss(model, batch, smoothing=0.1, glance=0.5).total, plain.total)
+    monkeypatch.setattr("regard.training.nat_loss.random_slots", lambda real, count: real)  # noqa: ARG005
+    everything = nat_loss(model, batch, glance=0.5)
     assert float(everything.parts["nll"]) == pytest.approx(0, abs=1e-9)
 
 
@@ -191,52 +191,54 @@ def test_what_is_shown_is_a_share_of_the_mistakes(monkeypatch):
 
     def watching(real, count):
         seen.append((real, count))
-        return drawn(real, count)
+        return random_slots(real, count)
 
-    monkeypatch.setattr("regard.training.nat_loss.drawn", watching)
+    monkeypatch.setattr("regard.training.nat_loss.random_slots", watching)
     model, batch = made("length"), talk()
-    lost = loss(model, batch, glance=0.5)
+    lost = nat_loss(model, batch, glance=0.5)
     real, count = seen[0]
     read = model.hear(batch.source, batch.source_valid)
     wrong = (model.answer(read, model.seats(read, real.shape[1], real)).argmax(-1) != batch.target) & real
     assert count.tolist() == (0.5 * wrong.sum(1)).round().tolist()
     assert lost.over == real.sum() - count.sum()
-    shown = drawn(real.repeat(2000, 1), count.repeat(2000))
+    shown = random_slots(real.repeat(2000, 1), count.repeat(2000))
     assert torch.equal(shown.sum(1), count.repeat(2000).long())
     share = shown.view(2000, *real.shape).double().mean(0)
     assert ((share - real * (count / real.sum(1))[:, None]).abs() < 0.06).all()  # every slot as likely as another
-    assert [round(glance_at(i, 10), 2) for i in (0, 5, 10, 20)] == [0.5, 0.4, 0.3, 0.3]
+    assert [round(glancing(i, 10), 2) for i in (0, 5, 10, 20)] == [0.5, 0.4, 0.3, 0.3]
 
 
 @pytest.mark.parametrize("kind", ["length", "fixed(count=11)", "ctc"])
 def test_a_share_that_lies_on_the_device_is_that_share(kind):
     for step in (-1, 0, 5, 10, 20):
-        share = glance_at(torch.tensor(step, device=DEVICE), 10)
+        share = glancing(torch.tensor(step, device=DEVICE), 10)
         assert share.shape == () and share.device.type == DEVICE.type
-        assert share.item() == pytest.approx(glance_at(step, 10), abs=1e-6)
+        assert share.item() == pytest.approx(glancing(step, 10), abs=1e-6)
     model, batch, found = made(kind), talk(), []
     for share in (0.5, torch.tensor(0.5, device=DEVICE)):
         torch.manual_seed(1)
-        found.append(loss(model, batch, glance=share))
+        found.append(nat_loss(model, batch, glance=share))
     assert found[0].over == found[1].over and found[0].total == found[1].total
-    close(loss(model, batch, glance=torch.zeros((), device=DEVICE)).total, loss(model, batch).total)
+    close(nat_loss(model, batch, glance=torch.zeros((), device=DEVICE)).total, nat_loss(model, batch).total)
     with pytest.raises(ValueError, match="from 0 to 1, not"):
-        loss(model, batch, glance=torch.full((4,), 0.5, device=DEVICE))
+        nat_loss(model, batch, glance=torch.full((4,), 0.5, device=DEVICE))
     with pytest.raises(ValueError, match="by chance already"):
-        loss(made("masked"), batch, glance=torch.zeros((), device=DEVICE))
+        nat_loss(made("masked"), batch, glance=torch.zeros((), device=DEVICE))
 
 
 def test_masked_learns_what_is_hidden_from_what_is_not(monkeypatch):
     model, batch = made("masked"), talk()
     picked = []
-    monkeypatch.setattr("regard.training.nat_loss.drawn", lambda real, count: picked.append(drawn(real, count)) or picked[-1])
-    lost = loss(model, batch, smoothing=0.1)
+    monkeypatch.setattr(
+        "regard.training.nat_loss.random_slots", lambda real, count: picked.append(random_slots(real, count)) or picked[-1]
+    )
+    lost = nat_loss(model, batch, smoothing=0.1)
     (shown,) = picked
     hidden = batch.target_valid & ~shown
     assert hidden.any(1).all()
     read = model.hear(batch.source, batch.source_valid)
     x = torch.where(shown[..., None], model.embed.vectors(batch.target), model.slots.empty)
-    scores = model.answer(read, Seats(x, batch.target_valid))
+    scores = model.answer(read, SlotInputs(x, batch.target_valid))
     wanted = cross_entropy(scores, batch.target, hidden, smoothing=0.1)
     assert lost.over == wanted.over
     close(lost.total - lost.parts["length"], wanted.total, 1e-6)
@@ -246,11 +248,11 @@ def test_masked_learns_what_is_hidden_from_what_is_not(monkeypatch):
 def test_mixed_precision_changes_little_and_its_gradients_are_finite(kind):
     model, batch = made(kind, torch.float32), talk()
     torch.manual_seed(1)
-    whole = loss(model, batch, smoothing=0.1).mean
+    whole = nat_loss(model, batch, smoothing=0.1).mean
     torch.manual_seed(1)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        half = loss(model, batch, smoothing=0.1).mean
-        glanced = loss(model, batch, glance=0.0 if kind == "masked" else 0.5).mean
+        half = nat_loss(model, batch, smoothing=0.1).mean
+        glanced = nat_loss(model, batch, glance=0.0 if kind == "masked" else 0.5).mean
     assert half.item() == pytest.approx(whole.item(), rel=0.03)
     (half + glanced).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
@@ -267,17 +269,17 @@ def examples(b, dice):
 )
 def test_digits_are_said_backwards_all_at_once(kind, glance, lr, options):
     steps, dice = 280, torch.Generator().manual_seed(1)
-    model = parallel(Config(width=32, heads=4, depth=1, ffn=64, dropout=0.0, max_len=16), 15, kind=kind).to(DEVICE)
+    model = nat_translator(Config(width=32, heads=4, depth=1, ffn=64, dropout=0.0, max_len=16), 15, kind=kind).to(DEVICE)
     learn = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.98))
     pace = torch.optim.lr_scheduler.LambdaLR(learn, lambda i: min((i + 1) / 40, 1, 2.5 * (1 - i / steps)))
     for step in range(steps):
         learn.zero_grad()
-        loss(model, examples(64, dice)[1], glance=glance_at(step, steps) if glance else 0.0).mean.backward()
+        nat_loss(model, examples(64, dice)[1], glance=glancing(step, steps) if glance else 0.0).mean.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         learn.step()
         pace.step()
     rows, batch = examples(300, torch.Generator().manual_seed(9))
-    said = say_at_once(model.eval(), batch.source, batch.source_valid, **options)
+    said = generate_nat(model.eval(), batch.source, batch.source_valid, **options)
     assert sum(a == row[::-1] for a, row in zip(said, rows, strict=True)) > 0.95 * 300
 
 
@@ -285,7 +287,7 @@ def test_digits_are_said_backwards_all_at_once(kind, glance, lr, options):
 def test_glancing_teaches_every_weight_under_autocast_too(kind):
     model = made(kind, torch.float32).train()
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        lost = loss(model, talk(), glance=0.5)
+        lost = nat_loss(model, talk(), glance=0.5)
     lost.total.backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
@@ -296,7 +298,7 @@ def test_two_answers_that_agree_are_one_answer(kind):
     found = []
     for agree in (0.0, 3.0):
         torch.manual_seed(1)  # what is shown is shown to both
-        found.append(loss(model, batch, smoothing=0.1, glance=0.0 if kind == "masked" else 0.5, agree=agree))
+        found.append(nat_loss(model, batch, smoothing=0.1, glance=0.0 if kind == "masked" else 0.5, agree=agree))
     assert found[1].parts.pop("apart") == 0 and found[0].over == found[1].over
     close(found[1].total, found[0].total)
     for name, x in found[0].parts.items():
@@ -307,9 +309,11 @@ def test_two_answers_that_agree_are_one_answer(kind):
 def test_two_answers_that_differ_pay_for_it_where_they_are_asked(kind):
     model, batch = made(kind, dropout=0.3).train(), talk()
     torch.manual_seed(5)
-    held = loss(model, batch, smoothing=0.1, agree=3.0)
+    held = nat_loss(model, batch, smoothing=0.1, agree=3.0)
     torch.manual_seed(5)
-    loose = loss(model, Batch(*(torch.cat([x, x]) for x in batch[:4])), smoothing=0.1)  # the same dropout: the same two answers
+    loose = nat_loss(
+        model, Batch(*(torch.cat([x, x]) for x in batch[:4])), smoothing=0.1
+    )  # the same dropout: the same two answers
     torch.manual_seed(5)
     read = model.hear(*(torch.cat([x, x]) for x in batch[:2]))
     valid = torch.cat([batch.target_valid] * 2)
@@ -323,4 +327,4 @@ def test_two_answers_that_differ_pay_for_it_where_they_are_asked(kind):
     grads = [torch.autograd.grad(x, model.head.map.weight, retain_graph=True)[0] for x in (held.total, loose.total, apart)]
     close(grads[0], grads[1] / 2 + 3 / 4 * grads[2])
     with pytest.raises(ValueError, match="agree must not be below 0, but it is -1"):
-        loss(model, batch, agree=-1)
+        nat_loss(model, batch, agree=-1)

@@ -16,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard import Dims, attend, core, layer
+from regard.ops.tile import attention as tile_module
 from regard.ops.tile import buffers
 from regard.ops.tile import torch as passes
-from regard.ops.tile.attention import Reach
-from regard.ops.tile.attention import tiled as tiled_by_reach
+from regard.ops.tile.attention import HeadPatterns
+from regard.ops.tile.attention import tile_attention as tiled_by_reach
 from regard.patterns import (
     PATTERNS,
     Blocks,
@@ -42,7 +43,7 @@ from regard.patterns.tiles import Span
 
 
 def tiled(q, k, v, pattern, span, **options):
-    return tiled_by_reach(q, k, v, Reach.of(pattern, q.shape[1]), span, **options)
+    return tiled_by_reach(q, k, v, HeadPatterns.of(pattern, q.shape[1]), span, **options)
 
 
 def dense(pattern, n, m=None, h=0, t=0):
@@ -458,7 +459,7 @@ def test_gradients_by_finite_differences(text, dropout):
 @pytest.mark.parametrize("text", ["Local(40)", "Stride(3) | Local(9)", "Blocks(50) | Global(first=2)"])
 def test_dropout_throws_the_same_dice_backward(text, monkeypatch):
     """With the dice fixed, out is linear in v, so <up, out> = <dv, v>, however the tiles are batched."""
-    monkeypatch.setattr(passes, "CACHE", 1 << 14)
+    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 14)
     q, k, v, up = (torch.randn(1, 2, 300, 4, dtype=torch.float64) for _ in range(4))
     v.requires_grad_()
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 300, 0, 300), scale=0.7, dropout=0.4)
@@ -484,7 +485,7 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
 
 @pytest.mark.parametrize("text", ["Local(40)", "PerHead([Local(40), Local(41)])"])
 def test_heads_do_not_drop_the_same_pairs(text, monkeypatch):
-    monkeypatch.setattr(tile_attention, "PIECE", 1)  # every head by itself
+    monkeypatch.setattr(tile_module, "CPU_QUERY_ELEMENTS", 1)  # every head by itself
     q, k, v = (torch.randn(1, 1, 40, 4).expand(1, 4, 40, 4) for _ in range(3))  # all heads alike, but for their dice
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 40, 0, 40), scale=0.7, dropout=0.4)
     assert all(not torch.allclose(out[:, a], out[:, b]) for a in range(4) for b in range(a))

@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 import torch
 
-from regard.analysis.cost import facts
+from regard.analysis.cost import cost
 from regard.analysis.probe import sampled
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import attend
@@ -60,7 +60,7 @@ def test_influence_is_the_norm_of_the_jacobian() -> None:
 
 def test_facts_are_what_the_formulas_say() -> None:
     n, w = 256, 64
-    known = facts("softmax", n, heads=4, width=w)
+    known = cost("softmax", n, heads=4, width=w)
     assert known.work.parameters == 4 * (w * w + w)
     assert known.work.flops == 2 * n * 4 * w * w + 2 * 2 * n * n * w
     assert known.work.growth == pytest.approx(2)
@@ -74,15 +74,15 @@ def test_facts_are_what_the_formulas_say() -> None:
 
 @pytest.mark.parametrize("name", ["softmax", "relu", "linear", "performer"])
 def test_a_long_pass_is_counted_as_if_it_had_run(name: str) -> None:
-    from regard.analysis.cost import _count, _parabola
+    from regard.analysis.cost import _count_flops, _parabola
 
     mixer = SPECS[name].build(Dims(width=32, heads=4)).to("meta")
-    assert _parabola(lambda n: _count(mixer, n), 4096) == _count(mixer, 4096)
+    assert _parabola(lambda n: _count_flops(mixer, n), 4096) == _count_flops(mixer, 4096)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=str)
 def test_growth_is_what_the_catalogue_says(spec: Spec) -> None:
-    known, example = facts(spec, 2048, width=32), spec.row.examples[0]
+    known, example = cost(spec, 2048, width=32), spec.row.examples[0]
     if known.work.growth:  # nothing to multiply, nothing to grow
         assert known.work.growth == pytest.approx(example.cost, abs=0.2)
     assert (known.state is None) == (example.memory is None)
@@ -91,7 +91,7 @@ def test_growth_is_what_the_catalogue_says(spec: Spec) -> None:
 
 
 def test_a_graph_has_one_length() -> None:
-    known = facts("Edges([[0, 1, 2], [1, 2, 0]], loops=True)", 3, heads=2, width=8)
+    known = cost("Edges([[0, 1, 2], [1, 2, 0]], loops=True)", 3, heads=2, width=8)
     assert known.work.growth is None
     assert known.state is None
     assert known.pairs is not None
@@ -135,7 +135,7 @@ def test_a_long_pattern_is_drawn_as_a_whole() -> None:
 
 
 def test_facts_repeat_themselves() -> None:
-    assert facts("additive(hidden=4)", 16, heads=1, width=8) == facts("additive(hidden=4)", 16, heads=1, width=8)
+    assert cost("additive(hidden=4)", 16, heads=1, width=8) == cost("additive(hidden=4)", 16, heads=1, width=8)
 
 
 def test_a_picture_repeats_itself_and_leaves_the_dice_alone() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from conftest import DEVICE, close
 from regard.config import Config
-from regard.decoding import Rules, say
+from regard.decoding import Constraints, generate
 from regard.models.pointer import Pointer, pointer
 from regard.training.losses import cross_entropy
 
@@ -36,7 +36,9 @@ def test_a_pointer_learns_to_sort_numbers():
     model.eval()
     x, target = numbers(500, 5)
     begin = torch.zeros(500, 1, dtype=torch.long, device=DEVICE)
-    said = say(model, model.start(x), begin, rules=Rules(end=Pointer.END, most=7, no_repeat=1))
+    said = generate(
+        model, model.start(x), begin, constraints=Constraints(eos=Pointer.END, max_new_tokens=7, no_repeat_ngram_size=1)
+    )
     right = [a == b for a, b in zip(said, target[:, :-1].tolist(), strict=True)]
     assert sum(right) / len(right) > 0.95
 

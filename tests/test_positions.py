@@ -9,7 +9,7 @@ import torch
 import regard.positions as kinds
 from conftest import CASES, DEVICE, close, data, some
 from regard import Can, Dims, Places, attend, core, layer
-from regard.analysis.position_properties import Traits, positions_table, traits
+from regard.analysis.position_properties import PositionProperties, position_properties, positions_table
 from regard.blocks import ReversibleStack, Stack
 from regard.blocks.block import Block
 from regard.config import Config
@@ -218,7 +218,10 @@ def test_sums_by_distance_in_any_order_are_sums(clip):
     x, apart = x.requires_grad_(), apart.to(DEVICE)
     plain = torch.zeros(2, 4, 30, 2 * clip + 1, dtype=torch.float64, device=DEVICE)
     plain = plain.scatter_add(-1, (apart.clamp(-clip, clip) + clip).expand(x.shape), x)
-    found, up = score_bias.in_any_order(x, apart, clip), torch.randn(plain.shape, dtype=torch.float64, generator=g).to(DEVICE)
+    found, up = (
+        score_bias.sum_by_class_ordered(x, apart, clip),
+        torch.randn(plain.shape, dtype=torch.float64, generator=g).to(DEVICE),
+    )
     close(found, plain)
     grads = [torch.autograd.grad((y * up).sum(), x)[0] for y in (found, plain)]
     close(*(grad * (x != 0) for grad in grads))  # a weight of 0 moves nothing behind it
@@ -232,20 +235,20 @@ def test_relative_positions_make_no_quadratic_tensor():
 
 
 LECTURE = {
-    "sinusoidal": Traits(True, False, True),
-    "learned": Traits(False, True, False),
-    "relative": Traits(False, True, True),
-    "floater": Traits(True, True, True),
-    "rnn": Traits(True, True, True),
-    "rotary": Traits(True, False, True),
-    "alibi": Traits(True, False, True),
-    "none": Traits(False, False, True),
+    "sinusoidal": PositionProperties(True, False, True),
+    "learned": PositionProperties(False, True, False),
+    "relative": PositionProperties(False, True, True),
+    "floater": PositionProperties(True, True, True),
+    "rnn": PositionProperties(True, True, True),
+    "rotary": PositionProperties(True, False, True),
+    "alibi": PositionProperties(True, False, True),
+    "none": PositionProperties(False, False, True),
 }
 
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_traits_are_those_of_the_lecture(name):
-    assert traits(name) == LECTURE[name]
+    assert position_properties(name) == LECTURE[name]
 
 
 def test_the_table_names_all_positions():

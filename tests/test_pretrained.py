@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import CASES, DEVICE, HEADS, WIDTH
 from regard import pretrained
-from regard.decoding import Rules, beam, say
+from regard.decoding import Constraints, beam, generate
 from regard.models import Encoder, LanguageModel, Reader, Translator
 from regard.pretrained import CheckpointError
 
@@ -94,7 +94,9 @@ def make(hf, tmp_path):
                 theirs.transformer.ln_f.bias += ending * table[END] / table[END].square().sum()
         folder = tmp_path / f"{name}{seed}"
         theirs.save_pretrained(folder, **how)
-        return SimpleNamespace(theirs=theirs.to(DEVICE), ours=pretrained.load(folder, mixer=mixer, device=DEVICE), folder=folder)
+        return SimpleNamespace(
+            theirs=theirs.to(DEVICE), ours=pretrained.load_pretrained(folder, mixer=mixer, device=DEVICE), folder=folder
+        )
 
     return made
 
@@ -233,7 +235,7 @@ def asked(request, make):
             valid = valid.flip(1)  # theirs wants it in front
             begin = {"state": pair.ours.start(4), "prompt": x, "valid": valid}
         else:
-            first = torch.full((4, 1), pretrained.special(pair.folder).begin, device=DEVICE)
+            first = torch.full((4, 1), pretrained.special_ids(pair.folder).begin, device=DEVICE)
             begin = {"state": pair.ours.start(x, valid), "prompt": first}
         x = x.masked_fill(~valid, PAD)
         return pair, {"input_ids": x, "attention_mask": valid.long(), "do_sample": False}, begin
@@ -245,10 +247,10 @@ def asked(request, make):
 @torch.no_grad()
 def test_greedy_says_what_generate_says(asked, seed):
     pair, theirs, ours = asked(seed)
-    rules = Rules(end=END, most=12, least=2, never=(PAD, 5))
-    banned = [[token] for token in rules.never]
+    constraints = Constraints(eos=END, max_new_tokens=12, min_new_tokens=2, banned=(PAD, 5))
+    banned = [[token] for token in constraints.banned]
     found = pair.theirs.generate(**theirs, num_beams=1, max_new_tokens=12, min_new_tokens=2, bad_words_ids=banned)
-    assert say(pair.ours, **ours, rules=rules) == cut(found, ours["prompt"].shape[1])
+    assert generate(pair.ours, **ours, constraints=constraints) == cut(found, ours["prompt"].shape[1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -256,11 +258,14 @@ def test_greedy_says_what_generate_says(asked, seed):
 def test_runs_of_the_prompt_are_not_repeated_where_they_are_counted_as_generate_does(asked, size):
     """Theirs counts the prompt of a language model, and of a decoder that reads an encoder what it begins with."""
     pair, theirs, ours = asked(0)
-    rules, banned = Rules(end=END, most=12, no_repeat=size, never=(PAD,), count_prompt=True), [[PAD]]
+    constraints, banned = (
+        Constraints(eos=END, max_new_tokens=12, no_repeat_ngram_size=size, banned=(PAD,), count_prompt=True),
+        [[PAD]],
+    )
     length, how = ours["prompt"].shape[1], {"max_new_tokens": 12, "bad_words_ids": banned, "no_repeat_ngram_size": size}
-    assert say(pair.ours, **ours, rules=rules) == cut(pair.theirs.generate(**theirs, num_beams=1, **how), length)
+    assert generate(pair.ours, **ours, constraints=constraints) == cut(pair.theirs.generate(**theirs, num_beams=1, **how), length)
     found = pair.theirs.generate(**theirs, num_beams=3, length_penalty=1.0, early_stopping="never", **how)
-    best = beam(pair.ours, **ours, rules=rules, width=3)
+    best = beam(pair.ours, **ours, constraints=constraints, width=3)
     assert [row[0] for row in best.answers(END)] == cut(found, length)
 
 
@@ -280,7 +285,7 @@ def test_all_beams_and_their_scores_are_those_of_generate_where_it_never_stops_t
         return_dict_in_generate=True,
         output_scores=True,
     )
-    beams = beam(pair.ours, **ours, rules=Rules(end=END, most=10), width=width, penalty=penalty, best=width)
+    beams = beam(pair.ours, **ours, constraints=Constraints(eos=END, max_new_tokens=10), width=width, penalty=penalty, best=width)
     assert [answer for row in beams.answers(END) for answer in row] == cut(found.sequences, ours["prompt"].shape[1])
     torch.testing.assert_close(beams.scores.flatten().float(), found.sequences_scores, rtol=0, atol=2e-5)
 
@@ -294,7 +299,7 @@ def test_where_generate_stops_sooner_it_finds_no_better_answer_and_sometimes_a_w
         scores = {"return_dict_in_generate": True, "output_scores": True}
         how = {"num_beams": 4, "length_penalty": 2.0, "max_new_tokens": 10, "early_stopping": early}
         found = pair.theirs.generate(**theirs, **how, **scores).sequences_scores
-        best = beam(pair.ours, **ours, rules=Rules(end=END, most=10), width=4, penalty=2.0).scores[:, 0]
+        best = beam(pair.ours, **ours, constraints=Constraints(eos=END, max_new_tokens=10), width=4, penalty=2.0).scores[:, 0]
         assert (best >= found - 2e-5).all()
         worse += int((best > found + 2e-5).sum())
     assert worse or not early
@@ -319,11 +324,11 @@ def test_shards_half_precision_and_devices_are_read_as_they_are(make):
     assert not (pair.folder / "model.safetensors").exists() and len(list(pair.folder.glob("*.safetensors"))) > 2
     same(pair.ours(x), pair.theirs(x).logits)
     assert {weight.dtype for weight in pair.ours.parameters()} == {torch.float64}
-    small = pretrained.load(pair.folder, dtype=torch.bfloat16, device=DEVICE)
+    small = pretrained.load_pretrained(pair.folder, dtype=torch.bfloat16, device=DEVICE)
     assert {weight.dtype for weight in small.parameters()} == {torch.bfloat16} and small(x).dtype == torch.bfloat16
     next(pair.folder.glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"speaks of model-00002.*which is not in the folder"):
-        pretrained.load(pair.folder)
+        pretrained.load_pretrained(pair.folder)
 
 
 @torch.no_grad()
@@ -343,14 +348,14 @@ def test_names_of_older_checkpoints_are_understood(make):
 
     for pair, change in ((gpt2, bare), (bert, greek)):
         rewritten(pair.folder, change)
-        same(pretrained.load(pair.folder, device=DEVICE)(x), pair.theirs(x).logits)
+        same(pretrained.load_pretrained(pair.folder, device=DEVICE)(x), pair.theirs(x).logits)
 
 
 def test_whatever_does_not_fit_is_named(make):
     def refused(sentence, change):
         rewritten(folder, change)
         with pytest.raises(CheckpointError, match=sentence):
-            pretrained.load(folder)
+            pretrained.load_pretrained(folder)
         save_file(whole, folder / "model.safetensors")
 
     folder = make("GPT2LMHeadModel", GPT2).folder
@@ -385,13 +390,13 @@ def test_another_architecture_or_option_is_refused_and_the_sentence_says_what_th
     folder = make(name, config).folder
     told(folder, **settings)
     with pytest.raises(CheckpointError, match=sentence):
-        pretrained.load(folder)
+        pretrained.load_pretrained(folder)
 
 
 def test_a_folder_without_a_checkpoint_gets_a_sentence(tmp_path):
     def refused(sentence):
         with pytest.raises(CheckpointError, match=sentence):
-            pretrained.load(tmp_path)
+            pretrained.load_pretrained(tmp_path)
 
     refused("config.json is not there: a checkpoint is a folder with config.json and model.safetensors")
     (tmp_path / "config.json").write_text("{")
@@ -412,12 +417,12 @@ def test_a_folder_without_a_checkpoint_gets_a_sentence(tmp_path):
 
 def test_special_tokens_are_those_of_generation(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [END], "pad_token_id": None}))
-    assert pretrained.special(tmp_path) == (0, END, None)
+    assert pretrained.special_ids(tmp_path) == (0, END, None)
     (tmp_path / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 7, "pad_token_id": PAD}))
-    assert pretrained.special(tmp_path) == (7, END, PAD)
+    assert pretrained.special_ids(tmp_path) == (7, END, PAD)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     with pytest.raises(CheckpointError, match=r"several tokens that end an answer, \[2, 3\]"):
-        pretrained.special(tmp_path)
+        pretrained.special_ids(tmp_path)
 
 
 # another mechanism behind the same weights
@@ -430,7 +435,7 @@ def test_every_mechanism_takes_over_the_projections_or_refuses_in_a_sentence(mak
     taken, whole = set(), pair.theirs(x).logits
     for case in CASES:
         try:
-            ours = pretrained.load(pair.folder, mixer=case.spec, device=DEVICE)
+            ours = pretrained.load_pretrained(pair.folder, mixer=case.spec, device=DEVICE)
         except CheckpointError as error:
             assert "cannot take over the weights of attention" in str(error)
             continue
@@ -456,6 +461,6 @@ def test_mechanisms_take_turns_and_a_decoder_streams_with_them(make):
     same(pair.ours.extend(state, y)[0], whole)
     assert not torch.allclose(whole, pair.theirs(x, attention_mask=valid.long(), decoder_input_ids=y).logits)
     with pytest.raises(CheckpointError, match="fnet cannot take over the weights of attention"):
-        pretrained.load(make("BertModel", BERT).folder, mixer="fnet")
+        pretrained.load_pretrained(make("BertModel", BERT).folder, mixer="fnet")
     with pytest.raises(ValueError, match="causal"):
-        pretrained.load(pair.folder, mixer="nystrom")
+        pretrained.load_pretrained(pair.folder, mixer="nystrom")

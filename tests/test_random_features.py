@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conftest import DEVICE, data
 from regard import Dims, attend, core, layer
-from regard.analysis.cost import facts
+from regard.analysis.cost import cost
 from regard.analysis.probe import estimation_error
 from regard.mixers.base import Places
 from regard.mixers.estimation import PoorEstimate
@@ -170,9 +170,9 @@ def test_what_has_no_estimate_is_refused() -> None:
 
 
 def test_facts_tell_the_error_of_an_estimate() -> None:
-    lines = dict(facts("performer", 64, width=64, heads=1).lines())
+    lines = dict(cost("performer", 64, width=64, heads=1).lines())
     assert lines["estimation error"].count("equal weights") == 3
-    assert facts("linear", 64).estimate is None
+    assert cost("linear", 64).estimate is None
 
 
 def test_rfa_is_unbiased() -> None:

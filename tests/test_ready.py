@@ -11,19 +11,18 @@ from conftest import DEVICE
 from regard.blocks import Stack
 from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.config import Config
-from regard.decoding import Ready, Rules, Sample, beam, say, stream, unready
-from regard.decoding.generate import Ended
+from regard.decoding import Constraints, Sample, StaticDecoder, beam, generate, generate_stream, why_not_static
+from regard.decoding.generate import EndDetector
 from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
-from regard.ops.topk import likeliest, top
-from regard.runtime import packed_linear
-from regard.runtime.graphed_decoder import Graph
-from regard.runtime.packed_linear import BENT, Packed, plus
+from regard.ops.topk import argmax_first, topk_by_part
+from regard.runtime.graphed_decoder import GraphedStepReplay
+from regard.runtime.packed_linear import FUSED_ACTIVATIONS, PackedLinear, linear_plus, pack_linears
 
 VOCAB, END = 23, 3
 FORMS = ["steps", "products", "walked", *(["graph"] if DEVICE.type == "cuda" else [])]
 
 
-class Walked(Graph):
+class Walked(GraphedStepReplay):
     """All that a CUDA graph would do, kernel by kernel."""
 
     def captured(self):
@@ -41,12 +40,12 @@ class Walked(Graph):
 def form(request, monkeypatch):
     """How a step is made: with sizes that the host knows, or with fixed room and masks, and that as a graph."""
     if request.param == "walked":
-        monkeypatch.setattr(regard.decoding.ready, "Graph", Walked)
+        monkeypatch.setattr(regard.runtime.static_decoder, "GraphedStepReplay", Walked)
     if request.param == "products":
-        monkeypatch.setattr(regard.decoding.ready, "MANY", 1)  # sources are heard by two products
+        monkeypatch.setattr(regard.runtime.static_decoder, "MANY_ROWS", 1)  # sources are heard by two products
 
     def make(model, room=8):
-        fast = Ready(model, room=room, graphs=request.param == "graph")
+        fast = StaticDecoder(model, room=room, graphs=request.param == "graph")
         fast.graphs = request.param not in ("steps", "products")
         return fast
 
@@ -94,12 +93,12 @@ def test_a_ready_model_says_what_the_model_says(kind, changes, ragged, form):
     model = built(kind, **changes)
     fast = form(model)
     begin, prompt, valid = asked(kind, ragged)
-    rules = Rules(END, most=21, never=(0, 1))
-    wanted = say(model, model.start(*begin), prompt, rules=rules, valid=valid)
+    constraints = Constraints(END, max_new_tokens=21, banned=(0, 1))
+    wanted = generate(model, model.start(*begin), prompt, constraints=constraints, valid=valid)
     for _ in range(2):  # the second time at the same desk
-        assert say(fast, fast.start(*begin), prompt, rules=rules, valid=valid) == wanted
-        one = beam(model, model.start(*begin), prompt, rules=rules, width=4, best=4, valid=valid)
-        two = beam(fast, fast.start(*begin), prompt, rules=rules, width=4, best=4, valid=valid)
+        assert generate(fast, fast.start(*begin), prompt, constraints=constraints, valid=valid) == wanted
+        one = beam(model, model.start(*begin), prompt, constraints=constraints, width=4, best=4, valid=valid)
+        two = beam(fast, fast.start(*begin), prompt, constraints=constraints, width=4, best=4, valid=valid)
         assert torch.equal(one.tokens, two.tokens)
         torch.testing.assert_close(one.scores, two.scores, atol=1e-9, rtol=0)
 
@@ -125,8 +124,10 @@ def test_grouped_heads_and_no_bias_are_ready_too(form):
     body = Stack.of("softmax", width=16, heads=4, kv_heads=2, depth=2, causal=True, ffn=24, positions="rotary")
     model = LanguageModel(Tokens(VOCAB, 16), body, NextToken(16, VOCAB)).to(DEVICE, torch.float64).eval()
     _, prompt, _ = asked("language", "")
-    fast, rules = form(model), Rules(END, most=12)
-    assert say(fast, fast.start(3), prompt, rules=rules) == say(model, model.start(3), prompt, rules=rules)
+    fast, constraints = form(model), Constraints(END, max_new_tokens=12)
+    assert generate(fast, fast.start(3), prompt, constraints=constraints) == generate(
+        model, model.start(3), prompt, constraints=constraints
+    )
 
 
 def test_a_source_without_a_token_is_silence_for_a_ready_model_too(form):
@@ -135,9 +136,9 @@ def test_a_source_without_a_token_is_silence_for_a_ready_model_too(form):
     (x,), prompt, _ = asked("translator", "")
     valid = torch.ones_like(x, dtype=torch.bool)
     valid[1] = False
-    rules = Rules(END, most=8)
-    wanted = beam(model, model.start(x, valid), prompt, rules=rules, width=3)
-    found = beam(fast, fast.start(x, valid), prompt, rules=rules, width=3)
+    constraints = Constraints(END, max_new_tokens=8)
+    wanted = beam(model, model.start(x, valid), prompt, constraints=constraints, width=3)
+    found = beam(fast, fast.start(x, valid), prompt, constraints=constraints, width=3)
     assert torch.equal(wanted.tokens, found.tokens)
     torch.testing.assert_close(wanted.scores, found.scores, atol=1e-9, rtol=0)
 
@@ -161,20 +162,20 @@ def test_beams_that_share_a_source_need_not_move_it():
 
 @pytest.mark.parametrize("behind", [1, 4, 50])
 def test_asking_late_whether_all_have_ended_changes_nothing(behind, monkeypatch):
-    model, rules = built("language"), Rules(END, most=30)
+    model, constraints = built("language"), Constraints(END, max_new_tokens=30)
     with torch.no_grad():
         model.head.map.weight[END] += 0.3  # it tends to come to an end
     _, prompt, _ = asked("language", "")
     ways = [
-        lambda: say(model, model.start(3), prompt, rules=rules),
-        lambda: say(model, model.start(3), prompt, rules=rules, choice=Sample(seed=4)),
-        lambda: beam(model, model.start(3), prompt, rules=rules, width=3, best=3).answers(END),
+        lambda: generate(model, model.start(3), prompt, constraints=constraints),
+        lambda: generate(model, model.start(3), prompt, constraints=constraints, choice=Sample(seed=4)),
+        lambda: beam(model, model.start(3), prompt, constraints=constraints, width=3, best=3).answers(END),
     ]
     at_once = [way() for way in ways]
     assert any(len(said) < 29 for said in at_once[1])
-    monkeypatch.setattr(Ended, "of", staticmethod(lambda _: Ended(behind)))
+    monkeypatch.setattr(EndDetector, "of", staticmethod(lambda _: EndDetector(behind)))
     assert [way() for way in ways] == at_once
-    parts = list(stream(model, model.start(3), prompt, rules=rules, choice=Sample(seed=4)))
+    parts = list(generate_stream(model, model.start(3), prompt, constraints=constraints, choice=Sample(seed=4)))
     assert len(parts) == min(30, max(map(len, at_once[1])) + 1)  # a stream ends when all have ended
 
 
@@ -197,8 +198,8 @@ def test_the_likeliest_are_found_by_parts(v):
     scores = torch.randn(4, v, dtype=torch.float64, device=DEVICE).mul(3).round()  # with many that are alike
     scores[2] = -torch.inf
     scores[3, -1] = 99
-    assert torch.equal(likeliest(scores), scores.argmax(-1))
-    values, places = top(scores, 5)
+    assert torch.equal(argmax_first(scores), scores.argmax(-1))
+    values, places = topk_by_part(scores, 5)
     assert torch.equal(values, scores.topk(5).values)
     assert torch.equal(scores.gather(1, places), values)
     assert all(len(set(row)) == 5 for row in places[[0, 1, 3]].tolist())
@@ -208,15 +209,15 @@ def test_the_likeliest_are_found_by_parts(v):
 def test_packed_weights_are_the_same_map_and_all_others_are_shared():
     torch.manual_seed(0)
     made = nn.Sequential(nn.Embedding(9, 40), nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 7, bias=False)).eval()
-    fast = packed_linear(made)
+    fast = pack_linears(made)
     x = torch.randint(9, (2, 5))
     with torch.no_grad():
         torch.testing.assert_close(fast(x), made(x), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(fast(x[:, :1]), made(x[:, :1]), atol=1e-5, rtol=1e-5)
-    assert isinstance(fast[1], Packed)
+    assert isinstance(fast[1], PackedLinear)
     assert type(made[1]) is nn.Linear
     assert fast[0].weight is made[0].weight
-    assert type(packed_linear(made.double())[1]) is nn.Linear  # there is no packed form of these
+    assert type(pack_linears(made.double())[1]) is nn.Linear  # there is no packed form of these
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="weights are packed for a CPU; a GPU has its own order")
@@ -226,29 +227,29 @@ def test_packed_weights_are_the_same_map_and_all_others_are_shared():
 def test_a_packed_layer_bends_and_adds_in_one_go(activation, gated):
     torch.manual_seed(0)
     made = FeedForward(24, 40, activation=activation, gated=gated).eval()
-    fast, x, other = packed_linear(made), torch.randn(5, 24), torch.randn(5, 24)
+    fast, x, other = pack_linears(made), torch.randn(5, 24), torch.randn(5, 24)
     with torch.no_grad():
         wanted = made(x)
         torch.testing.assert_close(fast(x), wanted, atol=1e-5, rtol=1e-5)
-        for module in (fast, made, packed_linear(made.down), made.down):
+        for module in (fast, made, pack_linears(made.down), made.down):
             own = x if type(module) is FeedForward else made.up(x)[:, :40]
-            torch.testing.assert_close(plus(module, own, other), other + module(own), atol=1e-5, rtol=1e-5)
-    assert fast.up.bent == (("none", "") if gated else BENT[activation])
+            torch.testing.assert_close(linear_plus(module, own, other), other + module(own), atol=1e-5, rtol=1e-5)
+    assert fast.up.bent == (("none", "") if gated else FUSED_ACTIVATIONS[activation])
     assert type(made.up) is nn.Linear and made.act is ACTIVATIONS[activation]
 
 
 def test_what_cannot_be_ready_is_refused_with_a_reason():
-    assert unready(built("language")) is None
-    assert "eval()" in unready(built("language").train())
+    assert why_not_static(built("language")) is None
+    assert "eval()" in why_not_static(built("language").train())
     for changes, reason in (
         ({"mixer": "linear"}, "linear"),
         ({"positions": "alibi"}, "alibi"),
         ({"mixer": "Local(4)"}, "memory"),
     ):
         with pytest.raises(ValueError, match=f"cannot be made ready: .*{reason}"):
-            Ready(built("language", **changes))
+            StaticDecoder(built("language", **changes))
     with pytest.raises(ValueError, match="not just a LanguageModel"):
-        Ready(nn.Linear(2, 2).eval())
+        StaticDecoder(nn.Linear(2, 2).eval())
 
 
 def test_a_state_of_a_ready_model_goes_forwards_only(form):
@@ -275,8 +276,8 @@ def test_a_source_without_tokens_is_heard_as_nothing_in_every_form(form):
     model = built("translator")
     source = torch.zeros(2, 0, dtype=torch.long, device=DEVICE)
     begin = torch.full((2, 1), 2, device=DEVICE)
-    fast, rules = form(model), Rules(END, most=6)
-    slow = beam(model, model.start(source), begin, rules=rules, width=3)
-    found = beam(fast, fast.start(source), begin, rules=rules, width=3)
+    fast, constraints = form(model), Constraints(END, max_new_tokens=6)
+    slow = beam(model, model.start(source), begin, constraints=constraints, width=3)
+    found = beam(fast, fast.start(source), begin, constraints=constraints, width=3)
     assert torch.equal(slow.tokens, found.tokens)
     torch.testing.assert_close(slow.scores, found.scores)

@@ -14,28 +14,28 @@ from regard.models.embedding import Tokens
 from regard.training.decoder_modes import free_running, teacher_forcing
 from regard.training.losses import cross_entropy
 from regard.training.scheduled_sampling import (
-    FORMS,
-    SCHEDULES,
-    Own,
-    exponential,
-    inverse_sigmoid,
-    linear,
-    parallel,
-    share,
+    OWN_FORMS,
+    SAMPLING_SCHEDULES,
+    OwnTokens,
+    exponential_decay,
+    inverse_sigmoid_decay,
+    linear_decay,
+    parallel_passes,
     token_by_token,
+    truth_probability,
     two_pass,
 )
 
-KINDS = {"token_by_token": token_by_token, "two_pass": two_pass, "parallel": parallel}
+KINDS = {"token_by_token": token_by_token, "two_pass": two_pass, "parallel": parallel_passes}
 OWN = [
-    Own(),
-    Own("sample"),
-    Own("softmax", 2.0),
-    Own("gumbel", 3.0),
-    Own("sample", top_k=2),
-    Own("softmax", top_k=3, through=True),
+    OwnTokens(),
+    OwnTokens("sample"),
+    OwnTokens("softmax", 2.0),
+    OwnTokens("gumbel", 3.0),
+    OwnTokens("sample", top_k=2),
+    OwnTokens("softmax", top_k=3, through=True),
 ]
-OWN += [Own("gumbel", 0.7, through=True)]
+OWN += [OwnTokens("gumbel", 0.7, through=True)]
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 every_own = pytest.mark.parametrize("own", OWN, ids=repr)
 
@@ -71,7 +71,7 @@ def test_none_of_it_is_running_free(padding):
 def test_as_many_passes_as_tokens_are_token_by_token_in_value_and_gradient(own, padding, truth):
     model, batch = small(), batch_of(padding=padding)
     a = token_by_token(model, batch, truth, own=own, dice=thrown()).total
-    b = parallel(model, batch, truth, own=own, dice=thrown(), passes=batch.target.shape[1]).total
+    b = parallel_passes(model, batch, truth, own=own, dice=thrown(), passes=batch.target.shape[1]).total
     close(a, b)
     close(gradients(model, a), gradients(model, b))
 
@@ -81,7 +81,7 @@ def test_every_mechanism_that_streams_hears_itself_alike_in_passes_and_in_steps(
     model, batch = small(mixer=str(case.spec), positions=case.positions or "sinusoidal", width=32, heads=4), batch_of(m=4)
     with torch.no_grad():
         a = token_by_token(model, batch, 0.3, dice=thrown()).total
-        b = parallel(model, batch, 0.3, dice=thrown(), passes=4).total
+        b = parallel_passes(model, batch, 0.3, dice=thrown(), passes=4).total
     close(a, b, 1e-8)
 
 
@@ -90,19 +90,19 @@ def test_passes_approach_token_by_token_from_the_front():
     model, batch = small(), batch_of(padding="none")
     for passes in range(1, 6):
         first = batch._replace(target=batch.target[:, :passes])
-        close(parallel(model, first, 0.0, passes=passes).total, free_running(model, first).total)
+        close(parallel_passes(model, first, 0.0, passes=passes).total, free_running(model, first).total)
 
 
 def test_one_pass_is_teacher_forcing_whatever_the_share():
     model, batch = small(), batch_of()
-    assert parallel(model, batch, 0.0, passes=1).total == teacher_forcing(model, batch).total
+    assert parallel_passes(model, batch, 0.0, passes=1).total == teacher_forcing(model, batch).total
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", OWN_FORMS)
 def test_two_passes_are_their_definition_one_example_at_a_time(form):
     """Nothing of the truth is left, so what the second pass hears is known."""
     model, batch = small(), batch_of(padding="behind")
-    own, total = Own(form), 0.0
+    own, total = OwnTokens(form), 0.0
     noise = own.noise(batch.target, model.embed, thrown_after_truth(batch))
     for i, (source, target) in enumerate(rows(batch)):
         source, target = torch.tensor([source], device=DEVICE), torch.tensor([target], device=DEVICE)
@@ -136,20 +136,20 @@ def test_a_mixture_of_one_token_is_that_token():
 def test_a_sharp_mean_is_the_choice_it_sharpens():
     model, batch = small(), batch_of()
     close(
-        two_pass(model, batch, 0.2, own=Own("softmax", 1e6), dice=thrown()).total,
+        two_pass(model, batch, 0.2, own=OwnTokens("softmax", 1e6), dice=thrown()).total,
         two_pass(model, batch, 0.2, dice=thrown()).total,
     )
-    drawn = two_pass(model, batch, 0.2, own=Own("sample"), dice=thrown()).total
-    close(two_pass(model, batch, 0.2, own=Own("gumbel", 1e6), dice=thrown()).total, drawn)
+    drawn = two_pass(model, batch, 0.2, own=OwnTokens("sample"), dice=thrown()).total
+    close(two_pass(model, batch, 0.2, own=OwnTokens("gumbel", 1e6), dice=thrown()).total, drawn)
     close(
-        two_pass(model, batch, 0.2, own=Own("sample", top_k=1), dice=thrown()).total,
+        two_pass(model, batch, 0.2, own=OwnTokens("sample", top_k=1), dice=thrown()).total,
         two_pass(model, batch, 0.2, dice=thrown()).total,
     )
 
 
 def test_through_changes_gradients_and_nothing_else():
     model, batch = small(), batch_of()
-    shut, open_ = (two_pass(model, batch, 0.2, own=Own("softmax", through=t), dice=thrown()).total for t in (False, True))
+    shut, open_ = (two_pass(model, batch, 0.2, own=OwnTokens("softmax", through=t), dice=thrown()).total for t in (False, True))
     assert shut == open_
     assert (gradients(model, shut) - gradients(model, open_)).abs().max() > 1e-3
 
@@ -158,7 +158,7 @@ def test_gradients_through_the_first_pass_are_those_of_finite_differences():
     model, batch = small(), batch_of()
 
     def loss():
-        return two_pass(model, batch, 0.2, own=Own("gumbel", 0.8, through=True), dice=thrown()).total
+        return two_pass(model, batch, 0.2, own=OwnTokens("gumbel", 0.8, through=True), dice=thrown()).total
 
     direction = [torch.randn_like(p) for p in model.parameters()]
     slope = sum((g * d).sum() for g, d in zip(torch.autograd.grad(loss(), list(model.parameters())), direction, strict=True))
@@ -175,7 +175,7 @@ def test_a_drawn_token_is_drawn_by_its_probability():
     model = small()
     scores = torch.randn(1, 1, VOCAB, dtype=torch.float64, device=DEVICE)
     target = torch.zeros(1, 20_000, dtype=torch.long, device=DEVICE)
-    own = Own("sample")
+    own = OwnTokens("sample")
     noise = own.noise(target, model.embed, thrown())
     drawn = own.vectors(model.embed, scores.expand(1, 20_000, VOCAB), noise)
     same = (drawn[0, :, None] == model.embed.vectors(torch.arange(VOCAB, device=DEVICE)[None])[0]).all(-1)
@@ -186,7 +186,7 @@ def test_the_truth_is_kept_with_its_probability_and_the_begin_always():
     model, batch = small(), batch_of(b=400, m=20, padding="none")
     fed = []
     model.decoder.register_forward_pre_hook(lambda _, args: fed.append(args[0]))
-    parallel(model, batch, 0.7, passes=2, dice=thrown())
+    parallel_passes(model, batch, 0.7, passes=2, dice=thrown())
     kept = (fed[0] == fed[1]).all(-1)
     assert kept[:, 0].all()
     assert 0.69 < kept[:, 1:].double().mean() < 0.78  # and where the model was right
@@ -194,24 +194,24 @@ def test_the_truth_is_kept_with_its_probability_and_the_begin_always():
 
 @every_kind
 def test_the_same_dice_say_the_same(kind):
-    model, batch, own = small(), batch_of(), Own("sample")
+    model, batch, own = small(), batch_of(), OwnTokens("sample")
     a, b, c = (kind(model, batch, 0.5, own=own, dice=thrown(seed)).total for seed in (1, 1, 2))
     assert a == b != c
 
 
 def test_schedules_are_those_of_the_paper():
-    assert [linear(i, 10, 0.2) for i in (0, 5, 10, 99)] == pytest.approx([1, 0.6, 0.2, 0.2])
-    assert exponential(3, 0.9) == pytest.approx(0.729)
+    assert [linear_decay(i, 10, 0.2) for i in (0, 5, 10, 99)] == pytest.approx([1, 0.6, 0.2, 0.2])
+    assert exponential_decay(3, 0.9) == pytest.approx(0.729)
     for step, k in itertools.product((0, 1, 50, 400), (1, 5, 30.0)):
-        assert inverse_sigmoid(step, k) == pytest.approx(k / (k + math.exp(step / k)))
-    assert inverse_sigmoid(1e9, 2.0) == pytest.approx(0)
+        assert inverse_sigmoid_decay(step, k) == pytest.approx(k / (k + math.exp(step / k)))
+    assert inverse_sigmoid_decay(1e9, 2.0) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SAMPLING_SCHEDULES)
 @pytest.mark.parametrize("steps", [1, 7, 1000, 10**6])
 @pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
 def test_every_schedule_falls_from_about_one_to_about_its_floor(name, steps, floor):
-    values = [share(name, step, steps, floor) for step in (0, steps / 4, steps / 2, steps, 3 * steps)]
+    values = [truth_probability(name, step, steps, floor) for step in (0, steps / 4, steps / 2, steps, 3 * steps)]
     assert values == sorted(values, reverse=True) and values[0] <= 1 and values[-1] >= floor
     if steps >= 1000:
         assert values[0] > 0.98 and values[3] < floor + 0.02
@@ -222,17 +222,17 @@ def test_every_schedule_falls_from_about_one_to_about_its_floor(name, steps, flo
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (lambda: Own("gumble"), "did you mean 'gumbel'"),
-        (lambda: Own("softmax", alpha=0), "alpha sharpens"),
-        (lambda: Own("argmax", alpha=2), "argmax chooses one token"),
-        (lambda: Own("sample", through=True), "sample chooses one token"),
-        (lambda: Own("argmax", top_k=3), "top_k is at least 1, for any form but argmax"),
-        (lambda: Own("softmax", top_k=0), "top_k is at least 1"),
-        (lambda: parallel(small(), batch_of(), 0.5, passes=0), "passes must be at least 1"),
+        (lambda: OwnTokens("gumble"), "did you mean 'gumbel'"),
+        (lambda: OwnTokens("softmax", alpha=0), "alpha sharpens"),
+        (lambda: OwnTokens("argmax", alpha=2), "argmax chooses one token"),
+        (lambda: OwnTokens("sample", through=True), "sample chooses one token"),
+        (lambda: OwnTokens("argmax", top_k=3), "top_k is at least 1, for any form but argmax"),
+        (lambda: OwnTokens("softmax", top_k=0), "top_k is at least 1"),
+        (lambda: parallel_passes(small(), batch_of(), 0.5, passes=0), "passes must be at least 1"),
         (lambda: two_pass(small(), batch_of(), 1.5), "share of true tokens must be in"),
         (lambda: token_by_token(small(), batch_of(), -0.5), "share of true tokens must be in"),
-        (lambda: share("lineer", 1, 2), "did you mean 'linear'"),
-        (lambda: share("linear", 1, 0), "steps > 0"),
+        (lambda: truth_probability("lineer", 1, 2), "did you mean 'linear'"),
+        (lambda: truth_probability("linear", 1, 0), "steps > 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_sentence(wrong, sentence):

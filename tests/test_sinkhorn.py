@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from conftest import DEVICE, close, some
 from regard import Dims, attend, core, layer
 from regard.mixers.base import Places
-from regard.mixers.kv_cache import Log
+from regard.mixers.kv_cache import KVCache
 from regard.mixers.sinkhorn import Sinkhorn, _Cut, balanced, balanced_in_time
 from regard.ops import strip
 from test_limits import Largest, check_same, qkv
@@ -23,7 +23,7 @@ def made(text="sinkhorn(block=8)", **dims) -> Sinkhorn:
 
 
 def cut(k, block, valid=None) -> _Cut:
-    return _Cut.of(Log.empty(k, k).append(k, k, Places.of(k[:, 0], valid)), k, block)
+    return _Cut.of(KVCache.empty(k, k).append(k, k, Places.of(k[:, 0], valid)), k, block)
 
 
 def directions(sums):

@@ -5,13 +5,15 @@ import torch
 
 import regard.runtime.screened_argmax as sketch
 from regard.config import Config
-from regard.decoding import Ready, Rules, Sample, say
+from regard.decoding import Constraints, Sample, StaticDecoder, generate
 from regard.models import NextToken, language_model, translator
-from regard.runtime.packed_linear import packed
-from regard.runtime.screened_argmax import FEW, Rough, U, rounds
+from regard.runtime.packed_linear import pack_linears
+from regard.runtime.screened_argmax import BF16_UNIT, EXACT_WORDS, ScreenedHead, has_bfloat16
 
 VOCAB, END = 5000, 3
-pytestmark = pytest.mark.skipif(not rounds(), reason="this processor has no products of bfloat16: nothing is sketched on it")
+pytestmark = pytest.mark.skipif(
+    not has_bfloat16(), reason="this processor has no products of bfloat16: nothing is sketched on it"
+)
 
 
 def rough(weight, bias=None):
@@ -19,7 +21,7 @@ def rough(weight, bias=None):
     head.map.weight.data.copy_(weight)
     if bias is not None:
         head.map.bias.data.copy_(bias)
-    return Rough.of(packed(head.requires_grad_(False)))
+    return ScreenedHead.of(pack_linears(head.requires_grad_(False)))
 
 
 def everything(scores):
@@ -34,7 +36,7 @@ def test_scores_are_off_by_no_more_than_it_says(scale, bias):
     by = rough(weight, torch.randn(VOCAB) if bias else None)
     exact = x.double() @ weight.double().mT + (by.bias.double() if bias else 0)
     found = by(x)
-    far, known = (found.scores.double() - exact).abs(), U * found.scores.abs() + found.off[:, None]
+    far, known = (found.scores.double() - exact).abs(), BF16_UNIT * found.scores.abs() + found.off[:, None]
     assert (far <= known).all() and (known < 0.05 * exact.abs().amax(1, keepdim=True)).all()
     torch.testing.assert_close(found.likeliest(everything), exact.argmax(1))
 
@@ -53,7 +55,9 @@ def test_errors_that_all_point_one_way_are_within_what_it_says(side):
 def test_words_that_are_nearly_as_good_are_told_apart_by_looking_at_all():
     torch.manual_seed(2)
     weight = torch.randn(VOCAB, 64)
-    weight[100 : 100 + 3 * FEW] = 2 * weight[100] + 1e-6 * torch.randn(3 * FEW, 64)  # more of them than are looked at
+    weight[100 : 100 + 3 * EXACT_WORDS] = 2 * weight[100] + 1e-6 * torch.randn(
+        3 * EXACT_WORDS, 64
+    )  # more of them than are looked at
     x = torch.cat([weight[100:101], torch.randn(3, 64)])
     by, looks = rough(weight), []
     by.head.register_forward_hook(lambda *_: looks.append(1))
@@ -75,31 +79,35 @@ def test_what_is_no_number_is_looked_at_exactly():
 
 
 @pytest.mark.parametrize("kind", ["language", "translator"])
-@pytest.mark.parametrize("rules", [{}, {"never": (0, 1, 2, 4)}, {"no_repeat": 1}, {"least": 6, "no_repeat": 2}])
-def test_a_ready_model_says_what_the_model_says(kind, rules):
+@pytest.mark.parametrize(
+    "constraints", [{}, {"banned": (0, 1, 2, 4)}, {"no_repeat_ngram_size": 1}, {"min_new_tokens": 6, "no_repeat_ngram_size": 2}]
+)
+def test_a_ready_model_says_what_the_model_says(kind, constraints):
     torch.manual_seed(3)
     config = Config(width=32, heads=4, depth=2, ffn=48, dropout=0.0, max_len=64)
     model = (language_model if kind == "language" else translator)(config, VOCAB).eval()
-    fast, rules = Ready(model), Rules(END, most=12, **rules)
+    fast, constraints = StaticDecoder(model), Constraints(END, max_new_tokens=12, **constraints)
     assert fast.rough is not None
     source, begin = torch.randint(5, VOCAB, (3, 7)), torch.tensor([[2], [9], [17]])
-    said = [say(m, m.start(3) if kind == "language" else m.start(source), begin, rules=rules) for m in (model, fast)]
+    said = [
+        generate(m, m.start(3) if kind == "language" else m.start(source), begin, constraints=constraints) for m in (model, fast)
+    ]
     assert said[0] == said[1] and max(map(len, said[0])) > 4
 
 
 def test_chance_and_beams_are_given_all_scores(monkeypatch):
     torch.manual_seed(3)
     model = language_model(Config(width=32, heads=4, depth=1, ffn=48, dropout=0.0, max_len=64), VOCAB).eval()
-    fast = Ready(model)
+    fast = StaticDecoder(model)
     monkeypatch.setattr(fast, "rough", lambda _: pytest.fail("only the likeliest is sketched"))
-    rules, begin = Rules(END, most=6), torch.tensor([[2], [9]])
-    said = [say(m, m.start(2), begin, rules=rules, choice=Sample(seed=1)) for m in (model, fast)]
+    constraints, begin = Constraints(END, max_new_tokens=6), torch.tensor([[2], [9]])
+    said = [generate(m, m.start(2), begin, constraints=constraints, choice=Sample(seed=1)) for m in (model, fast)]
     assert said[0] == said[1]
 
 
 def test_few_words_and_other_heads_are_not_sketched(monkeypatch):
     config = Config(width=32, heads=4, depth=1, ffn=48, dropout=0.0, max_len=64)
-    assert Ready(language_model(config, 100).eval()).rough is None
-    assert Ready(language_model(config, VOCAB).double().eval()).rough is None
-    monkeypatch.setattr(sketch, "rounds", lambda: False)
-    assert Ready(language_model(config, VOCAB).eval()).rough is None
+    assert StaticDecoder(language_model(config, 100).eval()).rough is None
+    assert StaticDecoder(language_model(config, VOCAB).double().eval()).rough is None
+    monkeypatch.setattr(sketch, "has_bfloat16", lambda: False)
+    assert StaticDecoder(language_model(config, VOCAB).eval()).rough is None

@@ -22,8 +22,8 @@ from regard.mixers.base import Core, Dims, Mixer
 from regard.patterns import PATTERNS as pattern_names
 from regard.patterns import Blocks, Causal, Dilated, Global, Local, Pattern, PerHead, Random, Stride, Tail, Truncated
 from regard.spec import Spec, core, layer
-from regard.spec import _options as options_of  # what the law ranges over
 from regard.spec import _patterned as patterned
+from regard.spec import _spec_options as options_of  # what the law ranges over
 
 SMALL = st.integers(1, 9)
 ATOMS = st.one_of(

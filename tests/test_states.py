@@ -9,7 +9,7 @@ from regard.blocks import Stack
 from regard.config import Config
 from regard.mixers.base import Can, State
 from regard.models import language_model
-from regard.ops.rnn import recur
+from regard.ops.rnn import rnn_scan
 from wrong_calls import refused, wrong_streams
 
 STREAMS = [c for c in CASES if c.can(Can.STREAM, causal=True)]
@@ -97,4 +97,6 @@ def test_a_recurrent_network_never_reads_beyond_its_state(cell, batches):
         m.extend(mixed, torch.randn(batches[1], 5, WIDTH, device=DEVICE))
     weights = [w for direction in m.cell.all_weights for w in direction]
     with pytest.raises(ValueError, match="start anew with that many"):
-        recur(torch.randn(batches[1], 5, WIDTH, device=DEVICE), [part[None] for part in few.memory if part is not None], weights)
+        rnn_scan(
+            torch.randn(batches[1], 5, WIDTH, device=DEVICE), [part[None] for part in few.memory if part is not None], weights
+        )

@@ -29,8 +29,8 @@ def flip(path) -> None:
 
 
 def test_what_is_loaded_is_what_was_saved(tmp_path):
-    path = checkpoints.save(tmp_path, checkpoint(400, 2.5))
-    found = checkpoints.load(path)
+    path = checkpoints.save_checkpoint(tmp_path, checkpoint(400, 2.5))
+    found = checkpoints.load_checkpoint(path)
     assert path.name == "step-000400" and checkpoints.latest(tmp_path) == path and found.step == 400
     assert torch.equal(found.weights["w"], torch.full((2, 3), 2.5)) and list(found.optimizer) == ["w/exp_avg"]
     assert {key: found.state[key] for key in STATE} == STATE
@@ -39,7 +39,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path):
 
 def test_the_latest_is_the_highest_step_and_not_the_last_in_the_alphabet(tmp_path):
     for step in (999_995, 1_000_000, 5):
-        checkpoints.save(tmp_path, checkpoint(step))
+        checkpoints.save_checkpoint(tmp_path, checkpoint(step))
     assert checkpoints.steps(tmp_path) == [5, 999_995, 1_000_000] and checkpoints.latest(tmp_path).name == "step-1000000"
     assert checkpoints.latest(tmp_path / "nothing") is None
 
@@ -47,7 +47,7 @@ def test_the_latest_is_the_highest_step_and_not_the_last_in_the_alphabet(tmp_pat
 @pytest.mark.parametrize("name", [checkpoints.WEIGHTS, checkpoints.OPTIMIZER, checkpoints.STATE])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "emptied", "gone"])
 def test_a_damaged_file_is_refused_by_its_name_with_what_to_do(tmp_path, name, damage):
-    path = checkpoints.save(tmp_path, checkpoint(20)) / name
+    path = checkpoints.save_checkpoint(tmp_path, checkpoint(20)) / name
     if damage == "flipped":
         path.write_text(path.read_text().replace("1.5", "1.25")) if name == checkpoints.STATE else flip(path)
     elif damage == "gone":
@@ -55,22 +55,22 @@ def test_a_damaged_file_is_refused_by_its_name_with_what_to_do(tmp_path, name, d
     else:
         path.write_bytes(path.read_bytes()[: 40 if damage == "cut" else 0])
     with pytest.raises(RunError, match=rf"{path}.*: delete the folder {path.parent} to go on from the checkpoint before it"):
-        checkpoints.load(path.parent)
+        checkpoints.load_checkpoint(path.parent)
     assert checkpoints.latest(tmp_path) == path.parent  # never skipped in silence
 
 
 def test_a_state_that_lacks_something_is_refused_even_if_it_is_sealed(tmp_path):
-    path = checkpoints.save(tmp_path, checkpoint(20)) / checkpoints.STATE
+    path = checkpoints.save_checkpoint(tmp_path, checkpoint(20)) / checkpoints.STATE
     state = json.loads(path.read_text())
     for key in ("dice", "seal"):
         del state[key]
     path.write_text(json.dumps({**state, "seal": checkpoints._seal(state)}))
     with pytest.raises(RunError, match="lacks 'dice'"):
-        checkpoints.load(path.parent)
+        checkpoints.load_checkpoint(path.parent)
 
 
 def test_a_header_that_lies_is_refused_even_if_its_digest_is_right(tmp_path):
-    path = checkpoints.save(tmp_path, checkpoint(20))
+    path = checkpoints.save_checkpoint(tmp_path, checkpoint(20))
     data = b"\xff" * 64
     (path / checkpoints.WEIGHTS).write_bytes(data)
     state = json.loads((path / checkpoints.STATE).read_text())
@@ -78,13 +78,13 @@ def test_a_header_that_lies_is_refused_even_if_its_digest_is_right(tmp_path):
     del state["seal"]
     (path / checkpoints.STATE).write_text(json.dumps({**state, "seal": checkpoints._seal(state)}))
     with pytest.raises(RunError, match="no whole safetensors file"):
-        checkpoints.load(path)
+        checkpoints.load_checkpoint(path)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_full_disk_leaves_no_part_of_a_checkpoint(tmp_path, monkeypatch, number):
-    checkpoints.save(tmp_path, checkpoint(5))
-    before, written, real = sorted(tmp_path.rglob("*")), [], atomic_files.write
+    checkpoints.save_checkpoint(tmp_path, checkpoint(5))
+    before, written, real = sorted(tmp_path.rglob("*")), [], atomic_files.write_synced
 
     def full(path, data):
         written.append(path)
@@ -92,10 +92,10 @@ def test_a_full_disk_leaves_no_part_of_a_checkpoint(tmp_path, monkeypatch, numbe
         if len(written) == number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(atomic_files, "write", full)
+    monkeypatch.setattr(atomic_files, "write_synced", full)
     with pytest.raises(RunError, match=r"cannot write .*step-000010: No space left on device\. Nothing was left half-written"):
-        checkpoints.save(tmp_path, checkpoint(10))
-    assert sorted(tmp_path.rglob("*")) == before and checkpoints.load(checkpoints.latest(tmp_path)).step == 5
+        checkpoints.save_checkpoint(tmp_path, checkpoint(10))
+    assert sorted(tmp_path.rglob("*")) == before and checkpoints.load_checkpoint(checkpoints.latest(tmp_path)).step == 5
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
@@ -105,14 +105,14 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         path.write_bytes(data[:1])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomic_files, "write", full)
+    monkeypatch.setattr(atomic_files, "write_synced", full)
     with pytest.raises(RunError, match="No space left"):
         atomic_files.replace(tmp_path / "a.json", "new")
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "old"
 
 
 def test_what_was_being_written_or_removed_is_no_checkpoint_and_is_cleaned_up(tmp_path):
-    kept = checkpoints.save(tmp_path, checkpoint(5))
+    kept = checkpoints.save_checkpoint(tmp_path, checkpoint(5))
     for name in (".writing-step-000010", ".removing-step-000003"):
         (kept.parent / name).mkdir()
         (kept.parent / name / checkpoints.WEIGHTS).write_bytes(b"half")
@@ -126,7 +126,7 @@ def test_what_was_being_written_or_removed_is_no_checkpoint_and_is_cleaned_up(tm
 
 def test_pruning_renames_before_it_deletes(tmp_path, monkeypatch):
     for step in (5, 10, 15):
-        checkpoints.save(tmp_path, checkpoint(step))
+        checkpoints.save_checkpoint(tmp_path, checkpoint(step))
     seen = []
     monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda path, **_: seen.append(path.name))
     checkpoints.prune(tmp_path, {10, 15})
@@ -134,9 +134,9 @@ def test_pruning_renames_before_it_deletes(tmp_path, monkeypatch):
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
-    checkpoints.save(tmp_path, checkpoint(5, 1.0))
-    checkpoints.save(tmp_path, checkpoint(5, 2.0))
-    assert checkpoints.load(checkpoints.at(tmp_path, 5)).weights["w"][0, 0] == 2
+    checkpoints.save_checkpoint(tmp_path, checkpoint(5, 1.0))
+    checkpoints.save_checkpoint(tmp_path, checkpoint(5, 2.0))
+    assert checkpoints.load_checkpoint(checkpoints.at(tmp_path, 5)).weights["w"][0, 0] == 2
 
 
 def test_a_folder_has_one_trainer_at_a_time(tmp_path):
@@ -200,7 +200,7 @@ def test_an_optimiser_goes_on_from_its_saved_state_exactly():
 
 
 def finished(out):
-    weights = atomic_files.packed({"w": torch.ones(2)}, {"step": "step 5"})
+    weights = atomic_files.tensors_to_bytes({"w": torch.ones(2)}, {"step": "step 5"})
     checkpoints.save_run(out, {"task": "small"}, {"words.json": "[]"}, {})
     atomic_files.replace(out / checkpoints.WEIGHTS, weights)
     atomic_files.replace(out / "result.json", atomic_files.as_json({"sha256": atomic_files.digest(weights)}))
@@ -218,7 +218,7 @@ def test_a_folder_that_is_no_finished_run_says_what_is_missing(tmp_path):
     checkpoints.save_run(tmp_path, {"task": "small"}, {}, {})
     with pytest.raises(RunError, match="is not finished, it has saved nothing yet"):
         checkpoints.load_run(tmp_path)
-    checkpoints.save(tmp_path, checkpoint(20))
+    checkpoints.save_checkpoint(tmp_path, checkpoint(20))
     with pytest.raises(RunError, match="is not finished, it stands at step 20"):
         checkpoints.load_run(tmp_path)
     finished(tmp_path)
@@ -245,7 +245,7 @@ def test_the_average_is_the_mean_summed_in_double_precision(tmp_path):
     assert torch.equal(mean["w"], torch.tensor([2.5, 2.5e8])) and torch.equal(mean["n"], torch.tensor([1, 2]))
     halves = [{"w": torch.full((1,), x, dtype=torch.bfloat16)} for x in (256.0, 257.0 - 1, 258.0)]  # 770 is no bfloat16
     assert average(halves)["w"].dtype is torch.bfloat16 and average(halves)["w"].item() == 256
-    paths = [checkpoints.save(tmp_path, checkpoint(step, float(step))) for step in (1, 2)]
+    paths = [checkpoints.save_checkpoint(tmp_path, checkpoint(step, float(step))) for step in (1, 2)]
     assert torch.equal(average([paths[0], paths[1] / checkpoints.WEIGHTS])["w"], torch.full((2, 3), 1.5))
     assert torch.equal(many[0]["w"], torch.tensor([1.0, 1e8]))  # nothing given is changed
 

@@ -7,7 +7,7 @@ from torch import nn
 import regard.mixers.softmax as softmax_family
 from conftest import DEVICE, close, data, some
 from regard import Dims, attend, core, layer
-from regard.mixers.synthesizer import FORMS, Synthesizer
+from regard.mixers.synthesizer import SYNTHESIZER_FORMS, Synthesizer
 from test_limits import Largest, check_same, qkv
 
 N = 90
@@ -46,9 +46,9 @@ def logits(m, q, k):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mix", [None, "learned", 0.3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
 def test_a_form_is_its_formula(form, mix, causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP", 1 << 13)  # many strips
+    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 13)  # many strips
     m = made(form, mix=mix)
 
     def formula(q, k, v, *_):
@@ -59,7 +59,7 @@ def test_a_form_is_its_formula(form, mix, causal, monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
 def test_all_weight_on_the_dot_product_is_softmax(form, causal):
     softmax = core("softmax", Dims(32, 4))
     check_same(lambda *x: attend(*x, made(form, mix=1), causal=causal), lambda *x: attend(*x, softmax, causal=causal), qkv(N))
@@ -69,7 +69,7 @@ def test_all_weight_on_the_dot_product_is_softmax(form, causal):
     close(attend(*qkv(N), m, causal=causal), attend(*qkv(N), softmax, causal=causal))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
 def test_no_weight_on_the_dot_product_is_no_mixture(form):
     assert torch.equal(attend(*qkv(N), made(form, mix=0)), attend(*qkv(N), made(form)))
 
@@ -129,7 +129,7 @@ def test_a_frozen_table_is_drawn_saved_and_never_learned(form):
     assert before and all(torch.equal(t, before[name]) for name, t in m.core.state_dict().items())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_last_token_moves_no_earlier_output(form, dtype):
     m = layer(f"synthesizer(form={form!r}, mix='learned')", width=32, heads=4, max_len=512, causal=True).to(DEVICE, dtype)
@@ -140,7 +140,7 @@ def test_the_last_token_moves_no_earlier_output(form, dtype):
     assert int(moved[:-1].sum()) == 0 and moved[-1]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_takes_no_position(form, causal):
     m, valid = made(form, max_len=80, causal=causal), some(2, N)  # as long as what is real, not as what is there
@@ -152,7 +152,7 @@ def test_padding_takes_no_position(form, causal):
         close(out[row : row + 1, :, valid[row]], attend(*real, m, causal=causal))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
 def test_too_long(form):
     for causal in (False, True):
         with pytest.raises(ValueError, match="90 tokens, but synthesizer was built for max_len=80: build it longer"):
@@ -170,7 +170,7 @@ def test_too_long(form):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("text", ["form='dense'", "form='dense_factorised', mix='learned'", "form='random_factorised'"])
 def test_no_table_of_all_pairs(text, causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP", 1 << 16)
+    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
     n = 2048
     m = core(f"synthesizer({text})", Dims(16, 2, causal=causal, max_len=n))
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
@@ -181,7 +181,7 @@ def test_no_table_of_all_pairs(text, causal, monkeypatch):
 
 @pytest.mark.parametrize("options", ["", ", frozen=True", ", mix='learned'"])
 def test_a_random_table_is_the_only_one_kept(options, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP", 1 << 16)
+    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
     n, kept = 1024, []
     m = core(f"synthesizer(form='random'{options})", Dims(16, 2, max_len=n))
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))

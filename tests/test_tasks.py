@@ -13,7 +13,7 @@ from regard.tasks.support import in_order
 from regard.training.checkpoints import load_run, put_weights
 from regard.training.decoder_modes import SAMPLED
 from regard.training.fit import fit
-from regard.training.scheduled_sampling import Own
+from regard.training.scheduled_sampling import OwnTokens
 
 MADE = [name for name, entry in TASKS.items() if entry.data is None]
 REAL = [name for name, entry in TASKS.items() if entry.data is not None]
@@ -90,7 +90,7 @@ def test_what_a_decoder_gets_of_itself_is_a_setting(mode):
         return task.loss(model, batch, step).total
 
     torch.manual_seed(1)
-    own = SAMPLED[mode](model, batch, 0.0, own=Own("softmax", alpha=2.0, through=True)).total
+    own = SAMPLED[mode](model, batch, 0.0, own=OwnTokens("softmax", alpha=2.0, through=True)).total
     torch.testing.assert_close(loss(made), own, rtol=0, atol=0)
 
     def other(**own):
@@ -166,7 +166,9 @@ def test_only_settings_that_a_task_reads_may_change_its_answers():
 
 
 def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch):
-    monkeypatch.setattr("regard.data.synthetic.copying", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], []))
+    monkeypatch.setattr(
+        "regard.data.synthetic.string_pairs", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], [])
+    )
     settings = config("reverse").replace({"units": "subwords", "vocab": 300, "waver": 0.5})
     made, plain = task(settings), task(settings.replace({"waver": 0.0}))
     made.read()

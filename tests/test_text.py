@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.patterns import Edges, Local, Pattern
-from regard.text import LONGEST, TextError, parse
+from regard.text import MAX_TEXT, TextError, parse
 from texts import answer, text_of
 
 
@@ -168,7 +168,7 @@ def test_long_texts_are_shown_around_the_caret() -> None:
     _, shown, caret = str(fails(text)).split("\n")
     assert shown[caret.index("^") :].startswith("oops")
     assert len(shown) < 120
-    assert len(text) < LONGEST
+    assert len(text) < MAX_TEXT
 
 
 @settings(max_examples=200, deadline=None)

@@ -28,17 +28,18 @@ def four(monkeypatch: pytest.MonkeyPatch):
 
 def test_small_models_take_one_thread_and_large_ones_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
-        name: threads.chosen(tasks.config(name), None, "cpu")[0] for name in ("saw", "reverse", "polarity", "multi30k", "imdb")
+        name: threads.choose_threads(tasks.config(name), None, "cpu")[0]
+        for name in ("saw", "reverse", "polarity", "multi30k", "imdb")
     }
     assert found == {"saw": 1, "reverse": 1, "polarity": 1, "multi30k": 4, "imdb": 4}
     saw = tasks.config("saw")
-    assert "on 1 thread of 4, as the model is small: --threads 4 uses all" in threads.chosen(saw, None, "cpu")[1]
-    assert threads.chosen(saw, 3, "cpu") == (3, "") and threads.chosen(saw, None, "cuda") == (4, "")
+    assert "on 1 thread of 4, as the model is small: --threads 4 uses all" in threads.choose_threads(saw, None, "cpu")[1]
+    assert threads.choose_threads(saw, 3, "cpu") == (3, "") and threads.choose_threads(saw, None, "cuda") == (4, "")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert threads.chosen(saw, None, "cpu") == (4, "") and threads.chosen(saw, 2, "cpu") == (2, "")
+    assert threads.choose_threads(saw, None, "cpu") == (4, "") and threads.choose_threads(saw, 2, "cpu") == (2, "")
     for wrong in (0, -1, 10**9):
         with pytest.raises(ValueError, match="threads must be from 1 to 1024"):
-            threads.chosen(saw, wrong, "cpu")
+            threads.choose_threads(saw, wrong, "cpu")
 
 
 def test_a_run_goes_on_with_its_own_number_and_says_where_it_does_not(tmp_path: Path) -> None:

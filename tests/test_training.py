@@ -14,7 +14,7 @@ from regard.training import checkpoints, metrics_log, rng
 from regard.training.atomic_files import RunError
 from regard.training.fit import fit
 from regard.training.losses import Loss
-from regard.training.prefetch import batches_of
+from regard.training.prefetch import prefetch_batches
 from regard.training.progress import Bar, Lines, Progress, progress, span
 from small_task import Small, small
 
@@ -54,7 +54,7 @@ def test_a_run_leaves_a_folder_that_says_all_about_it(tmp_path):
     about = json.loads((tmp_path / "run.json").read_text())
     assert about["seed"] == 7 and about["device"] == "cpu" and about["torch"] == torch.__version__
     assert about["parameters"] == sum(p.numel() for p in Small(small()).model().parameters())
-    lines = metrics_log.lines(tmp_path / "metrics.jsonl")
+    lines = metrics_log.read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(5, 61, 5))
     assert [line["step"] for line in lines if "val" in line] == list(range(10, 61, 10))
     assert lines[-1]["loss"] < lines[0]["loss"] and {"time", "loss", "nll", "lr", "norm", "tokens"} <= set(lines[0])
@@ -157,12 +157,12 @@ def test_dice_that_are_put_back_throw_what_they_would_have_thrown():
     def thrown():
         return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()
 
-    rng.throw(3)
+    rng.seed_all(3)
     np.random.randn()  # of the two that it makes, one is left for later
-    held = json.loads(json.dumps(rng.held()))
+    held = json.loads(json.dumps(rng.rng_state()))
     first = thrown()
     assert thrown() != first
-    rng.put_back(held)
+    rng.set_rng_state(held)
     assert thrown() == first
 
 
@@ -171,7 +171,7 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     assert (result.best, result.best_step) == (0.1, 4)
     result = train(tmp_path / "none", scored((math.nan,), math.nan, steps=4, average=2))
     assert (result.best, result.averaged, result.chosen, result.score) == (None, None, "last", None)
-    assert metrics_log.lines(tmp_path / "none" / "metrics.jsonl")[0]["val"] == {"accuracy": None}
+    assert metrics_log.read_metrics(tmp_path / "none" / "metrics.jsonl")[0]["val"] == {"accuracy": None}
 
 
 def test_a_score_that_does_not_choose_is_refused(tmp_path):
@@ -204,7 +204,7 @@ def test_a_loss_that_is_no_number_ends_training_with_the_step_and_the_last_good_
     with pytest.raises(RunError, match=r"the loss is (nan|inf) at update 12: the last good checkpoint is .*step-000010\. Try"):
         train(tmp_path, broken(12, value))
     assert checkpoints.steps(tmp_path) == [5, 10]
-    assert all(x.isfinite().all() for x in checkpoints.load(checkpoints.latest(tmp_path)).weights.values())
+    assert all(x.isfinite().all() for x in checkpoints.load_checkpoint(checkpoints.latest(tmp_path)).weights.values())
     with pytest.raises(RunError, match="at update 2: no checkpoint has been saved yet"):
         train(tmp_path / "early", broken(2, value))
 
@@ -235,14 +235,14 @@ def test_half_precision_may_skip_updates_but_not_forever(tmp_path):
         total=plain(model, batch, step).total * (math.inf if step in (5, 6) else 1)
     )
     assert train(tmp_path / "fine", task).steps == 40
-    state = checkpoints.load(checkpoints.latest(tmp_path / "fine")).state
+    state = checkpoints.load_checkpoint(checkpoints.latest(tmp_path / "fine")).state
     assert state["skipped"] == 0 and state["scaler"]["scale"] == 2**16 / 4
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16-mixed", "16-mixed"])
 def test_every_precision_learns_with_weights_in_float32(tmp_path, precision):
     train(tmp_path, precision=precision, steps=20)
-    lines = metrics_log.lines(tmp_path / "metrics.jsonl")
+    lines = metrics_log.read_metrics(tmp_path / "metrics.jsonl")
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert {x.dtype for x in checkpoints.load_run(tmp_path).weights.values()} == {torch.float32}
 
@@ -295,9 +295,9 @@ def test_an_error_in_a_batch_reaches_the_caller(tmp_path):
 
 def test_batches_made_ahead_are_those_of_their_updates():
     task = Small(small(steps=9, accumulate=2))
-    with batches_of(task, 0, "cpu") as every:
+    with prefetch_batches(task, 0, "cpu") as every:
         whole = list(every)
-    with batches_of(task, 5, "cpu") as rest:
+    with prefetch_batches(task, 5, "cpu") as rest:
         later = list(rest)
     assert len(whole) == 9 and len(later) == 4 and all(len(update) == 2 for update in whole)
     for a, b in zip(whole[5:], later, strict=True):
@@ -338,14 +338,14 @@ def test_spans_of_time_are_short():
 
 
 def test_a_journal_forgets_what_is_behind_the_step_it_goes_on_from(tmp_path):
-    made = metrics_log.Journal(tmp_path, 0)
+    made = metrics_log.MetricsLog(tmp_path, 0)
     for step in (5, 10, 15):
         made.write({"step": step, "loss": math.nan if step == 10 else 1.0})
     made.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 20, "lo')
-    metrics_log.Journal(tmp_path, 10).close()
+    metrics_log.MetricsLog(tmp_path, 10).close()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 5, "loss": 1.0}\n{"step": 10, "loss": null}\n'
     (tmp_path / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(RunError, match="not as it was written"):
-        metrics_log.Journal(tmp_path, 10)
+        metrics_log.MetricsLog(tmp_path, 10)

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from conftest import CASES, DEVICE, Case, claiming, close, data, every, modes, some
 from regard import layer
 from regard.mixers.base import Can
-from regard.ops.tile.attention import Reach, tiled
+from regard.ops.tile.attention import HeadPatterns, tile_attention
 from regard.patterns import Local, Pattern
 from regard.patterns.tiles import Span
 
@@ -146,11 +146,11 @@ def test_a_second_backward_pass_drops_the_same_weights(text):
 @pytest.mark.parametrize("text", ["Local(8)", "Local(8) | Global(first=2)", "Blocks(16)", "Dilated(4, 3)"])
 def test_plain_forms_make_no_square(text):
     """The largest tensor of a transformed pass follows the pairs, not n x n."""
-    reach, n = Reach.of(Pattern.parse(text), 1), 2048
+    reach, n = HeadPatterns.of(Pattern.parse(text), 1), 2048
     q = torch.randn(1, 1, n, 4, device=DEVICE)
 
     def f(q):
-        return tiled(q, q, q, reach, Span(0, n, 0, n), scale=0.5, causal=True)[0]
+        return tile_attention(q, q, q, reach, Span(0, n, 0, n), scale=0.5, causal=True)[0]
 
     largest = _Largest()
     with largest:
@@ -180,10 +180,10 @@ def test_plans_made_inside_a_transform_serve_outside():
 
 def test_second_derivatives_where_keys_are_the_queries():
     """One tensor in two places counts as two variables in the backward pass, and as one outside."""
-    reach, q = Reach.of(Local(4), 2), torch.randn(1, 2, 40, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    reach, q = HeadPatterns.of(Local(4), 2), torch.randn(1, 2, 40, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
 
     def f(q):
-        return tiled(q, q, q, reach, Span(0, 40, 0, 40), scale=0.5)[0].sum(2)
+        return tile_attention(q, q, q, reach, Span(0, 40, 0, 40), scale=0.5)[0].sum(2)
 
     close(*(torch.autograd.grad(f(q).sin().sum(), q, create_graph=graph)[0] for graph in (True, False)))
     assert torch.autograd.gradgradcheck(f, (q,), fast_mode=True)

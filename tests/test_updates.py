@@ -10,7 +10,7 @@ from regard.data.batch import Batch
 from regard.training.fit import fit
 from regard.training.learner import Learner, optimizer
 from regard.training.losses import Loss
-from regard.training.lr_schedule import SCHEDULES, factor
+from regard.training.lr_schedule import LR_SCHEDULES, lr_factor
 from small_task import Small, small
 
 
@@ -29,11 +29,11 @@ def learner(task, **changes) -> Learner:
 # Rates
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", LR_SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_every_rate_rises_to_one_at_the_end_of_the_warm_up_and_never_beyond(schedule, warmup):
     config = small(schedule=schedule, warmup=warmup, steps=100)
-    rates = [factor(config, step) for step in range(1, 101)]
+    rates = [lr_factor(config, step) for step in range(1, 101)]
     assert all(0 <= rate <= 1 for rate in rates)
     assert warmup == 0 or rates[warmup - 1] == 1
     assert rates[: max(warmup - 1, 0)] == [step / warmup for step in range(1, warmup)]
@@ -43,7 +43,7 @@ def test_every_rate_rises_to_one_at_the_end_of_the_warm_up_and_never_beyond(sche
 
 def test_rates_have_the_values_of_their_formulas():
     def at(schedule, step):
-        return factor(small(schedule=schedule, warmup=100, steps=1100), step)
+        return lr_factor(small(schedule=schedule, warmup=100, steps=1100), step)
 
     assert at("constant", 1100) == 1
     assert at("linear", 600) == 0.5 and at("linear", 1100) == 0
@@ -56,9 +56,9 @@ def test_rates_have_the_values_of_their_formulas():
 
 def test_an_unknown_schedule_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'cosine'"):
-        factor(small(schedule="cosin"), 1)
+        lr_factor(small(schedule="cosin"), 1)
     with pytest.raises(ValueError, match="counted from 1"):
-        factor(small(), 0)
+        lr_factor(small(), 0)
     with pytest.raises(ValueError, match="did you mean 'linear'"):
         train(tmp_path / "new", schedule="liner")
     assert not (tmp_path / "new").exists()

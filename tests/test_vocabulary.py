@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data.batch import BEGIN, END, MASK, PAD, SPECIAL, UNKNOWN
-from regard.data.bpe_dropout import Wavering
-from regard.data.extended_vocab import extended, spoken, target_extended
+from regard.data.bpe_dropout import BpeDropout
+from regard.data.extended_vocab import extend_ids, extend_target_ids, extended_words
 from regard.data.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words, vocabulary
 
 CORPUS = [
@@ -209,8 +209,8 @@ def test_a_vocabulary_of_subwords_is_as_large_as_asked_for_or_smaller():
 @given(text=st.text(max_size=40).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text)))
 def test_spellings_that_do_not_waver_are_those_of_the_vocabulary(lower, text):
     words = SUBWORDS[lower]
-    assert next(Wavering(words, 0.0, 1).rounds([text], 1)) == [words.encode(text)]
-    (whole,), (bare,) = (next(Wavering(words, share, 1).rounds([text], 1)) for share in (0.5, 1.0))
+    assert next(BpeDropout(words, 0.0, 1).rounds([text], 1)) == [words.encode(text)]
+    (whole,), (bare,) = (next(BpeDropout(words, share, 1).rounds([text], 1)) for share in (0.5, 1.0))
     assert words.decode(whole) == words.decode(bare) == words.decode(words.encode(text))
     assert len(bare) == len(("" if not text else " " + (text.lower() if lower else text)).encode())  # nothing is merged
     assert len(words.encode(text)) <= len(whole) <= len(bare)
@@ -218,11 +218,11 @@ def test_spellings_that_do_not_waver_are_those_of_the_vocabulary(lower, text):
 
 def test_spellings_differ_from_round_to_round_and_are_the_same_for_the_same_seed():
     words = SUBWORDS[False]
-    first, again, other = (list(Wavering(words, 0.3, seed).rounds(CORPUS, 3)) for seed in (1, 1, 2))
+    first, again, other = (list(BpeDropout(words, 0.3, seed).rounds(CORPUS, 3)) for seed in (1, 1, 2))
     assert first == again != other and first[0] != first[1] != first[2]
     assert all(words.decode(row) == line for found in first for row, line in zip(found, CORPUS, strict=True))
     with pytest.raises(ValueError, match="from 0 to 1, not 2"):
-        Wavering(words, 2, 1)
+        BpeDropout(words, 2, 1)
 
 
 def test_a_very_long_line_is_no_trouble():
@@ -236,18 +236,18 @@ def test_a_very_long_line_is_no_trouble():
 def test_words_of_the_source_alone_are_numbered_in_the_order_of_their_appearance():
     vocab = Words(["who", "is", "?"])
     source = ["who", "is", "Ada", "L.", "Ada", "?", "<end>"]
-    ids, oov = extended(source, vocab)
+    ids, oov = extend_ids(source, vocab)
     assert (ids, oov) == ([5, 6, 8, 9, 8, 7, 10], ["Ada", "L.", "<end>"])
-    assert target_extended(["L.", "is", "Bob"], vocab, oov) == [9, 6, UNKNOWN]
-    assert spoken([BEGIN, 9, 6, UNKNOWN, 10, END, 5], vocab, oov) == ["L.", "is", "<end>"]
+    assert extend_target_ids(["L.", "is", "Bob"], vocab, oov) == [9, 6, UNKNOWN]
+    assert extended_words([BEGIN, 9, 6, UNKNOWN, 10, END, 5], vocab, oov) == ["L.", "is", "<end>"]
 
 
 @given(st.lists(st.text("abcd", min_size=1, max_size=2)), st.lists(st.text("abcd", min_size=1, max_size=2)))
 def test_a_source_comes_back_and_so_does_a_target_made_of_it(source, others):
     vocab = Words.of([others])
-    ids, oov = extended(source, vocab)
-    assert spoken(ids, vocab, oov) == source and target_extended(source, vocab, oov) == ids
+    ids, oov = extend_ids(source, vocab)
+    assert extended_words(ids, vocab, oov) == source and extend_target_ids(source, vocab, oov) == ids
     assert len(set(oov)) == len(oov) and not set(oov) & set(others)
     assert [number if number < len(vocab) else UNKNOWN for number in ids] == vocab.encode_words(source)
     with pytest.raises(ValueError, match=f"there is no id {len(vocab) + len(oov)}"):
-        spoken([len(vocab) + len(oov)], vocab, oov)
+        extended_words([len(vocab) + len(oov)], vocab, oov)

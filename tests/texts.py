@@ -16,13 +16,13 @@ from regard import Dims, layer
 from regard.catalogue import CATALOGUE
 from regard.patterns import PATTERNS, Pattern
 from regard.positions import POSITIONS, positions
-from regard.spec import Spec, _options
+from regard.spec import Spec, _spec_options
 
 ODD = "éß漢字🙂\u200b\u202e\x00\x1b\ud800\t\n\\'\"`$@!?;:#%^~{}<>"
 SIGNS = "()[]{},|&=-+*/. '\"\\\n0123456789_eExX"
 WORDS = ["True", "False", "None", "nan", "inf", "lambda", "if", "not", "in", "import", "print", "size", "first", "at"]
 OPTIONS = sorted(
-    {o for name in CATALOGUE for o in _options(name)} | {"size", "step", "around", "count", "block", "past", "edges"}
+    {o for name in CATALOGUE for o in _spec_options(name)} | {"size", "step", "around", "count", "block", "past", "edges"}
 )
 
 
@@ -108,7 +108,7 @@ def _written(dice: random.Random, kind: str, depth: int = 0) -> str:
         options = ["base", "clip", "values", "hidden", "step", "every"]
     else:
         name = dice.choice(sorted(CATALOGUE))
-        options = list(_options(name)) or ["scale"]
+        options = list(_spec_options(name)) or ["scale"]
     given = [_value(dice, kind, depth) for _ in range(dice.choice([0, 0, 1, 1, 2, 3]))] if kind == "pattern" else []
     named = dice.sample(options, min(len(options), dice.choice([0, 1, 1, 2, 3])))
     given += [f"{option}={_value(dice, kind, depth)}" for option in named]

@@ -13,7 +13,7 @@ import torch
 import regard
 from conftest import HEADS, WIDTH, Case
 from regard.mixers.base import Can, Dims, Mixer, State
-from regard.spec import Spec, _options
+from regard.spec import Spec, _spec_options
 
 HOME = Path(regard.__file__).parent
 BAD = (None, "x", -1, 0, 1.5, True, math.nan, math.inf, (), [], {}, [1, "x"], b"x", 1j, 10**30, object(), torch.ones(2))
@@ -185,7 +185,7 @@ def wrong_builds(case: Case) -> Iterator[Call]:
     for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "causal", "cross", "max_len", "dropout"):
         for bad in BAD:
             yield f"{name}={bad!r}"[:60], tried(case.spec, **{name: bad})
-    for name in _options(case.row.name):
+    for name in _spec_options(case.row.name):
         for bad in BAD:
 
             def call(name: str = name, bad: object = bad) -> object:

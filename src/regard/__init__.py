@@ -5,9 +5,9 @@ from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
 from regard.mixers.feature_math import per_query_head
-from regard.mixers.graph_attention import disjoint, edge_weights, over
+from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
 from regard.mixers.graph_layer import GraphAttention
-from regard.mixers.low_rank import tie
+from regard.mixers.low_rank import tie_linformer
 from regard.patterns import (
     Blocks,
     Causal,
@@ -61,8 +61,8 @@ __all__ = [
     "disjoint",
     "edge_weights",
     "layer",
-    "over",
+    "on_graph",
     "per_query_head",
     "select",
-    "tie",
+    "tie_linformer",
 ]

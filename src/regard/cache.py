@@ -11,24 +11,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from regard.transforms import plainly, untraced
+from regard.transforms import needs_plain_ops, untraced
 
-ROOM = 1 << 24  # numbers that one function remembers, and the newest result whatever its size
-MOST = 64  # results
+MAX_ELEMENTS = 1 << 24  # numbers that one function remembers, and the newest result whatever its size
+MAX_RESULTS = 64  # results
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+CachedFunction = TypeVar("CachedFunction", bound=Callable[..., Any])
 
-_lock = Lock()  # of all memories; nothing is worked out while it is held
+_cache_lock = Lock()  # of all memories; nothing is worked out while it is held
 # A fork waits until it is free, so that the child gets whole memories and a free lock.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+os.register_at_fork(before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache_lock.release)
 
 
-def lasting(f: Made) -> Made:
+def outlives_tracing(f: CachedFunction) -> CachedFunction:
     """Wrap a function whose tensors are kept, so that they outlive every transform, tracer and inference mode around the call."""
 
     @wraps(f)
     def made(*args: Any, **more: Any) -> Any:
-        if not (torch.is_inference_mode_enabled() or plainly()):
+        if not (torch.is_inference_mode_enabled() or needs_plain_ops()):
             return f(*args, **more)
         with untraced():
             return f(*args, **more)
@@ -36,26 +36,26 @@ def lasting(f: Made) -> Made:
     return made  # type: ignore[return-value]
 
 
-def remembered(size: Callable[[Any], int]) -> Callable[[Made], Made]:
+def bounded_cache(size: Callable[[Any], int]) -> Callable[[CachedFunction], CachedFunction]:
     """Remembers the newest results, as many as there is room for: a new graph in every batch must not fill the memory.
 
     A result is kept when it is whole, so that an interrupted call leaves nothing behind.
     """
 
-    def around(f: Made) -> Made:
+    def around(f: CachedFunction) -> CachedFunction:
         kept: OrderedDict[Hashable, Any] = OrderedDict()
-        make = lasting(f)
+        make = outlives_tracing(f)
 
         @wraps(f)
         def again(*key: Hashable) -> Any:
-            with _lock:
+            with _cache_lock:
                 if key in kept:
                     kept.move_to_end(key)
                     return kept[key]
             found = make(*key)
-            with _lock:
+            with _cache_lock:
                 kept[key] = found
-                while len(kept) > 1 and (len(kept) > MOST or sum(map(size, kept.values())) > ROOM):
+                while len(kept) > 1 and (len(kept) > MAX_RESULTS or sum(map(size, kept.values())) > MAX_ELEMENTS):
                     kept.popitem(last=False)
             return found
 

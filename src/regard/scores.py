@@ -34,20 +34,20 @@ def rouge_l(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool
 
     Words are what stands between spaces; two texts without any are alike.
     """
-    _check(hypotheses, references)
+    _check_lengths(hypotheses, references)
     pairs = [(_words(a, lower), _words(b, lower)) for a, b in zip(hypotheses, references, strict=True)]
     return 100 * sum(2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0 for a, b in pairs) / len(pairs)
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
     """How many texts have the words they should have, in their order: the kind and number of spaces does not count."""
-    _check(hypotheses, references)
+    _check_lengths(hypotheses, references)
     return accuracy([_words(a, lower) for a in hypotheses], [_words(b, lower) for b in references])
 
 
 def accuracy(predicted: Sequence[Any], true: Sequence[Any]) -> float:
     """How many labels, of any kind, are equal."""
-    _check(predicted, true)
+    _check_lengths(predicted, true)
     return 100 * sum(a == b for a, b in zip(predicted, true, strict=True)) / len(true)
 
 
@@ -74,7 +74,7 @@ def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) ->
 
 
 def _sacrebleu(hypotheses: Sequence[str], references: Sequence[str]) -> Any:
-    _check(hypotheses, references)
+    _check_lengths(hypotheses, references)
     try:
         from sacrebleu import metrics
     except ModuleNotFoundError:
@@ -82,7 +82,7 @@ def _sacrebleu(hypotheses: Sequence[str], references: Sequence[str]) -> Any:
     return metrics
 
 
-def _check(hypotheses: Sequence[Any], references: Sequence[Any]) -> None:
+def _check_lengths(hypotheses: Sequence[Any], references: Sequence[Any]) -> None:
     if isinstance(hypotheses, str) or isinstance(references, str):
         raise TypeError("a score compares lists of texts, not two texts: put each into a list")
     if len(hypotheses) != len(references):

@@ -18,7 +18,7 @@ from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.position_interface import Positions
 from regard.patterns import PATTERNS, Pattern
 from regard.positions import positions as make_positions
-from regard.text import DEEPEST, LARGEST, TextError, parse, unknown
+from regard.text import MAX_DEPTH, MAX_NUMBER, TextError, parse, unknown
 
 Value = bool | int | float | str | Pattern | tuple["Value", ...] | None
 
@@ -33,7 +33,7 @@ class Spec:
     def __init__(self, name: str, /, **options: Any) -> None:
         if name not in CATALOGUE:
             raise ValueError(unknown("nothing is called", str(name), CATALOGUE))
-        allowed = _options(name)
+        allowed = _spec_options(name)
         for option in options:
             if option not in allowed:
                 raise ValueError(unknown(f"{name} has no option", option, allowed))
@@ -49,7 +49,7 @@ class Spec:
         return CATALOGUE[self.name]
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{o}={_text(v)}' for o, v in self.items)})" if self.items else self.name
+        return f"{self.name}({', '.join(f'{o}={_literal(v)}' for o, v in self.items)})" if self.items else self.name
 
     def __repr__(self) -> str:
         return f"Spec({', '.join([repr(self.name), *(f'{o}={v!r}' for o, v in self.items)])})"
@@ -77,7 +77,7 @@ class Spec:
         raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {shown(x)}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "options": {option: _plain(value) for option, value in self.items}}
+        return {"name": self.name, "options": {option: _json_value(value) for option, value in self.items}}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Spec:
@@ -143,7 +143,7 @@ def layer(
 
 
 @cache
-def _options(name: str) -> dict[str, inspect.Parameter]:
+def _spec_options(name: str) -> dict[str, inspect.Parameter]:
     """What may be said about a mechanism: all of its constructor but the dims, and in a text also without the names."""
     options = list(inspect.signature(CATALOGUE[name].make).parameters.values())[1:]
     options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
@@ -154,7 +154,7 @@ def _options(name: str) -> dict[str, inspect.Parameter]:
 def _patterned(name: str) -> frozenset[str]:
     """The options that are patterns, so that their text can stand for them."""
     hints = get_type_hints(CATALOGUE[name].make.__init__)
-    return frozenset(o for o in _options(name) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
+    return frozenset(o for o in _spec_options(name) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
 
 
 @cache
@@ -164,7 +164,7 @@ def _names() -> dict[str, Callable[..., object]]:
 
 
 def _maker(name: str) -> Callable[..., Spec]:
-    signature = inspect.Signature(list(_options(name).values()))
+    signature = inspect.Signature(list(_spec_options(name).values()))
 
     def make(*args: object, **options: object) -> Spec:
         return Spec(name, **signature.bind(*args, **options).arguments)
@@ -176,14 +176,14 @@ def _maker(name: str) -> Callable[..., Spec]:
 def _value(name: str, option: str, value: object, depth: int = 1) -> Value:
     """An option as it is kept: hashable, printable, and a pattern exactly where a pattern is meant."""
     if isinstance(value, list | tuple):
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise ValueError(
-                f"{name} cannot take lists inside each other {depth} times as {option}: {DEEPEST} levels is the limit"
+                f"{name} cannot take lists inside each other {depth} times as {option}: {MAX_DEPTH} levels is the limit"
             )
         return tuple(_value(name, option, part, depth + 1) for part in value)
     if isinstance(value, str | Pattern) and option in _patterned(name):
         return Pattern.of(value)
-    if isinstance(value, int | float) and not abs(value) < LARGEST:
+    if isinstance(value, int | float) and not abs(value) < MAX_NUMBER:
         raise ValueError(f"{name} needs a smaller {option}: {shown(value)} is too large to be written down")
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -192,13 +192,13 @@ def _value(name: str, option: str, value: object, depth: int = 1) -> Value:
     )
 
 
-def _text(value: Value) -> str:
+def _literal(value: Value) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_literal, value)) + "]"
     return str(value) if isinstance(value, Pattern) else repr(value)
 
 
-def _plain(value: Value) -> Any:
+def _json_value(value: Value) -> Any:
     if isinstance(value, tuple):
-        return [_plain(part) for part in value]
+        return [_json_value(part) for part in value]
     return str(value) if isinstance(value, Pattern) else value

@@ -14,15 +14,15 @@ from difflib import get_close_matches
 from functools import lru_cache, partial
 from typing import NoReturn, TypeVar
 
-LONGEST = 100_000  # characters: a graph of 4,096 edges, written out
-MOST = 8_500  # signs between names and numbers; each becomes an object of a few hundred bytes
-CALLS = 2_000  # names with what they are given
-SIGNS = ",|&([{=<>+-*/%^~@!.:"
-DEEPEST = 100  # calls, lists and operators inside each other; far below Python's own limit
-LARGEST = 2**63  # numbers end up in tensors
+MAX_TEXT = 100_000  # characters: a graph of 4,096 edges, written out
+MAX_SIGNS = 8_500  # signs between names and numbers; each becomes an object of a few hundred bytes
+MAX_CALLS = 2_000  # names with what they are given
+MAX_OPERATORS = ",|&([{=<>+-*/%^~@!.:"
+MAX_DEPTH = 100  # calls, lists and operators inside each other; far below Python's own limit
+MAX_NUMBER = 2**63  # numbers end up in tensors
 
-Made = TypeVar("Made")
-Names = Mapping[str, Callable[..., object]]
+Parsed = TypeVar("Parsed")
+NamedMakers = Mapping[str, Callable[..., object]]
 
 
 class TextError(ValueError):
@@ -36,22 +36,22 @@ class TextError(ValueError):
         return f"{self.sentence}\n{_underline(self.text, self.at)}"
 
 
-def parse(text: str, names: Names) -> object:
+def parse(text: str, names: NamedMakers) -> object:
     """The value of a text such as `Local(256) | Global(first=4)`; `names` says what may be called. `softmax` is `softmax()`."""
-    if len(text) > LONGEST:
-        raise TextError(f"{len(text):,} characters are too many: {LONGEST:,} is the limit", text)
+    if len(text) > MAX_TEXT:
+        raise TextError(f"{len(text):,} characters are too many: {MAX_TEXT:,} is the limit", text)
     line = re.sub(r"\s", " ", text).strip()  # one line, so that a place in it is one number
     if not line:
         raise TextError("there is nothing to read: write a name, such as " + " or ".join(list(names)[:2]), line)
-    if (signs := sum(map(line.count, SIGNS))) > MOST:
-        raise TextError(f"{signs:,} commas, brackets and signs are too many: {MOST:,} is the limit", line)
+    if (signs := sum(map(line.count, MAX_OPERATORS))) > MAX_SIGNS:
+        raise TextError(f"{signs:,} commas, brackets and signs are too many: {MAX_SIGNS:,} is the limit", line)
     try:
         return _Reader(line, names).value(_tree(line))
     except (RecursionError, MemoryError):  # Python's parser has limits of its own
-        raise TextError(f"this is nested too deeply: {DEEPEST} levels is the limit", line) from None
+        raise TextError(f"this is nested too deeply: {MAX_DEPTH} levels is the limit", line) from None
 
 
-def chosen(text: str, makers: Mapping[str, Callable[..., Made]]) -> partial[Made]:
+def parse_choice(text: str, makers: Mapping[str, Callable[..., Parsed]]) -> partial[Parsed]:
     """What a text such as `relative(clip=8)` says to make: one of the makers, with its options, still without the dims."""
     made = parse(text, {name: _with_options(make) for name, make in makers.items()})
     if not isinstance(made, partial):
@@ -73,7 +73,7 @@ def _with_options(make: Callable[..., object]) -> Callable[..., partial]:
 
 def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
     """A sentence about an unknown word, with the nearest allowed one and then all of them."""
-    word, by_lower = _short(word), {name.lower(): name for name in allowed}
+    word, by_lower = _shortened(word), {name.lower(): name for name in allowed}
     near = get_close_matches(word.lower(), by_lower, n=1)
     hint = f"did you mean {by_lower[near[0]]!r}? There is " if near else "there is "
     return f"{what} {word!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
@@ -91,12 +91,12 @@ def _tree(line: str) -> ast.expr:
 class _Reader:
     """Walks a syntax tree and allows what it knows."""
 
-    def __init__(self, line: str, names: Names) -> None:
+    def __init__(self, line: str, names: NamedMakers) -> None:
         self.line, self.names, self.calls = line, names, 0
 
     def value(self, node: ast.expr, depth: int = 1) -> object:
-        if depth > DEEPEST:
-            self.fail(f"this is nested too deeply: {DEEPEST} levels is the limit", node)
+        if depth > MAX_DEPTH:
+            self.fail(f"this is nested too deeply: {MAX_DEPTH} levels is the limit", node)
         match node:
             case ast.Constant():
                 return self.literal(node)
@@ -117,14 +117,14 @@ class _Reader:
 
     def item(self, node: ast.expr, depth: int) -> object:
         """The value of an item of a list; a number, of which there may be thousands, without further questions."""
-        number = type(node) is ast.Constant and type(node.value) is int and node.value < LARGEST
+        number = type(node) is ast.Constant and type(node.value) is int and node.value < MAX_NUMBER
         return node.value if number else self.value(node, depth)  # type: ignore[attr-defined]
 
     def literal(self, node: ast.expr) -> object:
         value = node.value if isinstance(node, ast.Constant) else None
         if value is not None and not isinstance(value, bool | int | float | str):
             self.fail("this has no meaning here: write a number, a string, True, False or None", node)
-        if isinstance(value, int | float) and not value < LARGEST:
+        if isinstance(value, int | float) and not value < MAX_NUMBER:
             self.fail("this number is too large: 2**63 is the limit", node)
         return value
 
@@ -145,15 +145,15 @@ class _Reader:
         if name.id not in self.names:
             self.fail(unknown("nothing is called", name.id, self.names), name)
         make, self.calls = self.names[name.id], self.calls + 1
-        if self.calls > CALLS:
-            self.fail(f"too many names: {CALLS:,} is the limit", name)
+        if self.calls > MAX_CALLS:
+            self.fail(f"too many names: {MAX_CALLS:,} is the limit", name)
         self.check_keywords(name.id, make, keywords)
         positional = [self.value(arg, depth + 1) for arg in args]
         named = {keyword.arg: self.value(keyword.value, depth + 1) for keyword in keywords if keyword.arg}
         try:
             _signature(make).bind(*positional, **named)
         except TypeError as error:
-            self.fail(f"{name.id}: {error}; it is written {name.id}{_shape(make)}", node)
+            self.fail(f"{name.id}: {error}; it is written {name.id}{_signature_text(make)}", node)
         try:
             return make(*positional, **named)
         except (TypeError, ValueError, ArithmeticError) as error:
@@ -173,17 +173,17 @@ class _Reader:
 
     def fail(self, sentence: str, node: ast.expr | ast.keyword) -> NoReturn:
         at = len(self.line.encode()[: node.col_offset].decode())  # the parser counts bytes
-        raise TextError(_short(sentence, 600), self.line, at) from None
+        raise TextError(_shortened(sentence, 600), self.line, at) from None
 
 
 _signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
-def _short(text: str, most: int = 40) -> str:
+def _shortened(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[:most] + "…"
 
 
-def _shape(make: Callable[..., object]) -> str:
+def _signature_text(make: Callable[..., object]) -> str:
     """Its options as one would type them: (size, around=0)."""
     parts = _signature(make).parameters.values()
     return "(" + ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parts) + ")"

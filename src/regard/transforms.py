@@ -26,12 +26,12 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def plainly() -> bool:
+def needs_plain_ops() -> bool:
     """Tell whether work must be done in plain operations, which every transform and every exporter can follow."""
     return transformed() or exporting()
 
 
-def need_lengths(name: str, valid: Tensor | None) -> None:
+def needs_lengths(name: str, valid: Tensor | None) -> None:
     """Refuse a mask whose numbers the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
     if valid is not None and (torch.compiler.is_exporting() or _batched(valid)):
         raise NotImplementedError(
@@ -49,7 +49,7 @@ def _batched(x: Tensor) -> bool:
     return False
 
 
-def may_look(x: Tensor) -> bool:
+def may_read_data(x: Tensor) -> bool:
     """Tell whether the host may read the numbers of x now, and for free."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
 
@@ -61,7 +61,9 @@ def untraced() -> Iterator[None]:
         yield
 
 
-def regraded(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
+def differentiable_grads(
+    f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
     """Compute the gradients of f(*inputs), given those of its results, as functions of both: for create_graph=True.
 
     Every input counts as a variable of its own, also where one was made of another or is the same tensor.

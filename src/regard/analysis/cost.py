@@ -26,17 +26,17 @@ from regard.mixers.sparse import Sparse, census
 from regard.patterns import Pattern
 from regard.spec import Spec
 
-LONG = 16_384  # growth is measured from half this length to it, or from half the length asked for if that is longer
+GROWTH_LENGTH = 16_384  # growth is measured from half this length to it, or from half the length asked for if that is longer
 MEASURED = 16_384  # tokens of the longest state that is really filled; beyond it, its growth says the rest
 HEAVY = 1 << 25  # numbers in a mixer that is too large to be made only to measure how its state grows
 COMPARED = 512  # tokens of the matrix that is compared with softmax
 DEVIATIONS = (1.0, 0.5, 0.25)  # of the queries and keys on which an estimate is compared with what it estimates
 SHORT = 512  # tokens of a pass that may stand for longer ones
-BLOCKS = 2048  # a side; where there would be more, larger ones are counted
+MAX_BLOCKS = 2048  # a side; where there would be more, larger ones are counted
 
 
 @dataclass(frozen=True)
-class Work:
+class FlopCount:
     """A forward pass over one sequence, projections included."""
 
     parameters: int
@@ -45,7 +45,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateSize:
     """What streaming has to remember, of one sequence in float32."""
 
     bytes: int
@@ -82,15 +82,15 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Cost:
     """Numbers for one mechanism at one length. None: the question does not apply to it."""
 
     spec: Spec
     dims: Dims
     length: int
     claims: Can
-    work: Work
-    state: Kept | None
+    work: FlopCount
+    state: StateSize | None
     pairs: Pairs | None
     distance: Distance | None
     estimate: Estimate | None = None
@@ -114,10 +114,10 @@ class Facts:
             ("claims", str(self.claims)),
             ("measured at", f"{self.length:,} tokens{form}, width {self.dims.width:,}, {heads}"),
             ("parameters", f"{self.work.parameters:,}"),
-            ("FLOPs of a pass", _short(self.work.flops) + _grows(self.work.growth, "n", ", mixing ")),
+            ("FLOPs of a pass", _si_number(self.work.flops) + _grows(self.work.growth, "n", ", mixing ")),
         ]
         if self.state:
-            found.append(("streaming state", f"{_short(self.state.bytes)}B" + _grows(self.state.growth, "t", ", ")))
+            found.append(("streaming state", f"{_si_number(self.state.bytes)}B" + _grows(self.state.growth, "t", ", ")))
         if self.pairs:
             found.append(("pairs per head", f"{self.pairs.per_head:,.0f}, {_percent(self.pairs.density)} of all"))
             found.append((f"blocks of {self.pairs.block}", f"{_percent(self.pairs.block_density)} hold a pair"))
@@ -129,22 +129,22 @@ class Facts:
         return [*found, ("paper", self.spec.row.paper)]
 
 
-def facts(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = False, heads: int = 4, width: int = 256) -> Facts:
+def cost(spec: Spec | str | Pattern, length: int = 1024, *, causal: bool = False, heads: int = 4, width: int = 256) -> Cost:
     """All the numbers `regard show` prints, the same every time. Long passes are counted on tensors without content."""
     spec, dims = Spec.of(spec), Dims(width=width, heads=heads, causal=causal)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", PoorEstimate)  # how poor it is, is one of the facts
         torch.manual_seed(0)
-        return _facts(spec, dims, length)
+        return _cost(spec, dims, length)
 
 
-def _facts(spec: Spec, dims: Dims, length: int) -> Facts:
+def _cost(spec: Spec, dims: Dims, length: int) -> Cost:
     mixer = spec.build(replace(dims, max_len=length))
-    pairs, tokens = _pairs(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
+    pairs, tokens = _pair_count(pattern_of(mixer), length, dims), sample(mixer, length, COMPARED)
     known = isinstance(mixer, Attention) and mixer.rate == 1 and has_weights(mixer.core, tokens)
     distance = _distance(mixer.core, tokens) if known else None  # type: ignore[arg-type]
     work, state, estimate = _work(spec, dims, length), _state(mixer, spec, length), _estimate(mixer, tokens)
-    return Facts(spec, dims, length, mixer.can, work, state, pairs, distance, estimate)
+    return Cost(spec, dims, length, mixer.can, work, state, pairs, distance, estimate)
 
 
 class _Flops(NamedTuple):
@@ -152,21 +152,21 @@ class _Flops(NamedTuple):
     mixing: int  # all but the projections
 
 
-def _work(spec: Spec, dims: Dims, length: int) -> Work:
+def _work(spec: Spec, dims: Dims, length: int) -> FlopCount:
     """Counted on a mixer without content."""
-    far = max(length, LONG)
+    far = max(length, GROWTH_LENGTH)
     with torch.device("meta"):
         mixer, parameters = (spec.build(replace(dims, max_len=n)) for n in (far, length))
-    count: Callable[[int], _Flops] = cache(partial(_count, mixer))
+    count: Callable[[int], _Flops] = cache(partial(_count_flops, mixer))
     if pattern_of(mixer) is None:
         count = partial(_parabola, count)
     grows = _holds(mixer, far) and _holds(mixer, far // 2)
     power = _exponent(count(far // 2).mixing, count(far).mixing) if grows else None
-    return Work(sum(p.numel() for p in parameters.parameters()), count(length).all, power)
+    return FlopCount(sum(p.numel() for p in parameters.parameters()), count(length).all, power)
 
 
 @torch.no_grad()
-def _count(mixer: Mixer, n: int) -> _Flops:
+def _count_flops(mixer: Mixer, n: int) -> _Flops:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         mixer(torch.empty(1, n, mixer.dims.width, device="meta"))
     each, kind = counter.get_flop_counts(), type(mixer).__name__
@@ -193,8 +193,8 @@ def _exponent(once: float, twice: float) -> float:
     return math.log2(twice / once) if once > 0 and twice > 0 else 0.0
 
 
-def _state(mixer: Mixer, spec: Spec, length: int) -> Kept | None:
-    far, filled = min(max(length, LONG), MEASURED), min(length, MEASURED)
+def _state(mixer: Mixer, spec: Spec, length: int) -> StateSize | None:
+    far, filled = min(max(length, GROWTH_LENGTH), MEASURED), min(length, MEASURED)
     if Can.CAUSAL not in mixer.can:
         return None
     while far // 2 >= max(filled, 4 * SHORT) and _numbers(spec, replace(mixer.dims, causal=True, max_len=far)) > HEAVY:
@@ -205,7 +205,7 @@ def _state(mixer: Mixer, spec: Spec, length: int) -> Kept | None:
     if Can.STREAM not in mixer.can:
         return None
     power = _exponent(_remembered(mixer, far // 2), _remembered(mixer, far))
-    return Kept(round(_remembered(mixer, filled) * (length / filled) ** power), power)
+    return StateSize(round(_remembered(mixer, filled) * (length / filled) ** power), power)
 
 
 def _numbers(spec: Spec, dims: Dims) -> int:
@@ -244,10 +244,10 @@ def _holds(mixer: Mixer, n: int) -> bool:
         return False
 
 
-def _pairs(pattern: Pattern | None, length: int, dims: Dims) -> Pairs | None:
+def _pair_count(pattern: Pattern | None, length: int, dims: Dims) -> Pairs | None:
     if pattern is None:
         return None
-    block = 64 * -(-length // (64 * BLOCKS))
+    block = 64 * -(-length // (64 * MAX_BLOCKS))
     found = census(pattern, length, causal=dims.causal, heads=dims.heads, block=block)
     return Pairs(found.pairs / dims.heads, found.density, block, found.block_density)
 
@@ -291,7 +291,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _short(number: float) -> str:
+def _si_number(number: float) -> str:
     """1234567 as 1.23 M."""
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:

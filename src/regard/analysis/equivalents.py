@@ -57,7 +57,7 @@ class ConvAttention(nn.Module):
 
     def __init__(self, conv: nn.Conv2d, *, sharpness: float = SHARP) -> None:
         super().__init__()
-        check(conv)
+        check_convolution(conv)
         weight, groups = conv.weight.detach(), conv.groups
         (high, wide), (down, right) = conv.kernel_size, conv.dilation
         self.channels, self.reach = conv.in_channels, (high // 2 * down, wide // 2 * right)
@@ -152,7 +152,7 @@ def _pointwise(linear: nn.Linear) -> nn.Conv1d:
     return conv
 
 
-def check(conv: nn.Conv2d) -> None:
+def check_convolution(conv: nn.Conv2d) -> None:
     """Refuse what is not the same as looking at neighbours."""
     if not isinstance(conv, nn.Conv2d):
         raise TypeError(f"conv_as_attention takes an nn.Conv2d, not {type(conv).__name__}")

@@ -14,16 +14,16 @@ from regard.spec import layer
 TRAINED, LONGER = 32, 96  # tokens
 
 
-class Traits(NamedTuple):
+class PositionProperties(NamedTuple):
     inductive: bool  # tells apart places that are further away than any it was built for
     data_driven: bool  # learns something
     parameter_efficient: bool  # does not grow with the longest sequence
 
 
-def traits(name: str, width: int = 32, heads: int = 4) -> Traits:
+def position_properties(name: str, width: int = 32, heads: int = 4) -> PositionProperties:
     made, longer = (positions(name, Dims(width, heads, max_len=n)) for n in (TRAINED, 4 * TRAINED))
     sizes = [sum(p.numel() for p in one.parameters()) for one in (made, longer)]
-    return Traits(_goes_on(made), sizes[0] > 0, sizes[0] == sizes[1])
+    return PositionProperties(_goes_on(made), sizes[0] > 0, sizes[0] == sizes[1])
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def positions_table() -> str:
     lines = ["| positions | act on | inductive | data-driven | parameter-efficient |", "|---|---|---|---|---|"]
     where = {Can.NOTHING: "tokens", Can.ROTARY: "queries and keys", Can.RELATIVE: "scores"}
     for name in POSITIONS:
-        found = ("yes" if x else "no" for x in traits(name))
+        found = ("yes" if x else "no" for x in position_properties(name))
         acts = "nothing" if name == "none" else where[positions(name, Dims(32, 4, max_len=TRAINED)).needs]
         lines.append(f"| `{name}` | {acts} | {' | '.join(found)} |")
     return "\n".join(lines)

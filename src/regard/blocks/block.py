@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from regard.blocks.feedforward import share
+from regard.blocks.feedforward import check_fraction
 from regard.mixers.attention import Attention
-from regard.mixers.base import Mixer, State, mask_padding, shortened
+from regard.mixers.base import Mixer, State, mask_padding, pool_tokens
 from regard.mixers.state import check_states
 
 NormClass = Callable[[int], nn.Module]
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.mixer_norm, self.mixer = norm_class(self.width), mixer
         self.cross_norm, self.cross = None if cross is None else norm_class(self.width), cross
         self.channel_norm, self.channel = norm_class(self.width), channel
-        self.drop = nn.Dropout(share("dropout", dropout))
+        self.drop = nn.Dropout(check_fraction("dropout", dropout))
 
     def forward(
         self,
@@ -67,7 +67,7 @@ class Block(nn.Module):
             x, context = mask_padding(x, valid), None if context is None else mask_padding(context, context_valid)
         y = self._before(self.mixer_norm, x)
         y = self.mixer(y, valid=valid, hush=False) if isinstance(self.mixer, Attention) else self.mixer(y, valid=valid)
-        x, valid = shortened(x, valid, self.rate)
+        x, valid = pool_tokens(x, valid, self.rate)
         x = self._after(self.mixer_norm, x, y)
         if self.cross is not None:
             more = {"hush": False} if isinstance(self.cross, Attention) else {}

@@ -18,14 +18,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def bent(activation: str) -> Callable[[Tensor], Tensor]:
+def activate(activation: str) -> Callable[[Tensor], Tensor]:
     """The function of that name."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     return ACTIVATIONS[activation]
 
 
-def share(name: str, value: float) -> float:
+def check_fraction(name: str, value: float) -> float:
     """The value, if it is a share that may be dropped."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), not {value!r}")
@@ -52,10 +52,10 @@ class FeedForward(nn.Module):
         super().__init__()
         need("width", width)
         need("hidden", hidden)
-        self.activation, self.act, self.gated = activation, bent(activation), gated
+        self.activation, self.act, self.gated = activation, activate(activation), gated
         self.up = nn.Linear(width, 2 * hidden if gated else hidden, bias=bias)  # gate and value in one product
         self.down = nn.Linear(hidden, width, bias=bias)
-        self.drop = nn.Dropout(share("dropout", dropout))
+        self.drop = nn.Dropout(check_fraction("dropout", dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)

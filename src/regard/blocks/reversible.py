@@ -13,10 +13,10 @@ from regard.blocks.block import Block
 from regard.blocks.positioned_block import PlacedBlock
 from regard.blocks.stack import Context, Stack
 from regard.mixers.base import State, mask_padding
-from regard.mixers.feature_math import wide
+from regard.mixers.feature_math import upcast
 from regard.mixers.state import check_states
 
-Two = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 class ReversibleStack(Stack):
@@ -56,7 +56,7 @@ class ReversibleStack(Stack):
         """n >= 0 more tokens through all blocks."""
         check_states(state, x, len(self.blocks), "stack")
         x, states = self._tokens(x, valid), []
-        one = two = wide(x)
+        one = two = upcast(x)
         for block, before in zip(self, state.memory, strict=True):
             y, own = block.mixer.extend(before.memory[0], block.mixer_norm(two.to(x.dtype)), valid)
             one = one + block.drop(y)
@@ -64,9 +64,9 @@ class ReversibleStack(Stack):
             states.append(State((own, None), own.t, own.start))
         return self._mean((one, two), x, valid), State(tuple(states), states[0].t, states[0].start)
 
-    def run(self, x: Tensor, valid: Tensor | None = None, before: Callable[[], None] = lambda: None) -> Two:
+    def run(self, x: Tensor, valid: Tensor | None = None, before: Callable[[], None] = lambda: None) -> TensorPair:
         """Both streams behind the last block, by plain operations; `before` is called in front of each part."""
-        one, two = wide(x), wide(x)
+        one, two = upcast(x), upcast(x)
         for block in self:
             before()
             one = one + _mix(block, two, valid, x.dtype)
@@ -74,7 +74,7 @@ class ReversibleStack(Stack):
             two = two + _channel(block, one, valid, x.dtype)
         return one, two
 
-    def _mean(self, streams: Two, x: Tensor, valid: Tensor | None) -> Tensor:
+    def _mean(self, streams: TensorPair, x: Tensor, valid: Tensor | None) -> Tensor:
         return self._finish(((streams[0] + streams[1]) / 2).to(x.dtype), valid)
 
 
@@ -87,7 +87,7 @@ def _channel(block: Block, x: Tensor, valid: Tensor | None, dtype: torch.dtype) 
 
 
 @torch.compiler.disable(reason="a reversible stack restores random numbers and inverts itself, which no graph can hold")
-def _reversibly(stack: ReversibleStack, x: Tensor, valid: Tensor | None, weights: list[nn.Parameter]) -> Two:
+def _reversibly(stack: ReversibleStack, x: Tensor, valid: Tensor | None, weights: list[nn.Parameter]) -> TensorPair:
     return _Reversible.apply(stack, x, valid, *weights)
 
 
@@ -95,7 +95,7 @@ class _Reversible(torch.autograd.Function):
     """All blocks at once, so that nothing in between is kept."""
 
     @staticmethod
-    def forward(ctx: Any, stack: ReversibleStack, x: Tensor, valid: Tensor | None, *weights: nn.Parameter) -> Two:
+    def forward(ctx: Any, stack: ReversibleStack, x: Tensor, valid: Tensor | None, *weights: nn.Parameter) -> TensorPair:
         ctx.stack, ctx.weights, ctx.frozen = stack, weights, _versions(stack)
         ctx.world = world = _World(x, valid)
         random = any(module.training for module in stack.modules())
@@ -147,7 +147,9 @@ class _Again:
     def __init__(self, world: _World) -> None:
         self.world, self.dice = world, list(world.dice)
 
-    def __call__(self, part: Callable[..., Tensor], block: Block, x: Tensor, up: Tensor, grads: dict[Tensor, Tensor]) -> Two:
+    def __call__(
+        self, part: Callable[..., Tensor], block: Block, x: Tensor, up: Tensor, grads: dict[Tensor, Tensor]
+    ) -> TensorPair:
         """part(block, x) and the gradient of x; those of the weights are added to `grads`."""
         world, (enabled, dtype, cached) = self.world, self.world.autocast
         x, weights = x.detach().requires_grad_(), [w for w in block.parameters() if w.requires_grad]

@@ -13,7 +13,7 @@ from regard.blocks.block import Block, NormClass, check_context
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.positioned_block import PlacedBlock
 from regard.checks import check_dense, need
-from regard.mixers.base import Dims, State, check_valid, fewer, mask_padding
+from regard.mixers.base import Dims, State, check_valid, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import check_states
 from regard.ops.once import one_pass
@@ -99,7 +99,7 @@ class Stack(nn.Module):
 
     def valid(self, valid: Tensor | None) -> Tensor | None:
         """Which outputs are real: `valid` itself, unless a mixer gives fewer answers than it has tokens."""
-        return fewer(valid, self.rate)
+        return pooled_valid(valid, self.rate)
 
     def forward(
         self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
@@ -109,7 +109,7 @@ class Stack(nn.Module):
         with one_pass():
             for block, read in zip(self, self._contexts(context, context_valid), strict=True):
                 x = block(x, valid, context=read, context_valid=context_valid if read is not None else None, hush=False)
-                valid = fewer(valid, block.rate)
+                valid = pooled_valid(valid, block.rate)
         return self._finish(x, valid)
 
     def start(self, batch: int | None = None, *, context: Context = None, context_valid: Tensor | None = None) -> State:

@@ -15,7 +15,7 @@ import typer
 from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
 from regard.cli.inputs import Line, asked_lines
-from regard.cli.threads import Threads, chosen, used
+from regard.cli.threads import Threads, choose_threads, used
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from regard.tasks import Task
     from regard.tasks.translation import TranslationTask
 
-TOGETHER = 256  # lines of a file that are answered at once
+LINES_PER_BATCH = 256  # lines of a file that are answered at once
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Data = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")]
@@ -42,12 +42,12 @@ def trained(run: Path, changes: Iterable[str], device: str, threads: int | None 
     """A run, ready to answer; it needs no data. Of an unfinished one it is said which update answers."""
     from regard import tasks
     from regard.training.checkpoints import put_weights
-    from regard.training.run_weights import usable
+    from regard.training.run_weights import run_weights
 
     kind = settings.device(device)
     if not run.is_dir():
         raise ValueError(f"there is no folder {run}")
-    kept, weights, update, note = usable(run)
+    kept, weights, update, note = run_weights(run)
     if note:
         aside(note)
     config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
@@ -60,7 +60,7 @@ def trained(run: Path, changes: Iterable[str], device: str, threads: int | None 
         raise ValueError(f"{run}/assets: {error}") from None
     model = task.model()
     put_weights(model, kept.weights, weights)
-    return Trained(task, model.to(kind).eval(), update, chosen(config, threads, kind)[0])
+    return Trained(task, model.to(kind).eval(), update, choose_threads(config, threads, kind)[0])
 
 
 def evaluate(
@@ -85,7 +85,7 @@ def evaluate(
             scores = task.score(model, split)
         line: dict[str, Any] = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
         line |= {} if update is None else {"update": update}  # of a run that is not finished
-        _keep(run / "scores.json", line)
+        _save_scores(run / "scores.json", line)
     if as_json:
         write_json({"run": str(run), "task": task.config.task, **line})
         return
@@ -97,7 +97,7 @@ def evaluate(
     console.print(labelled([*rows, ("", ""), ("kept in", str(run / "scores.json"))]), highlight=False)
 
 
-def _keep(path: Path, line: dict[str, Any]) -> None:
+def _save_scores(path: Path, line: dict[str, Any]) -> None:
     """Beside other scores; those of the same split, settings and update are replaced."""
     from regard.data.strict_json import read_value
     from regard.training import atomic_files
@@ -127,7 +127,7 @@ def predict(
     with sentences():
         many, lines = asked_lines(source)
         task, model, _, count = trained(run, changes or [], device, threads)
-        for part in _parts(lines, TOGETHER if many else 1):
+        for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
                 found = _answers(task, model, part)
             for answer in found:
@@ -182,7 +182,7 @@ def distil(
                     kept.add(answers)
                     told(len(kept.answers))
         except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
-            again = shlex.join(["regard", "distil", str(run), "--out", str(out), *_options(changes, data)])
+            again = shlex.join(["regard", "distil", str(run), "--out", str(out), *_parse_options(changes, data)])
             far = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
             stop(f"stopped; {far}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
         kept.finish()
@@ -190,7 +190,7 @@ def distil(
     screen().print(labelled([("written", f"{total:,} answers, {out}"), ("learn", student)]), highlight=False)
 
 
-def _options(changes: list[str] | None, data: Path | None) -> list[str]:
+def _parse_options(changes: list[str] | None, data: Path | None) -> list[str]:
     return [*(word for change in changes or [] for word in ("--set", change)), *(["--data", str(data)] if data else [])]
 
 
@@ -202,7 +202,7 @@ def _taught_by(task: TranslationTask, model: nn.Module) -> dict[str, Any]:
     sources = "\n".join(pair.source for pair in task.texts["train"])
     told = {name: getattr(task.config, name) for name in task.answering}
     return {
-        "weights": atomic_files.digest(atomic_files.packed(weights_of(model))),
+        "weights": atomic_files.digest(atomic_files.tensors_to_bytes(weights_of(model))),
         "settings": told,
         "sources": atomic_files.digest(sources.encode()),
     }

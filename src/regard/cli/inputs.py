@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from regard.data.text_files import lines, sound
+from regard.data.text_files import check_unicode, read_lines
 
-ENDINGS = {".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz", ".xz", ".bz2", ".en", ".de", ".fr", ".src", ".tgt"}  # of files
+FILE_SUFFIXES = {".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz", ".xz", ".bz2", ".en", ".de", ".fr", ".src", ".tgt"}  # of files
 
 
 class Line(NamedTuple):
@@ -26,7 +26,7 @@ def asked_lines(source: str) -> tuple[bool, Iterator[Line]]:
         raise ValueError(f"{source} is a folder: give a file, a text, or - for stdin")
     if os.path.exists(source):
         return True, _file(Path(source))
-    if not sound(source):
+    if not check_unicode(source):
         raise ValueError("this text is not UTF-8")
     if _like_a_path(source):
         raise ValueError(f"there is no file {source}. If this is a text: echo {source} | regard predict RUN -")
@@ -38,11 +38,11 @@ def _like_a_path(text: str) -> bool:
     if not text or any(c.isspace() for c in text) or len(text) > 4096:
         return False
     begins = text.startswith(("/", "./", "../", "~/")) and len(text) > 1
-    return begins or Path(text).suffix.lower() in ENDINGS or os.path.isdir(os.path.dirname(text) or "/no folder")
+    return begins or Path(text).suffix.lower() in FILE_SUFFIXES or os.path.isdir(os.path.dirname(text) or "/no folder")
 
 
 def _file(path: Path) -> Iterator[Line]:
-    return (Line(text, f"{path}, line {number}") for number, text in enumerate(lines(path), 1))
+    return (Line(text, f"{path}, line {number}") for number, text in enumerate(read_lines(path), 1))
 
 
 def _stdin() -> Iterator[Line]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from regard.analysis.cost import Facts, facts, pattern_of
+from regard.analysis.cost import Cost, cost, pattern_of
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Row, growth
 from regard.cli.console import columns, labelled, screen, sentences, write_json
@@ -62,13 +62,13 @@ def show(
         _check_out(out)
     with sentences(asked):
         length = _usual_length(asked, dims) if length is None else length
-        known = facts(asked, length, causal=causal, heads=heads, width=width)
+        known = cost(asked, length, causal=causal, heads=heads, width=width)
         if out is not None:
-            _draw(known, out)
+            _draw_picture(known, out)
     if as_json:
         write_json(known.to_json())
     else:
-        _report(known, out)
+        _print_cost(known, out)
 
 
 def _usual_length(spec: Spec, dims: Dims) -> int:
@@ -76,7 +76,7 @@ def _usual_length(spec: Spec, dims: Dims) -> int:
         return several_windows(pattern_of(spec.build(replace(dims, max_len=64))))
 
 
-def _report(known: Facts, out: Path | None) -> None:
+def _print_cost(known: Cost, out: Path | None) -> None:
     console = screen()
     table = labelled(known.lines())
     python = f"from regard import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
@@ -99,7 +99,7 @@ def _check_out(out: Path | None) -> None:
         raise ValueError(f"cannot draw into {str(out)!r}: there is no folder {str(out.parent)!r}")
 
 
-def _draw(known: Facts, out: Path) -> None:
+def _draw_picture(known: Cost, out: Path) -> None:
     """Under another name first, so that a half-drawn picture never stands there."""
     picture = _painter()
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
@@ -112,7 +112,7 @@ def _draw(known: Facts, out: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def _painter() -> Callable[[Facts], Figure]:
+def _painter() -> Callable[[Cost], Figure]:
     """Matplotlib is slow to load, an extra, and needed for this alone."""
     try:
         from regard.plots.mechanism_plot import picture

@@ -35,7 +35,7 @@ class Partial:
         """All whole lines."""
         if not self.path.exists():
             return []
-        *whole, _torn = atomic_files.read(self.path, "delete it").split(b"\n")
+        *whole, _torn = atomic_files.read_bytes(self.path, "delete it").split(b"\n")
         try:
             texts = [line.decode() for line in whole]
             if texts:

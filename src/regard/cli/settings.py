@@ -14,8 +14,8 @@ from regard.cli.console import sentences
 from regard.config import Config
 from regard.mixers.base import Can, Dims
 from regard.models.build import stack
-from regard.models.embedding import placed
-from regard.models.translator import Wires
+from regard.models.embedding import add_positions
+from regard.models.translator import CrossWiring
 from regard.spec import Spec
 from regard.text import unknown
 
@@ -100,14 +100,14 @@ def _check_decoding(config: Config) -> None:
         raise ValueError(f"penalty is a power of the length, from -{STRONGEST} to {STRONGEST}, not {config.penalty!r}")
 
 
-def check(task: Task) -> None:
+def check_model(task: Task) -> None:
     """Every part of the model is built of nothing, and every setting of training is looked at: a sentence now, not in an hour."""
     config, forms = task.config, _forms(task)
     with sentences():
         specs = [Spec.of(text) for text in ([config.mixer] if isinstance(config.mixer, str) else config.mixer)]
         _check_sizes(config, len(specs), max(_depth(config, form) for form in forms))
         dims = Dims(config.width, config.heads, max_len=config.max_len, dropout=config.weight_dropout)
-        inside = placed(config.positions, dims)[1]
+        inside = add_positions(config.positions, dims)[1]
         FeedForward(8, config.ffn, activation=config.activation, gated=config.gated, dropout=config.dropout)
     with torch.device("cpu" if "Edges" in f"{config.mixer} {config.cross}" else "meta"):  # edges of nothing cannot be looked at
         for spec in specs:
@@ -115,12 +115,12 @@ def check(task: Task) -> None:
                 with sentences(spec):
                     _build(spec, replace(dims, causal=form["causal"]), inside, config.task)
         if any(form["reads"] for form in forms):
-            with sentences(_parsed(config.cross)):
+            with sentences(_parsed_spec(config.cross)):
                 _check_cross(Spec.of(config.cross), replace(dims, cross=True), step_by_step=forms[-1]["causal"])
         with sentences():
             bodies = [stack(config, **form, depth=_depth(config, form)) for form in forms]
             if len(bodies) == 2:
-                Wires(config.wiring, bodies[0], bodies[1], config.width)
+                CrossWiring(config.wiring, bodies[0], bodies[1], config.width)
     with sentences():
         _check_training(task)
 
@@ -160,7 +160,7 @@ def _check_cross(spec: Spec, dims: Dims, *, step_by_step: bool) -> None:
         raise ValueError(f"{spec.name} cannot do stream: what says one word after another reads the encoder again for each")
 
 
-def _parsed(text: str) -> Spec:
+def _parsed_spec(text: str) -> Spec:
     with sentences():
         return Spec.of(text)
 

@@ -13,16 +13,16 @@ import typer
 
 from regard.config import Config
 
-WORTH = 2**26  # multiplications of a layer in one pass for which a further thread pays
+WORTH_THREADS = 2**26  # multiplications of a layer in one pass for which a further thread pays
 CHOSEN_OUTSIDE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-MOST = 1024
+MAX_THREADS = 1024
 
 Threads = Annotated[
     int | None, typer.Option(metavar="N", help="Of the CPU; else OMP_NUM_THREADS, or as many as the model is worth.")
 ]
 
 
-def chosen(config: Config, asked: int | None, kind: str, run: Path | None = None) -> tuple[int, str]:
+def choose_threads(config: Config, asked: int | None, kind: str, run: Path | None = None) -> tuple[int, str]:
     """The number of threads, and a sentence about it where it was chosen here.
 
     What is asked for comes first, then OMP_NUM_THREADS or MKL_NUM_THREADS, then the number that the run in the folder `run` has
@@ -30,15 +30,18 @@ def chosen(config: Config, asked: int | None, kind: str, run: Path | None = None
     """
     there = torch.get_num_threads()
     if asked is not None:
-        if not 1 <= asked <= MOST:
-            raise ValueError(f"threads must be from 1 to {MOST}, not {asked}")
+        if not 1 <= asked <= MAX_THREADS:
+            raise ValueError(f"threads must be from 1 to {MAX_THREADS}, not {asked}")
         return asked, ""
     if kind != "cpu" or any(os.environ.get(name) for name in CHOSEN_OUTSIDE):
         return there, ""
     if run is not None and (before := _recorded(run)) is not None:
-        return before, "" if before == there else f"on {_count(before)}, as before"
-    found = min(there, max(1, config.batch_tokens * config.width * config.ffn // WORTH))
-    return found, "" if found == there else f"on {_count(found)} of {there}, as the model is small: --threads {there} uses all"
+        return before, "" if before == there else f"on {_threads_text(before)}, as before"
+    found = min(there, max(1, config.batch_tokens * config.width * config.ffn // WORTH_THREADS))
+    return (
+        found,
+        "" if found == there else f"on {_threads_text(found)} of {there}, as the model is small: --threads {there} uses all",
+    )
 
 
 @contextmanager
@@ -60,9 +63,9 @@ def _recorded(run: Path) -> int | None:
         return None
     about = atomic_files.read_json(run / checkpoints.ABOUT, "restore it, or delete the folder and train again")
     count = about.get("threads")
-    sound = type(count) is int and 1 <= count <= MOST and about.get("device") == "cpu"
+    sound = type(count) is int and 1 <= count <= MAX_THREADS and about.get("device") == "cpu"
     return count if sound else None
 
 
-def _count(threads: int) -> str:
+def _threads_text(threads: int) -> str:
     return f"{threads} thread{'s' * (threads > 1)}"

@@ -16,7 +16,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop
-from regard.cli.threads import Threads, chosen, used
+from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
 from regard.spec import Spec
 
@@ -53,8 +53,8 @@ def train(
         _check_folder(out, config)
         made = known.task(config)
         settings.check_used(made, changes or [])
-        count, told = chosen(config, threads, kind, out)
-    settings.check(made)
+        count, told = choose_threads(config, threads, kind, out)
+    settings.check_model(made)
     with sentences():
         fit = _fitter()
         made.read(data)
@@ -70,7 +70,7 @@ def train(
         if new:
             _tidy(folder)
     with sentences():
-        _report(made, folder, result, data)
+        _print_result(made, folder, result, data)
 
 
 def _check_folder(out: Path | None, config: Config) -> None:
@@ -139,28 +139,28 @@ def _interrupted(task: str, folder: Path, data: Path | None) -> str:
     return f"stopped; {saved} with: {again}"
 
 
-def _report(made: Task, folder: Path, result: Result, data: Path | None) -> None:
+def _print_result(made: Task, folder: Path, result: Result, data: Path | None) -> None:
     """What was reached, where it lies, and what to do with it."""
-    from regard.training.metrics_log import lines
+    from regard.training.metrics_log import read_metrics
 
-    told = lines(folder / "metrics.jsonl")
+    told = read_metrics(folder / "metrics.jsonl")
     best = next((line for line in told if line["step"] == result.best_step), {})
     scores = {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
     where = ["--data", str(data)] if data else []
     shown = (f"{name} {number(value)}" for name, value in scores.items() if isinstance(value, int | float))
     rows = [("validation", "  ".join(shown) or "no score")]
-    rows += [("run", str(folder)), ("picture", _drawn(made, folder, result, told))]
+    rows += [("run", str(folder)), ("picture", _draw_curve(made, folder, result, told))]
     rows += [("evaluate", shlex.join(["regard", "evaluate", str(folder), *where]))]
     rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder)])} {shlex.quote(_sample(made))}")]
     screen().print(labelled(rows), highlight=False)
 
 
-def _drawn(made: Task, folder: Path, result: Result, told: list[dict[str, Any]]) -> str:
+def _draw_curve(made: Task, folder: Path, result: Result, told: list[dict[str, Any]]) -> str:
     """How it went, drawn into its folder; or what drawing needs."""
     from regard.training import atomic_files
 
     try:
-        from regard.plots.training_plot import curve
+        from regard.plots.training_plot import training_plot
     except ModuleNotFoundError as error:
         return f"drawing needs {error.name}: pip install 'regard[draw]'"
     told = [line for line in told if {"time", "loss"} <= line.keys()]
@@ -168,7 +168,7 @@ def _drawn(made: Task, folder: Path, result: Result, told: list[dict[str, Any]])
         return "nothing was measured"
     paper = BytesIO()
     kept = result.best_step if result.chosen == "best" else None
-    curve(told, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
+    training_plot(told, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
     atomic_files.replace(folder / "curve.png", paper.getvalue())
     return str(folder / "curve.png")
 

@@ -10,10 +10,10 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from regard.data.vocabulary import FIRST, Subwords
+from regard.data.vocabulary import FIRST_TEXT_ID, Subwords
 
 
-class Wavering:
+class BpeDropout:
     """Spellings of texts in the subwords of a vocabulary. Each merge that could come next is left out with probability `share`,
     so 0 spells as the vocabulary does. In one round a word is always spelled alike, and the same seed gives the same rounds.
     """
@@ -43,6 +43,6 @@ class Wavering:
             able = ((self.ranks.get(pair), i) for i, pair in enumerate(pairwise(parts)))
             kept = [(rank, i) for rank, i in able if rank is not None and dice.random() >= self.share]
             if not kept:
-                return [FIRST + self.ids[part] for part in parts]
+                return [FIRST_TEXT_ID + self.ids[part] for part in parts]
             _, i = min(kept)
             parts[i : i + 2] = [parts[i] + parts[i + 1]]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from regard.data.locate import file
-from regard.data.text_files import DataError, Pair, lines, parallel, placed_records, records, text
+from regard.data.text_files import DataError, Pair, placed_records, read_lines, read_parallel, read_records, read_text
 from regard.text import unknown
 
-Part = TypeVar("Part")
+SplitPart = TypeVar("SplitPart")
 
 UPOS = tuple(
     [
@@ -39,12 +39,12 @@ HELD_OUT = 2500  # reviews of imdb, for validation
 DRAW = b"1"  # the seed of that draw
 
 
-class Splits(NamedTuple, Generic[Part]):
+class Splits(NamedTuple, Generic[SplitPart]):
     """To learn from, to choose by, and to look at once."""
 
-    train: Part
-    val: Part
-    test: Part
+    train: SplitPart
+    val: SplitPart
+    test: SplitPart
 
 
 class Tagged(NamedTuple):
@@ -55,14 +55,14 @@ class Tagged(NamedTuple):
     fine: list[str] = []  # noqa: RUF012 - never changed
 
 
-class Labelled(NamedTuple):
+class LabelledText(NamedTuple):
     """One label for all of it."""
 
     text: str
     label: int | str
 
 
-def multi30k(folder: Path) -> Splits[list[Pair]]:
+def read_multi30k(folder: Path) -> Splits[list[Pair]]:
     """Captions in English and German: 29,000 / 1,014 / 1,000 (Elliott et al. 2016, arXiv:1605.00459). Warns of empty lines."""
     return Splits(
         *(_captions(file(folder, f"{part}.en"), file(folder, f"{part}.de")) for part in ("train", "val", "test_2016_flickr"))
@@ -70,13 +70,13 @@ def multi30k(folder: Path) -> Splits[list[Pair]]:
 
 
 def _captions(source: Path, target: Path) -> list[Pair]:
-    pairs, dropped = parallel(source, target)
+    pairs, dropped = read_parallel(source, target)
     if dropped:
         warnings.warn(f"{dropped:,} lines that are empty both in {source} and in {target} are left out", stacklevel=4)
     return pairs
 
 
-def ewt(folder: Path) -> Splits[list[Tagged]]:
+def read_ewt(folder: Path) -> Splits[list[Tagged]]:
     """Sentences of English with universal parts of speech: 12,544 / 2,001 / 2,077 in UD 2.16 (Silveira et al. 2014)."""
     return Splits(*(conllu(file(folder, f"en_ewt-ud-{part}.conllu")) for part in ("train", "dev", "test")))
 
@@ -90,7 +90,7 @@ def conllu(path: Path) -> list[Tagged]:
     words: list[str] = []
     tags: list[str] = []
     fine: list[str] = []
-    for number, line in enumerate(lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if not line:
             if words:
                 found.append(Tagged(words, tags, fine))
@@ -118,7 +118,7 @@ def conllu(path: Path) -> list[Tagged]:
     return found
 
 
-def imdb(folder: Path) -> Splits[list[Labelled]]:
+def read_imdb(folder: Path) -> Splits[list[LabelledText]]:
     """Reviews of films, 1 for a good one: 22,500 / 2,500 / 25,000 (Maas et al. 2011).
 
     There is no official validation split. Ours is held out of train: of each label those 1,250 whose text has the smallest
@@ -128,12 +128,12 @@ def imdb(folder: Path) -> Splits[list[Labelled]]:
     copies = Counter(train)
     held: set[str] = set()
     for label in (0, 1):
-        texts = [said for said, its in copies if its == label and not copies[Labelled(said, 1 - label)]]
+        texts = [said for said, its in copies if its == label and not copies[LabelledText(said, 1 - label)]]
         room = HELD_OUT // 2
         for said in sorted(texts, key=lambda said: hashlib.sha256(DRAW + said.encode()).digest()):
-            if copies[Labelled(said, label)] <= room:
+            if copies[LabelledText(said, label)] <= room:
                 held.add(said)
-                room -= copies[Labelled(said, label)]
+                room -= copies[LabelledText(said, label)]
         if room or held.issuperset(texts):
             raise DataError(
                 f"{folder}: train has {len(texts):,} reviews with label {label}; {HELD_OUT // 2:,} are for validation alone"
@@ -141,26 +141,26 @@ def imdb(folder: Path) -> Splits[list[Labelled]]:
     return Splits([r for r in train if r.text not in held], [r for r in train if r.text in held], test)
 
 
-def _reviews(path: Path) -> list[Labelled]:
+def _reviews(path: Path) -> list[LabelledText]:
     found = []
     for where, record in placed_records(path, {"text": str, "label": int}):
         if record["label"] not in (0, 1):
             raise DataError(f"{where}: the label must be 0 or 1, not {record['label']}")
-        found.append(Labelled(record["text"], record["label"]))
+        found.append(LabelledText(record["text"], record["label"]))
     return found
 
 
-def shakespeare(folder: Path) -> Splits[str]:
+def read_shakespeare(folder: Path) -> Splits[str]:
     """All of it as one text, 1,115,394 characters: the first 90 % to learn from, the rest to validate; no test part ("")."""
-    whole = text(file(folder, "input.txt"))
+    whole = read_text(file(folder, "input.txt"))
     cut = int(0.9 * len(whole))
     return Splits(whole[:cut], whole[cut:], "")
 
 
-def acl_titles(folder: Path) -> Splits[list[Pair]]:
+def read_acl_titles(folder: Path) -> Splits[list[Pair]]:
     """Abstracts of papers and their titles, most words of which stand in the abstract: 24,000 / 1,500 / 1,500."""
     return Splits(*(_papers(file(folder, f"{part}.jsonl")) for part in ("train", "val", "test")))
 
 
 def _papers(path: Path) -> list[Pair]:
-    return [Pair(record["abstract"], record["title"]) for record in records(path, {"abstract": str, "title": str})]
+    return [Pair(record["abstract"], record["title"]) for record in read_records(path, {"abstract": str, "title": str})]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from regard.data.batch import END, UNKNOWN
-from regard.data.vocabulary import FIRST, Words
+from regard.data.vocabulary import FIRST_TEXT_ID, Words
 
 
-def extended(words: Iterable[str], vocab: Words) -> tuple[list[int], list[str]]:
+def extend_ids(words: Iterable[str], vocab: Words) -> tuple[list[int], list[str]]:
     """The source in ids that go on behind the vocabulary, and the words that these stand for. The same word has the same id."""
     new: dict[str, int] = {}
     ids = []
@@ -22,13 +22,13 @@ def extended(words: Iterable[str], vocab: Words) -> tuple[list[int], list[str]]:
     return ids, list(new)
 
 
-def target_extended(words: Iterable[str], vocab: Words, oov: list[str]) -> list[int]:
+def extend_target_ids(words: Iterable[str], vocab: Words, oov: list[str]) -> list[int]:
     """The target in the same ids: what neither the vocabulary nor the source has is UNKNOWN."""
     new = {word: len(vocab) + place for place, word in enumerate(oov)}
     return [vocab.ids.get(word, new.get(word, UNKNOWN)) for word in words]
 
 
-def spoken(ids: Iterable[int], vocab: Words, oov: list[str]) -> list[str]:
+def extended_words(ids: Iterable[int], vocab: Words, oov: list[str]) -> list[str]:
     """The words of such ids, up to the first END; other special ids are left out, as `decode` does."""
     found = []
     for number in ids:
@@ -36,6 +36,6 @@ def spoken(ids: Iterable[int], vocab: Words, oov: list[str]) -> list[str]:
             raise ValueError(f"there is no id {number}: the vocabulary has {len(vocab):,} and this source adds {len(oov)}")
         if number == END:
             break
-        if number >= FIRST:
-            found.append(vocab.words[number - FIRST] if number < len(vocab) else oov[number - len(vocab)])
+        if number >= FIRST_TEXT_ID:
+            found.append(vocab.words[number - FIRST_TEXT_ID] if number < len(vocab) else oov[number - len(vocab)])
     return found

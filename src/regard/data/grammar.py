@@ -41,9 +41,9 @@ class Phrase(NamedTuple):
 def sentence(dice: Random) -> list[Word]:
     kind = dice.random()
     if kind < 0.2:
-        return [(dice.choice(AUXILIARY), "AUX"), *_who(dice, SUBJECTS).words, _verb(dice), *_rest(dice), ("?", "PUNCT")]
+        return [(dice.choice(AUXILIARY), "AUX"), *_who(dice, SUBJECTS).words, _verb(dice), *_verb_phrase(dice), ("?", "PUNCT")]
     if kind < 0.35:
-        return [_verb(dice), *_rest(dice), (".", "PUNCT")]
+        return [_verb(dice), *_verb_phrase(dice), (".", "PUNCT")]
     more = [("and", "CCONJ"), *_clause(dice)] if kind > 0.85 else []
     return [*_clause(dice), *more, (".", "PUNCT")]
 
@@ -58,10 +58,10 @@ def _clause(dice: Random) -> list[Word]:
         done = [*now, (dice.choice(PAST), "VERB")]
     else:
         done = [*now, _verb(dice, third=who.one)]
-    return [*who.words, *done, *_rest(dice)]
+    return [*who.words, *done, *_verb_phrase(dice)]
 
 
-def _rest(dice: Random) -> list[Word]:
+def _verb_phrase(dice: Random) -> list[Word]:
     found = _maybe(dice, 0.7, _who(dice, OBJECTS).words)
     found += _maybe(dice, 0.2, [("to", "PART"), _verb(dice), *_maybe(dice, 0.5, _who(dice, OBJECTS).words)])
     return found + _maybe(dice, 0.3, [(dice.choice(NEAR), "ADP"), *_who(dice, OBJECTS).words])

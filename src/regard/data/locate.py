@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from regard.data.text_files import ENDINGS, DataError
+from regard.data.text_files import COMPRESSED_SUFFIXES, DataError
 from regard.text import unknown
 
 
@@ -80,14 +80,14 @@ def find(name: str, folder: Path | str | None = None) -> Path:
 
 def file(folder: Path, name: str) -> Path:
     """The file of this name in a folder, plain or compressed."""
-    for ending in ENDINGS:
+    for ending in COMPRESSED_SUFFIXES:
         if (found := folder / (name + ending)).is_file():
             return found
-    raise DataError(f"{folder} has no {name}, nor one with {', '.join(filter(None, ENDINGS))} behind its name")
+    raise DataError(f"{folder} has no {name}, nor one with {', '.join(filter(None, COMPRESSED_SUFFIXES))} behind its name")
 
 
 def _missing(folder: Path, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not any((folder / (name + ending)).is_file() for ending in ENDINGS)]
+    return [name for name in names if not any((folder / (name + ending)).is_file() for ending in COMPRESSED_SUFFIXES)]
 
 
 def _wanted(name: str) -> str:

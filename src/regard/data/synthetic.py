@@ -9,13 +9,13 @@ from random import Random
 from typing import Any, TypeVar
 
 from regard.data import grammar
-from regard.data.datasets import Labelled, Splits, Tagged
+from regard.data.datasets import LabelledText, Splits, Tagged
 from regard.data.text_files import Pair
 from regard.text import unknown
 
 Drawn = TypeVar("Drawn", bound=Hashable)
 
-KINDS: dict[str, Callable[[list[str]], list[str]]] = {"copy": list, "reverse": lambda x: x[::-1], "sort": sorted}
+STRING_TASKS: dict[str, Callable[[list[str]], list[str]]] = {"copy": list, "reverse": lambda x: x[::-1], "sort": sorted}
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 GOOD = ["good", "great", "charming", "moving", "clever", "brilliant", "funny", "wonderful", "honest", "lovely"]
@@ -43,7 +43,7 @@ SAYS = [  # plain, and denied
 ]
 
 
-def numbers(
+def number_words_pairs(
     source: str = "en",
     target: str = "de",
     *,
@@ -65,17 +65,20 @@ def numbers(
     def draw(dice: Random) -> int:
         return dice.randrange(min(most, 10 ** dice.randint(1, digits)))
 
-    parts = _apart(draw, (train, val, test), seed, f"numbers below {most:,}")
+    parts = _distinct_splits(draw, (train, val, test), seed, f"numbers below {most:,}")
     return Splits(*([Pair(say(number, lang=source), say(number, lang=target)) for number in part] for part in parts))
 
 
-def tagging(*, train: int = 5000, val: int = 500, test: int = 500, seed: int = 1) -> Splits[list[Tagged]]:
-    """Parts of speech in the grammar of `data.grammar`, where "i saw the saw ." has two: `floor` says what words alone tell."""
-    parts = _apart(lambda dice: tuple(grammar.sentence(dice)), (train, val, test), seed, "sentences")
+def tagging_sentences(*, train: int = 5000, val: int = 500, test: int = 500, seed: int = 1) -> Splits[list[Tagged]]:
+    """Draw sentences of `data.grammar` with their parts of speech: "saw" is two of them in "i saw the saw .".
+
+    `tagging_floor` is the accuracy that words alone reach.
+    """
+    parts = _distinct_splits(lambda dice: tuple(grammar.sentence(dice)), (train, val, test), seed, "sentences")
     return Splits(*([Tagged([word for word, _ in said], [tag for _, tag in said]) for said in part] for part in parts))
 
 
-def floor(train: Sequence[Tagged], test: Sequence[Tagged]) -> float:
+def tagging_floor(train: Sequence[Tagged], test: Sequence[Tagged]) -> float:
     """The share of right tags where every word gets the tag it has most often in train; a new word gets the most frequent one."""
     seen: dict[str, Counter[str]] = {}
     for words, tags, _ in train:
@@ -89,7 +92,7 @@ def floor(train: Sequence[Tagged], test: Sequence[Tagged]) -> float:
     return sum(right) / len(right)
 
 
-def copying(
+def string_pairs(
     kind: str = "reverse",
     *,
     letters: str = ALPHABET,
@@ -101,8 +104,8 @@ def copying(
     seed: int = 1,
 ) -> Splits[list[Pair]]:
     """Random letters with a space between them, and the same ones copied, reversed or sorted: "c a b" is "b a c" by reverse."""
-    if kind not in KINDS:
-        raise ValueError(unknown("nothing is done by", kind, KINDS))
+    if kind not in STRING_TASKS:
+        raise ValueError(unknown("nothing is done by", kind, STRING_TASKS))
     if not letters or len(set(letters)) < len(letters) or any(letter.isspace() for letter in letters):
         raise ValueError(f"letters must differ and be no spaces: {letters!r} will not do")
     if not 1 <= shortest <= longest:
@@ -111,17 +114,19 @@ def copying(
     def draw(dice: Random) -> str:
         return "".join(dice.choices(letters, k=dice.randint(shortest, longest)))
 
-    parts = _apart(draw, (train, val, test), seed, f"strings of {shortest} to {longest} of {len(letters)} letters")
-    change = KINDS[kind]
+    parts = _distinct_splits(draw, (train, val, test), seed, f"strings of {shortest} to {longest} of {len(letters)} letters")
+    change = STRING_TASKS[kind]
     return Splits(*([Pair(" ".join(drawn), " ".join(change(list(drawn)))) for drawn in part] for part in parts))
 
 
-def sentiment(*, train: int = 5000, val: int = 500, test: int = 500, seed: int = 1) -> Splits[list[Labelled]]:
+def opinion_sentences(*, train: int = 5000, val: int = 500, test: int = 500, seed: int = 1) -> Splits[list[LabelledText]]:
     """Is it praise (1)? A good or a bad word, and every denial before it turns it around: "i do not think it was never dull".
 
     Denials are even or odd as a coin says, whatever the word is: no word alone tells the label, nor their number.
     """
-    return Splits(*([Labelled(*drawn) for drawn in part] for part in _apart(_opinion, (train, val, test), seed, "opinions")))
+    return Splits(
+        *([LabelledText(*drawn) for drawn in part] for part in _distinct_splits(_opinion, (train, val, test), seed, "opinions"))
+    )
 
 
 def _opinion(dice: Random) -> tuple[str, int]:
@@ -132,7 +137,7 @@ def _opinion(dice: Random) -> tuple[str, int]:
     return " ".join(said), int(praise ^ (sum(denied) % 2 == 1))
 
 
-def _apart(draw: Callable[[Random], Drawn], sizes: Sequence[int], seed: int, what: str) -> list[list[Drawn]]:
+def _distinct_splits(draw: Callable[[Random], Drawn], sizes: Sequence[int], seed: int, what: str) -> list[list[Drawn]]:
     """So many different draws, dealt out by chance: what there is little of is not all in the first split."""
     if min(sizes) < 0:
         raise ValueError(f"a split cannot have {min(sizes)} examples")

@@ -19,9 +19,9 @@ from typing import IO, Any, NamedTuple
 from regard.data.strict_json import JsonError, read_value
 
 OPEN = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-ENDINGS = ("", *OPEN)  # in this order where a file is there more than once
+COMPRESSED_SUFFIXES = ("", *OPEN)  # in this order where a file is there more than once
 BOM = b"\xef\xbb\xbf"
-KINDS: dict[type, str] = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
+JSON_TYPES: dict[type, str] = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
 
 
 class DataError(ValueError):
@@ -35,19 +35,19 @@ class Pair(NamedTuple):
     target: str
 
 
-class Parallel(NamedTuple):
+class ParallelText(NamedTuple):
     """Lines of two files, side by side."""
 
     pairs: list[Pair]
     dropped: int  # lines that are empty in both files
 
 
-def lines(path: Path | str) -> Iterator[str]:
+def read_lines(path: Path | str) -> Iterator[str]:
     """The lines of a plain, .gz, .xz or .bz2 file, without their ends, one at a time: it may be larger than memory."""
     return (line.removesuffix("\n") for line in _decoded(Path(path)))
 
 
-def text(path: Path | str) -> str:
+def read_text(path: Path | str) -> str:
     """All of a file at once."""
     slowly = _decoded(Path(path))
     with _reading(Path(path)) as file:
@@ -59,12 +59,12 @@ def text(path: Path | str) -> str:
     return "".join(slowly) if "\0" in whole else whole.replace("\r\n", "\n")
 
 
-def parallel(source: Path | str, target: Path | str) -> Parallel:
+def read_parallel(source: Path | str, target: Path | str) -> ParallelText:
     """Line i of one file with line i of the other. Lines that are empty in both are dropped and counted in `dropped`.
 
     Files of different length are refused, and so is a line that is empty in one alone: from there on they would not match.
     """
-    left, right = list(lines(source)), list(lines(target))
+    left, right = list(read_lines(source)), list(read_lines(target))
     if len(left) != len(right):
         raise DataError(
             f"{source} has {len(left):,} lines and {target} has {len(right):,}: line i of one belongs to line i of the other"
@@ -77,17 +77,17 @@ def parallel(source: Path | str, target: Path | str) -> Parallel:
             raise DataError(f"{empty}, line {number}: empty, while this line of {full} is not")
         if said:
             pairs.append(Pair(a, b))
-    return Parallel(pairs, len(left) - len(pairs))
+    return ParallelText(pairs, len(left) - len(pairs))
 
 
-def records(path: Path | str, keys: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+def read_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[dict[str, Any]]:
     """JSON objects, one a line, each with at least these keys, of these types. Blank lines are skipped: they hold no record."""
     return (record for _, record in placed_records(path, keys))
 
 
 def placed_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The same, each with its place, for a sentence about it: "train.jsonl, line 17"."""
-    for number, line in enumerate(lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         if line and not line.isspace():
             where = f"{path}, line {number}"
             yield where, _record(line, keys, where)
@@ -100,18 +100,18 @@ def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not JSON that can be read: {error.msg} at character {error.column}") from None
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{key}": …' for key in keys)
-        raise DataError(f"{where}: a record is an object such as {{{wanted}}}, not {_short(line)}")
+        raise DataError(f"{where}: a record is an object such as {{{wanted}}}, not {_elided(line)}")
     for key, kind in keys.items():
         if key not in record:
             raise DataError(f"{where}: no {key!r} in this record; it has {', '.join(map(repr, record)) or 'nothing'}")
         if type(record[key]) is not kind:  # true is no integer
-            raise DataError(f"{where}: {key!r} must be {KINDS[kind]}, not {_shown(record[key])}")
-        if kind is str and not sound(record[key]):
+            raise DataError(f"{where}: {key!r} must be {JSON_TYPES[kind]}, not {_described(record[key])}")
+        if kind is str and not check_unicode(record[key]):
             raise DataError(f"{where}: {key!r} has half of a surrogate pair in it, which is not text")
     return record
 
 
-def sound(text: str) -> bool:
+def check_unicode(text: str) -> bool:
     """Whether this is text: a Python string may hold halves of surrogate pairs, which no UTF-8 can."""
     if text.isascii():
         return True
@@ -167,12 +167,12 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} cannot be read: {why}") from None
 
 
-def _shown(value: Any) -> str:
+def _described(value: Any) -> str:
     try:
-        return _short(json.dumps(value))
+        return _elided(json.dumps(value))
     except RecursionError:
         return f"a {type(value).__name__} that is nested deeply"
 
 
-def _short(text: str, most: int = 40) -> str:
+def _elided(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[:most] + "…"

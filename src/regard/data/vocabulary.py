@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from regard.data.batch import END, SPECIAL, UNKNOWN
 from regard.data.strict_json import JsonError, read_value
-from regard.data.text_files import sound
+from regard.data.text_files import check_unicode
 from regard.text import unknown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FIRST = len(SPECIAL)  # the first id that stands for text
+FIRST_TEXT_ID = len(SPECIAL)  # the first id that stands for text
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class Words:
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
-        self.ids = _numbered("word", self.words)
+        self.ids = _ids_of("word", self.words)
 
     @classmethod
     def of(cls, texts: Iterable[str | Sequence[str]], *, min_count: int = 1, size: int | None = None) -> Words:
@@ -59,7 +59,7 @@ class Words:
         return [self.ids.get(word, UNKNOWN) for word in words]
 
     def decode_words(self, ids: Iterable[int]) -> list[str]:
-        return [self.words[number - FIRST] for number in said(ids, len(self))]
+        return [self.words[number - FIRST_TEXT_ID] for number in detokenize(ids, len(self))]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_words(text.split())
@@ -68,7 +68,7 @@ class Words:
         return " ".join(self.decode_words(ids))
 
     def __len__(self) -> int:
-        return FIRST + len(self.words)
+        return FIRST_TEXT_ID + len(self.words)
 
     def to_json(self) -> str:
         return _json(self.kind, words=self.words)
@@ -81,7 +81,7 @@ class Characters:
 
     def __init__(self, characters: Sequence[str]) -> None:
         self.characters = list(characters)
-        self.ids = _numbered("character", self.characters)
+        self.ids = _ids_of("character", self.characters)
         if wrong := [character for character in self.characters if len(character) != 1]:
             raise ValueError(f"{wrong[0]!r} is not one character")
 
@@ -94,10 +94,10 @@ class Characters:
         return [self.ids.get(character, UNKNOWN) for character in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.characters[number - FIRST] for number in said(ids, len(self)))
+        return "".join(self.characters[number - FIRST_TEXT_ID] for number in detokenize(ids, len(self)))
 
     def __len__(self) -> int:
-        return FIRST + len(self.characters)
+        return FIRST_TEXT_ID + len(self.characters)
 
     def to_json(self) -> str:
         return _json(self.kind, characters="".join(self.characters))
@@ -112,13 +112,13 @@ class Bytes:
     kind = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        return [byte + FIRST for byte in _checked(text).encode()]
+        return [byte + FIRST_TEXT_ID for byte in _checked(text).encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(number - FIRST for number in said(ids, len(self))).decode(errors="replace")
+        return bytes(number - FIRST_TEXT_ID for number in detokenize(ids, len(self))).decode(errors="replace")
 
     def __len__(self) -> int:
-        return FIRST + 256
+        return FIRST_TEXT_ID + 256
 
     def to_json(self) -> str:
         return _json(self.kind)
@@ -142,15 +142,15 @@ class Subwords:
     def of(cls, texts: Iterable[str], *, size: int, lower: bool = False) -> Subwords:
         """Learned from these texts: at most `size` ids, special ones counted; fewer where no pair occurs twice. The same texts
         give the same vocabulary, in any order. For one that two languages share, give it the texts of both."""
-        least = FIRST + 256
+        least = FIRST_TEXT_ID + 256
         if size < least:
-            raise ValueError(f"size must be at least {least}, {FIRST} special ids and the 256 bytes, not {size!r}")
+            raise ValueError(f"size must be at least {least}, {FIRST_TEXT_ID} special ids and the 256 bytes, not {size!r}")
         tokenizers = _library()
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=size - FIRST,
+            vocab_size=size - FIRST_TEXT_ID,
             min_frequency=2,
             show_progress=False,
             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
@@ -164,17 +164,17 @@ class Subwords:
     def encode_all(self, texts: Iterable[str]) -> list[list[int]]:
         """Many texts at once, on all cores."""
         spaced = [_spaced(text, self.lower) if text else "" for text in texts]
-        return [[number + FIRST for number in found.ids] for found in self.tokenizer.encode_batch_fast(spaced)]
+        return [[number + FIRST_TEXT_ID for number in found.ids] for found in self.tokenizer.encode_batch_fast(spaced)]
 
     def pieces(self, text: str) -> list[str]:
         """What merges stay inside of, in the tokenizer's letters for bytes."""
         return [piece for piece, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(_spaced(text, self.lower))] if text else []
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.decode([number - FIRST for number in said(ids, len(self))]).removeprefix(" ")
+        return self.tokenizer.decode([number - FIRST_TEXT_ID for number in detokenize(ids, len(self))]).removeprefix(" ")
 
     def __len__(self) -> int:
-        return FIRST + self.tokenizer.get_vocab_size()
+        return FIRST_TEXT_ID + self.tokenizer.get_vocab_size()
 
     def to_json(self) -> str:
         return _json(self.kind, lower=self.lower, tokenizer=json.loads(self.tokenizer.to_str()))
@@ -218,7 +218,7 @@ def _of_type(value: Any, kind: type) -> Any:
     return value
 
 
-def said(ids: Iterable[int], size: int) -> list[int]:
+def detokenize(ids: Iterable[int], size: int) -> list[int]:
     """The ids that stand for text, up to the first END."""
     found = []
     for number in ids:
@@ -226,7 +226,7 @@ def said(ids: Iterable[int], size: int) -> list[int]:
             raise ValueError(f"there is no id {number}: this vocabulary has {size:,}, from 0 to {size - 1:,}")
         if number == END:
             break
-        if number >= FIRST:
+        if number >= FIRST_TEXT_ID:
             found.append(int(number))
     return found
 
@@ -244,7 +244,7 @@ def _spaced(text: str, lower: bool) -> str:
 
 
 def _checked(text: str) -> str:
-    if not sound(text):
+    if not check_unicode(text):
         raise ValueError("this text has half of a surrogate pair in it, which no UTF-8 can hold: it was not decoded from UTF-8")
     return text
 
@@ -252,16 +252,16 @@ def _checked(text: str) -> str:
 def _frequent(counts: Counter[str], min_count: int, size: int | None) -> list[str]:
     if min_count < 1:
         raise ValueError(f"min_count must be at least 1, not {min_count!r}")
-    if size is not None and size < FIRST:
-        raise ValueError(f"size must be at least {FIRST}, for the special ids, not {size!r}")
+    if size is not None and size < FIRST_TEXT_ID:
+        raise ValueError(f"size must be at least {FIRST_TEXT_ID}, for the special ids, not {size!r}")
     kept = sorted((word for word, count in counts.items() if count >= min_count), key=lambda word: (-counts[word], word))
-    return kept if size is None else kept[: size - FIRST]
+    return kept if size is None else kept[: size - FIRST_TEXT_ID]
 
 
-def _numbered(what: str, entries: list[str]) -> dict[str, int]:
-    if wrong := [entry for entry in entries if not isinstance(entry, str) or not entry or not sound(entry)]:
+def _ids_of(what: str, entries: list[str]) -> dict[str, int]:
+    if wrong := [entry for entry in entries if not isinstance(entry, str) or not entry or not check_unicode(entry)]:
         raise ValueError(f"a {what} of a vocabulary is text, not {wrong[0]!r}")
-    ids = {entry: number for number, entry in enumerate(entries, FIRST)}
+    ids = {entry: number for number, entry in enumerate(entries, FIRST_TEXT_ID)}
     if len(ids) < len(entries):
         twice = next(entry for entry, count in Counter(entries).items() if count > 1)
         raise ValueError(f"{twice!r} is in this vocabulary twice")

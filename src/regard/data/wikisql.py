@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from regard.data.datasets import Splits
 from regard.data.locate import file
 from regard.data.strict_json import JsonError, read_value
-from regard.data.text_files import DataError, Pair, sound, text
+from regard.data.text_files import DataError, Pair, check_unicode, read_text
 
 SPLITS = {"train": 0, "dev": 1, "test": 2}
 _WORD = re.compile(r"[^\W_]+|[^\w\s]|_")
@@ -33,12 +33,12 @@ class Question(NamedTuple):
         return [word for piece in self.pieces for word in piece]
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Lower case, and every sign by itself: what stands in a question and in a value comes out as the same words."""
     return _WORD.findall(text.lower())
 
 
-def wikisql(folder: Path) -> Splits[list[Pair]]:
+def read_wikisql(folder: Path) -> Splits[list[Pair]]:
     """Questions and queries, 56,355 / 8,421 / 15,878, both as words with a space between them.
 
     "SELECT TABLEalias0.NOTES_FIELD FROM TABLE AS TABLEalias0 WHERE TABLEalias0.STATE/TERRITORY_FIELD = "var0" ;" with the value
@@ -65,7 +65,7 @@ def questions(folder: Path) -> Iterator[Question]:
     """All questions in the file's order."""
     path = file(folder, "wikisql.json")
     try:
-        entries = read_value(text(path))
+        entries = read_value(read_text(path))
     except JsonError as error:
         where = f"{path}, line {error.line}"
         raise DataError(f"{where}: not JSON that can be read: {error.msg} at character {error.column}") from None
@@ -74,7 +74,7 @@ def questions(folder: Path) -> Iterator[Question]:
     for number, entry in enumerate(entries, 1):
         try:
             for asked in _asked(entry):
-                if not all(map(sound, [*asked.question, *asked.query])):
+                if not all(map(check_unicode, [*asked.question, *asked.query])):
                     raise TypeError("half of a surrogate pair, which is not text")
                 yield asked
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -84,9 +84,9 @@ def questions(folder: Path) -> Iterator[Question]:
 
 def _asked(entry: dict[str, Any]) -> Iterator[Question]:
     pieces = _PIECE.split(entry["sql"][0])  # SQL and names of values take turns
-    plain = [words(re.sub(r"[_/]", " ", _GONE.sub("", piece))) for piece in pieces[::2]]
+    plain = [split_words(re.sub(r"[_/]", " ", _GONE.sub("", piece))) for piece in pieces[::2]]
     usual = {value["name"]: value["example"] for value in entry["variables"]}  # for values that no sentence speaks of
     for sentence in entry["sentences"]:
         values = usual | sentence["variables"]
-        query = [words(values[piece]) if place % 2 else plain[place // 2] for place, piece in enumerate(pieces)]
-        yield Question(SPLITS[sentence["question-split"]], words(sentence["original"]), query)
+        query = [split_words(values[piece]) if place % 2 else plain[place // 2] for place, piece in enumerate(pieces)]
+        yield Question(SPLITS[sentence["question-split"]], split_words(sentence["original"]), query)

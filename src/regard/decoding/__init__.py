@@ -1,10 +1,23 @@
 """From scores to tokens. Decoding knows three things of a model: start, extend, and that a state's rows can be reordered."""
 
 from regard.decoding.beam import Beams, beam
-from regard.decoding.constraints import Rules
-from regard.decoding.generate import Greedy, Sample, Speaker, say, stream
-from regard.decoding.nat_decoder import ReadyAtOnce
-from regard.runtime.packed_linear import packed
-from regard.runtime.static_decoder import Ready, unready
+from regard.decoding.constraints import Constraints
+from regard.decoding.generate import GenerativeModel, Greedy, Sample, generate, generate_stream
+from regard.decoding.nat_decoder import NatDecoder
+from regard.runtime.packed_linear import pack_linears
+from regard.runtime.static_decoder import StaticDecoder, why_not_static
 
-__all__ = ["Beams", "Greedy", "Ready", "ReadyAtOnce", "Rules", "Sample", "Speaker", "beam", "packed", "say", "stream", "unready"]
+__all__ = [
+    "Beams",
+    "Constraints",
+    "GenerativeModel",
+    "Greedy",
+    "NatDecoder",
+    "Sample",
+    "StaticDecoder",
+    "beam",
+    "generate",
+    "generate_stream",
+    "pack_linears",
+    "why_not_static",
+]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.decoding.constraints import Rules
-from regard.decoding.generate import Ended, Speaker, Told, read, unended
-from regard.mixers.feature_math import wide
-from regard.ops.topk import top
+from regard.decoding.constraints import Constraints
+from regard.decoding.generate import DecodingState, EndDetector, GenerativeModel, before_eos, prefill
+from regard.mixers.feature_math import upcast
+from regard.ops.topk import topk_by_part
 
 
 class Beams(NamedTuple):
@@ -24,7 +24,7 @@ class Beams(NamedTuple):
         """Without their ends, and without those that are none."""
         rows = []
         for tokens, scores in zip(self.tokens.tolist(), self.scores.tolist(), strict=True):
-            rows.append([unended(t, end) for t, s in zip(tokens, scores, strict=True) if s > -torch.inf])
+            rows.append([before_eos(t, end) for t, s in zip(tokens, scores, strict=True) if s > -torch.inf])
         return rows
 
 
@@ -39,15 +39,15 @@ class _Search(NamedTuple):
         """(b) rows of which as many answers have ended as there are beams."""
         return self.ended.scores[:, -1] > -torch.inf
 
-    def grown(self, logs: Tensor, rules: Rules, penalty: float, early: bool) -> tuple[_Search, Tensor]:
+    def grown(self, logs: Tensor, constraints: Constraints, penalty: float, early: bool) -> tuple[_Search, Tensor]:
         """One token more, by its log-probability (b k v); and which beam each of the new ones comes from (b k)."""
         (b, k, t), v = self.said.shape, logs.shape[-1]
         own = min(2 * k, v)  # no beam has more of the 2k best: at most k of those can end, so k are left to go on
-        value, token = top(logs.flatten(0, 1), own)
+        value, token = topk_by_part(logs.flatten(0, 1), own)
         best = (self.scores[..., None] + value.view(b, k, own)).flatten(1).topk(min(2 * k, k * v), dim=1)
         beam, token = best.indices // own, token.view(b, -1).gather(1, best.indices)
         said = torch.cat([self.said.gather(1, beam[..., None].expand(-1, -1, t)), token[..., None]], -1)
-        ends = token == rules.end
+        ends = token == constraints.eos
         among = ends & (torch.arange(said.shape[1], device=said.device) < k)  # who would not have gone on does not end
         among = among & ~self.full()[:, None] if early else among
         ended = _joined(self.ended, said, best.values.masked_fill(~among, -torch.inf) / (t + 1) ** penalty, t + 1)
@@ -56,11 +56,11 @@ class _Search(NamedTuple):
         said, beam = said.gather(1, at[..., None].expand(-1, -1, t + 1)), beam.gather(1, at)
         return _Search(said, alive.values, ended), beam
 
-    def over(self, rules: Rules, penalty: float, best: int, early: bool) -> Tensor:
+    def over(self, constraints: Constraints, penalty: float, best: int, early: bool) -> Tensor:
         """(b) rows whose best answers nothing can beat: a beam only ever loses, and longest or shortest it loses least."""
         t = self.said.shape[2]
         top = self.scores.amax(1)
-        bound = torch.maximum(top / (t + 1) ** penalty, top / rules.most**penalty)
+        bound = torch.maximum(top / (t + 1) ** penalty, top / constraints.max_new_tokens**penalty)
         sure = self.ended.scores[:, best - 1] >= bound
         return sure | self.full() if early else sure
 
@@ -77,11 +77,11 @@ def _joined(ended: Beams, said: Tensor, scores: Tensor, length: int) -> Beams:
 
 @torch.no_grad()
 def beam(
-    model: Speaker,
-    state: Told,
+    model: GenerativeModel,
+    state: DecodingState,
     prompt: Tensor,
     *,
-    rules: Rules,
+    constraints: Constraints,
     width: int = 5,
     penalty: float = 1.0,
     best: int = 1,
@@ -94,33 +94,33 @@ def beam(
     may be late, as a long answer could still become the best. With early=True a row is over as soon as `width` answers of it have
     ended, whatever other rows do: a few times as fast, and nearly always the same answer.
     """
-    rules.checked()
+    constraints.checked()
     if width < 1 or not 1 <= best <= width:
         raise ValueError(f"best answers come out of the beams: 1 <= best <= width is needed, not best={best}, width={width}")
-    scores, state = read(model, state, prompt, valid)
+    scores, state = prefill(model, state, prompt, valid)
     (b, v), device = scores.shape, prompt.device
-    state, logs = state.fan(width), wide(scores).log_softmax(-1).repeat_interleave(width, 0)
+    state, logs = state.fan(width), upcast(scores).log_softmax(-1).repeat_interleave(width, 0)
     first = logs.new_full((b, width), -torch.inf)
     nothing = Beams(
-        torch.full((b, width, rules.most), rules.end, device=device),
+        torch.full((b, width, constraints.max_new_tokens), constraints.eos, device=device),
         first.clone(),
         torch.zeros(b, width, dtype=torch.long, device=device),
     )
     first[:, 0] = 0  # all beams begin alike: one of them speaks
-    search, ended = _Search(prompt.new_zeros(b, width, 0), first, nothing), Ended.of(device)
+    search, ended = _Search(prompt.new_zeros(b, width, 0), first, nothing), EndDetector.of(device)
     groups = torch.arange(b, device=device)[:, None] * width
-    counted = rules.prompt(prompt, valid)
+    counted = constraints.prompt(prompt, valid)
     counted = None if counted is None else counted.repeat_interleave(width, 0)
-    for step in range(rules.most):
-        allowed = rules(logs, search.said.flatten(0, 1), counted).view(b, width, v)
-        search, parents = search.grown(allowed, rules, penalty, early)
-        if step + 1 == rules.most or ended(search.over(rules, penalty, best, early)):
+    for step in range(constraints.max_new_tokens):
+        allowed = constraints(logs, search.said.flatten(0, 1), counted).view(b, width, v)
+        search, parents = search.grown(allowed, constraints, penalty, early)
+        if step + 1 == constraints.max_new_tokens or ended(search.over(constraints, penalty, best, early)):
             break
         state = state.select((groups + parents).flatten(), within=True)
         scores, state = model.extend(state, search.said[:, :, -1].reshape(-1, 1))
-        logs = wide(scores[:, -1]).log_softmax(-1)
+        logs = upcast(scores[:, -1]).log_softmax(-1)
     found = search.ended
-    if search.said.shape[2] == rules.most:  # who has not ended by now is cut off
+    if search.said.shape[2] == constraints.max_new_tokens:  # who has not ended by now is cut off
         left = search.scores.masked_fill(search.full()[:, None], -torch.inf) if early else search.scores
-        found = _joined(found, search.said, left / rules.most**penalty, rules.most)
+        found = _joined(found, search.said, left / constraints.max_new_tokens**penalty, constraints.max_new_tokens)
     return Beams(found.tokens[:, :best], found.scores[:, :best], found.lengths[:, :best])

@@ -10,16 +10,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard.decoding.constraints import Rules
+from regard.decoding.constraints import Constraints
 from regard.mixers.base import check_valid
 from regard.models.causal_lm import last_real
-from regard.ops.topk import likeliest
-from regard.runtime.screened_argmax import Sketch
+from regard.ops.topk import argmax_first
+from regard.runtime.screened_argmax import ScreenedScores
 
 BEHIND = 4  # steps that a GPU may be behind when it is asked whether all have ended
 
 
-class Speaker(Protocol):
+class GenerativeModel(Protocol):
     """What decoding knows of a model."""
 
     def extend(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -27,20 +27,20 @@ class Speaker(Protocol):
         ...
 
 
-class Told(Protocol):
+class DecodingState(Protocol):
     """What a state can do: that of a mixer, or a model's own."""
 
-    def fan(self, k: int) -> Told:
+    def fan(self, k: int) -> DecodingState:
         """Every row k times, side by side."""
         ...
 
-    def select(self, rows: Tensor, within: bool = False) -> Told:
+    def select(self, rows: Tensor, within: bool = False) -> DecodingState:
         """Rows in another order; `within`: each only for one that the same row was fanned into."""
         ...
 
 
 @runtime_checkable
-class Brief(Protocol):
+class LastTokenModel(Protocol):
     """A model that need not score a whole prompt to say what follows it."""
 
     def last(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -49,15 +49,15 @@ class Brief(Protocol):
 
 
 @runtime_checkable
-class Sketcher(Protocol):
+class ScreeningModel(Protocol):
     """A model that need not score all words to find the likeliest."""
 
-    def sketch(self, state: Any, tokens: Tensor) -> tuple[Tensor | Sketch, Any]:
+    def sketch(self, state: Any, tokens: Tensor) -> tuple[Tensor | ScreenedScores, Any]:
         """What follows these tokens (b 1): roughly, or the scores (b v)."""
         ...
 
 
-class Choice(Protocol):
+class TokenChoice(Protocol):
     def __call__(self, scores: Tensor) -> Tensor:
         """A token for every row of scores (b v); -inf is never chosen."""
         ...
@@ -67,7 +67,7 @@ class Greedy:
     """Always the likeliest."""
 
     def __call__(self, scores: Tensor) -> Tensor:
-        return likeliest(scores)
+        return argmax_first(scores)
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Sample:
         return scores
 
 
-class Ended:
+class EndDetector:
     """Have all rows ended? A GPU is asked for its answer of a few steps ago, so that nobody waits: to go on changes nothing."""
 
     def __init__(self, behind: int) -> None:
@@ -123,8 +123,8 @@ class Ended:
         self.asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     @staticmethod
-    def of(device: torch.device) -> Ended:
-        return Ended(BEHIND if device.type == "cuda" else 0)
+    def of(device: torch.device) -> EndDetector:
+        return EndDetector(BEHIND if device.type == "cuda" else 0)
 
     def __call__(self, over: Tensor) -> bool:
         flag, event = over.all(), None
@@ -141,64 +141,82 @@ class Ended:
         return bool(flag)
 
 
-def read(model: Speaker, state: Any, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+def prefill(model: GenerativeModel, state: Any, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
     """Scores (b v) of what follows the prompt (b n), and the state after it. Rows may be padded anywhere."""
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"a prompt has shape (batch, tokens) with at least one token, not {tuple(prompt.shape)}")
     check_valid(valid, len(prompt), prompt.shape[1], "the prompt")
     if valid is not None and not bool(valid.any(1).all()):
         raise ValueError("every row of a prompt needs at least one real token")
-    if isinstance(model, Brief):
+    if isinstance(model, LastTokenModel):
         return model.last(state, prompt, valid)
     scores, state = model.extend(state, prompt, valid)
     return last_real(scores, valid), state
 
 
-def unended(tokens: list[int], end: int) -> list[int]:
+def before_eos(tokens: list[int], end: int) -> list[int]:
     """What stands in front of the first end."""
     return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
 @torch.no_grad()
-def _spoken(
-    model: Speaker, state: Any, prompt: Tensor, rules: Rules, choice: Choice | None, valid: Tensor | None, ended: Ended
+def _generated(
+    model: GenerativeModel,
+    state: Any,
+    prompt: Tensor,
+    constraints: Constraints,
+    choice: TokenChoice | None,
+    valid: Tensor | None,
+    ended: EndDetector,
 ) -> Iterator[Tensor]:
-    rules, choose = rules.checked(), choice or Greedy()
-    scores: Tensor | Sketch
-    scores, state = read(model, state, prompt, valid)
-    said = torch.empty(len(prompt), rules.most, dtype=prompt.dtype, device=prompt.device)
+    constraints, choose = constraints.checked(), choice or Greedy()
+    scores: Tensor | ScreenedScores
+    scores, state = prefill(model, state, prompt, valid)
+    said = torch.empty(len(prompt), constraints.max_new_tokens, dtype=prompt.dtype, device=prompt.device)
     over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    step, counted = 0, rules.prompt(prompt, valid)
+    step, counted = 0, constraints.prompt(prompt, valid)
 
     def allowed(x: Tensor) -> Tensor:
-        return rules(x, said[:, :step], counted)
+        return constraints(x, said[:, :step], counted)
 
-    for step in range(rules.most):
-        token = scores.likeliest(allowed) if isinstance(scores, Sketch) else choose(allowed(scores))
-        token = token.masked_fill(over, rules.end)
+    for step in range(constraints.max_new_tokens):
+        token = scores.likeliest(allowed) if isinstance(scores, ScreenedScores) else choose(allowed(scores))
+        token = token.masked_fill(over, constraints.eos)
         yield token
-        if step + 1 == rules.most:
+        if step + 1 == constraints.max_new_tokens:
             return
-        said[:, step], over = token, over | (token == rules.end)
+        said[:, step], over = token, over | (token == constraints.eos)
         if ended(over):
             return
-        if type(choose) is Greedy and isinstance(model, Sketcher):
+        if type(choose) is Greedy and isinstance(model, ScreeningModel):
             scores, state = model.sketch(state, token[:, None])
         else:
             every, state = model.extend(state, token[:, None])
             scores = every[:, -1]
 
 
-def stream(
-    model: Speaker, state: Any, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+def generate_stream(
+    model: GenerativeModel,
+    state: Any,
+    prompt: Tensor,
+    *,
+    constraints: Constraints,
+    choice: TokenChoice | None = None,
+    valid: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """The next token of every row (b), as long as any row goes on; a row that has ended says the end again and again."""
-    return _spoken(model, state, prompt, rules, choice, valid, Ended(0))
+    return _generated(model, state, prompt, constraints, choice, valid, EndDetector(0))
 
 
-def say(
-    model: Speaker, state: Any, prompt: Tensor, *, rules: Rules, choice: Choice | None = None, valid: Tensor | None = None
+def generate(
+    model: GenerativeModel,
+    state: Any,
+    prompt: Tensor,
+    *,
+    constraints: Constraints,
+    choice: TokenChoice | None = None,
+    valid: Tensor | None = None,
 ) -> list[list[int]]:
-    """What `stream` gives, whole: the answer of every row, without its end."""
-    tokens = torch.stack(list(_spoken(model, state, prompt, rules, choice, valid, Ended.of(prompt.device))), 1)
-    return [unended(row, rules.end) for row in tokens.tolist()]
+    """What `generate_stream` gives, whole: the answer of every row, without its end."""
+    tokens = torch.stack(list(_generated(model, state, prompt, constraints, choice, valid, EndDetector.of(prompt.device))), 1)
+    return [before_eos(row, constraints.eos) for row in tokens.tolist()]

@@ -1,8 +1,8 @@
 """A model that says everything at once, made ready: on a GPU a whole answer is one launch, and the host waits once.
 
 One sentence is a few hundred small kernels: starting them takes longer than running them. As a CUDA graph they are one launch.
-A graph has one shape, so sources get room in multiples of `EVEN` tokens, and where a length is predicted there are slots for the
-longest one that it could be: the device need not tell the host.
+A graph has one shape, so sources are padded to multiples of `SOURCE_MULTIPLE` tokens. Where a length is predicted there are slots
+for the longest possible one: the host need not wait for the prediction.
 
 Letters: b rows, n source tokens.
 """
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.decoding.nat_decoding import check_asked, say_at_once, tokens_at_once, words
+from regard.decoding.nat_decoding import answer_tokens, check_nat_options, generate_nat, nat_tokens
 from regard.mixers.base import Can
-from regard.models.nat import Parallel
+from regard.models.nat import NatTranslator
 from regard.positions import Learned
-from regard.runtime.cuda_graph import captured
-from regard.runtime.packed_linear import packed
+from regard.runtime.cuda_graph import capture_graph
+from regard.runtime.packed_linear import pack_linears
 
-EVEN = 16  # tokens: with graphs a source gets room in multiples of so many
-KEPT = 32  # graphs
+SOURCE_MULTIPLE = 16  # tokens: with graphs a source gets room in multiples of so many
+MAX_GRAPHS = 32  # graphs
 
-Asked = tuple[int, int, int, int]  # rows, source tokens, lengths, iterations
+GraphKey = tuple[int, int, int, int]  # rows, source tokens, lengths, iterations
 
 
-class Pass:
+class NatGraph:
     """From sources (b n) to answers, all on the device. `run` is what a graph does; a replay does it at once."""
 
-    def __init__(self, model: Parallel, asked: Asked, device: torch.device, pool: Any) -> None:
+    def __init__(self, model: NatTranslator, asked: GraphKey, device: torch.device, pool: Any) -> None:
         b, n, self.lengths, self.iterations = asked
         self.model, self.pool = model, pool
         self.source = torch.zeros(b, n, dtype=torch.long, device=device)
@@ -44,11 +44,11 @@ class Pass:
 
     def captured(self, device: torch.device) -> Tensor:
         """Where the answers of every replay will lie."""
-        self.graph, tokens, self.read = captured(self.run, device, pool=self.pool)
+        self.graph, tokens, self.read = capture_graph(self.run, device, pool=self.pool)
         return tokens
 
     def run(self) -> Tensor:
-        return tokens_at_once(self.model, self.source, self.valid, self.lengths, self.iterations, wait=False)
+        return nat_tokens(self.model, self.source, self.valid, self.lengths, self.iterations, wait=False)
 
     def replay(self, source: Tensor, valid: Tensor) -> Tensor:
         self.source.copy_(source)
@@ -57,16 +57,16 @@ class Pass:
         return self.tokens
 
 
-def roomy(source: Tensor, valid: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
+def pad_to_multiple(source: Tensor, valid: Tensor | None, most: int) -> tuple[Tensor, Tensor]:
     """Sources (b n) with room up to the next multiple of EVEN, or up to `most`, and which of their tokens are real."""
     valid = torch.ones_like(source, dtype=torch.bool) if valid is None else valid
     n = source.shape[1]
-    more = (0, max(0, min(-(-max(n, 1) // EVEN) * EVEN, most) - n))
+    more = (0, max(0, min(-(-max(n, 1) // SOURCE_MULTIPLE) * SOURCE_MULTIPLE, most) - n))
     return pad(source, more), pad(valid, more)
 
 
-class ReadyAtOnce:
-    """A model of `regard.models.nat`, as it is now. It says what `say_at_once` says:
+class NatDecoder:
+    """A model of `regard.models.nat`, as it is now. It says what `generate_nat` says:
 
         fast = ReadyAtOnce(model)
         fast(source, source_valid)
@@ -75,10 +75,10 @@ class ReadyAtOnce:
     a GPU is one CUDA graph. Each number of rows, lengths and iterations needs its own, and so do each 16 tokens of a source.
     """
 
-    def __init__(self, model: Parallel, *, graphs: bool = True) -> None:
+    def __init__(self, model: NatTranslator, *, graphs: bool = True) -> None:
         if model.training:
             raise ValueError("this model cannot be made ready: it is in training, call model.eval() first")
-        self.model = packed(model)
+        self.model = pack_linears(model)
         self.device = next(model.parameters()).device
         self.graphs = graphs and self.device.type == "cuda"
         mixers = [block.mixer for body in (model.encoder.stack, model.decoder) for block in body]
@@ -89,31 +89,31 @@ class ReadyAtOnce:
         if isinstance(model.encoder.embed.positions, Learned):
             limits.append(model.encoder.embed.positions.dims.max_len)
         self.limit = min((x for x in limits if x is not None), default=1 << 30)
-        self.passes: OrderedDict[Asked, Pass] = OrderedDict()
+        self.passes: OrderedDict[GraphKey, NatGraph] = OrderedDict()
         self.pool = torch.cuda.graph_pool_handle() if self.graphs else None  # they never run side by side
 
     @torch.no_grad()
     def __call__(
         self, source: Tensor, source_valid: Tensor | None = None, *, lengths: int = 1, iterations: int = 1
     ) -> list[list[int]]:
-        """An answer for every row, without ends and blanks; with `lengths` and `iterations` as `say_at_once` has them.
+        """An answer for every row, without ends and blanks; with `lengths` and `iterations` as `generate_nat` has them.
 
         Sources may still lie on the host.
         """
         if not self.graphs or source.dim() != 2 or source.shape[1] > self.limit or not len(source):
             source, valid = source.to(self.device), None if source_valid is None else source_valid.to(self.device)
-            return say_at_once(self.model, source, valid, lengths=lengths, iterations=iterations)
-        check_asked(self.model, lengths, iterations)
+            return generate_nat(self.model, source, valid, lengths=lengths, iterations=iterations)
+        check_nat_options(self.model, lengths, iterations)
         if torch.is_autocast_enabled(self.device.type):
             raise ValueError("a ready model has one precision: convert it with .to(torch.bfloat16) instead of autocast")
-        source, valid = roomy(source, source_valid, self.limit)
-        return words(self._pass((*source.shape, lengths, iterations)).replay(source, valid))
+        source, valid = pad_to_multiple(source, source_valid, self.limit)
+        return answer_tokens(self._pass((*source.shape, lengths, iterations)).replay(source, valid))
 
-    def _pass(self, asked: Asked) -> Pass:
+    def _pass(self, asked: GraphKey) -> NatGraph:
         if asked not in self.passes:
             with torch.inference_mode(False), torch.no_grad():  # a graph outlives the mode it is made in
-                self.passes[asked] = Pass(self.model, asked, self.device, self.pool)
+                self.passes[asked] = NatGraph(self.model, asked, self.device, self.pool)
         self.passes.move_to_end(asked)
-        while len(self.passes) > KEPT:
+        while len(self.passes) > MAX_GRAPHS:
             self.passes.popitem(last=False)
         return self.passes[asked]

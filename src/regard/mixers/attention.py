@@ -11,18 +11,31 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from regard.checks import check_batch
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, Reading, State, check_valid, fewer, mask_padding, only, refer
+from regard.mixers.base import (
+    Can,
+    Core,
+    CrossState,
+    Dims,
+    Mixer,
+    Places,
+    State,
+    check_valid,
+    mask_padding,
+    need_claims,
+    pooled_valid,
+    refer,
+)
 from regard.mixers.position_interface import Positions
 from regard.ops.once import once
 
 
-def precise(x: Tensor) -> AbstractContextManager[object]:
+def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
     kind = x.device.type if x.device.type != "meta" else "cpu"
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-class Unmade(nn.Module):
+class UnmadeProjection(nn.Module):
     """Stands where a map would be that nobody looks at: zeros of the right shape, one number in memory."""
 
     def __init__(self, size: int) -> None:
@@ -33,12 +46,12 @@ class Unmade(nn.Module):
         return x.new_zeros(()).expand(*x.shape[:-1], self.size)
 
 
-def together(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
+def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
     """What each of the maps makes of the tokens x (b n w); in training by one product of all weights, if tokens are many.
 
     x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
     """
-    plain = [one for one in maps if type(one) is nn.Linear and not watched(one)]
+    plain = [one for one in maps if type(one) is nn.Linear and not has_hooks(one)]
     worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
     if not worth or len(plain) < len(maps) or len({one.bias is None for one in plain}) > 1:
         return [one(x) for one in maps]
@@ -47,7 +60,7 @@ def together(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
     return linear(x, weight, bias).split([one.out_features for one in plain], -1)
 
 
-def watched(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Must it be called to be what it is? Somebody wants to hear of its calls, or has compiled them."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or module._compiled_call_impl is not None
@@ -67,7 +80,7 @@ class Attention(Mixer):
         shared_qk = shared_qk or core.shared_qk
         self.core, self.shared_qk, self.rate = core, shared_qk, core.rate
         asked = (Can.CAUSAL if dims.causal else Can.NOTHING) | (Can.CROSS if dims.cross else Can.NOTHING)
-        only(core.name, core.can, asked)
+        need_claims(core.name, core.can, asked)
         self.can = core.can
         if shared_qk and (dims.cross or dims.g != dims.heads or core.gates):
             raise ValueError("shared_qk makes keys of the queries: no cross, no kv_heads, no gates")
@@ -77,11 +90,11 @@ class Attention(Mixer):
         reads = dims.context_width or dims.width
         many = core.streams
         asks, keys = dims.heads * dims.d * many, dims.g * (dims.d * many + core.gates)
-        self.q = Unmade(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
+        self.q = UnmadeProjection(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
         if shared_qk and "k" not in core.ignores:
             refer(self, "k", self.q)
         else:
-            self.k = Unmade(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
+            self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
 
@@ -128,7 +141,7 @@ class Attention(Mixer):
         return self._finish(y, x, query_valid if hush else None)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
-        only(self.core.name, self.can, Can.STREAM)
+        need_claims(self.core.name, self.can, Can.STREAM)
         if not (self.dims.causal or self.dims.cross):
             raise ValueError("only causal or cross attention can stream: build it with causal=True or cross=True")
         if self.dims.cross:
@@ -137,7 +150,7 @@ class Attention(Mixer):
             self.check(context, "context", self.dims.context_width)
             self.check_padding(valid, context)
             memory = self._remember(mask_padding(context, valid), valid)
-            return Reading(memory, self._zero(len(context)), 0, self.maker())
+            return CrossState(memory, self._zero(len(context)), 0, self.maker())
         if batch is None or context is not None or valid is not None:
             raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
         check_batch(batch)
@@ -160,7 +173,7 @@ class Attention(Mixer):
         places = Places.of(x, valid)
         self.check_length(places)
         q, k, v = self.heads(x, places)
-        with precise(x):
+        with no_autocast(x):
             self.core.watch(q, k, valid)
             if self.dims.causal:
                 return self.core.scan(self._empty(x.shape[0]), q, k, v, places)[0]
@@ -170,13 +183,13 @@ class Attention(Mixer):
         places = Places.of(x, valid, state.t, state.start)
         self.check_length(places)
         q, k, v = self.heads(x, places)
-        with precise(x):
+        with no_autocast(x):
             y, memory = self.core.scan(state.memory, q, k, v, places)
         return self._finish(y, x, valid), self.later(state, memory, places)
 
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """x (b n w) -> q (b h n d), k (b g n d), v (b g n e)."""
-        q, *k, v = together(x, self.q, self.v) if self.shared_qk else together(x, self.q, self.k, self.v)
+        q, *k, v = fused_linear(x, self.q, self.v) if self.shared_qk else fused_linear(x, self.q, self.k, self.v)
         q = self._turned(q, self.dims.heads, places)
         return q, self._turned(k[0], self.dims.g, places) if k else q, self._split(v, self.dims.g)
 
@@ -194,7 +207,7 @@ class Attention(Mixer):
             return x
         d, streams = self.dims.d, self.core.streams
         parts = x.split([d] * streams + [x.shape[-1] - d * streams], -1)
-        with precise(x):
+        with no_autocast(x):
             return torch.cat([*(self.positions.turn(part, places) for part in parts[:-1]), parts[-1]], -1)
 
     @staticmethod
@@ -214,19 +227,19 @@ class Attention(Mixer):
         """A memory of the whole context."""
         places = Places.of(context, valid)
         self.check_length(places)
-        k, v = together(context, self.k, self.v)
+        k, v = fused_linear(context, self.k, self.v)
         k, v = self._turned(k, self.dims.g, places), self._split(v, self.dims.g)
-        with precise(k):
+        with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 
     def _ask(self, memory: Any, x: Tensor, places: Places) -> Tensor:
         q = self._turned(self.q(x), self.dims.heads, places)
-        with precise(q):
+        with no_autocast(q):
             return self.core.read(memory, q, places)
 
     def _finish(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
         y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
-        valid = fewer(valid, self.rate)
+        valid = pooled_valid(valid, self.rate)
         return y if valid is None else y.masked_fill(~valid[..., None], 0)  # padding is not there: it says nothing
 
 
@@ -252,10 +265,10 @@ def attend(
     """
     _check_heads(q, k, v, core.gates)
     (b, _, m, _), n = k.shape, q.shape[2]
-    only(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
+    need_claims(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
     check_valid(valid, b, m, "keys")
     if valid is not None:
-        only(core.name, core.can, Can.PADDING)
+        need_claims(core.name, core.can, Can.PADDING)
     if causal and query_valid is not None:
         raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
     first = _checked_offset(offset, n, m, core, causal)
@@ -263,7 +276,7 @@ def attend(
     check_valid(real, b, n, "queries")
     k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
-    with precise(q):
+    with no_autocast(q):
         core.watch(q, k, valid)
         memory = core.empty(k, v)
         if causal:
@@ -274,7 +287,7 @@ def attend(
             out = core.scan(memory, q, k, v, places)[0]
         else:
             out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
-    real = fewer(real, core.rate)
+    real = pooled_valid(real, core.rate)
     return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
 
 
@@ -294,7 +307,7 @@ def _checked_offset(offset: int | None, n: int, m: int, core: Core, causal: bool
         last = f"offset={m - n} if they are the last {n} tokens, " if n < m else ""
         raise ValueError(f"{n} queries and {m} keys: give {last}offset=0 if both begin with the same token")
     if causal and n != m:
-        only(core.name, core.can, Can.STREAM, f"so give a query for each of the {m} keys")
+        need_claims(core.name, core.can, Can.STREAM, f"so give a query for each of the {m} keys")
     if not causal and core.joint and (first or (inside and n != m)):
         raise ValueError(f"{core.name} answers all queries together: give a query for each of the {m} keys, and no offset")
     return first

@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.unpad import Packed
-from regard.ops.dense import fused
-from regard.ops.fourier import waves, waves_by_row
-from regard.ops.ragged import opaque_waves
-from regard.transforms import need_lengths
+from regard.mixers.unpad import UnpaddedMixer
+from regard.ops.dense import sdpa
+from regard.ops.fourier import fourier_mix, fourier_mix_by_row
+from regard.ops.ragged import opaque_fourier
+from regard.transforms import needs_lengths
 
-STRIP = 1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
+TRIANGLE_ROWS = (
+    1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
+)
 
 
-class FNet(Packed):
+class FNet(UnpaddedMixer):
     """Tokens meet as waves: a Fourier transform over the sequence and one over the channels. Nothing is learned.
 
     out = Re(F_n x F_w), F the matrices of the discrete Fourier transform. norm="ortho" divides by sqrt(n w), so that what comes
@@ -38,14 +40,14 @@ class FNet(Packed):
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
         if places.valid is None:
-            return waves(x, self.norm)
+            return fourier_mix(x, self.norm)
         if torch.compiler.is_dynamo_compiling():
-            return opaque_waves(x, places.valid.sum(1), self.norm)
-        need_lengths(self.name, places.valid)
-        return waves_by_row(x, places.valid.sum(1), self.norm)
+            return opaque_fourier(x, places.valid.sum(1), self.norm)
+        needs_lengths(self.name, places.valid)
+        return fourier_mix_by_row(x, places.valid.sum(1), self.norm)
 
 
-class MlpMixer(Packed):
+class MlpMixer(UnpaddedMixer):
     """A small network across positions, the same one for every channel: who is looked at depends on where alone.
 
     out = W2 gelu(W1 x + b1) + b2, W1 (hidden max_len), W2 (max_len hidden); a shorter sequence is one with zeros behind it. Time
@@ -74,7 +76,7 @@ class Gates(NamedTuple):
     tokens: Tensor  # (b m f) what later tokens need of each: its half of the gate, and for tiny attention its key and value
 
 
-class GMLP(Packed):
+class GMLP(UnpaddedMixer):
     """A token is scaled, channel by channel, by a learned mixture of all tokens: a gate instead of attention.
 
     u, v = halves of gelu(W1 x), expand * width channels together;  out = W2 (u * (S norm(v) + b)), S (max_len max_len) and b
@@ -108,7 +110,7 @@ class GMLP(Packed):
         gate, k, v = self._split(tokens)
         mixture = self.weight[:n, :n] @ gate + self.bias[:n, None]
         if self.answer is not None:
-            mixture = mixture + self.answer(fused(q[:, None], k, v, scale=self.size**-0.5, valid=places.valid)[:, 0])
+            mixture = mixture + self.answer(sdpa(q[:, None], k, v, scale=self.size**-0.5, valid=places.valid)[:, 0])
         return self.down(u * mixture)
 
     def scan(self, memory: Gates, x: Tensor, places: Places) -> tuple[Tensor, Gates]:
@@ -154,7 +156,7 @@ class GMLP(Packed):
             rows = self.weight[places.start : places.start + n, :m].tril(places.start)
             return rows @ gate + self.bias[places.start : places.start + n, None]
         strips, low = [], places.start
-        for rows in self.weight[low : low + n].split(STRIP):
+        for rows in self.weight[low : low + n].split(TRIANGLE_ROWS):
             high = low + len(rows)
             strips.append(rows[:, :high].tril(low) @ gate[:, :high])
             low = high
@@ -163,6 +165,6 @@ class GMLP(Packed):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         scale = self.size**-0.5
         if places.start == 0:
-            return fused(q, k, v, scale=scale, causal=True)
+            return sdpa(q, k, v, scale=scale, causal=True)
         seen = torch.arange(k.shape[2], device=k.device) <= places.at[..., None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale)

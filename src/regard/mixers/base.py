@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from regard.checks import check_flag, check_vectors, need
 from regard.checks import check_valid as check_valid
-from regard.mixers.state import Maker, check_state
-from regard.mixers.state import Reading as Reading
+from regard.mixers.state import CrossState as CrossState
 from regard.mixers.state import State as State
+from regard.mixers.state import StateOwner, check_state
 from regard.mixers.state import nbytes as nbytes
 from regard.mixers.state import select as select
 from regard.ops.once import once
@@ -104,7 +104,7 @@ class Places(NamedTuple):
             first = start or 0
             at = once(("at", first, n, x.device), None, lambda: torch.arange(first, first + n, device=x.device)).expand(b, n)
         else:
-            at = once("at", valid, lambda: _before(valid))
+            at = once("at", valid, lambda: _tokens_before(valid))
             at = at + start if start else at
         if start is None and t is not None:
             at = at + t[:, None]
@@ -118,13 +118,13 @@ class Places(NamedTuple):
         return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
 
 
-def _before(valid: Tensor) -> Tensor:
+def _tokens_before(valid: Tensor) -> Tensor:
     """How many real tokens stand before each, (b n)."""
     count = valid.long()
     return count.cumsum(1) - count
 
 
-def only(name: str, can: Can, asked: Can, instead: str = "") -> None:
+def need_claims(name: str, can: Can, asked: Can, instead: str = "") -> None:
     """Refuse what is not claimed, in a sentence."""
     if lacking := asked & ~can:
         raise ValueError(f"{name} cannot do {lacking}: it can do {can}" + (f"; {instead}" if instead else ""))
@@ -135,7 +135,7 @@ def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
     return x if valid is None else x.masked_fill(~valid[..., None], 0)
 
 
-def fewer(valid: Tensor | None, rate: int) -> Tensor | None:
+def pooled_valid(valid: Tensor | None, rate: int) -> Tensor | None:
     """Which of ceil(n / rate) answers are real. Real tokens come to the front, so the real answers stand there."""
     if valid is None or rate == 1:
         return valid
@@ -143,7 +143,7 @@ def fewer(valid: Tensor | None, rate: int) -> Tensor | None:
     return groups * rate < valid.sum(1, keepdim=True)
 
 
-def shortened(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tensor | None]:
+def pool_tokens(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tensor | None]:
     """x (b n w) with every `rate` real tokens replaced by their mean, (b ceil(n / rate) w), and which of those are real.
 
     What a residual connection adds around a mixer whose answers are fewer than its tokens. Real tokens come to the front first.
@@ -157,7 +157,7 @@ def shortened(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tenso
     count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
     index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
     sums = x.new_zeros(b, groups, w).scatter_add(1, index, x if valid is None else x.masked_fill(~valid[..., None], 0))
-    return sums / count.clamp_min(1)[..., None], fewer(valid, rate)
+    return sums / count.clamp_min(1)[..., None], pooled_valid(valid, rate)
 
 
 def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
@@ -198,7 +198,7 @@ class Core(nn.Module):
         super().__init__()
         self.dims = dims
         self.positions: Any = None  # `Positions` that add to the scores
-        only(self.name, self.can, Can.DROPOUT if dims.dropout else Can.NOTHING, "use dropout=0")
+        need_claims(self.name, self.can, Can.DROPOUT if dims.dropout else Can.NOTHING, "use dropout=0")
 
     @property
     def name(self) -> str:
@@ -206,7 +206,9 @@ class Core(nn.Module):
 
     def honour(self, positions: Any) -> None:
         """From now on scores take what these positions add to them; what only turns queries and keys needs nothing more."""
-        only(self.name, self.can, positions.needs, f"so {positions.name} positions are not for it: add positions to the tokens")
+        need_claims(
+            self.name, self.can, positions.needs, f"so {positions.name} positions are not for it: add positions to the tokens"
+        )
         if Can.RELATIVE in positions.needs:
             self.positions, self.positional = positions, True
 
@@ -253,7 +255,7 @@ class Core(nn.Module):
 class Mixer(nn.Module):
     """Anything that mixes tokens, (b n w) -> (b n w): all that a model knows about attention.
 
-    The one exception: with rate > 1 the output is ceil(n / rate) long, and `shortened` gives the tokens it stands beside.
+    The one exception: with rate > 1 the output is ceil(n / rate) long, and `pool_tokens` gives the tokens it stands beside.
     """
 
     can: Can
@@ -276,12 +278,12 @@ class Mixer(nn.Module):
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:  # noqa: ARG002
         """What is known before the first token: nothing (give the batch size), or a context to read from."""
-        only(self.name, self.can, Can.STREAM)
+        need_claims(self.name, self.can, Can.STREAM)
         raise NotImplementedError
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:  # noqa: ARG002
         """n >= 0 more tokens: a prompt, a chunk or one decoding step. Always this call."""
-        only(self.name, self.can, Can.STREAM)
+        need_claims(self.name, self.can, Can.STREAM)
         raise NotImplementedError
 
     def later(self, state: State, memory: Any, places: Places) -> State:
@@ -292,14 +294,14 @@ class Mixer(nn.Module):
             return state._replace(memory=memory, t=t, start=None if state.start is None else state.start + n)
         return state._replace(memory=memory, t=state.t + places.valid.sum(1), start=None)
 
-    def maker(self) -> Maker:
+    def maker(self) -> StateOwner:
         """Return what the layer writes into its states, and expects to find in those it is given."""
         if self._described is None:
             dims, use = self.dims, "causal " if self.dims.causal else "cross " if self.dims.cross else ""
             sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
             self._described = f"{use}{self.spec or self.name}, {sizes}"
         weight = self.like()
-        return Maker(self._described, torch.get_default_dtype() if weight is None else weight.dtype)
+        return StateOwner(self._described, torch.get_default_dtype() if weight is None else weight.dtype)
 
     def check_state(self, state: State, x: Tensor) -> None:
         """Refuse a state of another batch, device, layer or type of weights than that of the tokens x (b n w)."""
@@ -331,7 +333,7 @@ class Mixer(nn.Module):
     def check_padding(self, valid: Tensor | None, x: Tensor) -> None:
         check_valid(valid, x.shape[0], x.shape[1], "the sequence that is read")
         if valid is not None:
-            only(self.name, self.can, Can.PADDING, "pack rows of equal length instead")
+            need_claims(self.name, self.can, Can.PADDING, "pack rows of equal length instead")
             if valid.device != x.device:
                 raise ValueError(f"valid is on {valid.device} but the tokens are on {x.device}: move one of them with .to()")
 
@@ -360,7 +362,7 @@ class Free(Mixer):
         super().__init__(dims)
         asked = {Can.CAUSAL: dims.causal, Can.CROSS: dims.cross, Can.DROPOUT: dims.dropout}
         for claim, wanted in asked.items():
-            only(self.name, self.can, claim if wanted else Can.NOTHING)
+            need_claims(self.name, self.can, claim if wanted else Can.NOTHING)
         for what in ("kv_heads", "key_dim", "value_dim"):
             if getattr(dims, what) is not None:
                 raise ValueError(f"{self.name} has no queries and keys: leave out {what}")

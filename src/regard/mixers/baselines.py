@@ -10,25 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checks import WIDEST, need
-from regard.mixers.attention import precise
+from regard.mixers.attention import no_autocast
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import wide
-from regard.mixers.unpad import Packed
-from regard.ops.rnn import recur
+from regard.mixers.feature_math import upcast
+from regard.mixers.unpad import UnpaddedMixer
+from regard.ops.rnn import rnn_scan
 
-PIECE = 1024  # tokens of a line that are convolved together
+CONV_TOKENS = 1024  # tokens of a line that are convolved together
 WEIGHED = 4096  # tokens of a window, each with weights of its own
-EVERY = Can.CAUSAL | Can.PADDING | Can.STREAM
+RNN_CLAIMS = Can.CAUSAL | Can.PADDING | Can.STREAM
 
 
 class Recent(NamedTuple):
     tokens: Tensor  # (b reach w) the last ones, the newest at the end; zeros where there were none
 
 
-class _Window(Packed):
+class _Window(UnpaddedMixer):
     """A filter that slides over real tokens; beyond the ends of a sequence there are zeros."""
 
-    can = EVERY
+    can = RNN_CLAIMS
     reach: int  # how far it sees: all of it back where it is causal, else half of it to each side
     filter: nn.Parameter
 
@@ -78,9 +78,9 @@ def _cut(line: Tensor, reach: int, convolve: Callable[[Tensor], Tensor]) -> Tens
     A long line is cut into pieces that overlap by the reach: on a CPU one long dense convolution takes more than its share.
     """
     b, n, w = line.shape[0], line.shape[1] - reach, line.shape[2]
-    if n <= PIECE:
+    if n <= CONV_TOKENS:
         return convolve(line.mT).mT
-    pieces = F.pad(line, (0, 0, 0, -n % PIECE)).unfold(1, PIECE + reach, PIECE)  # (b pieces w PIECE + reach)
+    pieces = F.pad(line, (0, 0, 0, -n % CONV_TOKENS)).unfold(1, CONV_TOKENS + reach, CONV_TOKENS)  # (b pieces w PIECE + reach)
     return convolve(pieces.flatten(0, 1)).mT.reshape(b, -1, w)[:, :n]
 
 
@@ -141,7 +141,7 @@ class Hidden(NamedTuple):
     c: Tensor | None  # (b hidden) the cell of an LSTM
 
 
-class RNN(Packed):
+class RNN(UnpaddedMixer):
     """A network that reads one token after the other and remembers what it has read in a vector.
 
     h_i = cell(x_i, h_(i-1)), out = W h + b, with torch.nn's GRU or LSTM for a cell. Where it is not causal it reads in both
@@ -151,7 +151,7 @@ class RNN(Packed):
     Hochreiter and Schmidhuber 1997, doi:10.1162/neco.1997.9.8.1735.
     """
 
-    can = EVERY
+    can = RNN_CLAIMS
 
     def __init__(self, dims: Dims, *, cell: str = "gru", hidden: int | None = None, both: bool | None = None) -> None:
         super().__init__(dims)
@@ -187,11 +187,11 @@ class RNN(Packed):
     def _read(self, x: Tensor, state: list[Tensor], valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         weights = [self._exact(w) for direction in self.cell.all_weights for w in direction]
         count = None if valid is None else valid.sum(1)
-        with precise(x):
-            y, state = recur(x.to(weights[0].dtype), state, weights, both=self.both, count=count)
+        with no_autocast(x):
+            y, state = rnn_scan(x.to(weights[0].dtype), state, weights, both=self.both, count=count)
         return y.to(x.dtype), state
 
     @staticmethod
     def _exact(x: Tensor) -> Tensor:
         """In half precision a state would be rounded after every step, and a memory that is rounded so often forgets."""
-        return wide(x)
+        return upcast(x)

@@ -9,18 +9,26 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 
 from regard.mixers.base import Can, Core, Places
-from regard.mixers.feature_math import wide
-from regard.mixers.kv_cache import Log, spare
-from regard.mixers.pattern_attention import widened
-from regard.ops.bucket import Answer, Stretch, among, by_label, few, newest, unseen
+from regard.mixers.feature_math import upcast
+from regard.mixers.kv_cache import KVCache, with_spare_room
+from regard.mixers.pattern_attention import expand_heads
+from regard.ops.bucket import (
+    BucketOutLse,
+    SortedRange,
+    bucket_attention,
+    bucket_lost,
+    few_queries,
+    newest_per_bucket,
+    sort_by_bucket,
+)
 from regard.ops.tile.attention import accumulator
 
 
-class Shelf(NamedTuple):
+class BucketMemory(NamedTuple):
     """Keys and values, and beside them the labels that they were given when they came."""
 
-    log: Log
-    marks: Log  # its keys are labels (b h m rounds)
+    log: KVCache
+    marks: KVCache  # its keys are labels (b h m rounds)
 
     def labels(self, padding: int) -> Tensor:
         """(b h rounds m), with a label of its own for padding."""
@@ -28,7 +36,7 @@ class Shelf(NamedTuple):
         return marks if valid is None else marks.masked_fill(~valid[:, None, None], padding)
 
 
-class Labelled(Core):
+class BucketedCore(Core):
     """A core whose queries belong to its newest tokens, and tokens to those that carry the same label.
 
     A label is made of the token's own key. A causal token sees the newest of its label at its time: no later token has a say in
@@ -50,20 +58,20 @@ class Labelled(Core):
         """Queries and keys whose products are the scores."""
         raise NotImplementedError
 
-    def stretch(self, marks: Tensor) -> Stretch:
+    def stretch(self, marks: Tensor) -> SortedRange:
         """What tokens with these labels (x rounds m) see."""
-        return newest(marks, self.labels, self.window)
+        return newest_per_bucket(marks, self.labels, self.window)
 
-    def empty(self, k: Tensor, v: Tensor) -> Shelf:
+    def empty(self, k: Tensor, v: Tensor) -> BucketMemory:
         marks = torch.zeros(k.shape[0], self.dims.heads, 0, self.rounds, dtype=torch.int32, device=k.device)
-        return Shelf(Log.empty(k, v), Log.empty(marks, marks[..., :0]))
+        return BucketMemory(KVCache.empty(k, v), KVCache.empty(marks, marks[..., :0]))
 
-    def push(self, memory: Shelf, k: Tensor, v: Tensor, places: Places) -> Shelf:
+    def push(self, memory: BucketMemory, k: Tensor, v: Tensor, places: Places) -> BucketMemory:
         with torch.no_grad():
-            marks = self.label(wide(widened(k, k, self.dims.heads)[0])).int()
-        return Shelf(memory.log.append(k, v, places), memory.marks.append(marks, marks[..., :0], places))
+            marks = self.label(upcast(expand_heads(k, k, self.dims.heads)[0])).int()
+        return BucketMemory(memory.log.append(k, v, places), memory.marks.append(marks, marks[..., :0], places))
 
-    def read(self, memory: Shelf, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - its queries are the newest tokens
+    def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - its queries are the newest tokens
         log, n, m = memory.log, q.shape[2], memory.log.size
         if n > m or (n < m and not self.dims.causal):
             most = "no fewer" if self.dims.causal else "as many"
@@ -71,27 +79,27 @@ class Labelled(Core):
         if q.shape[0] * n == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         acc = accumulator(q.dtype)
-        k, v = widened(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
         q, k = self.scored(q.to(acc), k)
         marks = memory.labels(self.labels)
         out, lse = self._answer(*(x.flatten(0, 1) for x in (q, k, v, marks)))
         out = out.unflatten(0, q.shape[:2])
         if not self.own:
-            alone = unseen(lse).unflatten(0, q.shape[:2]) & (marks[:, :, 0, m - n :] < self.labels)
+            alone = bucket_lost(lse).unflatten(0, q.shape[:2]) & (marks[:, :, 0, m - n :] < self.labels)
             itself = alone.to(acc).unsqueeze(-1)  # a softmax over one token
             out = out + dropout(itself, self.dims.dropout, self.training) * v[:, :, m - n :]
         return out.to(log.v.dtype)
 
-    def _answer(self, q: Tensor, k: Tensor, v: Tensor, marks: Tensor) -> Answer:
+    def _answer(self, q: Tensor, k: Tensor, v: Tensor, marks: Tensor) -> BucketOutLse:
         """What the last n of m tokens get, by rows (x n d), (x m d), (x m e), (x rounds m)."""
         n, m = q.shape[1], k.shape[1]
         drop = self.drop
         if self.dims.causal and (n == 1 or 4 * n < m):  # to sort and answer the whole memory would cost more
-            return few(q, k, v, marks, self.labels, self.window, own=self.own, drop=drop)
-        out, lse = among(pad(q, (0, 0, m - n, 0)), k, v, self.stretch(marks), own=self.own, drop=drop)
+            return few_queries(q, k, v, marks, self.labels, self.window, own=self.own, drop=drop)
+        out, lse = bucket_attention(pad(q, (0, 0, m - n, 0)), k, v, self.stretch(marks), own=self.own, drop=drop)
         return out[:, m - n :], lse[:, m - n :]
 
-    def scan(self, memory: Shelf, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Shelf]:
+    def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
         if not self.dims.causal:
             raise ValueError(f"this {self.name} looks at all tokens at once: build it with causal=True")
         if q.shape[2] == 0:
@@ -99,10 +107,10 @@ class Labelled(Core):
         memory = self.push(memory, k, v, places)
         return self.read(memory, q, places), memory
 
-    def forget(self, memory: Shelf, t: Tensor) -> Shelf:  # noqa: ARG002 - labels say what can be seen, not positions
+    def forget(self, memory: BucketMemory, t: Tensor) -> BucketMemory:  # noqa: ARG002 - labels say what can be seen, not positions
         log, marks = memory
-        if log.size - log.looked < spare(log.looked):
+        if log.size - log.looked < with_spare_room(log.looked):
             return memory  # looking costs as much as reading: only now and then
-        _, place, _, last = by_label(memory.labels(self.labels), self.labels)
+        _, place, _, last = sort_by_bucket(memory.labels(self.labels), self.labels)
         alive = (last - place < self.window - 1).any(2).any(1)  # the next token of the label will be one of its window
-        return Shelf(log.keep(alive), marks.keep(alive))
+        return BucketMemory(log.keep(alive), marks.keep(alive))

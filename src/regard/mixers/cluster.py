@@ -8,19 +8,19 @@ from torch.nn.functional import normalize, one_hot
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.bucketed import Labelled, Shelf
-from regard.mixers.feature_math import gaussian, wide
-from regard.mixers.pattern_attention import widened
+from regard.mixers.bucketed import BucketedCore, BucketMemory
+from regard.mixers.feature_math import gaussian, upcast
+from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
-from regard.ops.bucket import Stretch, chunked, newest
-from regard.ops.dense import fused
-from regard.ops.strip import in_pieces
+from regard.ops.bucket import SortedRange, chunk_stretch, newest_per_bucket
+from regard.ops.dense import sdpa
+from regard.ops.strip import in_strips
 
 SHORTEST = 1e-6  # a vector shorter than this has no direction
 FINE = 1 << 30  # similarities closer than one part in so many are equal: the earlier token wins
 
 
-class Reformer(Labelled):
+class Reformer(BucketedCore):
     """Tokens whose keys point the same way fall into the same bucket, and see each other.
 
     In each of `rounds` rounds the bucket of a token is argmax [k R, -k R], with R (d, buckets / 2) drawn per head and round.
@@ -32,7 +32,7 @@ class Reformer(Labelled):
     (Reversible layers, the other half of the paper, are a matter of the model around it.)
     """
 
-    can = Labelled.can | Can.DROPOUT
+    can = BucketedCore.can | Can.DROPOUT
     shared_qk = True
     own = False
     rotations: Tensor
@@ -58,7 +58,7 @@ class Reformer(Labelled):
     def label(self, k: Tensor) -> Tensor:
         if self.labels == 1:
             return torch.zeros(*k.shape[:3], 1, dtype=torch.long, device=k.device)
-        return in_pieces(self._hash, (k,), 2, k.shape[0] * k.shape[1] * self.rotations.shape[2])[0]
+        return in_strips(self._hash, (k,), 2, k.shape[0] * k.shape[1] * self.rotations.shape[2])[0]
 
     def _hash(self, k: Tensor) -> tuple[Tensor]:
         turned = (k @ self.rotations.to(k.dtype)).unflatten(-1, (self.rounds, -1))
@@ -68,13 +68,13 @@ class Reformer(Labelled):
     def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, normalize(k, dim=-1, eps=SHORTEST)
 
-    def stretch(self, marks: Tensor) -> Stretch:
+    def stretch(self, marks: Tensor) -> SortedRange:
         if self.dims.causal:
-            return newest(marks, self.labels, self.window)
-        return chunked(marks, self.labels, self.chunk)
+            return newest_per_bucket(marks, self.labels, self.window)
+        return chunk_stretch(marks, self.labels, self.chunk)
 
 
-class Routing(Labelled):
+class Routing(BucketedCore):
     """Clusters of directions are learned beside the weights, and attention stays inside a cluster.
 
     Each cluster takes the `window` queries and the `window` keys that are most similar to its centroid (cosine; all of them in
@@ -130,20 +130,20 @@ class Routing(Labelled):
         """Cosine of x (b h n d) and every centroid, (b h n c)."""
         return normalize(x, dim=-1, eps=SHORTEST) @ normalize(self.centroids.to(x.dtype), dim=-1).mT
 
-    def read(self, memory: Shelf, q: Tensor, places: Places) -> Tensor:
+    def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
             return super().read(memory, q, places)
         log = memory.log
-        k, v = widened(log.keys, log.values, q.shape[1])
+        k, v = expand_heads(log.keys, log.values, q.shape[1])
         out = self._gathered(q, k, v, places.valid, log.places.valid)
         if self.training:
             self._learn((q, places.valid), (k, log.places.valid))
         return out
 
-    def scan(self, memory: Shelf, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Shelf]:
+    def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
         out, memory = super().scan(memory, q, k, v, places)
         if self.training:
-            self._learn((widened(k, k, self.dims.heads)[0], places.valid))
+            self._learn((expand_heads(k, k, self.dims.heads)[0], places.valid))
         return out, memory
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, asking: Tensor | None, there: Tensor | None) -> Tensor:
@@ -152,13 +152,13 @@ class Routing(Labelled):
         if b * n * m == 0:
             return q.new_zeros(b, h, n, e)
         (asked, real), (seen, valid) = self._members(q, asking), self._members(k, there)
-        picked = (_rows(x, index) for x, index in ((q, asked), (k, seen), (v, seen)))
-        out = wide(fused(*picked, scale=self.scale, valid=valid))  # rows are the batch, clusters the heads
+        picked = (_gather_rows(x, index) for x, index in ((q, asked), (k, seen), (v, seen)))
+        out = upcast(sdpa(*picked, scale=self.scale, valid=valid))  # rows are the batch, clusters the heads
         times = torch.ones_like(out[..., :1])
         if real is not None:
             out, times = (x.masked_fill(~real[:, None, :, None], 0) for x in (out, times))
-        index = _flat(asked, n)
-        total, count = (_sums(x.flatten(0, 2), index, b * h * n) for x in (out, times))
+        index = _flat_index(asked, n)
+        total, count = (_sum_by_row(x.flatten(0, 2), index, b * h * n) for x in (out, times))
         return (total / count.clamp_min(1)).view(b, h, n, e).to(v.dtype)
 
     @torch.no_grad()
@@ -173,8 +173,8 @@ class Routing(Labelled):
                 code = code.masked_fill(~valid, torch.iinfo(torch.long).min)
             return (code.topk(w, dim=-1).indices,)
 
-        similar = self._similar(wide(x)).mT
-        (index,) = in_pieces(best, (similar, None if valid is None else valid[:, None, None]), 2, b * h * n)
+        similar = self._similar(upcast(x)).mT
+        (index,) = in_strips(best, (similar, None if valid is None else valid[:, None, None]), 2, b * h * n)
         if valid is None:
             return index.flatten(0, 1), None
         real = torch.arange(w, device=x.device) < valid.sum(1, keepdim=True)
@@ -183,28 +183,28 @@ class Routing(Labelled):
     @torch.no_grad()
     def _learn(self, *tokens: tuple[Tensor, Tensor | None]) -> None:
         """Every centroid towards the mean direction of the tokens nearest to it; one without tokens stays."""
-        old = wide(self.centroids)
+        old = upcast(self.centroids)
         total, count = torch.zeros_like(old), torch.zeros_like(old[..., :1])
         for x, valid in tokens:
-            near = one_hot(self._similar(wide(x)).argmax(-1), self.labels).to(old.dtype)
+            near = one_hot(self._similar(upcast(x)).argmax(-1), self.labels).to(old.dtype)
             near = near if valid is None else near * valid[:, None, :, None]
-            total += (near.mT @ normalize(wide(x), dim=-1, eps=SHORTEST).to(old.dtype)).sum(0)
+            total += (near.mT @ normalize(upcast(x), dim=-1, eps=SHORTEST).to(old.dtype)).sum(0)
             count += near.sum((0, 2)).unsqueeze(-1)
         moved = normalize(self.decay * old + (1 - self.decay) * total / count.clamp_min(1), dim=-1)
         self.centroids.copy_(torch.where(count > 0, moved, old))
 
 
-def _flat(index: Tensor, n: int) -> Tensor:
+def _flat_index(index: Tensor, n: int) -> Tensor:
     """Tokens (x c w) of rows of n as tokens of all rows, one behind the other."""
     return (index + n * torch.arange(index.shape[0], device=index.device)[:, None, None]).flatten()
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
+def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The tokens (x c w) of x (b h n d): (x c w d)."""
-    return x.flatten(0, 2).index_select(0, _flat(index, x.shape[2])).unflatten(0, index.shape)
+    return x.flatten(0, 2).index_select(0, _flat_index(index, x.shape[2])).unflatten(0, index.shape)
 
 
-def _sums(x: Tensor, index: Tensor, rows: int) -> Tensor:
+def _sum_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
     """The sum of what goes to each row."""
     total = x.new_zeros(rows, x.shape[1])
     if x.is_cuda:  # where index_add takes the terms as they come: another order, another last digit

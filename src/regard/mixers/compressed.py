@@ -10,22 +10,22 @@ from torch.nn.functional import pad
 
 from regard.checks import need
 from regard.mixers.base import Core, Dims, Places
-from regard.mixers.feature_math import wide
-from regard.mixers.kv_cache import Log, Newest, spare
-from regard.mixers.pattern_attention import FEW, Lookup, packed, packed_queries, widened
-from regard.mixers.softmax import EVERY
-from regard.ops.dense import fused, merged, small
-from regard.ops.strip import in_pieces
-from regard.ops.tile.attention import Reach, tiled
+from regard.mixers.feature_math import upcast
+from regard.mixers.kv_cache import KVCache, WriteCursor, with_spare_room
+from regard.mixers.pattern_attention import FEW_QUERIES, PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.mixers.softmax import SOFTMAX_CLAIMS
+from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
+from regard.ops.strip import in_strips
+from regard.ops.tile.attention import HeadPatterns, tile_attention
 from regard.patterns import Blocks, Everything
 from regard.patterns.tiles import Span
 
-Answer = tuple[Tensor, Tensor]  # out and log-sum-exp
+OutLse = tuple[Tensor, Tensor]  # out and log-sum-exp
 
 
 class Strides(NamedTuple):
-    slots: Log  # strides that no token can change any more and nobody sees singly: one key and value each, at their number
-    raw: Log  # the tokens since, from the beginning of a stride on
+    slots: KVCache  # strides that no token can change any more and nobody sees singly: one key and value each, at their number
+    raw: KVCache  # the tokens since, from the beginning of a stride on
 
 
 class Compressed(Core):
@@ -41,7 +41,7 @@ class Compressed(Core):
     Cost: (d + e) n^2 / rate + n rate (near + 1), memory n; a stream keeps n / rate. Liu et al. 2018, arXiv:1801.10198.
     """
 
-    can = EVERY
+    can = SOFTMAX_CLAIMS
     positional = False  # a causal query is, and that is for `scan`
 
     def __init__(self, dims: Dims, *, rate: int = 3, near: int = 0, kernel: str = "taps") -> None:
@@ -53,17 +53,17 @@ class Compressed(Core):
         mean = torch.full((dims.g, rate), 1 / rate)
         self.kernel_k = nn.Parameter(mean[..., None, None] * torch.eye(dims.d) if self.full else mean)
         self.kernel_v = nn.Parameter(mean.clone())
-        self.local = Reach.of(Blocks(rate, near), dims.heads)
-        self.every = Reach.of(Everything(), dims.heads * rate)
+        self.local = HeadPatterns.of(Blocks(rate, near), dims.heads)
+        self.every = HeadPatterns.of(Everything(), dims.heads * rate)
 
     def extra_repr(self) -> str:
         return f"rate={self.stride}, near={self.near}"
 
     def empty(self, k: Tensor, v: Tensor) -> Strides:
-        return Strides(Log.empty(k, v), Log.empty(k, v))
+        return Strides(KVCache.empty(k, v), KVCache.empty(k, v))
 
     def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
-        memory = Strides(memory.slots, _longer(memory.raw, k, v, places))
+        memory = Strides(memory.slots, _extended(memory.raw, k, v, places))
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
         return memory if later else self._settled(memory, 0)
 
@@ -84,24 +84,24 @@ class Compressed(Core):
             k, v = torch.cat([k, last_k], 2), torch.cat([v, last_v], 2)
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
-        return fused(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
+        return sdpa(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
 
     def scan(self, memory: Strides, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Strides]:
         n = q.shape[2]
         if n == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
-        later = Strides(memory.slots, _longer(memory.raw, k, v, places))
-        if later.raw.size > n or memory.slots.size or n <= max(FEW, (self.near + 1) * self.stride):
+        later = Strides(memory.slots, _extended(memory.raw, k, v, places))
+        if later.raw.size > n or memory.slots.size or n <= max(FEW_QUERIES, (self.near + 1) * self.stride):
             return self._answer(later, q, places)[0], later
-        k, v, _ = packed(k, v, places.valid)
-        q, back = packed_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        k, v, _ = compact_keys(k, v, places.valid)
+        q, back = compact_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
         out = self._all(q, k, v)
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out)), later
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
         n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
-        out, lse = Lookup(self.local, self.scale, True, self.drop)(Log.empty(k, v).append(k, v, places), q, places)
+        out, lse = PatternAttention(self.local, self.scale, True, self.drop)(KVCache.empty(k, v).append(k, v, places), q, places)
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
         if torch.compiler.is_compiling():  # one more than needed where all are full, and cut when they are made
@@ -112,37 +112,37 @@ class Compressed(Core):
         size = slots * self.stride
         asked = pad(q[:, :, first:], (0, 0, 0, size + first - n)).unflatten(2, (slots, self.stride))
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
-        keys, values = widened(keys, values, asked.shape[1])
+        keys, values = expand_heads(keys, values, asked.shape[1])
         span = Span(0, slots, 0, slots)
-        far = tiled(asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop)
+        far = tile_attention(asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop)
         y, y_lse = (x.unflatten(1, (h, self.stride)).transpose(2, 3).flatten(2, 3)[:, :, : n - first] for x in far)
-        both, _ = merged((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
+        both, _ = merge_by_lse((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
         return torch.cat([out[:, :, :first], both], 2)
 
-    def _answer(self, memory: Strides, q: Tensor, places: Places) -> Answer:
+    def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
         """What queries get, wherever they stand: from the raw tokens near them, and from the slots before those."""
         slots, raw = memory
-        found = Lookup(self.local, self.scale, True, self.drop)(raw, q, places)
+        found = PatternAttention(self.local, self.scale, True, self.drop)(raw, q, places)
         if raw.size > (self.near + 1) * self.stride or torch.is_grad_enabled():  # else all are near; but weights want a gradient
             k, v, there = self._compressed(raw)
             number = raw.at[:, :1] // self.stride + torch.arange(k.shape[2], device=k.device)
-            found = merged(found, self._look(q, places, k, v, number, there))
+            found = merge_by_lse(found, self._look(q, places, k, v, number, there))
         if slots.size:
-            found = merged(found, self._look(q, places, slots.keys, slots.values, slots.places.at, slots.places.valid))
+            found = merge_by_lse(found, self._look(q, places, slots.keys, slots.values, slots.places.at, slots.places.valid))
         return found
 
-    def _look(self, q: Tensor, places: Places, k: Tensor, v: Tensor, number: Tensor, valid: Tensor | None) -> Answer:
+    def _look(self, q: Tensor, places: Places, k: Tensor, v: Tensor, number: Tensor, valid: Tensor | None) -> OutLse:
         """From slots k, v (b g m ...) of the strides numbered (b m), as far as they are behind; a strip of queries at a time."""
-        k, v = widened(k, v, q.shape[1])
+        k, v = expand_heads(k, v, q.shape[1])
         behind = (places.at // self.stride - self.near)[:, None, :, None]
 
-        def strip(q: Tensor, behind: Tensor) -> Answer:
+        def strip(q: Tensor, behind: Tensor) -> OutLse:
             seen = number[:, None, None] < behind
             seen = seen if valid is None else seen & valid[:, None, None]
-            out, lse = small(q, k, v, seen, scale=self.scale, dropout=self.drop)
+            out, lse = few_queries_attention(q, k, v, seen, scale=self.scale, dropout=self.drop)
             return out, lse.unsqueeze(-1)
 
-        out, lse = in_pieces(strip, (q, behind), 2, q.shape[0] * q.shape[1] * k.shape[2])
+        out, lse = in_strips(strip, (q, behind), 2, q.shape[0] * q.shape[1] * k.shape[2])
         return out, lse.squeeze(-1)
 
     def _settled(self, memory: Strides, near: int) -> Strides:
@@ -159,25 +159,25 @@ class Compressed(Core):
             slots = slots.append(k, v, Places.of(k[:, 0], start=raw.start // rate))
             # copies, or the rest would keep the whole buffer alive
             k, v, at, valid = (x.narrow(dim, done, size - done).clone() for x, dim in zip(raw[:4], (2, 2, 1, 1), strict=True))
-            return Strides(slots, Log(k, v, at, valid, size - done, raw.start + done, True, Newest(size - done)))
+            return Strides(slots, KVCache(k, v, at, valid, size - done, raw.start + done, True, WriteCursor(size - done)))
         valid = raw.valid[:, :size]
-        k, v, real = packed(raw.keys, raw.values, valid)
+        k, v, real = compact_keys(raw.keys, raw.values, valid)
         real = valid if real is None else real
         count, first = real.sum(1, keepdim=True), raw.at[:, :1]
         gone = ((count // rate - near) * rate).clamp_min(0)  # of each row
         new_k, new_v, _ = self._convolved(k[:, :, : size // rate * rate], v[:, :, : size // rate * rate], None)
         number = torch.arange(size // rate, device=k.device)
         slots = slots.append(new_k, new_v, Places(first // rate + number, (number + 1) * rate <= gone))
-        if slots.size - slots.looked >= spare(slots.looked) and self.dims.causal:
+        if slots.size - slots.looked >= with_spare_room(slots.looked) and self.dims.causal:
             slots = slots.keep(slots.valid[:, : slots.size])
         index = gone + torch.arange(room, device=k.device)
         take = index.clamp_max(size - 1)[:, None, :, None]
         k, v = (x.gather(2, take.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
-        return Strides(slots, Log(k, v, first + index, index < count, room, None, False, Newest(room)))
+        return Strides(slots, KVCache(k, v, first + index, index < count, room, None, False, WriteCursor(room)))
 
-    def _compressed(self, raw: Log) -> tuple[Tensor, Tensor, Tensor]:
+    def _compressed(self, raw: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Slots of the strides of raw tokens, full or not, and which of them there are (b s)."""
-        k, v, real = packed(raw.keys, raw.values, None if raw.plain else raw.valid[:, : raw.size])
+        k, v, real = compact_keys(raw.keys, raw.values, None if raw.plain else raw.valid[:, : raw.size])
         return self._convolved(k, v, real)
 
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,16 +194,16 @@ class Compressed(Core):
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
             count = pad(real, (0, missing)).unflatten(1, (strides, rate)).sum(2)
-        scale = None if real is None else rate / count.clamp_min(1).to(wide(k).dtype)
+        scale = None if real is None else rate / count.clamp_min(1).to(upcast(k).dtype)
         found = []
         for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
-            y, form = pad(wide(x), (0, 0, 0, missing)).unflatten(2, (strides, rate)), "gu,bgsux->bgsx"
+            y, form = pad(upcast(x), (0, 0, 0, missing)).unflatten(2, (strides, rate)), "gu,bgsux->bgsx"
             y = torch.einsum(form if kernel.dim() == 2 else "guxy,bgsux->bgsy", kernel.to(y.dtype), y)
             found.append((y if scale is None else y * scale[:, None, :, None]).to(x.dtype))
         return found[0], found[1], count > 0
 
 
-def _longer(log: Log, k: Tensor, v: Tensor, places: Places) -> Log:
+def _extended(log: KVCache, k: Tensor, v: Tensor, places: Places) -> KVCache:
     """As log.append, without room to spare: this log is short, and most of it soon forgotten."""
     n = k.shape[2]
     if log.size == 0 or n == 0:
@@ -213,4 +213,4 @@ def _longer(log: Log, k: Tensor, v: Tensor, places: Places) -> Log:
     k, v, at, valid = (torch.cat([x.narrow(dim, 0, log.size).to(y.dtype), y], dim) for x, y, dim in pairs)
     known = log.plain and log.start is not None and places.start == log.start + log.size
     size = log.size + n
-    return Log(k, v, at, valid, size, log.start if known else None, log.plain and places.valid is None, Newest(size))
+    return KVCache(k, v, at, valid, size, log.start if known else None, log.plain and places.valid is None, WriteCursor(size))

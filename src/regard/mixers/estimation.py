@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from regard.mixers.base import Core
-from regard.mixers.feature_math import per_query_head, wide
+from regard.mixers.feature_math import per_query_head, upcast
 
-CALLS = (1, 10, 100, 1000, 10_000)  # of forward passes, where the estimate is compared with what it estimates
+CHECKED_CALLS = (1, 10, 100, 1000, 10_000)  # of forward passes, where the estimate is compared with what it estimates
 QUERIES, KEYS, FEW = 16, 256, 8  # tokens of such a comparison, and how many there must be
 BAD, WORSE = 0.75, 1.1  # a smaller error is no reason to warn, nor is one that is hardly above that of equal weights
 
@@ -47,7 +47,7 @@ class Estimator(Core):
         if torch.compiler.is_compiling() or self.warned or q.shape[2] < FEW or k.shape[2] < FEW or not _eager(q):
             return
         self.calls += 1
-        error, equal = self._compared(q, k, valid) if self.calls in CALLS else (0.0, 0.0)
+        error, equal = self._compared(q, k, valid) if self.calls in CHECKED_CALLS else (0.0, 0.0)
         if error > max(WORSE * equal, BAD):
             self.warned = True
             warnings.warn(
@@ -65,7 +65,7 @@ class Estimator(Core):
         k = k if valid is None else k[:, :, valid[0]]
         if k.shape[2] < FEW:
             return 0.0, 0.0
-        q, k = wide(q[:1, :, :: -(-q.shape[2] // QUERIES)]), wide(k[:, :, :: -(-k.shape[2] // KEYS)])
+        q, k = upcast(q[:1, :, :: -(-q.shape[2] // QUERIES)]), upcast(k[:, :, :: -(-k.shape[2] // KEYS)])
         k = per_query_head(k, q)
         exact = torch.softmax(self.exact(q, k), -1)
         return relative_errors(self.estimated(q, k), exact, torch.ones_like(exact))

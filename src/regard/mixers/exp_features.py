@@ -12,18 +12,27 @@ from torch import Tensor, nn
 from regard.checks import WIDEST, need
 from regard.mixers.base import Dims, Places
 from regard.mixers.estimation import Estimator
-from regard.mixers.feature_math import ask, finite, nothing, orthogonal, per_query_head, ratio, total, where_valid
+from regard.mixers.feature_math import (
+    empty_sums,
+    finite_max,
+    min_log_decay,
+    orthogonal,
+    per_query_head,
+    read_state,
+    safe_ratio,
+    where_valid,
+)
 from regard.mixers.linear_attention import Kernel
 from regard.ops.linear import torch as chunks
 
 
-class PeakedSums(NamedTuple):
+class ExpSums(NamedTuple):
     s: Tensor  # in units of exp(top), as is z
     z: Tensor
     top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first token
 
 
-class Peaked(Kernel):
+class ExpFeatures(Kernel):
     """Kernels whose features are exponentials, kept finite by the largest exponent so far.
 
     The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
@@ -36,36 +45,36 @@ class Peaked(Kernel):
         """The exponents (b h n f) of the features of queries or keys."""
         raise NotImplementedError
 
-    def empty(self, k: Tensor, v: Tensor) -> PeakedSums:
-        s, z = nothing(k, v, self.f)
-        return PeakedSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
+    def empty(self, k: Tensor, v: Tensor) -> ExpSums:
+        s, z = empty_sums(k, v, self.f)
+        return ExpSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
 
-    def _push(self, memory: PeakedSums, k: Tensor, v: Tensor, places: Places) -> PeakedSums:
+    def _push(self, memory: ExpSums, k: Tensor, v: Tensor, places: Places) -> ExpSums:
         if k.shape[2] == 0:
             return memory
         logs, tops = self._keys(k, places)
         top = torch.maximum(memory.top, tops.amax(2))
-        keys, kept = (logs - finite(top).unsqueeze(2)).exp(), (memory.top - finite(top)).exp()
-        return PeakedSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
+        keys, kept = (logs - finite_max(top).unsqueeze(2)).exp(), (memory.top - finite_max(top)).exp()
+        return ExpSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
         logs = where_valid(self.logs(k), places.valid, -torch.inf)
         return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
 
-    def _rising(self, memory: PeakedSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+    def _rising(self, memory: ExpSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
         logs, tops = self._keys(k, places)
-        top = chunks.highest(tops, memory.top)
+        top = chunks.cumulative_max(tops, memory.top)
         before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
-        decay = (before - top).clamp(min=total(k.dtype))
-        return (logs - finite(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
+        decay = (before - top).clamp(min=min_log_decay(k.dtype))
+        return (logs - finite_max(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
         return torch.softmax(self.logs(q), -1)
 
 
-class Efficient(Peaked):
+class Efficient(ExpFeatures):
     """Efficient attention: each feature is a map over the positions, and a query mixes the maps.
 
     out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
@@ -81,24 +90,24 @@ class Efficient(Peaked):
     def logs(self, x: Tensor) -> Tensor:
         return x
 
-    def _read(self, memory: PeakedSums, q: Tensor, places: Places) -> Tensor:
-        return ask(self._mix(q, places, memory.z.unsqueeze(2)), memory.s)
+    def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
+        return read_state(self._mix(q, places, memory.z.unsqueeze(2)), memory.s)
 
-    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+    def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
-        z = chunks.running(keys, memory.z, decay.exp())
-        out, s = chunks.scan(self._mix(q, places, z), keys, v, memory.s, decay)
-        return out, PeakedSums(s, z[:, :, -1], top)
+        z = chunks.prefix_sum(keys, memory.z, decay.exp())
+        out, s = chunks.linear_scan(self._mix(q, places, z), keys, v, memory.s, decay)
+        return out, ExpSums(s, z[:, :, -1], top)
 
     def _mix(self, q: Tensor, places: Places, z: Tensor) -> Tensor:
         """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
         return self._queries(q, places) / per_query_head(z.clamp(min=1), q)
 
 
-KINDS = ("regularized", "positive", "hyperbolic")
+PERFORMER_FEATURES = ("regularized", "positive", "hyperbolic")
 
 
-class Performer(Estimator, Peaked):
+class Performer(Estimator, ExpFeatures):
     """Estimate softmax attention by positive orthogonal random features (FAVOR+), in time n f e and memory f (e + 1).
 
     phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d; one
@@ -133,8 +142,8 @@ class Performer(Estimator, Peaked):
     ) -> None:
         super().__init__(dims)
         need("features", features, 1, WIDEST)
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, not {kind!r}")
+        if kind not in PERFORMER_FEATURES:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, PERFORMER_FEATURES))}, not {kind!r}")
         self.f, self.kind, self.pairs = features, kind, kind == "hyperbolic"
         self.register_buffer("directions", torch.empty(-(-features // 2) if self.pairs else features, dims.d))
         self.redraw(seed)
@@ -177,12 +186,12 @@ class Performer(Estimator, Peaked):
     def estimated(self, q: Tensor, k: Tensor) -> Tensor:
         logs = self.logs(k)
         products = torch.softmax(self.logs(q), -1) @ (logs - logs.amax((-1, -2), keepdim=True)).exp().mT
-        return ratio(products, products.sum(-1, keepdim=True))
+        return safe_ratio(products, products.sum(-1, keepdim=True))
 
-    def _scan(self, memory: PeakedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, PeakedSums]:
+    def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
-        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
-        return ratio(out, norm), PeakedSums(s, z, top)
+        out, norm, s, z = chunks.linear_scan_normalized(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        return safe_ratio(out, norm), ExpSums(s, z, top)
 
 
 def _limit(max_norm: float | str | None) -> float | None:

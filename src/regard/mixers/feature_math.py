@@ -13,17 +13,17 @@ from regard.checks import shown
 from regard.transforms import transformed
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Sums need float32 or better."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def joined(runs: list[Tensor]) -> Tensor:
+def concat_chunks(runs: list[Tensor]) -> Tensor:
     return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
 
 
-def nothing(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    z = wide(k).new_zeros(*k.shape[:2], features)
+def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    z = upcast(k).new_zeros(*k.shape[:2], features)
     return z.new_zeros(*z.shape, v.shape[-1]), z
 
 
@@ -32,12 +32,12 @@ def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
     return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
 
 
-def finite(top: Tensor) -> Tensor:
+def finite_max(top: Tensor) -> Tensor:
     """A unit to measure in: that of a memory without tokens may be any."""
     return top.masked_fill(top == -torch.inf, 0)
 
 
-def ask(q: Tensor, state: Tensor) -> Tensor:
+def read_state(q: Tensor, state: Tensor) -> Tensor:
     """q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
     answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
     return answer.reshape(*q.shape[:3], state.shape[-1])
@@ -48,23 +48,23 @@ def per_query_head(x: Tensor, like: Tensor) -> Tensor:
     return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
-def ratio(out: Tensor, norm: Tensor) -> Tensor:
+def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:
     """out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
     limits = torch.finfo(norm.dtype)
     return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
 
 
-def total(dtype: torch.dtype) -> float:
+def min_log_decay(dtype: torch.dtype) -> float:
     """A log decay that leaves nothing. There is no need for a lower one: it would swallow the digits of those after it."""
     return 1.3 * math.log(torch.finfo(dtype).tiny)
 
 
 def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
     """The log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0; padding leaves everything as it is."""
-    return where_valid((F.logsigmoid(gate) / root).clamp(min=total(gate.dtype)), valid, 0)
+    return where_valid((F.logsigmoid(gate) / root).clamp(min=min_log_decay(gate.dtype)), valid, 0)
 
 
-def left(decay: Tensor) -> Tensor:
+def decay_to_end(decay: Tensor) -> Tensor:
     """How much of each token is left after those behind it: decay (b g m ...)."""
     suffix = decay.flip(2).cumsum(2).flip(2)
     return torch.cat([suffix[:, :, 1:], torch.zeros_like(suffix[:, :, :1])], 2).exp()
@@ -85,14 +85,14 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
     return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
 
 
-def positive(x: Tensor) -> Tensor:
+def elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them."""
     if torch.compiler.is_compiling() or transformed():  # fused by itself; torch 2.11 compiles the Function into a wrong gradient
         return x.clamp(max=0).exp() + x.relu()
-    return Positive.apply(x)
+    return EluPlusOne.apply(x)
 
 
-class Positive(torch.autograd.Function):
+class EluPlusOne(torch.autograd.Function):
     """positive in one pass and one tensor: its slope is min(phi, 1), so only phi is kept."""
 
     generate_vmap_rule = True

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import ask, left, log_gate, nothing, per_query_head, ratio, where_valid
+from regard.mixers.feature_math import decay_to_end, empty_sums, log_gate, per_query_head, read_state, safe_ratio, where_valid
 from regard.mixers.linear_attention import Kernel
 from regard.ops.delta import torch as delta
 from regard.ops.linear import torch as chunks
@@ -41,7 +41,7 @@ class Fading(Kernel):
         self.f = dims.d
 
     def empty(self, k: Tensor, v: Tensor) -> Any:
-        return Matrix(nothing(k, v, self.f)[0])
+        return Matrix(empty_sums(k, v, self.f)[0])
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Keys (b g m d) and decays (b g m 1 or d), of padding both 0."""
@@ -50,14 +50,14 @@ class Fading(Kernel):
     def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         keys, decay = self._written(k, places)
         kept = decay.sum(2).exp().unsqueeze(-1)
-        return memory._replace(s=kept * memory.s + (keys * left(decay)).mT @ v)
+        return memory._replace(s=kept * memory.s + (keys * decay_to_end(decay)).mT @ v)
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        return ask(self._queries(q, places), memory.s)
+        return read_state(self._queries(q, places), memory.s)
 
     def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         keys, decay = self._written(k, places)
-        out, s = chunks.scan(self._queries(q, places), keys, v, memory.s, decay)
+        out, s = chunks.linear_scan(self._queries(q, places), keys, v, memory.s, decay)
         return out, memory._replace(s=s)
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
@@ -86,7 +86,7 @@ class Retention(Fading):
         self.register_buffer("powers", torch.arange(power, power + dims.g))  # integers: no dtype rounds gamma up to 1
 
     def empty(self, k: Tensor, v: Tensor) -> CountedMatrix:
-        return CountedMatrix(nothing(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
+        return CountedMatrix(empty_sums(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         decay = self._rate(k).expand(k.shape[0], -1, k.shape[2], 1)
@@ -119,7 +119,7 @@ class Retention(Fading):
             return out
         rate = self._rate(out)
         weight = torch.expm1(count[:, None, :, None] * rate) / torch.expm1(rate)
-        return ratio(out, per_query_head(weight, out).sqrt())
+        return safe_ratio(out, per_query_head(weight, out).sqrt())
 
 
 class GLA(Fading):
@@ -165,20 +165,20 @@ class Delta(Kernel):
             self.can = self.can | Can.ROTARY
 
     def empty(self, k: Tensor, v: Tensor) -> Matrix:
-        return Matrix(nothing(k, v, self.f)[0])
+        return Matrix(empty_sums(k, v, self.f)[0])
 
     def _push(self, memory: Matrix, k: Tensor, v: Tensor, places: Places) -> Matrix:
         if k.shape[2] == 0:
             return memory
         keys, beta, decay = self._written(k, places)
-        return Matrix((delta.step if k.shape[2] == 1 else delta.write)(keys, v, beta, memory.s, decay))
+        return Matrix((delta.delta_step if k.shape[2] == 1 else delta.delta_write)(keys, v, beta, memory.s, decay))
 
     def _read(self, memory: Matrix, q: Tensor, places: Places) -> Tensor:
-        return ask(self._queries(q, places), memory.s)
+        return read_state(self._queries(q, places), memory.s)
 
     def _scan(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Matrix]:
         keys, beta, decay = self._written(k, places)
-        out, s = delta.scan(self._queries(q, places), keys, v, beta, memory.s, decay)
+        out, s = delta.delta_scan(self._queries(q, places), keys, v, beta, memory.s, decay)
         return out, Matrix(s)
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:

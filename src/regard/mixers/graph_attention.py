@@ -14,25 +14,25 @@ from torch.nn.functional import dropout
 
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Places
-from regard.mixers.kv_cache import Log
-from regard.mixers.pattern_attention import FEW, widened
-from regard.mixers.softmax import EVERY
+from regard.mixers.kv_cache import KVCache
+from regard.mixers.pattern_attention import FEW_QUERIES, expand_heads
+from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.mixers.sparse import Sparse
-from regard.ops.composite import along
-from regard.ops.edge import walked, walked_by_text
-from regard.ops.ragged import walked_by_row
-from regard.ops.strip import in_pieces
+from regard.ops.composite import edge_attention_composite
+from regard.ops.edge import edge_attention, edge_attention_by_text
+from regard.ops.ragged import ragged_edge_attention
+from regard.ops.strip import in_strips
 from regard.ops.tile.attention import accumulator
 from regard.patterns import Edges, Pattern
-from regard.patterns.edge_list import listed, pairs_by_row
+from regard.patterns.edge_list import edge_list, pairs_by_row
 from regard.patterns.tiles import Span
-from regard.transforms import exporting, need_lengths, plainly
+from regard.transforms import exporting, needs_lengths, needs_plain_ops
 
-STRIP = 1 << 22  # pairs that are asked one by one whether they belong to a pattern
+PAIRS_PER_STRIP = 1 << 22  # pairs that are asked one by one whether they belong to a pattern
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Share(NamedTuple):
+class HeadGroup(NamedTuple):
     """Heads that look at the same pairs."""
 
     pattern: Pattern
@@ -52,7 +52,7 @@ class GAT(Sparse):
     Velickovic et al. 2018, arXiv:1710.10903; v2: Brody et al. 2021, arXiv:2105.14491.
     """
 
-    can = EVERY
+    can = SOFTMAX_CLAIMS
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, slope: float = 0.2, v2: bool = False) -> None:
         if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 <= slope <= 1:
@@ -69,7 +69,7 @@ class GAT(Sparse):
         heads: dict[Pattern, list[int]] = {}
         for h, own in enumerate(self.reach.each):
             heads.setdefault(own, []).append(h)
-        self.shares = [Share(own, str(own), several) for own, several in heads.items()]
+        self.shares = [HeadGroup(own, str(own), several) for own, several in heads.items()]
 
     def sides(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What meets in LeakyReLU: of a query (b h n f), of a key (b h m f), and what weighs it (h f) after."""
@@ -79,11 +79,11 @@ class GAT(Sparse):
         ones = torch.ones(q.shape[1], 1, dtype=q.dtype, device=q.device)
         return q @ self.a_q.to(q.dtype).unsqueeze(-1), k @ self.a_k.to(q.dtype).unsqueeze(-1), ones
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         acc, dtype = accumulator(q.dtype), log.v.dtype
-        k, v = widened(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
         asked = (*self.sides(q.to(acc), k), v)
         if len(self.shares) == 1:
             return self._share(self.shares[0], asked, log, places, causal).to(dtype)
@@ -95,42 +95,42 @@ class GAT(Sparse):
         order = [h for share in self.shares for h in share.heads]
         return torch.cat(found, 1)[:, [order.index(h) for h in range(len(order))]].to(dtype)
 
-    def _share(self, share: Share, asked: tuple[Tensor, ...], log: Log, places: Places, causal: bool) -> Tensor:
+    def _share(self, share: HeadGroup, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool) -> Tensor:
         """The answers (b h n e) of heads with one pattern."""
         q, k, a, v = asked
         b, h, n, _ = q.shape
         drop = self.drop
         if self.reach.bends and (log.start != 0 or places.start != 0):
             raise ValueError(f"{share.text} is drawn for one length: it cannot continue from a memory")
-        known = places.start is not None and log.start is not None and (places.start == 0 or n > FEW)
+        known = places.start is not None and log.start is not None and (places.start == 0 or n > FEW_QUERIES)
         if known and log.plain and places.valid is None:  # the pairs of one row serve all
             assert places.start is not None and log.start is not None
             span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)
             q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for x in (q, k, v))
             if torch.compiler.is_compiling() and not exporting():
-                out = walked_by_text(q, k, v, a, share.text, span, causal=causal, slope=self.slope, dropout=drop)
+                out = edge_attention_by_text(q, k, v, a, share.text, span, causal=causal, slope=self.slope, dropout=drop)
             else:
-                out = walked(q, k, v, a, listed(share.pattern, span, causal, q.device), slope=self.slope, dropout=drop)
+                out = edge_attention(q, k, v, a, edge_list(share.pattern, span, causal, q.device), slope=self.slope, dropout=drop)
             return out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
         fresh = places.start == 0 and log.start == 0
-        if plainly() and fresh and not self.reach.bends:
+        if needs_plain_ops() and fresh and not self.reach.bends:
             return _masked(share.pattern, asked, log, places, causal, self.slope, drop)
-        need_lengths(share.text, places.valid if plainly() else None)
+        needs_lengths(share.text, places.valid if needs_plain_ops() else None)
         q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))  # all rows as one graph
         if fresh:
             asking = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
             real = asking, log.valid[:, : log.size]
             if torch.compiler.is_compiling():
-                out = walked_by_row(q, k, v, a, *real, share.text, causal=causal, slope=self.slope, dropout=drop)
+                out = ragged_edge_attention(q, k, v, a, *real, share.text, causal=causal, slope=self.slope, dropout=drop)
             else:
-                out = walked(q, k, v, a, pairs_by_row(share.pattern, *real, causal), slope=self.slope, dropout=drop)
+                out = edge_attention(q, k, v, a, pairs_by_row(share.pattern, *real, causal), slope=self.slope, dropout=drop)
         else:
-            out = walked(q, k, v, a, _one_by_one(share.pattern, log, places, causal), slope=self.slope, dropout=drop)
+            out = edge_attention(q, k, v, a, _one_by_one(share.pattern, log, places, causal), slope=self.slope, dropout=drop)
         return out.unflatten(0, (b, n)).transpose(1, 2)
 
 
 def _masked(
-    pattern: Pattern, asked: tuple[Tensor, ...], log: Log, places: Places, causal: bool, slope: float, drop: float
+    pattern: Pattern, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool, slope: float, drop: float
 ) -> Tensor:
     """The same without reading which tokens are real: those come to the front, and a mask tells which pairs there are."""
     q, k, a, v = asked
@@ -141,10 +141,10 @@ def _masked(
         x.gather(2, order[:, None, :, None].expand_as(x)).permute(2, 0, 1, 3).flatten(1, 2)
         for x, order in ((q, there[0]), (k, there[1]), (v, there[1]))
     )
-    pairs = listed(pattern, Span(0, n, 0, log.size), causal, q.device)
+    pairs = edge_list(pattern, Span(0, n, 0, log.size), causal, q.device)
     counts = [x.sum(1) for x in real]
     seen = (pairs[0][:, None] < counts[0]) & (pairs[1][:, None] < counts[1])  # (pairs b)
-    out = along(
+    out = edge_attention_composite(
         q, k, v, a.repeat(b, 1), pairs, slope, (lambda x: dropout(x, drop)) if drop else None, seen.repeat_interleave(h, 1)
     )
     back = there[0].argsort(dim=1)[:, None, :, None]
@@ -152,11 +152,11 @@ def _masked(
     return out.gather(2, back.expand_as(out))
 
 
-def _one_by_one(pattern: Pattern, log: Log, places: Places, causal: bool) -> Tensor:
+def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) -> Tensor:
     """The same for tokens that stand anywhere behind a memory, which is short where the pattern lets it forget."""
     (b, n), m = places.at.shape, log.size
     j, found = log.at[:, None, :m], []
-    for low in range(0, n, step := max(1, STRIP // max(1, b * m))):
+    for low in range(0, n, step := max(1, PAIRS_PER_STRIP // max(1, b * m))):
         i = places.at[:, low : low + step, None]
         seen = pattern(0, i, j) & log.valid[:, None, :m]
         seen = seen & (i >= j) if causal else seen
@@ -165,7 +165,7 @@ def _one_by_one(pattern: Pattern, log: Log, places: Places, causal: bool) -> Ten
     return torch.cat(found, 1)
 
 
-def over(module: Module, pattern: Pattern | str) -> Module:
+def on_graph(module: Module, pattern: Pattern | str) -> Module:
     """The same layer, or model of layers, on another pattern: weights belong to the layer, a graph belongs to the data.
 
     Nothing is copied but the outer shells, so that all parameters are those of the module itself, and it is cheap enough to be
@@ -195,7 +195,7 @@ def _over(module: Module, pattern: Pattern) -> Module:
     return shell
 
 
-class Graphs(NamedTuple):
+class DisjointGraphs(NamedTuple):
     """Several graphs as one that falls apart into them."""
 
     edges: Edges
@@ -214,7 +214,7 @@ class Graphs(NamedTuple):
         return list(x[0].split(list(self.sizes)))
 
 
-def disjoint(graphs: Sequence[Edges]) -> Graphs:
+def disjoint(graphs: Sequence[Edges]) -> DisjointGraphs:
     """A batch of graphs as one graph without edges between them: `over(layer, batch.edges)(batch.pack(nodes))`."""
     if not graphs or not all(isinstance(graph, Edges) for graph in graphs):
         raise ValueError("disjoint needs a list of graphs: [Edges(...), Edges(...)], each with its number of nodes")
@@ -224,7 +224,7 @@ def disjoint(graphs: Sequence[Edges]) -> Graphs:
     first, size = ((x).repeat_interleave(many) for x in (size.cumsum(0) - size, size))
     codes = torch.cat([graph.codes for graph in graphs])
     i = codes // size.clamp_min(1)
-    return Graphs(Edges.coded((i + first) * total + codes - i * size + first, total), tuple(sizes))
+    return DisjointGraphs(Edges.coded((i + first) * total + codes - i * size + first, total), tuple(sizes))
 
 
 def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,9 +240,9 @@ def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"x has shape {tuple(x.shape)}, but the nodes of one graph, (1, nodes, {mixer.dims.width}), are needed")
     n, acc = x.shape[1], accumulator(x.dtype)
     each = [own.bound(n, n) for own in core.reach.each]
-    i, j = listed(reduce(or_, dict.fromkeys(each)), Span(0, n, 0, n), mixer.dims.causal, x.device)
+    i, j = edge_list(reduce(or_, dict.fromkeys(each)), Span(0, n, 0, n), mixer.dims.causal, x.device)
     q, k, v = mixer.heads(x, Places.of(x))
-    s = _scores(core, q.to(acc), widened(k, v, q.shape[1])[0].to(acc), i, j)
+    s = _edge_scores(core, q.to(acc), expand_heads(k, v, q.shape[1])[0].to(acc), i, j)
     if len(set(each)) > 1:
         s = s.masked_fill(~torch.stack([own(0, i, j) for own in each], 1), -torch.inf)
     top = torch.full((n, s.shape[1]), -1e30, dtype=acc, device=x.device)
@@ -252,7 +252,7 @@ def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([j, i]), (weights / total.masked_fill(total == 0, 1)[i]).to(x.dtype)
 
 
-def _scores(core: Sparse, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
+def _edge_scores(core: Sparse, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """(pairs, heads) of a batch of one."""
     q, k, a = core.sides(q, k) if isinstance(core, GAT) else (q, k, q.new_tensor(core.scale))
     left, right = (x[0].transpose(0, 1) for x in (q, k))
@@ -261,4 +261,4 @@ def _scores(core: Sparse, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
         x, y = left[i], right[j]
         return ((a * (nn.functional.leaky_relu(x + y, core.slope) if isinstance(core, GAT) else x * y)).sum(-1),)
 
-    return in_pieces(some, (i, j), 0, left.shape[1] * left.shape[2])[0]
+    return in_strips(some, (i, j), 0, left.shape[1] * left.shape[2])[0]

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
-from regard.mixers.feature_math import wide
+from regard.mixers.feature_math import upcast
 from regard.mixers.gated import GLA, Delta, Retention
-from regard.mixers.kv_cache import Log
+from regard.mixers.kv_cache import KVCache
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
 from regard.mixers.sparse import Sparse
 from regard.patterns import Pattern
-from regard.text import chosen
+from regard.text import parse_choice
 
 
 class Halves(NamedTuple):
-    near: Log
+    near: KVCache
     far: Any
 
 
@@ -67,7 +67,7 @@ class Hybrid(Core):
         return k[..., : self.dims.d]
 
     def _merged(self, near: Tensor, far: Tensor) -> Tensor:
-        a, b = wide(near), wide(far)
+        a, b = upcast(near), upcast(far)
         return torch.lerp(a, b, self.gate.to(a.dtype).sigmoid()[:, None, None]).to(near.dtype)
 
 
@@ -86,4 +86,4 @@ KERNELS: dict[str, Callable[..., Kernel]] = {
 def _kernel(text: str, dims: Dims) -> Kernel:
     if not isinstance(text, str):
         raise ValueError(f"far must be the text of a kernel, such as 'linear', 'gla' or 'delta(gated=True)', not {text!r}")
-    return chosen(text, KERNELS)(dims)
+    return parse_choice(text, KERNELS)(dims)

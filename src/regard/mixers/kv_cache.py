@@ -13,22 +13,22 @@ from torch import Tensor
 
 from regard.mixers.base import Core, Places
 
-LEAST = 32  # room is made in multiples of this many tokens
+ROOM_MULTIPLE = 32  # room is made in multiples of this many tokens
 
 
-def spare(size: int) -> int:
+def with_spare_room(size: int) -> int:
     """How far a log may grow before something is done about it: by a share of its size, so that doing it costs O(1) a token."""
-    return max(LEAST, size // 4)
+    return max(ROOM_MULTIPLE, size // 4)
 
 
-class Newest:
+class WriteCursor:
     """How much of a buffer has been written, shared by all logs on it."""
 
     def __init__(self, used: int) -> None:
         self.used = used
 
 
-class Log(NamedTuple):
+class KVCache(NamedTuple):
     """Keys and values with where they stand; only the first `size` are there."""
 
     k: Tensor  # (b g room d)
@@ -38,13 +38,13 @@ class Log(NamedTuple):
     size: int
     start: int | None  # on the host: the real tokens of every row stand at start, start + 1, ...
     plain: bool  # every token is real
-    newest: Newest
+    newest: WriteCursor
     looked: int = 0  # its size when it was last searched for what can be dropped
 
     @staticmethod
-    def empty(k: Tensor, v: Tensor) -> Log:
+    def empty(k: Tensor, v: Tensor) -> KVCache:
         at = torch.zeros(k.shape[0], 0, dtype=torch.long, device=k.device)
-        return Log(k[:, :, :0], v[:, :, :0], at, at.bool(), 0, None, True, Newest(0))
+        return KVCache(k[:, :, :0], v[:, :, :0], at, at.bool(), 0, None, True, WriteCursor(0))
 
     @property
     def keys(self) -> Tensor:
@@ -60,7 +60,7 @@ class Log(NamedTuple):
             return Places(self.at, None if self.plain else self.valid, self.start)
         return Places(self.at[:, : self.size], None if self.plain else self.valid[:, : self.size], self.start)
 
-    def append(self, k: Tensor, v: Tensor, places: Places) -> Log:
+    def append(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
         """The log with more tokens."""
         n = k.shape[2]
         if n == 0:
@@ -73,9 +73,9 @@ class Log(NamedTuple):
             both = zip(self[:4], new, (2, 2, 1, 1), strict=True)
             new = tuple(torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)  # type: ignore[assignment]
         size, plain = self.size + n, self.plain and places.valid is None
-        return Log(*new, size, self._joined(places), plain, Newest(size), self.looked)
+        return KVCache(*new, size, self._joined(places), plain, WriteCursor(size), self.looked)
 
-    def _written(self, k: Tensor, v: Tensor, places: Places) -> Log:
+    def _written(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
         """The log with more tokens in its spare room."""
         n, log = k.shape[2], self
         full = self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype
@@ -96,7 +96,7 @@ class Log(NamedTuple):
         known = self.start is not None and places.start is not None and self.plain
         return self.start if known and self.start + self.size == places.start else None  # type: ignore[operator]
 
-    def keep(self, alive: Tensor) -> Log:
+    def keep(self, alive: Tensor) -> KVCache:
         """Only the living tokens (b size), in order; rows with fewer are filled up with padding."""
         alive = alive & self.valid[:, : self.size]
         count = alive.sum(1)
@@ -108,19 +108,21 @@ class Log(NamedTuple):
         k, v = (x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values))
         at, plain = self.at.gather(1, order), bool(there.all())
         run = plain and self.start is not None and size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
-        return Log(k, v, at, there, size, int(at[0, 0]) if run else None, plain, Newest(size), size)
+        return KVCache(k, v, at, there, size, int(at[0, 0]) if run else None, plain, WriteCursor(size), size)
 
-    def row(self, row: int) -> Log:
+    def row(self, row: int) -> KVCache:
         """The real tokens of one row."""
         here = slice(None, self.size) if self.plain else self.valid[row, : self.size].nonzero()[:, 0]
         k, v, at = self.k[row : row + 1, :, here], self.v[row : row + 1, :, here], self.at[row : row + 1, here]
         size = at.shape[1]
         run = size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
-        return Log(k, v, at, torch.ones_like(at, dtype=torch.bool), size, int(at[0, 0]) if run else None, True, Newest(size))
+        return KVCache(
+            k, v, at, torch.ones_like(at, dtype=torch.bool), size, int(at[0, 0]) if run else None, True, WriteCursor(size)
+        )
 
-    def with_room(self, n: int, dtype: torch.dtype) -> Log:
+    def with_room(self, n: int, dtype: torch.dtype) -> KVCache:
         """A copy with room for n more tokens and some to spare."""
-        room = -(-(self.size + n + spare(self.size)) // LEAST) * LEAST
+        room = -(-(self.size + n + with_spare_room(self.size)) // ROOM_MULTIPLE) * ROOM_MULTIPLE
         new = []
         for x, dim in zip(self[:4], (2, 2, 1, 1), strict=True):
             shape = list(x.shape)
@@ -129,35 +131,35 @@ class Log(NamedTuple):
             y.narrow(dim, 0, self.size).copy_(x.narrow(dim, 0, self.size))
             new.append(y)
         k, v, at, valid = new
-        return Log(k, v, at, valid, self.size, self.start, self.plain, Newest(self.size), self.looked)
+        return KVCache(k, v, at, valid, self.size, self.start, self.plain, WriteCursor(self.size), self.looked)
 
 
-class Keeper(Core):
+class CachedCore(Core):
     """A core whose memory is a log of keys and values."""
 
-    def empty(self, k: Tensor, v: Tensor) -> Log:
-        return Log.empty(k, v)
+    def empty(self, k: Tensor, v: Tensor) -> KVCache:
+        return KVCache.empty(k, v)
 
-    def push(self, memory: Log, k: Tensor, v: Tensor, places: Places) -> Log:
+    def push(self, memory: KVCache, k: Tensor, v: Tensor, places: Places) -> KVCache:
         return memory.append(k, v, places)
 
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
         """May a query at position t or later still see the key at j?"""
         return torch.ones_like(j + t, dtype=torch.bool)
 
-    def forget(self, memory: Log, t: Tensor) -> Log:
-        if memory.size - memory.looked < spare(memory.looked):
+    def forget(self, memory: KVCache, t: Tensor) -> KVCache:
+        if memory.size - memory.looked < with_spare_room(memory.looked):
             return memory  # looking costs as much as reading: only now and then
         return memory.keep(self.alive(memory.at[:, : memory.size], t[:, None]))
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """What queries get from a log; causal: only from keys that do not stand after them."""
         raise NotImplementedError
 
-    def read(self, memory: Log, q: Tensor, places: Places) -> Tensor:
+    def read(self, memory: KVCache, q: Tensor, places: Places) -> Tensor:
         return self.answer(memory, q, places, causal=False)
 
-    def scan(self, memory: Log, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Log]:
+    def scan(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache]:
         if q.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
         log = memory.append(k, v, places)

@@ -10,12 +10,12 @@ from torch.nn.functional import conv1d, pad
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import wide
-from regard.mixers.kv_cache import Keeper, Log
-from regard.mixers.pattern_attention import packed_queries
+from regard.mixers.feature_math import upcast
+from regard.mixers.kv_cache import CachedCore, KVCache
+from regard.mixers.pattern_attention import compact_queries
 from regard.mixers.softmax import Softmax
-from regard.ops.dense import fused
-from regard.ops.tile.attention import UNSEEN
+from regard.ops.dense import sdpa
+from regard.ops.tile.attention import MASKED_SCORE
 
 
 def real_first(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def real_first(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     n = x.shape[2]
     if valid is None:
         return x, torch.full((1, 1), n, device=x.device)
-    x, count = packed_queries(x, valid)[0], valid.sum(1, keepdim=True)
+    x, count = compact_queries(x, valid)[0], valid.sum(1, keepdim=True)
     return x.masked_fill((torch.arange(n, device=x.device) >= count)[:, None, :, None], 0), count
 
 
@@ -68,11 +68,11 @@ class PooledQueries(Softmax):
     def name(self) -> str:
         return "pooled_queries"
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if self.rate > 1:
             x, count = real_first(q, places.valid)
             sizes = (count - torch.arange(0, q.shape[2], self.rate, device=q.device)).clamp(0, self.rate)
-            q = means(wide(x), None, sizes, self.rate).to(q.dtype)
+            q = means(upcast(x), None, sizes, self.rate).to(q.dtype)
         return super().answer(log, q, places, causal)
 
 
@@ -86,7 +86,7 @@ def newton_schulz(s: Tensor, iterations: int) -> Tensor:
     return z
 
 
-class Nystrom(Keeper):
+class Nystrom(CachedCore):
     """Nystromformer: attention between all tokens, estimated from that of `landmarks` means of consecutive tokens.
 
     A = softmax(q k~^T) S^+ softmax(q~ k^T), S = softmax(q~ k~^T), all scaled by 1/sqrt(d); q~ and k~ are means of segments of
@@ -125,27 +125,27 @@ class Nystrom(Keeper):
     def extra_repr(self) -> str:
         return f"landmarks={self.landmarks}"
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:  # noqa: ARG002 - it is never causal
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:  # noqa: ARG002 - it is never causal
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         if log.size <= self.landmarks:
-            out = fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
+            out = sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
         else:
-            out = self._estimate(log, wide(q), places)
+            out = self._estimate(log, upcast(q), places)
         return (out if self.conv is None else out + self._skip(log, q, places)).to(log.v.dtype)
 
-    def _estimate(self, log: Log, q: Tensor, places: Places) -> Tensor:
-        k, v, valid = wide(log.keys), wide(log.values), log.places.valid
+    def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
+        k, v, valid = upcast(log.keys), upcast(log.values), log.places.valid
         few_q, there_q, _ = self._landmarks(q, places.valid)
         few_k, there_k, count = self._landmarks(k, valid)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        s = (few_q.double() * self.scale @ few_k.double().mT).masked_fill(~there_k[:, None, None], UNSEEN).softmax(-1)
+        s = (few_q.double() * self.scale @ few_k.double().mT).masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
         s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
-        found = self._solve(s, fused(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
+        found = self._solve(s, sdpa(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
         if valid is not None:  # the landmarks of a short row are its tokens
             own = self._landmarks(v, valid)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
             found = torch.where((count <= self.landmarks)[..., None, None], own, found)
-        return fused(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
+        return sdpa(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
 
     def _landmarks(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
@@ -165,13 +165,13 @@ class Nystrom(Keeper):
         square = square + self.ridge * torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
         return torch.linalg.solve_ex(square, s.mT @ answers.double())[0].to(answers.dtype)
 
-    def _skip(self, log: Log, q: Tensor, places: Places) -> Tensor:
+    def _skip(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
         assert self.conv is not None
         if q.shape[2] != log.size:
             raise ValueError(
                 f"conv slides over the values of the queries themselves: {q.shape[2]} queries, but {log.size} values"
             )
-        v, _ = real_first(wide(log.values), log.places.valid)
+        v, _ = real_first(upcast(log.values), log.places.valid)
         v = v.permute(0, 3, 1, 2)  # (b e g m)
         kernel = self.conv.to(v.dtype).unsqueeze(1)
         out = conv1d(v.flatten(0, 1), kernel, padding=kernel.shape[-1] // 2, groups=v.shape[2])

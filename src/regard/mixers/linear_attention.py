@@ -19,16 +19,16 @@ from regard.mixers import feature_math as draws
 from regard.mixers.base import Can, Core, Dims, Places, needed_length
 from regard.mixers.estimation import Estimator
 from regard.mixers.feature_math import (
-    ask,
-    joined,
-    left,
+    concat_chunks,
+    decay_to_end,
+    elu_plus_one,
+    empty_sums,
     log_gate,
-    nothing,
     per_query_head,
-    positive,
-    ratio,
+    read_state,
+    safe_ratio,
+    upcast,
     where_valid,
-    wide,
 )
 from regard.ops.linear import torch as chunks
 
@@ -62,7 +62,7 @@ class Kernel(Core):
         return memory
 
     def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        return joined([self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)])
+        return concat_chunks([self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)])
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
@@ -72,7 +72,7 @@ class Kernel(Core):
         for queries, keys, values, here in self._runs(places, q, k, v):
             y, memory = self._scan(memory, queries, keys, values, here)
             out.append(y.to(v.dtype))
-        return joined(out), memory
+        return concat_chunks(out), memory
 
     def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         raise NotImplementedError
@@ -86,17 +86,17 @@ class Kernel(Core):
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
         asked = self._queries(q, places)
-        return ratio(ask(asked, memory.s), ask(asked, memory.z.unsqueeze(-1)))
+        return safe_ratio(read_state(asked, memory.s), read_state(asked, memory.z.unsqueeze(-1)))
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Tokens (b h n ...) and their places, a run at a time."""
         b, h, n, _ = tensors[0].shape
         room = CPU_RUN if tensors[0].device.type == "cpu" else GPU_RUN
-        size = max(room // max(b * h * self.f, 1) // chunks.SIZE, 1) * chunks.SIZE
+        size = max(room // max(b * h * self.f, 1) // chunks.CHUNK, 1) * chunks.CHUNK
         if n <= size or torch.compiler.is_compiling():  # one graph for any number of runs
-            return [(*map(wide, tensors), places)]
+            return [(*map(upcast, tensors), places)]
         here = [places.part(low, low + size) for low in range(0, n, size)]
-        return list(zip(*(wide(x).split(size, 2) for x in tensors), here, strict=True))
+        return list(zip(*(upcast(x).split(size, 2) for x in tensors), here, strict=True))
 
 
 class Linear(Kernel):
@@ -111,7 +111,7 @@ class Linear(Kernel):
         self.f = dims.d
 
     def empty(self, k: Tensor, v: Tensor) -> Sums:
-        return Sums(*nothing(k, v, self.f))
+        return Sums(*empty_sums(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
         keys = where_valid(self._queries(k, places), places.valid, 0)
@@ -119,11 +119,11 @@ class Linear(Kernel):
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
         keys = where_valid(self._queries(k, places), places.valid, 0)
-        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z)
-        return ratio(out, norm), Sums(s, z)
+        out, norm, s, z = chunks.linear_scan_normalized(self._queries(q, places), keys, v, memory.s, memory.z)
+        return safe_ratio(out, norm), Sums(s, z)
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
-        return positive(q)
+        return elu_plus_one(q)
 
 
 class Cosformer(Linear):
@@ -205,13 +205,13 @@ class RFA(Estimator, Kernel):
         self.directions.copy_(math.sqrt(self.scale) * self.draw(len(self.directions), self.dims.d, seed))
 
     def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
-        s, z = nothing(k, v, self.f)
+        s, z = empty_sums(k, v, self.f)
         return WeighedSums(s, z, z.new_zeros(*z.shape[:2], self._spread(v).shape[-1] + 1))
 
     def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
         keys, weight, decay = self._keys(k, places)
         if decay is not None:
-            later = left(decay)
+            later = decay_to_end(decay)
             keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
             memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
         even = torch.cat([weight.mT @ self._spread(v), weight.sum(2, keepdim=True)], -1).squeeze(2)
@@ -219,19 +219,19 @@ class RFA(Estimator, Kernel):
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
         asked = self._queries(q, places)
-        return self._lifted(ask(asked, memory.s), ask(asked, memory.z.unsqueeze(-1)), memory.even.unsqueeze(2))
+        return self._lifted(read_state(asked, memory.s), read_state(asked, memory.z.unsqueeze(-1)), memory.even.unsqueeze(2))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
-        out, norm, s, z = chunks.scan_normed(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        out, norm, s, z = chunks.linear_scan_normalized(self._queries(q, places), keys, v, memory.s, memory.z, decay)
         each = torch.cat([weight * self._spread(v), weight], -1)
         if decay is None:
             even = each.cumsum(2) + memory.even.unsqueeze(2)
         elif torch.compiler.is_compiling():  # a scan of ones has far fewer steps to write down
             one = torch.ones_like(weight)
-            even = chunks.scan(one, one, each, memory.even.unsqueeze(2), decay)[0]
+            even = chunks.linear_scan(one, one, each, memory.even.unsqueeze(2), decay)[0]
         else:
-            even = chunks.running(each, memory.even, decay.exp())
+            even = chunks.prefix_sum(each, memory.even, decay.exp())
         return self._lifted(out, norm, even), WeighedSums(s, z, even[:, :, -1])
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -258,8 +258,8 @@ class RFA(Estimator, Kernel):
         values, mass = even[..., :-1], even[..., -1:]
         lack = (self.least * mass - norm).relu()  # equal weights with this sum are lack / mass
         if self.scale > 1:
-            out = torch.addcmul(out, ratio(lack, mass), values)
-        return ratio(out, norm + lack)
+            out = torch.addcmul(out, safe_ratio(lack, mass), values)
+        return safe_ratio(out, norm + lack)
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:
         return self.scale * (F.normalize(q, dim=-1, eps=1e-6) @ F.normalize(k, dim=-1, eps=1e-6).mT)
@@ -268,4 +268,4 @@ class RFA(Estimator, Kernel):
         weights = self._queries(q) @ self._queries(k).mT
         total = weights.sum(-1, keepdim=True)
         lack = (self.least * weights.shape[-1] - total).relu()
-        return ratio(weights + lack / weights.shape[-1] * (self.scale > 1), total + lack)
+        return safe_ratio(weights + lack / weights.shape[-1] * (self.scale > 1), total + lack)

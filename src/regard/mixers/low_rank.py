@@ -10,17 +10,17 @@ from torch.nn.functional import dropout
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Core, Dims, Places, needed_length
-from regard.mixers.feature_math import joined, per_query_head, where_valid, wide
+from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, where_valid
 from regard.mixers.linear_attention import CPU_RUN, GPU_RUN
-from regard.mixers.softmax import EVERY
-from regard.ops.dense import fused
+from regard.mixers.softmax import SOFTMAX_CLAIMS
+from regard.ops.dense import sdpa
 from regard.ops.linear import torch as chunks
-from regard.ops.tile.attention import UNSEEN
+from regard.ops.tile.attention import MASKED_SCORE
 
 SHARES = ("none", "head", "kv", "layer")
 
 
-class Slots(NamedTuple):
+class LinformerState(NamedTuple):
     k: Tensor  # (b g r d) sum of E_rj k_j
     v: Tensor  # (b g r e) sum of F_rj v_j
     seen: Tensor  # (b g r), or (b 1 r) where the heads share: something has been written into it
@@ -40,7 +40,7 @@ class Linformer(Core):
     and no sum outgrows 1 + log(n / rank) tokens. More slots than positions are allowed, and spare nothing.
     """
 
-    can = EVERY
+    can = SOFTMAX_CLAIMS
     positional = False
 
     def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
@@ -57,29 +57,31 @@ class Linformer(Core):
     def extra_repr(self) -> str:
         return f"rank={self.rank}, share={self.share!r}, max_len={self.longest}"
 
-    def empty(self, k: Tensor, v: Tensor) -> Slots:
-        new_k, new_v = (wide(x).new_zeros(*x.shape[:2], self.rank, x.shape[-1]) for x in (k, v))
-        return Slots(new_k, new_v, torch.zeros(k.shape[0], len(self.project_k), self.rank, dtype=torch.bool, device=k.device))
+    def empty(self, k: Tensor, v: Tensor) -> LinformerState:
+        new_k, new_v = (upcast(x).new_zeros(*x.shape[:2], self.rank, x.shape[-1]) for x in (k, v))
+        return LinformerState(
+            new_k, new_v, torch.zeros(k.shape[0], len(self.project_k), self.rank, dtype=torch.bool, device=k.device)
+        )
 
-    def read(self, memory: Slots, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
+    def read(self, memory: LinformerState, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
         k, v, seen = memory.k.to(q.dtype), memory.v.to(q.dtype), memory.seen
         seen = seen if seen.shape[1] == 1 else per_query_head(seen, q)
-        return fused(q, k, v, scale=self.scale, valid=seen, dropout=self.drop)
+        return sdpa(q, k, v, scale=self.scale, valid=seen, dropout=self.drop)
 
-    def push(self, memory: Slots, k: Tensor, v: Tensor, places: Places) -> Slots:
-        k, v = wide(k), wide(v)
+    def push(self, memory: LinformerState, k: Tensor, v: Tensor, places: Places) -> LinformerState:
+        k, v = upcast(k), upcast(v)
         to_k, to_v = self._columns(places, k.dtype)
         new_k, new_v = (torch.einsum("bgnr,bgnx->bgrx", w, x) for w, x in ((to_k, k), (to_v, v)))
-        return Slots(memory.k + new_k, memory.v + new_v, memory.seen | _writes(to_k, to_v).any(2))
+        return LinformerState(memory.k + new_k, memory.v + new_v, memory.seen | _writes(to_k, to_v).any(2))
 
-    def scan(self, memory: Slots, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Slots]:
+    def scan(self, memory: LinformerState, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, LinformerState]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places), memory
         b, h, n, _ = q.shape
         room = CPU_RUN if q.device.type == "cpu" else GPU_RUN
-        size = max(room // max(b * h * self.rank, 1) // chunks.SIZE, 1) * chunks.SIZE
-        tokens = (wide(q), wide(k), wide(v), *self._columns(places, wide(k).dtype))
+        size = max(room // max(b * h * self.rank, 1) // chunks.CHUNK, 1) * chunks.CHUNK
+        tokens = (upcast(q), upcast(k), upcast(v), *self._columns(places, upcast(k).dtype))
         compiling = torch.compiler.is_compiling()  # one graph for any number of runs
         # split, not sliced run by run: the gradient of a slice is as long as the whole
         runs = zip(*(x.split(size, 2) for x in tokens), strict=True) if n > size and not compiling else [tokens]
@@ -87,18 +89,20 @@ class Linformer(Core):
         for run in runs:
             y, memory = self._scan(memory, *run)
             out.append(y.to(v.dtype))
-        return joined(out), memory
+        return concat_chunks(out), memory
 
-    def _scan(self, memory: Slots, q: Tensor, k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor) -> tuple[Tensor, Slots]:
+    def _scan(
+        self, memory: LinformerState, q: Tensor, k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor
+    ) -> tuple[Tensor, LinformerState]:
         """Two scans in linear time: q_i . K'_i sums E_j over the past by q_i . k_j, the answer sums v_j by p_i . F_j."""
         shape = (*k.shape[:3], self.rank)
-        scores, new_k = chunks.scan(q * self.scale, k, to_k.expand(shape), memory.k.mT)
+        scores, new_k = chunks.linear_scan(q * self.scale, k, to_k.expand(shape), memory.k.mT)
         seen = memory.seen.unsqueeze(2) | _so_far(_writes(to_k, to_v))
         lost = ~seen.any(-1, keepdim=True)
         hidden, lost = (x if x.shape[1] == 1 else per_query_head(x, q) for x in (~seen, lost))
-        weights = dropout(scores.masked_fill(hidden, UNSEEN).softmax(-1), self.drop)
-        out, new_v = chunks.scan(weights, to_v.expand(shape), v, memory.v)
-        return out.masked_fill(lost, 0), Slots(new_k.mT, new_v, seen[:, :, -1])
+        weights = dropout(scores.masked_fill(hidden, MASKED_SCORE).softmax(-1), self.drop)
+        out, new_v = chunks.linear_scan(weights, to_v.expand(shape), v, memory.v)
+        return out.masked_fill(lost, 0), LinformerState(new_k.mT, new_v, seen[:, :, -1])
 
     def _columns(self, places: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The weights (b g n r) of E and of F with which tokens are written, 0 for padding; b or g is 1 where all agree."""
@@ -140,7 +144,7 @@ def _so_far(writes: Tensor) -> Tensor:
     return writes.any(2, keepdim=True) & (torch.arange(writes.shape[2], device=writes.device)[:, None] >= first)
 
 
-def tie(model: nn.Module) -> nn.Module:
+def tie_linformer(model: nn.Module) -> nn.Module:
     """The model, with one matrix for all its linformer layers of share="layer": the first one's, from now on.
 
     Layers built from one spec have matrices of their own until they are tied. The state_dict keeps a name for each layer, all

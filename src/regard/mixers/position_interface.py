@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from regard.mixers.base import Can, Dims, Places
-from regard.ops.score_bias import Term
+from regard.ops.score_bias import ScoreBias
 
 
 class Positions(nn.Module):
@@ -30,9 +30,9 @@ class Positions(nn.Module):
         """Queries or keys (b h n d) that carry theirs."""
         return x
 
-    def term(self, q: Tensor, scale: float) -> Term:  # noqa: ARG002
+    def term(self, q: Tensor, scale: float) -> ScoreBias:  # noqa: ARG002
         """What the scores of these queries (b h n d) get, by distance."""
-        return Term()
+        return ScoreBias()
 
     def finish(self, out: Tensor, e: int) -> Tensor:  # noqa: ARG002
         """The answers (b h n e), from those that hold the term's columns behind the first e."""

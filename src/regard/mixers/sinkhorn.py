@@ -13,13 +13,13 @@ from torch.nn.functional import normalize, pad
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.kv_cache import Keeper, Log
-from regard.mixers.pattern_attention import packed, widened
-from regard.ops.strip import in_pieces
-from regard.ops.tile.attention import UNSEEN, accumulator
+from regard.mixers.kv_cache import CachedCore, KVCache
+from regard.mixers.pattern_attention import compact_keys, expand_heads
+from regard.ops.strip import in_strips
+from regard.ops.tile.attention import MASKED_SCORE, accumulator
 
 
-class Sinkhorn(Keeper):
+class Sinkhorn(CachedCore):
     """Sparse Sinkhorn attention: a block of queries sees its own block of keys, and the one that a learned sort puts beside it.
 
     R_ij = u_i W u_j with u_j the direction of the sum of the keys of block j and W of each head, P = Sinkhorn(R / temperature),
@@ -66,20 +66,20 @@ class Sinkhorn(Keeper):
             self.can, self.positional = Can.CROSS | Can.PADDING, False
         self.sort = nn.Parameter(torch.randn(dims.heads, dims.d if form == "full" else self.top, dims.d))
 
-    def forget(self, memory: Log, t: Tensor) -> Log:  # noqa: ARG002 - every finished block may be sorted to a later one
+    def forget(self, memory: KVCache, t: Tensor) -> KVCache:  # noqa: ARG002 - every finished block may be sorted to a later one
         return memory
 
-    def read(self, memory: Log, q: Tensor, places: Places) -> Tensor:
+    def read(self, memory: KVCache, q: Tensor, places: Places) -> Tensor:
         return self.answer(memory, q, places, causal=self.dims.causal)
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         cut, queries = _Cut.of(log, q, self.block), q.to(accumulator(q.dtype)) * q.shape[-1] ** -0.5
         if self.form == "sortcut":
             k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in cut.sorted_by(self.shares(cut, causal)))
             each = math.prod(q.shape[:2]) * k.shape[3]
-            out = in_pieces(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
+            out = in_strips(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
         elif q.shape[2] > log.size:
             raise ValueError(f"sinkhorn answers the tokens it has read: {q.shape[2]} queries, but {log.size} keys")
         else:
@@ -106,12 +106,12 @@ class Sinkhorn(Keeper):
     def _noisy(self, logits: Tensor, seen: Tensor) -> Tensor:
         if self.training:
             logits = logits - torch.empty_like(logits).exponential_().log()
-        return (logits / self.temperature).masked_fill(~seen, UNSEEN)
+        return (logits / self.temperature).masked_fill(~seen, MASKED_SCORE)
 
     def _balance(self, way: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
         size, shape = 2 * self.iterations * math.prod(tensors[0].shape[2:]), tensors[0].shape[:2]
-        found = in_pieces(lambda *x: (way(self.iterations, *x),), tuple(x.flatten(0, 1) for x in tensors), 0, size)
+        found = in_strips(lambda *x: (way(self.iterations, *x),), tuple(x.flatten(0, 1) for x in tensors), 0, size)
         return found[0].unflatten(0, shape)
 
     def _own_and_sorted(self, cut: _Cut, q: Tensor, places: Places, causal: bool) -> Tensor:
@@ -119,14 +119,14 @@ class Sinkhorn(Keeper):
         shares = self.shares(cut, causal)
         shares = grid.rows(shares.masked_fill(torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device), 0))
         k, v, bias = cut.sorted_by(shares)
-        own = torch.where(cut.there, 0.0, UNSEEN)[:, None].expand(q.shape[0], q.shape[1], -1, -1).to(bias.dtype)
+        own = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None].expand(q.shape[0], q.shape[1], -1, -1).to(bias.dtype)
         bias = torch.cat([grid.rows(own), bias], -1).unsqueeze(-2)
         tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k, v, bias)
-        out = in_pieces(partial(_two_blocks, causal), tensors, 2, math.prod(q.shape[:2]) * 2 * p * p)[0]
+        out = in_strips(partial(_two_blocks, causal), tensors, 2, math.prod(q.shape[:2]) * 2 * p * p)[0]
         return grid.back(out.flatten(2, 3), q.shape[2])
 
 
-def _blocks(n: int, p: int) -> int:
+def _block_count(n: int, p: int) -> int:
     """Blocks of p for n tokens. Under torch.compile two or more, the last never full: graphs differ for sizes of 0 and 1."""
     return max(n // p + 1, 2) if torch.compiler.is_compiling() else -(-n // p)
 
@@ -139,15 +139,15 @@ class _Cut(NamedTuple):
     there: Tensor  # (b c p), or (1 c p) where all rows agree
 
     @staticmethod
-    def of(log: Log, q: Tensor, p: int) -> _Cut:
-        c = _blocks(log.size, p)
-        k, v, real = packed(log.keys, log.values, log.places.valid)
+    def of(log: KVCache, q: Tensor, p: int) -> _Cut:
+        c = _block_count(log.size, p)
+        k, v, real = compact_keys(log.keys, log.values, log.places.valid)
         if real is None:
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
         acc, more = accumulator(q.dtype), c * p - log.size
-        k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in widened(k, v, q.shape[1]))
+        k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in expand_heads(k, v, q.shape[1]))
         return _Cut(k, v, pad(real, (0, more)).unflatten(1, (c, p)))
 
     def sorted_by(self, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +156,7 @@ class _Cut(NamedTuple):
         some = mass > torch.finfo(mass.dtype).tiny / torch.finfo(mass.dtype).eps
         mass = torch.where(some, mass, 1)
         k, v = ((shares @ x.flatten(3)).unflatten(3, x.shape[3:]) / mass[..., None] for x in (self.k, self.v))
-        return k, v, torch.where(some, mass.log(), UNSEEN)
+        return k, v, torch.where(some, mass.log(), MASKED_SCORE)
 
 
 class _Grid(NamedTuple):
@@ -170,7 +170,7 @@ class _Grid(NamedTuple):
     def of(places: Places, p: int) -> _Grid:
         n = places.at.shape[1]
         if places.start == 0:
-            return _Grid(_blocks(n, p), None, None if places.valid is None else places.at)
+            return _Grid(_block_count(n, p), None, None if places.valid is None else places.at)
         u = -(-(n + (p - 1 if places.start is None else places.start % p)) // p)
         first = places.at[:, :1] // p
         return _Grid(u, first, places.at - first * p)
@@ -204,7 +204,7 @@ def balanced(iterations: int, logits: Tensor, mass: Tensor | None = None) -> Ten
 
     Rows come last and sum exactly. A row or a column whose logits are all UNSEEN is not there.
     """
-    seen = logits > UNSEEN / 2
+    seen = logits > MASKED_SCORE / 2
     row, col = seen.any(-1), seen.any(-2)
     down, along = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits[..., 0, :])
     for _ in range(iterations):
@@ -215,7 +215,7 @@ def balanced(iterations: int, logits: Tensor, mass: Tensor | None = None) -> Ten
 
 def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
     """softmax(logits - log(1 + what earlier rows took of the column)), repeated: row i no longer changes after i sweeps."""
-    seen = (logits > UNSEEN / 2).any(-1, keepdim=True)
+    seen = (logits > MASKED_SCORE / 2).any(-1, keepdim=True)
     taken = torch.zeros_like(logits)
     for _ in range(iterations):
         shares = (logits - taken.log1p()).softmax(-1) * seen
@@ -233,19 +233,19 @@ def _with_the_rest(logits: Tensor, some: Tensor) -> tuple[Tensor, Tensor, Tensor
     return pad(logits, (0, 0, 0, 1)), seen, mass[:, None].expand(*logits.shape[:2], -1)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, future: Tensor | None = None) -> Tensor:
+def _block_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, future: Tensor | None = None) -> Tensor:
     """q (b h u x d), k (b h u y d), v (b h u y e), bias (b h u 1 y) -> (b h u x e); a query that sees nothing gets 0."""
     s = q @ k.mT + bias
-    s = s if future is None else s.masked_fill(future, UNSEEN)
-    return (s.softmax(-1) @ v).masked_fill(bias.amax(-1, keepdim=True) < UNSEEN / 2, 0)
+    s = s if future is None else s.masked_fill(future, MASKED_SCORE)
+    return (s.softmax(-1) @ v).masked_fill(bias.amax(-1, keepdim=True) < MASKED_SCORE / 2, 0)
 
 
 def _all_at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
-    return (_softmax(q.unsqueeze(2), k, v, bias).squeeze(2),)
+    return (_block_softmax(q.unsqueeze(2), k, v, bias).squeeze(2),)
 
 
 def _two_blocks(causal: bool, q: Tensor, k: Tensor, v: Tensor, k2: Tensor, v2: Tensor, bias: Tensor) -> tuple[Tensor]:
     p, future = q.shape[3], None
     if causal:
         future = pad(torch.ones(p, p, dtype=torch.bool, device=q.device).triu(1), (0, p))
-    return (_softmax(q, torch.cat([k, k2], 3), torch.cat([v, v2], 3), bias, future),)
+    return (_block_softmax(q, torch.cat([k, k2], 3), torch.cat([v, v2], 3), bias, future),)

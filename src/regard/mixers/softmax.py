@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Core, Dims, Places
-from regard.mixers.kv_cache import Keeper, Log
-from regard.mixers.pattern_attention import Lookup, packed, packed_queries, widened
-from regard.ops.dense import fused
-from regard.ops.strip import in_even_pieces
-from regard.ops.tile.attention import Reach, accumulator
+from regard.mixers.kv_cache import CachedCore, KVCache
+from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.ops.dense import sdpa
+from regard.ops.strip import in_even_strips
+from regard.ops.tile.attention import HeadPatterns, accumulator
 from regard.patterns import Everything
 from regard.transforms import exporting, transformed
 
-EVERY = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
-DOTS = EVERY | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax
-STRIP = 1 << 22  # elements of the largest tensor that a strip of queries makes
+SOFTMAX_CLAIMS = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
+DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax
+STRIP_ELEMENTS = 1 << 22  # elements of the largest tensor that a strip of queries makes
 
 
 def default_scale(scale: float | None, d: int) -> float:
@@ -33,7 +33,7 @@ def default_scale(scale: float | None, d: int) -> float:
     return float(scale)
 
 
-class Softmax(Keeper):
+class Softmax(CachedCore):
     """Every query looks at every key; similar pairs count more.
 
     A = softmax(scale q k^T), out = A v, with scale = 1/sqrt(d) unless given.
@@ -46,32 +46,32 @@ class Softmax(Keeper):
     def __init__(self, dims: Dims, *, scale: float | None = None) -> None:
         super().__init__(dims)
         self.scale = default_scale(scale, dims.d)
-        self.reach = Reach.of(Everything(), dims.heads)
+        self.reach = HeadPatterns.of(Everything(), dims.heads)
 
-    def forget(self, memory: Log, t: Tensor) -> Log:  # noqa: ARG002 - every key can be seen for ever
+    def forget(self, memory: KVCache, t: Tensor) -> KVCache:  # noqa: ARG002 - every key can be seen for ever
         return memory
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         drop = self.drop
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         if self.positions is not None:  # scores that the fused kernel cannot take
-            return Lookup(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
+            return PatternAttention(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
         if not causal or q.shape[2] == 1:  # the newest token sees all
             alike = places.valid is log.valid  # the tokens themselves ask
-            return fused(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop, alike=alike)
+            return sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop, alike=alike)
         if log.size > q.shape[2]:  # a chunk behind a memory
-            return Lookup(self.reach, self.scale, True, drop)(log, q, places)[0]
-        k, v, _ = packed(log.keys, log.values, log.places.valid)
-        q, back = packed_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
-        out = fused(q, k, v, scale=self.scale, causal=True, dropout=drop)
+            return PatternAttention(self.reach, self.scale, True, drop)(log, q, places)[0]
+        k, v, _ = compact_keys(log.keys, log.values, log.places.valid)
+        q, back = compact_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        out = sdpa(q, k, v, scale=self.scale, causal=True, dropout=drop)
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
 
 
-class _Strips(Keeper):
+class _Strips(CachedCore):
     """Scores of any form, a strip of queries at a time and once more in the backward pass: never n x m at once."""
 
-    can = EVERY | Can.RELATIVE
+    can = SOFTMAX_CLAIMS | Can.RELATIVE
     positional = False
     scale = 1.0  # of the scores, for positions that add to them
 
@@ -91,9 +91,9 @@ class _Strips(Keeper):
         """A (b h n m); seen (b 1 n m); a row that sees nothing is all 0."""
         raise NotImplementedError
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         acc, positions = accumulator(q.dtype), self.positions
-        k, v = widened(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
         term = None if positions is None else positions.term(q.to(acc), self.scale)
         q, k = self.prepare(q.to(acc), k)
         j, valid = log.places.at, log.valid[:, : log.size]
@@ -108,11 +108,11 @@ class _Strips(Keeper):
             out = a @ v
             return torch.cat([out, own.masses(a, apart)], -1) if own and own.mass else out
 
-        out = _in_strips(strip, q, k, v, places.at, term and term.by_query, self.depth()).to(log.v.dtype)
+        out = _attend_in_strips(strip, q, k, v, places.at, term and term.by_query, self.depth()).to(log.v.dtype)
         return out if positions is None else positions.finish(out, v.shape[-1])
 
 
-def _in_strips(
+def _attend_in_strips(
     strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, by_query: Tensor | None, depth: int
 ) -> Tensor:
     if q.is_meta or exporting():  # without content nothing is too large; and an exported program is for any size
@@ -120,8 +120,8 @@ def _in_strips(
     if torch.compiler.is_compiling():
         tensors = (q, k, v, at, by_query)
         each = q.shape[0] * q.shape[1] * k.shape[2] * depth
-        return in_even_pieces(lambda *x: (strip(*x),), tensors, (2, None, None, 1, 2), 2, q.shape[2], each, STRIP)[0]
-    rows = max(1, STRIP // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
+        return in_even_strips(lambda *x: (strip(*x),), tensors, (2, None, None, 1, 2), 2, q.shape[2], each, STRIP_ELEMENTS)[0]
+    rows = max(1, STRIP_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
     if q.shape[2] <= rows:
         return strip(q, k, v, at, by_query)
     queries = q.split(rows, 2)

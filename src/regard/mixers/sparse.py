@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from regard.checks import need, shown
-from regard.mixers.base import Can, Core, Dims, Places, only, refer
-from regard.mixers.kv_cache import Keeper, Log
-from regard.mixers.pattern_attention import Lookup
+from regard.mixers.base import Can, Core, Dims, Places, need_claims, refer
+from regard.mixers.kv_cache import CachedCore, KVCache
+from regard.mixers.pattern_attention import PatternAttention
 from regard.mixers.position_interface import Positions
 from regard.mixers.softmax import DOTS, default_scale
-from regard.ops.tile.attention import Reach
+from regard.ops.tile.attention import HeadPatterns
 from regard.patterns import (
     Blocks,
     Columns,
@@ -29,14 +29,14 @@ from regard.patterns import (
     Tail,
 )
 from regard.patterns.density import Census, census
-from regard.patterns.drawn import DRAWN
+from regard.patterns.drawn import MAX_DRAWN
 
 __all__ = ["BigBird", "Census", "Longformer", "Sinks", "Sparse", "SparseTransformer", "census"]
 
 SELF = DOTS & ~Can.CROSS
 
 
-class Sparse(Keeper):
+class Sparse(CachedCore):
     """Softmax attention over the pairs of a pattern; a query with no visible key gets 0.
 
     A = softmax(scale q k^T) over {(i, j) in pattern}, out = A v. causal=True takes the future from every pattern; only
@@ -59,8 +59,8 @@ class Sparse(Keeper):
             lost = lost | Can.CAUSAL
         self.can = type(self).can & ~lost
         instead = f"{part} sees later tokens: write Truncated(back, 0) or & Causal(), or build it with causal=False"
-        only(self.name, self.can, Can.CAUSAL if part is not None and self.dims.causal else Can.NOTHING, instead)
-        self.pattern, self.reach = pattern, Reach.of(pattern, self.dims.heads)
+        need_claims(self.name, self.can, Can.CAUSAL if part is not None and self.dims.causal else Can.NOTHING, instead)
+        self.pattern, self.reach = pattern, HeadPatterns.of(pattern, self.dims.heads)
         self.joint, self.positional = self.reach.bends, any(own != Everything() for own in self.reach.each)
 
     def extra_repr(self) -> str:
@@ -69,10 +69,10 @@ class Sparse(Keeper):
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
         return self.pattern.alive(j, t)
 
-    def look(self, causal: bool) -> Lookup:
-        return Lookup(self.reach, self.scale, causal, self.drop, self.positions)
+    def look(self, causal: bool) -> PatternAttention:
+        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions)
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self.look(causal)(log, q, places)[0]
 
 
@@ -145,11 +145,11 @@ class BigBird(Sparse):
                 f"special must be 'first' or 'ends', not {shown(special)}: for tokens of their own, put them in front"
             )
         if special == "ends" and dims.causal:
-            only("bigbird", SELF & ~(Can.CAUSAL | Can.STREAM), Can.CAUSAL, "use special='first' with causal=True")
+            need_claims("bigbird", SELF & ~(Can.CAUSAL | Can.STREAM), Can.CAUSAL, "use special='first' with causal=True")
         if need("globals", globals, 2 if special == "ends" else 0) % 2 and special == "ends":
             raise ValueError(f"special='ends' has as many global blocks first as last: {globals} is an odd number")
         pattern: Pattern = Blocks(block, window // 2)
-        if need("random", random, 0, DRAWN):
+        if need("random", random, 0, MAX_DRAWN):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
         last = globals // 2 if special == "ends" else 0
         super().__init__(dims, pattern=pattern | Global((globals - last) * block, last=last * block) if globals else pattern)
@@ -157,8 +157,8 @@ class BigBird(Sparse):
 
 
 class Both(NamedTuple):
-    local: Log
-    special: Log
+    local: KVCache
+    special: KVCache
 
 
 class Longformer(Core):
@@ -219,7 +219,7 @@ class Longformer(Core):
         return (x, x) if self.streams == 1 else tuple(x.chunk(2, -1))  # type: ignore[return-value]
 
     def empty(self, k: Tensor, v: Tensor) -> Both:
-        return Both(*(Log.empty(a, b) for a, b in zip(self._apart(k), self._apart(v), strict=True)))
+        return Both(*(KVCache.empty(a, b) for a, b in zip(self._apart(k), self._apart(v), strict=True)))
 
     def push(self, memory: Both, k: Tensor, v: Tensor, places: Places) -> Both:
         (k, gk), (v, gv) = self._apart(k), self._apart(v)

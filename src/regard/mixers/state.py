@@ -24,7 +24,7 @@ def select(value: Any, rows: Tensor, within: bool = False) -> Any:
 def _taken(value: Any, rows: Tensor, within: bool) -> Any:
     if isinstance(value, Tensor):
         return value.index_select(0, rows)
-    if within and isinstance(value, Reading):
+    if within and isinstance(value, CrossState):
         return value
     if isinstance(value, tuple):
         parts = [_taken(part, rows, within) for part in value]
@@ -39,7 +39,7 @@ def nbytes(value: Any) -> int:
     return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
 
 
-class Maker(NamedTuple):
+class StateOwner(NamedTuple):
     """Which layer made a state: its mechanism and sizes as a text, and the type of its weights."""
 
     layer: str
@@ -52,7 +52,7 @@ class State(NamedTuple):
     memory: Any
     t: Tensor  # (b) real tokens seen so far
     start: int | None  # the same number on the host, where all rows agree
-    maker: Maker | None = None  # of the state of one layer; the state of several holds theirs
+    maker: StateOwner | None = None  # of the state of one layer; the state of several holds theirs
 
     def select(self, rows: Tensor, within: bool = False) -> State:
         """Take rows of the batch, in any order and number."""
@@ -70,7 +70,7 @@ class State(NamedTuple):
         return nbytes(self.memory)
 
 
-class Reading(State):
+class CrossState(State):
     """That of a mixer which reads a context and adds nothing to it: rows with the same context, as many tokens on, are alike."""
 
     __slots__ = ()

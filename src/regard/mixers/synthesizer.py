@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 import regard.mixers.softmax as family
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places, needed_length
-from regard.mixers.kv_cache import Log
-from regard.mixers.pattern_attention import FEW, Lookup, packed, packed_queries, widened
-from regard.ops.strip import in_even_pieces
-from regard.ops.tile.attention import UNSEEN, accumulator
+from regard.mixers.kv_cache import KVCache
+from regard.mixers.pattern_attention import FEW_QUERIES, PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.ops.strip import in_even_strips
+from regard.ops.tile.attention import MASKED_SCORE, accumulator
 from regard.transforms import exporting, transformed
 
-FORMS = ("dense", "random", "dense_factorised", "random_factorised")
+SYNTHESIZER_FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 
 
 class Synthesizer(family.Softmax):
@@ -56,7 +56,7 @@ class Synthesizer(family.Softmax):
         seed: int | None = None,
     ) -> None:
         super().__init__(dims, scale=1.0)
-        _check(form, mix, rank, frozen, seed)
+        _check_options(form, mix, rank, frozen, seed)
         self.form, self.longest = form, needed_length(self.name, dims)
         self.mix, self.positional = None if mix == 0 else mix, form.startswith("random")
         if self.mix is None:
@@ -65,7 +65,7 @@ class Synthesizer(family.Softmax):
             self.balance = nn.Parameter(torch.zeros(dims.heads, 2))
         random = torch.Generator("cpu").manual_seed(seed or 0) if frozen else None
         for name, shape, std in self._tables(8 if rank is None else rank):
-            table = _drawn((dims.heads, *shape), std, random)
+            table = _random_weights((dims.heads, *shape), std, random)
             if frozen:
                 self.register_buffer(name, table)
             else:
@@ -96,30 +96,30 @@ class Synthesizer(family.Softmax):
             return dot, own
         return (0.0, 1.0) if self.mix is None else (self.mix, 1.0 - self.mix)
 
-    def empty(self, k: Tensor, v: Tensor) -> Log:
+    def empty(self, k: Tensor, v: Tensor) -> KVCache:
         return super().empty(self._kept(k), v)
 
-    def push(self, memory: Log, k: Tensor, v: Tensor, places: Places) -> Log:
+    def push(self, memory: KVCache, k: Tensor, v: Tensor, places: Places) -> KVCache:
         return super().push(memory, self._kept(k), v, places)
 
-    def scan(self, memory: Log, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Log]:
+    def scan(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache]:
         return super().scan(memory, q, self._kept(k), v, places)
 
     def _kept(self, k: Tensor) -> Tensor:
         return k if self.mix is not None else k[..., :0]
 
-    def answer(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         self._fits(log, q)
         if self.form in ("random", "dense_factorised"):
             return self._strips(log, q, places, causal).to(log.v.dtype)
         log, made = self._as_dots(log, q, places)
-        if q.shape[2] <= FEW:  # the fused kernel would first make values as wide as these keys
-            return Lookup(self.reach, 1.0, causal, self.drop)(log, made, places)[0]
+        if q.shape[2] <= FEW_QUERIES:  # the fused kernel would first make values as wide as these keys
+            return PatternAttention(self.reach, 1.0, causal, self.drop)(log, made, places)[0]
         return super().answer(log, made, places, causal)
 
-    def _fits(self, log: Log, q: Tensor) -> None:
+    def _fits(self, log: KVCache, q: Tensor) -> None:
         if q.shape[2] > log.size:
             raise ValueError(f"synthesizer answers the tokens it has read: {q.shape[2]} queries, but {log.size} tokens")
         if log.size <= self.longest:
@@ -128,7 +128,7 @@ class Synthesizer(family.Softmax):
         if real > self.longest:
             raise ValueError(f"{real} tokens, but synthesizer was built for max_len={self.longest}: build it longer")
 
-    def _as_dots(self, log: Log, q: Tensor, places: Places) -> tuple[Log, Tensor]:
+    def _as_dots(self, log: KVCache, q: Tensor, places: Places) -> tuple[KVCache, Tensor]:
         """Logits that are products: of a hidden layer, or of a row, with a column for each position. So these are the keys."""
         acc, dtype, m = accumulator(q.dtype), log.v.dtype, log.size  # no real token stands at m or later
         if self.form == "dense":
@@ -137,7 +137,7 @@ class Synthesizer(family.Softmax):
         else:
             made, columns = _at(self.rows, places).to(acc), self.columns
         (dot, own), keys = self._weights(), _at(columns, log.places).to(acc)
-        made, (k, values) = made * own, widened(log.keys, log.values, q.shape[1])
+        made, (k, values) = made * own, expand_heads(log.keys, log.values, q.shape[1])
         if self.mix is not None:
             made, keys = torch.cat([q.to(acc) * (q.shape[-1] ** -0.5 * dot), made], -1), torch.cat([k.to(acc), keys], -1)
         return log._replace(k=keys.to(dtype), v=values), made.to(dtype)
@@ -145,13 +145,13 @@ class Synthesizer(family.Softmax):
     def _hidden(self, q: Tensor) -> Tensor:
         return relu(q @ self.inner.to(q.dtype) + self.inner_bias.to(q.dtype))
 
-    def _strips(self, log: Log, q: Tensor, places: Places, causal: bool) -> Tensor:
+    def _strips(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """Logits that are no products: some queries at a time, and once more in the backward pass."""
         acc, m, back = accumulator(q.dtype), min(log.size, self.longest), None
-        k, v, real = packed(log.keys, log.values, log.places.valid)  # a token's position is its index now
-        k, v = widened(k.to(acc), v.to(acc), q.shape[1])
+        k, v, real = compact_keys(log.keys, log.values, log.places.valid)  # a token's position is its index now
+        k, v = expand_heads(k.to(acc), v.to(acc), q.shape[1])
         if places.start is not None:
-            q, back = packed_queries(q, places.valid)
+            q, back = compact_queries(q, places.valid)
             places = Places.of(q[:1, 0], start=places.start)
         dot, own = self._weights()
         rate = self.drop
@@ -162,13 +162,13 @@ class Synthesizer(family.Softmax):
             s = s if self.mix is None else s + (q * (q.shape[-1] ** -0.5 * dot)) @ k[:, :, :m].mT
             seen = i >= torch.arange(m, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, m)
             seen = seen if real is None else seen & real[:, None, None, :m]
-            weights = s.masked_fill(~seen, UNSEEN).softmax(-1)
+            weights = s.masked_fill(~seen, MASKED_SCORE).softmax(-1)
             weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate) if rate else weights
             return (weights @ v[:, :, :m]).masked_fill(~seen.any(-1, keepdim=True), 0)
 
         asked = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
         first = places.start if causal else None
-        out = _in_strips(strip, asked, m, lambda n: m if first is None else min(m, first + n))
+        out = _synthesize_in_strips(strip, asked, m, lambda n: m if first is None else min(m, first + n))
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
 
     def _made(self, q: Tensor, places: Places) -> tuple[Tensor, ...]:
@@ -187,9 +187,9 @@ class Synthesizer(family.Softmax):
         return (x[..., :rows, None] * y.unsqueeze(-2)).flatten(-2)[..., :m]
 
 
-def _check(form: str, mix: float | str | None, rank: int | None, frozen: bool, seed: int | None) -> None:
-    if form not in FORMS:
-        raise ValueError(f"form must be one of {', '.join(map(repr, FORMS))}, not {form!r}")
+def _check_options(form: str, mix: float | str | None, rank: int | None, frozen: bool, seed: int | None) -> None:
+    if form not in SYNTHESIZER_FORMS:
+        raise ValueError(f"form must be one of {', '.join(map(repr, SYNTHESIZER_FORMS))}, not {form!r}")
     number = isinstance(mix, int | float) and not isinstance(mix, bool) and 0 <= mix <= 1
     if mix is not None and mix != "learned" and not number:
         raise ValueError(f"mix must be None, 'learned', or the weight of the dot product in [0, 1], not {mix!r}")
@@ -203,7 +203,7 @@ def _check(form: str, mix: float | str | None, rank: int | None, frozen: bool, s
         raise ValueError("rank is that of the two factors of a table: it belongs to form='random_factorised'")
 
 
-def _drawn(shape: tuple[int, ...], std: float, random: torch.Generator | None) -> Tensor:
+def _random_weights(shape: tuple[int, ...], std: float, random: torch.Generator | None) -> Tensor:
     table = torch.empty(shape)
     if random is None:
         return table.normal_(0, std)
@@ -219,15 +219,15 @@ def _at(table: Tensor, places: Places) -> Tensor:
     return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding stands further than that
 
 
-def _in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, reach: Callable[[int], int]) -> Tensor:
+def _synthesize_in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, reach: Callable[[int], int]) -> Tensor:
     """strip(keys, *asked), which works on every query by itself, some at a time; the first n queries see reach(n) keys of m."""
     b, h, n, _ = asked[1].shape
     if exporting():  # of any size: a strip would fix it
         return strip(reach(n), *asked)
     if torch.compiler.is_compiling():
         cut = (2,) * len(asked)
-        return in_even_pieces(lambda *x: (strip(m, *x),), asked, cut, 2, n, b * h * m, family.STRIP)[0]
-    rows = max(1, family.STRIP // max(1, b * h * m))
+        return in_even_strips(lambda *x: (strip(m, *x),), asked, cut, 2, n, b * h * m, family.STRIP_ELEMENTS)[0]
+    rows = max(1, family.STRIP_ELEMENTS // max(1, b * h * m))
     if n <= rows:
         return strip(reach(n), *asked)
     again = torch.is_grad_enabled() and not transformed()  # for the values, if for nothing else

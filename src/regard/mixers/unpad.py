@@ -9,25 +9,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.checks import check_batch
-from regard.mixers.base import Can, Free, Places, State, only
-from regard.transforms import may_look
+from regard.mixers.base import Can, Free, Places, State, need_claims
+from regard.transforms import may_read_data
 
 
-class Order(NamedTuple):
+class UnpadOrder(NamedTuple):
     there: Tensor  # (b n) which token comes to each place
     back: Tensor  # (b n) where each token went
     real: Tensor  # (b n) which places hold a real token
 
 
-def to_front(valid: Tensor) -> Order | None:
+def unpad_order(valid: Tensor) -> UnpadOrder | None:
     """Real tokens to the front; None where they are there already, which only a CPU can see for free."""
-    if may_look(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
+    if may_read_data(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
         return None
     there = (~valid).long().argsort(dim=1, stable=True)
-    return Order(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
+    return UnpadOrder(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
 
 
-class Packed(Free):
+class UnpaddedMixer(Free):
     """A mixer that sees the real tokens of a row side by side, so that padding anywhere is as if absent.
 
     `mix` gets whole sequences, `scan` tokens that stand behind a memory, in causal order. Places are those of the packed tokens:
@@ -63,7 +63,7 @@ class Packed(Free):
         return self._packed(state, x, valid)
 
     def _streams(self) -> None:
-        only(self.name, self.can, Can.STREAM)
+        need_claims(self.name, self.can, Can.STREAM)
         if not self.dims.causal:
             raise ValueError(f"only a causal {self.name} can stream: build it with causal=True")
 
@@ -81,7 +81,7 @@ class Packed(Free):
         if valid is None:
             y, memory = self._mixed(state.memory, x, places)
             return y, self.later(state, memory, places)
-        order = to_front(valid)
+        order = unpad_order(valid)
         tokens, real = (x, valid) if order is None else (x.gather(1, order.there[..., None].expand_as(x)), order.real)
         tokens, real = tokens[:, :room].masked_fill(~real[:, :room, None], 0), real[:, :room]
         front = Places.of(tokens, real, state.t, state.start)

@@ -5,39 +5,39 @@ from regard.models.causal_lm import LanguageModel
 from regard.models.embedding import Embedding, Patches, Spelled, Tokens, Vectors
 from regard.models.encoder import Encoded, Encoder
 from regard.models.encoder_head import Matcher, Reader
-from regard.models.guided import Location, Monotonic, guided_translator
+from regard.models.guided import LocationAligner, MonotonicAligner, guided_translator
 from regard.models.heads import MaskedToken, Matching, NextToken, PerSequence, PerVector, pooled
-from regard.models.nat import Parallel
+from regard.models.nat import NatTranslator
 from regard.models.pointer import Pointer
-from regard.models.pointer_generator import Copier, copier
-from regard.models.translator import Heard, Translator
+from regard.models.pointer_generator import PointerGenerator, pointer_generator
+from regard.models.translator import SourceMemory, Translator
 
 __all__ = [
-    "Copier",
     "Embedding",
     "Encoded",
     "Encoder",
-    "Heard",
     "LanguageModel",
-    "Location",
+    "LocationAligner",
     "MaskedToken",
     "Matcher",
     "Matching",
-    "Monotonic",
+    "MonotonicAligner",
+    "NatTranslator",
     "NextToken",
-    "Parallel",
     "Patches",
     "PerSequence",
     "PerVector",
     "Pointer",
+    "PointerGenerator",
     "Reader",
+    "SourceMemory",
     "Spelled",
     "Tokens",
     "Translator",
     "Vectors",
-    "copier",
     "guided_translator",
     "language_model",
+    "pointer_generator",
     "pooled",
     "translator",
 ]

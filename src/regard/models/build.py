@@ -11,7 +11,7 @@ from regard.mixers.attention import Attention
 from regard.mixers.base import Dims
 from regard.mixers.position_interface import Positions
 from regard.models.causal_lm import LanguageModel
-from regard.models.embedding import Embedding, Tokens, placed
+from regard.models.embedding import Embedding, Tokens, add_positions
 from regard.models.encoder import Encoder
 from regard.models.heads import NextToken
 from regard.models.translator import Translator
@@ -19,7 +19,7 @@ from regard.models.translator import Translator
 
 def stack(config: Config, *, causal: bool = False, reads: bool = False, depth: int | None = None) -> Stack:
     """The body that a configuration describes: an encoder's, or a decoder's that is causal, reads a context, or both."""
-    inside = placed(config.positions, _dims(config))[1]
+    inside = add_positions(config.positions, _dims(config))[1]
     own = config.depth if not reads or config.decoder_depth is None else config.decoder_depth
     return Stack.of(
         config.mixer,
@@ -47,7 +47,7 @@ def tokens(config: Config, vocab: int) -> Tokens:
 
 def added(config: Config) -> Positions | None:
     """The positions of the configuration, if they are of the kind that is added to tokens."""
-    return placed(config.positions, _dims(config))[0]
+    return add_positions(config.positions, _dims(config))[0]
 
 
 def encoder(config: Config, embed: Embedding, *, front: int = 0) -> Encoder:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.feedforward import share
+from regard.blocks.feedforward import check_fraction
 from regard.checks import check_dense, need
 from regard.mixers.base import Can, Dims, Places, State, check_valid, mask_padding
 from regard.mixers.position_interface import Positions
@@ -19,7 +19,7 @@ from regard.positions import positions as make_positions
 WHOLE = (torch.long, torch.int)
 
 
-def placed(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
+def add_positions(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
     """Where positions belong: those that are added to tokens, and the text of those that act in every mixer or block."""
     made = make_positions(spec, dims)
     if made.needs != Can.NOTHING or made.every_block:
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
             where = "enter every block" if positions.every_block else "act inside the mixers"
             raise ValueError(f"{positions.name} positions {where}: give them to the stack, not to the embedding")
         self.width, self.positions, self.norm = need("width", width), positions, norm
-        self.drop = nn.Dropout(share("dropout", dropout))
+        self.drop = nn.Dropout(check_fraction("dropout", dropout))
 
     def vectors(self, x: Tensor) -> Tensor:
         """What each token is."""
@@ -175,7 +175,7 @@ class Spelled(Embedding):
         nn.init.normal_(self.words.weight, std=0.1)
         self.window = nn.Conv1d(64, spelling, 3, padding=1)
         self.map = nn.Linear(width + spelling, width)
-        self.forget, self.unknown = share("forget", forget), unknown
+        self.forget, self.unknown = check_fraction("forget", forget), unknown
 
     def vectors(self, x: Tensor) -> Tensor:
         if x.dim() != 3 or x.shape[-1] < 2 or x.dtype not in WHOLE:

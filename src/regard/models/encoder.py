@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
-from regard.mixers.base import fewer, mask_padding
+from regard.mixers.base import mask_padding, pooled_valid
 from regard.models.embedding import Embedding
 
 
@@ -44,6 +44,6 @@ class Encoder(nn.Module):
         for block in self.stack:
             y = block(y, valid)
             behind.append(y)
-            valid = fewer(valid, block.rate)
+            valid = pooled_valid(valid, block.rate)
         out = y if self.stack.final_norm is None else mask_padding(self.stack.final_norm(y), valid)
         return Encoded(out, valid, tuple(behind))

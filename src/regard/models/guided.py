@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.config import Config
-from regard.mixers.attention import precise
+from regard.mixers.attention import no_autocast
 from regard.mixers.base import Can, Dims, Mixer, Places, State, mask_padding
-from regard.mixers.feature_math import wide
-from regard.mixers.unpad import to_front
+from regard.mixers.feature_math import upcast
+from regard.mixers.unpad import unpad_order
 from regard.models.build import translator
 from regard.models.translator import Translator
 from regard.text import unknown
 
 
-class Sight(NamedTuple):
+class AlignerState(NamedTuple):
     """The source as a reader sees it, and where it looked last. Keys and weights have real tokens in front, values do not."""
 
     k: Tensor  # (b h n d)
@@ -55,13 +55,13 @@ class Aligner(Mixer):
             nn.init.xavier_uniform_(part.weight)
         self.seen = nn.Identity()
 
-    def align(self, sight: Sight, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights (b h m n) of the queries (b h m d), and those of the last real one (b h n). Padded ones move nothing."""
         raise NotImplementedError
 
     def first(self, k: Tensor) -> Tensor:
         """Where it looks before the first step (b h n): nowhere."""
-        return wide(k).new_zeros(k.shape[:3])
+        return upcast(k).new_zeros(k.shape[:3])
 
     def forward(
         self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None, query_valid: Tensor | None = None
@@ -81,19 +81,19 @@ class Aligner(Mixer):
         self.check_length(Places.of(context, valid))
         context = mask_padding(context, valid)
         v = self.v(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
-        order = None if valid is None else to_front(valid)
+        order = None if valid is None else unpad_order(valid)
         real = torch.ones(context.shape[:2], dtype=torch.bool, device=context.device) if valid is None else valid
         if order is not None:
             context, real = context.gather(1, order.there[..., None].expand_as(context)), order.real
         k = self.k(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
-        sight = Sight(k, v, real, None if order is None else order.back, self.first(k))
+        sight = AlignerState(k, v, real, None if order is None else order.back, self.first(k))
         return State(sight, torch.zeros(len(k), dtype=torch.long, device=k.device), 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         weights, after = self._look(state, x, valid)
         weights = F.dropout(self.seen(weights), self.dims.dropout, self.training)
-        with precise(weights):
-            y = weights @ wide(state.memory.v)
+        with no_autocast(weights):
+            y = weights @ upcast(state.memory.v)
         y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
         return y if valid is None else y.masked_fill(~valid[..., None], 0), after
 
@@ -103,8 +103,8 @@ class Aligner(Mixer):
         self.check_padding(valid, x)
         sight, x = state.memory, mask_padding(x, valid)
         q = self.q(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
-        with precise(q):
-            weights, before = self.align(sight, wide(q), valid)
+        with no_autocast(q):
+            weights, before = self.align(sight, upcast(q), valid)
         if sight.back is not None:
             weights = weights.gather(-1, sight.back[:, None, None].expand_as(weights))
         if valid is not None:
@@ -112,13 +112,13 @@ class Aligner(Mixer):
         return weights, self.later(state, sight._replace(before=before), Places.of(x, valid, state.t, state.start))
 
 
-def softmax(scores: Tensor, real: Tensor) -> Tensor:
+def aligner_softmax(scores: Tensor, real: Tensor) -> Tensor:
     """Over real tokens (b n), scores (b h ... n); zeros where there are none."""
     real = real.view(len(real), *[1] * (scores.dim() - 2), -1)
     return scores.masked_fill(~real, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~real, 0)
 
 
-def scanned(step: Callable[[int, Tensor], Tensor], m: int, before: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+def scan_aligner(step: Callable[[int, Tensor], Tensor], m: int, before: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
     """a_i = step(i, a_{i-1}) for i < m, as (b h m n), and the last of them; where a step is padding, nothing moves."""
     rows = [before[:, :, None][:, :, :0]]
     for i in range(m):
@@ -128,17 +128,17 @@ def scanned(step: Callable[[int, Tensor], Tensor], m: int, before: Tensor, real:
     return torch.cat(rows, 2), before
 
 
-class Plain(Aligner):
+class SoftmaxAligner(Aligner):
     """Softmax attention as everywhere, with weights to look at: it has no memory of where it looked."""
 
-    def align(self, sight: Sight, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        return softmax(q @ wide(sight.k).mT / math.sqrt(q.shape[-1]), sight.real), sight.before
+    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        return aligner_softmax(q @ upcast(sight.k).mT / math.sqrt(q.shape[-1]), sight.real), sight.before
 
 
 ENERGIES = ("dot", "additive")
 
 
-class Monotonic(Aligner):
+class MonotonicAligner(Aligner):
     """Read forwards only. Raffel et al. 2017, arXiv:1704.00784.
 
     From where it stopped last it goes on, and stops at token j with probability p_ij = sigmoid(energy_ij). In training its
@@ -174,8 +174,8 @@ class Monotonic(Aligner):
         """At the first token: whoever has not begun begins there."""
         return F.pad(super().first(k)[..., 1:], (1, 0), value=1.0) if k.shape[2] else super().first(k)
 
-    def align(self, sight: Sight, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = self._energy(q, wide(sight.k)) + wide(self.lean)[:, None, None]
+    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = self._energy(q, upcast(sight.k)) + upcast(self.lean)[:, None, None]
         if self.training and self.noise:
             scores = scores + self.noise * torch.randn_like(scores)
         elif self.hard and not self.training:
@@ -192,13 +192,13 @@ class Monotonic(Aligner):
                 before = before + jump[:, :, i] * F.pad(before[..., :-s], (s, 0))
             return stop[:, :, i] * before
 
-        return scanned(step, q.shape[2], sight.before, real)
+        return scan_aligner(step, q.shape[2], sight.before, real)
 
     def _energy(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the energies (b h m n) of queries (b h m d) and keys (b h n d), without r."""
         if self.energy == "dot":
             return q @ k.mT / math.sqrt(q.shape[-1])
-        v = F.normalize(wide(self.u), dim=-1) * wide(self.gain)[:, None]
+        v = F.normalize(upcast(self.u), dim=-1) * upcast(self.gain)[:, None]
         return ((q[:, :, :, None] + k[:, :, None]).tanh() @ v[:, None, :, None]).squeeze(-1)
 
 
@@ -214,7 +214,7 @@ def _jumps(on: Tensor) -> list[tuple[int, Tensor]]:
     return found
 
 
-class Location(Aligner):
+class LocationAligner(Aligner):
     """Attention that sees where it looked last. Chorowski et al. 2015, arXiv:1506.07503.
 
     a_i = softmax_j(u.tanh(q_i + k_j + (W * a_{i-1})_j)), where W * is a convolution over `window` tokens. Before the first step
@@ -229,30 +229,30 @@ class Location(Aligner):
         self.near = nn.Conv1d(h, h * d, window, padding=window // 2, groups=h, bias=False)
         self.u = nn.Parameter(torch.randn(h, d) * 2 / math.sqrt(d))
 
-    def align(self, sight: Sight, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        k, u, w = wide(sight.k), wide(self.u)[:, None], wide(self.near.weight)
+    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, u, w = upcast(sight.k), upcast(self.u)[:, None], upcast(self.near.weight)
         h = k.shape[1]
 
         def step(i: int, before: Tensor) -> Tensor:
             near = F.conv1d(before, w, padding=self.near.padding, groups=h).unflatten(1, (h, -1)).mT
-            return softmax(((q[:, :, i, None] + k + near).tanh() * u).sum(-1), sight.real)
+            return aligner_softmax(((q[:, :, i, None] + k + near).tanh() * u).sum(-1), sight.real)
 
-        return scanned(step, q.shape[2], sight.before, real)
+        return scan_aligner(step, q.shape[2], sight.before, real)
 
 
-KINDS: dict[str, Callable[[Dims], Aligner]] = {
-    "plain": Plain,
-    "monotonic": Monotonic,
-    "monotonic-additive": partial(Monotonic, energy="additive"),
-    "location": Location,
+ALIGNERS: dict[str, Callable[[Dims], Aligner]] = {
+    "plain": SoftmaxAligner,
+    "monotonic": MonotonicAligner,
+    "monotonic-additive": partial(MonotonicAligner, energy="additive"),
+    "location": LocationAligner,
 }
-BLOCKS = ("all", "last")
+GUIDED_BLOCKS = ("all", "last")
 
 
 def guided(model: Translator, make: Callable[[Dims], Aligner], *, blocks: str = "all") -> Translator:
     """The same model, whose decoder reads the source by such readers: in all of its blocks, or in the last one."""
-    if blocks not in BLOCKS:
-        raise ValueError(unknown("blocks cannot be", blocks, BLOCKS))
+    if blocks not in GUIDED_BLOCKS:
+        raise ValueError(unknown("blocks cannot be", blocks, GUIDED_BLOCKS))
     reading = [block for block in model.decoder if block.cross is not None]
     for block in reading if blocks == "all" else reading[-1:]:
         assert block.cross is not None
@@ -266,17 +266,17 @@ def guided_translator(
     """Build the translator of a configuration whose decoder reads in one of these ways: plain, monotonic (its energy a dot
     product), monotonic-additive (the published energy), location.
     """
-    if kind not in KINDS:
-        raise ValueError(unknown("no reader is called", kind, KINDS))
+    if kind not in ALIGNERS:
+        raise ValueError(unknown("no reader is called", kind, ALIGNERS))
     if blocks == "all" and config.cross != Config.cross:
         raise ValueError(
             f"cross={config.cross!r} is in no block where {kind} readers are in all: leave it out, or use blocks='last'"
         )
-    return guided(translator(config, vocab, target_vocab), KINDS[kind], blocks=blocks)
+    return guided(translator(config, vocab, target_vocab), ALIGNERS[kind], blocks=blocks)
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[Tensor]]:
+def record_alignments(model: nn.Module) -> Iterator[list[Tensor]]:
     """A list that collects the weights (b h m n) of every aligner in a model, block by block, in every pass inside the `with`.
 
     They are those of that very pass, noise and all, and gradients go through them: what a guidance loss is computed from.

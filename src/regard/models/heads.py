@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.feedforward import bent, share
-from regard.mixers.feature_math import wide
+from regard.blocks.feedforward import activate, check_fraction
+from regard.mixers.feature_math import upcast
 from regard.text import unknown
 
 POOLS = ("token", "mean", "max")
@@ -28,7 +28,7 @@ def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
     if pool == "mean":
         if valid is None:
             return x.mean(1)
-        total = wide(x.masked_fill(~valid[..., None], 0)).sum(1)
+        total = upcast(x.masked_fill(~valid[..., None], 0)).sum(1)
         return (total / valid.sum(1, keepdim=True).clamp_min(1)).to(x.dtype)
     if valid is None:
         return x.amax(1)
@@ -48,7 +48,7 @@ class PerVector(nn.Module):
 
     def __init__(self, width: int, classes: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.drop, self.map = nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
+        self.drop, self.map = nn.Dropout(check_fraction("dropout", dropout)), nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002 - heads are called alike
         return self.map(self.drop(x))
@@ -63,7 +63,7 @@ class PerSequence(nn.Module):
     def __init__(self, width: int, classes: int, *, pool: str = "mean", deep: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.change = nn.Linear(width, width) if deep else None
-        self.pool, self.drop, self.map = _pool(pool), nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
+        self.pool, self.drop, self.map = _pool(pool), nn.Dropout(check_fraction("dropout", dropout)), nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         y = pooled(x, valid, self.pool)
@@ -96,7 +96,7 @@ class MaskedToken(nn.Module):
         self, width: int, vocab: int, *, table: nn.Embedding | None = None, activation: str = "gelu", eps: float = 1e-5
     ) -> None:
         super().__init__()
-        self.act = bent(activation)
+        self.act = activate(activation)
         self.change, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=eps)
         self.next = NextToken(width, vocab, table=table, bias=True)
 
@@ -114,7 +114,7 @@ class Matching(nn.Module):
         super().__init__()
         self.pool = _pool(pool)
         self.map = nn.Sequential(
-            nn.Linear(4 * width, width), nn.ReLU(), nn.Dropout(share("dropout", dropout)), nn.Linear(width, classes)
+            nn.Linear(4 * width, width), nn.ReLU(), nn.Dropout(check_fraction("dropout", dropout)), nn.Linear(width, classes)
         )
 
     def forward(self, x: Tensor, valid: Tensor | None, y: Tensor, y_valid: Tensor | None) -> Tensor:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from regard.checks import need
-from regard.mixers.feature_math import wide
+from regard.mixers.feature_math import upcast
 from regard.models.heads import pooled
 
 
-def counted(x: Tensor, valid: Tensor | None) -> Tensor:
+def length_targets(x: Tensor, valid: Tensor | None) -> Tensor:
     """How many tokens of each row of x (b n ...) are real, (b)."""
     return torch.full(x.shape[:1], x.shape[1], device=x.device) if valid is None else valid.sum(1)
 
 
-class LengthHead(nn.Module):
+class LengthPredictor(nn.Module):
     """p(length) for lengths from n - reach to n + reach around the n tokens that were read, from the mean of their vectors.
 
     There is no length below 1 or above `most`. A length out of reach is learned as the nearest one within.
@@ -37,9 +37,9 @@ class LengthHead(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Lengths in order, and their log-probabilities: both (b 2 reach + 1)."""
         around = torch.arange(-self.reach, self.reach + 1, device=x.device)
-        lengths = counted(x, valid)[:, None] + around
+        lengths = length_targets(x, valid)[:, None] + around
         out = lengths < 1 if self.most is None else (lengths < 1) | (lengths > self.most)
-        scores = wide(self.map(pooled(x, valid, "mean")))
+        scores = upcast(self.map(pooled(x, valid, "mean")))
         return lengths, scores.masked_fill(out, -torch.inf).log_softmax(-1)
 
     def surprise(self, x: Tensor, valid: Tensor | None, length: Tensor) -> Tensor:

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from regard.blocks.stack import Stack
 from regard.checks import need
 from regard.config import Config
-from regard.mixers.attention import precise
+from regard.mixers.attention import no_autocast
 from regard.mixers.base import Places, State, check_valid, mask_padding
-from regard.mixers.feature_math import wide
+from regard.mixers.feature_math import upcast
 from regard.mixers.position_interface import Positions
 from regard.models import build
 from regard.models.embedding import Vectors
 from regard.models.encoder import Encoder
 
 
-class Pointing(nn.Module):
+class PointerState(nn.Module):
     """Attention that only points: scores q.k / sqrt(d) of a few heads (b h m n), in float32 or better, and nothing is read."""
 
     def __init__(self, width: int, heads: int = 1) -> None:
@@ -42,8 +42,8 @@ class Pointing(nn.Module):
 
     def forward(self, y: Tensor, keys: Tensor) -> Tensor:
         q = self.q(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        with precise(q):
-            return wide(q) @ wide(keys).mT / math.sqrt(q.shape[-1])
+        with no_autocast(q):
+            return upcast(q) @ upcast(keys).mT / math.sqrt(q.shape[-1])
 
 
 def check_each(encoder: Encoder, does: str) -> None:
@@ -78,7 +78,7 @@ class Pointer(nn.Module):
             raise ValueError("a decoder must read the encoder: build its stack with cross=...")
         check_each(encoder, "points at")
         self.encoder, self.decoder, self.positions = encoder, decoder, positions
-        self.point, self.drop = Pointing(encoder.width), nn.Dropout(dropout)
+        self.point, self.drop = PointerState(encoder.width), nn.Dropout(dropout)
         self.begin, self.end = (nn.Parameter(torch.randn(encoder.width) * encoder.width**-0.5) for _ in range(2))
 
     def forward(self, source: Tensor, source_valid: Tensor | None, told: Tensor, told_valid: Tensor | None = None) -> Tensor:

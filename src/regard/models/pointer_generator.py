@@ -14,19 +14,19 @@ from torch.nn import functional as F
 
 from regard.blocks.stack import Stack
 from regard.config import Config
-from regard.mixers.attention import precise
+from regard.mixers.attention import no_autocast
 from regard.mixers.base import State
-from regard.mixers.feature_math import wide
+from regard.mixers.feature_math import upcast
 from regard.models.build import translator
 from regard.models.embedding import Embedding
 from regard.models.encoder import Encoder
-from regard.models.pointer import Pointing, check_each
-from regard.models.translator import Heard, Translator
+from regard.models.pointer import PointerState, check_each
+from regard.models.translator import SourceMemory, Translator
 
-NEVER = -1e30  # a log-probability of nothing that sums and gradients survive; -inf would make NaN of them
+LOG_ZERO = -1e30  # a log-probability of nothing that sums and gradients survive; -inf would make NaN of them
 
 
-class Source(NamedTuple):
+class CopySource(NamedTuple):
     """What can be copied."""
 
     keys: Tensor  # (b h n d)
@@ -40,7 +40,7 @@ class Source(NamedTuple):
         return self.real.any(1)
 
 
-class Said(NamedTuple):
+class GeneratorState(NamedTuple):
     """Two ways to say a word, each in logs: from the vocabulary with probability p_gen, or from the source."""
 
     speak: Tensor  # (b m): log p_gen
@@ -49,7 +49,7 @@ class Said(NamedTuple):
     look: Tensor  # (b m n): log of where it looks, summing to 1 over real tokens; NEVER at padding
 
 
-class Copier(Translator):
+class PointerGenerator(Translator):
     """A translator that can copy. See, Liu, Manning 2017, arXiv:1704.04368.
 
     p(w) = p_gen softmax(head(y))_w + (1 - p_gen) sum_{j: source_j = w} a_j,  p_gen = sigmoid(u.y + sum_j a_j g.x_j)
@@ -75,7 +75,7 @@ class Copier(Translator):
         super().__init__(encoder, embed, decoder, head, wiring=wiring)
         check_each(encoder, "copies")
         self.vocab, self.unknown = vocab, unknown
-        self.point = Pointing(encoder.width, heads)
+        self.point = PointerState(encoder.width, heads)
         self.gate, self.lean = nn.Linear(encoder.width, 1), nn.Linear(encoder.width, 1, bias=False)
 
     def forward(
@@ -108,15 +108,15 @@ class Copier(Translator):
         copied = self._copied(heard, source_extended, source, count=False)
         said = self._said(self.hidden(heard, target, target_valid), copied)
         known = answer < self.vocab
-        spoken = -F.cross_entropy(wide(said.words).mT, answer.masked_fill(~known, self.unknown), reduction="none")
+        spoken = -F.cross_entropy(upcast(said.words).mT, answer.masked_fill(~known, self.unknown), reduction="none")
         same = (answer[..., None] == copied.words[:, None]) & copied.real[:, None]  # (b m n)
         found = same.any(-1)
         mass = said.look.masked_fill(~same & found[..., None], -torch.inf).logsumexp(-1)
-        spoken = torch.where(known, said.speak + spoken, NEVER)
-        logs = torch.logaddexp(spoken, torch.where(found, said.copy + mass, NEVER))
+        spoken = torch.where(known, said.speak + spoken, LOG_ZERO)
+        logs = torch.logaddexp(spoken, torch.where(found, said.copy + mass, LOG_ZERO))
         return logs, said.look.exp()
 
-    def hidden(self, heard: Heard, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
+    def hidden(self, heard: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
         return super().hidden(heard, self._known(target), target_valid)
 
     def start(self, source: Tensor, source_valid: Tensor | None = None, source_extended: Tensor | None = None) -> State:
@@ -133,7 +133,7 @@ class Copier(Translator):
     def _known(self, tokens: Tensor) -> Tensor:
         return tokens.masked_fill(tokens >= self.vocab, self.unknown)
 
-    def _copied(self, heard: Heard, words: Tensor | None, source: Tensor, *, count: bool = True) -> Source:
+    def _copied(self, heard: SourceMemory, words: Tensor | None, source: Tensor, *, count: bool = True) -> CopySource:
         """`count` how many words only the sources have: that waits for the device, and is for scores of all words alone."""
         x, words = heard.contexts[-1], source if words is None else words
         if words.shape != x.shape[:2] or words.is_floating_point():
@@ -144,31 +144,31 @@ class Copier(Translator):
         words = words.masked_fill(~real, 0)
         new = max(int(words.max()) + 1 - self.vocab, 0) if count and words.numel() else 0
         own = (words[..., None] == torch.arange(self.vocab, self.vocab + new, device=words.device)).any(1)
-        return Source(self.point.keys(x), self.lean(x).squeeze(-1), words, real, own)
+        return CopySource(self.point.keys(x), self.lean(x).squeeze(-1), words, real, own)
 
-    def _said(self, y: Tensor, copied: Source) -> Said:
+    def _said(self, y: Tensor, copied: CopySource) -> GeneratorState:
         real = copied.real[:, None, None]
-        logs = self.point(y, copied.keys).masked_fill(~real, NEVER).log_softmax(-1)
+        logs = self.point(y, copied.keys).masked_fill(~real, LOG_ZERO).log_softmax(-1)
         look = logs.logsumexp(1) - math.log(self.point.heads)  # the mean over heads
-        look = look.masked_fill(~real[:, 0], NEVER)
-        gate = wide(self.gate(y)).squeeze(-1)
-        with precise(look):
-            lean = gate + torch.einsum("bmn,bn->bm", look.exp(), wide(copied.lean))
+        look = look.masked_fill(~real[:, 0], LOG_ZERO)
+        gate = upcast(self.gate(y)).squeeze(-1)
+        with no_autocast(look):
+            lean = gate + torch.einsum("bmn,bn->bm", look.exp(), upcast(copied.lean))
         nothing = ~copied.any[:, None]
-        return Said(
-            F.logsigmoid(lean).masked_fill(nothing, 0), F.logsigmoid(-lean).masked_fill(nothing, NEVER), self.head(y), look
+        return GeneratorState(
+            F.logsigmoid(lean).masked_fill(nothing, 0), F.logsigmoid(-lean).masked_fill(nothing, LOG_ZERO), self.head(y), look
         )
 
-    def _scores(self, said: Said, copied: Source) -> Tensor:
+    def _scores(self, said: GeneratorState, copied: CopySource) -> Tensor:
         """The definition, all words at once: masses are summed as probabilities, then both ways to say a word as logs."""
         (b, m, _), o = said.words.shape, copied.own.shape[1]
-        spoken = said.speak[..., None] + wide(said.words).log_softmax(-1)
-        spoken = F.pad(spoken, (0, o), value=NEVER)
+        spoken = said.speak[..., None] + upcast(said.words).log_softmax(-1)
+        spoken = F.pad(spoken, (0, o), value=LOG_ZERO)
         mass = spoken.new_zeros(b, m, self.vocab + o)
         mass = mass.scatter_add(2, copied.words[:, None].expand(-1, m, -1), said.look.exp())
         tiny = torch.finfo(mass.dtype).tiny
         here = mass >= tiny
-        taken = torch.where(here, said.copy[..., None] + mass.where(here, 1.0).log(), NEVER)
+        taken = torch.where(here, said.copy[..., None] + mass.where(here, 1.0).log(), LOG_ZERO)
         logs = torch.logaddexp(spoken, taken)
         lost = F.pad(~copied.own, (self.vocab, 0))[:, None]
         return logs.masked_fill(lost, -torch.inf)
@@ -184,7 +184,7 @@ def coverage(weights: Tensor, valid: Tensor | None = None) -> Tensor:
     return torch.minimum(weights, weights.cumsum(1) - weights).sum()
 
 
-def copier(config: Config, vocab: int, *, heads: int = 1) -> Copier:
+def pointer_generator(config: Config, vocab: int, *, heads: int = 1) -> PointerGenerator:
     """The translator that a configuration describes, one vocabulary for both sides, with a pointer of so many heads."""
     made = translator(config, vocab)
-    return Copier(made.encoder, made.embed, made.decoder, made.head, vocab=vocab, wiring=config.wiring, heads=heads)
+    return PointerGenerator(made.encoder, made.embed, made.decoder, made.head, vocab=vocab, wiring=config.wiring, heads=heads)

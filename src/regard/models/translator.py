@@ -18,14 +18,14 @@ from regard.models.encoder import Encoded, Encoder
 WIRINGS = ("last", "each", "mixed")
 
 
-class Heard(NamedTuple):
+class SourceMemory(NamedTuple):
     """What a decoder reads of the source, and all it needs to know of it."""
 
     contexts: tuple[Tensor, ...]  # (b n w): one for all of its blocks, or one for each
     valid: Tensor | None  # (b n)
 
 
-class Wires(nn.Module):
+class CrossWiring(nn.Module):
     """Which of the encoder's layers the decoder's blocks read.
 
     last: all read the last one, as the Transformer does. each: block i reads layer i. mixed: block i reads a mean of all layers,
@@ -64,14 +64,14 @@ class Translator(nn.Module):
         if not decoder.reads:
             raise ValueError("a decoder must read the encoder: build its stack with cross=...")
         self.encoder, self.embed, self.decoder, self.head = encoder, embed, decoder, head
-        self.wires = Wires(wiring, encoder.stack, decoder, encoder.width)
+        self.wires = CrossWiring(wiring, encoder.stack, decoder, encoder.width)
 
-    def hear(self, source: Tensor, source_valid: Tensor | None = None) -> Heard:
+    def hear(self, source: Tensor, source_valid: Tensor | None = None) -> SourceMemory:
         """The source, read once."""
         read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
-        return Heard(self.wires(read), read.valid)
+        return SourceMemory(self.wires(read), read.valid)
 
-    def hidden(self, heard: Heard, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
+    def hidden(self, heard: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
         """What the decoder makes of the target (b m), before the head: (b m w)."""
         x = self.embed(target, target_valid)
         return self.decoder(x, target_valid, context=heard.contexts, context_valid=heard.valid)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from regard.ops.strip import in_pieces
-from regard.patterns.tiles import UNSEEN
+from regard.ops.strip import in_strips
+from regard.patterns.tiles import MASKED_SCORE
 from regard.transforms import transformed
 
-Answer = tuple[Tensor, Tensor]  # out (x n e), and log-sum-exp (x n): far below all scores where nothing is seen
+BucketOutLse = tuple[Tensor, Tensor]  # out (x n e), and log-sum-exp (x n): far below all scores where nothing is seen
 
 
-class Sorted(NamedTuple):
+class SortedTokens(NamedTuple):
     """Tokens in the order of their labels, and by time among equals; all (x r n)."""
 
     order: Tensor  # the token at each place
@@ -32,7 +32,7 @@ class Sorted(NamedTuple):
     last: Tensor
 
 
-class Stretch(NamedTuple):
+class SortedRange(NamedTuple):
     """What each token sees: the places low .. high of the sorted order, all (x r n). Tiles of p places see `back` tiles more."""
 
     order: Tensor
@@ -43,7 +43,7 @@ class Stretch(NamedTuple):
     back: int
 
 
-def by_label(labels: Tensor, count: int) -> Sorted:
+def sort_by_bucket(labels: Tensor, count: int) -> SortedTokens:
     labels = labels.long()
     order = labels.sort(dim=-1, stable=True).indices
     number = torch.arange(order.shape[-1], device=order.device).expand_as(order)
@@ -51,28 +51,30 @@ def by_label(labels: Tensor, count: int) -> Sorted:
     place = place.scatter(-1, order, number) if transformed() else place.scatter_(-1, order, number)
     size = labels.new_zeros(*labels.shape[:-1], count + 1).scatter_add_(-1, labels, torch.ones_like(labels))
     end = size.cumsum(-1)
-    return Sorted(order, place, (end - size).gather(-1, labels), end.gather(-1, labels) - 1)
+    return SortedTokens(order, place, (end - size).gather(-1, labels), end.gather(-1, labels) - 1)
 
 
-def newest(labels: Tensor, count: int, window: int) -> Stretch:
+def newest_per_bucket(labels: Tensor, count: int, window: int) -> SortedRange:
     """Causal: a token sees the `window` newest of its label at its time, itself among them. No later token has a say in that."""
-    order, place, first, _ = by_label(labels, count)
+    order, place, first, _ = sort_by_bucket(labels, count)
     n = labels.shape[-1]
     p = min(max(window // 2, 16), 128, n)  # a tile of p queries looks at p + window keys; below 16 there is little left to save
     high = torch.where(labels < count, place, -1)
-    return Stretch(order, place, torch.maximum(first, place - window + 1), high, p, min(-(-(window - 1) // p), -(-n // p) - 1))
+    return SortedRange(
+        order, place, torch.maximum(first, place - window + 1), high, p, min(-(-(window - 1) // p), -(-n // p) - 1)
+    )
 
 
-def chunked(labels: Tensor, count: int, chunk: int) -> Stretch:
+def chunk_stretch(labels: Tensor, count: int, chunk: int) -> SortedRange:
     """The sorted order is cut into chunks: a token sees those of its label in its own chunk and in the one before."""
-    order, place, first, last = by_label(labels, count)
+    order, place, first, last = sort_by_bucket(labels, count)
     p = min(chunk, labels.shape[-1])
     start = place // p * p
     high = torch.where(labels < count, torch.minimum(last, start + p - 1), -1)
-    return Stretch(order, place, torch.maximum(first, start - p), high, p, int(p < labels.shape[-1]))
+    return SortedRange(order, place, torch.maximum(first, start - p), high, p, int(p < labels.shape[-1]))
 
 
-def among(q: Tensor, k: Tensor, v: Tensor, sees: Stretch, *, own: bool, drop: float = 0.0) -> Answer:
+def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own: bool, drop: float = 0.0) -> BucketOutLse:
     """Softmax of q . k over what each token sees in any round; own=False: nobody sees itself. q, k (x n d), v (x n e)."""
     (x, n, e), p, back = v.shape, sees.p, sees.back
     row, room = torch.arange(x, device=v.device)[:, None], -(-n // p) * p
@@ -91,13 +93,13 @@ def among(q: Tensor, k: Tensor, v: Tensor, sees: Stretch, *, own: bool, drop: fl
         count = x * room // p
         windows = [y[j : j + count] for y in (*tiles[1:], at) for j in range(back + 1)]
         spots = spots.unflatten(-1, (-1, p)).permute(1, 3, 0, 2, 4).flatten(0, 1)  # (c r+1 2 p)
-        out, lse = in_pieces(partial(_tile, own=own, drop=drop), (tiles[0][back:], spots, *windows), 0, p * p * (back + 1))
+        out, lse = in_strips(partial(_tile, own=own, drop=drop), (tiles[0][back:], spots, *windows), 0, p * p * (back + 1))
         there = (sees.place[:, r] + row * room).flatten()
         found.append((out.flatten(0, 1).index_select(0, there).view(x, n, e), lse.flatten().index_select(0, there).view(x, n)))
     return _merged(found)
 
 
-def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) -> Answer:
+def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) -> BucketOutLse:
     """Queries (c p d), the middle and half length of what they see in this round and those before it (c r+1 2 p), and tiles of
     keys, of values and of where the keys stand in the rounds before.
 
@@ -113,33 +115,33 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
         hidden.diagonal((tiles - 1) * p, 1, 2).fill_(1)
     for r in range(1, spots.shape[1]):
         hidden -= (at[:, r - 1, None] - middle[:, r]).abs_().sub_(half[:, r] + 1).clamp_max_(0)
-    return weighed(q, k, v, hidden, drop)
+    return bucket_weights(q, k, v, hidden, drop)
 
 
-def weighed(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> Answer:
+def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> BucketOutLse:
     """Softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0."""
     followed = transformed()
-    s = q @ k.mT + UNSEEN * hidden if followed else (q @ k.mT).add_(hidden, alpha=UNSEEN)
+    s = q @ k.mT + MASKED_SCORE * hidden if followed else (q @ k.mT).add_(hidden, alpha=MASKED_SCORE)
     if followed or torch.compiler.is_compiling():  # which fuses these, and torch 2.11 compiles the Function into a wrong gradient
         weights, lse = s.softmax(-1), s.logsumexp(-1)
     else:
-        weights, lse = Shares.apply(s)
+        weights, lse = BucketWeights.apply(s)
     out = (dropout(weights, drop) if drop else weights) @ v
-    return out.masked_fill(unseen(lse).unsqueeze(-1), 0), lse
+    return out.masked_fill(bucket_lost(lse).unsqueeze(-1), 0), lse
 
 
-class Shares(torch.autograd.Function):
+class BucketWeights(torch.autograd.Function):
     """Softmax and log-sum-exp together, one pass each way: the exponential alone would take longer."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(s: Tensor) -> Answer:
+    def forward(s: Tensor) -> BucketOutLse:
         weights = s.softmax(-1)
         return weights, s.amax(-1) - weights.amax(-1).log()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Answer) -> None:  # noqa: ARG004 - torch names them
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: BucketOutLse) -> None:  # noqa: ARG004 - torch names them
         ctx.save_for_backward(output[0])
 
     @staticmethod
@@ -148,11 +150,11 @@ class Shares(torch.autograd.Function):
         return torch._softmax_backward_data(grad, weights, -1, weights.dtype).addcmul_(weights, grad_lse.unsqueeze(-1))
 
 
-def unseen(lse: Tensor) -> Tensor:
-    return lse < UNSEEN / 2
+def bucket_lost(lse: Tensor) -> Tensor:
+    return lse < MASKED_SCORE / 2
 
 
-def _merged(found: list[Answer]) -> Answer:
+def _merged(found: list[BucketOutLse]) -> BucketOutLse:
     if len(found) == 1:
         return found[0]
     lse = torch.stack([y for _, y in found])
@@ -160,16 +162,18 @@ def _merged(found: list[Answer]) -> Answer:
     return sum(a * out for a, (out, _) in zip(share, found, strict=True)), lse.logsumexp(0)
 
 
-def few(q: Tensor, k: Tensor, v: Tensor, labels: Tensor, count: int, window: int, *, own: bool, drop: float = 0.0) -> Answer:
+def few_queries(
+    q: Tensor, k: Tensor, v: Tensor, labels: Tensor, count: int, window: int, *, own: bool, drop: float = 0.0
+) -> BucketOutLse:
     """As among the newest, for the last n of m tokens, from its definition and without sorting: n m pairs are looked at."""
     n, m = q.shape[1], k.shape[1]
     j = torch.arange(m, device=k.device)
 
-    def strip(q: Tensor, asked: Tensor, i: Tensor) -> Answer:
+    def strip(q: Tensor, asked: Tensor, i: Tensor) -> BucketOutLse:
         same = (labels[:, :, None] == asked.mT[..., None]) & (j <= i.mT) & (labels < count)[:, :, None]
         upto = same.cumsum(-1, dtype=torch.int32)
         seen = (same & (upto[..., -1:] - upto < window)).any(1)  # fewer than `window` of them are newer
-        return weighed(q, k, v, (~(seen if own else seen & (j != i.mT))).to(q.dtype), drop)
+        return bucket_weights(q, k, v, (~(seen if own else seen & (j != i.mT))).to(q.dtype), drop)
 
-    out, lse = in_pieces(strip, (q, labels[:, :, m - n :].mT, j[None, m - n :]), 1, len(q) * m * labels.shape[1])
+    out, lse = in_strips(strip, (q, labels[:, :, m - n :].mT, j[None, m - n :]), 1, len(q) * m * labels.shape[1])
     return out, lse

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from regard.ops.once import once
-from regard.ops.score_bias import Term
+from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.buffers import accumulator
-from regard.patterns.tiles import UNSEEN
-from regard.transforms import regraded, transformed
+from regard.patterns.tiles import MASKED_SCORE
+from regard.transforms import differentiable_grads, transformed
 
 
-def fused(
+def sdpa(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,7 +38,7 @@ def fused(
     if q.is_cuda:
         wide = -(-wide // 8) * 8  # and on a GPU with odd ones too
     if transformed():
-        out = _unfused(q, k, v, mask, scale, causal, dropout)
+        out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
     else:
         q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
         out = scaled_dot_product_attention(
@@ -46,14 +46,16 @@ def fused(
         )
         node = None if torch.compiler.is_compiling() else out.grad_fn
         if node is not None and node.name().startswith("ScaledDotProduct"):
-            node.register_hook(_twice)
+            node.register_hook(_second_derivative)
         out = out[..., :e]
     if lost is None or alike:
         return out
     return out.transpose(1, 2).masked_fill(lost, 0).transpose(1, 2)  # in the order that layers want: heads side by side
 
 
-def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float = 0.0) -> Tensor:
+def _sdpa_composite(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float = 0.0
+) -> Tensor:
     """SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
 
     mask (b h n m): numbers to add, or True where a pair is seen.
@@ -69,7 +71,7 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
     return (torch.nn.functional.dropout(weights, dropout) if dropout else weights) @ v
 
 
-def _twice(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
+def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
     """Replace the gradients that a fused kernel found by ones that can be differentiated, where create_graph=True wants that.
 
     A hook of the kernel's node: what the node saved is read there, so that nothing is kept alive.
@@ -84,9 +86,9 @@ def _twice(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Te
     scale = q.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-        return (_unfused(q, k, v, mask, scale, node._saved_is_causal),)
+        return (_sdpa_composite(q, k, v, mask, scale, node._saved_is_causal),)
 
-    found = [*regraded(f, (q, k, v), up[:1]), *grads[3:]]
+    found = [*differentiable_grads(f, (q, k, v), up[:1]), *grads[3:]]
     return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))  # as many as were wanted
 
 
@@ -103,7 +105,7 @@ def _masks(valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (mask.masked_fill(gone, -torch.inf) if transformed() else mask.masked_fill_(gone, -torch.inf)), lost
 
 
-def small(
+def few_queries_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,7 +113,7 @@ def small(
     *,
     scale: float,
     dropout: float = 0.0,
-    term: Term | None = None,
+    term: ScoreBias | None = None,
     apart: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m).
@@ -122,11 +124,11 @@ def small(
     s = (q.to(acc) * scale) @ k.to(acc).mT
     if term is not None and apart is not None:
         s = term.add(s, apart)
-    s = s.masked_fill(~seen, UNSEEN)
+    s = s.masked_fill(~seen, MASKED_SCORE)
     lse = s.logsumexp(-1)
     weights = (s - lse[..., None]).exp()
     weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
-    lost = lse < UNSEEN / 2
+    lost = lse < MASKED_SCORE / 2
     out = weights @ v.to(acc)
     if term is not None and term.mass and apart is not None:
         out = torch.cat([out, term.masses(weights, apart)], -1)
@@ -134,7 +136,7 @@ def small(
     return out.to(v.dtype), lse
 
 
-def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_by_lse(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys, from the out and log-sum-exp of each."""
     (a, la), (b, lb) = first, second
     # torch.logaddexp has no second derivative where one of them saw nothing: NaN

@@ -17,28 +17,30 @@ from torch import Tensor
 from torch.nn.functional import dropout as dropped
 from torch.utils.flop_counter import register_flop_formula
 
-from regard.cache import lasting
-from regard.ops.composite import along
+from regard.cache import outlives_tracing
+from regard.ops.composite import edge_attention_composite
 from regard.patterns import Pattern
-from regard.patterns.edge_list import listed
+from regard.patterns.edge_list import edge_list
 from regard.patterns.tiles import Span
-from regard.transforms import plainly, regraded
+from regard.transforms import differentiable_grads, needs_plain_ops
 
 CPU, GPU = 1 << 18, 1 << 26  # elements of the largest tensor of a piece
 
 
-def walked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, pairs: Tensor, *, slope: float = 0.2, dropout: float = 0.0) -> Tensor:
+def edge_attention(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, pairs: Tensor, *, slope: float = 0.2, dropout: float = 0.0
+) -> Tensor:
     """out (n B e); pairs (2, pairs) are queries over keys, in order of the queries. A query without a pair gets 0."""
-    if plainly():
-        return along(q, k, v, a, pairs, slope, partial(dropped, p=dropout) if dropout else None)
-    return _walk(q, k, v, a, pairs, _dice(dropout), "", [], False, slope, dropout)[0]
+    if needs_plain_ops():
+        return edge_attention_composite(q, k, v, a, pairs, slope, partial(dropped, p=dropout) if dropout else None)
+    return _edge_forward(q, k, v, a, pairs, _edge_dropout(dropout), "", [], False, slope, dropout)[0]
 
 
-def walked_by_text(
+def edge_attention_by_text(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, text: str, span: Span, *, causal: bool, slope: float = 0.2, dropout: float = 0.0
 ) -> Tensor:
     """The same for a tracer, to whom a list of pairs is nothing to look at: they are those of a pattern of one head."""
-    return _walk(q, k, v, a, None, _dice(dropout), text, list(span), causal, slope, dropout)[0]
+    return _edge_forward(q, k, v, a, None, _edge_dropout(dropout), text, list(span), causal, slope, dropout)[0]
 
 
 def softmax_by_query(s: Tensor, i: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ def softmax_by_query(s: Tensor, i: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return _add(torch.zeros_like(top), i, s), top
 
 
-def _dice(dropout: float) -> Tensor | None:
+def _edge_dropout(dropout: float) -> Tensor | None:
     return torch.randint(2**62, (), dtype=torch.long) if dropout else None
 
 
@@ -58,14 +60,14 @@ def _add(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
     return total.index_add_(0, i, x) if total.device.type == "cpu" else total.index_put_((i,), x, accumulate=True)
 
 
-def _scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slope: float) -> tuple[Tensor, Tensor]:
+def _additive_scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slope: float) -> tuple[Tensor, Tensor]:
     """(pairs B) scores of some pairs, and the sums they come from (pairs B d)."""
     x = q.index_select(0, i).add_(k.index_select(0, j))
     bent = torch.nn.functional.leaky_relu(x, slope)
     return (bent[..., 0] * a[:, 0] if a.shape[1] == 1 else bent.mul_(a).sum(-1)), x
 
 
-def _pieces(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+def _edge_pieces(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
     step = max(1, (CPU if pairs.device.type == "cpu" else GPU) // max(1, B * wide))
     for number, low in enumerate(range(0, pairs.shape[1], step)):
         here = slice(low, low + step)
@@ -82,17 +84,17 @@ def _kept(like: Tensor, dropout: float, seed: Tensor | None, number: int) -> Ten
 
 
 def _pairs_of(pairs: Tensor | None, text: str, span: list[int], causal: bool, device: torch.device) -> Tensor:
-    return listed(_parsed(text), Span(*span), causal, device) if pairs is None else pairs
+    return edge_list(_parsed_pattern(text), Span(*span), causal, device) if pairs is None else pairs
 
 
 @lru_cache(maxsize=64)
-@lasting
-def _parsed(text: str) -> Pattern:
+@outlives_tracing
+def _parsed_pattern(text: str) -> Pattern:
     return Pattern.parse(text)
 
 
 @torch.library.custom_op("regard::walk", mutates_args=())
-def _walk(
+def _edge_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -109,11 +111,11 @@ def _walk(
     pairs = _pairs_of(pairs, text, span, causal, q.device)
     n, B, wide = len(q), v.shape[1], max(q.shape[2], v.shape[2])
     s = q.new_empty(pairs.shape[1], B)
-    for _, here, i, j in _pieces(pairs, B, wide):
-        s[here] = _scores(q, k, a, i, j, slope)[0]
+    for _, here, i, j in _edge_pieces(pairs, B, wide):
+        s[here] = _additive_scores(q, k, a, i, j, slope)[0]
     z, top = softmax_by_query(s, pairs[0], n)
     out = v.new_zeros(n, B, v.shape[2])
-    for number, here, i, j in _pieces(pairs, B, wide):
+    for number, here, i, j in _edge_pieces(pairs, B, wide):
         kept = _kept(s[here], dropout, seed, number)
         weights = s[here] if kept is None else kept.mul_(s[here])
         _add(out, i, v.index_select(0, j).mul_(weights.unsqueeze(-1)))
@@ -123,7 +125,7 @@ def _walk(
 
 
 @torch.library.custom_op("regard::walk_backward", mutates_args=())
-def _walk_back(
+def _edge_grads(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -142,8 +144,8 @@ def _walk_back(
     pairs = _pairs_of(pairs, text, span, causal, q.device)
     dq, dk, dv, da = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, a))
     pull = (d_out * out).sum(-1)  # what every weight of a query loses
-    for number, _, i, j in _pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
-        s, x = _scores(q, k, a, i, j, slope)
+    for number, _, i, j in _edge_pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
+        s, x = _additive_scores(q, k, a, i, j, slope)
         weights = s.sub_(lse.index_select(0, i)).exp_()
         up, kept = d_out.index_select(0, i), _kept(s, dropout, seed, number)
         d = (up * v.index_select(0, j)).sum(-1)
@@ -158,25 +160,25 @@ def _walk_back(
     return dq, dk, dv, da
 
 
-@_walk.register_fake
-def fake_walk(q, k, v, *rest):  # noqa: ARG001
+@_edge_forward.register_fake
+def fake_edge_forward(q, k, v, *rest):  # noqa: ARG001
     return v.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[:2])
 
 
-@_walk_back.register_fake
-def fake_walk_backward(d_out, q, k, v, a, *rest):  # noqa: ARG001
+@_edge_grads.register_fake
+def fake_edge_grads(d_out, q, k, v, a, *rest):  # noqa: ARG001
     return tuple(x.new_empty(x.shape) for x in (q, k, v, a))
 
 
-def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _save_edge(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*inputs[:6], *output)
     ctx.rest = inputs[6:]
 
 
-def _go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - nobody is given the log-sum-exp
+def _edge_backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - nobody is given the log-sum-exp
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: to be differentiated once more
         return *_go_back_again(ctx.saved_tensors[:6], ctx.rest, d_out), *[None] * 7
-    return *_walk_back(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
+    return *_edge_grads(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
 def _go_back_again(tensors: tuple, rest: tuple, d_out: Tensor) -> list[Tensor | None]:
@@ -187,20 +189,20 @@ def _go_back_again(tensors: tuple, rest: tuple, d_out: Tensor) -> list[Tensor | 
     q, _, v, _ = asked
 
     def drop(weights: Tensor) -> Tensor:
-        pieces = _pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2]))
+        pieces = _edge_pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2]))
         return weights * torch.cat([_kept(weights[here], dropout, seed, number) for number, here, _, _ in pieces])  # type: ignore[misc]
 
     def f(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor]:
-        return (along(q, k, v, a, pairs, slope, drop if dropout else None),)
+        return (edge_attention_composite(q, k, v, a, pairs, slope, drop if dropout else None),)
 
-    return regraded(f, asked, (d_out,))
+    return differentiable_grads(f, asked, (d_out,))
 
 
-_walk.register_autograd(_go_back, setup_context=_keep)
+_edge_forward.register_autograd(_edge_backward, setup_context=_save_edge)
 
 
 @register_flop_formula(torch.ops.regard.walk)
 def _flops(q, k, v, a, pairs, seed, text, span, causal, *rest, **more) -> int:  # noqa: ARG001
     """A multiplication and an addition for every number of every pair, as for a product of matrices."""
-    many = pairs[1] if pairs is not None else listed(_parsed(text), Span(*span), causal, torch.device("cpu")).shape[1]
+    many = pairs[1] if pairs is not None else edge_list(_parsed_pattern(text), Span(*span), causal, torch.device("cpu")).shape[1]
     return 2 * many * q[1] * (q[2] + v[2])

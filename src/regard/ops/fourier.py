@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def waves(x: Tensor, norm: str) -> Tensor:
+def fourier_mix(x: Tensor, norm: str) -> Tensor:
     """Re(F_n x F_w) of x (b n w), in the type of x.
 
     The waves of real numbers come in pairs, (k, l) and (-k, -l), with one real part: half of the channels is all.
@@ -20,10 +20,10 @@ def waves(x: Tensor, norm: str) -> Tensor:
     return torch.cat([half, rest], 2).to(x.dtype)
 
 
-def waves_by_row(x: Tensor, count: Tensor, norm: str) -> Tensor:
+def fourier_mix_by_row(x: Tensor, count: Tensor, norm: str) -> Tensor:
     """The same of the first count (b) tokens of each row, zeros behind them. Rows of one length are transformed together."""
     order = count.argsort()
     sizes, rows = count[order].unique_consecutive(return_counts=True)
     parts, n = x[order].split(rows.tolist()), x.shape[1]
-    done = [pad(waves(part[:, :m], norm), (0, 0, 0, n - m)) for part, m in zip(parts, sizes.tolist(), strict=True)]
+    done = [pad(fourier_mix(part[:, :m], norm), (0, 0, 0, n - m)) for part, m in zip(parts, sizes.tolist(), strict=True)]
     return torch.cat(done)[order.argsort()]

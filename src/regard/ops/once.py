@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+OnceT = TypeVar("OnceT")
 
 
 class _Now(threading.local):
@@ -36,7 +36,7 @@ def one_pass() -> AbstractContextManager[None]:
     return nullcontext() if torch.compiler.is_compiling() else _Pass()
 
 
-def once(what: Hashable, x: Tensor | None, make: Callable[[], T]) -> T:
+def once(what: Hashable, x: Tensor | None, make: Callable[[], OnceT]) -> OnceT:
     """make(), which depends on `what` and on the content of x alone; or what it gave before in this pass. Never change it."""
     found = None if torch.compiler.is_compiling() else _now.found
     if found is None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from regard.ops import edge
-from regard.ops.fourier import waves_by_row
-from regard.ops.score_bias import Term
+from regard.ops.fourier import fourier_mix_by_row
+from regard.ops.score_bias import ScoreBias
 from regard.ops.tile import attention
-from regard.ops.tile.torch import Asked
+from regard.ops.tile.torch import TileCall
 from regard.patterns.edge_list import pairs_by_row
-from regard.patterns.tiles import UNSEEN, Span
+from regard.patterns.tiles import MASKED_SCORE, Span
 
 
 class _Row(NamedTuple):
@@ -27,37 +27,37 @@ class _Row(NamedTuple):
     b: slice
     n: int
     m: int
-    asked: Asked
-    work: tuple[attention.Share, ...]
+    asked: TileCall
+    work: tuple[attention.PlanHeads, ...]
 
 
-def tiled_by_row(
+def ragged_tile_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     counts: Tensor,
-    reach: attention.Reach,
+    reach: attention.HeadPatterns,
     *,
     scale: float,
     causal: bool,
     dropout: float = 0.0,
-    term: Term | None = None,
+    term: ScoreBias | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `tiled`, for a pattern that is drawn for the length of each row: counts (b 2) are its real queries and keys."""
-    term = term or Term()
+    term = term or ScoreBias()
     seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
     return _tiled(q, k, v, term.by_query, term.slopes, counts, seed, term.clip, term.mass, scale, dropout, reach.text, causal)
 
 
-def _rows(asked: Asked, counts: Tensor, pattern: str, causal: bool) -> Iterator[_Row]:
+def _ragged_rows(asked: TileCall, counts: Tensor, pattern: str, causal: bool) -> Iterator[_Row]:
     q, k, v, by_query = asked[:4]
     for row, (n, m) in enumerate(counts.tolist()):
         if n and m:
             b = slice(row, row + 1)
             more = None if by_query is None else by_query[b, :, :n]
             seed = None if asked.seed is None else (asked.seed + row * 1_000_000_000_061) % 2**62
-            own = Asked(q[b, :, :n], k[b, :, :m], v[b, :, :m], more, asked.slopes, None, seed, *asked[7:])
-            yield _Row(b, n, m, own, attention._shares_of(pattern, q.shape[1], Span(0, n, 0, m), causal))
+            own = TileCall(q[b, :, :n], k[b, :, :m], v[b, :, :m], more, asked.slopes, None, seed, *asked[7:])
+            yield _Row(b, n, m, own, attention._heads_by_plan(pattern, q.shape[1], Span(0, n, 0, m), causal))
 
 
 @torch.library.custom_op("regard::tiled_by_row", mutates_args=())
@@ -76,10 +76,10 @@ def _tiled(
     pattern: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    asked = Asked(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
+    asked = TileCall(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
     out = q.new_zeros(*q.shape[:3], asked.width, dtype=v.dtype)
-    lse = torch.full(q.shape[:3], UNSEEN, dtype=attention.accumulator(q.dtype), device=q.device)
-    for row in _rows(asked, counts, pattern, causal):
+    lse = torch.full(q.shape[:3], MASKED_SCORE, dtype=attention.accumulator(q.dtype), device=q.device)
+    for row in _ragged_rows(asked, counts, pattern, causal):
         out[row.b, :, : row.n], lse[row.b, :, : row.n] = attention._forward(row.work, row.asked)
     return out, lse
 
@@ -104,9 +104,9 @@ def _tiled_back(
     pattern: str,
     causal: bool,
 ) -> list[Tensor]:
-    asked = Asked(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
+    asked = TileCall(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
     grads = [None if x is None else x.new_zeros(x.shape) for x in asked[:4]]
-    for row in _rows(asked, counts, pattern, causal):
+    for row in _ragged_rows(asked, counts, pattern, causal):
         up = (out.to(lse.dtype), lse, d_out, d_lse)
         found = attention._backward(row.work, row.asked, tuple(x[row.b, :, : row.n] for x in up))
         for total, part, size in zip(grads, found, (row.n, row.m, row.m, row.n), strict=True):
@@ -127,7 +127,7 @@ def _tiled_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
 _tiled.register_autograd(_tiled_go_back, setup_context=attention.keep_tensors)
 
 
-def walked_by_row(
+def ragged_edge_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -141,11 +141,11 @@ def walked_by_row(
     dropout: float = 0.0,
 ) -> Tensor:
     """As `walked`, for the rows of a batch laid end to end: asking (b n) and there (b m) are the real queries and keys."""
-    return _walk(q, k, v, a, asking, there, edge._dice(dropout), text, causal, slope, dropout)[0]
+    return _ragged_edge(q, k, v, a, asking, there, edge._edge_dropout(dropout), text, causal, slope, dropout)[0]
 
 
 @torch.library.custom_op("regard::walk_by_row", mutates_args=())
-def _walk(
+def _ragged_edge(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -158,12 +158,12 @@ def _walk(
     slope: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
-    pairs = pairs_by_row(edge._parsed(text), asking, there, causal)
-    return edge._walk(q, k, v, a, pairs, seed, "", [], False, slope, dropout)
+    pairs = pairs_by_row(edge._parsed_pattern(text), asking, there, causal)
+    return edge._edge_forward(q, k, v, a, pairs, seed, "", [], False, slope, dropout)
 
 
 @torch.library.custom_op("regard::walk_by_row_backward", mutates_args=())
-def _walk_back(
+def _ragged_edge_grads(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -179,28 +179,28 @@ def _walk_back(
     slope: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pairs = pairs_by_row(edge._parsed(text), asking, there, causal)
-    return edge._walk_back(d_out, q, k, v, a, pairs, seed, out, lse, "", [], False, slope, dropout)
+    pairs = pairs_by_row(edge._parsed_pattern(text), asking, there, causal)
+    return edge._edge_grads(d_out, q, k, v, a, pairs, seed, out, lse, "", [], False, slope, dropout)
 
 
-_walk.register_fake(edge.fake_walk)
-_walk_back.register_fake(edge.fake_walk_backward)
+_ragged_edge.register_fake(edge.fake_edge_forward)
+_ragged_edge_grads.register_fake(edge.fake_edge_grads)
 
 
 def _walk_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - the log-sum-exp is not given out
-    return *_walk_back(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
+    return *_ragged_edge_grads(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
-_walk.register_autograd(_walk_go_back, setup_context=attention.keep_tensors)
+_ragged_edge.register_autograd(_walk_go_back, setup_context=attention.keep_tensors)
 
 
 @torch.library.custom_op("regard::waves_by_row", mutates_args=())
-def opaque_waves(x: Tensor, count: Tensor, norm: str) -> Tensor:
-    """As `waves_by_row`: the Fourier transform of the first count (b) tokens of x (b n w)."""
-    return waves_by_row(x, count, norm)
+def opaque_fourier(x: Tensor, count: Tensor, norm: str) -> Tensor:
+    """As `fourier_mix_by_row`: the Fourier transform of the first count (b) tokens of x (b n w)."""
+    return fourier_mix_by_row(x, count, norm)
 
 
-@opaque_waves.register_fake
+@opaque_fourier.register_fake
 def _(x, count, norm):  # noqa: ARG001
     return x.new_empty(x.shape)
 
@@ -211,7 +211,7 @@ def _waves_keep(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG00
 
 
 def _waves_go_back(ctx: Any, grad: Tensor) -> tuple:
-    return opaque_waves(grad, *ctx.saved_tensors, ctx.norm), None, None  # the matrices of the transform are symmetric
+    return opaque_fourier(grad, *ctx.saved_tensors, ctx.norm), None, None  # the matrices of the transform are symmetric
 
 
-opaque_waves.register_autograd(_waves_go_back, setup_context=_waves_keep)
+opaque_fourier.register_autograd(_waves_go_back, setup_context=_waves_keep)

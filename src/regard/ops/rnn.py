@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from regard.transforms import transformed
 
 
-def recur(
+def rnn_scan(
     x: Tensor, state: list[Tensor], weights: list[Tensor], *, both: bool = False, count: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """y (b n hidden), of two directions side by side, and the last state. Of x (b n w) the first `count` (b) tokens are real.

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.patterns.tiles import Part, Run
+from regard.patterns.tiles import TileBatch, TilePart
 
 
 def distance_class(apart: Tensor, clip: int) -> Tensor:
     return apart.clamp(-clip, clip) + clip
 
 
-class Term(NamedTuple):
+class ScoreBias(NamedTuple):
     slopes: Tensor | None = None  # (h)
     clip: int = 0
     by_query: Tensor | None = None  # (b h n classes)
@@ -37,7 +37,7 @@ class Term(NamedTuple):
     def of(self, apart: Tensor) -> Tensor:
         return distance_class(apart, self.clip)
 
-    def heads(self, own: list[int] | slice) -> Term:
+    def heads(self, own: list[int] | slice) -> ScoreBias:
         """The same for some of the heads."""
         slopes, by_query = self.slopes, self.by_query
         return self._replace(
@@ -54,18 +54,18 @@ class Term(NamedTuple):
 
     def masses(self, weights: Tensor, apart: Tensor) -> Tensor:
         """The weight of every class, (b h n m) -> (b h n classes)."""
-        return by_class(weights, apart, self.clip)
+        return sum_by_class(weights, apart, self.clip)
 
 
-def by_class(x: Tensor, apart: Tensor, clip: int) -> Tensor:
+def sum_by_class(x: Tensor, apart: Tensor, clip: int) -> Tensor:
     """The sum of x (... m) over the keys of every distance class, (... classes); x is 0 where there is no pair."""
     if x.device.type != "cpu":
-        return in_any_order(x, apart, clip)
+        return sum_by_class_ordered(x, apart, clip)
     index = distance_class(apart, clip).expand(x.shape)
     return x.new_zeros(*x.shape[:-1], 2 * clip + 1).scatter_add(-1, index, x)
 
 
-def in_any_order(x: Tensor, apart: Tensor, clip: int) -> Tensor:
+def sum_by_class_ordered(x: Tensor, apart: Tensor, clip: int) -> Tensor:
     """The same where additions come in any order, as on a GPU, and two calls must be equal all the same.
 
     Only the two outer classes hold more than one pair of a query: for all others the largest and the smallest are the sum.
@@ -78,15 +78,15 @@ def in_any_order(x: Tensor, apart: Tensor, clip: int) -> Tensor:
     return torch.cat([first, one[..., 1:-1], last], -1)
 
 
-class TileTerm:
+class TileBias:
     """A term inside the tiles of one pass. B = b * h rows of heads, T tiles, r queries and x keys each."""
 
-    def __init__(self, term: Term, b: int, acc: torch.dtype) -> None:
+    def __init__(self, term: ScoreBias, b: int, acc: torch.dtype) -> None:
         self.term, self.acc = term, acc
         self.slopes = None if term.slopes is None else term.slopes.to(acc).repeat(b)[:, None, None, None]
         self.by_query = None if term.by_query is None else term.by_query.flatten(0, 1).to(acc).contiguous()
 
-    def apart(self, part: Part, run: Run) -> Tensor:
+    def apart(self, part: TilePart, run: TileBatch) -> Tensor:
         """i - j (T r x) of the pairs of these tiles."""
         i, j = part.places(run.rows.device)
         return i[run.rows][:, :, None] - j[run.cols].flatten(1)[:, None]
@@ -103,4 +103,4 @@ class TileTerm:
 
     def sums(self, x: Tensor, apart: Tensor) -> Tensor:
         """By class: (B T r x) -> (B T r classes)."""
-        return by_class(x, apart, self.term.clip)
+        return sum_by_class(x, apart, self.term.clip)

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from regard.transforms import exporting, transformed
 
 CPU, GPU = 1 << 21, 1 << 26  # elements of the largest tensor in between: it fits a CPU's caches, or keeps a GPU busy
-MORE = 4  # times as much in a graph of torch.compile, before it is one of several pieces
+COMPILED_STRIPS = 4  # times as much in a graph of torch.compile, before it is one of several pieces
 
 
-def in_pieces(
+def in_strips(
     f: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor | None, ...], dim: int, each: int
 ) -> tuple[Tensor, ...]:
     """f(*tensors), which works on every index of `dim` by itself, a few indices at a time; `each` elements are made per index.
@@ -28,7 +28,7 @@ def in_pieces(
     room = CPU if present[0].device.type == "cpu" else GPU
     if torch.compiler.is_compiling():
         n = next((x.shape[dim] for x in present if x.shape[dim] != 1), 1)
-        return in_even_pieces(f, tensors, (dim,) * len(tensors), dim, n, each, room)
+        return in_even_strips(f, tensors, (dim,) * len(tensors), dim, n, each, room)
     n = max(x.shape[dim] for x in present)
     size = max(1, room // max(1, each))
     if n <= size:
@@ -40,7 +40,7 @@ def in_pieces(
     return tuple(torch.cat(parts, dim) for parts in zip(*found, strict=True))
 
 
-def in_even_pieces(
+def in_even_strips(
     f: Callable[..., tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
     dims: Sequence[int | None],
@@ -55,7 +55,7 @@ def in_even_pieces(
     up with zeros.
     """
     count = 1
-    while n * each > MORE * room * count:
+    while n * each > COMPILED_STRIPS * room * count:
         count *= 2
     if count == 1:
         return f(*tensors)

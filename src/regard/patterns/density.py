@@ -10,11 +10,11 @@ from torch import Tensor
 
 from regard.patterns import Atom, Band, Blocks, Causal, Edges, Pattern, Random, Tail
 from regard.patterns.algebra import Several
-from regard.patterns.fixed import Special
+from regard.patterns.fixed import SpecialTokens
 from regard.patterns.plan import plan
-from regard.patterns.tiles import Part, Span
+from regard.patterns.tiles import Span, TilePart
 
-STRIP = 1 << 24
+DENSITY_ELEMENTS = 1 << 24
 
 
 class Census(NamedTuple):
@@ -44,7 +44,7 @@ def census(pattern: Pattern, n: int, m: int | None = None, *, causal: bool = Fal
         own = pattern.for_head(h, heads).bound(n, m)
         own = own & Causal() if causal else own
         if own not in counted:
-            counted[own] = _count(own, span, block)
+            counted[own] = _count_pairs(own, span, block)
         pairs, blocks = pairs + counted[own][0], blocks + counted[own][1]
     return Census(pairs, heads * _band_pairs(whole, span), blocks, heads * len(_band_blocks(whole, span, block)))
 
@@ -88,12 +88,12 @@ def _reach(atom: Atom) -> int:
             return block
         case Tail(size, _):
             return size
-        case Special():
+        case SpecialTokens():
             return max(atom.first, atom.last, *atom.at, 1)
     return 1
 
 
-def _count(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
+def _count_pairs(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
     pairs, codes = 0, []
     for part in plan(pattern, span).parts:
         if part.band is not None:
@@ -106,7 +106,7 @@ def _count(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
     return pairs, len(torch.cat(codes).unique()) if codes else 0
 
 
-def _tile_pairs(part: Part, span: Span, block: int) -> tuple[int, Tensor]:
+def _tile_pairs(part: TilePart, span: Span, block: int) -> tuple[int, Tensor]:
     """How many pairs a part has, and in which blocks."""
     pairs, codes = 0, []
     for code in _tile_codes(part, span, block):
@@ -115,12 +115,12 @@ def _tile_pairs(part: Part, span: Span, block: int) -> tuple[int, Tensor]:
     return pairs, torch.cat(codes).unique() if codes else torch.zeros(0, dtype=torch.long)
 
 
-def _tile_codes(part: Part, span: Span, block: int) -> Iterator[Tensor]:
+def _tile_codes(part: TilePart, span: Span, block: int) -> Iterator[Tensor]:
     """The number of the block of each pair of a part, a few tiles at a time."""
     wide = -(-span.m // block)
     i, j = part.queries.positions(span.t, span.n), part.keys.positions(span.u, span.m)
     for group in part.groups:
-        step = max(1, STRIP // (part.queries.size * part.keys.size * group.cols.shape[1]))
+        step = max(1, DENSITY_ELEMENTS // (part.queries.size * part.keys.size * group.cols.shape[1]))
         for rows, cols in zip(group.rows.split(step), group.cols.split(step), strict=True):
             code = (i[rows] // block * wide)[:, :, None] + (j[cols.clamp_min(0)].flatten(1) // block)[:, None]
             yield code[part.mask(rows, cols)]

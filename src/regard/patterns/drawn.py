@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.cache import lasting
+from regard.cache import outlives_tracing
 from regard.checks import need
 from regard.patterns.algebra import Atom, Pattern, by_head, largest, unwrapped
 
-DRAWN = 1024  # blocks for each block: drawing them takes the square of their number
-LISTED = 2**18  # nodes of a graph that is given in lists; larger ones in a tensor
+MAX_DRAWN = 1024  # blocks for each block: drawing them takes the square of their number
+MAX_LISTED = 2**18  # nodes of a graph that is given in lists; larger ones in a tensor
 
 
 @lru_cache(maxsize=64)
-@lasting
-def _draw(count: int, seed: int, rows: int, blocks: int | None) -> Tensor:
+@outlives_tracing
+def _draw_blocks(count: int, seed: int, rows: int, blocks: int | None) -> Tensor:
     """(rows, count) distinct key blocks per query block, -1 where there are fewer; blocks None: from those not after it.
 
     Row r depends only on (seed, r, how many blocks it may pick from), so a longer table starts like a shorter one.
@@ -55,7 +55,7 @@ class Random(Atom):
     _noted = None
 
     def __post_init__(self) -> None:
-        need("the count of Random", self.count, 1, DRAWN)
+        need("the count of Random", self.count, 1, MAX_DRAWN)
         need("the block of Random", self.block, 1)
         need("seed", self.seed, 0, 2**42)
         for name in ("per_head", "past"):
@@ -77,10 +77,10 @@ class Random(Atom):
     def table(self, rows: int) -> Tensor:
         """(rows, count) key blocks of the first query blocks, -1 where there are fewer."""
         if self.past:
-            return _draw(self.count, self.seed, rows, None)
+            return _draw_blocks(self.count, self.seed, rows, None)
         if self.length is None:
             raise ValueError("Random draws its blocks for a length: call .bound(n, m) first, or use past=True")
-        return _draw(self.count, self.seed, rows, -(-self.length // self.block))
+        return _draw_blocks(self.count, self.seed, rows, -(-self.length // self.block))
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
         if self.per_head and isinstance(h, int):
@@ -110,7 +110,7 @@ class Random(Atom):
         return f"Random({', '.join([str(self.count), str(self.block), *more])})"
 
 
-WRITTEN = 4096  # edges that are written out in a text; larger graphs go by a name that this process knows
+MAX_WRITTEN = 4096  # edges that are written out in a text; larger graphs go by a name that this process knows
 
 
 class _Graph:
@@ -143,11 +143,11 @@ class Edges(Atom):
                 )
             self.nodes, self.codes, self._known = known.nodes, known.codes, known
             return
-        pairs = _pairs(edges)
+        pairs = _edge_tensor(edges)
         if nodes is None:
             nodes = int(pairs.max()) + 1 if pairs.numel() else 0
-        if need("the number of nodes", nodes, 0) > LISTED and loops and not isinstance(edges, Tensor | np.ndarray):
-            raise ValueError(f"a graph given in lists may have {LISTED:,} nodes with loops, not {nodes:,}: give a tensor")
+        if need("the number of nodes", nodes, 0) > MAX_LISTED and loops and not isinstance(edges, Tensor | np.ndarray):
+            raise ValueError(f"a graph given in lists may have {MAX_LISTED:,} nodes with loops, not {nodes:,}: give a tensor")
         if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < nodes:
             raise ValueError(f"edges name nodes {int(pairs.min())} to {int(pairs.max())}, but there are only {nodes}, from 0")
         for name, value in (("loops", loops), ("both", both)):
@@ -208,13 +208,13 @@ class Edges(Atom):
         return hash(self.name)
 
     def __repr__(self) -> str:
-        if len(self.codes) > WRITTEN:
+        if len(self.codes) > MAX_WRITTEN:
             self._known = _named.setdefault(self.name, _Graph(self.nodes, self.codes))
             return f"Edges({self.name!r})"
         return f"Edges({self.index.tolist()}, nodes={self.nodes})"
 
 
-def _pairs(edges: Any) -> Tensor:
+def _edge_tensor(edges: Any) -> Tensor:
     """(2, edges) of whatever people keep edges in."""
     try:
         pairs = torch.as_tensor(np.array(edges) if isinstance(edges, np.ndarray) else edges).detach().cpu()

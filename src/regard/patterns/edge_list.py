@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.cache import remembered
+from regard.cache import bounded_cache
 from regard.patterns import Alternative, Causal, Edges, Pattern
 from regard.patterns.plan import plan
-from regard.patterns.tiles import Part, Span
+from regard.patterns.tiles import Span, TilePart
 
-STRIP = 1 << 22  # mask elements looked at together
+EDGE_LIST_ELEMENTS = 1 << 22  # mask elements looked at together
 
 
-@remembered(Tensor.numel)
-def listed(pattern: Pattern, span: Span, causal: bool, device: torch.device) -> Tensor:
+@bounded_cache(Tensor.numel)
+def edge_list(pattern: Pattern, span: Span, causal: bool, device: torch.device) -> Tensor:
     """(2, pairs) queries over keys, counted from the first of each, in order of the queries; of the pattern of one head."""
     if device.type != "cpu":
-        return listed(pattern, span, causal, torch.device("cpu")).to(device)
+        return edge_list(pattern, span, causal, torch.device("cpu")).to(device)
     if not span.n or not span.m:  # nobody to ask: of no length in particular
         return torch.zeros(2, 0, dtype=torch.long)
     pattern = pattern.bound(span.n, span.m)
@@ -51,23 +51,23 @@ def pairs_by_row(pattern: Pattern, asking: Tensor, there: Tensor, causal: bool) 
     counts = [x.sum(1) for x in (asking, there)]
     if pattern.bends_with_length:  # every row has a length of its own
         spans = zip(*(x.tolist() for x in counts), strict=True)
-        each = [listed(pattern, Span(0, x, 0, y), causal, device) for x, y in spans]
+        each = [edge_list(pattern, Span(0, x, 0, y), causal, device) for x, y in spans]
         row = torch.arange(b, device=device).repeat_interleave(torch.tensor([x.shape[1] for x in each], device=device))
         i, j = torch.cat(each, 1)
     else:
-        i, j = listed(pattern, Span(0, n, 0, m), causal, device)
+        i, j = edge_list(pattern, Span(0, n, 0, m), causal, device)
         row, at = ((i < counts[0][:, None]) & (j < counts[1][:, None])).nonzero(as_tuple=True)
         i, j = i[at], j[at]
     where = [(~x).long().argsort(dim=1, stable=True) for x in (asking, there)]  # of the first real token, the second, ...
     return torch.stack([row * n + where[0][row, i], row * m + where[1][row, j]])
 
 
-def _codes(part: Part, s: Span) -> list[Tensor]:
+def _codes(part: TilePart, s: Span) -> list[Tensor]:
     """i * m + j of the pairs of one part, a few tiles at a time."""
     i, j = part.queries.positions(s.t, s.n) - s.t, part.keys.positions(s.u, s.m) - s.u
     found = []
     for group in part.groups:
-        step = max(1, STRIP // (part.queries.size * part.keys.size * group.cols.shape[1]))
+        step = max(1, EDGE_LIST_ELEMENTS // (part.queries.size * part.keys.size * group.cols.shape[1]))
         for rows, cols in zip(group.rows.split(step), group.cols.split(step), strict=True):
             code = i[rows][:, :, None] * s.m + j[cols.clamp_min(0)].flatten(1)[:, None]
             found.append(code[part.mask(rows, cols)])

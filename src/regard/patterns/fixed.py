@@ -41,7 +41,7 @@ class Blocks(Atom):
 
 
 @dataclass(frozen=True, repr=False)
-class Special(Pattern):
+class SpecialTokens(Pattern):
     """Tokens singled out by position: the first few, those listed, or the last few of a sequence."""
 
     first: int = 0
@@ -103,7 +103,7 @@ class Special(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Rows(Special, Atom):
+class Rows(SpecialTokens, Atom):
     """i is special: it sees everything."""
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
@@ -117,7 +117,7 @@ class Rows(Special, Atom):
 
 
 @dataclass(frozen=True, repr=False)
-class Columns(Special, Atom):
+class Columns(SpecialTokens, Atom):
     """j is special: everything sees it (attention sinks, when they are the first tokens)."""
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
@@ -132,7 +132,7 @@ class Columns(Special, Atom):
 
 
 @dataclass(frozen=True, repr=False)
-class Global(Special):
+class Global(SpecialTokens):
     """i or j is special: some tokens see everything and are seen by everything."""
 
     ways = 2

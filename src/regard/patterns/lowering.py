@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Random, Rows, Tail
-from regard.patterns.tiles import Group, Layout, Part, Span
+from regard.patterns.tiles import Layout, Span, TileGroup, TilePart
 
-TILES = ((24, 16), (96, 32), (512, 64))  # a band that reaches less far than this: queries and keys per block
-WIDE = 128  # of all wider ones
-LONG = 1024  # queries per tile when there are few keys, keys per tile when there are few queries
+TILE_SIZES = ((24, 16), (96, 32), (512, 64))  # a band that reaches less far than this: queries and keys per block
+WIDE_TILE = 128  # of all wider ones
+LONG_TILE = 1024  # queries per tile when there are few keys, keys per tile when there are few queries
 
 
-def pairs(atom: Atom, s: Span) -> float:
+def estimated_pairs(atom: Atom, s: Span) -> float:
     """About how many pairs an atom holds: enough to choose a driver."""
     match atom:
         case Band(back, ahead, step):
@@ -34,25 +34,25 @@ def pairs(atom: Atom, s: Span) -> float:
     raise NotImplementedError(f"no plan for {type(atom).__name__}")
 
 
-def tiles(driver: Atom, atoms: Alternative, s: Span) -> list[Part]:
+def lower_atom(driver: Atom, atoms: Alternative, s: Span) -> list[TilePart]:
     match driver:
         case Band():
-            return _band(driver, s)
+            return _lower_band(driver, s)
         case Blocks(size, around):
-            return _blocks(size, s, lambda rows: rows[:, None] + torch.arange(-around, around + 1))
+            return _lower_blocks(size, s, lambda rows: rows[:, None] + torch.arange(-around, around + 1))
         case Random(_, block):
-            return _blocks(block, s, lambda rows: driver.table(int(rows.max()) + 1)[rows])
+            return _lower_blocks(block, s, lambda rows: driver.table(int(rows.max()) + 1)[rows])
         case Rows():
-            return _rows(driver.positions(s.t, s.t + s.n) - s.t, s)
+            return _lower_rows(driver.positions(s.t, s.t + s.n) - s.t, s)
         case Columns() | Tail():
             band = next((a for a in atoms if isinstance(a, Band)), Band(None, None))
-            return _columns(driver.positions(s.u, s.u + s.m) - s.u, band, s)
+            return _lower_columns(driver.positions(s.u, s.u + s.m) - s.u, band, s)
         case Edges():
-            return _edges(driver, s)
+            return _lower_edges(driver, s)
     raise NotImplementedError(f"no plan for {type(driver).__name__}")
 
 
-def _grouped(rows: Tensor, low: Tensor, high: Tensor, base: Tensor | int, blocks: int) -> list[Group]:
+def _grouped(rows: Tensor, low: Tensor, high: Tensor, base: Tensor | int, blocks: int) -> list[TileGroup]:
     """Tiles whose key blocks are base + low .. base + high, those outside 0 .. blocks - 1 missing, grouped by their number."""
     groups = []
     for p in (high - low + 1).unique().tolist():
@@ -60,11 +60,11 @@ def _grouped(rows: Tensor, low: Tensor, high: Tensor, base: Tensor | int, blocks
             here = high - low + 1 == p
             cols = low[here][:, None] + torch.arange(p)
             first = base[here][:, None] if isinstance(base, Tensor) else base
-            groups.append(Group(rows[here], torch.where((cols >= 0) & (cols < blocks), cols + first, -1)))
+            groups.append(TileGroup(rows[here], torch.where((cols >= 0) & (cols < blocks), cols + first, -1)))
     return groups
 
 
-def _band(band: Band, s: Span) -> list[Part]:
+def _lower_band(band: Band, s: Span) -> list[TilePart]:
     """Per residue class, a run of query blocks each meeting a run of key blocks."""
     queries, first, many = _classes(s.t, s.n, band.step, s, band)
     keys, start, count = _classes(s.u, s.m, band.step, s, band)
@@ -79,7 +79,7 @@ def _band(band: Band, s: Span) -> list[Part]:
         low = low.clamp_min(0)
     base = torch.arange(band.step).repeat_interleave(many)
     groups = _grouped(base * many + block.repeat(band.step), low.repeat(band.step), high.repeat(band.step), base * count, count)
-    return [Part(queries, keys, groups, s)]
+    return [TilePart(queries, keys, groups, s)]
 
 
 def _classes(start: int, length: int, step: int, s: Span, band: Band) -> tuple[Layout, int, int]:
@@ -87,7 +87,7 @@ def _classes(start: int, length: int, step: int, s: Span, band: Band) -> tuple[L
     first = start // step
     many = -(-(start + length) // step) - first  # tokens per class, some at the ends nobody
     reach = sum((s.m if x is None else min(x, s.m)) // step for x in (band.back, band.ahead))
-    tile = next((size for most, size in TILES if reach < most), WIDE)
+    tile = next((size for most, size in TILE_SIZES if reach < most), WIDE_TILE)
     r = min(tile, max(-(-max(s.n, s.m) // step), 1))
     blocks = -(-many // r)
     if step == 1:
@@ -107,38 +107,38 @@ def _aligned(start: int, length: int, size: int) -> tuple[Layout, int]:
     return Layout(size, blocks, torch.where((token >= 0) & (token < length), token, -1)), first
 
 
-def _blocks(size: int, s: Span, meets: Callable[[Tensor], Tensor]) -> list[Part]:
+def _lower_blocks(size: int, s: Span, meets: Callable[[Tensor], Tensor]) -> list[TilePart]:
     """Query block number x meets the key blocks meets(x)."""
     queries, first = _aligned(s.t, s.n, size)
     keys, start = _aligned(s.u, s.m, size)
     cols = meets(first + torch.arange(queries.blocks)) - start
     cols = torch.where((cols >= 0) & (cols < keys.blocks), cols, -1)
     rows = torch.arange(queries.blocks)
-    pieces = -(-size // WIDE)
+    pieces = -(-size // WIDE_TILE)
     if pieces > 1 and size % pieces == 0 and queries.index is None:  # a long block in shorter strips of queries
         queries = Layout(size // pieces, queries.blocks * pieces)
         rows, cols = torch.arange(queries.blocks), cols.repeat_interleave(pieces, 0)
     some = (cols >= 0).any(1)
-    return [Part(queries, keys, [Group(rows[some], cols[some])], s)] if some.any() else []
+    return [TilePart(queries, keys, [TileGroup(rows[some], cols[some])], s)] if some.any() else []
 
 
-def _rows(index: Tensor, s: Span) -> list[Part]:
+def _lower_rows(index: Tensor, s: Span) -> list[TilePart]:
     """A few queries, all keys, in strips of keys."""
     if not len(index):
         return []
-    queries, keys = _listed(index, WIDE), Layout(min(LONG, s.m), -(-s.m // min(LONG, s.m)))
+    queries, keys = _lower_listed(index, WIDE_TILE), Layout(min(LONG_TILE, s.m), -(-s.m // min(LONG_TILE, s.m)))
     rows, parts = torch.arange(queries.blocks), []
-    for cols in torch.arange(keys.blocks).split(max(1, LONG // queries.size)):
-        parts.append(Part(queries, keys, [Group(rows, cols.expand(len(rows), -1))], s))
+    for cols in torch.arange(keys.blocks).split(max(1, LONG_TILE // queries.size)):
+        parts.append(TilePart(queries, keys, [TileGroup(rows, cols.expand(len(rows), -1))], s))
     return parts
 
 
-def _columns(index: Tensor, band: Band, s: Span) -> list[Part]:
+def _lower_columns(index: Tensor, band: Band, s: Span) -> list[TilePart]:
     """All queries, a few keys, of which the band may rule out whole blocks."""
     if not len(index):
         return []
-    keys = _listed(index, WIDE)
-    r = min(s.n, LONG if keys.blocks == 1 else WIDE)
+    keys = _lower_listed(index, WIDE_TILE)
+    r = min(s.n, LONG_TILE if keys.blocks == 1 else WIDE_TILE)
     queries = Layout(r, -(-s.n // r))
     rows = torch.arange(queries.blocks)
     low, high = s.t + rows * r, s.t + ((rows + 1) * r - 1).clamp_max(s.n - 1)
@@ -146,10 +146,10 @@ def _columns(index: Tensor, band: Band, s: Span) -> list[Part]:
     highest = high + band.ahead if band.ahead is not None else torch.full_like(high, s.u + s.m)
     first = torch.searchsorted(index + s.u, lowest) // keys.size
     last = (torch.searchsorted(index + s.u, highest, right=True) - 1).div(keys.size, rounding_mode="floor")
-    return [Part(queries, keys, _grouped(rows, first, last, 0, keys.blocks), s)]
+    return [TilePart(queries, keys, _grouped(rows, first, last, 0, keys.blocks), s)]
 
 
-def _listed(index: Tensor, most: int) -> Layout:
+def _lower_listed(index: Tensor, most: int) -> Layout:
     size = min(len(index), most)
     blocks = -(-len(index) // size)
     padded = torch.full((blocks * size,), -1)
@@ -157,7 +157,7 @@ def _listed(index: Tensor, most: int) -> Layout:
     return Layout(size, blocks, padded.view(blocks, size), everyone=False)
 
 
-def _edges(edges: Edges, s: Span) -> list[Part]:
+def _lower_edges(edges: Edges, s: Span) -> list[TilePart]:
     """One query and its neighbours to a tile; queries of similar degree together."""
     i, j = edges.codes // max(edges.nodes, 1), edges.codes % max(edges.nodes, 1)
     here = (i >= s.t) & (i < s.t + s.n) & (j >= s.u) & (j < s.u + s.m)
@@ -170,8 +170,8 @@ def _edges(edges: Edges, s: Span) -> list[Part]:
         if len(rows):
             place = torch.arange(p)
             cols = j[(first[rows][:, None] + place).clamp_max(len(j) - 1)]
-            groups.append(Group(rows, torch.where(place < degree[rows][:, None], cols, -1)))
+            groups.append(TileGroup(rows, torch.where(place < degree[rows][:, None], cols, -1)))
         low = p
         if p >= s.m:
             break
-    return [Part(Layout(1, s.n), Layout(1, s.m), groups, s)]
+    return [TilePart(Layout(1, s.n), Layout(1, s.m), groups, s)]

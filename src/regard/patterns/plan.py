@@ -15,17 +15,17 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from regard.cache import remembered
+from regard.cache import bounded_cache
 from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Pattern, Random, Rows, Tail
-from regard.patterns.lowering import pairs, tiles
-from regard.patterns.tiles import Part, Span
+from regard.patterns.lowering import estimated_pairs, lower_atom
+from regard.patterns.tiles import Span, TilePart
 
 
 @dataclass(eq=False)
 class Plan:
     """Everything that attention over one pattern computes."""
 
-    parts: list[Part]
+    parts: list[TilePart]
 
     @property
     def size(self) -> int:
@@ -33,17 +33,17 @@ class Plan:
         return sum(part.size for part in self.parts)
 
 
-@remembered(lambda made: made.size)
+@bounded_cache(lambda made: made.size)
 def plan(pattern: Pattern, span: Span) -> Plan:
     """The tiles of the pattern of one head, bound to its length."""
     if span.n == 0 or span.m == 0:
         return Plan([])
-    parts: list[Part] = []
+    parts: list[TilePart] = []
     earlier: list[Alternative] = []
     for atoms in _ordered(pattern, span):
-        driver = min(atoms, key=lambda a: pairs(a, span))
+        driver = min(atoms, key=lambda a: estimated_pairs(a, span))
         rest = tuple(a for a in atoms if a is not driver)
-        for part in tiles(driver, atoms, span):
+        for part in lower_atom(driver, atoms, span):
             part.seen = _seen(driver, rest, earlier)
             part.relative = isinstance(driver, Band) and all(isinstance(a, Band) for a in chain(rest, *earlier))
             part.band = driver if isinstance(driver, Band) and not rest and not earlier else None
@@ -67,7 +67,7 @@ def _ordered(pattern: Pattern, span: Span) -> list[Alternative]:
             merged.append(rest)
         elif (band.back is None or band.back >= 0) and (band.ahead is None or band.ahead >= 0):
             merged.append((*rest, band))
-    merged.sort(key=lambda atoms: -min(pairs(a, span) for a in atoms))
+    merged.sort(key=lambda atoms: -min(estimated_pairs(a, span) for a in atoms))
     kept: list[Alternative] = []
     for atoms in merged:
         if not any(_inside(atoms, other) for other in kept):

@@ -51,7 +51,7 @@ class Band(Atom):
         return other.step % self.step == 0 and self.both(other) == other
 
 
-class Relative(Pattern):
+class RelativePattern(Pattern):
     """A pattern of the distance i - j alone."""
 
     @property
@@ -81,7 +81,7 @@ class Relative(Pattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Local(Relative):
+class Local(RelativePattern):
     """|i - j| < size: a causal query sees exactly `size` keys, itself among them."""
 
     size: int
@@ -95,7 +95,7 @@ class Local(Relative):
 
 
 @dataclass(frozen=True, repr=False)
-class Truncated(Relative):
+class Truncated(RelativePattern):
     """-ahead <= i - j <= back: a bounded past and a bounded look-ahead, as speech uses."""
 
     back: int
@@ -115,7 +115,7 @@ class Truncated(Relative):
 
 
 @dataclass(frozen=True, repr=False)
-class Dilated(Relative):
+class Dilated(RelativePattern):
     """i - j = step * t with |t| < size: a window with holes, `step` times as wide."""
 
     size: int
@@ -132,7 +132,7 @@ class Dilated(Relative):
 
 
 @dataclass(frozen=True, repr=False)
-class Stride(Relative):
+class Stride(RelativePattern):
     """(i - j) mod step = 0, however far."""
 
     step: int
@@ -146,7 +146,7 @@ class Stride(Relative):
 
 
 @dataclass(frozen=True, repr=False)
-class Causal(Relative):
+class Causal(RelativePattern):
     """i >= j: nothing from the future."""
 
     @property
@@ -155,7 +155,7 @@ class Causal(Relative):
 
 
 @dataclass(frozen=True, repr=False)
-class Everything(Relative):
+class Everything(RelativePattern):
     """All pairs: full attention."""
 
     @property

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache import lasting
+from regard.cache import outlives_tracing
 from regard.patterns import Band
 
-KEPT = 1 << 25  # mask elements a plan remembers between calls
-UNSEEN = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
-SMALL = 1 << 18  # mask elements that may as well be floats
+MASK_CACHE = 1 << 25  # mask elements a plan remembers between calls
+MASKED_SCORE = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
+FLOAT_MASK = 1 << 18  # mask elements that may as well be floats
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Layout:
             return torch.where(index < length, index + start, -1)
         return torch.where(index >= 0, index + start, -1)
 
-    @lasting
+    @outlives_tracing
     def moves(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """For a layout with an index: (slots) the token to put into each slot, and (tokens) the slot to find each token in.
 
@@ -52,7 +52,7 @@ class Layout:
         return self.there[device]
 
 
-class Group(NamedTuple):
+class TileGroup(NamedTuple):
     """Tiles of one shape: query block rows[t] meets the key blocks cols[t], -1 for none."""
 
     rows: Tensor  # (T)
@@ -68,12 +68,12 @@ class Span(NamedTuple):
     m: int
 
 
-class Run(NamedTuple):
+class TileBatch(NamedTuple):
     """A batch of tiles to compute, all on the device."""
 
     rows: Tensor  # (T)
     cols: Tensor  # (T, p), none below zero
-    hidden: tuple[tuple[int, int, Tensor], ...]  # key columns low..high, and what hides pairs there: see `_hides`
+    hidden: tuple[tuple[int, int, Tensor], ...]  # key columns low..high, and what hides pairs there: see `_mask_bias_or_bool`
     first: int | None  # rows = first + (0 .. T - 1)
     slides: int | None  # cols[t] = slides + t + (0 .. p - 1): key blocks move along with the queries
 
@@ -93,21 +93,21 @@ class Run(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
+class TilePart:
     """One intersection of the pattern, as tiles. No query block comes twice."""
 
     queries: Layout
     keys: Layout
-    groups: list[Group]
+    groups: list[TileGroup]
     span: Span
     seen: Callable[[Tensor, Tensor], Tensor] | None = None  # (i, j) -> bool; None: the tiles hold no other pair
     relative: bool = False  # `seen` depends on i - j alone and tiles slide: those inside the sequence share a mask
     band: Band | None = None  # the part is this band and nothing else
-    kept: dict[tuple[int, int, int, torch.device], Run] = field(default_factory=dict)
+    kept: dict[tuple[int, int, int, torch.device], TileBatch] = field(default_factory=dict)
     moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    room: int = KEPT
+    room: int = MASK_CACHE
 
-    def runs(self, most: int, device: torch.device) -> Iterator[Run]:
+    def runs(self, most: int, device: torch.device) -> Iterator[TileBatch]:
         """Tiles in batches of about `most` score elements, at least one tile each."""
         for number, group in enumerate(self.groups):
             step = max(1, most // (self.queries.size * group.cols.shape[1] * self.keys.size))
@@ -126,9 +126,9 @@ class Part:
     def size(self) -> int:
         """How many numbers it holds: blocks that meet, and what is remembered of them."""
         held = sum(run.rows.numel() + run.cols.numel() for run in list(self.kept.values()))
-        return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + held + KEPT - self.room
+        return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + held + MASK_CACHE - self.room
 
-    def _cuts(self, group: Group, step: int) -> Iterator[tuple[int, int]]:
+    def _cuts(self, group: TileGroup, step: int) -> Iterator[tuple[int, int]]:
         """Cut at the ends of the sequence too, so that the tiles inside can share a mask."""
         borders = [0, len(group.rows)]
         if self.relative:
@@ -138,7 +138,7 @@ class Part:
             for at in range(low, high, step):
                 yield at, min(at + step, high)
 
-    def _inside(self, group: Group) -> Tensor:
+    def _inside(self, group: TileGroup) -> Tensor:
         """(T) tiles whose queries and keys all exist."""
         i, j = self._positions
         return (i >= 0).all(1)[group.rows] & ((group.cols >= 0) & (j >= 0).all(1)[group.cols.clamp_min(0)]).all(1)
@@ -149,30 +149,32 @@ class Part:
         return sum(len(group.rows) for group in self.groups) == self.queries.blocks
 
     @cached_property
-    @lasting
+    @outlives_tracing
     def _positions(self) -> tuple[Tensor, Tensor]:
         return self.queries.positions(self.span.t, self.span.n), self.keys.positions(self.span.u, self.span.m)
 
-    @lasting
+    @outlives_tracing
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions of queries and keys, (blocks, size) each, where they are needed."""
         if device not in self.moved:
             self.moved[device] = tuple(x.to(device) for x in self._positions)  # type: ignore[assignment]
         return self.moved[device]
 
-    @lasting
-    def _run(self, group: Group, at: int, end: int, device: torch.device) -> Run:
+    @outlives_tracing
+    def _run(self, group: TileGroup, at: int, end: int, device: torch.device) -> TileBatch:
         rows, cols = group.rows[at:end], group.cols[at:end]
         hidden = () if device.type == "meta" else self._hidden(rows, cols, device)  # without numbers there is nothing to hide
         moves = cols[:1, :1] + torch.arange(len(cols))[:, None] + torch.arange(cols.shape[1])
         slides = int(cols[0, 0]) if bool((cols >= 0).all()) and torch.equal(cols, moves) else None
         first = int(rows[0]) if torch.equal(rows, rows[0] + torch.arange(len(rows))) else None
-        return Run(rows.to(device), cols.clamp_min(0).to(device), hidden, first, slides)
+        return TileBatch(rows.to(device), cols.clamp_min(0).to(device), hidden, first, slides)
 
     def _hidden(self, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[tuple[int, int, Tensor], ...]:
-        alike = self.relative and bool(self._inside(Group(rows, cols)).all())
+        alike = self.relative and bool(self._inside(TileGroup(rows, cols)).all())
         mask = self.mask(rows[:1], cols[:1]) if alike else self.mask(rows, cols)
-        return tuple((low, high, _hides(mask[..., low:high]).to(device)) for low, high in _partial(mask, self.keys.size))
+        return tuple(
+            (low, high, _mask_bias_or_bool(mask[..., low:high]).to(device)) for low, high in _partial(mask, self.keys.size)
+        )
 
     def mask(self, rows: Tensor, cols: Tensor) -> Tensor:
         """(T, r, p * c) pairs of these tiles that belong to the part."""
@@ -183,9 +185,9 @@ class Part:
         return real if self.seen is None else real & self.seen(i.clamp_min(0), j.clamp_min(0))
 
 
-def _hides(mask: Tensor) -> Tensor:
+def _mask_bias_or_bool(mask: Tensor) -> Tensor:
     """What makes scores UNSEEN outside the mask (T, r, x): numbers to add (faster), or where to write it (smaller)."""
-    return torch.where(mask, 0.0, UNSEEN) if mask.numel() <= SMALL else ~mask
+    return torch.where(mask, 0.0, MASKED_SCORE) if mask.numel() <= FLOAT_MASK else ~mask
 
 
 def _partial(mask: Tensor, size: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from regard.analysis.cost import facts, pattern_of
+from regard.analysis.cost import cost, pattern_of
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import growth
 from regard.mixers.base import Can, Dims
@@ -36,7 +36,7 @@ from regard.spec import Spec
 
 ACROSS, SIDE, GAP, MARGIN, TOP, BOTTOM = 8, 240, 44, 64, 190, 140  # cells in a row; the rest in pixels
 WORDS, HEADING, BETWEEN = 84, 88, 44  # pixels over a matrix, over the words of a family's first row, and under a row
-LONGEST = 22  # letters in the title of a cell
+TITLE_LETTERS = 22  # letters in the title of a cell
 _GRAPH = [[*range(40), *(i * i % 40 for i in range(40))], [*(i * i % 40 for i in range(40)), *range(40)]]
 SAMPLES: dict[str, tuple[Pattern, str]] = {
     "Local(4)": (Local(4), "|i - j| < 4"),
@@ -73,23 +73,23 @@ def sheet(
 ) -> Figure:
     """One figure of many mechanisms: all of the catalogue unless given, in their families. Save it with figure.savefig(path)."""
     dims = Dims(width=256, heads=4, causal=causal, max_len=length)
-    families: dict[str, list[_Cell]] = {"patterns": [_pairs(*entry) for entry in SAMPLES.items()]} if patterns else {}
+    families: dict[str, list[_Cell]] = {"patterns": [_pattern_cell(*entry) for entry in SAMPLES.items()]} if patterns else {}
     for spec in _all(causal) if specs is None else map(Spec.of, specs):
         families.setdefault(spec.row.family, []).append(_mechanism(spec, dims, length))
     lines = _lines({family: len(cells) for family, cells in families.items()})
     heights = [HEADING * any(run.first for run in line) + WORDS + SIDE + BETWEEN for line in lines]
     page = Page(2 * MARGIN + ACROSS * (SIDE + GAP) - GAP, TOP + sum(heights) + BOTTOM)
     page.write(MARGIN, 108, "Who looks at whom", 24, weight="bold", va="baseline")
-    page.write(MARGIN, 160, _caption(length, causal), 10, GREY, va="baseline")
+    page.write(MARGIN, 160, _gallery_caption(length, causal), 10, GREY, va="baseline")
     y, left = TOP, {family: iter(cells) for family, cells in families.items()}
     for line, height in zip(lines, heights, strict=True):
         for family, start, cells, first in line:
             if first:
                 _heading(page, family, _x(start), y, cells)
             for column in range(start, start + cells):
-                _draw(page, next(left[family]), _x(column), y + height - BETWEEN - SIDE)
+                _draw_cell(page, next(left[family]), _x(column), y + height - BETWEEN - SIDE)
         y += height
-    page.write(MARGIN, y, _legend(families), 9, GREY)
+    page.write(MARGIN, y, _gallery_legend(families), 9, GREY)
     return page.figure
 
 
@@ -98,7 +98,7 @@ def _all(causal: bool) -> list[Spec]:
     return [Spec(row.name, **row.examples[0].options) for row in CATALOGUE.values() if not causal or Can.CAUSAL in row.can]
 
 
-def _pairs(title: str, entry: tuple[Pattern, str]) -> _Cell:
+def _pattern_cell(title: str, entry: tuple[Pattern, str]) -> _Cell:
     pattern, words = entry
     at = torch.arange(40)
     heads = [pattern.for_head(h, 4) for h in range(4)]
@@ -122,26 +122,26 @@ def _title(spec: Spec) -> str:
     if Spec(spec.name, **spec.row.examples[0].options) == spec:
         return spec.name
     text = str(spec.options["pattern"] if spec.name == "sparse" else spec)
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= TITLE_LETTERS else text[: TITLE_LETTERS - 1] + "…"
 
 
 def _cost(spec: Spec, dims: Dims, length: int) -> str:
     """As the catalogue says it, where it speaks of these options; else as measured."""
-    cost: float | None
+    time: float | None
     memory: float | None
     for example in spec.row.examples:
         if Spec(spec.name, **example.options) == spec:
-            cost, memory = example.cost, example.memory
+            time, memory = example.cost, example.memory
             break
     else:
-        known = facts(spec, length, causal=dims.causal)
+        known = cost(spec, length, causal=dims.causal)
         found = known.work.growth, known.state.growth if known.state else None
-        cost, memory = (x if x is None else round(x, 1) for x in found)
-    parts = [f"time {growth(cost, 'n')}"] * (cost is not None) + [f"state {growth(memory, 't')}"] * (memory is not None)
+        time, memory = (x if x is None else round(x, 1) for x in found)
+    parts = [f"time {growth(time, 'n')}"] * (time is not None) + [f"state {growth(memory, 't')}"] * (memory is not None)
     return ", ".join(parts)
 
 
-class _Run(NamedTuple):
+class _FamilyCells(NamedTuple):
     """Cells of one family side by side."""
 
     family: str
@@ -150,17 +150,17 @@ class _Run(NamedTuple):
     first: bool  # the family begins here
 
 
-def _lines(sizes: dict[str, int]) -> list[list[_Run]]:
+def _lines(sizes: dict[str, int]) -> list[list[_FamilyCells]]:
     """Families in lines of ACROSS cells: each begins in the first line with room for all of it, or in a line of its own."""
-    lines: list[list[_Run]] = []
+    lines: list[list[_FamilyCells]] = []
     for family, size in sizes.items():
         used = [sum(run.cells for run in line) for line in lines]
         fits = next((line for line, full in zip(lines, used, strict=True) if full + size <= ACROSS), None)
         if fits is not None:
-            fits.append(_Run(family, sum(run.cells for run in fits), size, True))
+            fits.append(_FamilyCells(family, sum(run.cells for run in fits), size, True))
             continue
         for done in range(0, size, ACROSS):
-            lines.append([_Run(family, 0, min(ACROSS, size - done), done == 0)])
+            lines.append([_FamilyCells(family, 0, min(ACROSS, size - done), done == 0)])
     return lines
 
 
@@ -173,7 +173,7 @@ def _heading(page: Page, family: str, x: int, y: int, cells: int) -> None:
     page.rule(x, y + HEADING - 14, cells * (SIDE + GAP) - GAP)
 
 
-def _draw(page: Page, cell: _Cell, x: int, y: int) -> None:
+def _draw_cell(page: Page, cell: _Cell, x: int, y: int) -> None:
     size = min(9.0, 148 / len(cell.title))  # points: a long name takes what room there is
     page.write(x, y - 53, cell.title, size, weight="bold", va="baseline")
     page.write(x, y - 15, cell.words, 7.5, GREY, va="baseline")
@@ -193,12 +193,12 @@ def _draw(page: Page, cell: _Cell, x: int, y: int) -> None:
             axes.spines[:].set(color="white", linewidth=1.2)
 
 
-def _caption(length: int, causal: bool) -> str:
+def _gallery_caption(length: int, causal: bool) -> str:
     form = " of the past alone" if causal else ""
     return f"Query i down, key j across: the attention{form} of one head on a smooth random sequence of {length} tokens."
 
 
-def _legend(families: dict[str, list[_Cell]]) -> str:
+def _gallery_legend(families: dict[str, list[_Cell]]) -> str:
     """Two lines: the colours, and the marks that are there."""
     cells = [cell for family in families.values() for cell in family]
     first = "Dark: much weight. Grey: none at all."

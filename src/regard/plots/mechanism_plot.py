@@ -14,7 +14,7 @@ from matplotlib.colors import Colormap, ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from regard.analysis.cost import Facts, facts, pattern_of, sample
+from regard.analysis.cost import Cost, cost, pattern_of, sample
 from regard.analysis.probe import attention_matrix, has_weights, influence, sampled
 from regard.mixers.attention import Attention
 from regard.mixers.base import Dims
@@ -33,10 +33,10 @@ SIDES = {1: 1040, 2: 720, 3: 600, 4: 500}  # of a matrix, in pixels, about, by t
 
 def draw(spec: Spec | str | Pattern, *, length: int = 64, causal: bool = False, heads: int = 4, width: int = 256) -> Figure:
     """The figure of `regard show`. Save it with figure.savefig(path)."""
-    return picture(facts(spec, length, causal=causal, heads=heads, width=width))
+    return picture(cost(spec, length, causal=causal, heads=heads, width=width))
 
 
-def picture(known: Facts) -> Figure:
+def picture(known: Cost) -> Figure:
     """Laid out in whole pixels, so that every cell of a matrix is as large and as sharp as the next."""
     seen = view(known.spec, known.dims, known.length)
     every = torch.stack(list(seen.matrices.values()))
@@ -52,8 +52,8 @@ def picture(known: Facts) -> Figure:
         axes = page.axes(MARGIN + column * (side + GAP), TOP + row * (side + GAP), side, side)
         _show(axes, matrix, scale, title, seen.block, first=column == 0, last=row == (count - 1) // columns)
     _panel(page, facts_at, panel)
-    _legend(page, facts_at, TOP + high, scale, seen.unit)
-    page.write(MARGIN, TOP + high + 110, _caption(seen, known), 7.5, GREY)
+    _plot_legend(page, facts_at, TOP + high, scale, seen.unit)
+    page.write(MARGIN, TOP + high + 110, _plot_caption(seen, known), 7.5, GREY)
     return page.figure
 
 
@@ -93,7 +93,7 @@ def view(spec: Spec, dims: Dims, length: int) -> View:
         torch.manual_seed(0)
         mixer = spec.build(dims).eval()
         if length > LONGEST and isinstance(mixer, Attention) and isinstance(mixer.core, Sparse | Longformer):
-            return _pairs(mixer, length)
+            return _density_view(mixer, length)
         n = sample(mixer, length, LONGEST)
         if isinstance(mixer, Attention) and has_weights(mixer.core, n):
             return _weights(mixer, n)
@@ -108,17 +108,17 @@ def _weights(mixer: Attention, n: int) -> View:
     heads, dims = mixer.dims.heads, mixer.dims
     q, k = sampled(mixer.core, _sequence(heads, n, dims.d))
     weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0, :, :LONGEST, :LONGEST]
-    matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in _shown(heads)}
+    matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in _shown_heads(heads)}
     return View(matrices, "Attention on a smooth random sequence", "weight")
 
 
-def _pairs(mixer: Attention, n: int) -> View:
+def _density_view(mixer: Attention, n: int) -> View:
     """Which pairs a pattern has, however long it is: the share of them in each cell of block x block."""
     pattern, heads, block = pattern_of(mixer), mixer.dims.heads, -(-n // LONGEST)
     assert pattern is not None
     drawn: dict[Pattern, Tensor] = {}
     matrices = {}
-    for h in _shown(heads):
+    for h in _shown_heads(heads):
         own = pattern.for_head(h, heads).bound(n, n)
         own = own & Causal() if mixer.dims.causal else own
         if own not in drawn:
@@ -127,11 +127,11 @@ def _pairs(mixer: Attention, n: int) -> View:
     return View(matrices, f"Pairs that are seen, in cells of {block} x {block}", "share of the pairs of a cell", block)
 
 
-def _shown(heads: int) -> list[int]:
+def _shown_heads(heads: int) -> list[int]:
     return sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
 
 
-def _caption(seen: View, known: Facts) -> str:
+def _plot_caption(seen: View, known: Cost) -> str:
     n = seen.block * next(iter(seen.matrices.values())).shape[1]
     cut = f" Drawn with {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
     return f"{seen.what}.{cut}"
@@ -186,18 +186,18 @@ def _show(axes: Axes, matrix: Tensor, scale: Scale, title: str, block: int, *, f
     paint(axes, matrix, scale)
     axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
     rows, columns = ([0, n // 2, n - 1] if n > 2 else list(range(n)) for n in matrix.shape)
-    axes.set_xticks(columns if last else [], [_short(x * block) for x in columns] if last else [])
-    axes.set_yticks(rows if first else [], [_short(x * block) for x in rows] if first else [])
+    axes.set_xticks(columns if last else [], [_token_label(x * block) for x in columns] if last else [])
+    axes.set_yticks(rows if first else [], [_token_label(x * block) for x in rows] if first else [])
     axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
     axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
     axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
 
 
-def _short(token: int) -> str:
+def _token_label(token: int) -> str:
     return f"{token:,}" if token < 10_000 else f"{token / 1000:.0f}k"
 
 
-def _head(page: Page, known: Facts) -> None:
+def _head(page: Page, known: Cost) -> None:
     lines = textwrap.wrap(str(known.spec), 110, max_lines=2, placeholder=" …")
     size = min(17.0, (page.width - 2 * MARGIN) / (1.6 * len(lines[0])))  # a bold letter is about 1.6 pixels wide per point
     page.write(MARGIN, 60 if len(lines) == 1 else 40, "\n".join(lines), size, weight="bold")
@@ -218,7 +218,7 @@ def _panel(page: Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
         page.rule(x, y - 14, FACTS)
 
 
-def _legend(page: Page, x: float, bottom: float, scale: Scale, unit: str) -> None:
+def _plot_legend(page: Page, x: float, bottom: float, scale: Scale, unit: str) -> None:
     """The colours, with the numbers they stand for."""
     page.write(x, bottom - 52, unit, 7, GREY)
     axes = page.axes(x, bottom - 16, FACTS, 16)

@@ -12,14 +12,14 @@ from matplotlib.ticker import FuncFormatter
 INK, GREY, LINE, LOSS, SCORE = "#16181d", "#6f7580", "#d9dce1", "#c2410c", "#1d4ed8"
 
 
-def curve(lines: Sequence[dict[str, Any]], score: str, title: str, chosen: int | None = None) -> Figure:
+def training_plot(lines: Sequence[dict[str, Any]], score: str, title: str, chosen: int | None = None) -> Figure:
     """Of the lines of metrics.jsonl; `chosen` is the update whose weights were kept, where there is one."""
     figure = Figure(figsize=(9, 4.2), dpi=150, facecolor="white")
     left = figure.add_axes((0.09, 0.16, 0.82, 0.62))
     figure.text(0.09, 0.91, title, size=13, weight="bold", color=INK)
-    figure.text(0.09, 0.845, _said(lines, score, chosen), size=8.5, color=GREY)
+    figure.text(0.09, 0.845, _plot_title(lines, score, chosen), size=8.5, color=GREY)
     left.plot([x["step"] for x in lines], [x["loss"] for x in lines], color=LOSS, lw=1.6)
-    _plain(left, "loss in training", LOSS)
+    _style_axes(left, "loss in training", LOSS)
     left.set_xlabel("updates", color=GREY, size=8.5)
     left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     seen = [(x["step"], x["val"][score]) for x in lines if score in x.get("val", {})]
@@ -28,18 +28,18 @@ def curve(lines: Sequence[dict[str, Any]], score: str, title: str, chosen: int |
         right.plot(*zip(*seen, strict=True), color=SCORE, lw=1.6, marker="o", ms=4, clip_on=False)
         best = [point for point in seen if point[0] == chosen]
         right.plot(*zip(*best, strict=True), "o", ms=10, mfc="none", mec=SCORE, mew=1.6, clip_on=False) if best else None
-        _plain(right, f"{score} on validation", SCORE)
+        _style_axes(right, f"{score} on validation", SCORE)
     return figure
 
 
-def _said(lines: Sequence[dict[str, Any]], score: str, chosen: int | None) -> str:
+def _plot_title(lines: Sequence[dict[str, Any]], score: str, chosen: int | None) -> str:
     last = lines[-1]
     at = [x["val"][score] for x in lines if x["step"] == chosen and score in x.get("val", {})]
     kept = f"; circled: update {chosen:,}, {score} {at[0]:.4g}" if at else ""
     return f"{last['step']:,} updates in {last['time']:,.0f} s{kept}"
 
 
-def _plain(axes: Axes, label: str, colour: str) -> None:
+def _style_axes(axes: Axes, label: str, colour: str) -> None:
     axes.set_ylabel(label, color=colour, size=8.5)
     axes.tick_params(colors=GREY, labelsize=8, length=0)
     axes.tick_params(axis="y", colors=colour)

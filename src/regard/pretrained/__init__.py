@@ -4,7 +4,7 @@
 
     model, tokens = load(folder), special(folder)
     begin = torch.full((len(source), 1), tokens.begin)
-    beam(model, model.start(source, valid), begin, rules=Rules(end=tokens.end, most=60), width=5, penalty=1.0)
+    beam(model, model.start(source, valid), begin, constraints=Rules(eos=tokens.end, max_new_tokens=60), width=5, penalty=1.0)
 
 finds what their `generate(num_beams=5, length_penalty=1.0, early_stopping="never", max_new_tokens=60, do_sample=False)` finds:
 both divide log-probabilities by (the number of new tokens, the end among them) ** penalty, and with "never" theirs, like ours
@@ -32,18 +32,18 @@ from regard.models.encoder import Encoder
 from regard.models.encoder_head import Reader
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.pretrained.checkpoint_files import Checkpoint, CheckpointError, settings
+from regard.pretrained.checkpoint_files import CheckpointError, CheckpointReader, read_settings
 from regard.pretrained.families import FAMILIES
-from regard.pretrained.family import Names, Told, source
+from regard.pretrained.family import HFConfig, TensorNames, source
 from regard.spec import Spec
 from regard.text import unknown
 
-__all__ = ["FAMILIES", "CheckpointError", "Special", "load", "special"]
+__all__ = ["FAMILIES", "CheckpointError", "SpecialIds", "load_pretrained", "special_ids"]
 
 Model = Encoder | Reader | LanguageModel | Translator
 
 
-def load(
+def load_pretrained(
     folder: str | PathLike[str],
     *,
     mixer: Named | Sequence[Named] | None = None,
@@ -60,16 +60,16 @@ def load(
     A mechanism without attention weights drops none of them in training.
     """
     folder = Path(folder)
-    said = settings(folder / "config.json")
+    said = read_settings(folder / "config.json")
     name = (said.get("architectures") or ["nothing"])[0]
     if name not in FAMILIES:
         raise CheckpointError(unknown("regard cannot read the architecture", str(name), FAMILIES))
-    family, told = FAMILIES[name], Told(said)
+    family, told = FAMILIES[name], HFConfig(said)
     for key, allowed in family.only.items():
         told.only(key, allowed)
     with torch.device("meta"):  # shapes alone: no weight is made only to be overwritten
         model = family.build(told)
-    checkpoint = Checkpoint(folder, family.aliases)
+    checkpoint = CheckpointReader(folder, family.aliases)
     _fill(model, checkpoint, family.names(told), dtype, torch.device(device))
     checkpoint.check_all_taken(family.unneeded)
     if mixer is not None:
@@ -77,7 +77,7 @@ def load(
     return model.eval()  # type: ignore[return-value]
 
 
-class Special(NamedTuple):
+class SpecialIds(NamedTuple):
     """Tokens with a meaning of their own; None where the checkpoint names none."""
 
     begin: int | None  # what an answer begins with
@@ -85,22 +85,24 @@ class Special(NamedTuple):
     pad: int | None
 
 
-def special(folder: str | PathLike[str]) -> Special:
+def special_ids(folder: str | PathLike[str]) -> SpecialIds:
     """The special tokens of a checkpoint, as generation_config.json says or else config.json."""
     folder = Path(folder)
-    said = settings(folder / "config.json")
+    said = read_settings(folder / "config.json")
     if (folder / "generation_config.json").is_file():
-        said |= {key: value for key, value in settings(folder / "generation_config.json").items() if value is not None}
+        said |= {key: value for key, value in read_settings(folder / "generation_config.json").items() if value is not None}
     end = said.get("eos_token_id")
     if isinstance(end, list) and len(end) != 1:
         raise CheckpointError(f"{folder} has several tokens that end an answer, {end}: choose one of them yourself")
     begin = said.get("decoder_start_token_id")
-    return Special(
+    return SpecialIds(
         said.get("bos_token_id") if begin is None else begin, end[0] if isinstance(end, list) else end, said.get("pad_token_id")
     )
 
 
-def _fill(model: nn.Module, checkpoint: Checkpoint, names: Names, dtype: torch.dtype | None, device: torch.device) -> None:
+def _fill(
+    model: nn.Module, checkpoint: CheckpointReader, names: TensorNames, dtype: torch.dtype | None, device: torch.device
+) -> None:
     """Every parameter from its tensor, one at a time; what was shared stays shared."""
     shapes = dict(model.named_parameters())
     if dtype is None:  # the embeddings decide
@@ -136,7 +138,7 @@ def _behind(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
         if dims.dropout and Can.DROPOUT in made.can:
             made = spec.build(dims)
     parts = ("q", "k", "v", "out")
-    same = all(_shape(getattr(made, part, None)) == _shape(getattr(old, part)) for part in parts)
+    same = all(_weight_shape(getattr(made, part, None)) == _weight_shape(getattr(old, part)) for part in parts)
     if not isinstance(made, Attention) or not same or made.shared_qk or made.rate > 1:
         raise CheckpointError(
             f"{spec} cannot take over the weights of attention: it has no maps q, k, v and out of the same shapes, or does not "
@@ -147,5 +149,5 @@ def _behind(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
     return made.to(like.dtype)
 
 
-def _shape(part: nn.Module | None) -> torch.Size | None:
+def _weight_shape(part: nn.Module | None) -> torch.Size | None:
     return part.weight.shape if isinstance(part, nn.Linear) else None

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
     """A sentence about a checkpoint that cannot be used as it is, and what can be."""
 
 
-def settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """A file of settings."""
     try:
         found = read_value(path.read_bytes())
@@ -41,7 +41,7 @@ class Take(NamedTuple):
     fixed: bool = False  # not for training: theirs is no parameter
 
 
-class Checkpoint:
+class CheckpointReader:
     """The tensors of a folder, from one file or from several with an index. Knows which of them have been taken.
 
     Names are read after `aliases`, pairs of a regular expression and what stands for it, have been applied to them.
@@ -51,7 +51,7 @@ class Checkpoint:
         self.folder, self.taken = folder, set[str]()
         self.where: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and what it is called there
         self._open: dict[Path, Any] = {}
-        for name, path in _listed(folder):
+        for name, path in _shard_index(folder):
             plain = name
             for pattern, text in aliases:
                 plain = re.sub(pattern, text, plain)
@@ -92,7 +92,7 @@ class Checkpoint:
             raise CheckpointError(f"this checkpoint has tensors that regard does not know: {some}")
 
 
-def _listed(folder: Path) -> list[tuple[str, Path]]:
+def _shard_index(folder: Path) -> list[tuple[str, Path]]:
     """Every tensor's name and the file it is in."""
     if (folder / WHOLE).is_file():
         return [(name, folder / WHOLE) for name in _opened(folder / WHOLE).keys()]  # noqa: SIM118 - no mapping
@@ -103,7 +103,7 @@ def _listed(folder: Path) -> list[tuple[str, Path]]:
                 "with save_pretrained of the transformers library, and load that"
             )
         raise CheckpointError(f"{folder} has neither {WHOLE} nor {INDEX}")
-    names = settings(folder / INDEX).get("weight_map")
+    names = read_settings(folder / INDEX).get("weight_map")
     if not isinstance(names, Mapping):
         raise CheckpointError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
     there = {path.name for path in folder.iterdir() if path.is_file()}

@@ -24,7 +24,7 @@ from regard.models.heads import MaskedToken, NextToken, PerSequence, PerVector
 from regard.models.translator import Translator
 from regard.positions import Learned
 from regard.pretrained.checkpoint_files import Take
-from regard.pretrained.family import Family, Names, Told, conv, layers, waves
+from regard.pretrained.family import Family, HFConfig, TensorNames, conv, layers, sinusoidal_table
 
 
 def body(width: int, heads: int, depth: int, ffn: Callable[[], nn.Module], *, eps: float = 1e-5, **options: Any) -> Stack:
@@ -36,7 +36,7 @@ def body(width: int, heads: int, depth: int, ffn: Callable[[], nn.Module], *, ep
 # GPT-2: a causal decoder with its norms in front.
 
 
-def gpt2(told: Told) -> LanguageModel:
+def gpt2(told: HFConfig) -> LanguageModel:
     width, vocab = told.size("n_embd"), told.size("vocab_size")
     where = Learned(Dims(width, 1, max_len=told.size("n_positions")))
     embed = Tokens(vocab, width, positions=where, scale=False, dropout=told.get("embd_pdrop", 0.1))
@@ -56,7 +56,7 @@ def gpt2(told: Told) -> LanguageModel:
     return LanguageModel(embed, stack, NextToken(width, vocab, table=embed.table))
 
 
-GPT2: Names = {
+GPT2: TensorNames = {
     "embed.table.weight": Take(("wte.weight", "lm_head.weight")),
     "embed.positions.vectors": "wpe.weight",
     "stack.final_norm": "ln_f",
@@ -80,7 +80,7 @@ GPT2: Names = {
 # BERT: an encoder with its norms behind, and one behind the embeddings.
 
 
-def bert(told: Told) -> Encoder:
+def bert(told: HFConfig) -> Encoder:
     width, eps, drop = told.size("hidden_size"), told.get("layer_norm_eps", 1e-12), told.get("hidden_dropout_prob", 0.1)
     embed = Tokens(
         told.size("vocab_size"),
@@ -105,18 +105,18 @@ def bert(told: Told) -> Encoder:
     return Encoder(embed, stack)
 
 
-def masked(told: Told) -> Reader:
+def masked(told: HFConfig) -> Reader:
     encoder, act, eps = bert(told), told.activation("hidden_act", "gelu"), told.get("layer_norm_eps", 1e-12)
     table: nn.Embedding = encoder.embed.table  # type: ignore[assignment]
     return Reader(encoder, MaskedToken(encoder.width, len(table.weight), table=table, activation=act, eps=eps))
 
 
-def labelling(told: Told, head: Callable[..., nn.Module]) -> Reader:
+def labelling(told: HFConfig, head: Callable[..., nn.Module]) -> Reader:
     encoder, drop = bert(told), told.get("classifier_dropout", told.get("hidden_dropout_prob", 0.1))
     return Reader(encoder, head(encoder.width, told.labels, dropout=drop))
 
 
-BERT: Names = {
+BERT: TensorNames = {
     "embed.table.weight": Take(("embeddings.word_embeddings.weight", "cls.predictions.decoder.weight")),
     "embed.segments.weight": "embeddings.token_type_embeddings.weight",
     "embed.positions.vectors": "embeddings.position_embeddings.weight",
@@ -136,20 +136,20 @@ BERT: Names = {
         },
     ),
 }
-READ: Names = {f"encoder.{own}": name for own, name in BERT.items()}
-MASKED: Names = {
+READ: TensorNames = {f"encoder.{own}": name for own, name in BERT.items()}
+MASKED: TensorNames = {
     **READ,
     "head.change": "cls.predictions.transform.dense",
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head.next.map.bias": Take(("cls.predictions.bias", "cls.predictions.decoder.bias")),
 }
-LABELS: Names = {**READ, "head.change": "pooler.dense", "head.map": "classifier"}
+LABELS: TensorNames = {**READ, "head.change": "pooler.dense", "head.map": "classifier"}
 
 
 # BART and Marian: the Transformer of the paper, norms behind. BART learns positions, Marian has waves.
 
 
-def seq2seq(told: Told, *, normed: bool) -> Translator:
+def seq2seq(told: HFConfig, *, normed: bool) -> Translator:
     """`normed`: with a norm behind the embeddings."""
     vocab, shared = told.size("vocab_size"), told.get("share_encoder_decoder_embeddings", True)
     source, reader = _side(told, "encoder", vocab, normed)
@@ -160,7 +160,7 @@ def seq2seq(told: Told, *, normed: bool) -> Translator:
     return Translator(Encoder(source, reader), target, writer, head)
 
 
-def _side(told: Told, side: str, vocab: int, normed: bool) -> tuple[Tokens, Stack]:
+def _side(told: HFConfig, side: str, vocab: int, normed: bool) -> tuple[Tokens, Stack]:
     width, drop, writes = told.size("d_model"), told.get("dropout", 0.1), side == "decoder"
     embed = Tokens(
         vocab,
@@ -191,7 +191,7 @@ def _side(told: Told, side: str, vocab: int, normed: bool) -> tuple[Tokens, Stac
     return embed, stack
 
 
-def seq2seq_names(told: Told, places: Callable[[str], Take]) -> Names:
+def seq2seq_names(told: HFConfig, places: Callable[[str], Take]) -> TensorNames:
     own = {"mixer.q": "self_attn.q_proj", "mixer.k": "self_attn.k_proj", "mixer.v": "self_attn.v_proj"}
     own |= {"mixer.out": "self_attn.out_proj", "mixer_norm": "self_attn_layer_norm"}
     own |= {"channel.up": "fc1", "channel.down": "fc2", "channel_norm": "final_layer_norm"}
@@ -217,15 +217,15 @@ def seq2seq_names(told: Told, places: Callable[[str], Take]) -> Names:
     }
 
 
-def bart_names(told: Told) -> Names:
+def bart_names(told: HFConfig) -> TensorNames:
     return seq2seq_names(told, lambda side: Take((f"{side}.embed_positions.weight",), lambda x: x[2:]))  # 2 are never used
 
 
-def marian_names(told: Told) -> Names:
-    return seq2seq_names(told, lambda side: Take((f"{side}.embed_positions.weight",), otherwise=waves, fixed=True))
+def marian_names(told: HFConfig) -> TensorNames:
+    return seq2seq_names(told, lambda side: Take((f"{side}.embed_positions.weight",), otherwise=sinusoidal_table, fixed=True))
 
 
-def _berts(build: Callable[[Told], nn.Module], names: Names, *unneeded: str) -> Family:
+def _berts(build: Callable[[HFConfig], nn.Module], names: TensorNames, *unneeded: str) -> Family:
     only = {
         "position_embedding_type": "absolute",
         "is_decoder": False,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.pretrained.checkpoint_files import CheckpointError, Take
 
-ACTIVATIONS = {
+HF_ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -19,10 +19,10 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-Names = Mapping[str, str | Take]
+TensorNames = Mapping[str, str | Take]
 
 
-class Told:
+class HFConfig:
     """What a configuration says, by their names for it."""
 
     def __init__(self, said: Mapping[str, Any]) -> None:
@@ -40,9 +40,9 @@ class Told:
 
     def activation(self, key: str, otherwise: str) -> str:
         name = self.get(key, otherwise)
-        if name not in ACTIVATIONS:
-            raise CheckpointError(f"{key}={name!r} is not supported: regard knows {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[name]
+        if name not in HF_ACTIVATIONS:
+            raise CheckpointError(f"{key}={name!r} is not supported: regard knows {', '.join(HF_ACTIVATIONS)}")
+        return HF_ACTIVATIONS[name]
 
     def only(self, key: str, allowed: Any) -> None:
         """Refuse a value other than the one that is allowed, which is also what silence means."""
@@ -58,14 +58,14 @@ class Told:
 class Family(NamedTuple):
     """Checkpoints that are alike."""
 
-    build: Callable[[Told], nn.Module]
-    names: Callable[[Told], Names]  # where each parameter comes from
+    build: Callable[[HFConfig], nn.Module]
+    names: Callable[[HFConfig], TensorNames]  # where each parameter comes from
     only: Mapping[str, Any]  # settings that must have this value if they are there
     aliases: Sequence[tuple[str, str]] = ()  # names of tensors, made alike
     unneeded: Sequence[str] = ()  # tensors that this model has no use for
 
 
-def source(names: Names, parameter: str) -> Take:
+def source(names: TensorNames, parameter: str) -> Take:
     """Where a parameter of ours comes from."""
     layer = re.search(r"(?<=blocks\.)\d+", parameter)
     key = parameter if layer is None else f"{parameter[: layer.start()]}{{i}}{parameter[layer.end() :]}"
@@ -77,7 +77,7 @@ def source(names: Names, parameter: str) -> Take:
     return take._replace(names=tuple((n if whole else f"{n}.{leaf}").format(i=i) for n in take.names))
 
 
-def layers(ours: str, theirs: str, names: Names) -> dict[str, str | Take]:
+def layers(ours: str, theirs: str, names: TensorNames) -> dict[str, str | Take]:
     """The names of every layer, behind what stands in front of them."""
     found: dict[str, str | Take] = {}
     for own, name in names.items():
@@ -91,7 +91,7 @@ def conv(name: str, part: int = 0, parts: int = 1) -> Take:
     return Take((name,), lambda x: (x.mT if x.dim() == 2 else x).chunk(parts)[part])
 
 
-def waves(shape: torch.Size) -> Tensor:
+def sinusoidal_table(shape: torch.Size) -> Tensor:
     """Positions as sines, then cosines: those of the paper in another order, with the digits of float32, as theirs have."""
     n, w = shape
     angle = torch.arange(n, dtype=torch.float64)[:, None] / 10_000 ** (torch.arange(0, w, 2, dtype=torch.float64) / w)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-T = TypeVar("T")
+CapturedT = TypeVar("CapturedT")
 
 
-class Outside(TorchDispatchMode):
+class ExternalReads(TorchDispatchMode):
     """Notes the memory that operations read and none of them made: weights, and whatever a model keeps between passes.
 
     A model may replace what it keeps, such as a table of positions when a longer text comes, and its memory would go to others
@@ -35,15 +35,15 @@ class Outside(TorchDispatchMode):
         return out
 
 
-class Capture(NamedTuple, Generic[T]):
+class CapturedGraph(NamedTuple, Generic[CapturedT]):
     graph: torch.cuda.CUDAGraph
-    out: T  # where every replay writes what it found
+    out: CapturedT  # where every replay writes what it found
     read: list[torch.UntypedStorage]  # a replay reads there, so it must stay
 
 
-def captured(
-    run: Callable[[], T], device: torch.device, *, warm: Callable[[], object] | None = None, pool: Any = None
-) -> Capture[T]:
+def capture_graph(
+    run: Callable[[], CapturedT], device: torch.device, *, warm: Callable[[], object] | None = None, pool: Any = None
+) -> CapturedGraph[CapturedT]:
     """run() as one launch; before that it is done twice, as `warm` does it, if that is something else.
 
     `pool` is memory that may be shared with graphs that never run at the same time.
@@ -55,7 +55,7 @@ def captured(
             for _ in range(2):  # libraries choose their kernels now, not while they are watched
                 (warm or run)()
         torch.cuda.current_stream().wait_stream(stream)
-        graph, outside = torch.cuda.CUDAGraph(), Outside()
+        graph, outside = torch.cuda.CUDAGraph(), ExternalReads()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), outside:
             out = run()
-    return Capture(graph, out, list(outside.read.values()))
+    return CapturedGraph(graph, out, list(outside.read.values()))

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from regard.runtime.cuda_graph import captured
-from regard.runtime.static_cache import Desk
+from regard.runtime.cuda_graph import capture_graph
+from regard.runtime.static_cache import StaticCache
 
 
-class Graph:
+class GraphedStepReplay:
     """Reads the desk's tokens and rows, reorders beams from `side` to the other, writes one token more, gives the scores."""
 
-    def __init__(self, step: Callable[[], Tensor], desk: Desk, side: int) -> None:
+    def __init__(self, step: Callable[[], Tensor], desk: StaticCache, side: int) -> None:
         self.desk, self.side, self.step = desk, side, step
         try:
             self.scores = self.captured()
@@ -22,7 +22,7 @@ class Graph:
 
     def captured(self) -> Tensor:
         """Where the scores of every replay will lie."""
-        self.graph, scores, self.read = captured(self.run, self.desk.slot.device, warm=self.first)
+        self.graph, scores, self.read = capture_graph(self.run, self.desk.slot.device, warm=self.first)
         return scores
 
     def first(self) -> Tensor:

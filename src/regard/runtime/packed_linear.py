@@ -10,15 +10,20 @@ from torch import Tensor, nn
 
 from regard.blocks.feedforward import FeedForward
 
-M = TypeVar("M", bound=nn.Module)
-BENT = {"relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", "")}  # oneDNN's names
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+FUSED_ACTIVATIONS = {
+    "relu": ("relu", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+}  # oneDNN's names
 
 
-class Packed(nn.Module):
+class PackedLinear(nn.Module):
     """x W^T + b on a CPU by oneDNN, which packs W once; `nn.Linear` gives it to a library that reads it as it lies.
 
-    It holds the weights that were there when it was made, and is not trained. With `bent` an activation follows, and with `plus`
-    something is added, both while the product is still in the cache.
+    It holds the weights that were there when it was made, and is not trained. `bent` fuses an activation, `linear_plus` a sum:
+    both happen while the product is still in the cache.
     """
 
     bent = ("none", "")
@@ -42,10 +47,10 @@ def packs(weight: Tensor) -> bool:
     return there and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > 0
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+def pack_weights(weight: Tensor, bias: Tensor | None) -> nn.Module:
     """The map of these weights, packed where that can be."""
     if packs(weight):
-        return Packed(weight, bias)
+        return PackedLinear(weight, bias)
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -53,27 +58,27 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return made
 
 
-def packed(module: M) -> M:
+def pack_linears(module: ModuleT) -> ModuleT:
     """A module like this one, for inference: its linear maps are packed where they can be, all its other weights are shared."""
     instead: dict[int, object] = {}
     for part in module.modules():
         if type(part) is nn.Linear and packs(part.weight):
-            instead[id(part)] = Packed(part.weight, part.bias)
+            instead[id(part)] = PackedLinear(part.weight, part.bias)
     for weight in (*module.parameters(), *module.buffers()):
         instead[id(weight)] = weight
     made = copy.deepcopy(module, instead)
     for part in made.modules():
-        if type(part) is FeedForward and type(part.up) is Packed and not part.gated:
-            part.up.bent, part.act = BENT[part.activation], _as_it_is
+        if type(part) is FeedForward and type(part.up) is PackedLinear and not part.gated:
+            part.up.bent, part.act = FUSED_ACTIVATIONS[part.activation], _unpacked_module
     return made
 
 
-def plus(module: nn.Module, x: Tensor, other: Tensor) -> Tensor:
+def linear_plus(module: nn.Module, x: Tensor, other: Tensor) -> Tensor:
     """other + module(x), for inference."""
     if type(module) is FeedForward and not module.gated:
-        return plus(module.down, module.act(module.up(x)), other)
-    return module.plus(x, other) if type(module) is Packed else other + module(x)
+        return linear_plus(module.down, module.act(module.up(x)), other)
+    return module.plus(x, other) if type(module) is PackedLinear else other + module(x)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _unpacked_module(x: Tensor) -> Tensor:
     return x

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from regard.models.heads import NextToken
-from regard.ops.topk import likeliest, top
-from regard.runtime.packed_linear import Packed
+from regard.ops.topk import argmax_first, topk_by_part
+from regard.runtime.packed_linear import PackedLinear
 
-FEW = 8  # words that are looked at exactly
-LEAST = 4096  # words of a vocabulary that is worth it
-U = 2**-8  # a number rounded to bfloat16 is off by at most this share of itself
+EXACT_WORDS = 8  # words that are looked at exactly
+MIN_VOCAB = 4096  # words of a vocabulary that is worth it
+BF16_UNIT = 2**-8  # a number rounded to bfloat16 is off by at most this share of itself
 
 
-def rounds() -> bool:
+def has_bfloat16() -> bool:
     """Has this processor products of bfloat16?"""
     return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported())
 
 
-class Rough:
+class ScreenedHead:
     """The scores x W^T + b of a `NextToken`, by a table of half the size."""
 
-    def __init__(self, head: nn.Module, table: Packed) -> None:
+    def __init__(self, head: nn.Module, table: PackedLinear) -> None:
         self.head, self.weight, self.bias = head, table.weight, table.bias
         near = self.weight.bfloat16().contiguous()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(near)
@@ -40,13 +40,13 @@ class Rough:
         self.shift = 0.0 if self.bias is None or self.rounded is None else float((self.bias - self.rounded).abs().max())
 
     @staticmethod
-    def of(head: nn.Module) -> Rough | None:
+    def of(head: nn.Module) -> ScreenedHead | None:
         """None where it is no help: for other heads, other processors, and few words."""
-        if type(head) is NextToken and type(head.map) is Packed and len(head.map.weight) >= LEAST and rounds():
-            return Rough(head, head.map)
+        if type(head) is NextToken and type(head.map) is PackedLinear and len(head.map.weight) >= MIN_VOCAB and has_bfloat16():
+            return ScreenedHead(head, head.map)
         return None
 
-    def __call__(self, x: Tensor) -> Sketch:
+    def __call__(self, x: Tensor) -> ScreenedScores:
         """Of x (r w). With W' and x' rounded, W x - W' x' = (W - W') x' + W (x - x'): each is at most a product of lengths;
         the last one is what float32 sums lose.
         """
@@ -54,7 +54,7 @@ class Rough:
         scores = torch.ops.mkldnn._linear_pointwise(near, self.packed, self.rounded, "none", [], "")
         lost = x.shape[1] * torch.finfo(x.dtype).eps * x.norm(dim=1)
         off = self.off * near.float().norm(dim=1) + self.longest * ((x - near).norm(dim=1) + lost) + self.shift
-        return Sketch(self, x, scores.float(), off)
+        return ScreenedScores(self, x, scores.float(), off)
 
     def of_some(self, x: Tensor, tokens: Tensor) -> Tensor:
         """The exact scores of some tokens (r k)."""
@@ -62,19 +62,21 @@ class Rough:
         return found if self.bias is None else found + self.bias[tokens]
 
 
-class Sketch(NamedTuple):
+class ScreenedScores(NamedTuple):
     """Scores that are not exact, and how far they were off before they were rounded themselves."""
 
-    by: Rough
+    by: ScreenedHead
     x: Tensor  # (r w)
     scores: Tensor  # (r v)
     off: Tensor  # (r)
 
     def likeliest(self, allowed: Callable[[Tensor], Tensor]) -> Tensor:
         """The best of the exact scores, after `allowed` has forbidden (-inf) some: (r)."""
-        value, token = top(allowed(self.scores), FEW)
+        value, token = topk_by_part(allowed(self.scores), EXACT_WORDS)
         exact = self.by.of_some(self.x, token).masked_fill(value == -torch.inf, -torch.inf)
         best, rest = exact.amax(1), value[:, -1]
-        if not bool((rest + U * rest.abs() + self.off < best).all()):  # one of the rest may be better, or nothing is a number
-            return likeliest(allowed(self.by.head(self.x[:, None])[:, 0]))
+        if not bool(
+            (rest + BF16_UNIT * rest.abs() + self.off < best).all()
+        ):  # one of the rest may be better, or nothing is a number
+            return argmax_first(allowed(self.by.head(self.x[:, None])[:, 0]))
         return token.masked_fill(exact < best[:, None], self.scores.shape[1]).amin(1)  # the first where several are best

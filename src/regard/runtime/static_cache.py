@@ -10,16 +10,16 @@ from torch import Tensor
 from regard.mixers.base import State
 
 if TYPE_CHECKING:
-    from regard.runtime.graphed_decoder import Graph
+    from regard.runtime.graphed_decoder import GraphedStepReplay
 
-EVEN = 32  # with graphs a source gets room in multiples of this many tokens, so that few graphs do for many sources
+CONTEXT_MULTIPLE = 32  # with graphs a source gets room in multiples of this many tokens, so that few graphs do for many sources
 
 
-def _price(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(seen, 0.0, -torch.inf).to(dtype)
 
 
-class Desk:
+class StaticCache:
     """b rows with k beams each, `room` tokens at most, m tokens of a source (0: there is none).
 
     On a GPU (`fixed`) beams need two sides: they are copied in their new order from one to the other, so no page is new and none
@@ -39,7 +39,7 @@ class Desk:
         self.valid = torch.zeros(b * k, room, dtype=torch.bool, device=like.device)
         seen = (b, 1, k, room * k) if self.spread else (b * k, 1, 1, room)
         self.price = like.new_zeros(seen)  # the same as what is added to scores: 0 or -inf
-        self.apart = _price(torch.eye(k, dtype=torch.bool, device=like.device), like.dtype)  # a beam sees what it says itself
+        self.apart = _mask_bias(torch.eye(k, dtype=torch.bool, device=like.device), like.dtype)  # a beam sees what it says itself
         self.at = torch.zeros(b * k, dtype=torch.long, device=like.device)  # where the next token stands
         self.slot = torch.zeros(1, dtype=torch.long, device=like.device)  # where it is written
         self.tokens = torch.zeros(b * k, 1, dtype=torch.long, device=like.device)
@@ -50,7 +50,7 @@ class Desk:
             k_v = [like.new_zeros(2, b, g, m, d) for _ in range(layers)]
             self.heard = [(x[0], x[1], like.new_zeros(b, 1, 1, m)) for x in k_v]
         self.table: Tensor | None = None  # vectors of positions, to be added
-        self.graphs: list[Graph] = []
+        self.graphs: list[GraphedStepReplay] = []
         self.size = self.longest = self.side = self.turn = 0
         self.count = 0  # tokens that lie in a row's room, where beams are spread
         self.plain = True
@@ -61,7 +61,7 @@ class Desk:
         if cross is None:
             return 0
         size = max(cross.memory.size, 1)
-        return -(-size // EVEN) * EVEN if fixed else size
+        return -(-size // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE if fixed else size
 
     def went(self) -> None:
         self.size, self.longest, self.turn, self.count = self.size + 1, self.longest + 1, self.turn + 1, self.count + self.k
@@ -85,7 +85,7 @@ class Desk:
         self.slot.fill_(self.size)
 
     def _priced(self) -> None:
-        price = _price(self.valid, self.price.dtype)
+        price = _mask_bias(self.valid, self.price.dtype)
         if self.spread:
             self.price[..., : self.size].copy_(price.view(self.b, 1, self.k, -1)[..., : self.size])
         else:
@@ -104,16 +104,16 @@ class Desk:
             lost = ~mask.any(1)  # who has nothing to read hears nothing
             v, mask = v.masked_fill(lost[:, None, None, None], 0), (mask | lost[:, None])[:, None, None]
         if not self.fixed:
-            self.heard[i] = (k.contiguous(), v.contiguous(), None if mask is None else _price(mask, k.dtype))
+            self.heard[i] = (k.contiguous(), v.contiguous(), None if mask is None else _mask_bias(mask, k.dtype))
             return
         keys, values, price = self.heard[i]
         for x, y in ((keys, k), (values, v)):
             x.zero_()[:, :, : log.size].copy_(y)
-        price.fill_(-torch.inf)[..., : log.size].copy_(_price(mask, price.dtype) if mask is not None else torch.zeros(()))
+        price.fill_(-torch.inf)[..., : log.size].copy_(_mask_bias(mask, price.dtype) if mask is not None else torch.zeros(()))
         if not log.size:  # nothing was read: zeros are heard
             price.zero_()
 
-    def take(self, old: Desk) -> None:
+    def take(self, old: StaticCache) -> None:
         """Everything from a smaller desk."""
         now = old.sides[old.side]
         self._clean()

@@ -30,30 +30,30 @@ from regard.models.causal_lm import LanguageModel, last_real
 from regard.models.embedding import Tokens
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.runtime.graphed_decoder import Graph
-from regard.runtime.packed_linear import linear, packed, plus
-from regard.runtime.screened_argmax import Rough, Sketch
-from regard.runtime.static_cache import Desk
+from regard.runtime.graphed_decoder import GraphedStepReplay
+from regard.runtime.packed_linear import linear_plus, pack_linears, pack_weights
+from regard.runtime.screened_argmax import ScreenedHead, ScreenedScores
+from regard.runtime.static_cache import StaticCache
 
-MANY = 16  # rows
-KEPT = 4  # desks of different sizes that are kept for the next text
+MANY_ROWS = 16  # rows
+MAX_CACHES = 4  # desks of different sizes that are kept for the next text
 
 
-class Talk(NamedTuple):
+class StaticState(NamedTuple):
     """The state of a ready model. It goes forwards only: the room that it is written in is used again at every step."""
 
     before: State  # what the model itself knows after the prompt
     k: int = 1
-    desk: Desk | None = None
+    desk: StaticCache | None = None
     turn: int = 0
     rows: Tensor | None = None  # (r) which beams go on
 
-    def fan(self, k: int) -> Talk:
+    def fan(self, k: int) -> StaticState:
         if self.desk is not None:
             raise ValueError("a ready model fans out behind its prompt, before the first token that it says")
         return self._replace(k=self.k * k)
 
-    def select(self, rows: Tensor, within: bool = False) -> Talk:
+    def select(self, rows: Tensor, within: bool = False) -> StaticState:
         if not within:
             if self.desk is not None or self.k > 1:
                 raise ValueError("beams of a ready model stay with their rows: select them with within=True, or use the model")
@@ -63,7 +63,7 @@ class Talk(NamedTuple):
         return self._replace(rows=rows if self.rows is None else self.rows[rows])
 
 
-def looked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fixed: bool) -> Tensor:
+def few_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fixed: bool) -> Tensor:
     """What a few queries (r h n d) see of k, v (r g m d).
 
     Fused kernels for float32 are made for many queries: for few, two products with a softmax between them are faster; on a CPU
@@ -71,7 +71,7 @@ def looked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, f
     to scores.
     """
     (r, h, n, d), g = q.shape, k.shape[1]
-    many = fixed or (r >= MANY and _in_rows(k) and _in_rows(v))
+    many = fixed or (r >= MANY_ROWS and _in_rows(k) and _in_rows(v))
     if not many or q.dtype.itemsize < 4:
         return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=g != h)
     scores = torch.bmm(q.reshape(r * g, -1, d), k.flatten(0, 1).mT).view(r, h, n, -1)
@@ -92,13 +92,15 @@ class _Layer:
         self.pre, self.h, self.g, self.d = block.pre, own.dims.heads, own.dims.g, own.dims.d
         self.positions, self.scale = own.positions, own.core.scale
         maps = (own.q, own.k, own.v)
-        self.qkv = linear(torch.cat([x.weight for x in maps]), None if own.v.bias is None else torch.cat([x.bias for x in maps]))
-        self.out, self.channel = packed(own.out), packed(block.channel)
+        self.qkv = pack_weights(
+            torch.cat([x.weight for x in maps]), None if own.v.bias is None else torch.cat([x.bias for x in maps])
+        )
+        self.out, self.channel = pack_linears(own.out), pack_linears(block.channel)
         self.norm, self.cross_norm, self.channel_norm = block.mixer_norm, block.cross_norm, block.channel_norm
         if cross is not None:
-            self.ask, self.tell, self.cross_scale = packed(cross.q), packed(cross.out), cross.core.scale
+            self.ask, self.tell, self.cross_scale = pack_linears(cross.q), pack_linears(cross.out), cross.core.scale
 
-    def __call__(self, x: Tensor, own: Tensor, heard: Any, desk: Desk, size: int | None) -> Tensor:
+    def __call__(self, x: Tensor, own: Tensor, heard: Any, desk: StaticCache, size: int | None) -> Tensor:
         """x (r w), own (r room 2 g d)."""
         r = len(x)
         q, kv = self.qkv(self.norm(x) if self.pre else x).split([self.h * self.d, 2 * self.g * self.d], 1)
@@ -109,24 +111,24 @@ class _Layer:
             kv = torch.stack([self.positions.turn(kv[:, 0, :, None], where)[:, :, 0], kv[:, 1]], 1)
         k, v = desk.write(own, kv, size)
         q = q.view(len(k), -1, self.h, self.d).transpose(1, 2)  # beams that share a room are queries of one row
-        y = looked(q, k, v, desk.mask(size), self.scale, desk.fixed)
-        x = self._behind(self.norm, plus(self.out, y.transpose(1, 2).reshape(r, -1), x))
+        y = few_query_attention(q, k, v, desk.mask(size), self.scale, desk.fixed)
+        x = self._behind(self.norm, linear_plus(self.out, y.transpose(1, 2).reshape(r, -1), x))
         if heard is not None:
             y = self._heard(self.cross_norm(x) if self.pre else x, heard, desk.fixed)
-            x = self._behind(self.cross_norm, plus(self.tell, y, x))
-        return self._behind(self.channel_norm, plus(self.channel, self.channel_norm(x) if self.pre else x, x))
+            x = self._behind(self.cross_norm, linear_plus(self.tell, y, x))
+        return self._behind(self.channel_norm, linear_plus(self.channel, self.channel_norm(x) if self.pre else x, x))
 
     def _heard(self, x: Tensor, heard: tuple[Tensor, Tensor, Tensor | None], fixed: bool) -> Tensor:
         k, v, mask = heard
         q = self.ask(x).view(len(k), -1, self.h, k.shape[-1]).transpose(1, 2)  # beams are queries of one row
-        y = looked(q, k, v, mask, self.cross_scale, fixed)
+        y = few_query_attention(q, k, v, mask, self.cross_scale, fixed)
         return y.transpose(1, 2).reshape(len(x), -1)
 
     def _behind(self, norm: nn.Module, x: Tensor) -> Tensor:
         return x if self.pre else norm(x)
 
 
-def unready(model: nn.Module) -> str | None:
+def why_not_static(model: nn.Module) -> str | None:
     """Why a model cannot be made ready, or None if it can."""
     if type(model) not in (LanguageModel, Translator):
         return f"it is a {type(model).__name__}, and not just a LanguageModel or a Translator"
@@ -156,11 +158,11 @@ def _body(model: nn.Module) -> Any:
     return model.stack if isinstance(model, LanguageModel) else model.decoder
 
 
-class Ready:
+class StaticDecoder:
     """A language model or translator of softmax attention, as it is now, for `say`, `stream` and `beam`.
 
         fast = Ready(model)
-        say(fast, fast.start(source, valid), prompt, rules=rules)
+        say(fast, fast.start(source, valid), prompt, constraints=constraints)
 
     Weights that change later are not noticed. `room` is for how many tokens there is room at first, prompt and answer; it grows.
     On a GPU a step takes as long as the room is large: where answers have a most, give it with the prompt's length on top.
@@ -168,29 +170,29 @@ class Ready:
     """
 
     def __init__(self, model: LanguageModel | Translator, *, room: int = 256, graphs: bool = True) -> None:
-        if why := unready(model):
+        if why := why_not_static(model):
             raise ValueError(f"this model cannot be made ready: {why}; decode with the model itself")
-        self.model: Any = packed(model)
+        self.model: Any = pack_linears(model)
         body = _body(model)
         with torch.no_grad():
             self.layers = [_Layer(block) for block in body]
         self.embed, self.head, self.norm = self.model.embed, self.model.head, body.final_norm
-        self.rough = Rough.of(self.head)
+        self.rough = ScreenedHead.of(self.head)
         self.like = next(model.parameters()).detach()
         self.graphs, self.room = graphs and self.like.is_cuda, max(room, 1)
         limits = [block.mixer.dims.max_len for block in body]
         if isinstance(self.embed.positions, Learned):
             limits.append(self.embed.positions.dims.max_len)
         self.limit = min((x for x in limits if x is not None), default=None)
-        self.desks: OrderedDict[tuple[int, ...], Desk] = OrderedDict()
+        self.desks: OrderedDict[tuple[int, ...], StaticCache] = OrderedDict()
 
-    def start(self, source: Any, source_valid: Tensor | None = None) -> Talk:
+    def start(self, source: Any, source_valid: Tensor | None = None) -> StaticState:
         """As the model's own: from a number of rows, or from a source and which of its tokens are real."""
         with torch.no_grad():
-            return Talk(self.model.start(source) if source_valid is None else self.model.start(source, source_valid))
+            return StaticState(self.model.start(source) if source_valid is None else self.model.start(source, source_valid))
 
     @torch.no_grad()
-    def last(self, talk: Talk, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Talk]:
+    def last(self, talk: StaticState, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, StaticState]:
         """What follows a prompt: read by the model itself."""
         if talk.desk is not None or talk.k > 1:
             raise ValueError("a prompt comes before all that is said")
@@ -199,13 +201,13 @@ class Ready:
         else:
             scores, after = self.model.extend(talk.before, tokens, valid)
             scores = last_real(scores, valid)
-        return scores, Talk(after)
+        return scores, StaticState(after)
 
     @torch.no_grad()
-    def extend(self, talk: Talk, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Talk]:
+    def extend(self, talk: StaticState, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, StaticState]:
         if talk.desk is None and talk.k == 1 and (valid is not None or tokens.shape[1] != 1):
             scores, after = self.model.extend(talk.before, tokens, valid)
-            return scores, Talk(after)
+            return scores, StaticState(after)
         if valid is not None or tokens.shape[1] == 0:
             raise ValueError("a ready model goes on by whole tokens: padding and nothing at all are for its prompt")
         found = []
@@ -215,7 +217,7 @@ class Ready:
         return found[0][:, None] if len(found) == 1 else torch.stack(found, 1), talk
 
     @torch.no_grad()
-    def sketch(self, talk: Talk, tokens: Tensor) -> tuple[Tensor | Sketch, Talk]:
+    def sketch(self, talk: StaticState, tokens: Tensor) -> tuple[Tensor | ScreenedScores, StaticState]:
         """What follows one token of every row (r 1), for whoever wants the likeliest: roughly, or the scores (r v) themselves."""
         if self.rough is not None and talk.k == 1 and talk.rows is None:
             x, talk = self._one(talk, tokens, self.rough)
@@ -223,7 +225,7 @@ class Ready:
         scores, talk = self.extend(talk, tokens)
         return scores[:, -1], talk
 
-    def _one(self, talk: Talk, tokens: Tensor, said: Callable[[Tensor], Any] | None = None) -> tuple[Any, Talk]:
+    def _one(self, talk: StaticState, tokens: Tensor, said: Callable[[Tensor], Any] | None = None) -> tuple[Any, StaticState]:
         """`said` makes something else than scores (r v) of vectors (r w): where there are no graphs."""
         desk = talk.desk or self._sat(talk)
         if talk.desk is not None and desk.turn != talk.turn:
@@ -245,7 +247,7 @@ class Ready:
         desk.went()
         return scores, talk._replace(desk=desk, turn=desk.turn, rows=None)
 
-    def _step(self, desk: Desk, tokens: Tensor, size: int | None) -> Tensor:
+    def _step(self, desk: StaticCache, tokens: Tensor, size: int | None) -> Tensor:
         """Vectors (r w) behind tokens (r 1); with a size that the host knows, or with one that only the device knows."""
         x = self.embed.vectors(tokens)[:, 0]
         if desk.table is not None:
@@ -258,39 +260,39 @@ class Ready:
     def _scores(self, x: Tensor) -> Tensor:
         return self.head(x[:, None])[:, 0]
 
-    def _sat(self, talk: Talk) -> Desk:
+    def _sat(self, talk: StaticState) -> StaticCache:
         """A desk with all on it that is known."""
         if torch.is_autocast_enabled(self.like.device.type):
             raise ValueError("a ready model has one precision: convert it with .to(torch.bfloat16) instead of autocast")
         room = self.room
         while room <= talk.before.memory[0].memory[0].memory.size:
             room *= 2
-        desk = self._desk(len(talk.before.t), talk.k, room, Desk.sources(talk.before, self.graphs))
+        desk = self._desk(len(talk.before.t), talk.k, room, StaticCache.sources(talk.before, self.graphs))
         desk.load(talk.before)
         return desk
 
-    def _larger(self, old: Desk) -> Desk:
+    def _larger(self, old: StaticCache) -> StaticCache:
         desk = self._desk(old.b, old.k, 2 * old.room, old.m)
         desk.take(old)
         return desk
 
-    def _desk(self, b: int, k: int, room: int, m: int) -> Desk:
+    def _desk(self, b: int, k: int, room: int, m: int) -> StaticCache:
         key = (b, k, room, m)
         if key not in self.desks:
             with torch.inference_mode(False), torch.no_grad():  # a desk outlives the mode it is made in
                 self.desks[key] = self._made(*key)
         self.desks.move_to_end(key)
-        while len(self.desks) > KEPT:
+        while len(self.desks) > MAX_CACHES:
             self.desks.popitem(last=False)
         return self.desks[key]
 
-    def _made(self, b: int, k: int, room: int, m: int) -> Desk:
+    def _made(self, b: int, k: int, room: int, m: int) -> StaticCache:
         layer = self.layers[0]
-        desk = Desk(b, k, room, m, (len(self.layers), layer.g, layer.d), self.like, self.graphs)
+        desk = StaticCache(b, k, room, m, (len(self.layers), layer.g, layer.d), self.like, self.graphs)
         if self.embed.positions is not None:
             blank = self.like.new_zeros(1, room if self.limit is None else min(room, self.limit), self.embed.width)
             desk.table = self.embed.positions.add(blank, Places.of(blank))[0]
         if self.graphs:
             step = partial(self._step, desk, desk.tokens, None)
-            desk.graphs = [Graph(lambda: self._scores(step()), desk, side) for side in range(len(desk.sides))]
+            desk.graphs = [GraphedStepReplay(lambda: self._scores(step()), desk, side) for side in range(len(desk.sides))]
         return desk

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from regard.config import Config
-from regard.tasks.copying import CopyTask, acl_titles, wikisql
-from regard.tasks.language_modeling import LanguageTask, shakespeare
-from regard.tasks.sentiment import PolarityTask, ReviewTask, imdb, polarity
-from regard.tasks.tagging import SawTask, TaggingTask, ewt, saw
+from regard.tasks.copying import CopyTask, acl_titles_config, wikisql_config
+from regard.tasks.language_modeling import LanguageTask, shakespeare_config
+from regard.tasks.sentiment import PolarityTask, ReviewTask, imdb_config, polarity_config
+from regard.tasks.tagging import SawTask, TaggingTask, ewt_config, saw_config
 from regard.tasks.task import Task
 from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask
-from regard.tasks.translation_config import copy, multi30k, numbers, reverse
+from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
 from regard.text import unknown
 
 __all__ = ["TASKS", "Entry", "Task", "task"]
@@ -28,17 +28,17 @@ class Entry(NamedTuple):
 
 
 TASKS: dict[str, Entry] = {
-    "reverse": Entry(reverse, ReverseTask, "a string turned around"),
-    "copy": Entry(copy, SayAgainTask, "a string said again"),
-    "numbers": Entry(numbers, NumbersTask, "number words in another language"),
-    "saw": Entry(saw, SawTask, "tags for words that have several: I saw a saw"),
-    "polarity": Entry(polarity, PolarityTask, "good or bad, with negations"),
-    "multi30k": Entry(multi30k, TranslationTask, "captions, English to German", "multi30k"),
-    "ewt": Entry(ewt, TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
-    "imdb": Entry(imdb, ReviewTask, "film reviews, good or bad", "imdb"),
-    "shakespeare": Entry(shakespeare, LanguageTask, "the next character", "tinyshakespeare"),
-    "acl_titles": Entry(acl_titles, CopyTask, "the title of an abstract, with copying", "acl_titles"),
-    "wikisql": Entry(wikisql, CopyTask, "a query for a question, with copying", "wikisql"),
+    "reverse": Entry(reverse_config, ReverseTask, "a string turned around"),
+    "copy": Entry(copy_config, SayAgainTask, "a string said again"),
+    "numbers": Entry(numbers_config, NumbersTask, "number words in another language"),
+    "saw": Entry(saw_config, SawTask, "tags for words that have several: I saw a saw"),
+    "polarity": Entry(polarity_config, PolarityTask, "good or bad, with negations"),
+    "multi30k": Entry(multi30k_config, TranslationTask, "captions, English to German", "multi30k"),
+    "ewt": Entry(ewt_config, TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
+    "imdb": Entry(imdb_config, ReviewTask, "film reviews, good or bad", "imdb"),
+    "shakespeare": Entry(shakespeare_config, LanguageTask, "the next character", "tinyshakespeare"),
+    "acl_titles": Entry(acl_titles_config, CopyTask, "the title of an abstract, with copying", "acl_titles"),
+    "wikisql": Entry(wikisql_config, CopyTask, "a query for a question, with copying", "wikisql"),
 }
 
 

@@ -12,14 +12,14 @@ from torch import nn
 from regard.checks import need
 from regard.config import Config
 from regard.data.batch import END, PAD, UNKNOWN, Batch, padded, shifted
-from regard.data.datasets import acl_titles as read_titles
-from regard.data.extended_vocab import extended, spoken, target_extended
+from regard.data.datasets import read_acl_titles as read_titles
+from regard.data.extended_vocab import extend_ids, extend_target_ids, extended_words
 from regard.data.locate import find
 from regard.data.vocabulary import Words, vocabulary
-from regard.data.wikisql import wikisql as read_queries
-from regard.data.wikisql import words
+from regard.data.wikisql import read_wikisql as read_queries
+from regard.data.wikisql import split_words
 from regard.models.build import translator
-from regard.models.pointer_generator import copier, coverage
+from regard.models.pointer_generator import coverage, pointer_generator
 from regard.tasks.support import check_vocab, device_under, in_order, learned, resting, spoken_by
 from regard.tasks.task import Step, Task
 from regard.text import unknown
@@ -29,7 +29,7 @@ from regard.training.losses import Loss
 
 DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
 WATCHED = 500  # examples of validation that training looks at, here and there: a file may be in order of difficulty
-READ: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
+COPY_READERS: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
 BEST = {"acl_titles": ("rouge_l", "max"), "wikisql": ("exact", "max")}
 
 
@@ -45,7 +45,7 @@ class Copying(Config):
     most: int = 40  # words of an answer at most
 
 
-class Coded(NamedTuple):
+class CopyExample(NamedTuple):
     """An example in extended ids."""
 
     source: list[int]
@@ -64,8 +64,8 @@ class CopyTask(Task):
 
     def __init__(self, config: Copying) -> None:
         super().__init__(config)
-        if config.task not in READ:
-            raise ValueError(unknown("copying has no task", config.task, READ))
+        if config.task not in COPY_READERS:
+            raise ValueError(unknown("copying has no task", config.task, COPY_READERS))
         if config.copy and config.smoothing:
             raise ValueError("smoothing gives some probability to every word, and a source cannot say them all: use copy=false")
         if not config.copy and (config.coverage or config.pointers != 1):
@@ -80,10 +80,10 @@ class CopyTask(Task):
         self.wanted: dict[str, list[list[str]]] = {}
 
     def read(self, folder: Path | None = None) -> None:
-        config, parts = self.config, READ[self.config.task](find(self.config.task, folder))
+        config, parts = self.config, COPY_READERS[self.config.task](find(self.config.task, folder))
         longest = min(config.most, config.max_len)
         texts = {
-            name: [(self._cut(pair.source), words(pair.target)) for pair in pairs]
+            name: [(self._cut(pair.source), split_words(pair.target)) for pair in pairs]
             for name, pairs in zip(("train", "val", "test"), parts, strict=True)
         }
         if self.vocabulary is None:
@@ -94,13 +94,13 @@ class CopyTask(Task):
         self.splits = {name: [self._coded(*pair) for pair in pairs] for name, pairs in texts.items()}
 
     def _cut(self, text: str) -> list[str]:
-        return words(text)[: min(self.config.cut, self.config.max_len)]
+        return split_words(text)[: min(self.config.cut, self.config.max_len)]
 
-    def _coded(self, source: list[str], target: list[str]) -> Coded:
+    def _coded(self, source: list[str], target: list[str]) -> CopyExample:
         vocab = self._words()
-        ids, oov = extended(source, vocab)
-        said = target_extended(target, vocab, oov) if self.config.copy else vocab.encode_words(target)
-        return Coded(ids, [*said, END], oov)
+        ids, oov = extend_ids(source, vocab)
+        said = extend_target_ids(target, vocab, oov) if self.config.copy else vocab.encode_words(target)
+        return CopyExample(ids, [*said, END], oov)
 
     def _words(self) -> Words:
         return learned(self.vocabulary)
@@ -114,10 +114,10 @@ class CopyTask(Task):
             raise ValueError(f"copying is by words, but vocabulary.json is of the kind {found.kind!r}")
         self.vocabulary = found
 
-    def size(self, example: Coded) -> int:
+    def size(self, example: CopyExample) -> int:
         return max(len(example.source), len(example.target))
 
-    def batch(self, examples: Sequence[Coded]) -> Batch:
+    def batch(self, examples: Sequence[CopyExample]) -> Batch:
         source, source_valid = padded([example.source or [UNKNOWN] for example in examples], multiple=self.multiple)
         target, target_valid = padded([example.target for example in examples], multiple=self.multiple)
         known = source.masked_fill(source >= len(self._words()), UNKNOWN)
@@ -125,7 +125,7 @@ class CopyTask(Task):
 
     def model(self) -> nn.Module:
         config, vocab = self.config, len(self._words())
-        return copier(config, vocab, heads=config.pointers) if config.copy else translator(config, vocab)
+        return pointer_generator(config, vocab, heads=config.pointers) if config.copy else translator(config, vocab)
 
     def loss(self, model: Any, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every step
         source, source_valid, target, target_valid, extra = batch
@@ -161,22 +161,22 @@ class CopyTask(Task):
             scores["oov_recall"] = share
         return scores
 
-    def _loss(self, model: nn.Module, examples: Sequence[Coded]) -> float:
+    def _loss(self, model: nn.Module, examples: Sequence[CopyExample]) -> float:
         rows, device = sorted(examples, key=self.size), device_under(model)
         rows = [row for row in rows if len(row.target) <= self.config.max_len]  # longer ones cannot be followed to their end
         with resting(model):
             losses = [self.loss(model, self.batch(rows[i : i + 100]).to(device), 0) for i in range(0, len(rows), 100)]
         return sum(float(x.parts["nll"]) for x in losses) / max(1, sum(int(x.over) for x in losses))
 
-    def _answers(self, model: nn.Module, examples: Sequence[Coded], beams: int) -> list[list[str]]:
+    def _answers(self, model: nn.Module, examples: Sequence[CopyExample], beams: int) -> list[list[str]]:
         with resting(model):
             ids = in_order(examples, self.size, DECODING // beams, lambda rows: self._say(model, rows, beams))
         return [
-            spoken(row, self._words(), example.oov) if example.source else []  # nothing is said to nothing
+            extended_words(row, self._words(), example.oov) if example.source else []  # nothing is said to nothing
             for row, example in zip(ids, examples, strict=True)
         ]
 
-    def _say(self, model: Any, rows: list[Coded], beams: int) -> list[list[int]]:
+    def _say(self, model: Any, rows: list[CopyExample], beams: int) -> list[list[int]]:
         batch = self.batch(rows).to(device_under(model))
         source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
         state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
@@ -197,7 +197,7 @@ def oov_recall(oov: Sequence[Sequence[str]], said: Sequence[Sequence[str]], want
     return 100 * found / asked if asked else None
 
 
-def acl_titles() -> Copying:
+def acl_titles_config() -> Copying:
     return Copying(
         task="acl_titles",
         precision="tf32",
@@ -223,7 +223,7 @@ def acl_titles() -> Copying:
     )
 
 
-def wikisql() -> Copying:
+def wikisql_config() -> Copying:
     return Copying(
         task="wikisql",
         precision="tf32",

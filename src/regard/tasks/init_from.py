@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from regard.config import Config
-from regard.training.checkpoints import Run, load_run, weights_of
+from regard.training.checkpoints import SavedRun, load_run, weights_of
 
-T = TypeVar("T")
+ExampleT = TypeVar("ExampleT")
 SAME = ("heads", "norm", "activation", "positions", "units", "lower")  # weights fit another one of these, and mean nothing there
 
 
-def begun(config: Any) -> Run:
+def initialized_from(config: Any) -> SavedRun:
     """The run that `begin_from` names, if its weights mean the same here."""
     where = f"begin_from={config.begin_from}"
     try:
@@ -37,7 +37,7 @@ def slots_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in weights_of(model).items() if name.startswith("slots.")}
 
 
-def short_enough(examples: Sequence[T], size: Callable[[T], int], config: Config) -> list[T]:
+def short_enough(examples: Sequence[ExampleT], size: Callable[[ExampleT], int], config: Config) -> list[ExampleT]:
     """Those that the model can read and say; how many are left out is said."""
     kept = [example for example in examples if size(example) <= config.max_len]
     if examples and not kept:

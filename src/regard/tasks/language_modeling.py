@@ -14,10 +14,10 @@ from torch import nn
 from regard.checks import need
 from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
-from regard.data.datasets import shakespeare as read_shakespeare
+from regard.data.datasets import read_shakespeare
 from regard.data.locate import find
 from regard.data.vocabulary import Characters, vocabulary
-from regard.decoding import Rules, Sample, say
+from regard.decoding import Constraints, Sample, generate
 from regard.models.build import language_model
 from regard.tasks.support import device_under, resting
 from regard.tasks.task import Step, Task
@@ -103,18 +103,20 @@ class LanguageTask(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
         """How the text goes on, drawn by chance with a fixed seed."""
-        rules = Rules(END, most=self.config.most, never=(PAD, UNKNOWN, BEGIN, MASK))
+        constraints = Constraints(END, max_new_tokens=self.config.most, banned=(PAD, UNKNOWN, BEGIN, MASK))
         device, answers = device_under(model), []
         for line in lines:
             prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.most) :]
             choice = Sample(temperature=self.config.temperature, seed=self.config.seed)
             with resting(model):
-                said = say(model, model.start(1), torch.tensor([prompt], device=device), rules=rules, choice=choice)[0]
+                said = generate(
+                    model, model.start(1), torch.tensor([prompt], device=device), constraints=constraints, choice=choice
+                )[0]
             answers.append(line + self.characters.decode(said))
         return answers
 
 
-def shakespeare() -> Language:
+def shakespeare_config() -> Language:
     return Language(
         task="shakespeare",
         precision="tf32",

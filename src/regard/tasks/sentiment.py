@@ -11,13 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.feedforward import share
+from regard.blocks.feedforward import check_fraction
 from regard.checks import need
 from regard.config import Config
 from regard.data import synthetic
 from regard.data.batch import BEGIN, MASK, Batch, padded
-from regard.data.datasets import Labelled
-from regard.data.datasets import imdb as read_imdb
+from regard.data.datasets import LabelledText, read_imdb
 from regard.data.locate import find
 from regard.data.text_files import DataError
 from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
@@ -29,10 +28,10 @@ from regard.tasks.task import Step, Task
 from regard.text import unknown
 from regard.training.losses import Loss, cross_entropy
 
-READING = 100_000  # tokens of a batch when nothing is kept for a backward pass
-UNITS = ("subwords", "words", "bytes")
+INFERENCE_TOKENS = 100_000  # tokens of a batch when nothing is kept for a backward pass
+REVIEW_UNITS = ("subwords", "words", "bytes")
 
-Coded = tuple[list[int], int]
+ReviewExample = tuple[list[int], int]
 
 
 @dataclass
@@ -60,11 +59,11 @@ class SentimentTask(Task):
 
     def __init__(self, config: Sentiment) -> None:
         super().__init__(config)
-        choice_of("units", config.units, UNITS)
+        choice_of("units", config.units, REVIEW_UNITS)
         choice_of("pool", config.pool, POOLS)
         need("cut", config.cut, 3)
         check_vocab(config.units, config.vocab)
-        share("forget", config.forget)
+        check_fraction("forget", config.forget)
         self.vocabulary: Vocabulary | None = None
         self.labels: list[int | str] = []
 
@@ -88,7 +87,7 @@ class SentimentTask(Task):
             return Words.of(texts, size=self.config.vocab)
         return Subwords.of(texts, size=self.config.vocab)
 
-    def _coded(self, part: Sequence[Labelled]) -> list[Coded]:
+    def _coded(self, part: Sequence[LabelledText]) -> list[ReviewExample]:
         places = {label: place for place, label in enumerate(self.labels)}
         for x in part:
             if x.label not in places:
@@ -111,10 +110,10 @@ class SentimentTask(Task):
     def restore(self, assets: Mapping[str, str]) -> None:
         self.vocabulary, self.labels = vocabulary(assets["vocabulary.json"]), kept_labels(assets, "labels.json")
 
-    def size(self, example: Coded) -> int:
+    def size(self, example: ReviewExample) -> int:
         return len(example[0])
 
-    def batch(self, examples: Sequence[Coded]) -> Batch:
+    def batch(self, examples: Sequence[ReviewExample]) -> Batch:
         source, valid = padded([row for row, _ in examples], multiple=self.multiple)
         return Batch(source, valid, torch.tensor([label for _, label in examples]))
 
@@ -139,13 +138,13 @@ class SentimentTask(Task):
         right = sum(label == found for (_, label), found in zip(examples, self._labelled(model, examples), strict=True))
         return {"accuracy": 100 * right / max(1, len(examples)), "texts": float(len(examples))}
 
-    def _labelled(self, model: nn.Module, examples: Sequence[Coded]) -> list[int]:
-        def answer(part: list[Coded]) -> list[int]:
+    def _labelled(self, model: nn.Module, examples: Sequence[ReviewExample]) -> list[int]:
+        def answer(part: list[ReviewExample]) -> list[int]:
             batch = self.batch(part).to(device_under(model))
             return model(batch.source, batch.source_valid).argmax(-1).tolist()
 
         with resting(model):
-            return in_order(examples, self.size, READING, answer)
+            return in_order(examples, self.size, INFERENCE_TOKENS, answer)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         said = [(line, (row, 0)) for line, row in zip(lines, self._rows(lines), strict=True)]
@@ -172,10 +171,10 @@ class ReviewTask(SentimentTask):
 
 class PolarityTask(ReviewTask):
     def examples(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
-        return synthetic.sentiment()
+        return synthetic.opinion_sentences()
 
 
-def imdb() -> Sentiment:
+def imdb_config() -> Sentiment:
     return Sentiment(
         task="imdb",
         precision="tf32",
@@ -198,7 +197,7 @@ def imdb() -> Sentiment:
     )
 
 
-def polarity() -> Sentiment:
+def polarity_config() -> Sentiment:
     return Sentiment(
         task="polarity",
         units="words",

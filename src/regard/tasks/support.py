@@ -12,9 +12,9 @@ from regard.checks import need
 from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN
 from regard.data.strict_json import JsonError, read_value
-from regard.data.vocabulary import FIRST
-from regard.decoding import Rules, beam, say
-from regard.runtime.static_decoder import Ready, unready
+from regard.data.vocabulary import FIRST_TEXT_ID
+from regard.decoding import Constraints, beam, generate
+from regard.runtime.static_decoder import StaticDecoder, why_not_static
 from regard.text import unknown
 from regard.training.decoder_inputs import resting
 
@@ -23,18 +23,18 @@ __all__ = [
     "check_part",
     "check_vocab",
     "choice_of",
+    "constraints_of",
     "device_under",
     "in_order",
     "kept_labels",
     "learned",
     "resting",
-    "rules_of",
     "speaker",
     "spoken_by",
 ]
 
 V = TypeVar("V")
-T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 R = TypeVar("R")
 Answers = list[list[int]]
 
@@ -43,7 +43,9 @@ def device_under(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def in_order(examples: Sequence[T], size: Callable[[T], int], most: int, answer: Callable[[list[T]], Sequence[R]]) -> list[R]:
+def in_order(
+    examples: Sequence[ItemT], size: Callable[[ItemT], int], most: int, answer: Callable[[list[ItemT]], Sequence[R]]
+) -> list[R]:
     """An answer for every example, in their order, computed in batches of similar size, of at most `most` tokens with padding."""
     order = sorted(range(len(examples)), key=lambda i: -size(examples[i]))
     found: list[R | None] = [None] * len(examples)
@@ -77,23 +79,23 @@ def kept_labels(assets: Mapping[str, str], name: str, key: str | None = None) ->
     return found
 
 
-def rules_of(config: Config, most: int) -> Rules:
+def constraints_of(config: Config, most: int) -> Constraints:
     """Of an answer: `most` tokens, as far as the model reaches, and no special ones."""
-    return Rules(END, most=min(most, config.max_len), never=(PAD, UNKNOWN, BEGIN, MASK))
+    return Constraints(END, max_new_tokens=min(most, config.max_len), banned=(PAD, UNKNOWN, BEGIN, MASK))
 
 
 def speaker(model: Any, most: int) -> Any:
     """Who says `most` tokens for a model: on a CPU itself made ready, if it can be; on a GPU every shape would need a graph."""
-    return model if device_under(model).type != "cpu" or unready(model) else Ready(model, room=most + 1)
+    return model if device_under(model).type != "cpu" or why_not_static(model) else StaticDecoder(model, room=most + 1)
 
 
 def spoken_by(model: Any, state: Any, rows: Tensor, *, config: Config, most: int, beams: int, early: bool = False) -> Answers:
     """What a decoder says from a state of as many rows: greedily, or the best of some beams."""
-    rules = rules_of(config, most)
+    constraints = constraints_of(config, most)
     begin = torch.full((len(rows), 1), BEGIN, device=rows.device)
     if beams == 1:
-        return say(model, state, begin, rules=rules)
-    best = beam(model, state, begin, rules=rules, width=beams, penalty=config.penalty, early=early)
+        return generate(model, state, begin, constraints=constraints)
+    best = beam(model, state, begin, constraints=constraints, width=beams, penalty=config.penalty, early=early)
     return [row[0] if row else [] for row in best.answers(END)]
 
 
@@ -109,7 +111,7 @@ def check_lengths(rows: Sequence[Sequence[Any]], most: int) -> None:
 def check_vocab(units: str, size: int) -> None:
     """That there is room for what every vocabulary has."""
     if units in ("subwords", "words"):
-        need("vocab", size, FIRST + 256 if units == "subwords" else FIRST + 1)
+        need("vocab", size, FIRST_TEXT_ID + 256 if units == "subwords" else FIRST_TEXT_ID + 1)
 
 
 def check_part(name: str, value: float) -> None:

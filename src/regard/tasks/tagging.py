@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from regard.blocks.feedforward import share
+from regard.blocks.feedforward import check_fraction
 from regard.checks import need
 from regard.config import Config
 from regard.data import synthetic
 from regard.data.batch import NO_LABEL, Batch, padded
-from regard.data.datasets import Tagged
-from regard.data.datasets import ewt as read_ewt
+from regard.data.datasets import Tagged, read_ewt
 from regard.data.locate import find
 from regard.data.vocabulary import Characters, Words, vocabulary
 from regard.models.build import added, encoder
@@ -31,7 +30,7 @@ from regard.tasks.support import check_lengths, device_under, in_order, kept_lab
 from regard.tasks.task import Step, Task
 from regard.training.losses import Loss, cross_entropy
 
-READING = 20_000  # tokens of a batch when nothing is kept for a backward pass
+TAGGING_TOKENS = 20_000  # tokens of a batch when nothing is kept for a backward pass
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Tagging(Config):
     fine: float = 1.0  # weight of the finer tags of the data, which it learns beside the others; they are not scored
 
 
-class Coded(NamedTuple):
+class TaggedExample(NamedTuple):
     """A sentence."""
 
     words: list[list[int]]  # of every word its number and those of its letters
@@ -64,7 +63,7 @@ class TaggingTask(Task):
         need("letters", config.letters, 2)
         need("spelling", config.spelling)
         need("min_count", config.min_count)
-        share("forget", config.forget)
+        check_fraction("forget", config.forget)
         if config.fine < 0:
             raise ValueError(f"fine is a weight, at least 0, not {config.fine!r}")
         self.words, self.characters, self.tags = Words([]), Characters([]), list[str]()
@@ -76,7 +75,7 @@ class TaggingTask(Task):
     def read(self, folder: Path | None = None) -> None:
         parts = dict(zip(("train", "val", "test"), self.sentences(folder), strict=True))
         if not self.tags:
-            self.words = Words.of((_plain(x.words) for x in parts["train"]), min_count=self.config.min_count)
+            self.words = Words.of((_normalized_words(x.words) for x in parts["train"]), min_count=self.config.min_count)
             self.characters = Characters.of(word for x in parts["train"] for word in x.words)
             self.tags = sorted({tag for x in parts["train"] for tag in x.tags})
             fine = {tag for x in parts["train"] for tag in x.fine}
@@ -96,14 +95,14 @@ class TaggingTask(Task):
         self.words, self.characters = words, characters
         self.tags, self.fine = (kept_labels(assets, "tags.json", key) for key in ("tags", "fine"))
 
-    def _coded(self, x: Tagged) -> Coded:
+    def _coded(self, x: Tagged) -> TaggedExample:
         known = {tag: number for number, tag in enumerate(self.tags)}
         finer = {tag: number for number, tag in enumerate(self.fine)}
         labels = [known.get(tag, NO_LABEL) for tag in x.tags]
-        return Coded(self._spelled(x.words), labels, [finer.get(tag, NO_LABEL) for tag in x.fine] if finer else [])
+        return TaggedExample(self._spelled(x.words), labels, [finer.get(tag, NO_LABEL) for tag in x.fine] if finer else [])
 
     def _spelled(self, words: Sequence[str]) -> list[list[int]]:
-        numbers = self.words.encode_words(_plain(words))
+        numbers = self.words.encode_words(_normalized_words(words))
         return [[number, *self._letters(word)] for number, word in zip(numbers, words, strict=True)]
 
     def _letters(self, word: str) -> list[int]:
@@ -111,10 +110,10 @@ class TaggingTask(Task):
         letters, half = self.characters.encode(word), self.config.letters // 2
         return letters if len(letters) <= 2 * half else letters[:half] + letters[-half:]
 
-    def size(self, example: Coded) -> int:
+    def size(self, example: TaggedExample) -> int:
         return len(example.words)
 
-    def batch(self, examples: Sequence[Coded]) -> Batch:
+    def batch(self, examples: Sequence[TaggedExample]) -> Batch:
         labels, valid = padded([x.labels for x in examples], NO_LABEL)
         b, n = labels.shape
         spelled = np.zeros((b, n, 1 + self.config.letters), np.int64)
@@ -153,19 +152,19 @@ class TaggingTask(Task):
         pairs = [pair for x, tags in zip(examples, found, strict=True) for pair in zip(x.labels, tags, strict=True)]
         return {"accuracy": 100 * sum(a == b for a, b in pairs) / max(1, len(pairs)), "words": float(len(pairs))}
 
-    def _tagged(self, model: nn.Module, examples: Sequence[Coded]) -> list[list[int]]:
-        def answer(part: list[Coded]) -> list[list[int]]:
+    def _tagged(self, model: nn.Module, examples: Sequence[TaggedExample]) -> list[list[int]]:
+        def answer(part: list[TaggedExample]) -> list[list[int]]:
             batch = self.batch(part).to(device_under(model))
             best = model(batch.source, batch.source_valid)[..., : len(self.tags)].argmax(-1).tolist()
             return [row[: self.size(x)] for row, x in zip(best, part, strict=True)]
 
         with resting(model):
-            return in_order(examples, self.size, READING, answer)
+            return in_order(examples, self.size, TAGGING_TOKENS, answer)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         texts = [re.findall(r"\w+(?:[-.]\w+)*(?=n't\b)|n't\b|\w+(?:[-.]\w+)*|'\w+|[^\w\s]", line) for line in lines]
         check_lengths(texts, self.config.max_len)
-        full = [(words, Coded(self._spelled(words), [0] * len(words), [NO_LABEL] * len(words))) for words in texts]
+        full = [(words, TaggedExample(self._spelled(words), [0] * len(words), [NO_LABEL] * len(words))) for words in texts]
         found = iter(self._tagged(model, [coded for words, coded in full if words]))
         tagged = [zip(words, next(found), strict=True) if words else () for words, _ in full]
         return [" ".join(f"{word}/{self.tags[tag]}" for word, tag in row) for row in tagged]
@@ -173,15 +172,15 @@ class TaggingTask(Task):
 
 class SawTask(TaggingTask):
     def sentences(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
-        return synthetic.tagging()
+        return synthetic.tagging_sentences()
 
 
-def _plain(words: Sequence[str]) -> list[str]:
+def _normalized_words(words: Sequence[str]) -> list[str]:
     """As a word is looked up: lower-cased, digits alike. Letters still show what was written."""
     return [re.sub(r"\d", "0", word.lower()) for word in words]
 
 
-def ewt() -> Tagging:
+def ewt_config() -> Tagging:
     return Tagging(
         task="ewt",
         mixer=["rnn", "rnn", "softmax"],
@@ -208,7 +207,7 @@ def ewt() -> Tagging:
     )
 
 
-def saw() -> Tagging:
+def saw_config() -> Tagging:
     return Tagging(
         task="saw",
         width=64,

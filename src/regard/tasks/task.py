@@ -13,7 +13,7 @@ from regard.data.batch import Batch
 from regard.training.losses import Loss
 
 Step = int | Tensor  # the number of an update, from 1; in captured passes (`config.graphs`) only the device knows it
-Splits = Mapping[str, Sequence[Any]]
+SplitExamples = Mapping[str, Sequence[Any]]
 
 
 class Task:
@@ -30,7 +30,7 @@ class Task:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.splits: Splits = {}
+        self.splits: SplitExamples = {}
 
     def read(self, folder: Path | None = None) -> None:
         """Find the data, learn vocabularies from its training part, and encode it into `splits`."""

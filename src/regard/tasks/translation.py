@@ -12,48 +12,48 @@ from torch import nn
 from regard.checks import need
 from regard.data import synthetic
 from regard.data.batch import END, UNKNOWN, Batch, padded
-from regard.data.bpe_dropout import Wavering
-from regard.data.datasets import multi30k as read_multi30k
+from regard.data.bpe_dropout import BpeDropout
+from regard.data.datasets import read_multi30k
 from regard.data.locate import find
-from regard.data.text_files import Pair, lines
+from regard.data.text_files import Pair, read_lines
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
-from regard.decoding.nat_decoding import say_at_once
+from regard.decoding.nat_decoding import generate_nat
 from regard.models.build import translator
-from regard.models.nat import COPIES, parallel
+from regard.models.nat import COPIES, nat_translator
 from regard.scores import bleu, exact_match
-from regard.tasks.init_from import begun, check_slots, short_enough, slots_of
+from regard.tasks.init_from import check_slots, initialized_from, short_enough, slots_of
 from regard.tasks.support import (
     check_lengths,
     check_part,
     check_vocab,
     choice_of,
+    constraints_of,
     device_under,
     in_order,
     learned,
     resting,
-    rules_of,
     speaker,
     spoken_by,
 )
 from regard.tasks.task import Step, Task
 from regard.tasks.translation_config import Translation
-from regard.training.checkpoints import Run, put_weights
-from regard.training.decoder_modes import MODES, SAMPLED, agreeing, teacher_forcing
+from regard.training.checkpoints import SavedRun, put_weights
+from regard.training.decoder_modes import MODES, SAMPLED, rdrop, teacher_forcing
 from regard.training.losses import Loss
-from regard.training.nat_loss import glance_at
-from regard.training.nat_loss import loss as loss_at_once
+from regard.training.nat_loss import glancing
+from regard.training.nat_loss import nat_loss as loss_at_once
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
-from regard.training.scheduled_sampling import FORMS, SCHEDULES, Own
-from regard.training.scheduled_sampling import share as share_of_truth
+from regard.training.scheduled_sampling import OWN_FORMS, SAMPLING_SCHEDULES, OwnTokens
+from regard.training.scheduled_sampling import truth_probability as share_of_truth
 
 DECODING, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
 SPELLINGS = 8  # of every training text, where subwords waver
-TOGETHER = 1000  # sources that are answered before their answers are kept
-UNITS = ("subwords", "words", "characters")
+SOURCES_PER_CHUNK = 1000  # sources that are answered before their answers are kept
+TEXT_UNITS = ("subwords", "words", "characters")
 REWARDED = ("self_critical", "minimum_risk")  # trained on BLEU itself
 DECODERS = ("autoregressive", "ctc", "masked", "length", "fixed")
 
-Coded = tuple[list[int], list[int]]  # source, and target with its END
+PairExample = tuple[list[int], list[int]]  # source, and target with its END
 
 
 class TranslationTask(Task):
@@ -65,13 +65,13 @@ class TranslationTask(Task):
 
     def __init__(self, config: Translation) -> None:
         super().__init__(config)
-        choice_of("units", config.units, UNITS)
+        choice_of("units", config.units, TEXT_UNITS)
         choice_of("decoder", config.decoder, DECODERS)
         choice_of("mode", config.mode, [*MODES, *REWARDED])
-        choice_of("truth", config.truth, list(SCHEDULES))
-        choice_of("own", config.own, FORMS)
+        choice_of("truth", config.truth, list(SAMPLING_SCHEDULES))
+        choice_of("own", config.own, OWN_FORMS)
         choice_of("slots", config.slots, COPIES)
-        self.own = Own(config.own, alpha=config.alpha, through=config.through)
+        self.own = OwnTokens(config.own, alpha=config.alpha, through=config.through)
         check_vocab(config.units, config.vocab)
         if config.waver and config.units != "subwords":
             raise ValueError(f"waver is for units='subwords': {config.units} are not merged")
@@ -88,7 +88,7 @@ class TranslationTask(Task):
         self.steady = config.mode in ("teacher", "agree") and config.decoder != "fixed"  # that one looks how long targets are
         self.vocabulary: Vocabulary | None = None
         self.finished = False  # restored from a run: it has learned all it will
-        self.begun: Run | None = None  # the run that it starts from
+        self.begun: SavedRun | None = None  # the run that it starts from
         self.texts: dict[str, list[Pair]] = {}
 
     def pairs(self, folder: Path | None) -> Any:
@@ -98,7 +98,7 @@ class TranslationTask(Task):
     def read(self, folder: Path | None = None) -> None:
         train, val, test = self.pairs(folder)
         if self.config.begin_from and not self.finished:
-            self.begun = begun(self.config)
+            self.begun = initialized_from(self.config)
             self.vocabulary = vocabulary(self.begun.assets["vocabulary.json"])
         self.texts = {"train": self._taught(train), "val": val, "test": test}
         if self.vocabulary is None:
@@ -112,12 +112,12 @@ class TranslationTask(Task):
             check_slots(self.splits["train"], self.config.upsample)
         self.sample = val[0].source if val else ""
 
-    def _spellings(self) -> list[Coded]:
+    def _spellings(self) -> list[PairExample]:
         """The training texts in other subwords, again and again."""
         words, pairs = self._words(), self.texts["train"]
         assert isinstance(words, Subwords)
         texts = [self._cased(text) for pair in pairs for text in pair]
-        rounds = Wavering(words, self.config.waver, self.config.seed).rounds(texts, SPELLINGS)
+        rounds = BpeDropout(words, self.config.waver, self.config.seed).rounds(texts, SPELLINGS)
         return [(found[i], [*found[i + 1], END]) for found in rounds for i in range(0, len(found), 2)]
 
     def _learn(self, texts: list[str]) -> Vocabulary:
@@ -131,7 +131,7 @@ class TranslationTask(Task):
         """What is learned from: the targets of the data, or those of a teacher."""
         if not self.config.teacher or self.finished:
             return list(train)
-        answers = list(lines(Path(self.config.teacher)))
+        answers = list(read_lines(Path(self.config.teacher)))
         if len(answers) != len(train):
             raise ValueError(
                 f"{self.config.teacher} has {len(answers):,} lines, but there are {len(train):,} training sources: "
@@ -139,7 +139,7 @@ class TranslationTask(Task):
             )
         return [Pair(pair.source, answer) for pair, answer in zip(train, answers, strict=True) if answer]
 
-    def _coded(self, pair: Pair) -> Coded:
+    def _coded(self, pair: Pair) -> PairExample:
         return self._code(pair.source), [*self._code(pair.target), END]
 
     def _code(self, text: str) -> list[int]:
@@ -157,10 +157,10 @@ class TranslationTask(Task):
     def restore(self, assets: Mapping[str, str]) -> None:
         self.vocabulary, self.finished = vocabulary(assets["vocabulary.json"]), True
 
-    def size(self, example: Coded) -> int:
+    def size(self, example: PairExample) -> int:
         return max(len(example[0]), len(example[1]))
 
-    def batch(self, examples: Sequence[Coded]) -> Batch:
+    def batch(self, examples: Sequence[PairExample]) -> Batch:
         source, source_valid = padded([source for source, _ in examples], multiple=self.multiple)
         target, target_valid = padded([target for _, target in examples], multiple=self.multiple)
         return Batch(source, source_valid, target, target_valid)
@@ -172,7 +172,7 @@ class TranslationTask(Task):
             made = translator(config, vocab)
         else:
             kind = f"length(copy={config.slots!r})" if config.decoder == "length" else config.decoder
-            made = parallel(config, vocab, kind=kind, upsample=config.upsample)
+            made = nat_translator(config, vocab, kind=kind, upsample=config.upsample)
         if self.begun is not None:
             put_weights(made, {**slots_of(made), **self.begun.weights}, config.begin_from)
         return made
@@ -181,7 +181,7 @@ class TranslationTask(Task):
         config = self.config
         if config.decoder == "autoregressive":
             return self._spoken(model, batch, step)
-        shown = glance_at(step, config.steps, config.glance, 0.6 * config.glance)  # 0.5 -> 0.3, as in the paper
+        shown = glancing(step, config.steps, config.glance, 0.6 * config.glance)  # 0.5 -> 0.3, as in the paper
         if config.decoder == "masked" or not config.glance:
             shown = 0.0  # tokens are shown by chance already, or not at all
         agree = config.agree if config.mode == "agree" else 0.0
@@ -191,13 +191,15 @@ class TranslationTask(Task):
         """The loss of a decoder that goes from word to word, in the mode that was asked for."""
         config = self.config
         if config.mode == "agree":
-            return agreeing(model, batch, smoothing=config.smoothing, weight=config.agree, behind=True)
+            return rdrop(model, batch, smoothing=config.smoothing, weight=config.agree, behind=True)
         if config.mode == "teacher":
             return teacher_forcing(model, batch, smoothing=config.smoothing, behind=True)
         if config.mode == "self_critical":
-            return self_critical(model, batch, sentence_bleu, rules=rules_of(config, config.most))
+            return self_critical(model, batch, sentence_bleu, constraints=constraints_of(config, config.most))
         if config.mode == "minimum_risk":
-            return minimum_risk(model, batch, sentence_bleu, rules=rules_of(config, config.most), samples=config.samples)
+            return minimum_risk(
+                model, batch, sentence_bleu, constraints=constraints_of(config, config.most), samples=config.samples
+            )
         assert isinstance(step, int)  # these are not steady
         share = share_of_truth(config.truth, step, config.steps, config.floor)
         if config.mode in SAMPLED:
@@ -216,7 +218,7 @@ class TranslationTask(Task):
             return teacher_forcing(model, batch, behind=True)
         return loss_at_once(model, batch)
 
-    def _parts(self, split: str) -> list[list[Coded]]:
+    def _parts(self, split: str) -> list[list[PairExample]]:
         rows = sorted((row for row in self.splits[split] if self.size(row) <= self.config.max_len), key=self.size)
         return [rows[i : i + 200] for i in range(0, len(rows), 200)]
 
@@ -260,7 +262,7 @@ class TranslationTask(Task):
         else:
             lengths = self.config.lengths if self.config.decoder in ("length", "masked") else 1
             iterations = self.config.iterations if self.config.decoder == "masked" else 1
-            answers = say_at_once(model, source, valid, lengths=lengths, iterations=iterations)
+            answers = generate_nat(model, source, valid, lengths=lengths, iterations=iterations)
         return [[] if i in empty else answer for i, answer in enumerate(answers)]
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
@@ -273,8 +275,8 @@ class TranslationTask(Task):
 
         Beams end early: about two answers in a hundred are others then, and more than half of the time is saved.
         """
-        for i in range(done, len(self.texts["train"]), TOGETHER):
-            rows = [self._code(pair.source) for pair in self.texts["train"][i : i + TOGETHER]]
+        for i in range(done, len(self.texts["train"]), SOURCES_PER_CHUNK):
+            rows = [self._code(pair.source) for pair in self.texts["train"][i : i + SOURCES_PER_CHUNK]]
             yield [self._words().decode(answer) for answer in self.answers(model, rows, early=True)]
 
 
@@ -282,18 +284,18 @@ class NumbersTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
-        return synthetic.numbers()
+        return synthetic.number_words_pairs()
 
 
 class ReverseTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
-        return synthetic.copying("reverse")
+        return synthetic.string_pairs("reverse")
 
 
 class SayAgainTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002
-        return synthetic.copying("copy")
+        return synthetic.string_pairs("copy")

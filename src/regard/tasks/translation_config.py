@@ -34,7 +34,7 @@ class Translation(Config):
     lengths: int = 4  # masked, length: lengths that are tried
 
 
-def multi30k() -> Translation:
+def multi30k_config() -> Translation:
     return Translation(
         task="multi30k",
         precision="tf32",
@@ -79,13 +79,13 @@ def _small(task: str, units: str) -> Translation:
     )
 
 
-def numbers() -> Translation:
+def numbers_config() -> Translation:
     return _small("numbers", units="characters").replace({"steps": 1200, "validate_every": 300, "save_every": 300})
 
 
-def reverse() -> Translation:
+def reverse_config() -> Translation:
     return _small("reverse", units="words")
 
 
-def copy() -> Translation:
+def copy_config() -> Translation:
     return _small("copy", units="words")

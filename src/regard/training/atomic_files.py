@@ -19,7 +19,7 @@ class RunError(ValueError):
     """A sentence about a folder that cannot be used as it is, and what to do."""
 
 
-def write(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     """On the disk when this returns. It may be torn by a crash: give it a temporary name, or use `replace`."""
     with open(path, "wb") as file:
         file.write(data)
@@ -32,7 +32,7 @@ def replace(path: Path, data: bytes | str) -> None:
     torn = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(torn, data.encode() if isinstance(data, str) else data)
+        write_synced(torn, data.encode() if isinstance(data, str) else data)
         os.replace(torn, path)
         sync(path.parent)
     except BaseException as error:
@@ -66,13 +66,13 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def packed(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     from safetensors.torch import save
 
     return save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, dict(metadata or {}) or None)
 
 
-def unpacked(data: bytes, path: Path, advice: str) -> dict[str, Tensor]:
+def bytes_to_tensors(data: bytes, path: Path, advice: str) -> dict[str, Tensor]:
     """The tensors in what was read from a file; `advice` says what to do when it is broken."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -83,7 +83,7 @@ def unpacked(data: bytes, path: Path, advice: str) -> dict[str, Tensor]:
         raise RunError(f"{path} is no whole safetensors file ({error}): {advice}") from None
 
 
-def read(path: Path, advice: str) -> bytes:
+def read_bytes(path: Path, advice: str) -> bytes:
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:  # the second for a name that no file can have
@@ -92,7 +92,7 @@ def read(path: Path, advice: str) -> bytes:
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
-        found = read_value(read(path, advice))
+        found = read_value(read_bytes(path, advice))
     except JsonError as error:
         raise RunError(f"{path} is no whole JSON file ({error}): {advice}") from None
     if not isinstance(found, dict):
@@ -101,4 +101,4 @@ def read_json(path: Path, advice: str) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    return unpacked(read(path, "is the path right?"), path, "it was cut off or changed, so take another")
+    return bytes_to_tensors(read_bytes(path, "is the path right?"), path, "it was cut off or changed, so take another")

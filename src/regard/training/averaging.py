@@ -23,12 +23,12 @@ def average(many: Sequence[Path | Weights]) -> dict[str, Tensor]:
         raise ValueError("there is nothing to average")
     first, sums = None, {}
     for number, one in enumerate(many):
-        weights = _read(one) if isinstance(one, Path) else one
+        weights = _read_weights(one) if isinstance(one, Path) else one
         if first is None:
             first = weights
             sums = {name: _wide(x) for name, x in weights.items()}
             continue
-        _check(first, weights, str(one) if isinstance(one, Path) else f"number {number + 1}")
+        _check_same_model(first, weights, str(one) if isinstance(one, Path) else f"number {number + 1}")
         for name, x in weights.items():
             if _has_mean(x):
                 sums[name] += _wide(x)
@@ -36,7 +36,7 @@ def average(many: Sequence[Path | Weights]) -> dict[str, Tensor]:
     return {name: (sums[name] / len(many)).to(x.dtype) if _has_mean(x) else x.clone() for name, x in first.items()}
 
 
-def _read(path: Path) -> Weights:
+def _read_weights(path: Path) -> Weights:
     return read_tensors(path / "weights.safetensors" if path.is_dir() else path)
 
 
@@ -49,7 +49,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64, copy=True) if _has_mean(x) else x
 
 
-def _check(first: Weights, other: Weights, which: str) -> None:
+def _check_same_model(first: Weights, other: Weights, which: str) -> None:
     """That both are states of one model."""
     if different := sorted(set(first) ^ set(other)):
         raise ValueError(f"weights of different models have no mean: {which} and the first differ in {different[0]!r}")

@@ -39,19 +39,22 @@ class Checkpoint(NamedTuple):
         return self.state["step"]
 
 
-def save(out: Path, checkpoint: Checkpoint) -> Path:
+def save_checkpoint(out: Path, checkpoint: Checkpoint) -> Path:
     """A folder of its own, written under another name and then renamed: it is whole, or it is not there."""
     folder = out / "checkpoints"
     final = folder / f"step-{checkpoint.step:06d}"
     writing = folder / (WRITING + final.name)
-    data = {WEIGHTS: atomic_files.packed(checkpoint.weights), OPTIMIZER: atomic_files.packed(checkpoint.optimizer)}
+    data = {
+        WEIGHTS: atomic_files.tensors_to_bytes(checkpoint.weights),
+        OPTIMIZER: atomic_files.tensors_to_bytes(checkpoint.optimizer),
+    }
     state = {**checkpoint.state, "sha256": {name: atomic_files.digest(x) for name, x in data.items()}}
     data[STATE] = atomic_files.as_json({**state, "seal": _seal(state)}).encode()
     try:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
         for name, content in data.items():
-            atomic_files.write(writing / name, content)
+            atomic_files.write_synced(writing / name, content)
         atomic_files.sync(writing)
         if final.exists():
             _remove(final)
@@ -65,7 +68,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
     return final
 
 
-def load(path: Path, advice: str = "") -> Checkpoint:
+def load_checkpoint(path: Path, advice: str = "") -> Checkpoint:
     """A checkpoint as it was saved; anything else is refused, with an advice what to do."""
     advice = advice or f"delete the folder {path} to go on from the checkpoint before it"
     state = atomic_files.read_json(path / STATE, advice)
@@ -75,10 +78,10 @@ def load(path: Path, advice: str = "") -> Checkpoint:
         raise RunError(f"{path / STATE} is not as it was written (its SHA-256 differs): {advice}")
     tensors = {}
     for name in (WEIGHTS, OPTIMIZER):
-        data = atomic_files.read(path / name, advice)
+        data = atomic_files.read_bytes(path / name, advice)
         if atomic_files.digest(data) != state["sha256"].get(name):
             raise RunError(f"{path / name} is not as it was written (its SHA-256 differs): {advice}")
-        tensors[name] = atomic_files.unpacked(data, path / name, advice)
+        tensors[name] = atomic_files.bytes_to_tensors(data, path / name, advice)
     return Checkpoint(tensors[WEIGHTS], tensors[OPTIMIZER], state)
 
 
@@ -135,13 +138,13 @@ def locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(atomic_files.cannot_write(out, error)) from error
     try:
-        _lock(handle, out)
+        _run_lock(handle, out)
         yield
     finally:
         os.close(handle)
 
 
-def _lock(handle: int, out: Path) -> None:
+def _run_lock(handle: int, out: Path) -> None:
     try:
         import fcntl
     except ModuleNotFoundError:  # not on Windows
@@ -155,7 +158,7 @@ def _lock(handle: int, out: Path) -> None:
 # The run around the checkpoints
 
 
-class Run(NamedTuple):
+class SavedRun(NamedTuple):
     """What evaluation and prediction need of a finished run."""
 
     config: dict[str, Any]
@@ -209,11 +212,11 @@ def check_seals(out: Path) -> None:
     if not isinstance(seals, dict):
         raise RunError(f"{out / ABOUT} is not as it was written: {advice}")
     for name, seal in seals.items():
-        if atomic_files.digest(atomic_files.read(out / name, advice)) not in (seal if isinstance(seal, list) else [seal]):
+        if atomic_files.digest(atomic_files.read_bytes(out / name, advice)) not in (seal if isinstance(seal, list) else [seal]):
             raise RunError(f"{out / name} is not as it was written (its SHA-256 differs): {advice}")
 
 
-def load_run(out: Path) -> Run:
+def load_run(out: Path) -> SavedRun:
     """A finished run: its configuration as JSON, its assets by name, its chosen weights. See `usable` for others."""
     config = load_config(out)
     if config is None:
@@ -227,10 +230,10 @@ def load_run(out: Path) -> Run:
     check_seals(out)
     again = "train in the same folder again, and its checkpoints give it back" if steps(out) else "train again in another folder"
     advice = f"{again}, or copy the file from where it is whole"
-    data = atomic_files.read(out / WEIGHTS, advice)
+    data = atomic_files.read_bytes(out / WEIGHTS, advice)
     if atomic_files.digest(data) != result.get("sha256"):
         raise RunError(f"{out / WEIGHTS} is not as it was written (its SHA-256 differs): {advice}")
-    return Run(config, load_assets(out), atomic_files.unpacked(data, out / WEIGHTS, advice))
+    return SavedRun(config, load_assets(out), atomic_files.bytes_to_tensors(data, out / WEIGHTS, advice))
 
 
 def load_config(out: Path) -> dict[str, Any] | None:
@@ -243,7 +246,7 @@ def load_assets(out: Path) -> dict[str, str]:
     folder = out / "assets"
     paths = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     try:
-        return {path.name: atomic_files.read(path, "restore it").decode() for path in paths}
+        return {path.name: atomic_files.read_bytes(path, "restore it").decode() for path in paths}
     except UnicodeDecodeError:
         raise RunError(f"an asset in {folder} is no text: restore it, or train again in another folder") from None
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-NEVER = -1e4  # a log-probability that is 0 to every float, and yet has finite gradients
+CTC_LOG_ZERO = -1e4  # a log-probability that is 0 to every float, and yet has finite gradients
 
 
 def same(target: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def odds(logs: Tensor, columns: Tensor) -> Tensor:
 def certain(path: Tensor, logs: Tensor) -> Tensor:
     """Log-probabilities shaped as `logs` (b t c) of someone who is sure of the path (b t)."""
     here = path[..., None] == torch.arange(logs.shape[2], device=logs.device)
-    return torch.where(here, 0.0, NEVER).to(logs.dtype)
+    return torch.where(here, 0.0, CTC_LOG_ZERO).to(logs.dtype)
 
 
 def ctc(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def best_path(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
     """
     if not logs.shape[1]:
         return classes.new_zeros(len(logs), 0)
-    states, emit, skip = _states(logs, classes)
+    states, emit, skip = _ctc_states(logs, classes)
     price = F.pad(skip[..., None], (0, 2))  # of coming from two states before, from one before, from itself
     front = torch.arange(states.shape[1], device=logs.device) < 2
     best = F.pad(front.to(logs.dtype).log() + emit[:, 0], (2, 0), value=-torch.inf)
@@ -85,7 +85,7 @@ class States(NamedTuple):
     skip: Tensor  # (b s) what is added for coming from two states before: 0, or -inf where a blank must not be skipped
 
 
-def _states(logs: Tensor, classes: Tensor) -> States:
+def _ctc_states(logs: Tensor, classes: Tensor) -> States:
     states = classes.new_zeros(len(classes), 2 * classes.shape[1] + 1)
     states[:, 1::2] = classes
     alike = states == states.roll(2, 1)  # of the first two it means nothing: there is nobody before them
@@ -104,16 +104,16 @@ class _Paths(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
-        states, emit, skip = _states(logs, classes)
+        states, emit, skip = _ctc_states(logs, classes)
         here = torch.arange(states.shape[1], device=logs.device).expand_as(states)
         left = 2 * length[:, None] - here
         front, end = here < 2, (left == 0) | (left == 1)  # where paths may begin and where they may end
         if not ctx.needs_input_grad[0]:
-            return -_total(_sums(front, emit, skip)[-1] + emit[:, -1], end)
+            return -_log_total(_path_sums(front, emit, skip)[-1] + emit[:, -1], end)
         both = zip((front, emit, skip), (end.flip(1), emit.flip(1, 2), skip.flip(1).roll(2, 1)), strict=True)
-        to, on = _sums(*(torch.cat(pair) for pair in both)).transpose(0, 1).chunk(2)  # (b t s) each
+        to, on = _path_sums(*(torch.cat(pair) for pair in both)).transpose(0, 1).chunk(2)  # (b t s) each
         to = to + emit
-        total = _total(to[:, -1], end)
+        total = _log_total(to[:, -1], end)
         share = (to + on.flip(1, 2)).softmax(-1).masked_fill((total == -torch.inf)[:, None, None], 0)
         grad = torch.zeros_like(logs)
         grad.scatter_add_(2, classes[:, None].expand(-1, logs.shape[1], -1), share[..., 1::2])
@@ -127,7 +127,7 @@ class _Paths(torch.autograd.Function):
         return ctx.saved_tensors[0] * -up[:, None, None], None, None
 
 
-def _sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
+def _path_sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
     """log of the sum over all ways from `front` (b s) to a state, before it says anything: (t b s)."""
     b, t, s = emit.shape
     sums, now = emit.new_empty(t, b, s), emit.new_full((b, s + 2), -torch.inf)  # two more in front, where nobody comes from
@@ -138,6 +138,6 @@ def _sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
     return sums
 
 
-def _total(last: Tensor, end: Tensor) -> Tensor:
+def _log_total(last: Tensor, end: Tensor) -> Tensor:
     """log of the sum over all paths (b), from those to every state behind the last slot (b s)."""
     return last.masked_fill(~end, -torch.inf).logsumexp(1)

@@ -15,7 +15,7 @@ from regard.data.batch import BEGIN, Batch
 from regard.mixers.base import Core
 from regard.models.translator import Translator
 
-Feed = Callable[[int, Tensor | None], Tensor]
+DecoderInputs = Callable[[int, Tensor | None], Tensor]
 
 
 def sequence(batch: Batch) -> Tensor:
@@ -37,7 +37,7 @@ def before(x: Tensor, valid: Tensor | None = None) -> Tensor:
     """x (b m ...) of the real token before each; where there is none, any."""
     if valid is None:
         return torch.cat([x[:, :1], x[:, :-1]], 1)
-    at = _before(valid).clamp_min(0)
+    at = _previous_real(valid).clamp_min(0)
     return x.take_along_dim(at.view(*at.shape, *[1] * (x.dim() - 2)), 1)
 
 
@@ -45,7 +45,7 @@ def at_front(target: Tensor, valid: Tensor | None = None) -> Tensor:
     """(b m): nothing real stands before it."""
     if valid is None:
         return (torch.arange(target.shape[1], device=target.device) == 0).expand_as(target)
-    return _before(valid) < 0
+    return _previous_real(valid) < 0
 
 
 def told(target: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def told(target: Tensor, valid: Tensor | None = None) -> Tensor:
     return before(target, valid).masked_fill(at_front(target, valid), BEGIN)
 
 
-def _before(valid: Tensor) -> Tensor:
+def _previous_real(valid: Tensor) -> Tensor:
     """(b m): where the real token before each stands, -1 if nowhere."""
     at = torch.arange(valid.shape[1], device=valid.device)
     last = torch.where(valid, at, -1).cummax(1).values
@@ -65,7 +65,7 @@ def heeded(model: nn.Module, valid: Tensor | None) -> Tensor | None:
     return valid if any(isinstance(module, Core) and module.learns for module in model.modules()) else None
 
 
-def step_by_step(model: Translator, batch: Batch, feed: Feed) -> Tensor:
+def step_by_step(model: Translator, batch: Batch, feed: DecoderInputs) -> Tensor:
     """Scores (b m v) of a decoder that takes one token after another.
 
     `feed(i, scores)` is its input i, tokens (b 1) or vectors (b 1 w), after the scores (b 1 v) of its last real step (None: there

@@ -19,8 +19,8 @@ from regard.training import atomic_files, checkpoints, rng, run_info
 from regard.training.averaging import average
 from regard.training.interrupts import Interrupted, Interrupts
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
-from regard.training.metrics_log import Journal
-from regard.training.prefetch import batches_of
+from regard.training.metrics_log import MetricsLog
+from regard.training.prefetch import prefetch_batches
 from regard.training.progress import Lines, Progress, progress
 from regard.training.result import Result, finished
 from regard.training.trainer import device_of, rounded, trainer_in
@@ -41,39 +41,39 @@ def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto"
     `patience` has grown goes on from where it ended; schedules then are those of the larger number.
     """
     out, kind = Path(out), device_of(accelerator)
-    run_info.check(task)
+    run_info.check_task(task)
     if task.config.graphs and kind != "cuda":
         raise ValueError(f"graphs=true is for a CUDA device, but this run is on the {kind}: leave it out")
     with checkpoints.locked(out):
         checkpoints.clean(out)
-        config = run_info.settings(task)
+        config = run_info.config_json(task)
         grown = run_info.same_run(out, config, task.assets(), resume)
         if not grown and (result := finished(out)) is not None:
             if not quiet:
                 told = f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on"
                 Lines(0, console=Console()).note(told)
             return result
-        return _Run(task, out, kind, quiet).finish()
+        return _TrainingRun(task, out, kind, quiet).finish()
 
 
-class _Run:
+class _TrainingRun:
     """One process's part of a run."""
 
     def __init__(self, task: Task, out: Path, kind: str, quiet: bool) -> None:
         self.task, self.out, self.config = task, out, task.config
         self.name, self.way = task.best
-        rng.throw(self.config.seed)
+        rng.seed_all(self.config.seed)
         self.learner = Learner(task.model(), task.loss, self.config, kind)
         self.best: dict[str, Any] | None = None  # {"step": ..., "score": ...}
         self.waited, self.stopped, self.before, self.begun = 0, False, 0.0, time.monotonic()
         self.interrupts = Interrupts(quiet)
         found = checkpoints.latest(out)
-        self.start = checkpoints.load(found) if found else None
-        notes = run_info.begin(out, task, self.learner.model, kind)
+        self.start = checkpoints.load_checkpoint(found) if found else None
+        notes = run_info.begin_run(out, task, self.learner.model, kind)
         if self.start and found:
             self._put(self.start, found)
             notes.append(f"going on behind step {self.start.step}")
-        self.journal = Journal(out, after=self.learner.step)
+        self.journal = MetricsLog(out, after=self.learner.step)
         self.progress: Progress = progress(self.config.steps, self.learner.step, quiet=quiet)
         for note in notes:
             self.progress.note(note)
@@ -90,7 +90,7 @@ class _Run:
         try:
             due = self.start is not None and self.start.state.get("due", False)
             if due or (self.learner.step < self.config.steps and not self.stopped):
-                with self.interrupts, batches_of(self.task, self.learner.step, self.learner.kind) as batches:
+                with self.interrupts, prefetch_batches(self.task, self.learner.step, self.learner.kind) as batches:
                     self._train(batches)
             return self._end()
         finally:
@@ -114,7 +114,7 @@ class _Run:
         put_optimizer_state(learner.model, learner.optimizer, self.start.optimizer, where)
         if learner.scaler is not None:
             learner.scaler.load_state_dict(self.start.state["scaler"])
-        rng.put_back(self.start.state["dice"])
+        rng.set_rng_state(self.start.state["dice"])
         learner.put_unmeasured(self.start.state.get("unmeasured", []))
         if self.start.state.get("due", False):
             self._after(learner.step)
@@ -202,7 +202,7 @@ class _Run:
             "stopped": self.stopped,
             "skipped": learner.skipped,
             "scaler": learner.scaler.state_dict() if learner.scaler is not None else None,
-            "dice": rng.held(),
+            "dice": rng.rng_state(),
             **({"due": True, "unmeasured": learner.unmeasured()} if due else {}),
         }
 
@@ -210,7 +210,7 @@ class _Run:
         learner = self.learner
         made = optimizer_state(learner.model, learner.optimizer)
         with self.interrupts.held_back():
-            checkpoints.save(self.out, checkpoints.Checkpoint(checkpoints.weights_of(learner.model), made, state))
+            checkpoints.save_checkpoint(self.out, checkpoints.Checkpoint(checkpoints.weights_of(learner.model), made, state))
             self._prune(state["step"])
 
     def _prune(self, step: int) -> None:
@@ -247,7 +247,7 @@ class _Run:
 
     def _weights_at(self, step: int) -> dict[str, Tensor]:
         path = checkpoints.at(self.out, step)
-        return checkpoints.load(
+        return checkpoints.load_checkpoint(
             path, f"delete {path} and the folders of all later steps to go on from the checkpoint before"
         ).weights
 
@@ -255,11 +255,11 @@ class _Run:
         """Of weights that are not the model's, in the model, on the device of training."""
         self.learner.to(self.learner.kind)  # the Trainer takes it back to the CPU, and a resumed run never left it
         checkpoints.put_weights(self.learner.model, weights, "the average")
-        rng.put_back(checkpoints.load(checkpoints.at(self.out, self.learner.step)).state["dice"])
+        rng.set_rng_state(checkpoints.load_checkpoint(checkpoints.at(self.out, self.learner.step)).state["dice"])
         return float(self.score()[self.name])
 
     def _close(self, weights: dict[str, Tensor], named: str, averaged: float | None, chosen: str) -> Result:
-        data = atomic_files.packed(weights, {"step": named})  # one entry: several would be in any order
+        data = atomic_files.tensors_to_bytes(weights, {"step": named})  # one entry: several would be in any order
         best = self.best or {"score": None, "step": None}
         averaged = averaged if averaged is not None and math.isfinite(averaged) else None
         result = Result(self.learner.step, self.name, best["score"], best["step"], averaged, chosen, self.stopped, self.seconds)

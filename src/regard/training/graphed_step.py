@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.data.batch import Batch
-from regard.runtime.cuda_graph import Outside
+from regard.runtime.cuda_graph import ExternalReads
 from regard.training.losses import Loss
 
 Shape = tuple[tuple[str, torch.Size, torch.dtype] | None, ...]
 
 
-class Captured(NamedTuple):
+class CapturedPass(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Loss  # overwritten by every replay
@@ -34,7 +34,7 @@ class Captured(NamedTuple):
         return Loss(self.loss.total.clone(), self.loss.over.clone(), {name: x.clone() for name, x in self.loss.parts.items()})
 
 
-class Graphs:
+class GraphedStep:
     """Passes of a model: `graphs(batch)` adds the gradient of loss.total / unit to what `wanted` holds, and gives the loss.
 
     `forward` must not look at the device, and must draw its random numbers there. All work of training is done on the stream of
@@ -46,7 +46,7 @@ class Graphs:
         self.device = wanted[0].device
         self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self.seen: set[Shape] = set()
-        self.known: dict[Shape, Captured] = {}
+        self.known: dict[Shape, CapturedPass] = {}
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Graphs:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def __call__(self, batch: Batch) -> Loss:
-        shape = _shape(batch)
+        shape = _batch_shape(batch)
         if shape in self.known:
             return self.known[shape](batch)
         if shape not in self.seen:
@@ -79,10 +79,10 @@ class Graphs:
             )
         return loss
 
-    def _capture(self, batch: Batch) -> Captured:
+    def _capture(self, batch: Batch) -> CapturedPass:
         own, graph = batch.to(self.device), torch.cuda.CUDAGraph()
         self.stream.synchronize()
-        outside = Outside()
+        outside = ExternalReads()
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"), outside:
                 loss = self._run(own)
@@ -90,7 +90,7 @@ class Graphs:
             raise ValueError(
                 f"a pass of this model cannot be captured, use graphs=false: {str(error).splitlines()[0]}"
             ) from error
-        return Captured(graph, _tensors(own), loss, list(outside.read.values()))
+        return CapturedPass(graph, _tensors(own), loss, list(outside.read.values()))
 
     def _run(self, batch: Batch) -> Loss:
         loss = self.forward(batch)
@@ -102,7 +102,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return [x for x in (*batch[:4], *batch.extra.values()) if isinstance(x, Tensor)]
 
 
-def _shape(batch: Batch) -> Shape:
+def _batch_shape(batch: Batch) -> Shape:
     """What makes two batches the same list of kernels."""
     named = [*zip(Batch._fields, batch[:4], strict=False), *batch.extra.items()]
     return tuple(None if x is None else (name, x.shape, x.dtype) for name, x in named)

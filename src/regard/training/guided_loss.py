@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.mixers.attention import precise
+from regard.mixers.attention import no_autocast
 from regard.mixers.base import check_valid
 from regard.training.losses import Loss
 
 
-def diagonal(
+def guided_attention_loss(
     weights: Tensor, source_valid: Tensor | None = None, target_valid: Tensor | None = None, *, sharpness: float = 0.2
 ) -> Loss:
     """The guided attention loss: weight far from the diagonal costs. Tachibana et al. 2017, arXiv:1710.08969.
@@ -24,15 +24,15 @@ def diagonal(
     b, h, m, n = weights.shape
     check_valid(source_valid, b, n, "the source")
     check_valid(target_valid, b, m, "the target")
-    i, rows = _places(target_valid, weights, m)
-    j, columns = _places(source_valid, weights, n)
+    i, rows = _relative_positions(target_valid, weights, m)
+    j, columns = _relative_positions(source_valid, weights, n)
     cost = 1 - torch.exp(-((j[:, None] - i[..., None]) ** 2) / (2 * sharpness**2))
     cost = (cost * rows[..., None] * columns[:, None]).to(weights.dtype)
-    with precise(weights):
+    with no_autocast(weights):
         return Loss(torch.einsum("bhmn,bmn->", weights, cost) / h, rows.sum())
 
 
-def _places(valid: Tensor | None, like: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _relative_positions(valid: Tensor | None, like: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Where tokens stand, from 0 to 1, and which are real: (b size) each."""
     real = torch.ones(len(like), size, dtype=torch.bool, device=like.device) if valid is None else valid
     at = real.cumsum(1) - real.long()

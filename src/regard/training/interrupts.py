@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-FIRST = b"\nstopping behind this update, which is saved; once more stops at once and loses what is not saved\n"
+FIRST_MESSAGE = b"\nstopping behind this update, which is saved; once more stops at once and loses what is not saved\n"
 
 
 class Interrupted(BaseException):
@@ -63,7 +63,7 @@ class Interrupts:
             self.pass_on(frame)
         if not self.quiet:
             with suppress(OSError):
-                os.write(2, FIRST)  # a handler may run inside of a write to any stream of Python's
+                os.write(2, FIRST_MESSAGE)  # a handler may run inside of a write to any stream of Python's
 
     def pass_on(self, frame: FrameType | None = None) -> NoReturn:
         """What the signal would have done without all this."""

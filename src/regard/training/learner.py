@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from regard.config import Config
 from regard.data.batch import Batch
 from regard.training.atomic_files import RunError
-from regard.training.graphed_step import Graphs
+from regard.training.graphed_step import GraphedStep
 from regard.training.losses import Loss
-from regard.training.lr_schedule import factor
+from regard.training.lr_schedule import lr_factor
 
 try:
     with warnings.catch_warnings():
@@ -58,7 +58,7 @@ class Learner(LightningModule):
         self.step = 0  # updates so far
         self.skipped = 0  # the last so many of them were
         self.pending: list[Update] = []
-        self.graphs: Graphs | None = None
+        self.graphs: GraphedStep | None = None
         self.clock: Tensor | None = None  # the update that is being made, where captured passes can read it
         self.scaler = torch.amp.GradScaler(kind) if config.precision == "16-mixed" else None
 
@@ -109,7 +109,7 @@ class Learner(LightningModule):
     def _replayed(self, passes: list[Batch]) -> None:
         """The same update from captured passes."""
         if self.graphs is None:
-            self.graphs = Graphs(self._forward, self.wanted, float(self.config.batch_tokens))
+            self.graphs = GraphedStep(self._forward, self.wanted, float(self.config.batch_tokens))
             self.clock = torch.zeros((), dtype=torch.long, device=self.wanted[0].device)
         assert self.clock is not None
         with self.graphs.on_stream():
@@ -150,7 +150,7 @@ class Learner(LightningModule):
     @property
     def rate(self) -> float:
         """Of the update that is being made."""
-        return self.config.lr * factor(self.config, self.step + 1)
+        return self.config.lr * lr_factor(self.config, self.step + 1)
 
     def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002
         self.after(self.step)
@@ -171,19 +171,22 @@ class Learner(LightningModule):
             "loss": sum(totals) / count,
             **{name: x for name, x in means.items() if name != "loss"},
             "tokens": sum(overs),
-            "lr": self.config.lr * factor(self.config, self.step),
+            "lr": self.config.lr * lr_factor(self.config, self.step),
             "norm": statistics.median(finite) if finite else math.nan,
         }
 
     def unmeasured(self) -> list[dict[str, Any]]:
         """Updates that `measured` has not seen yet, as JSON can hold them."""
-        return [{"parts": {k: _plain(x) for k, x in u.parts.items()}, "sums": [_plain(x) for x in u[:3]]} for u in self.pending]
+        return [
+            {"parts": {k: _tensor_json(x) for k, x in u.parts.items()}, "sums": [_tensor_json(x) for x in u[:3]]}
+            for u in self.pending
+        ]
 
     def put_unmeasured(self, kept: list[dict[str, Any]]) -> None:
         """The opposite of `unmeasured`, on the device of training."""
         for update in kept:
-            total, over, norm = (_tensor(x, self.device) for x in update["sums"])
-            self.pending.append(Update(total, over, norm, {k: _tensor(x, self.device) for k, x in update["parts"].items()}))
+            total, over, norm = (_json_tensor(x, self.device) for x in update["sums"])
+            self.pending.append(Update(total, over, norm, {k: _json_tensor(x, self.device) for k, x in update["parts"].items()}))
 
     def _gone_wrong(self, step: int, total: float, saved: str) -> str:
         what = f"the loss is {total}" if not math.isfinite(total) else "the gradient is not finite"
@@ -191,12 +194,12 @@ class Learner(LightningModule):
         return f"{what} at update {step}{row}: {saved}. Try a lower lr, a longer warmup, or a smaller clip, in another folder"
 
 
-def _plain(x: Tensor) -> list[Any]:
+def _tensor_json(x: Tensor) -> list[Any]:
     """A number and its type."""
     return [x.item(), str(x.dtype).removeprefix("torch.")]
 
 
-def _tensor(kept: list[Any], device: torch.device) -> Tensor:
+def _json_tensor(kept: list[Any], device: torch.device) -> Tensor:
     value, dtype = kept
     return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
 

@@ -11,13 +11,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from regard.data.batch import NO_LABEL
-from regard.mixers.attention import precise, watched
-from regard.mixers.feature_math import wide
+from regard.mixers.attention import has_hooks, no_autocast
+from regard.mixers.feature_math import upcast
 from regard.models.heads import NextToken
 
 SLICE = 1 << 25  # scores that are looked at together
-Two = tuple[Tensor, Tensor]
-Three = tuple[Tensor, Tensor, Tensor]
+LossAndNll = tuple[Tensor, Tensor]
+LossNllKl = tuple[Tensor, Tensor, Tensor]
 
 
 class Loss(NamedTuple):
@@ -48,7 +48,9 @@ def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *
     return Loss(total, count, {"nll": nll.detach()})
 
 
-def surprise(head: nn.Module, x: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0) -> Loss:
+def linear_cross_entropy(
+    head: nn.Module, x: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0
+) -> Loss:
     """cross_entropy(head(x), target, valid) of vectors x (... w), without ever holding the scores of all of them.
 
     A vocabulary is wide: its scores are the largest tensor of a training step by far. They are made for some tokens at a time,
@@ -59,16 +61,16 @@ def surprise(head: nn.Module, x: Tensor, target: Tensor, valid: Tensor | None = 
     if made is None:
         return cross_entropy(head(x), target, valid, smoothing=smoothing)
     target, x = _real(x, target, valid).flatten(), x.flatten(0, -2)
-    total, nll, _ = _said(made, x, target, smoothing, 0.0)
+    total, nll, _ = _token_losses(made, x, target, smoothing, 0.0)
     return Loss(total, (target != NO_LABEL).sum(), {"nll": nll.detach()})
 
 
-def agreement(
+def rdrop_loss(
     head: nn.Module, x: Tensor, y: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0, weight: float
 ) -> Loss:
     """Of two answers x, y (... w) to one question: the mean of what they lose, and weight / 4 of how far they are `apart`.
 
-    Like `surprise`, without ever holding all scores. parts["apart"] is how far they are apart.
+    Like `linear_cross_entropy`, without ever holding all scores. parts["apart"] is how far they are apart.
     """
     if not weight > 0:
         raise ValueError(f"the weight of an agreement must be above 0, not {weight!r}")
@@ -82,19 +84,19 @@ def agreement(
         nll = both[0].parts["nll"] + both[1].parts["nll"]
     else:
         pairs, truth = torch.stack([x, y], -2).flatten(0, -2), torch.stack([real, real], -1).flatten()
-        total, nll, far = _said(made, pairs, truth, smoothing, weight / 2)
+        total, nll, far = _token_losses(made, pairs, truth, smoothing, weight / 2)
     return Loss(total / 2, over, {"nll": nll.detach() / 2, "apart": far.detach()})
 
 
 def _map(head: nn.Module, x: Tensor) -> nn.Linear | None:
     """The plain map of a `NextToken` as it was built, whose scores need not be held; of any other head there is none."""
-    made = head.map if type(head) is NextToken and not watched(head) else None
-    if torch.compiler.is_compiling() or type(made) is not nn.Linear or watched(made) or _product(made.weight) != _product(x):
+    made = head.map if type(head) is NextToken and not has_hooks(head) else None
+    if torch.compiler.is_compiling() or type(made) is not nn.Linear or has_hooks(made) or _product(made.weight) != _product(x):
         return None
     return made
 
 
-def _said(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, held: float) -> Three:
+def _token_losses(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, held: float) -> LossNllKl:
     check_smoothing(smoothing)
     given: tuple[Tensor | None, ...] = (x, made.weight, made.bias)
     if not torch.is_grad_enabled():  # which a Function is not told
@@ -105,13 +107,13 @@ def _said(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, held: fl
 def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
     """Minus the log-probability at every step, shaped as the target (b m), 0 where there is none: what `cross_entropy` sums."""
     target = _real(scores, target, valid)
-    logs = wide(scores).log_softmax(-1).flatten(0, -2)
+    logs = upcast(scores).log_softmax(-1).flatten(0, -2)
     return F.nll_loss(logs, target.flatten(), ignore_index=NO_LABEL, reduction="none").view_as(target)
 
 
 def apart(p: Tensor, q: Tensor) -> Tensor:
     """KL(p || q) + KL(q || p) = sum (p - q) (log p - log q) of two choices by their scores (... v), one for each (...)."""
-    return between(wide(p).log_softmax(-1), wide(q).log_softmax(-1))
+    return between(upcast(p).log_softmax(-1), upcast(q).log_softmax(-1))
 
 
 def between(p: Tensor, q: Tensor) -> Tensor:
@@ -137,9 +139,9 @@ def check_smoothing(smoothing: float) -> None:
         raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
 
 
-def _plainly(scores: Tensor, target: Tensor, smoothing: float) -> Two:
+def _plainly(scores: Tensor, target: Tensor, smoothing: float) -> LossAndNll:
     """The definition: total and nll of scores (t v), target (t)."""
-    logs = wide(scores).log_softmax(-1)
+    logs = upcast(scores).log_softmax(-1)
     nll = F.nll_loss(logs, target, ignore_index=NO_LABEL, reduction="sum")
     if not smoothing:
         return nll, nll
@@ -159,8 +161,8 @@ class _Surprise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, target: Tensor, smoothing: float) -> Two:
-        real, acc = target != NO_LABEL, _sums(scores)
+    def forward(ctx: Any, scores: Tensor, target: Tensor, smoothing: float) -> LossAndNll:
+        real, acc = target != NO_LABEL, _sum_dtype(scores)
         at = target.where(real, 0)[:, None]
         own, mean = (scores.new_empty(len(target), 1, dtype=acc) for _ in range(2))
         for part in _slices(*scores.shape):
@@ -170,7 +172,7 @@ class _Surprise(torch.autograd.Function):
                 torch.mean(logs, -1, keepdim=True, out=mean[part])
         ctx.save_for_backward(scores, at, real)
         ctx.smoothing = smoothing
-        return _total(ctx, own, mean, real, smoothing)
+        return _loss_and_nll(ctx, own, mean, real, smoothing)
 
     @staticmethod
     @once_differentiable
@@ -197,10 +199,10 @@ class _Said(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float, held: float) -> Three:
-        real, acc, dtype = target != NO_LABEL, _sums(x), _product(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float, held: float) -> LossNllKl:
+        real, acc, dtype = target != NO_LABEL, _sum_dtype(x), _product(x)
         at, rest, b = target.where(real, 0)[:, None], real[:, None], None if bias is None else bias.to(dtype)
-        with precise(x):  # what autocast would convert is converted here, once
+        with no_autocast(x):  # what autocast would convert is converted here, once
             own, truth, far, grads = _in_slices(ctx, x.to(dtype), weight.to(dtype), b, at, rest, s, held)
             mean = own
             if s:
@@ -211,7 +213,7 @@ class _Said(torch.autograd.Function):
                 grads = tuple(None if grad is None else grad.sub_(s * y) for grad, y in zip(grads, shares, strict=True))
         ctx.save_for_backward(*grads, rest)
         ctx.types = x.dtype, weight.dtype, weight.dtype
-        total, nll = _total(ctx, own, mean, real, s)
+        total, nll = _loss_and_nll(ctx, own, mean, real, s)
         far = far.where(real[::2], 0).sum() if held else nll.new_zeros(())
         ctx.mark_non_differentiable(nll, far)
         return total + held * far, nll, far
@@ -230,7 +232,7 @@ def _in_slices(
     """The log-probability and the score of each truth, how far pairs are apart if they are held, and the gradients of x, w, b but
     for what smoothing takes from them.
     """
-    acc, wanted = _sums(x), [ctx.needs_input_grad[0], ctx.needs_input_grad[1], b is not None and ctx.needs_input_grad[2]]
+    acc, wanted = _sum_dtype(x), [ctx.needs_input_grad[0], ctx.needs_input_grad[1], b is not None and ctx.needs_input_grad[2]]
     own, truth = (x.new_empty(len(x), 1, dtype=dtype) for dtype in (acc, x.dtype))
     dx = torch.empty_like(x) if wanted[0] else None
     dw, db = (
@@ -269,7 +271,7 @@ def _pull(logs: Tensor, far: Tensor) -> Tensor:
     return (p * (apart - (p * apart).sum(-1, keepdim=True)) + p - p.flip(1)).flatten(0, 1)
 
 
-def _total(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -> Two:
+def _loss_and_nll(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -> LossAndNll:
     """The loss and nll, from the logs (t 1) of the truth and their mean over the vocabulary."""
     nll = -own[:, 0].where(real, 0).sum()
     ctx.mark_non_differentiable(nll)
@@ -278,7 +280,7 @@ def _total(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -> Two:
     return (1 - s) * nll - s * mean[:, 0].where(real, 0).sum(), nll
 
 
-def _sums(x: Tensor) -> torch.dtype:
+def _sum_dtype(x: Tensor) -> torch.dtype:
     """The type to sum in: float32 or better."""
     return torch.promote_types(x.dtype, torch.float32)
 

@@ -9,15 +9,15 @@ from regard.config import Config
 from regard.text import unknown
 
 
-def factor(config: Config, step: int) -> float:
+def lr_factor(config: Config, step: int) -> float:
     """Of `lr`, at this update, counted from 1. All schedules rise in a straight line during `warmup` updates."""
-    if config.schedule not in SCHEDULES:
-        raise ValueError(unknown("there is no schedule", config.schedule, SCHEDULES))
+    if config.schedule not in LR_SCHEDULES:
+        raise ValueError(unknown("there is no schedule", config.schedule, LR_SCHEDULES))
     if step < 1:
         raise ValueError(f"updates are counted from 1, not from {step!r}")
     if step < config.warmup:
         return step / config.warmup
-    return SCHEDULES[config.schedule](config, step)
+    return LR_SCHEDULES[config.schedule](config, step)
 
 
 def _constant(config: Config, step: int) -> float:  # noqa: ARG001 - a schedule takes a step
@@ -44,7 +44,7 @@ def _past(config: Config, step: int) -> float:
     return min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
 
 
-SCHEDULES: dict[str, Callable[[Config, int], float]] = {
+LR_SCHEDULES: dict[str, Callable[[Config, int], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,

@@ -16,24 +16,24 @@ from regard.training.atomic_files import RunError
 TIMES = ("time",)  # what differs between two runs that are the same
 
 
-class Journal:
+class MetricsLog:
     """One JSON object a line. A run that goes on after step s forgets the lines behind s, and writes them anew."""
 
     def __init__(self, out: Path, after: int) -> None:
         path = out / "metrics.jsonl"
-        kept = [line for line in lines(path) if line["step"] <= after]
-        atomic_files.replace(path, "".join(_text(line) for line in kept))
+        kept = [line for line in read_metrics(path) if line["step"] <= after]
+        atomic_files.replace(path, "".join(_json_line(line) for line in kept))
         self._board = _board(out / "tensorboard", after)
         self.path, self._file = path, open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, line: dict[str, Any]) -> None:
         try:
-            self._file.write(_text(line))
+            self._file.write(_json_line(line))
             self._file.flush()
         except OSError as error:
             raise RunError(atomic_files.cannot_write(self.path, error)) from error
         if self._board is not None:
-            for name, value in _flat({name: value for name, value in line.items() if name != "step"}):
+            for name, value in _flat_metrics({name: value for name, value in line.items() if name != "step"}):
                 self._board.add_scalar(name, value, line["step"])
 
     def sync(self) -> None:
@@ -46,7 +46,7 @@ class Journal:
             self._board.close()
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines; what a dying process left of a last one is none."""
     if not path.is_file():
         return []
@@ -67,7 +67,7 @@ def _sound(line: Any) -> bool:
     return type(line.get("step")) is int and isinstance(line.get("time", 0.0), int | float)
 
 
-def _text(line: dict[str, Any]) -> str:
+def _json_line(line: dict[str, Any]) -> str:
     return json.dumps(_finite(line), ensure_ascii=False) + "\n"
 
 
@@ -78,11 +78,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _flat(line: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+def _flat_metrics(line: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for name, value in line.items():
         if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{name}/")
+            found += _flat_metrics(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             found.append((prefix + name, value))
     return found

@@ -12,17 +12,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from regard.data.batch import Batch
-from regard.mixers.feature_math import wide
-from regard.models.length_predictor import counted
-from regard.models.nat import BLANK, Ctc, Fixed, Length, Masked, Parallel, Read, Seats, fronted
+from regard.mixers.feature_math import upcast
+from regard.models.length_predictor import length_targets
+from regard.models.nat import (
+    BLANK,
+    CtcSlots,
+    EncodedSource,
+    FixedSlots,
+    LengthSlots,
+    MaskedSlots,
+    NatTranslator,
+    SlotInputs,
+    left_aligned,
+)
 from regard.training.ctc import best_path, certain, ctc, needed, odds, same
 from regard.training.decoder_inputs import sequence, twice, unlearned
 from regard.training.losses import Loss, between, check_smoothing, cross_entropy
 
-Share = float | Tensor  # of 0 dimensions
+Fraction = float | Tensor  # of 0 dimensions
 
 
-def loss(model: Parallel, batch: Batch, *, smoothing: float = 0.0, glance: Share = 0.0, agree: float = 0.0) -> Loss:
+def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glance: Fraction = 0.0, agree: float = 0.0) -> Loss:
     """Minus the log-probability of the targets, summed over them.
 
     With `glance` > 0 the model first answers without learning; then that share of the number of its mistakes is drawn from the
@@ -38,39 +48,39 @@ def loss(model: Parallel, batch: Batch, *, smoothing: float = 0.0, glance: Share
     if glance.dim() > 0 if isinstance(glance, Tensor) else not 0 <= glance <= 1:
         raise ValueError(f"glance is a share of the mistakes, from 0 to 1, not {glance!r}")
     sequence(batch)
-    if isinstance(model.slots, Masked) and _glances(glance):
+    if isinstance(model.slots, MaskedSlots) and _glances(glance):
         raise ValueError("masked is shown tokens by chance already: use glance=0")
     if agree < 0:
         raise ValueError(f"agree must not be below 0, but it is {agree!r}")
     if agree:
         batch = twice(batch)
     read = model.hear(batch.source, batch.source_valid)
-    lose = _by_paths if isinstance(model.slots, Ctc) else _by_slots
+    lose = _by_paths if isinstance(model.slots, CtcSlots) else _by_slots
     return lose(model, read, batch, smoothing, glance, agree)
 
 
-def glance_at(step: int | Tensor, steps: int, first: float = 0.5, last: float = 0.3) -> Share:
+def glancing(step: int | Tensor, steps: int, first: float = 0.5, last: float = 0.3) -> Fraction:
     """The share to show at an update: from `first` to `last`, in a line. Of a step on the device, a share on the device."""
     done = step / max(steps, 1)
     return first + (last - first) * (done.clamp(0, 1) if isinstance(done, Tensor) else min(max(done, 0.0), 1.0))
 
 
-def _glances(share: Share) -> bool:
+def _glances(share: Fraction) -> bool:
     """Whether anything may be shown: a share that only the device knows may be any."""
     return isinstance(share, Tensor) or share > 0
 
 
-def drawn(real: Tensor, count: Tensor) -> Tensor:
+def random_slots(real: Tensor, count: Tensor) -> Tensor:
     """`count` (b) of the real ones of every row, by chance, each choice as likely as another, (b m)."""
     dice = torch.rand(real.shape, device=real.device).masked_fill(~real, 2)
     return (dice.argsort(1).argsort(1) < count[:, None]) & real
 
 
-def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: Share, agree: float) -> Loss:
+def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, agree: float) -> Loss:
     """A slot for every token."""
     assert batch.target is not None
-    target, length = fronted(batch.target, batch.target_valid), counted(batch.target, batch.target_valid)
-    if isinstance(model.slots, Fixed):
+    target, length = left_aligned(batch.target, batch.target_valid), length_targets(batch.target, batch.target_valid)
+    if isinstance(model.slots, FixedSlots):
         seats = model.seats(read)
         target = _fitted(target, length, seats.x.shape[1])
     else:
@@ -78,21 +88,21 @@ def _by_slots(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
         seats = model.seats(read, target.shape[1], valid)
     real = torch.arange(target.shape[1], device=target.device) < length[:, None]
     shown, one = None, _once(len(target), agree)
-    if isinstance(model.slots, Masked):  # from one hidden slot to all of them, every number as likely as another
+    if isinstance(model.slots, MaskedSlots):  # from one hidden slot to all of them, every number as likely as another
         hidden = 1 + (torch.rand(length[one].shape, device=length.device) * length[one]).long()
-        shown = drawn(real[one], length[one] - hidden)
+        shown = random_slots(real[one], length[one] - hidden)
     elif _glances(glance):
         with unlearned():
             wrong = (model.answer(read.at(one), seats.at(one)).argmax(-1) != target[one]) & real[one]
-        shown = drawn(real[one], (glance * wrong.sum(1)).round())
+        shown = random_slots(real[one], (glance * wrong.sum(1)).round())
     shown = torch.cat([shown, shown]) if agree and shown is not None else shown
     scores = model.answer(read, seats, target, shown)
     asked = real if shown is None else real & ~shown
     lost = cross_entropy(scores, target, asked, smoothing=smoothing)
-    if isinstance(model.slots, Length):
+    if isinstance(model.slots, LengthSlots):
         surprise = model.slots.lengths.surprise(read.x, read.valid, length).sum()
         lost = Loss(lost.total + surprise, lost.over, {**lost.parts, "length": surprise.detach()})
-    return _held(lost, wide(scores).log_softmax(-1), asked, agree) if agree else lost
+    return _held(lost, upcast(scores).log_softmax(-1), asked, agree) if agree else lost
 
 
 def _once(rows: int, agree: float) -> slice:
@@ -115,13 +125,13 @@ def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
     return F.pad(target, (0, max(slots - target.shape[1], 0)))[:, :slots]
 
 
-def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glance: Share, agree: float) -> Loss:
+def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, agree: float) -> Loss:
     """Every way to say the target, summed. What is shown of a path is certain, so the rest of every path goes through it."""
     assert batch.target is not None
-    target = fronted(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
-    length = (counted(batch.target, batch.target_valid) - 1).clamp_min(0)  # no end is said: blanks are what is left
+    target = left_aligned(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
+    length = (length_targets(batch.target, batch.target_valid) - 1).clamp_min(0)  # no end is said: blanks are what is left
     seats = model.seats(read)
-    room = counted(seats.x, seats.valid)
+    room = length_targets(seats.x, seats.valid)
     classes = same(target)
     sayable = needed(classes, length) <= room
     length = length.masked_fill(~sayable, 0)
@@ -134,7 +144,7 @@ def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
         path, shown = (torch.cat([x, x]) if agree else x for x in (path, shown))
         fixed = shown if fixed is None else fixed | shown
     columns = F.pad(target, (1, 0), value=BLANK)
-    scores = wide(model.answer(read, seats, columns.gather(1, path), shown)).log_softmax(-1)
+    scores = upcast(model.answer(read, seats, columns.gather(1, path), shown)).log_softmax(-1)
     logs = odds(scores, columns)
     if fixed is not None:
         logs = torch.where(fixed[..., None], certain(path, logs), logs)
@@ -150,16 +160,16 @@ def _by_paths(model: Parallel, read: Read, batch: Batch, smoothing: float, glanc
 
 @unlearned()
 def _glance(
-    model: Parallel, read: Read, seats: Seats, target: Tensor, classes: Tensor, length: Tensor, share: Share
+    model: NatTranslator, read: EncodedSource, seats: SlotInputs, target: Tensor, classes: Tensor, length: Tensor, share: Fraction
 ) -> tuple[Tensor, Tensor]:
     """The best path of every target (b t), in classes, and the slots where it is shown. Gu & Kong 2020, arXiv:2012.15833."""
     columns = F.pad(target, (1, 0), value=BLANK)
     scores = model.answer(read, seats)
-    logs = odds(wide(scores).log_softmax(-1), columns)
+    logs = odds(upcast(scores).log_softmax(-1), columns)
     real = torch.ones(seats.x.shape[:2], dtype=torch.bool, device=target.device)
     if seats.valid is not None:
         real = seats.valid
         logs = torch.where(real[..., None], logs, certain(torch.zeros_like(real, dtype=torch.long), logs))
     path = best_path(logs, classes, length)
     wrong = (scores.argmax(-1) != columns.gather(1, path)) & real
-    return path, drawn(real, (share * wrong.sum(1)).round())
+    return path, random_slots(real, (share * wrong.sum(1)).round())

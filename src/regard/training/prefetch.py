@@ -15,11 +15,11 @@ from regard.training import rng
 if TYPE_CHECKING:
     from regard.tasks.task import Task
 
-AHEAD = 4  # updates whose batches are made before their turn
+PREFETCHED = 4  # updates whose batches are made before their turn
 
 
 @contextmanager
-def batches_of(task: Task, done: int, kind: str) -> Iterator[Iterator[list[Batch]]]:
+def prefetch_batches(task: Task, done: int, kind: str) -> Iterator[Iterator[list[Batch]]]:
     """The batches of every update to come, made by a thread while the device and the backward pass work.
 
     What they hold is a function of the update alone. `task.batch` must not draw from the global dice, which the model uses.
@@ -33,9 +33,9 @@ def batches_of(task: Task, done: int, kind: str) -> Iterator[Iterator[list[Batch
         made = [task.batch([train[place] for place in row]) for row in rows]
         return [batch.pin_memory() for batch in made] if kind == "cuda" else made
 
-    before = rng.held()
+    before = rng.rng_state()
     make(done)
-    if rng.held() != before:
+    if rng.rng_state() != before:
         raise ValueError(f"{type(task).__name__}.batch draws random numbers, which no resumed run can repeat: draw them in loss")
     pool = ThreadPoolExecutor(1, "batches")
     try:
@@ -48,7 +48,7 @@ def _ahead(pool: ThreadPoolExecutor, make: Callable[[int], list[Batch]], first: 
     waiting: deque[Future[list[Batch]]] = deque()
     for update in range(first, end):
         waiting.append(pool.submit(make, update))
-        if len(waiting) >= AHEAD:
+        if len(waiting) >= PREFETCHED:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-EVERY = 10.0  # seconds between two plain lines
+LINE_SECONDS = 10.0  # seconds between two plain lines
 REDRAW = 0.2  # seconds between two looks of a bar
 
 
@@ -59,7 +59,7 @@ class Progress:
 class Lines(Progress):
     """For a file or a pipe."""
 
-    wait = EVERY
+    wait = LINE_SECONDS
 
     def __init__(self, total: int, done: int = 0, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(total, done, clock=clock)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from regard.data.batch import BEGIN, END, Batch, padded, shifted
-from regard.decoding.constraints import Rules
-from regard.decoding.generate import Sample, say, unended
+from regard.decoding.constraints import Constraints
+from regard.decoding.generate import Sample, before_eos, generate
 from regard.mixers.base import select
 from regard.models.translator import Translator
 from regard.training.decoder_inputs import resting, sequence
@@ -24,21 +24,23 @@ Texts = list[list[int]]
 Reward = Callable[[Texts, Texts], Sequence[float]]
 
 
-def self_critical(model: Translator, batch: Batch, reward: Reward, *, rules: Rules, dice: torch.Generator | None = None) -> Loss:
+def self_critical(
+    model: Translator, batch: Batch, reward: Reward, *, constraints: Constraints, dice: torch.Generator | None = None
+) -> Loss:
     """An answer drawn by chance should beat the likeliest one: -(r(drawn) - r(likeliest)) log p(drawn), summed over examples.
 
     Its gradient is on average that of minus the expected reward. Rennie et al. 2016, arXiv:1612.00563. Answers are given without
-    dropout; their probability is that of a model as it learns, and of what the rules allow.
+    dropout; their probability is that of a model as it learns, and of what the constraints allow.
     """
     truths = _truths(batch)
     with resting(model):
         state = model.start(batch.source, batch.source_valid)
-        drawn = say(model, state, _begin(batch), rules=rules, choice=_chance(dice))
-        likeliest = say(model, state, _begin(batch), rules=rules)
-    logs = log_probability(model, batch, drawn, rules=rules)
+        drawn = generate(model, state, _begin(batch), constraints=constraints, choice=_chance(dice))
+        likeliest = generate(model, state, _begin(batch), constraints=constraints)
+    logs = log_probability(model, batch, drawn, constraints=constraints)
     got, base = _rewards(reward, drawn, truths, logs), _rewards(reward, likeliest, truths, logs)
     total = -((got - base) * logs).sum()
-    return Loss(total, _count(truths, logs), {"reward": got.sum(), "greedy": base.sum()})
+    return Loss(total, _reference_counts(truths, logs), {"reward": got.sum(), "greedy": base.sum()})
 
 
 def minimum_risk(
@@ -46,7 +48,7 @@ def minimum_risk(
     batch: Batch,
     reward: Reward,
     *,
-    rules: Rules,
+    constraints: Constraints,
     samples: int = 16,
     alpha: float = 0.005,
     truth: bool = True,
@@ -54,7 +56,7 @@ def minimum_risk(
 ) -> Loss:
     """Minus the expected reward over a few answers S, by Q(y) = p(y)^alpha / sum over y' in S of p(y')^alpha.
 
-    S is what is new among so many `samples`, and the truth if it is wanted and the rules let it be said. Shen et al. 2015,
+    S is what is new among so many `samples`, and the truth if it is wanted and the constraints let it be said. Shen et al. 2015,
     arXiv:1512.02433. With alpha=1 and every possible answer in S it is the expected reward itself.
     """
     if samples < 1 or not 0 < alpha < math.inf:
@@ -62,29 +64,32 @@ def minimum_risk(
     truths = _truths(batch)
     with resting(model):
         state = model.start(batch.source, batch.source_valid).fan(samples)
-        drawn = say(model, state, _begin(batch, samples), rules=rules, choice=_chance(dice))
+        drawn = generate(model, state, _begin(batch, samples), constraints=constraints, choice=_chance(dice))
     sets = [_distinct(drawn[i * samples : (i + 1) * samples]) for i in range(len(truths))]
     if truth:
-        sets = [_distinct([*few, true] if len(true) <= rules.most else few) for few, true in zip(sets, truths, strict=True)]
+        sets = [
+            _distinct([*few, true] if len(true) <= constraints.max_new_tokens else few)
+            for few, true in zip(sets, truths, strict=True)
+        ]
     rows = [i for i, few in enumerate(sets) for _ in few]
     answers = [answer for few in sets for answer in few]
-    logs = log_probability(model, batch, answers, rules=rules, rows=rows)
+    logs = log_probability(model, batch, answers, constraints=constraints, rows=rows)
     got = _rewards(reward, answers, [truths[i] for i in rows], logs)
     at = torch.tensor([rows, [j for few in sets for j in range(len(few))]], device=logs.device).unbind()
     table = logs.new_zeros(len(sets), max(map(len, sets)))
     chosen = (table - torch.inf).index_put(at, alpha * logs).softmax(-1)
     total = -(chosen * table.index_put(at, got)).sum()
-    return Loss(total, _count(truths, logs), {"reward": -total.detach()})
+    return Loss(total, _reference_counts(truths, logs), {"reward": -total.detach()})
 
 
 def log_probability(
-    model: Translator, batch: Batch, answers: Texts, *, rules: Rules, rows: Sequence[int] | None = None
+    model: Translator, batch: Batch, answers: Texts, *, constraints: Constraints, rows: Sequence[int] | None = None
 ) -> Tensor:
     """Of answers without their ends, (x): in one pass, with gradients. `rows`: the examples they answer, one each if not given.
 
-    Under rules: what may not be said has no share, and an answer of the most tokens was cut off, so nothing ends it.
+    Under constraints: what may not be said has no share, and an answer of the most tokens was cut off, so nothing ends it.
     """
-    ended = [[*answer, rules.end] if len(answer) < rules.most else answer for answer in answers]
+    ended = [[*answer, constraints.eos] if len(answer) < constraints.max_new_tokens else answer for answer in answers]
     target, valid = padded(ended)
     device = batch.source.device
     target, valid = target.to(device), None if valid is None else valid.to(device)
@@ -92,7 +97,7 @@ def log_probability(
     if rows is not None:
         heard = select(heard, torch.tensor(rows, device=device))
     scores = model.head(model.hidden(heard, shifted(target), valid))
-    return -by_step(_allowed(scores, target, rules), target, valid).sum(1)
+    return -by_step(_allowed(scores, target, constraints), target, valid).sum(1)
 
 
 def sentence_bleu(answers: Texts, truths: Texts) -> list[float]:
@@ -126,13 +131,13 @@ def _runs(tokens: list[int], n: int) -> Iterator[tuple[int, ...]]:
     return zip(*(tokens[i:] for i in range(n)), strict=False)
 
 
-def _allowed(scores: Tensor, target: Tensor, rules: Rules) -> Tensor:
-    """Scores (x m v) as the rules left them while the target (x m) was said."""
-    if rules.least or rules.no_repeat:
-        begin = rules.prompt(target.new_full((len(target), 1), BEGIN))
-        return torch.stack([rules(scores[:, i], target[:, :i], begin) for i in range(target.shape[1])], 1)
-    if rules.never:
-        return rules(scores.flatten(0, 1), target.new_zeros(target.numel(), 0)).view_as(scores)
+def _allowed(scores: Tensor, target: Tensor, constraints: Constraints) -> Tensor:
+    """Scores (x m v) as the constraints left them while the target (x m) was said."""
+    if constraints.min_new_tokens or constraints.no_repeat_ngram_size:
+        begin = constraints.prompt(target.new_full((len(target), 1), BEGIN))
+        return torch.stack([constraints(scores[:, i], target[:, :i], begin) for i in range(target.shape[1])], 1)
+    if constraints.banned:
+        return constraints(scores.flatten(0, 1), target.new_zeros(target.numel(), 0)).view_as(scores)
     return scores
 
 
@@ -155,7 +160,7 @@ def _truths(batch: Batch) -> Texts:
     target, valid = sequence(batch).tolist(), batch.target_valid
     if valid is not None:
         target = [[t for t, real in zip(*row, strict=True) if real] for row in zip(target, valid.tolist(), strict=True)]
-    return [unended(row, END) for row in target]
+    return [before_eos(row, END) for row in target]
 
 
 def _rewards(reward: Reward, answers: Texts, truths: Texts, like: Tensor) -> Tensor:
@@ -165,5 +170,5 @@ def _rewards(reward: Reward, answers: Texts, truths: Texts, like: Tensor) -> Ten
     return found
 
 
-def _count(truths: Texts, like: Tensor) -> Tensor:
+def _reference_counts(truths: Texts, like: Tensor) -> Tensor:
     return torch.tensor(len(truths), device=like.device)

@@ -49,7 +49,7 @@ def finished(out: Path) -> Result | None:
             raise
         raise RunError(f"{path} is not as it was written: {advice}") from None
     weights = out / checkpoints.WEIGHTS
-    if weights.is_file() and atomic_files.digest(atomic_files.read(weights, "restore it")) == result.sha256:
+    if weights.is_file() and atomic_files.digest(atomic_files.read_bytes(weights, "restore it")) == result.sha256:
         return result
     if weights.is_dir() or checkpoints.latest(out) is None:
         raise RunError(

@@ -11,37 +11,37 @@ import torch
 from torch import Tensor
 
 
-def throw(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Start all of them from one seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # and CUDA's
 
 
-def held() -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state()
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [kind, b64encode(np.asarray(keys).tobytes()).decode(), int(place), int(has_gauss), float(cached)],
-        "torch": _text(torch.get_rng_state()),
-        "cuda": _text(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "torch": _encoded_state(torch.get_rng_state()),
+        "cuda": _encoded_state(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
     }
 
 
-def put_back(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.frombuffer(b64decode(keys), dtype=np.uint32), *rest))
-    torch.set_rng_state(_tensor(state["torch"]))
+    torch.set_rng_state(_decoded_state(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+        torch.cuda.set_rng_state(_decoded_state(state["cuda"]))
 
 
-def _text(x: Tensor) -> str:
+def _encoded_state(x: Tensor) -> str:
     return b64encode(x.numpy().tobytes()).decode()
 
 
-def _tensor(text: str) -> Tensor:
+def _decoded_state(text: str) -> Tensor:
     return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)

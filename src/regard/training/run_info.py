@@ -19,19 +19,19 @@ from regard.text import unknown
 from regard.training import atomic_files, checkpoints
 from regard.training.atomic_files import RunError
 from regard.training.learner import TYPES
-from regard.training.lr_schedule import factor
+from regard.training.lr_schedule import lr_factor
 
 if TYPE_CHECKING:
     from regard.tasks.task import Task
 
 POSITIVE = ("steps", "batch_tokens", "accumulate", "validate_every", "save_every", "average")
 NOT_NEGATIVE = ("warmup", "decay", "clip", "patience", "seed")
-LARGEST = 2**63
+MAX_SEED = 2**63
 GROWS = ("steps", "patience")  # settings of a run that may become larger: it goes on from where it ended
 ENDING = ("linear", "cosine")  # schedules that depend on the number of updates
 
 
-def check(task: Task) -> None:
+def check_task(task: Task) -> None:
     """Settings that training reads, and data to train on."""
     check_settings(task)
     for split in ("train", "val"):
@@ -47,7 +47,7 @@ def check_settings(task: Task) -> None:
     """Before there is data."""
     config = task.config
     for name, value in vars(config).items():
-        if isinstance(value, int) and abs(value) >= LARGEST:
+        if isinstance(value, int) and abs(value) >= MAX_SEED:
             raise ValueError(f"{name} is {value}, which no machine counts to: it must be below 2**63")
     for name in POSITIVE:
         if getattr(config, name) < 1:
@@ -59,7 +59,7 @@ def check_settings(task: Task) -> None:
         raise ValueError(f"lr must be above 0, not {config.lr!r}")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ValueError(f"betas must be two numbers in [0, 1), not {config.betas!r}")
-    factor(config, 1)  # a schedule that there is
+    lr_factor(config, 1)  # a schedule that there is
     if config.precision not in TYPES:
         raise ValueError(unknown("there is no precision", config.precision, TYPES))
     if config.graphs and (config.precision == "16-mixed" or not task.steady):
@@ -70,7 +70,7 @@ def check_settings(task: Task) -> None:
         raise ValueError(f"a score is better at its 'min' or its 'max', not at its {task.best[1]!r}")
 
 
-def settings(task: Task) -> dict[str, Any]:
+def config_json(task: Task) -> dict[str, Any]:
     """The configuration as a file gives it back."""
     return json.loads(json.dumps(task.config.to_json()))
 
@@ -78,7 +78,7 @@ def settings(task: Task) -> dict[str, Any]:
 def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Settings that have become larger since the run began, of those that may; patience 0 is the largest."""
     known = [name for name in GROWS if type(there.get(name)) is int and type(config.get(name)) is int]
-    size = {"steps": lambda x: x, "patience": lambda x: x or LARGEST}
+    size = {"steps": lambda x: x, "patience": lambda x: x or MAX_SEED}
     return [name for name in known if size[name](config[name]) > size[name](there[name])]
 
 
@@ -106,11 +106,11 @@ def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], re
     return larger
 
 
-def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
+def begin_run(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
     """Write what the run is; or, where it has begun already, sentences about what is different now."""
     now, there = _now(task, model, kind), checkpoints.load_config(out)
     if there is None:
-        checkpoints.save_run(out, settings(task), task.assets(), now)
+        checkpoints.save_run(out, config_json(task), task.assets(), now)
         return []
     advice = "restore it, or delete the folder and train again"
     then = atomic_files.read_json(out / checkpoints.ABOUT, advice)
@@ -119,23 +119,23 @@ def begin(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
     if then["data"] != now["data"]:
         raise RunError(f"{out} holds a run on other data: {then['data']} there and {now['data']} here")
     made = ("regard", "python", "torch", "device", *(["threads"] if kind == "cpu" else []))
-    return _longer(out, task, there) + [
+    return _stretched(out, task, there) + [
         f"{name} was {then.get(name)} and is {now[name]}: the run goes on, but not bit for bit as it would have"
         for name in made
         if then.get(name) != now[name]
     ]
 
 
-def _longer(out: Path, task: Task, there: Mapping[str, Any]) -> list[str]:
+def _stretched(out: Path, task: Task, there: Mapping[str, Any]) -> list[str]:
     """Write the settings that have grown into the run, and say what they change."""
     config = task.config
-    larger = grown(there, settings(task))
+    larger = grown(there, config_json(task))
     if larger:
-        checkpoints.change_run(out, settings(task))
+        checkpoints.change_run(out, config_json(task))
     notes = [f"{name} was {there[name]} and is {getattr(config, name)} from here on" for name in larger]
     if "steps" in larger:
         done = (checkpoints.steps(out) or [0])[-1]
-        rate = f"the rate at update {done + 1} is {factor(config, done + 1):.3g} x lr"
+        rate = f"the rate at update {done + 1} is {lr_factor(config, done + 1):.3g} x lr"
         ending = f"schedule={config.schedule} is that of {config.steps} updates from here on: {rate}, not what it ended with"
         same = f"schedule={config.schedule} does not depend on the number of updates: {rate}, as it would have been"
         notes.append(ending if config.schedule in ENDING else same)

@@ -7,32 +7,32 @@ from typing import NamedTuple
 
 from regard.training import checkpoints
 from regard.training.atomic_files import RunError
-from regard.training.checkpoints import Run
+from regard.training.checkpoints import SavedRun
 
 TRIES = 5  # a run that is being trained removes checkpoints while they are read
 
 
-class Usable(NamedTuple):
-    run: Run
+class RunWeights(NamedTuple):
+    run: SavedRun
     weights: Path  # the file of the weights
     update: int | None = None  # of the weights, where the run is not finished
     note: str = ""  # a sentence about that
 
 
-def usable(out: Path) -> Usable:
+def run_weights(out: Path) -> RunWeights:
     """A finished run, or the checkpoint of an unfinished one that did best on validation: the newest if none was validated."""
     config = checkpoints.load_config(out)
     if config is None or (out / checkpoints.RESULT).is_file() or not checkpoints.steps(out):
-        return Usable(checkpoints.load_run(out), out / checkpoints.WEIGHTS)
+        return RunWeights(checkpoints.load_run(out), out / checkpoints.WEIGHTS)
     checkpoints.check_seals(out)
     for left in reversed(range(TRIES)):
         path = checkpoints.latest(out)
         if path is None:
             break
         try:
-            last = checkpoints.load(path)
+            last = checkpoints.load_checkpoint(path)
             best = (last.state["best"] or {}).get("step")
-            chosen = last if best is None else checkpoints.load(checkpoints.at(out, best))
+            chosen = last if best is None else checkpoints.load_checkpoint(checkpoints.at(out, best))
         except RunError:
             if not left or path == checkpoints.latest(out):
                 raise
@@ -41,5 +41,5 @@ def usable(out: Path) -> Usable:
         far = f"update {last.step} of {config.get('steps')}"
         note = f"the run in {out} is not finished ({far}): these are the weights of update {chosen.step}, {which}"
         where = checkpoints.at(out, chosen.step) / checkpoints.WEIGHTS
-        return Usable(Run(config, checkpoints.load_assets(out), chosen.weights), where, chosen.step, note)
-    return Usable(checkpoints.load_run(out), out / checkpoints.WEIGHTS)
+        return RunWeights(SavedRun(config, checkpoints.load_assets(out), chosen.weights), where, chosen.step, note)
+    return RunWeights(checkpoints.load_run(out), out / checkpoints.WEIGHTS)

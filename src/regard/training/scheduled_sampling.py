@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from regard.data.batch import Batch
-from regard.mixers.feature_math import wide
+from regard.mixers.feature_math import upcast
 from regard.models.embedding import Tokens
 from regard.models.translator import Translator
 from regard.text import unknown
 from regard.training.decoder_inputs import at_front, before, sequence, step_by_step, told, unlearned
 from regard.training.losses import Loss, cross_entropy
 
-FORMS = ("argmax", "sample", "softmax", "gumbel")
-HARD = FORMS[:2]
+OWN_FORMS = ("argmax", "sample", "softmax", "gumbel")
+HARD = OWN_FORMS[:2]
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTokens:
     """What a decoder hears of itself, from its scores s and the vectors e of its vocabulary.
 
     argmax: e of the likeliest token. sample: of one drawn by its probability. softmax: their mean, softmax(alpha s) e.
@@ -41,8 +41,8 @@ class Own:
     through: bool = False
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(unknown("there is no form", self.form, FORMS))
+        if self.form not in OWN_FORMS:
+            raise ValueError(unknown("there is no form", self.form, OWN_FORMS))
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"alpha sharpens, so it is above 0, not {self.alpha!r}")
         if self.form in HARD and (self.alpha != 1 or self.through):
@@ -54,12 +54,12 @@ class Own:
         """What chance adds to the scores (b m v). Drawn once, so that whoever comes back to a step chooses as before."""
         if self.form not in ("sample", "gumbel"):
             return None
-        waits = wide(embed.table.weight).new_empty(*target.shape, embed.vocab).exponential_(generator=dice)
+        waits = upcast(embed.table.weight).new_empty(*target.shape, embed.vocab).exponential_(generator=dice)
         return -waits.clamp_min(torch.finfo(waits.dtype).tiny).log()
 
     def vectors(self, embed: Tokens, scores: Tensor, noise: Tensor | None) -> Tensor:
         """(b m v) -> (b m w)."""
-        scores = wide(scores if self.through else scores.detach())
+        scores = upcast(scores if self.through else scores.detach())
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[..., -1:], -torch.inf)
         if noise is not None:
@@ -69,7 +69,7 @@ class Own:
         return embed.mixed((self.alpha * scores).softmax(-1))
 
 
-ARGMAX = Own()
+ARGMAX = OwnTokens()
 
 
 def token_by_token(
@@ -77,13 +77,16 @@ def token_by_token(
     batch: Batch,
     share: float,
     *,
-    own: Own = ARGMAX,
+    own: OwnTokens = ARGMAX,
     smoothing: float = 0.0,
     dice: torch.Generator | None = None,
 ) -> Loss:
-    """Each step is told the true token before it with probability `share`, else its own. Bengio et al. 2015, arXiv:1506.03099."""
+    """Feed each step the true token before it with probability `truth_probability`, else the predicted one.
+
+    Bengio et al. 2015, arXiv:1506.03099.
+    """
     target, embed = sequence(batch), _vocabulary(model)
-    true, kept, noise = _drawn(batch, embed, share, own, dice)
+    true, kept, noise = _mixture(batch, embed, share, own, dice)
 
     def feed(i: int, last: Tensor | None) -> Tensor:
         one = slice(i, i + 1)
@@ -95,13 +98,13 @@ def token_by_token(
     return cross_entropy(step_by_step(model, batch, feed), target, batch.target_valid, smoothing=smoothing)
 
 
-def parallel(
+def parallel_passes(
     model: Translator,
     batch: Batch,
     share: float,
     *,
     passes: int = 3,
-    own: Own = ARGMAX,
+    own: OwnTokens = ARGMAX,
     smoothing: float = 0.0,
     dice: torch.Generator | None = None,
 ) -> Loss:
@@ -113,7 +116,7 @@ def parallel(
     if passes < 1:
         raise ValueError(f"passes must be at least 1, not {passes!r}")
     target, valid, embed = sequence(batch), batch.target_valid, _vocabulary(model)
-    true, kept, noise = _drawn(batch, embed, share, own, dice)
+    true, kept, noise = _mixture(batch, embed, share, own, dice)
     heard, x = model.hear(batch.source, batch.source_valid), true
     for _ in range(passes - 1 if share < 1 else 0):
         with nullcontext() if own.through else unlearned():
@@ -127,7 +130,7 @@ def two_pass(
     batch: Batch,
     share: float,
     *,
-    own: Own = ARGMAX,
+    own: OwnTokens = ARGMAX,
     smoothing: float = 0.0,
     dice: torch.Generator | None = None,
 ) -> Loss:
@@ -135,11 +138,11 @@ def two_pass(
 
     Mihaylova & Martins 2019, arXiv:1906.07651: scheduled sampling for Transformers.
     """
-    return parallel(model, batch, share, passes=2, own=own, smoothing=smoothing, dice=dice)
+    return parallel_passes(model, batch, share, passes=2, own=own, smoothing=smoothing, dice=dice)
 
 
-def _drawn(
-    batch: Batch, embed: Tokens, share: float, own: Own, dice: torch.Generator | None
+def _mixture(
+    batch: Batch, embed: Tokens, share: float, own: OwnTokens, dice: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The truth as vectors (b m w), where it is kept (b m 1), and the noise for where it is not."""
     if not 0 <= share <= 1:
@@ -156,23 +159,23 @@ def _vocabulary(model: Translator) -> Tokens:
     return model.embed
 
 
-def linear(step: float, steps: float, floor: float = 0.0) -> float:
+def linear_decay(step: float, steps: float, floor: float = 0.0) -> float:
     """From 1 to `floor` in so many steps."""
     return 1 - (1 - floor) * min(1.0, step / steps)
 
 
-def exponential(step: float, k: float) -> float:
+def exponential_decay(step: float, k: float) -> float:
     """k ** step, k < 1."""
     return k**step
 
 
-def inverse_sigmoid(step: float, k: float) -> float:
+def inverse_sigmoid_decay(step: float, k: float) -> float:
     """k / (k + exp(step / k)), k >= 1: high at first, half at k log k, low at last."""
     return 1 / (1 + math.exp(min(step / k - math.log(k), 700.0)))
 
 
 def _exponentially(step: float, steps: float, floor: float) -> float:
-    return floor + (1 - floor) * exponential(step, 0.01 ** (1 / steps))  # a hundredth is left at the end
+    return floor + (1 - floor) * exponential_decay(step, 0.01 ** (1 / steps))  # a hundredth is left at the end
 
 
 def _sigmoidally(step: float, steps: float, floor: float) -> float:
@@ -181,21 +184,21 @@ def _sigmoidally(step: float, steps: float, floor: float) -> float:
     z = 1.0 + math.log1p(half)
     for _ in range(50):
         z -= (z * math.exp(z) - half) / (math.exp(z) * (1 + z))
-    return floor + (1 - floor) * inverse_sigmoid(step, math.exp(z))
+    return floor + (1 - floor) * inverse_sigmoid_decay(step, math.exp(z))
 
 
 # by name, called as schedule(step, steps, floor): from about 1 to about `floor`
-SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
-    "linear": linear,
+SAMPLING_SCHEDULES: dict[str, Callable[[float, float, float], float]] = {
+    "linear": linear_decay,
     "exponential": _exponentially,
     "inverse_sigmoid": _sigmoidally,
 }
 
 
-def share(schedule: str, step: float, steps: float, floor: float = 0.0) -> float:
+def truth_probability(schedule: str, step: float, steps: float, floor: float = 0.0) -> float:
     """The probability of a true token at an update: the table's schedules, in one place that checks what it is given."""
-    if schedule not in SCHEDULES:
-        raise ValueError(unknown("there is no schedule of true tokens", schedule, SCHEDULES))
+    if schedule not in SAMPLING_SCHEDULES:
+        raise ValueError(unknown("there is no schedule of true tokens", schedule, SAMPLING_SCHEDULES))
     if not 0 <= floor <= 1 or steps <= 0 or step < 0:
         raise ValueError(f"step >= 0, steps > 0 and floor in [0, 1] are needed, not {step!r}, {steps!r} and {floor!r}")
-    return SCHEDULES[schedule](step, steps, floor)
+    return SAMPLING_SCHEDULES[schedule](step, steps, floor)

@@ -27,42 +27,42 @@ from torch import Tensor
 
 from regard.ops.linear import torch as chunks
 
-FEW = 8  # chunks that a graph of torch.compile has steps for, or more
+MIN_GRAPH_CHUNKS = 8  # chunks that a graph of torch.compile has steps for, or more
 
 
-def step(k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> Tensor:
+def delta_step(k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> Tensor:
     """The state after one token, k (b g 1 f), v (b g 1 e), beta and decay (b g 1 1): the rule as it is written down."""
     s = s if decay is None else decay.exp() * s
     return s + k.mT @ (beta * (v - k @ s))
 
 
-def write(k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> Tensor:
+def delta_write(k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> Tensor:
     """The state after n >= 1 tokens, k (b g n f), v (b g n e), beta and decay (b g n 1), from the state s (b g f e)."""
-    _, k, v, level = chunks.chunked(k, k, v, decay)
-    return _states(k, *_solved(k, v, chunks.cut(beta, k.shape[3]), level), level, s)[1]
+    _, k, v, level = chunks.chunk_inputs(k, k, v, decay)
+    return _delta_states(k, *_solved(k, v, chunks.split_chunks(beta, k.shape[3]), level), level, s)[1]
 
 
-def scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def delta_scan(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, s: Tensor, decay: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """All answers q_i S_i (b h n e), q (b h n f), and the state after the last token. Time n (p + f) (f + e), memory n."""
     n = k.shape[2]
-    q, k, v, level = chunks.chunked(q, k, v, decay)
-    x, y = _solved(k, v, chunks.cut(beta, k.shape[3]), level)
-    before, after = _states(k, x, y, level, s)
-    inside = chunks.scores(q, k, level)
+    q, k, v, level = chunks.chunk_inputs(q, k, v, decay)
+    x, y = _solved(k, v, chunks.split_chunks(beta, k.shape[3]), level)
+    before, after = _delta_states(k, x, y, level, s)
+    inside = chunks.chunk_scores(q, k, level)
     q = q if level is None else q * level.exp().unsqueeze(4)
     out = q.flatten(3, 4) @ before + inside @ (x - y @ before)
-    return chunks.uncut(out, n, k.shape[3]), after
+    return chunks.join_chunks(out, n, k.shape[3]), after
 
 
 def _solved(k: Tensor, v: Tensor, beta: Tensor, level: Tensor | None) -> tuple[Tensor, Tensor]:
     """X (b g c p e) and Y (b g c p f) of every chunk."""
-    triangle = (beta * chunks.scores(k.unsqueeze(4), k, level)).tril(-1)
+    triangle = (beta * chunks.chunk_scores(k.unsqueeze(4), k, level)).tril(-1)
     eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
     solve = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False, unitriangular=True) * beta.mT
     return solve @ v, solve @ (k if level is None else k * level.exp())
 
 
-def _states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tensor) -> tuple[Tensor, Tensor]:
+def _delta_states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tensor) -> tuple[Tensor, Tensor]:
     """The state before each chunk (b g c f e), and after the last."""
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     if level is not None:
@@ -84,9 +84,9 @@ def _turned(turns: Tensor, new: Tensor, s: Tensor) -> list[Tensor]:
 
 
 def _states_of_any(turns: Tensor, new: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_states`, in one graph for all numbers of chunks below FEW, and in one more for each time they double."""
-    count, most = turns.shape[2], FEW
+    """As `_delta_states`, in one graph for all numbers of chunks below FEW, and in one more for each time they double."""
+    count, most = turns.shape[2], MIN_GRAPH_CHUNKS
     while count >= most:
         most *= 2
-    states = torch.stack(_turned(chunks.filled(turns, most), chunks.filled(new, most), s), 1).unflatten(0, s.shape[:2])
+    states = torch.stack(_turned(chunks.pad_tokens(turns, most), chunks.pad_tokens(new, most), s), 1).unflatten(0, s.shape[:2])
     return states[:, :, :count], states[:, :, count : count + 1].squeeze(2)  # an index would make a graph for each count

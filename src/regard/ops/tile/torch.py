@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.score_bias import Term, TileTerm
+from regard.ops.score_bias import ScoreBias, TileBias
 from regard.ops.tile.buffers import Blocked, accumulator, kept_buffers, product
 from regard.patterns.plan import Plan
-from regard.patterns.tiles import UNSEEN, Part, Run
+from regard.patterns.tiles import MASKED_SCORE, TileBatch, TilePart
 
-CACHE = 1 << 20  # score elements at a time on a CPU, half as many in the backward pass: its buffers should stay in the cache
-ROOM = 1 << 26  # and on other devices
+CPU_SCORES = 1 << 20  # score elements at a time on a CPU, half as many in the backward pass: its buffers should stay in the cache
+DEVICE_SCORES = 1 << 26  # and on other devices
 
 
-class Asked(NamedTuple):
+class TileCall(NamedTuple):
     """A question for the tiles; tensors first, as autograd and operators like them."""
 
     q: Tensor  # (b h n d)
@@ -35,8 +35,8 @@ class Asked(NamedTuple):
     dropout: float
 
     @property
-    def term(self) -> Term | None:
-        term = Term(self.slopes, self.clip, self.by_query, self.mass)
+    def term(self) -> ScoreBias | None:
+        term = ScoreBias(self.slopes, self.clip, self.by_query, self.mass)
         return None if self.slopes is None and self.by_query is None and not self.mass else term
 
     @property
@@ -45,10 +45,10 @@ class Asked(NamedTuple):
         return self.v.shape[-1] + (2 * self.clip + 1 if self.mass else 0)
 
 
-class Pass:
+class TilePass:
     """One pass over a plan."""
 
-    def __init__(self, work: Plan, asked: Asked) -> None:
+    def __init__(self, work: Plan, asked: TileCall) -> None:
         q, k, v, valid, seed = asked.q, asked.k, asked.v, asked.valid, asked.seed
         self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, asked.scale
         self.dropout, self.seed, self.device = asked.dropout, 0 if seed is None else int(seed), q.device
@@ -57,11 +57,11 @@ class Pass:
         # Half precision is for tensor cores; a CPU is as fast, and closer to the truth, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
         self.q, self.k, self.v = (x.flatten(0, 1).to(self.type).contiguous() for x in (q, k, v))
-        self.gap = None if valid is None else torch.where(valid, 0.0, UNSEEN).to(self.acc)[..., None]  # (b m 1)
+        self.gap = None if valid is None else torch.where(valid, 0.0, MASKED_SCORE).to(self.acc)[..., None]  # (b m 1)
         self.scratch, self.sums = (kept_buffers.scratch(*x, q.device) for x in (("operands", self.type), ("sums", self.acc)))
-        self.term = None if asked.term is None else TileTerm(asked.term, self.b, self.acc)
+        self.term = None if asked.term is None else TileBias(asked.term, self.b, self.acc)
         self.width = asked.width
-        self.most = max(1, (CACHE if q.device.type == "cpu" else ROOM) // len(self.q))
+        self.most = max(1, (CPU_SCORES if q.device.type == "cpu" else DEVICE_SCORES) // len(self.q))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """out (b h n e), the term's columns behind it, and log-sum-exp (b h n), both in the accumulating type."""
@@ -71,27 +71,27 @@ class Pass:
             found = self._part(part, queries, number)
             total = self._merged(total, queries, *(queries.back(x) for x in found))
         out, lse = total or self._nothing()
-        lost = lse < UNSEEN / 2
+        lost = lse < MASKED_SCORE / 2
         if self.device.type != "cpu" or bool(lost.any()):  # a look is cheaper than a pass over out, where looking is free
             out.masked_fill_(lost[..., None], 0)
-        return out.unflatten(0, (self.b, self.h)), lse.clamp_min(UNSEEN).unflatten(0, (self.b, self.h))
+        return out.unflatten(0, (self.b, self.h)), lse.clamp_min(MASKED_SCORE).unflatten(0, (self.b, self.h))
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         out = torch.zeros(*self.q.shape[:2], self.width, dtype=self.acc, device=self.device)
-        return out, torch.full(out.shape[:2], UNSEEN, dtype=self.acc, device=self.device)
+        return out, torch.full(out.shape[:2], MASKED_SCORE, dtype=self.acc, device=self.device)
 
-    def _part(self, part: Part, queries: Blocked, number: int) -> tuple[Tensor, Tensor]:
+    def _part(self, part: TilePart, queries: Blocked, number: int) -> tuple[Tensor, Tensor]:
         """out and log-sum-exp of one part, in its own layout."""
         keys, values, gaps = self._keys(part)
         more = self._by_query(part)
         out = torch.empty(*queries.blocks.shape[:3], self.width, dtype=self.acc, device=self.device)
         lse = torch.empty(out.shape[:3], dtype=self.acc, device=self.device)
         if not part.whole:
-            out, lse = out.zero_(), lse.fill_(UNSEEN)
+            out, lse = out.zero_(), lse.fill_(MASKED_SCORE)
         for turn, run in enumerate(part.runs(self.most, self.device)):
             s, _, v, _ = self._scores(run, queries.blocks, keys, values, gaps)
             apart = self._add_term(s, part, run, more)
-            here = _softmax(s)
+            here = _softmax_in_place(s)
             if self.dropout:
                 s *= self._kept(s, number, turn)
             y = product(s.to(self.type), v, self.sums("y", *s.shape[:2], v.shape[-1]))
@@ -99,11 +99,11 @@ class Pass:
             run.put(lse, here)
         return out, lse
 
-    def _by_query(self, part: Part) -> Blocked | None:
+    def _by_query(self, part: TilePart) -> Blocked | None:
         """What the term adds by query and distance, in the layout of a part."""
         return None if self.term is None or self.term.by_query is None else Blocked(self.term.by_query, part.queries)
 
-    def _add_term(self, s: Tensor, part: Part, run: Run, more: Blocked | None) -> Tensor | None:
+    def _add_term(self, s: Tensor, part: TilePart, run: TileBatch, more: Blocked | None) -> Tensor | None:
         """Scores (B * T, r, x) get what positions add; returns how far apart the pairs stand, (T r x)."""
         if self.term is None:
             return None
@@ -127,7 +127,7 @@ class Pass:
             return out, lse
         if total is None:
             whole = out.new_zeros(out.shape[0], queries.length, out.shape[2])
-            total = whole, torch.full_like(whole[..., 0], UNSEEN)
+            total = whole, torch.full_like(whole[..., 0], MASKED_SCORE)
         old, old_lse = total if at is None else (total[0][:, at], total[1][:, at])
         both = torch.logaddexp(old_lse, lse)
         merged = (old * (old_lse - both).exp()[..., None]).add_(out * (lse - both).exp()[..., None])
@@ -140,7 +140,7 @@ class Pass:
         """The gradients of q, k, v and of what the term adds by query."""
         d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
         pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
-        lse = torch.where(lse < UNSEEN / 2, -UNSEEN, lse)  # a row that saw nothing: all its weights come out 0
+        lse = torch.where(lse < MASKED_SCORE / 2, -MASKED_SCORE, lse)  # a row that saw nothing: all its weights come out 0
         rows, d_out = torch.stack([pull, lse], -1), d_out.to(self.type)
         grads: list[Tensor | None] = [None] * 4
         for number, part in enumerate(self.plan.parts):
@@ -148,7 +148,7 @@ class Pass:
             keys, values, gaps = self._keys(part)
             found = self._part_back(part, (queries.blocks, up.blocks, row.blocks), (keys, values, gaps), number)
             grads = [
-                x if z is None else _added(x, y, z)
+                x if z is None else _accumulate(x, y, z)
                 for x, y, z in zip(grads, (queries, keys, values, queries), found, strict=True)
             ]
         made = (self.q, self.k, self.v, None if self.term is None else self.term.by_query)
@@ -159,7 +159,7 @@ class Pass:
         return tuple(None if x is None else x.unflatten(0, (self.b, self.h)).to(t).contiguous() for x, t in every)
 
     def _part_back(
-        self, part: Part, asked: tuple[Tensor, Tensor, Tensor], held: tuple[Blocked, Blocked, Tensor | None], number: int
+        self, part: TilePart, asked: tuple[Tensor, Tensor, Tensor], held: tuple[Blocked, Blocked, Tensor | None], number: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         queries, up, row = asked
         e, more = self.v.shape[-1], self._by_query(part)
@@ -169,7 +169,7 @@ class Pass:
         for turn, run in enumerate(part.runs(most, self.device)):
             weights, k, v, q = self._scores(run, queries, *held)
             apart = self._add_term(weights, part, run, more)
-            here, own = _softmax(weights), run.take(row).flatten(0, 1)
+            here, own = _softmax_in_place(weights), run.take(row).flatten(0, 1)
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
             u = (run.take(up).flatten(0, 1) * share).to(self.type)
@@ -188,11 +188,11 @@ class Pass:
                 run.put(dm, self.term.sums(self._tiled(d), apart))
         return dq, dk, dv, dm
 
-    def _keys(self, part: Part) -> tuple[Blocked, Blocked, Tensor | None]:
+    def _keys(self, part: TilePart) -> tuple[Blocked, Blocked, Tensor | None]:
         gaps = None if self.gap is None else Blocked(self.gap, part.keys).blocks[..., 0]  # (b blocks c)
         return Blocked(self.k, part.keys), Blocked(self.v, part.keys), gaps
 
-    def _scores(self, run: Run, queries: Tensor, keys: Blocked, values: Blocked, gaps: Tensor | None):
+    def _scores(self, run: TileBatch, queries: Tensor, keys: Blocked, values: Blocked, gaps: Tensor | None):
         """Scores (B * T, r, p * c) of a batch of tiles, and the keys, values and queries they are made of."""
         B, (tiles, p) = len(self.q), run.cols.shape
         k, v = (self._gather(name, x.blocks, run) for name, x in (("k", keys), ("v", values)))
@@ -201,7 +201,7 @@ class Pass:
         shaped = s.view(B, tiles, *s.shape[1:])
         for low, high, mask in run.hidden:
             if mask.dtype == torch.bool:
-                shaped[..., low:high].masked_fill_(mask, UNSEEN)
+                shaped[..., low:high].masked_fill_(mask, MASKED_SCORE)
             else:
                 shaped[..., low:high].add_(mask)
         if gaps is not None:
@@ -209,14 +209,14 @@ class Pass:
             s.view(self.b, self.h, *shaped.shape[1:]).add_(gap)
         return s, k, v, q
 
-    def _gather(self, name: str, blocks: Tensor, run: Run) -> Tensor:
+    def _gather(self, name: str, blocks: Tensor, run: TileBatch) -> Tensor:
         """(B * T, p * c, x): the key blocks of every tile."""
         (B, _, c, x), (tiles, p) = blocks.shape, run.cols.shape
         found = self.scratch(name, B * tiles, p * c, x)
         torch.index_select(blocks, 1, run.cols.flatten(), out=found.view(B, tiles * p, c, x))
         return found
 
-    def _collect(self, total: Tensor, run: Run, found: Tensor) -> None:
+    def _collect(self, total: Tensor, run: TileBatch, found: Tensor) -> None:
         """total (B blocks c x) += found (B * T, p * c, x), at the blocks it came from."""
         tiles, p = run.cols.shape
         found = found.view(len(self.q), tiles, p, *total.shape[2:])
@@ -228,24 +228,24 @@ class Pass:
 
     def _kept(self, like: Tensor, number: int, turn: int) -> Tensor:
         """The dropout of a batch of tiles: the same in forward and backward."""
-        return kept_pairs(like, self.dropout, self.seed + (number << 40) + turn)
+        return dropout_mask(like, self.dropout, self.seed + (number << 40) + turn)
 
 
-def kept_pairs(like: Tensor, dropout: float, seed: int) -> Tensor:
+def dropout_mask(like: Tensor, dropout: float, seed: int) -> Tensor:
     """Throw the dice of dropout: 0 or 1 / (1 - dropout) for every weight, the same for the same seed."""
     g = torch.Generator(like.device).manual_seed(seed % 2**63)
     kept = torch.rand(like.shape, generator=g, device=like.device) >= dropout
     return kept.to(like.dtype).div_(1 - dropout)
 
 
-def _softmax(s: Tensor) -> Tensor:
+def _softmax_in_place(s: Tensor) -> Tensor:
     """Scores become weights, in place; returns their log-sum-exp."""
     top = s.amax(-1)
     torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.copy_(torch.softmax(s, -1))
     return top - s.amax(-1).log()  # the largest weight is exp(top - lse)
 
 
-def _added(total: Tensor | None, blocked: Blocked, grad: Tensor) -> Tensor:
+def _accumulate(total: Tensor | None, blocked: Blocked, grad: Tensor) -> Tensor:
     """A gradient in the layout of a part, added to that of the whole sequence."""
     found, at = blocked.back(grad), blocked.tokens
     if at is None:

@@ -1,0 +1,63 @@
+"""Every kind of positions: added to the tokens, turning queries and keys, or a bias of the scores.
+
+    sinusoidal, learned, floater, rnn      tokens = positions.add(tokens, places), once, before the first layer
+    rotary, relative, alibi                layer("softmax", ..., positions="rotary"), in every layer
+    none                                   no positions: the control
+
+All of them take positions from `Places`, so that padding, streaming and prompts of different length work with each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from regard.mixers.base import Dims
+from regard.mixers.position_interface import Positions
+from regard.positions.added import Floater, Learned, Nothing, Recurrent, Sinusoidal
+from regard.positions.bias import Alibi, RelativePositions
+from regard.positions.rotary import Rotary
+from regard.text import parse_choice
+
+__all__ = [
+    "POSITIONS",
+    "Alibi",
+    "Floater",
+    "Learned",
+    "Nothing",
+    "Positions",
+    "Recurrent",
+    "RelativePositions",
+    "Rotary",
+    "Sinusoidal",
+]
+
+POSITIONS: dict[str, Callable[..., Positions]] = {
+    "sinusoidal": Sinusoidal,
+    "learned": Learned,
+    "relative": RelativePositions,
+    "floater": Floater,
+    "rnn": Recurrent,
+    "rotary": Rotary,
+    "alibi": Alibi,
+    "none": Nothing,
+}
+
+
+def positions(spec: str | Positions, dims: Dims) -> Positions:
+    """`positions("relative(clip=8)", dims)`; what is made already is given back."""
+    if isinstance(spec, Positions):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"positions are a text such as 'rotary' or 'relative(clip=8)', or made already, not {spec!r}")
+    return parse_choice(spec, POSITIONS)(dims)
+
+
+def entering(spec: str | Positions | None, dims: Dims, depth: int) -> Floater | None:
+    """Make the positions that enter each of so many blocks, if they are of that kind."""
+    given = (
+        parse_choice(spec, POSITIONS).keywords.get("every_block")
+        if isinstance(spec, str)
+        else getattr(spec, "every_block", False)
+    )
+    made = positions(spec, dims) if given and spec is not None else None
+    return made.begin(depth) if isinstance(made, Floater) else None

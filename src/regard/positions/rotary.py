@@ -1,0 +1,33 @@
+"""Positions that turn queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.position_interface import Positions
+from regard.positions.frequencies import check_base, inverse_frequencies
+
+
+class Rotary(Positions):
+    """Queries and keys are turned by angles that grow with their positions, so that q.k feels only how far apart they stand.
+
+    In every plane f of two coordinates by the angle p / base^(2f / d). Su et al. 2021, arXiv:2104.09864.
+    """
+
+    needs = Can.ROTARY
+
+    def __init__(self, dims: Dims, *, base: float = 10_000.0) -> None:
+        super().__init__(dims)
+        if dims.d % 2:
+            raise ValueError(f"rotary turns pairs of coordinates: {dims.d} per head is an odd number")
+        self.base = check_base(base)
+
+    def turn(self, x: Tensor, places: Places) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # angles in double precision: far positions keep their digits
+        angle = places.at[:, None, :, None].double() * inverse_frequencies(x.shape[-1], self.base, x.device)
+        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        a, b = x.to(wide).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
