@@ -1,6 +1,7 @@
 """Every way of paying attention: each mechanism a value you pass, each claim tested."""
 
 from regard._version import version as __version__
+from regard.cache import clear_caches
 from regard.catalogue import CATALOGUE
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
@@ -57,6 +58,7 @@ __all__ = [
     "Truncated",
     "__version__",
     "attend",
+    "clear_caches",
     "core",
     "disjoint",
     "edge_weights",

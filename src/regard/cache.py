@@ -18,6 +18,7 @@ MAX_RESULTS = 64  # results
 
 CachedFunction = TypeVar("CachedFunction", bound=Callable[..., Any])
 
+_clearers: list[Callable[[], None]] = []  # one for every cache of this library
 _cache_lock = Lock()  # of all memories; nothing is worked out while it is held
 # A fork waits until it is free, so that the child gets whole memories and a free lock.
 os.register_at_fork(before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache_lock.release)
@@ -34,6 +35,18 @@ def outlives_tracing(f: CachedFunction) -> CachedFunction:
             return f(*args, **more)
 
     return made  # type: ignore[return-value]
+
+
+def register_cache(clear: Callable[[], None]) -> None:
+    """Let `clear_caches` call a function that empties a cache."""
+    _clearers.append(clear)
+
+
+def clear_caches() -> None:
+    """Free what was cached between calls: plans, edge lists, masks, parsed texts, scratch buffers. Results do not change."""
+    with _cache_lock:
+        for clear in _clearers:
+            clear()
 
 
 def bounded_cache(size: Callable[[Any], int]) -> Callable[[CachedFunction], CachedFunction]:
@@ -60,6 +73,7 @@ def bounded_cache(size: Callable[[Any], int]) -> Callable[[CachedFunction], Cach
             return found
 
         again.kept = kept  # type: ignore[attr-defined]
+        register_cache(kept.clear)
         return again  # type: ignore[return-value]
 
     return around

@@ -134,11 +134,12 @@ def layer(
     cross: bool = False,
     max_len: int | None = None,
     dropout: float = 0.0,
+    backend: str = "auto",
     shared_qk: bool = False,
     positions: str | Positions | None = None,
 ) -> Mixer:
     """One layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`."""
-    dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout)
+    dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout, backend)
     return Spec.of(spec).build(dims, shared_qk=shared_qk, positions=positions)
 
 

@@ -21,6 +21,7 @@ from regard.mixers.state import State as State
 from regard.mixers.state import StateOwner, check_state
 from regard.mixers.state import nbytes as nbytes
 from regard.mixers.state import select as select
+from regard.ops.backend import AUTO, check_backend
 from regard.ops.once import once
 
 
@@ -54,6 +55,7 @@ class Dims:
     cross: bool = False
     max_len: int | None = None
     dropout: float = 0.0  # of attention weights, in training
+    backend: str = AUTO  # of the operations: see `regard.ops.backend`
 
     def __post_init__(self) -> None:
         for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "max_len"):
@@ -75,6 +77,7 @@ class Dims:
             raise ValueError("context_width is for cross attention: set cross=True, or leave it out")
         if not isinstance(self.dropout, int | float) or isinstance(self.dropout, bool) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
+        check_backend(self.backend)
 
     @property
     def d(self) -> int:

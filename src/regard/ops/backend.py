@@ -1,0 +1,75 @@
+"""The registry of backends: which implementations of an operation there are, and which one a call gets.
+
+An operation (`tile`, `linear`, `delta`) has one API function and several backends, one file each. Every backend has the methods
+`forward` and `backward` of its operation, and `refuses(...)`, which returns None or a sentence: why it cannot compute this call.
+
+    backend="auto"     the first backend, in order of registration, that does not refuse
+    backend="torch"    that one, or an error with its sentence
+
+REGARD_LOG=kernels prints the backend of every call that `auto` decides, once for each backend and operation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Protocol
+
+AUTO = "auto"
+
+
+class Backend(Protocol):
+    """What every backend of every operation has."""
+
+    name: str
+
+    def refuses(self, *call: Any) -> str | None:
+        """Return a sentence about what this backend cannot compute in a call, or None."""
+        ...
+
+
+_BACKENDS: dict[str, dict[str, Any]] = {}
+_logged: set[tuple[str, str]] = set()
+
+
+def register_backend(operation: str, backend: Any, *, first: bool = False) -> None:
+    """Add a backend to an operation, behind those that are there or in front of them: `auto` asks them in this order."""
+    every = _BACKENDS.setdefault(operation, {})
+    _BACKENDS[operation] = {backend.name: backend, **every} if first else {**every, backend.name: backend}
+
+
+def backends(operation: str) -> list[str]:
+    """List the names of the backends of an operation, in the order in which `auto` asks them."""
+    return list(_BACKENDS[operation])
+
+
+def check_backend(name: str) -> str:
+    """Return a backend's name, or raise: it must be `auto` or registered for some operation."""
+    known = dict.fromkeys([AUTO, "reference", "torch", *(name for every in _BACKENDS.values() for name in every)])
+    if name not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}, not {name!r}")
+    return name
+
+
+def choose_backend(operation: str, name: str, *call: Any) -> Any:
+    """Return the backend that computes this call: the one that was asked for, or the first that does not refuse."""
+    every = _BACKENDS[operation]
+    if name != AUTO:
+        if name not in every:
+            raise ValueError(f"{operation} attention has no backend {name!r}: there is {', '.join(every)}")
+        if why := every[name].refuses(*call):
+            raise ValueError(f"backend {name!r} cannot compute this {operation} attention: {why}")
+        return every[name]
+    for backend in every.values():
+        if backend.refuses(*call) is None:
+            _log(operation, backend.name)
+            return backend
+    reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
+    raise ValueError(f"no backend can compute this {operation} attention: {reasons}")
+
+
+def _log(operation: str, name: str) -> None:
+    if (operation, name) in _logged or "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
+        return
+    _logged.add((operation, name))
+    print(f"regard: {operation} attention by backend {name!r}", file=sys.stderr)  # noqa: T201
