@@ -1,6 +1,6 @@
 """Do the laws bite? Break the library in one place at a time, the way real libraries have been broken, and see who notices.
 
-make mutants                      all of them (about an hour and a half on two cores); exits 1 if one survives
+make mutants                      all of them, into results/mutants.json; exits 1 if one survives
 python tests/mutants.py WORD      those whose name contains the word
 
 Those of mixers and kernels stand here and face the laws; those of the other files name their tests.
@@ -8,14 +8,14 @@ Those of mixers and kernels stand here and face the laws; those of the other fil
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from mutants_compiled import COMPILED
@@ -23,6 +23,7 @@ from mutants_models import MODELS
 from mutants_training import TRAINING
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "results" / "mutants.json"
 SUITE = (
     "laws limits patterns precision kernel gated random_features errors positions blocks reversible cluster cluster_statistics "
     "low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states wrong_calls"
@@ -403,8 +404,8 @@ def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     return {**{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}, **MODELS, **TRAINING, **COMPILED}
 
 
-def killed_by(mutant: tuple[str, str, str, str]) -> str:
-    """The test that fails, or '' if none does."""
+def killed_by(name: str, mutant: tuple[str, str, str, str], known: str) -> str:
+    """The test that fails, or '' if none does; the one that failed last time is tried first."""
     path, old, new, tests = mutant
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -416,34 +417,55 @@ def killed_by(mutant: tuple[str, str, str, str]) -> str:
         if old not in text:
             raise SystemExit(f"{path} does not hold\n{old}")
         (copy / path).write_text(text.replace(old, new))
-        workers = "2" if tests == SUITE else "0"  # a few files are done before a second process has begun
-        options = ["-x", "-n", workers, "-p", "no:cacheprovider", "-p", "no:benchmark"]
-        command = [sys.executable, "-m", "pytest", *options, *(f"tests/test_{name}.py" for name in tests.split())]
-        env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if not failed and done.returncode not in (0, 1):
-        raise SystemExit(f"{path}, {new!r}: the tests did not run\n{done.stdout}\n{done.stderr}")
-    return failed[0].split("::")[-1].split(" - ")[0] if failed else ""
+        files = [f"tests/test_{file}.py" for file in tests.split()]
+        failed = first_failure(copy, [known]) if known else ""
+        return failed or first_failure(copy, files, name)
+
+
+def first_failure(copy: Path, tests: list[str], name: str = "") -> str:
+    """The first of these tests that fails in this copy of the repository. With a name: it is an error if they cannot run."""
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR tests"))]
+    if name and not failed and done.returncode not in (0, 1):
+        raise SystemExit(f"{name}: the tests did not run\n{done.stdout}\n{done.stderr}")
+    return failed[0].split(" ", 1)[1].split(" - ")[0] if failed and done.returncode == 1 else ""
 
 
 def main() -> int:
-    chosen = {name: mutant for name, mutant in all_of_them().items() if len(sys.argv) < 2 or sys.argv[1] in name}
-    start, survivors, jobs = time.perf_counter(), [], max(1, (os.cpu_count() or 2) // 2)
-    with ThreadPoolExecutor(jobs) as pool:
-        found = zip(chosen, pool.map(killed_by, chosen.values()), strict=True)
-        return report(found, len(chosen), start, survivors)
-
-
-def report(found: Iterable[tuple[str, str]], total: int, start: float, survivors: list[str]) -> int:
-    for number, (name, who) in enumerate(found, 1):
-        left = (time.perf_counter() - start) / number * (total - number) / 60
-        what = "caught  " if who else "SURVIVED"
-        sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {who}   ({left:.0f} min left)\n")
-        sys.stdout.flush()
-        survivors += [] if who else [name]
-    sys.stdout.write(f"{total - len(survivors)} of {total} caught\n")
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = {name: mutant for name, mutant in all_of_them().items() if word in name}
+    known = json.loads(RESULT.read_text())["caught_by"] if RESULT.exists() else {}
+    start, found = time.perf_counter(), {}
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        jobs = {pool.submit(killed_by, name, mutant, known.get(name, "")): name for name, mutant in chosen.items()}
+        for number, job in enumerate(as_completed(jobs), 1):
+            found[jobs[job]] = job.result()
+            report(number, jobs[job], job.result(), len(chosen), start)
+    survivors = sorted(name for name, test in found.items() if not test)
+    lines = [f"{len(chosen) - len(survivors)} of {len(chosen)} caught", *(f"survived: {name}" for name in survivors)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if not word:
+        keep(found, survivors, time.perf_counter() - start)
     return bool(survivors)
+
+
+def report(number: int, name: str, test: str, total: int, start: float) -> None:
+    left = (time.perf_counter() - start) / number * (total - number) / 60
+    what = "caught  " if test else "SURVIVED"
+    sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {test.split('::')[-1]}   ({left:.0f} min left)\n")
+    sys.stdout.flush()
+
+
+def keep(found: dict[str, str], survivors: list[str], seconds: float) -> None:
+    """Write which test caught which mutant: the next run begins with it."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    made = {"commit": head.stdout.strip(), "mutants": len(found), "survivors": survivors, "seconds": round(seconds)}
+    text = json.dumps({**made, "processes": os.cpu_count(), "caught_by": dict(sorted(found.items()))}, indent=1)
+    RESULT.with_suffix(".writing").write_text(text + "\n")
+    RESULT.with_suffix(".writing").replace(RESULT)
 
 
 if __name__ == "__main__":
