@@ -455,7 +455,7 @@ def main() -> int:
 def report(number: int, name: str, test: str, total: int, start: float) -> None:
     left = (time.perf_counter() - start) / number * (total - number) / 60
     what = "caught  " if test else "SURVIVED"
-    sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {test.split('::')[-1]}   ({left:.0f} min left)\n")
+    sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {test}   ({left:.0f} min left)\n")
     sys.stdout.flush()
 
 
