@@ -1,4 +1,4 @@
-"""What layers share in a pass is made once, and never outlives what it was made of."""
+"""Positions, padding and the masks derived from them: made once a pass, shared by all layers."""
 
 from collections import Counter
 
@@ -12,7 +12,6 @@ from regard import layer
 from regard.blocks import Block, FeedForward, Stack
 from regard.mixers import attention
 from regard.mixers.base import Places
-from regard.ops.once import once, one_pass
 
 WIDTH, HEADS = 16, 2
 
@@ -43,34 +42,6 @@ def made(**more):
     return Stack.of("softmax", width=WIDTH, heads=HEADS, ffn=8, **more).to(DEVICE, torch.float64)
 
 
-def test_it_is_made_once_in_a_pass_and_each_time_outside_of_one():
-    x, calls = some(), []
-    for _ in range(2):
-        once("a", x, lambda: calls.append(1))
-    assert len(calls) == 2
-    with one_pass():
-        for _ in range(2):
-            once("a", x, lambda: calls.append(1))
-        assert len(calls) == 3
-        with one_pass():
-            once("a", x, lambda: calls.append(1))
-        once("b", x, lambda: calls.append(1))
-        once("a", x.clone(), lambda: calls.append(1))
-        assert len(calls) == 5
-        x[0] = False  # another content
-        once("a", x, lambda: calls.append(1))
-        assert len(calls) == 6
-    with one_pass():
-        once("a", x, lambda: calls.append(1))
-    assert len(calls) == 7
-
-
-def test_a_pass_ends_even_if_it_fails():
-    with pytest.raises(ZeroDivisionError), one_pass():
-        once("a", None, lambda: 1 / 0)
-    assert once("a", None, lambda: 2) == 2 and once("a", None, lambda: 3) == 3
-
-
 @pytest.mark.parametrize("learns", [True, False])
 def test_all_layers_share_masks_and_positions(learns):
     found = []
@@ -87,8 +58,10 @@ def test_padding_is_silenced_behind_the_last_block_and_by_every_block_that_is_as
     stack, x, valid = made(depth=2, norm=norm), tokens(), some()
     y = stack(x, valid)
     assert (y[~valid] == 0).all()
+    places = Places.of(x, valid)
+    x = x.masked_fill(~valid[..., None], 0)
     for block in stack:
-        loud, x = block(x, valid, hush=False), block(x, valid)
+        loud, x = block(x, places), block(x, valid)
         assert (x[~valid] == 0).all() and (loud[~valid] != 0).any()
         close(loud[valid], x[valid])
     close(y[valid], (x if stack.final_norm is None else stack.final_norm(x))[valid])
@@ -138,19 +111,9 @@ def test_maps_that_are_fewer_than_the_tokens_or_watched_or_of_another_kind_are_c
     assert heard == [1]
 
 
-def test_positions_in_a_pass_are_those_outside_of_it():
-    x, valid = tokens(), some()
-    t = torch.tensor([3, 0, 5], device=DEVICE)
-    for given in ((x,), (x, valid), (x, None, t, 4), (x, valid, t, None), (x, None, t, None), (x, valid, t, 2)):
-        alone = Places.of(*given)
-        with one_pass():
-            for _ in range(2):
-                assert torch.equal(Places.of(*given).at, alone.at)
-
-
 def test_a_block_streams_loudly_as_well():
     block = Block(layer("softmax", width=WIDTH, heads=HEADS, causal=True), FeedForward(WIDTH, 8)).to(DEVICE, torch.float64)
     x, valid = tokens(), some()
-    (loud, _), (y, _) = (block.extend(block.start(3), x, valid, hush=hush) for hush in (False, True))
+    (loud, _), (y, _) = (block.extend(block.start(3), x, given) for given in (Places.of(x, valid), valid))
     assert (y[~valid] == 0).all()
     close(loud[valid], y[valid])
