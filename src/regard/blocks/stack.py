@@ -194,7 +194,9 @@ class Stack(nn.Module):
         found: list[tuple[Tensor, Places]] = []
         for read in many:
             found.append(self._read(readers, read, valid, found))
-        each = found if len(found) == len(self.blocks) else (found or [(None, None)]) * len(self.blocks)
+        if not found:
+            return [(None, None)] * len(self.blocks)
+        each = found if len(found) == len(self.blocks) else found * len(self.blocks)
         return [pair if block.cross is not None else (None, None) for block, pair in zip(self, each, strict=True)]
 
     @staticmethod

@@ -40,13 +40,17 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
 
     x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
     """
-    plain = [one for one in maps if type(one) is nn.Linear and not has_hooks(one)]
     worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
-    if not worth or len(plain) < len(maps) or len({one.bias is None for one in plain}) > 1:
+    weights, biases, sizes = [], [], []
+    for one in maps if worth else ():
+        if type(one) is nn.Linear and not has_hooks(one):
+            weights.append(one.weight)
+            biases.append(one.bias)
+            sizes.append(one.out_features)
+    mixed = any(bias is None for bias in biases) and any(bias is not None for bias in biases)
+    if len(sizes) < len(maps) or mixed:
         return [one(x) for one in maps]
-    weight = torch.cat([one.weight for one in plain])
-    bias = None if plain[0].bias is None else torch.cat([one.bias for one in plain])
-    return linear(x, weight, bias).split([one.out_features for one in plain], -1)
+    return linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases)).split(sizes, -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -86,6 +90,7 @@ class Attention(Mixer):
             self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
+        self._watched = type(core).watch is not Core.watch
 
     @property
     def name(self) -> str:
@@ -108,14 +113,15 @@ class Attention(Mixer):
         """
         self._check_call(x, context, valid, query_valid)
         real = valid if context is None else query_valid
-        x = mask_padding(x, real)
+        if real is not None:
+            x = mask_padding(x, real)
         places = Places.of(x, real)
         if context is None:
             y = self.forward_at(x, places)
         else:
             context = mask_padding(context, valid)
             y = self.forward_at(x, places, context=context, context_places=Places.of(context, valid))
-        return mask_padding(y, pooled_valid(real, self.rate))
+        return y if real is None else mask_padding(y, pooled_valid(real, self.rate))
 
     def forward_at(
         self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
@@ -123,10 +129,12 @@ class Attention(Mixer):
         if context is not None and context_places is not None:
             return self._ask(self._remember(context, context_places), x, places)
         core = self.core
-        self.check_length(places)
+        if self.dims.max_len is not None:
+            self.check_length(places)
         q, k, v = self.heads(x, places)
         with no_autocast(x):
-            core.watch(q, k, places.valid)
+            if self._watched:
+                core.watch(q, k, places.valid)
             if self.dims.causal:
                 y, _ = core.scan(self._empty(x.shape[0]), q, k, v, places)
             else:
@@ -181,7 +189,8 @@ class Attention(Mixer):
         if self.dims.cross != (context is not None):
             raise ValueError("build it with cross=True and pass a context, or neither")
         if context is None:
-            self.check_padding(valid, x)
+            if valid is not None:
+                self.check_padding(valid, x)
             return
         self.check(context, "context", self.dims.context_width)
         self.check_padding(query_valid, x)
@@ -194,10 +203,11 @@ class Attention(Mixer):
             raise ValueError("only causal or cross attention can stream: build it with causal=True or cross=True")
 
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """x (b n w) -> q (b h n d), k (b g n d), v (b g n e)."""
+        """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
         q, *k, v = fused_linear(x, self.q, self.v) if self.shared_qk else fused_linear(x, self.q, self.k, self.v)
+        v = v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
         q = self._turned(q, self.dims.heads, places)
-        return q, self._turned(k[0], self.dims.g, places) if k else q, self._split(v, self.dims.g)
+        return q, self._turned(k[0], self.dims.g, places) if k else q, v
 
     def _honour(self, positions: Positions) -> None:
         if positions.needs == Can.NOTHING:
@@ -208,7 +218,7 @@ class Attention(Mixer):
 
     def _turned(self, x: Tensor, heads: int, places: Places) -> Tensor:
         """Queries or keys by heads, turned by their positions if they are to be; gates behind a key are not turned."""
-        x = self._split(x, heads)
+        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
         if self.positions is None:
             return x
         d, streams = self.dims.d, self.core.streams
@@ -216,13 +226,9 @@ class Attention(Mixer):
         with no_autocast(x):
             return torch.cat([*(self.positions.turn(part, places) for part in parts[:-1]), parts[-1]], -1)
 
-    @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
     def _empty(self, batch: int) -> Any:
-        k, v = (self.v.weight.new_zeros(batch, self.dims.g, 0, size) for size in self.core.sizes)
-        return self.core.empty(k, v)
+        zeros, (d, e) = self.v.weight.new_zeros, self.core.sizes
+        return self.core.empty(zeros(batch, self.dims.g, 0, d), zeros(batch, self.dims.g, 0, e))
 
     def _zero(self, batch: int) -> Tensor:
         """Return the number of tokens before the first, (b)."""
@@ -232,7 +238,7 @@ class Attention(Mixer):
         """Return a memory of the whole context (b m w)."""
         self.check_length(places)
         k, v = fused_linear(context, self.k, self.v)
-        k, v = self._turned(k, self.dims.g, places), self._split(v, self.dims.g)
+        k, v = self._turned(k, self.dims.g, places), v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, auto
 
 from regard.checks import check_flag, need
@@ -41,18 +41,31 @@ class Dims:
     dropout: float = 0.0  # of attention weights, in training
     backend: str = AUTO  # of the operations: see `regard.ops.backend`
 
+    d: int = field(init=False, repr=False, compare=False)  # key dim of a head
+    e: int = field(init=False, repr=False, compare=False)  # value dim of a head
+    g: int = field(init=False, repr=False, compare=False)  # key-value heads
+
     def __post_init__(self) -> None:
+        self._check_sizes()
+        object.__setattr__(self, "d", self.key_dim or self.width // self.heads)
+        object.__setattr__(self, "e", self.value_dim or self.width // self.heads)
+        object.__setattr__(self, "g", self.kv_heads or self.heads)
+        self._check_use()
+
+    def _check_sizes(self) -> None:
         for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "max_len"):
             value = getattr(self, name)
             if value is not None or name in ("width", "heads"):
                 need(name, value)
-        check_flag("causal", self.causal)
-        check_flag("cross", self.cross)
         if (self.key_dim is None or self.value_dim is None) and self.width % self.heads:
             raise ValueError(
                 f"width {self.width} is not divisible by {self.heads} heads: "
                 f"use width {self.width // self.heads * self.heads or self.heads}, or give key_dim and value_dim"
             )
+
+    def _check_use(self) -> None:
+        check_flag("causal", self.causal)
+        check_flag("cross", self.cross)
         if self.heads % self.g:
             raise ValueError(f"{self.heads} heads cannot share {self.g} key-value heads evenly: use a divisor of {self.heads}")
         if self.causal and self.cross:
@@ -62,18 +75,6 @@ class Dims:
         if not isinstance(self.dropout, int | float) or isinstance(self.dropout, bool) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
         check_backend(self.backend)
-
-    @property
-    def d(self) -> int:
-        return self.key_dim or self.width // self.heads
-
-    @property
-    def e(self) -> int:
-        return self.value_dim or self.width // self.heads
-
-    @property
-    def g(self) -> int:
-        return self.kv_heads or self.heads
 
 
 def need_claims(name: str, can: Can, asked: Can, instead: str = "") -> None:

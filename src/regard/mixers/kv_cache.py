@@ -71,10 +71,10 @@ class KVCache(NamedTuple):
         if self.size and not (torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))):
             return self._written(k, v, places)
         valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
-        new = (k, v, places.at, valid)
-        if self.size:  # else there is nothing to join with: take the tensors as they are
-            both = zip(self[:4], new, (2, 2, 1, 1), strict=True)
-            new = tuple(torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)  # type: ignore[assignment]
+        if self.size == 0:  # nothing to join with: take the tensors as they are
+            return KVCache(k, v, places.at, valid, n, places.start, places.valid is None, WriteCursor(n), self.looked, places)
+        both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
+        new = (torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)
         size, plain = self.size + n, self.plain and places.valid is None
         log = KVCache(*new, size, self._joined(places), plain, WriteCursor(size), self.looked)
         return self._shared(log, places)
@@ -96,14 +96,10 @@ class KVCache(NamedTuple):
 
     def _shared(self, log: KVCache, places: Places) -> KVCache:
         """Give a log, made of this one and of tokens at `places`, the places that the logs of other layers have."""
-        if self.size == 0:
-            return log._replace(whole=places) if self.plain else log
         return log if self.whole is None else log._replace(whole=places.behind(self.whole, log._places))
 
     def _joined(self, places: Places) -> int | None:
         """The start of the log with these tokens behind it, where it stays known."""
-        if self.size == 0:
-            return places.start
         known = self.start is not None and places.start is not None and self.plain
         return self.start if known and self.start + self.size == places.start else None  # type: ignore[operator]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache
-from regard.mixers.position_interface import Positions
 from regard.mixers.places import UnpadOrder
+from regard.mixers.position_interface import Positions
 from regard.ops.dense import few_queries_attention, merge_by_lse
 from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias

@@ -39,7 +39,12 @@ class UnpaddedMixer(Free):
         return self.forward_at(x, Places.of(x, valid))
 
     def forward_at(
-        self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
+        self,
+        x: Tensor,
+        places: Places,
+        *,
+        context: Tensor | None = None,
+        context_places: Places | None = None,  # noqa: ARG002
     ) -> Tensor:
         self.no_context(context)
         memory = self.empty(x.shape[0]) if self.dims.causal else None
@@ -52,7 +57,7 @@ class UnpaddedMixer(Free):
         check_batch(batch)
         return self.start_at(torch.zeros(batch, dtype=torch.long, device=next(self.parameters()).device))
 
-    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:
+    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:  # noqa: ARG002
         self._check_streams()
         return State(self.empty(len(t)), t, 0, self.maker())
 

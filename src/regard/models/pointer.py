@@ -16,8 +16,8 @@ from regard.blocks.stack import Stack
 from regard.checks import check_valid, need
 from regard.config import Config
 from regard.mixers.attention import no_autocast
-from regard.mixers.places import Places, mask_padding
 from regard.mixers.feature_math import upcast
+from regard.mixers.places import Places, mask_padding
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import State
 from regard.models import build
