@@ -34,7 +34,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # masks accepted and ignored
     "softmax drops the padding mask": (
         R + "mixers/softmax.py",
-        "valid=log.places.valid, dropout=drop",
+        "valid=mask, dropout=drop",
         "valid=None, dropout=drop",
     ),
     "tiles drop the padding mask": (R + "ops/tile/torch.py", "        if gaps is not None:\n", "        if False:\n"),
@@ -46,14 +46,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a layer trusts what padding holds": (R + "mixers/attention.py", "x = mask_padding(x, real)", "x = x"),
     "a context is trusted at its padding": (
         R + "mixers/attention.py",
-        "context = None if context is None else mask_padding(context, valid)",
-        "context = context",
+        "            context = mask_padding(context, valid)\n",
+        "",
     ),
     "a prompt is trusted at its padding": (R + "mixers/attention.py", "        x = mask_padding(x, valid)\n", ""),
     "a stack trusts what padding holds": (
         R + "blocks/stack.py",
-        "        return mask_padding(x, valid)\n",
-        "        return x\n",
+        "        return mask_padding(x, valid), Places.of(x, valid, t, start)\n",
+        "        return x, Places.of(x, valid, t, start)\n",
     ),
     "a state of another batch is taken": (R + "mixers/state.py", "    if held != given:\n", "    if False:\n"),
     "a state of another layer is taken": (R + "mixers/base.py", "state.maker.layer != own.layer", "False"),
@@ -81,13 +81,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "the last graph layer adds its heads": (R + "mixers/graph_layer.py", "else y.mean(1)", "else y.sum(1)"),
     "padding takes a position": (
-        R + "mixers/base.py",
+        R + "mixers/places.py",
         "    return count.cumsum(1) - count\n",
         "    return count.cumsum(1) * 0 + torch.arange(count.shape[1], device=count.device)\n",
     ),
     "outputs at padding are not silenced": (
         R + "mixers/attention.py",
-        "return y if valid is None else y.masked_fill(~valid[..., None], 0)",
+        "return mask_padding(y, pooled_valid(real, self.rate))",
         "return y",
     ),
     "padding counts in the normaliser of a kernel": (
@@ -119,7 +119,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        top = chunks.cumulative_max(tops, memory.top)\n",
         "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
     ),
-    "claims are not checked": (R + "mixers/base.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
+    "claims are not checked": (R + "mixers/dims.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
     # windows that mean something else
     "Local is off by one": (
         R + "patterns/relative.py",
@@ -242,19 +242,19 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "nothing is ever forgotten": (
         R + "mixers/attention.py",
-        "memory=self.core.forget(state.memory, state.t)",
-        "memory=state.memory",
+        "memory=self.core.forget(memory, state.t)",
+        "memory=memory",
     ),
     "an older state is overwritten": (R + "mixers/kv_cache.py", " or self.newest.used != self.size", ""),
     "positions start anew with every chunk": (
         R + "mixers/attention.py",
-        "Places.of(x, valid, state.t, state.start)\n        self.check_length(places)",
-        "Places.of(x, valid)\n        self.check_length(places)",
+        "self.extend_at(state, x, Places.of(x, valid, state.t, state.start))",
+        "self.extend_at(state, x, Places.of(x, valid))",
     ),
     "padded prompts all end at the longest": (
         R + "mixers/base.py",
-        "t=state.t + places.valid.sum(1), start=None",
-        "t=state.t + n, start=None",
+        "t=places.after(state.t), start=start",
+        "t=state.t + places.at.shape[1], start=start",
     ),
     "a state is never reordered": (
         R + "mixers/state.py",
@@ -351,8 +351,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "landmarks count padding": (
         R + "mixers/landmarks.py",
-        "        x, count = real_first(x, valid)\n",
-        "        x, count = real_first(x, None)\n",
+        "        x, count = real_first(x, places)\n",
+        "        x, count = real_first(x, Places.of(x[:, 0]))\n",
     ),
     "padding enters the Fourier transform": (
         R + "mixers/attention_free.py",
@@ -393,8 +393,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "cross attention of a block forgets which queries are padding": (
         R + "blocks/block.py",
-        "query_valid=valid",
-        "query_valid=None",
+        "self._before(self.cross_norm, tokens), places, **read)",
+        "self._before(self.cross_norm, tokens), Places.of(tokens), **read)",
     ),
 }
 

@@ -29,13 +29,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     # encoder and decoder
     "a decoder reads padding of its source": (
         R + "models/translator.py",
-        "self.decoder(x, target_valid, context=heard.contexts, context_valid=heard.valid)",
-        "self.decoder(x, target_valid, context=heard.contexts)",
+        "self.decoder(x, places, context=heard.contexts, context_valid=heard.places)",
+        "self.decoder(x, places, context=heard.contexts)",
         "models",
     ),
     "a decoder that speaks reads padding of its source": (
         R + "models/translator.py",
-        "self.decoder.start(context=heard.contexts, context_valid=heard.valid)",
+        "self.decoder.start(context=heard.contexts, context_valid=heard.places)",
         "self.decoder.start(context=heard.contexts)",
         "models",
     ),
@@ -61,8 +61,8 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "whoever goes on is a position too far": (
         R + "models/embedding.py",
-        "(after.t, after.start)",
-        "(after.t + 1, None)",
+        "Places.of(x, valid, after.t, after.start)",
+        "Places.of(x, valid, after.t + 1, None)",
         "models",
     ),
     "embeddings are not scaled": (R + "models/embedding.py", "math.sqrt(width) if scale else 1.0", "1.0", "models_parts"),

@@ -75,6 +75,12 @@ def check_valid(valid: Any, b: int, n: int, what: str = "x") -> None:
         raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
 
 
+def check_same_batch(x: Tensor, context: Tensor) -> None:
+    """Refuse a context (b m w) of another number of sequences than x (b n w)."""
+    if context.shape[0] != x.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} sequences but the context {context.shape[0]}: give every sequence its own")
+
+
 def check_rows(rows: Any) -> None:
     """Refuse what cannot select rows of a batch: anything but a one-dimensional tensor of integers."""
     check_dense(rows, "rows")

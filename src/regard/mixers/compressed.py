@@ -93,8 +93,8 @@ class Compressed(Core):
         later = Strides(memory.slots, _extended(memory.raw, k, v, places))
         if later.raw.size > n or memory.slots.size or n <= max(FEW_QUERIES, (self.near + 1) * self.stride):
             return self._answer(later, q, places)[0], later
-        k, v, _ = compact_keys(k, v, places.valid)
-        q, back = compact_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        k, v, _ = compact_keys(k, v, places)
+        q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = self._all(q, k, v)
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out)), later
 
@@ -161,7 +161,7 @@ class Compressed(Core):
             k, v, at, valid = (x.narrow(dim, done, size - done).clone() for x, dim in zip(raw[:4], (2, 2, 1, 1), strict=True))
             return Strides(slots, KVCache(k, v, at, valid, size - done, raw.start + done, True, WriteCursor(size - done)))
         valid = raw.valid[:, :size]
-        k, v, real = compact_keys(raw.keys, raw.values, valid)
+        k, v, real = compact_keys(raw.keys, raw.values, Places(raw.at[:, :size], valid))
         real = valid if real is None else real
         count, first = real.sum(1, keepdim=True), raw.at[:, :1]
         gone = ((count // rate - near) * rate).clamp_min(0)  # of each row
@@ -177,7 +177,7 @@ class Compressed(Core):
 
     def _compressed(self, raw: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Slots of the strides of raw tokens, full or not, and which of them there are (b s)."""
-        k, v, real = compact_keys(raw.keys, raw.values, None if raw.plain else raw.valid[:, : raw.size])
+        k, v, real = compact_keys(raw.keys, raw.values, raw.places)
         return self._convolved(k, v, real)
 
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,12 +18,12 @@ from regard.ops.dense import sdpa
 from regard.ops.tile.attention import MASKED_SCORE
 
 
-def real_first(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
     """x (b h n d) with its real tokens in front and zeros behind them, and their number (b 1), or (1 1) where all are real."""
-    n = x.shape[2]
+    n, valid = x.shape[2], places.valid
     if valid is None:
         return x, torch.full((1, 1), n, device=x.device)
-    x, count = compact_queries(x, valid)[0], valid.sum(1, keepdim=True)
+    x, count = compact_queries(x, places)[0], valid.sum(1, keepdim=True)
     return x.masked_fill((torch.arange(n, device=x.device) >= count)[:, None, :, None], 0), count
 
 
@@ -70,7 +70,7 @@ class PooledQueries(Softmax):
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if self.rate > 1:
-            x, count = real_first(q, places.valid)
+            x, count = real_first(q, places)
             sizes = (count - torch.arange(0, q.shape[2], self.rate, device=q.device)).clamp(0, self.rate)
             q = means(upcast(x), None, sizes, self.rate).to(q.dtype)
         return super().answer(log, q, places, causal)
@@ -136,24 +136,24 @@ class Nystrom(CachedCore):
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
         k, v, valid = upcast(log.keys), upcast(log.values), log.places.valid
-        few_q, there_q, _ = self._landmarks(q, places.valid)
-        few_k, there_k, count = self._landmarks(k, valid)
+        few_q, there_q, _ = self._landmarks(q, places)
+        few_k, there_k, count = self._landmarks(k, log.places)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         s = (few_q.double() * self.scale @ few_k.double().mT).masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
         s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
         found = self._solve(s, sdpa(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
         if valid is not None:  # the landmarks of a short row are its tokens
-            own = self._landmarks(v, valid)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            own = self._landmarks(v, log.places)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
             found = torch.where((count <= self.landmarks)[..., None, None], own, found)
         return sdpa(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
 
-    def _landmarks(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _landmarks(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
         most = min(self.landmarks, x.shape[2])
-        x, count = real_first(x, valid)
+        x, count = real_first(x, places)
         few, order = count.clamp(1, most), torch.arange(most + 1, device=x.device)
         edges = torch.minimum((order * count + few - 1) // few, count)  # token p belongs to segment p * few // count
-        even = valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
+        even = places.valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
         sizes = edges.diff(dim=1)
         return means(x, None if even else edges[:, :-1], sizes, -(-x.shape[2] // most)), sizes > 0, count
 
@@ -171,7 +171,7 @@ class Nystrom(CachedCore):
             raise ValueError(
                 f"conv slides over the values of the queries themselves: {q.shape[2]} queries, but {log.size} values"
             )
-        v, _ = real_first(upcast(log.values), log.places.valid)
+        v, _ = real_first(upcast(log.values), log.places)
         v = v.permute(0, 3, 1, 2)  # (b e g m)
         kernel = self.conv.to(v.dtype).unsqueeze(1)
         out = conv1d(v.flatten(0, 1), kernel, padding=kernel.shape[-1] // 2, groups=v.shape[2])

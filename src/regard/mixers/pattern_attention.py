@@ -9,8 +9,8 @@ from torch import Tensor
 
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache
+from regard.mixers.places import UnpadOrder
 from regard.mixers.position_interface import Positions
-from regard.mixers.unpad import UnpadOrder, unpad_order
 from regard.ops.dense import few_queries_attention, merge_by_lse
 from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias
@@ -72,8 +72,8 @@ class PatternAttention(NamedTuple):
     def _tiles(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Real tokens of every row side by side, in order: the plan of one row serves all."""
         assert places.start is not None and log.start is not None
-        k, v, valid = compact_keys(log.keys, log.values, log.places.valid)
-        q, back = compact_queries(q, places.valid)
+        k, v, valid = compact_keys(log.keys, log.values, log.places)
+        q, back = compact_queries(q, places)
         k, v = expand_heads(k, v, q.shape[1])
         span = Span(places.start, q.shape[2], log.start, k.shape[2])
         out, lse = tile_attention(
@@ -84,7 +84,7 @@ class PatternAttention(NamedTuple):
     def _beside_memory(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """A chunk behind a memory with gaps, which is short because it forgets: the chunk by tiles, the memory in full."""
         old = log.size - q.shape[2] if self.causal else log.size
-        past = log._replace(size=old)
+        past = log._replace(size=old, whole=None)
         out = self._small(past, q, places)
         if not self.causal:
             return out
@@ -104,8 +104,8 @@ class PatternAttention(NamedTuple):
 
     def _opaque(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """The same for torch.compile, which knows no lengths: real tokens in front, and an operator that counts them."""
-        k, v, real = compact_keys(log.keys, log.values, log.places.valid)
-        q, back = compact_queries(q, places.valid)
+        k, v, real = compact_keys(log.keys, log.values, log.places)
+        q, back = compact_queries(q, places)
         k, v = expand_heads(k, v, q.shape[1])
         asking, there = (
             torch.full((len(x),), x.shape[2], device=x.device) if valid is None else valid.sum(1)
@@ -153,11 +153,11 @@ def _unpacked(out: Tensor, lse: Tensor, back: Tensor | None) -> tuple[Tensor, Te
     return out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
 
 
-def compact_keys(k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    order = None if valid is None else unpad_order(valid)
-    return (k, v, valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
+def compact_keys(k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
+    order = places.unpad_order
+    return (k, v, places.valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
 
 
-def compact_queries(q: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    order = None if valid is None else unpad_order(valid)
+def compact_queries(q: Tensor, places: Places) -> tuple[Tensor, Tensor | None]:
+    order = places.unpad_order
     return (q, None) if order is None else (_moved(q, order), order.back)

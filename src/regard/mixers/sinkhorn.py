@@ -141,7 +141,7 @@ class _Cut(NamedTuple):
     @staticmethod
     def of(log: KVCache, q: Tensor, p: int) -> _Cut:
         c = _block_count(log.size, p)
-        k, v, real = compact_keys(log.keys, log.values, log.places.valid)
+        k, v, real = compact_keys(log.keys, log.values, log.places)
         if real is None:
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
         else:

@@ -58,12 +58,13 @@ class Softmax(CachedCore):
         if self.positions is not None:  # scores that the fused kernel cannot take
             return PatternAttention(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
         if not causal or q.shape[2] == 1:  # the newest token sees all
-            alike = places.valid is log.valid  # the tokens themselves ask
-            return sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop, alike=alike)
+            seen, own = log.places, places is log.places  # own: queries are padding where keys are
+            mask = seen.sdpa_mask(q.dtype)
+            return sdpa(q, log.keys, log.values, scale=self.scale, valid=mask, dropout=drop, keep_empty=own)
         if log.size > q.shape[2]:  # a chunk behind a memory
             return PatternAttention(self.reach, self.scale, True, drop)(log, q, places)[0]
-        k, v, _ = compact_keys(log.keys, log.values, log.places.valid)
-        q, back = compact_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        k, v, _ = compact_keys(log.keys, log.values, log.places)
+        q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = sdpa(q, k, v, scale=self.scale, causal=True, dropout=drop)
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
 

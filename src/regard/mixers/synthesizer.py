@@ -148,10 +148,10 @@ class Synthesizer(family.Softmax):
     def _strips(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """Logits that are no products: some queries at a time, and once more in the backward pass."""
         acc, m, back = accumulator(q.dtype), min(log.size, self.longest), None
-        k, v, real = compact_keys(log.keys, log.values, log.places.valid)  # a token's position is its index now
+        k, v, real = compact_keys(log.keys, log.values, log.places)  # a token's position is its index now
         k, v = expand_heads(k.to(acc), v.to(acc), q.shape[1])
         if places.start is not None:
-            q, back = compact_queries(q, places.valid)
+            q, back = compact_queries(q, places)
             places = Places.of(q[:1, 0], start=places.start)
         dot, own = self._weights()
         rate = self.drop
