@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 AUTO = "auto"
@@ -49,6 +50,20 @@ def check_backend(name: str) -> str:
     if name not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}, not {name!r}")
     return name
+
+
+def check_operations(name: str, operations: Sequence[str], backend: str) -> None:
+    """Refuse a backend that a mechanism made of these operations does not have; without any, it has one implementation."""
+    if backend == AUTO:
+        return
+    if not operations and backend != "torch":
+        raise ValueError(f"{name} has one implementation: leave out backend={backend!r}")
+    for operation in operations:
+        every = _BACKENDS.get(operation)
+        if every is not None and backend not in every:
+            raise ValueError(
+                f"{name} computes {operation} attention, which has no backend {backend!r}: there is {', '.join(every)}"
+            )
 
 
 def choose_backend(operation: str, name: str, *call: Any) -> Any:
