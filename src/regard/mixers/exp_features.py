@@ -33,7 +33,7 @@ class ExpSums(NamedTuple):
     top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first token
 
 
-class ExpFeatures(Kernel):
+class _ExpFeatures(Kernel):
     """Kernels whose features are exponentials, kept finite by the largest exponent so far.
 
     The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
@@ -76,7 +76,7 @@ class ExpFeatures(Kernel):
         return torch.softmax(self.logs(q), -1)
 
 
-class Efficient(ExpFeatures):
+class Efficient(_ExpFeatures):
     """Efficient attention: each feature is a map over the positions, and a query mixes the maps.
 
     out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
@@ -110,7 +110,7 @@ class Efficient(ExpFeatures):
 PERFORMER_FEATURES = ("regularized", "positive", "hyperbolic")
 
 
-class Performer(Estimator, ExpFeatures):
+class Performer(Estimator, _ExpFeatures):
     """Estimate softmax attention by positive orthogonal random features (FAVOR+), in time n f e and memory f (e + 1).
 
     phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d; one

@@ -33,7 +33,7 @@ class CountedMatrix(NamedTuple):
     tokens: Tensor  # (b) how many were written
 
 
-class Fading(Kernel):
+class _Fading(Kernel):
     """S_i = exp(decay_i) S_{i-1} + k_i v_i^T, read with q_i / sqrt(d); the decay is one number a token, or one a feature."""
 
     def __init__(self, dims: Dims) -> None:
@@ -64,7 +64,7 @@ class Fading(Kernel):
         return q * q.shape[-1] ** -0.5
 
 
-class Retention(Fading):
+class Retention(_Fading):
     """Retention: every head forgets at a rate of its own, the same for all tokens.
 
     S_i = gamma_h S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  gamma_h = 1 - 2^(-power - h) for the key-value heads
@@ -122,7 +122,7 @@ class Retention(Fading):
         return safe_ratio(out, per_query_head(weight, out).sqrt())
 
 
-class GLA(Fading):
+class GLA(_Fading):
     """Gated linear attention: every token says how much of each feature of the memory it keeps.
 
     S_i = diag(alpha_i) S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  alpha_i = sigmoid(gate_i)^(1/16): one gate a feature,

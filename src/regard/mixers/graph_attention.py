@@ -53,6 +53,7 @@ class GAT(Sparse):
     """
 
     can = SOFTMAX_CLAIMS
+    operations = ()  # edge attention has one implementation
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, slope: float = 0.2, v2: bool = False) -> None:
         if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 <= slope <= 1:

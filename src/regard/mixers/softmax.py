@@ -186,10 +186,8 @@ class Identity(Core):
         return Values(torch.cat([memory.v.to(v.dtype), v], 2))
 
     def read(self, memory: Values, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002
-        n = q.shape[2]
-        if memory.v.shape[2] < n:
-            raise ValueError(f"identity answers a token with itself: {n} queries, but {memory.v.shape[2]} tokens in the memory")
-        return memory.v[:, :, memory.v.shape[2] - n :].repeat_interleave(q.shape[1] // memory.v.shape[1], 1)
+        own = memory.v[:, :, memory.v.shape[2] - q.shape[2] :]
+        return own.repeat_interleave(q.shape[1] // memory.v.shape[1], 1)
 
     def forget(self, memory: Values, t: Tensor) -> Values:  # noqa: ARG002
         return Values(memory.v[:, :, :0])

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 AUTO = "auto"
 
 
@@ -84,7 +86,9 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
 
 
 def _log(operation: str, name: str) -> None:
-    if (operation, name) in _logged or "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
+    if torch.compiler.is_compiling() or (operation, name) in _logged:
+        return
+    if "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
         return
     _logged.add((operation, name))
     print(f"regard: {operation} attention by backend {name!r}", file=sys.stderr)  # noqa: T201
