@@ -12,6 +12,7 @@ from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
+from regard.ops import budget
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
@@ -25,6 +26,17 @@ settings.load_profile("regard")
 def _same_dice():
     torch.manual_seed(0)
     random.seed(0)
+
+
+@pytest.fixture
+def set_limits(monkeypatch):
+    """Change fields of the budget of every device, for one test: set_limits(strip=1 << 10)."""
+
+    def change(**fields):
+        for kind in ("cpu", "cuda"):
+            monkeypatch.setitem(budget.DEVICES, kind, replace(budget.DEVICES.get(kind, budget.DEFAULT), **fields))
+
+    return change
 
 
 class Case:

@@ -116,7 +116,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
     "a running maximum looks ahead": (
         R + "mixers/exp_features.py",
-        "        top = chunks.cumulative_max(tops, memory.top)\n",
+        "        top = cumulative_max(tops, memory.top)\n",
         "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
     ),
     "claims are not checked": (R + "mixers/dims.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),

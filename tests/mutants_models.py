@@ -359,7 +359,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the end of a vocabulary is not looked at": (
         R + "ops/topk.py",
-        "torch.arange(v // TOPK_PART * TOPK_PART, v,",
+        "torch.arange(v // size * size, v,",
         "torch.arange(v, v,",
         "ready",
     ),

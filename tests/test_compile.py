@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from conftest import CASES, Case, close, data, modes, some
 from regard import layer
-from regard.ops import ragged, strip
+from regard.ops import ragged
 
 LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
 COMPILED = [case for case in CASES if case.row.compiles]
@@ -111,10 +111,8 @@ def test_dropout_throws_the_same_dice_forwards_and_backwards():
 
 
 @pytest.mark.parametrize("spec", ["relu", "synthesizer(form='random')", "reformer(rounds=1, buckets=4, chunk=6)"])
-def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch):
-    monkeypatch.setattr("regard.mixers.softmax.STRIP_ELEMENTS", 1 << 10)
-    monkeypatch.setattr(strip, "CPU", 1 << 10)
-    monkeypatch.setattr(strip, "GPU", 1 << 10)
+def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, set_limits):
+    set_limits(softmax_strip=1 << 10, strip=1 << 10)
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.unpad import UnpaddedMixer
+from regard.ops.budget import budget
 from regard.ops.dense import sdpa
 from regard.ops.fourier import fourier_mix, fourier_mix_by_row
 from regard.ops.ragged import opaque_fourier
 from regard.transforms import needs_lengths
-
-TRIANGLE_ROWS = (
-    1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
-)
 
 
 class FNet(UnpaddedMixer):
@@ -156,7 +153,7 @@ class GMLP(UnpaddedMixer):
             rows = self.weight[places.start : places.start + n, :m].tril(places.start)
             return rows @ gate + self.bias[places.start : places.start + n, None]
         strips, low = [], places.start
-        for rows in self.weight[low : low + n].split(TRIANGLE_ROWS):
+        for rows in self.weight[low : low + n].split(budget(gate.device).triangle_rows):
             high = low + len(rows)
             strips.append(rows[:, :high].tril(low) @ gate[:, :high])
             low = high

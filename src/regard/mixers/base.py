@@ -28,6 +28,7 @@ from regard.mixers.state import State as State
 from regard.mixers.state import StateOwner, check_state
 from regard.mixers.state import nbytes as nbytes
 from regard.mixers.state import select as select
+from regard.ops.backend import check_operations
 
 
 def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
@@ -62,6 +63,7 @@ class Core(nn.Module):
     learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
     joint: bool = False  # what a query gets depends on which other queries come with it
+    operations: tuple[str, ...] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -69,6 +71,7 @@ class Core(nn.Module):
         self.dims = dims
         self.positions: Any = None  # `Positions` that add to the scores
         need_claims(self.name, self.can, Can.DROPOUT if dims.dropout else Can.NOTHING, "use dropout=0")
+        check_operations(self.name, self.operations, dims.backend)
 
     @property
     def name(self) -> str:
@@ -256,6 +259,7 @@ class Free(Mixer):
         for what in ("kv_heads", "key_dim", "value_dim"):
             if getattr(dims, what) is not None:
                 raise ValueError(f"{self.name} has no queries and keys: leave out {what}")
+        check_operations(self.name, (), dims.backend)
 
     def need_length(self) -> int:
         return needed_length(self.name, self.dims)

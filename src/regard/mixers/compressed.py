@@ -42,6 +42,7 @@ class Compressed(Core):
     """
 
     can = SOFTMAX_CLAIMS
+    operations = ("tile",)  # of the causal form
     positional = False  # a causal query is, and that is for `scan`
 
     def __init__(self, dims: Dims, *, rate: int = 3, near: int = 0, kernel: str = "taps") -> None:

@@ -64,12 +64,6 @@ def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
     return where_valid((F.logsigmoid(gate) / root).clamp(min=min_log_decay(gate.dtype)), valid, 0)
 
 
-def decay_to_end(decay: Tensor) -> Tensor:
-    """How much of each token is left after those behind it: decay (b g m ...)."""
-    suffix = decay.flip(2).cumsum(2).flip(2)
-    return torch.cat([suffix[:, :, 1:], torch.zeros_like(suffix[:, :, :1])], 2).exp()
-
-
 def gaussian(rows: int, d: int, seed: int) -> Tensor:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an integer, not {shown(seed)}: 64 bits is the limit")

@@ -132,7 +132,7 @@ class Nystrom(CachedCore):
             out = sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
         else:
             out = self._estimate(log, upcast(q), places)
-        return (out if self.conv is None else out + self._skip(log, q, places)).to(log.v.dtype)
+        return (out if self.conv is None else out + self._skip(log, places)).to(log.v.dtype)
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
         k, v, valid = upcast(log.keys), upcast(log.values), log.places.valid
@@ -165,12 +165,9 @@ class Nystrom(CachedCore):
         square = square + self.ridge * torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
         return torch.linalg.solve_ex(square, s.mT @ answers.double())[0].to(answers.dtype)
 
-    def _skip(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
+    def _skip(self, log: KVCache, places: Places) -> Tensor:
+        """The convolution (b h n e) over the values, which belong to the queries themselves."""
         assert self.conv is not None
-        if q.shape[2] != log.size:
-            raise ValueError(
-                f"conv slides over the values of the queries themselves: {q.shape[2]} queries, but {log.size} values"
-            )
         v, _ = real_first(upcast(log.values), log.places)
         v = v.permute(0, 3, 1, 2)  # (b e g m)
         kernel = self.conv.to(v.dtype).unsqueeze(1)

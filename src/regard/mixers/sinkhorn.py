@@ -80,8 +80,6 @@ class Sinkhorn(CachedCore):
             k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in cut.sorted_by(self.shares(cut, causal)))
             each = math.prod(q.shape[:2]) * k.shape[3]
             out = in_strips(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
-        elif q.shape[2] > log.size:
-            raise ValueError(f"sinkhorn answers the tokens it has read: {q.shape[2]} queries, but {log.size} keys")
         else:
             out = self._own_and_sorted(cut, queries, places, causal)
         return out.to(log.v.dtype)

@@ -45,6 +45,7 @@ class Sparse(CachedCore):
     """
 
     can = DOTS
+    operations: tuple[str, ...] = ("tile",)
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, scale: float | None = None) -> None:
         super().__init__(dims)
@@ -172,6 +173,7 @@ class Longformer(Core):
     """
 
     can = SELF
+    operations: tuple[str, ...] = ("tile",)
 
     def __init__(
         self,

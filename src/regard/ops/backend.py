@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import torch
 
 AUTO = "auto"
 
@@ -51,6 +54,20 @@ def check_backend(name: str) -> str:
     return name
 
 
+def check_operations(name: str, operations: Sequence[str], backend: str) -> None:
+    """Refuse a backend that a mechanism made of these operations does not have; without any, it has one implementation."""
+    if backend == AUTO:
+        return
+    if not operations and backend != "torch":
+        raise ValueError(f"{name} has one implementation: leave out backend={backend!r}")
+    for operation in operations:
+        every = _BACKENDS.get(operation)
+        if every is not None and backend not in every:
+            raise ValueError(
+                f"{name} computes {operation} attention, which has no backend {backend!r}: there is {', '.join(every)}"
+            )
+
+
 def choose_backend(operation: str, name: str, *call: Any) -> Any:
     """Return the backend that computes this call: the one that was asked for, or the first that does not refuse."""
     every = _BACKENDS[operation]
@@ -69,7 +86,9 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
 
 
 def _log(operation: str, name: str) -> None:
-    if (operation, name) in _logged or "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
+    if torch.compiler.is_compiling() or (operation, name) in _logged:
+        return
+    if "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
         return
     _logged.add((operation, name))
     print(f"regard: {operation} attention by backend {name!r}", file=sys.stderr)  # noqa: T201

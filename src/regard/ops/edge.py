@@ -18,13 +18,12 @@ from torch.nn.functional import dropout as dropped
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.cache import outlives_tracing
+from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.patterns import Pattern
 from regard.patterns.edge_list import edge_list
 from regard.patterns.tiles import Span
 from regard.transforms import differentiable_grads, needs_plain_ops
-
-CPU, GPU = 1 << 18, 1 << 26  # elements of the largest tensor of a piece
 
 
 def edge_attention(
@@ -68,7 +67,7 @@ def _additive_scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slop
 
 
 def _edge_pieces(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    step = max(1, (CPU if pairs.device.type == "cpu" else GPU) // max(1, B * wide))
+    step = max(1, budget(pairs.device).edge_strip // max(1, B * wide))
     for number, low in enumerate(range(0, pairs.shape[1], step)):
         here = slice(low, low + step)
         yield number, here, pairs[0, here], pairs[1, here]
