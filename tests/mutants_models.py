@@ -381,7 +381,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "embeddings of others are not scaled": (
         R + "pretrained/families.py",
-        'scale=told.get("scale_embedding", False)',
+        'scale=config.get("scale_embedding", False)',
         "scale=False",
         "pretrained",
     ),

@@ -323,8 +323,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "the last batch is lost": (R + "data/length_buckets.py", "[*cuts, len(ascending)]", "cuts", "bucket"),
     "a batch comes twice": (
         R + "data/length_buckets.py",
-        "for place in dice.permutation(len(batches))",
-        "for place in dice.integers(0, len(batches), len(batches))",
+        "for place in rng.permutation(len(batches))",
+        "for place in rng.integers(0, len(batches), len(batches))",
         "bucket",
     ),
     "a batch holds one example too many": (
@@ -408,8 +408,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "subwords waver the other way round": (
         R + "data/bpe_dropout.py",
-        "dice.random() >= self.share",
-        "dice.random() < self.share",
+        "rng.random() >= self.share",
+        "rng.random() < self.share",
         "vocabulary",
     ),
     "every round is spelled alike": (R + "data/bpe_dropout.py", 'f"{self.seed}/{number}"', 'f"{self.seed}"', "vocabulary"),
