@@ -1,4 +1,4 @@
-"""No attention at all: who looks at whom is a fixed wave, or a weight learned for each position. Heads play no part in it."""
+"""Mixers without attention: weights between positions are a Fourier transform, or learned for each position. No heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FNet(UnpaddedMixer):
         super().__init__(dims)
         if norm not in ("ortho", "none"):
             raise ValueError(f"norm must be 'ortho' or 'none', not {norm!r}")
-        self.norm = "ortho" if norm == "ortho" else "backward"  # as torch.fft says it
+        self.norm = "ortho" if norm == "ortho" else "backward"  # the names of torch.fft
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
         if places.valid is None:
@@ -45,7 +45,7 @@ class FNet(UnpaddedMixer):
 
 
 class MlpMixer(UnpaddedMixer):
-    """A small network across positions, the same one for every channel: who is looked at depends on where alone.
+    """A small network across positions, the same one for every channel: weights depend on positions alone.
 
     out = W2 gelu(W1 x + b1) + b2, W1 (hidden max_len), W2 (max_len hidden); a shorter sequence is one with zeros behind it. Time
     n hidden, and no position is like another, so it is not causal. The paper's layer has a norm before it, a residual connection
@@ -120,7 +120,7 @@ class GMLP(UnpaddedMixer):
         return self.down(u * mixture), memory
 
     def _parts(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What a token keeps (b n half), what it asks (b n tiny), and what others need of it (b n f): of padding, nothing."""
+        """Project to what is gated (b n half), the query (b n tiny), and what later tokens need (b n f), 0 at padding."""
         u, v = F.gelu(self.up(x)).chunk(2, -1)
         q, shown = x[..., :0], self.norm(v)
         if self.qkv is not None:

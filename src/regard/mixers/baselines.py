@@ -1,4 +1,4 @@
-"""What attention is compared with: layers that see a window of neighbours, and networks that remember. No heads."""
+"""Baselines of attention: layers over a window of neighbours, and recurrent networks. No heads."""
 
 from __future__ import annotations
 

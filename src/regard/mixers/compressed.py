@@ -1,4 +1,4 @@
-"""Representative keys: consecutive tokens become one, by a convolution that moves as far as it is wide."""
+"""Compressed keys: consecutive tokens become one, by a convolution whose stride is its width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OutLse = tuple[Tensor, Tensor]  # out and log-sum-exp
 
 
 class Strides(NamedTuple):
-    slots: KVCache  # strides that no token can change any more and nobody sees singly: one key and value each, at their number
+    slots: KVCache  # finished strides, seen as one key and value each, at their number
     raw: KVCache  # the tokens since, from the beginning of a stride on
 
 
@@ -68,7 +68,7 @@ class Compressed(Core):
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
         return memory if later else self._settled(memory, 0)
 
-    def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the tokens know where they stand
+    def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the cache has the positions
         return memory if memory.raw.size < (self.near + 1) * self.stride else self._settled(memory, self.near)
 
     def read(self, memory: Strides, q: Tensor, places: Places) -> Tensor:

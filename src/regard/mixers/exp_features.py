@@ -37,7 +37,7 @@ class _ExpFeatures(Kernel):
     """Kernels whose features are exponentials, kept finite by the largest exponent so far.
 
     The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
-    Units cancel in the output, so top carries no gradient; top never looks ahead, so rounding does not either.
+    Units cancel in the output, so top carries no gradient; top depends on no later token, so rounding does not either.
     """
 
     one_top: bool  # for all features, or one for each
@@ -72,7 +72,7 @@ class _ExpFeatures(Kernel):
         decay = (before - top).clamp(min=min_log_decay(k.dtype))
         return (logs - finite_max(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return torch.softmax(self.logs(q), -1)
 
 
@@ -201,7 +201,7 @@ class Performer(Estimator, _ExpFeatures):
 
 
 def _limit(max_norm: float | str | None) -> float | None:
-    """A fixed bound, if that is what was asked for."""
+    """The bound, where it is a fixed number."""
     if max_norm is None or max_norm == "learned":
         return None
     if isinstance(max_norm, bool | str) or not isinstance(max_norm, int | float) or not 0 < max_norm < math.inf:

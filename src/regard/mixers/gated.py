@@ -1,4 +1,4 @@
-"""Memories that make room: sums that fade, at a fixed rate or as the tokens say, and a rule that overwrites.
+"""Gated linear attention: sums that decay, at a fixed rate or by gates of the tokens, and the delta rule, which overwrites.
 
     S_i = fade_i S_{i-1} + what token i writes,   out_i = q_i S_i
 
@@ -60,7 +60,7 @@ class _Fading(Kernel):
         out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay, backend=self.dims.backend)
         return out, memory._replace(s=s)
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return q * q.shape[-1] ** -0.5
 
 
@@ -123,7 +123,7 @@ class Retention(_Fading):
 
 
 class GLA(_Fading):
-    """Gated linear attention: every token says how much of each feature of the memory it keeps.
+    """Gated linear attention: a gate of every token decides how much of each feature of the memory is kept.
 
     S_i = diag(alpha_i) S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  alpha_i = sigmoid(gate_i)^(1/16): one gate a feature,
     or one a key-value head (gate="head"), linear maps of the layer's input that come behind the key (the paper's has a rank
@@ -190,5 +190,5 @@ class Delta(Kernel):
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
         return self._queries(k, places), beta, log_gate(gate[..., 1:], places.valid, ROOT) if self.gates == 2 else None
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return F.normalize(F.silu(q) if self.activation == "silu" else q, dim=-1, eps=1e-6)

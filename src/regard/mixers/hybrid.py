@@ -1,4 +1,4 @@
-"""Two memories in one layer: a window that is exact, and a summary of everything that never grows."""
+"""Two memories in one layer: exact attention in a window, and kernelized attention to everything, of constant size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Representative tokens: means of consecutive ones stand for the queries, or for queries and keys."""
+"""Landmarks: means of consecutive tokens in place of the queries, or of queries and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from regard.ops.tile.attention import MASKED_SCORE
 
 
 def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-    """x (b h n d) with its real tokens in front and zeros behind them, and their number (b 1), or (1 1) where all are real."""
+    """Move the real tokens of x (b h n d) to the front, zeros behind them; also their number (b 1), or (1 1) without padding."""
     n, valid = x.shape[2], places.valid
     if valid is None:
         return x, torch.full((1, 1), n, device=x.device)
@@ -28,9 +28,9 @@ def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
 
 
 def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tensor:
-    """Means (b h s d) of tokens x (b h n d), real ones first: `sizes` (b s) of them from `starts` (b s) on, 0 where size is 0.
+    """Return means (b h s d) of tokens x (b h n d), real ones first: `sizes` (b s) of them from `starts` (b s), else 0.
 
-    Without starts the segments stand side by side, `longest` each. By gathering, not by scattering: sums in a fixed order come
+    Without starts the segments are adjacent, `longest` tokens each. By gathering, not by scattering: sums in a fixed order come
     out the same every time, on a GPU too.
     """
     (b, h, n, d), s = x.shape, sizes.shape[1]
@@ -48,10 +48,10 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
 
 
 class PooledQueries(Softmax):
-    """Queries are averaged, `rate` consecutive real tokens at a time, and every average looks at all keys.
+    """Queries are averaged, `rate` consecutive real tokens at a time, and every average attends to all keys.
 
     out_s = softmax(q~_s k^T / sqrt(d)) v with q~_s the mean of queries s rate .. s rate + rate - 1: ceil(n / rate) answers, for
-    models that end in one label. Real tokens come to the front first, so with rate > 1 the real answers stand in front too.
+    models that end in one label. Real tokens come to the front first, so with rate > 1 the real outputs are in front too.
     A block adds them to `shortened(x, valid, rate)`, the mean of the same tokens, and goes on with its valid.
     Cost: (d + e) n^2 / rate, memory n. Dai et al. 2020, arXiv:2006.03236 (where the tokens are averaged before they are
     projected, which is the same for a linear projection, and the decoder that brings the length back is a layer of its own).
@@ -93,7 +93,7 @@ class Nystrom(CachedCore):
     the real tokens of a row, as equal in length as can be. With no more keys than landmarks the keys are their own landmarks,
     and it is exact attention. Time n landmarks (d + e) + landmarks^3, memory n. Xiong et al. 2021, arXiv:2102.03902.
 
-    S^+ = (S^T S + ridge)^-1 S^T, solved in float64: a ridge solve, not the paper's iteration. Segments that look alike make S
+    S^+ = (S^T S + ridge)^-1 S^T, solved in float64: a ridge solve, not the paper's iteration. Segments that are alike make S
     nearly singular, and a true pseudo-inverse then answers with noise a hundred times larger than its values. A smaller ridge
     (1e-3 unless given) is closer to softmax where there are landmarks enough for the data, and further away where there are not.
     iterations=6 is the published form, which cuts off about where the default ridge does: so many times, in float64,

@@ -1,4 +1,4 @@
-"""Change the order of multiplication: kernels whose memory is a sum over tokens, of a size that never grows.
+"""Kernelized attention: products of features, so that the memory is a sum over tokens, of a size that never grows.
 
     out_i = phi(q_i) S / phi(q_i) . z,   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)
 
@@ -46,9 +46,9 @@ class WeighedSums(NamedTuple):
 
 
 class Kernel(Core):
-    """What the kernels share. Long sequences pass in runs, so that the features of all tokens never exist at once.
+    """Base of kernelized attention. Long sequences pass in runs, so that the features of all tokens never exist at once.
 
-    The methods with an underscore see one run, in the dtype of the sums, and where its tokens stand.
+    The methods with an underscore take one run, in the dtype of the sums, and the places of its tokens.
     """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
@@ -85,8 +85,8 @@ class Kernel(Core):
         raise NotImplementedError
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        asked = self._queries(q, places)
-        return safe_ratio(read_state(asked, memory.s), read_state(asked, memory.z.unsqueeze(-1)))
+        queries = self._queries(q, places)
+        return safe_ratio(read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1)))
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Tokens (b h n ...) and their places, a run at a time."""
@@ -123,7 +123,7 @@ class Linear(Kernel):
         out, norm, s, z = normalized_linear_attention(queries, keys, v, memory.s, memory.z, backend=self.dims.backend)
         return safe_ratio(out, norm), Sums(s, z)
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return elu_plus_one(q)
 
 
@@ -161,7 +161,7 @@ class RFA(Estimator, Kernel):
 
     phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, W with `features` rows drawn from N(0, scale I), so that
     the mean of phi(q) . phi(k) is exp(scale (cos(q, k) - 1)). orthogonal=True draws rows that are orthogonal in blocks of d:
-    the same mean, and at scale 1 half the error; the paper's independent rows learned to look things up in fewer steps.
+    the same mean, and at scale 1 half the error; the paper's independent rows learned retrieval in fewer steps.
     gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(gate_t + b): one gate of each token and
     key-value head, a linear map of the layer's input that comes behind the key. It has an order even where it is not causal:
     the tokens are written one after the other, and every query reads what is left at the end.
@@ -220,8 +220,9 @@ class RFA(Estimator, Kernel):
         return WeighedSums(s, memory.z + keys.sum(2), memory.even + even)
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
-        asked = self._queries(q, places)
-        return self._lifted(read_state(asked, memory.s), read_state(asked, memory.z.unsqueeze(-1)), memory.even.unsqueeze(2))
+        queries = self._queries(q, places)
+        out, norm = read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1))
+        return self._lifted(out, norm, memory.even.unsqueeze(2))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
@@ -241,7 +242,7 @@ class RFA(Estimator, Kernel):
         weight = weight * torch.sigmoid(-gate)
         return keys * weight, weight, log_gate(gate, places.valid)
 
-    def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - the same at every position
         angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
         return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
 

@@ -1,4 +1,4 @@
-"""Representative keys: a fixed number of slots stands for all keys and values, each a learned mixture of positions."""
+"""Low-rank attention: a fixed number of slots in place of all keys and values, each a learned mixture of positions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LinformerState(NamedTuple):
 
 
 class Linformer(Core):
-    """Keys and values are mixed over positions into `rank` slots, and queries look at the slots.
+    """Keys and values are mixed over positions into `rank` slots, and queries attend to the slots.
 
     K' = E K, V' = F V, out = softmax(q K'^T / sqrt(d)) V', with a column of E and F for every position up to max_len: n tokens
     use the first n. E and F are learned: of each key-value head (share="none"), one E and one F for all heads ("head"), one
@@ -108,7 +108,7 @@ class Linformer(Core):
         def columns(weight: Tensor) -> Tensor:
             if places.valid is None and start is not None:
                 return weight[None, :, start : start + n].to(dtype)
-            at = places.at.clamp_max(self.longest - 1)  # padding behind the last token stands beyond it
+            at = places.at.clamp_max(self.longest - 1)  # padding behind the last token has a later position
             found = weight.index_select(1, at.flatten()).unflatten(1, at.shape).transpose(0, 1)
             return where_valid(found.to(dtype), places.valid, 0)
 

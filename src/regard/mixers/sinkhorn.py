@@ -1,4 +1,4 @@
-"""A learned module decides: blocks of tokens are sorted, and a query looks at its own block and at the one sorted to it."""
+"""Sinkhorn attention: blocks of keys are sorted by a learned module, and a query sees its own block and the one sorted to it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Sinkhorn(CachedCore):
     has no mass. A block counts itself once: with P the identity this is Blocks(block), with another permutation two whole blocks.
 
     form="sortcut": every query sees the first `top` sorted blocks and nothing else, R_tj = w_t . u_j. Whatever is sorted behind
-    them has no scores of its own, so that one row of mass (blocks - top) and R = 0 stands for it. What comes first depends on
-    the end of the sequence, so it cannot be causal; it does not depend on who asks, so it can be cross.
+    them has no scores of its own, so that one row of mass (blocks - top) and R = 0 replaces it. What comes first depends on
+    the end of the sequence, so it cannot be causal; it does not depend on the queries, so it can be cross.
 
     Causal: a block is sorted only to blocks that begin after it ends, and the one doubly stochastic matrix of that kind is the
     shift by a block. So rows are balanced in the order of time instead: P_i = softmax_(j < i)(R_ij - log(1 + sum_(l < i) P_lj)),
@@ -174,7 +174,7 @@ class _Grid(NamedTuple):
         return _Grid(u, first, places.at - first * p)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Of blocks x (b h c ...), those that are asked for (b h u ...)."""
+        """Select the blocks of the queries (b h u ...) from x (b h c ...)."""
         if self.first is None:
             return x[:, :, : self.u]
         block = (self.first + torch.arange(self.u, device=x.device)).clamp_max(x.shape[2] - 1)

@@ -1,4 +1,4 @@
-"""The yardstick: all pairs are looked at, and a score decides how much each one counts."""
+"""Softmax attention over all pairs, and other scores and normalisations over all pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from regard.ops.tile.attention import HeadPatterns, accumulator
 from regard.patterns import Everything
 
 SOFTMAX_CLAIMS = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
-DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax
+DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # claims of scores q.k under a softmax
 
 
 def default_scale(scale: float | None, d: int) -> float:
@@ -31,7 +31,7 @@ def default_scale(scale: float | None, d: int) -> float:
 
 
 class Softmax(CachedCore):
-    """Every query looks at every key; similar pairs count more.
+    """Every query weighs every key by the softmax of their scaled dot product.
 
     A = softmax(scale q k^T), out = A v, with scale = 1/sqrt(d) unless given.
     Cost: (d + e) n^2, memory n. Vaswani et al. 2017, arXiv:1706.03762.

@@ -1,4 +1,4 @@
-"""Do we need queries and keys at all? Weights that are made up from one token, or from none."""
+"""Synthetic attention weights: made from one token each, or learned, without comparing queries and keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYNTHESIZER_FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 
 
 class Synthesizer(Softmax):
-    """Synthesizer: how much each position counts for a token is made up without a look at the others.
+    """Synthesizer: the weight of each position for a token is computed without the other tokens.
 
     A = softmax(S) over the positions j of real tokens, out = A v. Per head, S is one of the forms
     dense: S_i = W2 relu(W1 q_i + b1) + b2, a logit for every position; q_i is a linear image of the token (in the paper, itself)
@@ -126,7 +126,7 @@ class Synthesizer(Softmax):
 
     def _as_dots(self, log: KVCache, q: Tensor, places: Places) -> tuple[KVCache, Tensor]:
         """Logits that are products: of a hidden layer, or of a row, with a column for each position. So these are the keys."""
-        acc, dtype, m = accumulator(q.dtype), log.v.dtype, log.size  # no real token stands at m or later
+        acc, dtype, m = accumulator(q.dtype), log.v.dtype, log.size  # no real token has a position of m or later
         if self.form == "dense":
             made = pad(self._hidden(q.to(acc)), (0, 1), value=1.0)
             columns = torch.cat([self.outer[:, :m], self.outer_bias[:, :m]], -1)
@@ -214,4 +214,4 @@ def _at(table: Tensor, places: Places) -> Tensor:
     (b, n), start = places.at.shape, places.start
     if start is not None and places.valid is None and start + n <= table.shape[1]:
         return table[:, start : start + n].expand(b, *[-1] * table.dim())
-    return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding stands further than that
+    return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding has a later position

@@ -36,13 +36,13 @@ _logged: set[tuple[str, str]] = set()
 
 
 def register_backend(operation: str, backend: Any, *, first: bool = False) -> None:
-    """Add a backend to an operation, behind those that are there or in front of them: `auto` asks them in this order."""
+    """Add a backend to an operation, behind those that are there or in front of them: `auto` tries them in this order."""
     every = _BACKENDS.setdefault(operation, {})
     _BACKENDS[operation] = {backend.name: backend, **every} if first else {**every, backend.name: backend}
 
 
 def backends(operation: str) -> list[str]:
-    """List the names of the backends of an operation, in the order in which `auto` asks them."""
+    """List the names of the backends of an operation, in the order in which `auto` tries them."""
     return list(_BACKENDS[operation])
 
 
@@ -69,7 +69,7 @@ def check_operations(name: str, operations: Sequence[str], backend: str) -> None
 
 
 def choose_backend(operation: str, name: str, *call: Any) -> Any:
-    """Return the backend that computes this call: the one that was asked for, or the first that does not refuse."""
+    """Return the backend that computes this call: the one of this name, or the first that does not refuse."""
     every = _BACKENDS[operation]
     if name != AUTO:
         if name not in every:

@@ -1,4 +1,4 @@
-"""Attention where all pairs are looked at: PyTorch's fused kernel, and a small form that also returns the log-sum-exp."""
+"""Attention over all pairs: PyTorch's fused kernel, and a small form that also returns the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sdpa(
     dropout: float = 0.0,
     keep_empty: bool = False,
 ) -> Tensor:
-    """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing.
+    """Compute SDPA for any key and value widths; rows without a visible key are 0, with gradient 0.
 
     valid (b m), or (b h m) where heads have keys of their own; or the mask that `sdpa_mask` made of it in the type of q.
     keep_empty: outputs of a row that sees nothing are finite, and not set to zero, because they are not used.
@@ -75,7 +75,7 @@ def sdpa(
 def _sdpa_composite(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float = 0.0
 ) -> Tensor:
-    """SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
+    """Compute SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
 
     mask (b h n m): numbers to add, or True where a pair is seen.
     """
@@ -91,7 +91,7 @@ def _sdpa_composite(
 
 
 def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
-    """Replace the gradients that a fused kernel found by ones that can be differentiated, where create_graph=True wants that.
+    """Replace the gradients that a fused kernel found by ones that can be differentiated, for create_graph=True.
 
     A hook of the kernel's node: what the node saved is read there, so that nothing is kept alive.
     """
@@ -143,7 +143,7 @@ def few_queries_attention(
 
 
 def merge_by_lse(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the out and log-sum-exp of each."""
+    """Merge attention over two disjoint sets of keys into that over their union, from the out and log-sum-exp of each."""
     (a, la), (b, lb) = first, second
     # torch.logaddexp has no second derivative where one of them saw nothing: NaN
     lse = torch.stack([la, lb]).logsumexp(0) if torch.is_grad_enabled() else torch.logaddexp(la, lb)
