@@ -3,6 +3,7 @@
 from regard._version import version as __version__
 from regard.cache import clear_caches
 from regard.catalogue import CATALOGUE
+from regard.catalogue_row import Example
 from regard.mixers.attention import Attention, attend
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
 from regard.mixers.feature_math import per_query_head
@@ -27,7 +28,7 @@ from regard.patterns import (
     Truncated,
 )
 from regard.positions import Positions
-from regard.spec import Spec, core, layer
+from regard.spec import Spec, core, layer, register
 
 __all__ = [
     "CATALOGUE",
@@ -41,6 +42,7 @@ __all__ = [
     "Dims",
     "Edges",
     "Everything",
+    "Example",
     "Global",
     "GraphAttention",
     "Local",
@@ -65,6 +67,7 @@ __all__ = [
     "layer",
     "on_graph",
     "per_query_head",
+    "register",
     "select",
     "tie_linformer",
 ]

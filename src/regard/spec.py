@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from keyword import iskeyword
 from typing import Any, get_args, get_type_hints
 
 import torch
 
 from regard.catalogue import CATALOGUE
-from regard.catalogue_row import Row
+from regard.catalogue_row import Example, Row
 from regard.checks import check_flag, shown
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
@@ -57,7 +58,7 @@ class Spec:
     @staticmethod
     def parse(text: str) -> Spec:
         """`bigbird(window=3)`, `softmax`, or a pattern, which stands for sparse(pattern)."""
-        value = parse(text, _names())
+        value = parse(text, _names(*((row.name, row.make) for row in CATALOGUE.values())))
         if not isinstance(value, Spec | Pattern):
             raise TextError("this is a value, not a mechanism: write a name, such as softmax, or a pattern", text)
         return Spec.of(value)
@@ -143,29 +144,62 @@ def layer(
     return Spec.of(spec).build(dims, shared_qk=shared_qk, positions=positions)
 
 
-@cache
+def register(
+    name: str,
+    make: type[Core] | type[Mixer],
+    *,
+    family: str = "own",
+    summary: str = "",
+    paper: str = "",
+    examples: tuple[Example, ...] = (Example(),),
+    compiles: bool = True,
+) -> Row:
+    """Add a mechanism to the catalogue of this process, so that `layer("name(...)")` builds it and `regard.CATALOGUE` lists it.
+
+    `make` is a `Core` or a `Mixer`, built as make(dims, *, options). `examples` are options to show and test it with, and how its
+    cost grows with the number of tokens. A name that the catalogue or a pattern has already is refused.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower() or iskeyword(name):
+        raise ValueError(f"a mechanism needs a name such as 'my_attention', lower case without spaces, not {shown(name)}")
+    if name in CATALOGUE or name in PATTERNS:
+        raise ValueError(f"{name} is taken: give your mechanism another name")
+    if not isinstance(make, type) or not issubclass(make, Core | Mixer):
+        raise TypeError(f"a mechanism is a class, a Core or a Mixer, not {shown(make)}")
+    CATALOGUE[name] = row = Row(name, make, family, summary, paper, tuple(examples), compiles)
+    return row
+
+
 def _spec_options(name: str) -> dict[str, inspect.Parameter]:
-    """What may be said about a mechanism: all of its constructor but the dims, and in a text also without the names."""
-    options = list(inspect.signature(CATALOGUE[name].make).parameters.values())[1:]
+    """Return the options of a mechanism: all of its constructor but the dims, in a text also without their names."""
+    return _constructor_options(CATALOGUE[name].make)
+
+
+@cache
+def _constructor_options(make: type[Core] | type[Mixer]) -> dict[str, inspect.Parameter]:
+    options = list(inspect.signature(make).parameters.values())[1:]
     options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
     return {p.name: p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options}
 
 
-@cache
 def _patterned(name: str) -> frozenset[str]:
-    """The options that are patterns, so that their text can stand for them."""
-    hints = get_type_hints(CATALOGUE[name].make.__init__)
-    return frozenset(o for o in _spec_options(name) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
+    """Return the options that are patterns, so that a text can be given for them."""
+    return _constructor_patterns(CATALOGUE[name].make)
 
 
 @cache
-def _names() -> dict[str, Callable[..., object]]:
-    """What a text may call: every pattern, and every mechanism."""
-    return {**{name: _maker(name) for name in CATALOGUE}, **PATTERNS}
+def _constructor_patterns(make: type[Core] | type[Mixer]) -> frozenset[str]:
+    hints = get_type_hints(make.__init__)
+    return frozenset(o for o in _constructor_options(make) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
 
 
-def _maker(name: str) -> Callable[..., Spec]:
-    signature = inspect.Signature(list(_spec_options(name).values()))
+@cache
+def _names(*rows: tuple[str, type]) -> dict[str, Callable[..., object]]:
+    """Return what a text may call: every pattern, and every mechanism of these names and classes."""
+    return {**{name: _maker(name, own) for name, own in rows}, **PATTERNS}
+
+
+def _maker(name: str, own: type[Core] | type[Mixer]) -> Callable[..., Spec]:
+    signature = inspect.Signature(list(_constructor_options(own).values()))
 
     def make(*args: object, **options: object) -> Spec:
         return Spec(name, **signature.bind(*args, **options).arguments)
