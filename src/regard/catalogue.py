@@ -1,4 +1,4 @@
-"""The one table of mechanisms. Tests, pictures, the command line and the README iterate over it.
+"""The table of all mechanisms. Tests, figures, the command line and the README iterate over it.
 
 A new mechanism is one class in its family's file and one row here.
 """
@@ -158,7 +158,7 @@ _ROWS = [
         "gla",
         GLA,
         "kernel",
-        "A sum over the past that every token fades as it says, feature by feature.",
+        "A sum over the past with a decay per feature, computed from every token.",
         "Yang et al. 2023, arXiv:2312.06635",
         (Example({}, cost=1, memory=0), Example({"gate": "head"}, cost=1, memory=0)),
     ),
@@ -208,7 +208,7 @@ _ROWS = [
         "gmlp",
         GMLP,
         "free",
-        "A learned mixture over positions gates every token, with a tiny attention beside it if asked.",
+        "A learned mixture over positions gates every token, with an optional small attention.",
         "Liu et al. 2021, arXiv:2105.08050",
         (Example({"expand": 2}, weights=False), Example({"expand": 2, "tiny": 8}, weights=False)),
     ),
