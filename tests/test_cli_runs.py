@@ -191,9 +191,8 @@ def test_missing_data_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_training_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fit", "learner", "trainer"):
-        monkeypatch.delitem(sys.modules, f"regard.training.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    monkeypatch.delitem(sys.modules, "regard.training.fit", raising=False)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     assert "pip install 'regard[train]'" in refused("train", "reverse")
 
 
@@ -310,7 +309,7 @@ def test_a_true_process_answers_each_line_as_it_comes(folder: Path) -> None:
 def test_a_teachers_answers_are_whole_and_a_student_can_read_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = tasks.task(tasks.config("reverse"))
+    few = tasks.make_task(tasks.config("reverse"))
     few.read()
     train = few.texts["train"][:5]  # type: ignore[attr-defined]
     monkeypatch.setattr(type(few), "pairs", lambda self, folder: (train, train[:2], train[:2]))  # noqa: ARG005
@@ -319,7 +318,7 @@ def test_a_teachers_answers_are_whole_and_a_student_can_read_them(
     assert done.exit_code == 0 and f"teacher={out}" in done.stdout
     wanted = [answered(folder, pair.source)[0] for pair in train]
     assert out.read_text().split("\n") == [*wanted, ""]
-    student = tasks.task(tasks.config("reverse").set([f"teacher={out}"]))
+    student = tasks.make_task(tasks.config("reverse").set([f"teacher={out}"]))
     student.read()
     assert [pair.target for pair in student.texts["train"]] == wanted  # type: ignore[attr-defined]
     assert "is there already" in refused("distil", str(folder), "--out", str(out))
@@ -339,9 +338,9 @@ def test_only_translation_teaches(folder: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", TASKS)
 def test_settings_of_every_task_are_checked_and_sound(name: str) -> None:
-    from regard.cli.settings import check_model
+    from regard.cli.model_check import check_model
 
-    check_model(tasks.task(tasks.config(name)))
+    check_model(tasks.make_task(tasks.config(name)))
 
 
 @pytest.mark.parametrize("decoder", ["ctc", "masked", "length", "length slots=begin", "fixed"])
@@ -349,7 +348,7 @@ def test_a_model_that_says_everything_at_once_is_trained_and_answers(
     decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [Pair("a b", "b a"), Pair("c d", "d c"), Pair("e", "e")]
-    monkeypatch.setattr(type(tasks.task(tasks.config("reverse"))), "pairs", lambda self, folder: [pairs] * 3)  # noqa: ARG005
+    monkeypatch.setattr(type(tasks.make_task(tasks.config("reverse"))), "pairs", lambda self, folder: [pairs] * 3)  # noqa: ARG005
     out = tmp_path / "run"
     at_once = [word for text in f"decoder={decoder}".split() for word in ("--set", text)] + ["--mixer", "fnet", "--out", str(out)]
     assert "most does nothing here: it is for answers of one token after another" in refused(

@@ -241,11 +241,11 @@ def test_an_update_of_captured_passes_is_the_update(monkeypatch, passes):
             return lost._replace(total=step * lost.total)  # another one at every update
 
         made = learner.Learner(task.model().double(), loss, task.config, "cpu")
-        made.configure_optimizers()
+        made.begin()
         rows = task.splits["train"]
         for update in range(5):
             first = 30 * update
-            made.training_step([task.batch(rows[first + 10 * i : first + 10 * i + 4 + i]) for i in range(passes)], update)
+            made.update([task.batch(rows[first + 10 * i : first + 10 * i + 4 + i]) for i in range(passes)])
         found.append((made.measured(lambda: ""), [p.detach() for p in made.model.parameters()]))
     (plain, slow), (captured, fast) = found
     assert captured == pytest.approx(plain, rel=1e-9) and made.step == 5

@@ -48,7 +48,7 @@ def finished(folder, row, sets, value):
     """A run's files, as training and `evaluate` leave them: scores of the same settings are replaced by the last."""
     folder.mkdir()
     config = tasks.config(row.task).set(sets)
-    task = tasks.task(config)
+    task = tasks.make_task(config)
     averaged = value + 0.5 if config.average > 1 else None
     result = {"steps": config.steps, "seconds": 60.0, "name": task.best[0], "best": float(value), "best_step": 100}
     result |= {"averaged": averaged, "chosen": "average" if averaged else "best"}

@@ -8,7 +8,7 @@ import torch
 from regard.cli.settings import decoding
 from regard.data.batch import BEGIN, END, PAD
 from regard.data.text_files import Pair
-from regard.tasks import TASKS, config, task
+from regard.tasks import TASKS, config, make_task
 from regard.tasks.support import in_order
 from regard.training.checkpoints import load_run, put_weights
 from regard.training.decoder_modes import SAMPLED
@@ -32,7 +32,7 @@ TINY = {
 
 def tiny(name, **changes):
     """A small one, with little to validate on."""
-    made = task(config(name).replace({**TINY, **changes}))
+    made = make_task(config(name).replace({**TINY, **changes}))
     made.read()
     made.splits = {split: rows[: 400 if split == "train" else 12] for split, rows in made.splits.items()}
     for texts in (getattr(made, "texts", {}),):
@@ -46,7 +46,7 @@ def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
     result = fit(made, tmp_path, accelerator="cpu", quiet=True)
     assert result.steps == 6 and result.name == made.best[0]
     kept = load_run(tmp_path)
-    again = task(config(name).replace({key: value for key, value in kept.config.items() if key != "task"}))
+    again = make_task(config(name).replace({key: value for key, value in kept.config.items() if key != "task"}))
     again.restore(kept.assets)
     models = [made.model(), again.model()]
     for model in models:
@@ -94,7 +94,7 @@ def test_what_a_decoder_gets_of_itself_is_a_setting(mode):
     torch.testing.assert_close(loss(made), own, rtol=0, atol=0)
 
     def other(**own):
-        return loss(task(config("reverse").replace({**TINY, **settings, **own})))
+        return loss(make_task(config("reverse").replace({**TINY, **settings, **own})))
 
     others = [other(**own) for own in ({}, {"own": "softmax"}, {"own": "gumbel"}, {"own": "sample"})]
     assert len({x.item() for x in (own, *others)}) == 5
@@ -128,7 +128,7 @@ def test_an_unknown_task_is_answered_with_the_nearest():
 )
 def test_a_bad_setting_is_refused_before_there_is_data(name, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        task(config(name).replace(changes))
+        make_task(config(name).replace(changes))
 
 
 def test_a_line_that_is_too_long_is_named():
@@ -138,13 +138,13 @@ def test_a_line_that_is_too_long_is_named():
 
 
 def test_what_is_longer_than_the_model_is_neither_learned_nor_asked():
-    made = task(config("reverse").replace({**TINY, "max_len": 8, "most": 50}))
+    made = make_task(config("reverse").replace({**TINY, "max_len": 8, "most": 50}))
     with pytest.warns(UserWarning, match="of 10,000 training examples teach nothing: they are longer than max_len=8"):
         made.read()
     assert max(map(made.size, made.splits["train"])) <= 8 < max(map(made.size, made.splits["val"]))
     scores = made.watch(made.model())
     assert scores["exact"] >= 0 and made.answers(made.model(), [[5] * 9, [5] * 3])[0] == []
-    tags = task(config("saw").replace({**TINY, "max_len": 8}))
+    tags = make_task(config("saw").replace({**TINY, "max_len": 8}))
     with pytest.warns(UserWarning, match="of 5,000 training examples teach nothing"):
         tags.read()
     assert max(map(tags.size, tags.splits["train"])) <= 8
@@ -152,7 +152,7 @@ def test_what_is_longer_than_the_model_is_neither_learned_nor_asked():
 
 def test_what_a_teacher_did_not_say_is_not_learned(tmp_path):
     (tmp_path / "taught").write_text("a b\n" + "\n" * 9_999)
-    made = task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
+    made = make_task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
     made.read()
     assert len(made.splits["train"]) == 1
 
@@ -170,7 +170,7 @@ def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch
         "regard.data.synthetic.string_pairs", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], [])
     )
     settings = config("reverse").replace({"units": "subwords", "vocab": 300, "waver": 0.5})
-    made, plain = task(settings), task(settings.replace({"waver": 0.0}))
+    made, plain = make_task(settings), make_task(settings.replace({"waver": 0.0}))
     made.read()
     plain.read()
     assert len(made.splits["train"]) == 8 * len(plain.splits["train"]) == 24
@@ -182,7 +182,7 @@ def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch
 
 def test_a_teachers_answers_must_be_as_many_as_the_sources(tmp_path):
     (tmp_path / "taught").write_text("a\nb\n")
-    made = task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
+    made = make_task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
     with pytest.raises(ValueError, match="has 2 lines, but there are 10,000 training sources"):
         made.read()
 
@@ -238,14 +238,14 @@ def test_answers_come_back_in_order():
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_task_reads_its_data_and_learns_from_it(name):
     small = {"width": 16, "heads": 2, "depth": 1, "ffn": 16}
-    made = task(config(name).replace({**small, "units": "words"} if name == "imdb" else small))
+    made = make_task(config(name).replace({**small, "units": "words"} if name == "imdb" else small))
     made.read()
     model = made.model()
     batch = made.batch(sorted(made.splits["train"], key=made.size)[:2])
     loss = made.loss(model, batch, 1)
     loss.mean.backward()
     assert torch.isfinite(loss.total) and any(p.grad is not None for p in model.parameters())
-    kept = task(made.config)
+    kept = make_task(made.config)
     kept.restore(made.assets())
     assert [p.shape for p in kept.model().parameters()] == [p.shape for p in model.parameters()]
 
@@ -263,20 +263,20 @@ def test_ctc_says_which_targets_have_too_few_slots():
 
 @pytest.mark.parametrize("name", ["reverse", "saw"])
 def test_a_model_that_is_too_short_for_everything_says_so(name):
-    made = task(config(name).replace({**TINY, "max_len": 1}))
+    made = make_task(config(name).replace({**TINY, "max_len": 1}))
     with pytest.raises(ValueError, match="all training examples are longer than max_len=1: the shortest has"):
         made.read()
 
 
 def test_a_review_is_cut_to_what_the_model_can_read():
-    made = task(config("polarity").replace({**TINY, "max_len": 5, "positions": "learned"}))
+    made = make_task(config("polarity").replace({**TINY, "max_len": 5, "positions": "learned"}))
     made.read()
     assert max(made.size(row) for row in made.splits["train"]) <= 5
     assert made.predict(made.model().eval(), ["a very long review of a film that nobody saw"])[0] in ("good", "bad")
 
 
 def test_a_review_that_is_too_long_keeps_its_first_and_its_last_words():
-    made = task(config("polarity").replace({**TINY, "cut": 5}))
+    made = make_task(config("polarity").replace({**TINY, "cut": 5}))
     made.read()
     words = made.vocabulary.words[:9]
     (row,) = made._rows([" ".join(words)])
@@ -287,7 +287,7 @@ def talkative(folder, **changes):
     """A language model of a small text, 90 characters to learn from and 10 to validate on."""
     (folder / "tinyshakespeare").mkdir(parents=True)
     (folder / "tinyshakespeare" / "input.txt").write_text("to be, or not to be: " * 4 + "that is the qu10 letters")
-    made = task(config("shakespeare").replace({**TINY, "window": 4, "stride": 3, "most": 7, "dropout": 0.0, **changes}))
+    made = make_task(config("shakespeare").replace({**TINY, "window": 4, "stride": 3, "most": 7, "dropout": 0.0, **changes}))
     made.read(folder)
     return made
 

@@ -42,11 +42,3 @@ class Row:
 
     def _claims(self, causal: bool) -> Can:
         return self.make(Dims(width=32, heads=4, causal=causal, max_len=64), **self.examples[0].options).can
-
-
-_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
-
-
-def growth(power: float | None, letter: str) -> str:
-    """How something grows, as people write it: 1, n, n², n^1.5, and none where there is nothing to grow."""
-    return _POWERS.get(power, f"{letter}^{power}").format(letter)

@@ -20,7 +20,7 @@ from regard.cli.threads import Threads, choose_threads, used
 if TYPE_CHECKING:
     from torch import nn
 
-    from regard.tasks import Task
+    from regard.tasks.task import Task
     from regard.tasks.translation import TranslationTask
 
 LINES_PER_BATCH = 256  # lines of a file that are answered at once
@@ -51,7 +51,7 @@ def trained(run: Path, changes: Iterable[str], device: str, threads: int | None 
     if note:
         aside(note)
     config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
-    task = tasks.task(config)
+    task = tasks.make_task(config)
     try:
         task.restore(kept.assets)
     except KeyError as error:

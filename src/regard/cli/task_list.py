@@ -1,4 +1,4 @@
-"""`regard tasks` names what can be learned, and every setting of one of them."""
+"""`regard tasks` names what can be learned, and every setting of one of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import dataclasses
 import inspect
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from regard.cli.console import columns, screen, sentences, write_json
 from regard.config import Config
-
-if TYPE_CHECKING:
-    from regard.tasks import Entry
+from regard.tasks import TASKS, Entry, entry_of
 
 
 def tasks(
@@ -23,11 +21,8 @@ def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list, with all settings.")] = False,
 ) -> None:
     """Name every task, the data it needs, its score, and what training it takes by default."""
-    from regard import tasks as known
-
     with sentences():
-        wanted = list(known.TASKS) if name is None else [known.config(name).task]
-    entries = {word: known.TASKS[word] for word in wanted}
+        entries = TASKS if name is None else {name: entry_of(name)}
     if as_json:
         write_json([_entry_json(word, entry) for word, entry in entries.items()])
     elif name is not None:
@@ -39,7 +34,7 @@ def tasks(
 def _show_tasks(entries: dict[str, Entry]) -> None:
     table = columns("name", "what it is", "data", "score", "by default")
     for word, entry in entries.items():
-        config, score = entry.config(), _best(entry)[0]
+        config, score = entry.config(), entry.best[0]
         table.add_row(word, entry.summary, _data(entry), score, f"{config.steps:,} updates of {config.batch_tokens:,} tokens")
     console = screen()
     console.print(table, highlight=False)
@@ -59,12 +54,12 @@ def _show_settings(name: str, entry: Entry) -> None:
 
 
 def _written(value: Any) -> str:
-    """As --set reads it."""
+    """Write a value as --set reads it."""
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def explained(config: Config) -> dict[str, str]:
-    """What the code says beside each setting: written once, read in both places."""
+    """Collect the comment beside each setting in the code, by the name of the setting."""
     found: dict[str, str] = {}
     for kind in reversed(type(config).__mro__):
         if dataclasses.is_dataclass(kind):
@@ -73,7 +68,7 @@ def explained(config: Config) -> dict[str, str]:
 
 
 def _data(entry: Entry) -> str:
-    """What it needs, and whether it is here."""
+    """Name the data set that a task needs, and whether it is here."""
     from regard.data.locate import find
     from regard.data.text_files import DataError
 
@@ -86,12 +81,7 @@ def _data(entry: Entry) -> str:
     return f"{entry.data} (is there)"
 
 
-def _best(entry: Entry) -> tuple[str, str]:
-    """The score that chooses, and where it is better."""
-    return entry.task(entry.config()).best
-
-
 def _entry_json(word: str, entry: Entry) -> dict[str, object]:
-    score, better = _best(entry)
-    told = entry.config().to_json()
-    return {"name": word, "summary": entry.summary, "data": entry.data, "score": score, "better": better, "settings": told}
+    score, better = entry.best
+    settings = entry.config().to_json()
+    return {"name": word, "summary": entry.summary, "data": entry.data, "score": score, "better": better, "settings": settings}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from regard.analysis.cost import cost, pattern_of
 from regard.catalogue import CATALOGUE
-from regard.catalogue_row import growth
 from regard.mixers.base import Can, Dims
 from regard.patterns import (
     Blocks,
@@ -33,6 +32,7 @@ from regard.patterns import (
 )
 from regard.plots.mechanism_plot import GREY, INK, LINE, NOTHING, Page, Scale, paint, scale_of, view
 from regard.spec import Spec
+from regard.text import growth
 
 ACROSS, SIDE, GAP, MARGIN, TOP, BOTTOM = 8, 240, 44, 64, 190, 140  # cells in a row; the rest in pixels
 WORDS, HEADING, BETWEEN = 84, 88, 44  # pixels over a matrix, over the words of a family's first row, and under a row

@@ -35,10 +35,11 @@ from regard.tasks.support import (
     speaker,
     spoken_by,
 )
-from regard.tasks.task import Step, Task
+from regard.tasks.task import ENCODER_DECODER, ENCODER_NAT_DECODER, Task
 from regard.tasks.translation_config import Translation
 from regard.training.checkpoints import SavedRun, put_weights
 from regard.training.decoder_modes import MODES, SAMPLED, rdrop, teacher_forcing
+from regard.training.learnable import Step
 from regard.training.losses import Loss
 from regard.training.nat_loss import glancing
 from regard.training.nat_loss import nat_loss as loss_at_once
@@ -83,6 +84,7 @@ class TranslationTask(Task):
             need(name, getattr(config, name))
         if config.mode not in ("teacher", "agree") and config.decoder != "autoregressive":
             raise ValueError(f"mode={config.mode!r} is for a decoder that hears what it said: use decoder='autoregressive'")
+        self.bodies = ENCODER_DECODER if config.decoder == "autoregressive" else ENCODER_NAT_DECODER
         if config.decoder != "autoregressive":
             self.answering = {"masked": ("lengths", "iterations"), "length": ("lengths",)}.get(config.decoder, ())
         self.steady = config.mode in ("teacher", "agree") and config.decoder != "fixed"  # that one looks how long targets are
@@ -294,7 +296,7 @@ class ReverseTask(TranslationTask):
         return synthetic.string_pairs("reverse")
 
 
-class SayAgainTask(TranslationTask):
+class RepeatTask(TranslationTask):
     best = ("exact", "max")
 
     def pairs(self, folder: Path | None) -> Any:  # noqa: ARG002

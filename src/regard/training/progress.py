@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console
+try:
+    from rich.console import Console
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"progress needs {error.name}: pip install 'regard[train]'", name=error.name) from None
 
 LINE_SECONDS = 10.0  # seconds between two plain lines
 REDRAW = 0.2  # seconds between two looks of a bar
