@@ -289,7 +289,17 @@ def papers(folder, copies=300):
 
 def titles(folder, **changes):
     config = acl_titles_config().replace(
-        {"vocab": 40, "width": 32, "heads": 2, "depth": 1, "decoder_depth": 1, "ffn": 64, "dropout": 0.0, "most": 8, **changes}
+        {
+            "vocab": 40,
+            "width": 32,
+            "heads": 2,
+            "depth": 1,
+            "decoder_depth": 1,
+            "ffn": 64,
+            "dropout": 0.0,
+            "max_new_tokens": 8,
+            **changes,
+        }
     )
     task = CopyTask(config)
     task.read(papers(folder))

@@ -64,6 +64,7 @@ def decoding(config: Config, changes: Sequence[str]) -> Config:
             raise ValueError(unknown(f"{config.task} has no setting for answers", key, allowed))
     changed = config.set(changes)
     check_decoding(changed)
+    tasks.make_task(changed).check_answering(config)
     return changed
 
 
@@ -79,13 +80,14 @@ def device(name: str) -> str:
 
 
 def check_decoding(config: Config) -> None:
-    for name in ("beam", "most", "iterations", "lengths"):
+    """Refuse settings of generation that make no sense."""
+    for name in ("beam", "max_new_tokens"):
         if getattr(config, name, 1) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(config, name)!r}")
-    if not getattr(config, "temperature", 1.0) > 0:
-        raise ValueError(f"temperature must be above 0, not {getattr(config, 'temperature', None)!r}")
-    if abs(config.penalty) > STRONGEST:
-        raise ValueError(f"penalty is a power of the length, from -{STRONGEST} to {STRONGEST}, not {config.penalty!r}")
+    if abs(config.length_penalty) > STRONGEST:
+        raise ValueError(
+            f"length_penalty is a power of the length, from -{STRONGEST} to {STRONGEST}, not {config.length_penalty!r}"
+        )
 
 
 def check_used(task: Task, changes: Sequence[str]) -> None:

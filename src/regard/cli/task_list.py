@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
-import re
+import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from regard.cli.console import columns, screen, sentences, write_json
-from regard.config import Config
+from regard.options import Options, field_comments, option_lines
 from regard.tasks import TASKS, Entry, entry_of
 
 
@@ -45,26 +46,32 @@ def _show_settings(name: str, entry: Entry) -> None:
     console, config = screen(), entry.config()
     console.print(f"\n{name}: {entry.summary}", style="bold", markup=False, highlight=False)
     console.print(f"data: {_data(entry)}", markup=False, highlight=False)
-    table, told = columns("name", "by default", "what it is"), explained(config)
+    table, comments = columns("name", "by default", "what it is"), field_comments(type(config))
     for key, value in config.to_json().items():
         if key != "task":
-            table.add_row(key, Text(_written(value)), Text(told.get(key, "")))
+            table.add_row(key, Text(_written(value)), Text(comments.get(key, "")))
     console.print(table, highlight=False)
+    for key, kinds in config.families.items():
+        console.print(_options_table(key, kinds), highlight=False)
     console.print(f"Another value: regard train {name} --set width=128", style="dim", highlight=False)
+    for key, kinds in config.families.items():
+        example = str(next(kind for kind in kinds.values() if option_lines(kind))())
+        console.print(f"With options: --set {shlex.quote(f'{key}={example}')}", style="dim", markup=False, highlight=False)
+
+
+def _options_table(key: str, kinds: Mapping[str, type[Options]]) -> Table:
+    """List the choices of a setting, and below each of them its options."""
+    table = columns(key, "option", "by default", "what it is")
+    for word, kind in kinds.items():
+        table.add_row(word, "", "", Text(inspect.getdoc(kind) or ""))
+        for line in option_lines(kind):
+            table.add_row("", line.name, Text(line.default), Text(line.comment))
+    return table
 
 
 def _written(value: Any) -> str:
     """Write a value as --set reads it."""
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-def explained(config: Config) -> dict[str, str]:
-    """Collect the comment beside each setting in the code, by the name of the setting."""
-    found: dict[str, str] = {}
-    for kind in reversed(type(config).__mro__):
-        if dataclasses.is_dataclass(kind):
-            found |= dict(re.findall(r"^    (\w+): [^#\n]*  # (.+)$", inspect.getsource(kind), re.MULTILINE))
-    return found
 
 
 def _data(entry: Entry) -> str:
@@ -83,5 +90,17 @@ def _data(entry: Entry) -> str:
 
 def _entry_json(word: str, entry: Entry) -> dict[str, object]:
     score, better = entry.best
-    settings = entry.config().to_json()
-    return {"name": word, "summary": entry.summary, "data": entry.data, "score": score, "better": better, "settings": settings}
+    config = entry.config()
+    options = {
+        key: {name: [line._asdict() for line in option_lines(kind)] for name, kind in kinds.items()}
+        for key, kinds in config.families.items()
+    }
+    return {
+        "name": word,
+        "summary": entry.summary,
+        "data": entry.data,
+        "score": score,
+        "better": better,
+        "settings": config.to_json(),
+        "options": options,
+    }

@@ -19,8 +19,8 @@ from regard.data.wikisql import split_words
 from regard.models.build import translator
 from regard.models.pointer_generator import coverage, pointer_generator
 from regard.tasks.copying_config import Copying
-from regard.tasks.support import check_vocab, device_under, in_order, learned, resting, spoken_by
-from regard.tasks.task import ENCODER_DECODER, Task
+from regard.tasks.support import check_vocab, device_under, generate_answers, in_order, learned, resting
+from regard.tasks.task import ENCODER_DECODER, GENERATION_SETTINGS, Task
 from regard.text import unknown
 from regard.training.decoder_inputs import heeded
 from regard.training.decoder_modes import teacher_forcing
@@ -49,7 +49,7 @@ class CopyTask(Task):
     config: Copying
     steady = True
     bodies = ENCODER_DECODER
-    answering = ("beam", "penalty", "most")
+    answering = GENERATION_SETTINGS
 
     def __init__(self, config: Copying) -> None:
         super().__init__(config)
@@ -60,7 +60,7 @@ class CopyTask(Task):
         if not config.copy and (config.coverage or config.pointers != 1):
             raise ValueError("coverage and pointers are for copying, and with copy=false there is none: leave them out")
         check_vocab("words", config.vocab)
-        for name in ("pointers", "cut", "most"):
+        for name in ("pointers", "cut", "max_new_tokens"):
             need(name, getattr(config, name))
         if config.coverage < 0:
             raise ValueError(f"coverage is a weight, at least 0, not {config.coverage!r}")
@@ -70,7 +70,7 @@ class CopyTask(Task):
 
     def read(self, folder: Path | None = None) -> None:
         config, parts = self.config, COPY_READERS[self.config.task](find(self.config.task, folder))
-        longest = min(config.most, config.max_len)
+        longest = min(config.max_new_tokens, config.max_len)
         texts = {
             name: [(self._cut(pair.source), split_words(pair.target)) for pair in pairs]
             for name, pairs in zip(("train", "val", "test"), parts, strict=True)
@@ -169,7 +169,7 @@ class CopyTask(Task):
         batch = self.batch(rows).to(device_under(model))
         source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
         state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
-        return spoken_by(model, state, source, config=self.config, most=self.config.most, beams=beams)
+        return generate_answers(model, state, source, config=self.config, most=self.config.max_new_tokens, beams=beams)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """Of a line that is longer than `cut` words the first ones are read, as in training."""

@@ -12,11 +12,11 @@ class Copying(Config):
     """Words in lower case, signs by themselves, one vocabulary for both sides."""
 
     vocab: int = 20_000  # words at most
-    copy: bool = True  # without: the same model that can only say what its vocabulary has
+    copy: bool = True  # without: the same model, whose answers have words of its vocabulary only
     pointers: int = 1  # heads of the pointer
-    coverage: float = 0.0  # how much it is punished for looking at the same words again
+    coverage: float = 0.0  # weight of the loss for attending to the same words again
     cut: int = 200  # words of a source that are read at most
-    most: int = 40  # words of an answer at most
+    max_new_tokens: int = 40  # words of an answer at most
 
 
 def acl_titles_config() -> Copying:
@@ -25,7 +25,7 @@ def acl_titles_config() -> Copying:
         precision="tf32",
         vocab=8_000,
         cut=200,
-        most=40,
+        max_new_tokens=40,
         width=256,
         heads=4,
         depth=4,
@@ -51,7 +51,7 @@ def wikisql_config() -> Copying:
         precision="tf32",
         vocab=8_000,
         cut=80,
-        most=80,
+        max_new_tokens=80,
         width=256,
         heads=4,
         depth=4,

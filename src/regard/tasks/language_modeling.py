@@ -30,7 +30,7 @@ class LanguageTask(Task):
     best = ("loss", "min")
     steady = True
     bodies = DECODER_ONLY
-    answering = ("most", "temperature")
+    answering = ("max_new_tokens", "temperature")
     config: Language
 
     def __init__(self, config: Language) -> None:
@@ -38,6 +38,8 @@ class LanguageTask(Task):
         need("stride", config.stride)
         if not 1 <= config.window <= config.max_len:
             raise ValueError(f"window must be from 1 to max_len={config.max_len}, not {config.window}")
+        if not config.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {config.temperature!r}")
         self.characters = Characters([])
         self.texts: dict[str, torch.Tensor] = {}
 
@@ -94,10 +96,10 @@ class LanguageTask(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
         """How the text goes on, drawn by chance with a fixed seed."""
-        constraints = Constraints(END, max_new_tokens=self.config.most, banned=(PAD, UNKNOWN, BEGIN, MASK))
+        constraints = Constraints(END, max_new_tokens=self.config.max_new_tokens, banned=(PAD, UNKNOWN, BEGIN, MASK))
         device, answers = device_under(model), []
         for line in lines:
-            prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.most) :]
+            prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.max_new_tokens) :]
             choice = Sample(temperature=self.config.temperature, seed=self.config.seed)
             with resting(model):
                 said = generate(

@@ -11,9 +11,9 @@ from regard.config import Config
 class Language(Config):
     """Windows of one long text."""
 
-    window: int = 256  # characters that a model sees at most
+    window: int = 256  # characters of an example at most
     stride: int = 16  # between the beginnings of two windows of an epoch
-    most: int = 300  # characters that it goes on with
+    max_new_tokens: int = 300  # characters of a continuation
     temperature: float = 0.8
 
 

@@ -21,8 +21,9 @@ from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabular
 from regard.models.build import encoder, tokens
 from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence
+from regard.options import check_choice
 from regard.tasks.sentiment_config import Sentiment
-from regard.tasks.support import check_vocab, choice_of, device_under, in_order, kept_labels, learned, resting
+from regard.tasks.support import check_vocab, device_under, in_order, kept_labels, learned, resting
 from regard.tasks.task import Task
 from regard.text import unknown
 from regard.training.learnable import Step
@@ -47,8 +48,8 @@ class SentimentTask(Task):
 
     def __init__(self, config: Sentiment) -> None:
         super().__init__(config)
-        choice_of("units", config.units, REVIEW_UNITS)
-        choice_of("pool", config.pool, POOLS)
+        check_choice("units", config.units, REVIEW_UNITS)
+        check_choice("pool", config.pool, POOLS)
         need("cut", config.cut, 3)
         check_vocab(config.units, config.vocab)
         check_fraction("forget", config.forget)

@@ -26,7 +26,7 @@ from regard.training.losses import Loss
 
 SplitExamples = Mapping[str, Sequence[Any]]
 DECODER_SETTINGS = ("cross", "wiring", "decoder_depth")
-GENERATION_SETTINGS = ("beam", "penalty", "most")
+GENERATION_SETTINGS = ("beam", "length_penalty", "max_new_tokens")
 
 
 class Body(NamedTuple):
