@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_its_own_settings_and_no_others() -> None:
     ("words", "sentence"),
     [
         (["--mixer", "bigbrd"], "nothing is called 'bigbrd': did you mean 'bigbird'?"),
-        (["--mixer", "fnet"], "fnet cannot do causal: it can do padding; what says one word after another, as reverse does"),
+        (["--mixer", "fnet"], "fnet cannot do causal: it can do padding; reverse generates one token after another"),
         (["--mixer", "conv(kernel=3)", "--set", "positions=rotary"], "has no queries and keys"),
         (["--mixer", "linear", "--set", "mixer=softmax"], "the mixer is given twice"),
         (["--set", "mixer=[]"], "a model needs a mixer"),

@@ -4,12 +4,19 @@ import os
 
 import pytest
 import torch
+from typer import Exit
 
-from regard.cli.settings import decoding
+from regard.blocks.stack import Stack
+from regard.cli.model_check import check_model
+from regard.cli.settings import check_used, decoding
 from regard.data.batch import BEGIN, END, PAD
 from regard.data.text_files import Pair
-from regard.tasks import TASKS, config, make_task
+from regard.models.nat import COPIES
+from regard.tasks import TASKS, Entry, config, make_task
+from regard.tasks.decoder_options import SLOT_INPUTS
 from regard.tasks.support import in_order
+from regard.tasks.tagging import TaggingTask
+from regard.tasks.task import ENCODER_DECODER, Body
 from regard.training.checkpoints import load_run, put_weights
 from regard.training.decoder_modes import SAMPLED
 from regard.training.fit import fit
@@ -164,6 +171,54 @@ def test_only_settings_that_a_task_reads_may_change_its_answers():
         decoding(config("polarity"), ["beam=3"])
     with pytest.raises(ValueError, match="beam cannot change after training: only decoder can"):
         decoding(config("copy").replace({"decoder": "masked"}), ["beam=3"])
+
+
+def test_options_of_a_decoder_change_after_training_unless_its_weights_depend_on_them():
+    masked, length = (config("copy").replace({"decoder": text}) for text in ("masked(lengths=2)", "length(slots='uniform')"))
+    assert decoding(masked, ["decoder=masked(iterations=9)"]).decoder == "masked(iterations=9, lengths=4)"
+    assert decoding(length, ["decoder=length(slots='uniform', lengths=1)"]).options("decoder").lengths == 1
+    with pytest.raises(ValueError, match="decoder=masked cannot become ctc after training: only iterations, lengths can change"):
+        decoding(masked, ["decoder=ctc"])
+    with pytest.raises(ValueError, match="slots of length cannot change after training, only lengths can: write slots='uniform'"):
+        decoding(length, ["decoder=length(lengths=1)"])
+    with pytest.raises(ValueError, match="decoder cannot change after training: only beam, length_penalty, max_new_tokens can"):
+        decoding(config("copy"), ["decoder=ctc"])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_table_has_the_score_of_the_task(name):
+    assert make_task(config(name)).best == TASKS[name].best
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((name, {}) for name in MADE), ("copy", {"decoder": "ctc"}), ("copy", {"decoder": "fixed"})]
+)
+def test_the_bodies_of_a_task_are_those_of_its_model(name, changes):
+    made = tiny(name, **changes)
+    stacks = [module for module in made.model().modules() if isinstance(module, Stack)]
+    found = [Body(stack.blocks[0].mixer.dims.causal, stack.blocks[0].cross is not None) for stack in stacks]
+    assert tuple(found) == made.bodies
+
+
+def test_a_new_task_with_a_decoder_describes_itself(monkeypatch):
+    """Nothing but its attributes and a row of the table: settings of decoders and beams are accepted, all others refused."""
+
+    class Captions(TaggingTask):
+        bodies = ENCODER_DECODER
+        answering = ("beam",)
+
+    monkeypatch.setitem(TASKS, "saw", Entry(TASKS["saw"].config, Captions, TASKS["saw"].best, "captions"))
+    made = make_task(config("saw"))
+    check_used(made, ["cross=linear", "wiring=each", "decoder_depth=1", "beam=3"])
+    assert decoding(config("saw"), ["beam=3"]).beam == 3
+    with pytest.raises(ValueError, match="length_penalty does nothing here: it is for answers of one token after another"):
+        check_used(made, ["length_penalty=2"])
+    with pytest.raises(Exit):  # its cross attention is built and refused, as for every decoder
+        check_model(make_task(config("saw").replace({"cross": "conv"})))
+
+
+def test_slots_of_a_length_are_those_of_the_model():
+    assert SLOT_INPUTS == COPIES
 
 
 def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch):

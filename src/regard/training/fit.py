@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from regard.data.batch import Batch
@@ -24,7 +23,7 @@ from regard.training.learner import Learner, optimizer_state, put_optimizer_stat
 from regard.training.loop import device_of, matmul_precision, run_updates
 from regard.training.metrics_log import MetricsLog
 from regard.training.prefetch import prefetch_batches
-from regard.training.progress import Lines, Progress, progress
+from regard.training.progress import Progress, print_line, progress
 from regard.training.result import Result, finished
 
 if find_spec("safetensors") is None:  # found out now, not at the first checkpoint
@@ -52,8 +51,7 @@ def fit(task: Learnable, out: Path, *, resume: bool = True, accelerator: str = "
         grown = run_info.same_run(out, config, task.assets(), resume)
         if not grown and (result := finished(out)) is not None:
             if not quiet:
-                told = f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on"
-                Lines(0, console=Console()).note(told)
+                print_line(f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on")
             return result
         return _TrainingRun(task, out, kind, quiet).finish()
 
