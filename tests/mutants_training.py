@@ -59,7 +59,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "scheduled",
     ),
     "the truth is told less and less without end": (
-        R + "training/scheduled_sampling.py",
+        R + "training/sampling_schedule.py",
         "min(1.0, step / steps)",
         "step / steps",
         "scheduled",
@@ -399,6 +399,19 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "    if begun is not None:\n",
         "    if False:\n",
         "cli_runs",
+    ),
+    "options are not checked": (R + "options.py", "        self.check()\n", "        pass\n", "config tasks cli_abuse"),
+    "an option that weights depend on may change": (
+        R + "tasks/translation.py",
+        "if getattr(self.decoder, name) != kept:",
+        "if False:",
+        "tasks",
+    ),
+    "a loop goes on when it is stopped": (
+        R + "training/loop.py",
+        "        after(learner.step)\n        if stopped():\n            return\n",
+        "        after(learner.step)\n",
+        "training interrupts updates",
     ),
     "a setting may be given twice": (
         R + "cli/settings.py",

@@ -5,7 +5,7 @@ A new mechanism is one class in its family's file and one row here.
 
 from __future__ import annotations
 
-from regard.catalogue_row import Example, Row, growth
+from regard.catalogue_row import Example, Row
 from regard.mixers.attention_free import GMLP, FNet, MlpMixer
 from regard.mixers.baselines import RNN, Conv, WindowFC
 from regard.mixers.cluster import Reformer, Routing
@@ -22,6 +22,7 @@ from regard.mixers.softmax import Additive, Identity, Relu, Softmax
 from regard.mixers.sparse import BigBird, Longformer, Sinks, Sparse, SparseTransformer
 from regard.mixers.synthesizer import Synthesizer
 from regard.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
+from regard.text import growth
 
 _ROWS = [
     Row(

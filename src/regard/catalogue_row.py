@@ -41,13 +41,4 @@ class Row:
         return can | self._claims(causal=True) if Can.CAUSAL in can else can
 
     def _claims(self, causal: bool) -> Can:
-        dims = Dims(width=32, heads=4, causal=causal, max_len=64)
-        return self.make(dims, **self.examples[0].options).can
-
-
-_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
-
-
-def growth(power: float | None, letter: str) -> str:
-    """Format a power: 1, n, n², n^1.5; "none" for None."""
-    return _POWERS.get(power, f"{letter}^{power}").format(letter)
+        return self.make(Dims(width=32, heads=4, causal=causal, max_len=64), **self.examples[0].options).can

@@ -80,6 +80,14 @@ def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
     return f"{what} {word!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
 
 
+_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
+
+
+def growth(power: float | None, letter: str) -> str:
+    """Write a power of a length: 1, n, n², n^1.5, and none where nothing grows."""
+    return _POWERS.get(power, f"{letter}^{power}").format(letter)
+
+
 def _tree(line: str) -> ast.expr:
     try:
         return ast.parse(line, mode="eval").body

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.analysis.probe import attention_matrix, estimation_error, has_weights, sampled
-from regard.catalogue_row import growth
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, nbytes
 from regard.mixers.estimation import Estimator, PoorEstimate
@@ -25,6 +24,7 @@ from regard.mixers.softmax import Softmax
 from regard.mixers.sparse import Sparse, census
 from regard.patterns import Pattern
 from regard.spec import Spec
+from regard.text import growth
 
 GROWTH_LENGTH = 16_384  # growth is measured from half this length to it, or at the requested length if that is longer
 MEASURED = 16_384  # tokens of the longest state that is filled; longer ones are extrapolated by their growth

@@ -184,8 +184,14 @@ class RNN(UnpaddedMixer):
         h, *c = (part[0] for part in state)
         return self.out(y), Hidden(h, c[0] if c else None)
 
-    @torch.compiler.disable  # which refuses recurrent networks, and would write down every step of one
     def _read(self, x: Tensor, state: list[Tensor], valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        if torch.compiler.is_dynamo_compiling():  # it refuses recurrent networks, and would record every step of one
+            from regard.ops.uncompiled import uncompiled
+
+            return uncompiled(self._recur, x, state, valid)
+        return self._recur(x, state, valid)
+
+    def _recur(self, x: Tensor, state: list[Tensor], valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         weights = [self._exact(w) for direction in self.cell.all_weights for w in direction]
         count = None if valid is None else valid.sum(1)
         with no_autocast(x):

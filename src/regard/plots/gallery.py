@@ -12,7 +12,6 @@ from torch import Tensor
 
 from regard.analysis.cost import cost, pattern_of
 from regard.catalogue import CATALOGUE
-from regard.catalogue_row import growth
 from regard.mixers.base import Can, Dims
 from regard.patterns import (
     Blocks,
@@ -34,6 +33,7 @@ from regard.patterns import (
 from regard.plots.colours import GREY, INK, LINE, NOTHING
 from regard.plots.mechanism_plot import Page, Scale, paint, scale_of, view
 from regard.spec import Spec
+from regard.text import growth
 
 ACROSS = 8  # cells in a row
 CELL_SIDE, CELL_GAP, SHEET_MARGIN, SHEET_TOP, SHEET_BOTTOM = 240, 44, 64, 190, 140  # pixels
