@@ -302,7 +302,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "ready",
     ),
     "the price of a slot is forgotten": (
-        R + "runtime/graphed_decoder.py",
+        R + "runtime/static_step.py",
         "desk.price.index_fill_(3, desk.slot, 0.0)",
         "pass",
         "ready",

@@ -15,7 +15,7 @@ from regard.decoding import Constraints, Sample, StaticDecoder, beam, generate, 
 from regard.decoding.generate import EndDetector
 from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
 from regard.ops.topk import argmax_first, topk_by_part
-from regard.runtime.graphed_decoder import GraphedStepReplay
+from regard.runtime.static_step import GraphedStepReplay
 from regard.runtime.packed_linear import FUSED_ACTIVATIONS, PackedLinear, linear_plus, pack_linears
 
 VOCAB, END = 23, 3

@@ -18,7 +18,7 @@ from regard.checks import check_flag, check_vectors, need
 from regard.checks import check_valid as check_valid
 from regard.mixers.state import CrossState as CrossState
 from regard.mixers.state import State as State
-from regard.mixers.state import StateOwner, check_state
+from regard.mixers.state import StateOwner, check_state, position_bound
 from regard.mixers.state import nbytes as nbytes
 from regard.mixers.state import select as select
 from regard.ops.backend import AUTO, check_backend
@@ -131,6 +131,15 @@ def need_claims(name: str, can: Can, asked: Can, instead: str = "") -> None:
     """Refuse what is not claimed, in a sentence."""
     if lacking := asked & ~can:
         raise ValueError(f"{name} cannot do {lacking}: it can do {can}" + (f"; {instead}" if instead else ""))
+
+
+def token_count(places: Places) -> int:
+    """Return the largest number of real tokens up to the last of these places, read from the device; or its host bound."""
+    bound = position_bound()
+    if bound is not None:
+        return bound
+    real = places.at + (1 if places.valid is None else places.valid.long())
+    return int(real.max()) if real.numel() else 0
 
 
 def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -352,8 +361,7 @@ class Mixer(nn.Module):
                     f"{n} places, but this layer was built for max_len={limit}, and a compiled one does not count which of them "
                     "are padding: cut the padding off, or build it longer"
                 )
-            real = places.at + (1 if places.valid is None else places.valid.long())
-            longest = int(real.max()) if real.numel() else 0
+            longest = token_count(places)
         if longest > limit:
             raise ValueError(f"{longest} tokens, but this layer was built for max_len={limit}: build it longer, or cut the input")
 

@@ -30,6 +30,8 @@ class BucketMemory(NamedTuple):
     log: KVCache
     marks: KVCache  # its keys are labels (b h m rounds)
 
+    newest_last = True  # queries belong to the last tokens of the caches
+
     def labels(self, padding: int) -> Tensor:
         """(b h rounds m), with a label of its own for padding."""
         marks, valid = self.marks.keys.transpose(2, 3), self.log.places.valid

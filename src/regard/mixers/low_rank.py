@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from regard.checks import WIDEST, need
-from regard.mixers.base import Core, Dims, Places, needed_length
+from regard.mixers.base import Core, Dims, Places, needed_length, token_count
 from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, where_valid
 from regard.mixers.linear_attention import CPU_RUN, GPU_RUN
 from regard.mixers.softmax import SOFTMAX_CLAIMS
@@ -121,8 +121,7 @@ class Linformer(Core):
         return to_k, to_k if self.project_v is None else columns(self.project_v)
 
     def _check(self, places: Places) -> None:
-        last = places.at + (1 if places.valid is None else places.valid.long())
-        longest = int(last.max()) if last.numel() else 0
+        longest = token_count(places)
         if longest > self.longest:
             raise ValueError(f"{longest} tokens, but linformer was built for max_len={self.longest}: build it longer")
 

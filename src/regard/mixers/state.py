@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +77,30 @@ class CrossState(State):
     """That of a mixer which reads a context and adds nothing to it: rows with the same context, as many tokens on, are alike."""
 
     __slots__ = ()
+
+
+class _DevicePositions(threading.local):
+    """A host bound on positions that only the device holds."""
+
+    bound: int | None = None
+
+
+_device_positions = _DevicePositions()
+
+
+@contextmanager
+def positions_below(bound: int) -> Iterator[None]:
+    """Declare that all positions in here are below `bound`, so that none has to be read from the device: for CUDA graphs."""
+    outer, _device_positions.bound = _device_positions.bound, bound
+    try:
+        yield
+    finally:
+        _device_positions.bound = outer
+
+
+def position_bound() -> int | None:
+    """Return the bound of `positions_below`; None: positions may be read from the device."""
+    return _device_positions.bound
 
 
 def check_state(state: Any, x: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.mixers.base import State
 
 if TYPE_CHECKING:
-    from regard.runtime.graphed_decoder import GraphedStepReplay
+    from regard.runtime.static_step import GraphedStepReplay
 
 CONTEXT_MULTIPLE = 32  # with graphs a source gets room in multiples of this many tokens, so that few graphs do for many sources
 

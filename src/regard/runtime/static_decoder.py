@@ -30,7 +30,7 @@ from regard.models.causal_lm import LanguageModel, last_real
 from regard.models.embedding import Tokens
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.runtime.graphed_decoder import GraphedStepReplay
+from regard.runtime.static_step import GraphedStepReplay
 from regard.runtime.packed_linear import linear_plus, pack_linears, pack_weights
 from regard.runtime.screened_argmax import ScreenedHead, ScreenedScores
 from regard.runtime.static_cache import StaticCache
