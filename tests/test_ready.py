@@ -234,7 +234,7 @@ def test_a_packed_layer_bends_and_adds_in_one_go(activation, gated):
         for module in (fast, made, pack_linears(made.down), made.down):
             own = x if type(module) is FeedForward else made.up(x)[:, :40]
             torch.testing.assert_close(linear_plus(module, own, other), other + module(own), atol=1e-5, rtol=1e-5)
-    assert fast.up.bent == (("none", "") if gated else FUSED_ACTIVATIONS[activation])
+    assert fast.up.activation == (("none", "") if gated else FUSED_ACTIVATIONS[activation])
     assert type(made.up) is nn.Linear and made.act is ACTIVATIONS[activation]
 
 

@@ -51,6 +51,9 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
 
     x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
     """
+    fused = getattr(maps[0], "fused", None)
+    if fused is not None and all(getattr(one, "fused", None) is fused for one in maps):
+        return fused(x)
     plain = [one for one in maps if type(one) is nn.Linear and not has_hooks(one)]
     worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
     if not worth or len(plain) < len(maps) or len({one.bias is None for one in plain}) > 1:

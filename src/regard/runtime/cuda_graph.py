@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -71,3 +72,17 @@ def _warm_up(run: Callable[[], object], times: int) -> None:
         for _ in range(times):
             run()
     torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def forbid_sync(device: torch.device) -> Iterator[None]:
+    """Raise a RuntimeError where the host waits for a GPU, which no capture allows. A failed capture is not undone by itself."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

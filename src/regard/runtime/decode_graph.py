@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.mixers.state import positions_below
-from regard.runtime.cuda_graph import capture_graph
+from regard.runtime.cuda_graph import capture_graph, forbid_sync
 from regard.runtime.state_buffers import StateBuffers
 
 
@@ -33,11 +34,19 @@ class DecodeGraph:
         self.buffers.load(state)
         self.turn, self.left = self.turn + 1, left
 
-    def why_not(self) -> str | None:
-        """Run a step, kernel by kernel, and explain why it cannot be repeated as a graph; None if it can."""
-        with positions_below(self.bound):
-            _, after = self.model.extend(self.buffers.state, self.tokens)
-        return self.buffers.why_not_static(after)
+    def why_not(self, state: Any) -> str | None:
+        """Extend a state twice, kernel by kernel, and explain why that cannot be repeated as a graph; None if it can.
+
+        The second time no table has to be made any more, and the host must not wait for the device.
+        """
+        for watch in (nullcontext(), forbid_sync(self.device)):
+            self.buffers.load(state)
+            with watch, positions_below(self.bound):
+                _, after = self.model.extend(self.buffers.state, self.tokens)
+            if why := self.buffers.why_not_static(after):
+                return why
+        self.buffers.load(state)
+        return None
 
     def run(self, reorder: bool) -> Tensor:
         """Do one step without the host: what a graph captures."""

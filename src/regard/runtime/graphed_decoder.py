@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.models.causal_lm import last_real
 from regard.runtime.decode_graph import DecodeGraph
-from regard.runtime.packed_linear import pack_linears
+from regard.runtime.packed_linear import fuse_qkv, pack_linears
 from regard.runtime.state_buffers import StateBuffers, buffer_key, own_caches, spare_room
 
 MAX_GRAPHS = 8  # states of different shapes whose graphs are kept
@@ -63,8 +63,8 @@ class GraphedDecoder:
         fast = GraphedDecoder(model)
         generate(fast, fast.start(batch), prompt, constraints=constraints)
 
-    Scores are the model's own; weights that change later are not noticed. On a GPU a step of one token is one CUDA graph, for each number of rows
-    and each shape of the state. `room` is the number of tokens that a KV cache has room for at first; it is doubled as needed.
+    Scores are the model's own; weights that change later are not noticed. Queries, keys and values of a layer are one product.
+    On a GPU a step of one token is one CUDA graph, for each number of rows and each shape of the state. `room` is the number of tokens that a KV cache has room for at first; it is doubled as needed.
     A model whose state has no constant shapes decodes by its own `extend`, and `refused` holds the reasons. On a CPU, or with
     graphs=False, weights are packed where that is possible, and states are the model's own.
     """
@@ -75,7 +75,7 @@ class GraphedDecoder:
         for name in ("start", "extend"):
             if not callable(getattr(model, name, None)):
                 raise ValueError(f"a {type(model).__name__} does not decode token by token: it has no {name}()")
-        self.model: Any = pack_linears(model)
+        self.model: Any = pack_linears(fuse_qkv(model))
         self.device = next(model.parameters()).device
         self.graphs = graphs and self.device.type == "cuda"
         self.room, self.limit = max(room, 1), _longest(model)
@@ -142,9 +142,8 @@ class GraphedDecoder:
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode they are made in
             graph = DecodeGraph(self.model, own, StateBuffers(own, room_for), bound, self.pool)
             try:
-                why = graph.why_not()
+                why = graph.why_not(own)
                 if why is None:
-                    graph.buffers.load(own)
                     graph.captured[False] = graph.capture(False)
             except (RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
                 why = str(error).splitlines()[0]

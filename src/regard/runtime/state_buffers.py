@@ -188,20 +188,29 @@ class StateBuffers:
         for own, new in _pairs(self.state, after):
             if new is not own:
                 fresh[id(own)] = own, new
-        held = {own.untyped_storage().data_ptr() for own in _tensors(self.state, cross=True)}
-        ready = []
-        for own, new in fresh.values():
-            aliased = new.untyped_storage().data_ptr() in held  # a view of a buffer that is overwritten here
-            ready.append((own, new.clone() if aliased else new))
-        for own, new in ready:
-            own.copy_(new)
+        held = {_storage(own) for own in _tensors(self.state, cross=True)}
+        copies = []
+        for _, new in fresh.values():
+            copies.append(new.clone() if _storage(new) in held else new)  # a view of a buffer that is overwritten here
+        _copy_all([own for own, _ in fresh.values()], copies)
         for cursor in self.cursors.values():
             cursor.advance()
 
     def reorder(self, rows: Tensor) -> None:
         """Replace every row by another one (r): all that beams of one context do not share."""
-        for own in self.moved.values():
-            own.copy_(own.index_select(0, rows))
+        moved = list(self.moved.values())
+        _copy_all(moved, [own.index_select(0, rows) for own in moved])
+
+
+def _storage(x: Tensor) -> int:
+    """Identify the memory of a tensor, on the meta device too."""
+    return x.untyped_storage()._cdata
+
+
+def _copy_all(to: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensors of the same shapes, on a GPU by few kernels."""
+    if to:
+        torch._foreach_copy_(to, values)
 
 
 def _blank(x: Tensor) -> Tensor:
