@@ -294,20 +294,20 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "decoding",
     ),
     # models made ready
-    "a desk is not cleaned": (R + "runtime/static_cache.py", "        self.valid.zero_()\n", "        pass\n", "ready"),
-    "what is hidden on a desk is no number": (
+    "a static cache is not cleared": (R + "runtime/static_cache.py", "        self.valid.zero_()\n", "        pass\n", "ready"),
+    "what is masked in a static cache is no number": (
         R + "runtime/static_cache.py",
         "                side.zero_()\n",
         "                side.fill_(torch.nan)\n",
         "ready",
     ),
-    "the price of a slot is forgotten": (
+    "the mask bias of a slot is forgotten": (
         R + "runtime/static_step.py",
-        "desk.price.index_fill_(3, desk.slot, 0.0)",
+        "cache.bias.index_fill_(3, cache.slot, 0.0)",
         "pass",
         "ready",
     ),
-    "a ready model hears padding of its source": (
+    "a static decoder hears padding of its source": (
         R + "runtime/static_cache.py",
         "None if mask is None else _mask_bias(mask, k.dtype))",
         "None)",
@@ -321,37 +321,37 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a packed layer bends twice": (
         R + "runtime/packed_linear.py",
-        "part.up.bent, part.act = FUSED_ACTIVATIONS[part.activation], _unpacked_module",
-        "part.up.bent = FUSED_ACTIVATIONS[part.activation]",
+        "part.up.activation, part.act = FUSED_ACTIVATIONS[part.activation], _identity",
+        "part.up.activation = FUSED_ACTIVATIONS[part.activation]",
         "ready",
     ),
     "a graph hears padding of its source": (
         R + "runtime/static_cache.py",
-        "_mask_bias(mask, price.dtype) if mask is not None else torch.zeros(())",
+        "_mask_bias(mask, bias.dtype) if mask is not None else torch.zeros(())",
         "torch.zeros(())",
         "ready",
     ),
-    "a ready model counts padding as positions": (
+    "a static decoder counts padding as positions": (
         R + "runtime/static_decoder.py",
-        "desk.table[desk.at]",
-        "desk.table[desk.size]",
+        "cache.table[cache.at]",
+        "cache.table[cache.size]",
         "ready",
     ),
     "beams see what others say": (
         R + "runtime/static_cache.py",
-        "self.count + self.k] = self.apart",
+        "self.count + self.k] = self.own_bias",
         "self.count + self.k] = 0",
         "ready",
     ),
     "beams see what others come from": (R + "runtime/static_cache.py", "seen.copy_(seen.index_select(0, rows))", "pass", "ready"),
     "beams forget what they said in a smaller room": (
         R + "runtime/static_cache.py",
-        "self.price[..., : old.price.shape[-1]].copy_(old.price)",
-        "self.price.zero_()",
+        "self.bias[..., : old.bias.shape[-1]].copy_(old.bias)",
+        "self.bias.zero_()",
         "ready",
     ),
-    "a ready model forgets to reorder": (R + "runtime/static_decoder.py", "desk.reorder(talk.rows)", "pass", "ready"),
-    "a larger desk forgets what is padding": (
+    "a static decoder forgets to reorder": (R + "runtime/static_decoder.py", "cache.reorder(state.rows)", "pass", "ready"),
+    "a larger cache forgets what is padding": (
         R + "runtime/static_cache.py",
         "self.valid[:, : old.room].copy_(old.valid)",
         "self.valid[:, : old.room] = True",

@@ -1,4 +1,4 @@
-"""A step of a ready model as one CUDA graph: hundreds of kernels, one launch, and the host waits for nothing."""
+"""A step of a `StaticDecoder` as one CUDA graph: hundreds of kernels, one launch, and the host never waits."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from regard.runtime.static_cache import StaticCache
 
 
 class GraphedStepReplay:
-    """Reads the desk's tokens and rows, reorders beams from `side` to the other, writes one token more, gives the scores."""
+    """Read tokens and rows from a cache, reorder beams from `side` to the other, write one token more, and compute scores."""
 
-    def __init__(self, step: Callable[[], Tensor], desk: StaticCache, side: int) -> None:
-        self.desk, self.side, self.step = desk, side, step
+    def __init__(self, step: Callable[[], Tensor], cache: StaticCache, side: int) -> None:
+        self.cache, self.side, self.step = cache, side, step
         try:
             self.scores = self.captured()
         except RuntimeError as why:
-            raise RuntimeError("a step of this model cannot be captured as a CUDA graph: use Ready(model, graphs=False)") from why
+            raise RuntimeError("a step of this model cannot be captured as a CUDA graph: use graphs=False") from why
 
     def captured(self) -> Tensor:
-        """Where the scores of every replay will lie."""
-        self.graph, scores, self.read = capture_graph(self.run, self.desk.slot.device, warm=self.first)
+        """Capture the step; return the tensor that every replay writes its scores to."""
+        self.graph, scores, self.read = capture_graph(self.run, self.cache.slot.device, warm=self.first)
         return scores
 
     def first(self) -> Tensor:
-        """The first step of a text."""
-        self.desk.slot.zero_()
-        self.desk.at.zero_()
+        """Run the first step of a sequence."""
+        self.cache.slot.zero_()
+        self.cache.at.zero_()
         return self.run()
 
     def run(self) -> Tensor:
-        """One step without the host: what size the text has only the device knows."""
-        desk = self.desk
-        desk.side = self.side
-        if desk.k > 1:
-            desk.reorder(desk.rows)
-        desk.valid.index_fill_(1, desk.slot, True)
-        desk.price.index_fill_(3, desk.slot, 0.0)
+        """Run one step without the host: the size of the cache is on the device alone."""
+        cache = self.cache
+        cache.side = self.side
+        if cache.k > 1:
+            cache.reorder(cache.rows)
+        cache.valid.index_fill_(1, cache.slot, True)
+        cache.bias.index_fill_(3, cache.slot, 0.0)
         scores = self.step()
-        desk.slot += 1
-        desk.at += 1
+        cache.slot += 1
+        cache.at += 1
         return scores
 
     def replay(self, tokens: Tensor, rows: Tensor | None) -> Tensor:
-        self.desk.tokens.copy_(tokens)
-        if self.desk.k > 1:
-            self.desk.rows.copy_(self.desk.same if rows is None else rows)
+        self.cache.tokens.copy_(tokens)
+        if self.cache.k > 1:
+            self.cache.rows.copy_(self.cache.same if rows is None else rows)
         self.graph.replay()
-        self.desk.side = self.side if self.desk.k == 1 else 1 - self.side
-        return self.scores.clone()  # the next step writes where these lie
+        self.cache.side = self.side if self.cache.k == 1 else 1 - self.side
+        return self.scores.clone()  # the next step overwrites them
