@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     "the blank is another word": (R + "models/nat.py", "BLANK = 0", "BLANK = 1", "parallel"),
     "repeats are not collapsed": (
         R + "decoding/nat_decoding.py",
-        "said[:, 1:] &= path[:, 1:] != path[:, :-1]",
+        "kept[:, 1:] &= path[:, 1:] != path[:, :-1]",
         "pass",
         "parallel",
     ),
@@ -230,14 +230,14 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "an answer that is cut off is lost": (
         R + "decoding/beam.py",
-        "if search.said.shape[2] == constraints.max_new_tokens:",
+        "if search.tokens.shape[2] == constraints.max_new_tokens:",
         "if False:",
         "decoding",
     ),
     "any of twice the beams may end": (
         R + "decoding/beam.py",
-        "device=said.device) < k)",
-        "device=said.device) < 2 * k)",
+        "device=tokens.device) < k)",
+        "device=tokens.device) < 2 * k)",
         "decoding",
     ),
     # chance and rules
@@ -254,17 +254,17 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "decoding",
     ),
     "a temperature is inverted": (R + "decoding/generate.py", ") / self.temperature", ") * self.temperature", "decoding"),
-    "a seed is ignored": (R + "decoding/generate.py", "generator=self.dice", "generator=None", "decoding"),
+    "a seed is ignored": (R + "decoding/generate.py", "generator=self.generator", "generator=None", "decoding"),
     "dice start anew at every token": (
         R + "decoding/generate.py",
-        "self.seed is not None and self.dice is None",
+        "self.seed is not None and self.generator is None",
         "self.seed is not None",
         "decoding",
     ),
     "the first run may come twice": (
         R + "decoding/constraints.py",
-        "0 < self.no_repeat_ngram_size <= said.shape[1]",
-        "0 < self.no_repeat_ngram_size < said.shape[1]",
+        "0 < self.no_repeat_ngram_size <= tokens.shape[1]",
+        "0 < self.no_repeat_ngram_size < tokens.shape[1]",
         "decoding",
     ),
     "padding of a prompt is counted": (
@@ -275,15 +275,15 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "runs that may not come twice are longer": (
         R + "decoding/constraints.py",
-        "runs = said.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)\n",
-        "self = self._replace(no_repeat_ngram_size=min(self.no_repeat_ngram_size + 1, said.shape[1]))\n"
-        "            runs = said.unfold(1, self.no_repeat_ngram_size, 1)\n",
+        "runs = tokens.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)\n",
+        "self = self._replace(no_repeat_ngram_size=min(self.no_repeat_ngram_size + 1, tokens.shape[1]))\n"
+        "            runs = tokens.unfold(1, self.no_repeat_ngram_size, 1)\n",
         "decoding",
     ),
     "an answer may end a token too soon": (
         R + "decoding/constraints.py",
-        "said.shape[1] < self.min_new_tokens",
-        "said.shape[1] < self.min_new_tokens - 1",
+        "tokens.shape[1] < self.min_new_tokens",
+        "tokens.shape[1] < self.min_new_tokens - 1",
         "decoding",
     ),
     "a row that has ended speaks on": (R + "decoding/generate.py", ".masked_fill(over, constraints.eos)\n", "\n", "decoding"),

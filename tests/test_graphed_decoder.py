@@ -11,7 +11,7 @@ from regard.blocks import Block, Stack
 from regard.blocks.feedforward import FeedForward
 from regard.config import Config
 from regard.decoding import Constraints, GraphedDecoder, Sample, StaticDecoder, beam, fast_decoder, generate, generate_stream
-from regard.mixers.base import Can, Dims
+from regard.mixers.base import Can, Dims, Places
 from regard.mixers.kv_cache import KVCache, RollingKVCache, StaticCursor, StaticKVCache
 from regard.mixers.state import CrossState, position_bound, positions_below
 from regard.models import LanguageModel, NextToken, Tokens, guided_translator, language_model, pointer_generator, translator
@@ -31,7 +31,7 @@ class Eager(DecodeGraph):
     """All that a CUDA graph does, kernel by kernel."""
 
     def capture(self, reorder):
-        return None
+        return reorder
 
     def launch(self, reorder):
         return self.run(reorder)
@@ -169,9 +169,7 @@ def test_generate_and_beam_give_what_the_model_gives(changes, ragged, decoder):
         assert torch.equal(a.tokens, b.tokens)
         torch.testing.assert_close(a.scores, b.scores, atol=1e-9, rtol=0)
     choice = {"constraints": constraints, "valid": valid}
-    some = [
-        torch.stack(list(generate_stream(one, one.start(3), x, choice=Sample(seed=4), **choice)), 1) for one in (model, fast)
-    ]
+    some = [torch.stack(list(generate_stream(one, one.start(3), x, choice=Sample(seed=4), **choice)), 1) for one in (model, fast)]
     assert torch.equal(*some)
 
 
@@ -251,7 +249,7 @@ def test_the_longest_sequence_is_the_models_own_limit(decoder):
         _, state = fast.extend(fast.start(3), x)
         for _ in range(11):
             _, state = fast.extend(state, x[:, :1])
-        with pytest.raises(ValueError, match="max_len=20|20 positions"):
+        with pytest.raises(ValueError, match=r"max_len=20|20 positions"):
             fast.extend(state, x[:, :1])
     assert all(cache.size <= 20 for step in fast.steps.values() for cache in own_caches(step.buffers.state))
 
@@ -267,14 +265,8 @@ def test_tables_of_positions_end_where_the_bound_is(decoder, monkeypatch):
     table = Learned(Dims(WIDTH, 4, max_len=9))
     assert position_bound() is None
     with positions_below(9):
-        assert position_bound() == 9 and table._rows(prompt_places()).shape == (2, 1, WIDTH)
+        assert position_bound() == 9 and table._rows(Places(torch.tensor([[3], [8]]))).shape == (2, 1, WIDTH)
     assert position_bound() is None
-
-
-def prompt_places():
-    from regard.mixers.base import Places
-
-    return Places(torch.tensor([[3], [8]]))
 
 
 def test_caches_with_the_same_positions_share_their_mask():
@@ -295,8 +287,6 @@ def test_caches_with_the_same_positions_share_their_mask():
 
 
 def test_static_caches_are_written_in_place_and_refuse_padding():
-    from regard.mixers.base import Places
-
     cursor = StaticCursor(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.bool))
     static = StaticKVCache.of(torch.zeros(2, 1, 4, 3), torch.zeros(2, 1, 4, 3), cursor)
     rolling = RollingKVCache.of(*(x.clone() for x in static[:4]))

@@ -15,8 +15,8 @@ from regard.decoding import Constraints, Sample, StaticDecoder, beam, generate, 
 from regard.decoding.generate import EndDetector
 from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
 from regard.ops.topk import argmax_first, topk_by_part
-from regard.runtime.static_step import GraphedStepReplay
 from regard.runtime.packed_linear import FUSED_ACTIVATIONS, PackedLinear, linear_plus, pack_linears
+from regard.runtime.static_step import GraphedStepReplay
 
 VOCAB, END = 23, 3
 FORMS = ["steps", "products", "walked", *(["graph"] if DEVICE.type == "cuda" else [])]

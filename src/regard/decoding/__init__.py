@@ -1,4 +1,4 @@
-"""From scores to tokens. Decoding knows three things of a model: start, extend, and that a state's rows can be reordered."""
+"""From scores to tokens. Decoding uses three things of a model: start, extend, and states whose rows can be reordered."""
 
 from regard.decoding.beam import Beams, beam
 from regard.decoding.constraints import Constraints

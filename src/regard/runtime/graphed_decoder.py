@@ -1,8 +1,9 @@
 """Any model with `start` and `extend`, ready for fast decoding: CUDA graphs on a GPU, packed weights on a CPU.
 
-`model.extend(state, token)` for one token of every row is always the same list of kernels once its state has constant shapes. Linear
-attention, recurrent networks and convolutions have such states; KV caches get them by a fixed room (`state_buffers.py`). When the
-room is full the model makes one ordinary step, which drops what can no longer be seen, and the state moves into new buffers.
+`model.extend(state, token)` for one token of every row is always the same list of kernels once its state has constant shapes.
+Linear attention, recurrent networks and convolutions have such states; KV caches get them by a fixed room (`state_buffers.py`).
+When the room is full the model makes one ordinary step, which drops keys that no later query sees, and the state moves into new
+buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from regard.runtime.decode_graph import DecodeGraph
 from regard.runtime.packed_linear import fuse_qkv, pack_linears
 from regard.runtime.state_buffers import StateBuffers, buffer_key, own_caches, spare_room
 
-MAX_GRAPHS = 8  # states of different shapes whose graphs are kept
+MAX_DECODE_GRAPHS = 8  # states of different shapes whose graphs are kept
 MIN_POSITIONS = 1024  # tables of positions have at least so many rows; twice as many whenever they end
 
 
@@ -64,9 +65,10 @@ class GraphedDecoder:
         generate(fast, fast.start(batch), prompt, constraints=constraints)
 
     Scores are the model's own; weights that change later are not noticed. Queries, keys and values of a layer are one product.
-    On a GPU a step of one token is one CUDA graph, for each number of rows and each shape of the state. `room` is the number of tokens that a KV cache has room for at first; it is doubled as needed.
-    A model whose state has no constant shapes decodes by its own `extend`, and `refused` holds the reasons. On a CPU, or with
-    graphs=False, weights are packed where that is possible, and states are the model's own.
+    On a GPU a step of one token is one CUDA graph, for each number of rows and each shape of the state. `room` is the number of
+    tokens that a KV cache has room for at first; it is doubled as needed. A model whose state has no constant shapes decodes by
+    its own `extend`, and `refused` holds the reasons. On a CPU, or with graphs=False, weights are packed where
+    that is possible, and states are the model's own.
     """
 
     def __init__(self, model: nn.Module, *, room: int = 256, graphs: bool = True) -> None:
@@ -152,7 +154,7 @@ class GraphedDecoder:
             warnings.warn(f"a decoding step is not captured as a CUDA graph, the model itself decodes: {why}", stacklevel=2)
             return
         self.steps[key] = graph
-        while len(self.steps) > MAX_GRAPHS:
+        while len(self.steps) > MAX_DECODE_GRAPHS:
             self.steps.popitem(last=False)
 
 

@@ -94,9 +94,9 @@ class FusedPart(nn.Module):
 
 
 def fuse_qkv(module: ModuleT) -> ModuleT:
-    """Return a copy for inference in which queries, keys and values of causal attention are one product; other weights are shared.
+    """Return a copy for inference in which queries, keys and values of causal attention are one product.
 
-    Maps that are no plain `nn.Linear`, or of which only some have a bias, stay as they are.
+    All other weights are shared. Maps that are no plain `nn.Linear`, or of which only some have a bias, stay as they are.
     """
     made = _inference_copy(module, {})
     for part in made.modules():

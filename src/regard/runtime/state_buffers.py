@@ -1,8 +1,8 @@
 """A decoding state in buffers that never move or change their shape: what a CUDA graph reads and writes.
 
 The state of any model is a tree of tuples. Tensors of constant shape get a buffer each. A KV cache that grows gets room for
-more tokens and becomes a `StaticKVCache`; a cache of a context gets room up to a multiple of `CONTEXT_MULTIPLE`, so that one graph
-serves many lengths. What the host counts (`start`, `size`) leaves the tree: inside a graph positions are on the device alone.
+more tokens and becomes a `StaticKVCache`; a cache of a context gets room up to a multiple of `CONTEXT_MULTIPLE`, so that one
+graph serves many lengths. What the host counts (`start`, `size`) leaves the tree: inside a graph positions are on the device alone.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class StateBuffers:
 
     def _context(self, cache: KVCache) -> KVCache:
         room = context_room(cache.size)
-        new = [_roomy(x, dim, room) for x, dim in zip(cache[:4], (2, 2, 1, 1), strict=True)]
-        return KVCache(*new, room, cache.start, False, WriteCursor(room), room)
+        k, v, at, valid = (_roomy(x, dim, room) for x, dim in zip(cache[:4], (2, 2, 1, 1), strict=True))
+        return KVCache(k, v, at, valid, room, cache.start, False, WriteCursor(room), room)
 
     def load(self, state: Any) -> None:
         """Copy a state into the buffers."""

@@ -39,7 +39,9 @@ class StaticCache:
         self.valid = torch.zeros(b * k, room, dtype=torch.bool, device=like.device)
         seen = (b, 1, k, room * k) if self.spread else (b * k, 1, 1, room)
         self.bias = like.new_zeros(seen)  # the mask bias: 0 or -inf, added to scores
-        self.own_bias = _mask_bias(torch.eye(k, dtype=torch.bool, device=like.device), like.dtype)  # a beam sees its own newest token
+        self.own_bias = _mask_bias(
+            torch.eye(k, dtype=torch.bool, device=like.device), like.dtype
+        )  # a beam sees its own newest token
         self.at = torch.zeros(b * k, dtype=torch.long, device=like.device)  # position of the next token
         self.slot = torch.zeros(1, dtype=torch.long, device=like.device)  # index of its slot
         self.tokens = torch.zeros(b * k, 1, dtype=torch.long, device=like.device)

@@ -1,6 +1,6 @@
 """Softmax models as a `StaticDecoder`: the same scores token by token, with little overhead around the arithmetic.
 
-`GraphedDecoder` decodes every model that streams. This decoder is kept beside it because for plain softmax attention it is faster:
+`GraphedDecoder` decodes every model that streams. This decoder is kept because for plain softmax attention it is faster:
 
 - keys and values of all layers are one tensor, written by one kernel a layer; beams are reordered by a copy into a second one on
   a GPU, and on a CPU not moved at all: they share the rooms of their row (`static_cache.py`);
@@ -31,10 +31,10 @@ from regard.models.causal_lm import LanguageModel, last_real
 from regard.models.embedding import Tokens
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.runtime.static_step import GraphedStepReplay
 from regard.runtime.packed_linear import linear_plus, pack_linears, pack_weights
 from regard.runtime.screened_argmax import ScreenedHead, ScreenedScores
 from regard.runtime.static_cache import StaticCache
+from regard.runtime.static_step import GraphedStepReplay
 
 MANY_ROWS = 16  # rows
 MAX_CACHES = 4  # caches of different sizes that are kept for the next sequence
