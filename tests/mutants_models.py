@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     "the blank is another word": (R + "models/nat.py", "BLANK = 0", "BLANK = 1", "parallel"),
     "repeats are not collapsed": (
         R + "decoding/nat_decoding.py",
-        "said[:, 1:] &= path[:, 1:] != path[:, :-1]",
+        "kept[:, 1:] &= path[:, 1:] != path[:, :-1]",
         "pass",
         "parallel",
     ),
@@ -230,14 +230,14 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "an answer that is cut off is lost": (
         R + "decoding/beam.py",
-        "if search.said.shape[2] == constraints.max_new_tokens:",
+        "if search.tokens.shape[2] == constraints.max_new_tokens:",
         "if False:",
         "decoding",
     ),
     "any of twice the beams may end": (
         R + "decoding/beam.py",
-        "device=said.device) < k)",
-        "device=said.device) < 2 * k)",
+        "device=tokens.device) < k)",
+        "device=tokens.device) < 2 * k)",
         "decoding",
     ),
     # chance and rules
@@ -254,17 +254,17 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "decoding",
     ),
     "a temperature is inverted": (R + "decoding/generate.py", ") / self.temperature", ") * self.temperature", "decoding"),
-    "a seed is ignored": (R + "decoding/generate.py", "generator=self.dice", "generator=None", "decoding"),
+    "a seed is ignored": (R + "decoding/generate.py", "generator=self.generator", "generator=None", "decoding"),
     "dice start anew at every token": (
         R + "decoding/generate.py",
-        "self.seed is not None and self.dice is None",
+        "self.seed is not None and self.generator is None",
         "self.seed is not None",
         "decoding",
     ),
     "the first run may come twice": (
         R + "decoding/constraints.py",
-        "0 < self.no_repeat_ngram_size <= said.shape[1]",
-        "0 < self.no_repeat_ngram_size < said.shape[1]",
+        "0 < self.no_repeat_ngram_size <= tokens.shape[1]",
+        "0 < self.no_repeat_ngram_size < tokens.shape[1]",
         "decoding",
     ),
     "padding of a prompt is counted": (
@@ -275,15 +275,15 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "runs that may not come twice are longer": (
         R + "decoding/constraints.py",
-        "runs = said.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)\n",
-        "self = self._replace(no_repeat_ngram_size=min(self.no_repeat_ngram_size + 1, said.shape[1]))\n"
-        "            runs = said.unfold(1, self.no_repeat_ngram_size, 1)\n",
+        "runs = tokens.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)\n",
+        "self = self._replace(no_repeat_ngram_size=min(self.no_repeat_ngram_size + 1, tokens.shape[1]))\n"
+        "            runs = tokens.unfold(1, self.no_repeat_ngram_size, 1)\n",
         "decoding",
     ),
     "an answer may end a token too soon": (
         R + "decoding/constraints.py",
-        "said.shape[1] < self.min_new_tokens",
-        "said.shape[1] < self.min_new_tokens - 1",
+        "tokens.shape[1] < self.min_new_tokens",
+        "tokens.shape[1] < self.min_new_tokens - 1",
         "decoding",
     ),
     "a row that has ended speaks on": (R + "decoding/generate.py", ".masked_fill(over, constraints.eos)\n", "\n", "decoding"),
@@ -294,20 +294,20 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "decoding",
     ),
     # models made ready
-    "a desk is not cleaned": (R + "runtime/static_cache.py", "        self.valid.zero_()\n", "        pass\n", "ready"),
-    "what is hidden on a desk is no number": (
+    "a static cache is not cleared": (R + "runtime/static_cache.py", "        self.valid.zero_()\n", "        pass\n", "ready"),
+    "what is masked in a static cache is no number": (
         R + "runtime/static_cache.py",
         "                side.zero_()\n",
         "                side.fill_(torch.nan)\n",
         "ready",
     ),
-    "the price of a slot is forgotten": (
-        R + "runtime/graphed_decoder.py",
-        "desk.price.index_fill_(3, desk.slot, 0.0)",
+    "the mask bias of a slot is forgotten": (
+        R + "runtime/static_step.py",
+        "cache.bias.index_fill_(3, cache.slot, 0.0)",
         "pass",
         "ready",
     ),
-    "a ready model hears padding of its source": (
+    "a static decoder hears padding of its source": (
         R + "runtime/static_cache.py",
         "None if mask is None else _mask_bias(mask, k.dtype))",
         "None)",
@@ -321,37 +321,37 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a packed layer bends twice": (
         R + "runtime/packed_linear.py",
-        "part.up.bent, part.act = FUSED_ACTIVATIONS[part.activation], _unpacked_module",
-        "part.up.bent = FUSED_ACTIVATIONS[part.activation]",
+        "part.up.activation, part.act = FUSED_ACTIVATIONS[part.activation], _identity",
+        "part.up.activation = FUSED_ACTIVATIONS[part.activation]",
         "ready",
     ),
     "a graph hears padding of its source": (
         R + "runtime/static_cache.py",
-        "_mask_bias(mask, price.dtype) if mask is not None else torch.zeros(())",
+        "_mask_bias(mask, bias.dtype) if mask is not None else torch.zeros(())",
         "torch.zeros(())",
         "ready",
     ),
-    "a ready model counts padding as positions": (
+    "a static decoder counts padding as positions": (
         R + "runtime/static_decoder.py",
-        "desk.table[desk.at]",
-        "desk.table[desk.size]",
+        "cache.table[cache.at]",
+        "cache.table[cache.size]",
         "ready",
     ),
     "beams see what others say": (
         R + "runtime/static_cache.py",
-        "self.count + self.k] = self.apart",
+        "self.count + self.k] = self.own_bias",
         "self.count + self.k] = 0",
         "ready",
     ),
     "beams see what others come from": (R + "runtime/static_cache.py", "seen.copy_(seen.index_select(0, rows))", "pass", "ready"),
     "beams forget what they said in a smaller room": (
         R + "runtime/static_cache.py",
-        "self.price[..., : old.price.shape[-1]].copy_(old.price)",
-        "self.price.zero_()",
+        "self.bias[..., : old.bias.shape[-1]].copy_(old.bias)",
+        "self.bias.zero_()",
         "ready",
     ),
-    "a ready model forgets to reorder": (R + "runtime/static_decoder.py", "desk.reorder(talk.rows)", "pass", "ready"),
-    "a larger desk forgets what is padding": (
+    "a static decoder forgets to reorder": (R + "runtime/static_decoder.py", "cache.reorder(state.rows)", "pass", "ready"),
+    "a larger cache forgets what is padding": (
         R + "runtime/static_cache.py",
         "self.valid[:, : old.room].copy_(old.valid)",
         "self.valid[:, : old.room] = True",

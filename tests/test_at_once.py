@@ -110,7 +110,7 @@ def test_a_source_that_is_too_long_and_a_wish_that_makes_no_sense_get_the_models
     fast = form(made("ctc", positions="learned"))
     with pytest.raises(ValueError, match="positions were learned"):
         fast(sources(1, LONGEST + 1, ragged=False)[0])
-    with pytest.raises(ValueError, match="ctc knows its slots"):
+    with pytest.raises(ValueError, match="ctc has a fixed number of slots"):
         fast(sources(1, 3, ragged=False)[0], iterations=2)
     with pytest.raises(ValueError, match="in training"):
         NatDecoder(made("ctc").train())

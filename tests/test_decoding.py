@@ -129,7 +129,7 @@ def test_enough_beams_find_the_best_of_all_answers(penalty):
 def test_stopping_early_changes_nothing(penalty, monkeypatch):
     model, x, constraints = Talker(), prompts(b=8), Constraints(eos=END, max_new_tokens=25)
     found = beam(model, model.start(8), x, constraints=constraints, width=3, penalty=penalty, best=2)
-    monkeypatch.setattr(_Search, "over", lambda self, *_: torch.zeros(len(self.said), dtype=torch.bool))
+    monkeypatch.setattr(_Search, "over", lambda self, *_: torch.zeros(len(self.tokens), dtype=torch.bool))
     slow = beam(model, model.start(8), x, constraints=constraints, width=3, penalty=penalty, best=2)
     assert torch.equal(found.tokens, slow.tokens)
     assert torch.equal(found.lengths, slow.lengths)

@@ -15,8 +15,8 @@ from regard.decoding import Constraints, Sample, StaticDecoder, beam, generate, 
 from regard.decoding.generate import EndDetector
 from regard.models import LanguageModel, NextToken, Tokens, language_model, translator
 from regard.ops.topk import argmax_first, topk_by_part
-from regard.runtime.graphed_decoder import GraphedStepReplay
 from regard.runtime.packed_linear import FUSED_ACTIVATIONS, PackedLinear, linear_plus, pack_linears
+from regard.runtime.static_step import GraphedStepReplay
 
 VOCAB, END = 23, 3
 FORMS = ["steps", "products", "walked", *(["graph"] if DEVICE.type == "cuda" else [])]
@@ -30,9 +30,9 @@ class Walked(GraphedStepReplay):
         return None
 
     def replay(self, tokens, rows=None):
-        self.desk.tokens.copy_(tokens)
-        if self.desk.k > 1:
-            self.desk.rows.copy_(self.desk.same if rows is None else rows)
+        self.cache.tokens.copy_(tokens)
+        if self.cache.k > 1:
+            self.cache.rows.copy_(self.cache.same if rows is None else rows)
         return self.run()
 
 
@@ -95,7 +95,7 @@ def test_a_ready_model_says_what_the_model_says(kind, changes, ragged, form):
     begin, prompt, valid = asked(kind, ragged)
     constraints = Constraints(END, max_new_tokens=21, banned=(0, 1))
     wanted = generate(model, model.start(*begin), prompt, constraints=constraints, valid=valid)
-    for _ in range(2):  # the second time at the same desk
+    for _ in range(2):  # the second time in the same cache
         assert generate(fast, fast.start(*begin), prompt, constraints=constraints, valid=valid) == wanted
         one = beam(model, model.start(*begin), prompt, constraints=constraints, width=4, best=4, valid=valid)
         two = beam(fast, fast.start(*begin), prompt, constraints=constraints, width=4, best=4, valid=valid)
@@ -110,12 +110,12 @@ def test_its_scores_are_the_models_whatever_it_is_told(kind, form):
     begin, prompt, valid = asked(kind, "behind")
     with torch.no_grad():
         a, state = model.extend(model.start(*begin), prompt, valid)
-        b, talk = fast.extend(fast.start(*begin), prompt, valid)
+        b, own = fast.extend(fast.start(*begin), prompt, valid)
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
         for n in (1, 1, 5, 4, 1):  # through three sizes of its room
             tokens = torch.randint(5, VOCAB, (3, n), device=DEVICE)
             a, state = model.extend(state, tokens)
-            b, talk = fast.extend(talk, tokens)
+            b, own = fast.extend(own, tokens)
             torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
 
@@ -234,7 +234,7 @@ def test_a_packed_layer_bends_and_adds_in_one_go(activation, gated):
         for module in (fast, made, pack_linears(made.down), made.down):
             own = x if type(module) is FeedForward else made.up(x)[:, :40]
             torch.testing.assert_close(linear_plus(module, own, other), other + module(own), atol=1e-5, rtol=1e-5)
-    assert fast.up.bent == (("none", "") if gated else FUSED_ACTIVATIONS[activation])
+    assert fast.up.activation == (("none", "") if gated else FUSED_ACTIVATIONS[activation])
     assert type(made.up) is nn.Linear and made.act is ACTIVATIONS[activation]
 
 
@@ -244,9 +244,9 @@ def test_what_cannot_be_ready_is_refused_with_a_reason():
     for changes, reason in (
         ({"mixer": "linear"}, "linear"),
         ({"positions": "alibi"}, "alibi"),
-        ({"mixer": "Local(4)"}, "memory"),
+        ({"mixer": "Local(4)"}, "no plain KV cache"),
     ):
-        with pytest.raises(ValueError, match=f"cannot be made ready: .*{reason}"):
+        with pytest.raises(ValueError, match=f"cannot be a StaticDecoder: .*{reason}"):
             StaticDecoder(built("language", **changes))
     with pytest.raises(ValueError, match="not just a LanguageModel"):
         StaticDecoder(nn.Linear(2, 2).eval())
@@ -261,11 +261,11 @@ def test_a_state_of_a_ready_model_goes_forwards_only(form):
         _, second = fast.extend(first, one)
         fast.extend(second, one)
         for use, sentence in (
-            (lambda: fast.extend(second, one), "has been gone on from"),
-            (lambda: fast.extend(fast.extend(first, one)[1], one, valid[:, :1]), "goes on by whole tokens"),
-            (lambda: second.fan(2), "before the first token"),
+            (lambda: fast.extend(second, one), "extended before"),
+            (lambda: fast.extend(fast.extend(first, one)[1], one, valid[:, :1]), "extended by real tokens"),
+            (lambda: second.fan(2), "before the first new token"),
             (lambda: second.select(torch.tensor([0])), "stay with their rows"),
-            (lambda: fast.last(second, prompt), "before all that is said"),
+            (lambda: fast.last(second, prompt), "before the first new token"),
             (lambda: fast.extend(fast.extend(first, one)[1], prompt.repeat(1, 8)), "max_len=64"),
         ):
             with pytest.raises(ValueError, match=sentence):

@@ -181,7 +181,7 @@ def _spec_options(name: str) -> dict[str, inspect.Parameter]:
 
 
 @cache
-def _constructor_options(make: type[Core] | type[Mixer]) -> dict[str, inspect.Parameter]:
+def _constructor_options(make: Any) -> dict[str, inspect.Parameter]:
     options = list(inspect.signature(make).parameters.values())[1:]
     options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
     return {p.name: p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options}
@@ -193,7 +193,7 @@ def _patterned(name: str) -> frozenset[str]:
 
 
 @cache
-def _constructor_patterns(make: type[Core] | type[Mixer]) -> frozenset[str]:
+def _constructor_patterns(make: Any) -> frozenset[str]:
     hints = get_type_hints(make.__init__)
     return frozenset(o for o in _constructor_options(make) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
 

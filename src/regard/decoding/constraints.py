@@ -1,4 +1,4 @@
-"""What may not be said: too short an answer, the same few words again, words that are not wanted."""
+"""Constraints on generated tokens: lengths, repeated n-grams, banned tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PROMPT_PADDING = -1  # of a prompt: no token
+PROMPT_PADDING = -1  # padding of a prompt: no token
 
 
 class Constraints(NamedTuple):
-    """Constraints on what comes next. A row that they leave with nothing may end.
+    """Constrain what comes next. A row that they leave without a token may end.
 
     `no_repeat_ngram_size` counts the n-grams of the answer alone: those of the prompt may come again. With count_prompt=True
     the n-grams of the prompt count too, which is Hugging Face's `no_repeat_ngram_size`. The source of an
@@ -27,7 +27,7 @@ class Constraints(NamedTuple):
     count_prompt: bool = False  # n-grams of the prompt count too
 
     def checked(self) -> Constraints:
-        """Itself, or a sentence about what is wrong with it."""
+        """Return the constraints; raise a ValueError where they contradict each other."""
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if not 0 <= self.min_new_tokens < self.max_new_tokens:
@@ -44,31 +44,31 @@ class Constraints(NamedTuple):
         return self
 
     def prompt(self, prompt: Tensor, valid: Tensor | None = None) -> Tensor | None:
-        """What `__call__` needs of a prompt (x p): its real tokens behind its padding. None where it is not counted."""
+        """Return a prompt (x p) with its real tokens behind its padding, as `__call__` needs it; None where it is not counted."""
         if not self.count_prompt or valid is None:
             return prompt if self.count_prompt else None
         order = valid.long().argsort(dim=1, stable=True)
         return prompt.masked_fill(~valid, PROMPT_PADDING).gather(1, order)
 
-    def __call__(self, scores: Tensor, said: Tensor, prompt: Tensor | None = None) -> Tensor:
-        """Scores (x v) of the next token with -inf where it may not be, after what was said (x t) behind a `prompt` (x p)."""
-        early = said.shape[1] < self.min_new_tokens
+    def __call__(self, scores: Tensor, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
+        """Set scores (x v) of forbidden tokens to -inf, after generated `tokens` (x t) behind a `prompt` (x p)."""
+        early = tokens.shape[1] < self.min_new_tokens
         if prompt is not None:
-            said = torch.cat([prompt, said], 1)
-        repeats = 0 < self.no_repeat_ngram_size <= said.shape[1]
+            tokens = torch.cat([prompt, tokens], 1)
+        repeats = 0 < self.no_repeat_ngram_size <= tokens.shape[1]
         if not (self.banned or repeats or early):
             return scores
         scores = scores.clone()
         if self.banned:
             scores.index_fill_(1, _tokens(self.banned, scores.device), -torch.inf)
         if repeats:
-            runs = said.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)
-            again = (runs[..., :-1] == said[:, None, said.shape[1] - self.no_repeat_ngram_size + 1 :]).all(-1)
+            runs = tokens.unfold(1, self.no_repeat_ngram_size, 1)  # (x runs size)
+            again = (runs[..., :-1] == tokens[:, None, tokens.shape[1] - self.no_repeat_ngram_size + 1 :]).all(-1)
             last = runs[..., -1]
-            if prompt is not None:  # which may hold padding, and tokens that are never said
+            if prompt is not None:  # which may hold padding, and tokens outside of the vocabulary
                 again, last = again & (last >= 0) & (last < scores.shape[1]), last.clamp(0, scores.shape[1] - 1)
-            price = torch.where(again, -torch.inf, torch.inf).to(scores.dtype)
-            scores.scatter_reduce_(1, last, price, "amin")
+            bound = torch.where(again, -torch.inf, torch.inf).to(scores.dtype)
+            scores.scatter_reduce_(1, last, bound, "amin")
         if early:
             scores[:, self.eos] = -torch.inf
         nothing = scores.amax(1) == -torch.inf
@@ -78,6 +78,6 @@ class Constraints(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device once, not at every step."""
+    """Keep banned tokens on the device: they are copied once, not at every step."""
     with torch.inference_mode(False):
         return torch.tensor(tokens, device=device)

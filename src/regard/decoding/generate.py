@@ -1,4 +1,4 @@
-"""One token after another: the likeliest, or one drawn by chance."""
+"""Generation token by token: greedy or sampled."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from regard.models.causal_lm import last_real
 from regard.ops.topk import argmax_first
 from regard.runtime.screened_argmax import ScreenedScores
 
-BEHIND = 4  # steps that a GPU may be behind when it is asked whether all have ended
+END_DELAY = 4  # steps between a GPU's test whether all rows have ended and the host's use of it
 
 
 class GenerativeModel(Protocol):
-    """What decoding knows of a model."""
+    """What decoding needs of a model."""
 
     def extend(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Scores (b n v) of what follows each of these tokens (b n), and the state after them."""
+        """Return scores (b n v) of what follows each of these tokens (b n), and the state after them."""
         ...
 
 
 class DecodingState(Protocol):
-    """What a state can do: that of a mixer, or a model's own."""
+    """What decoding needs of a state."""
 
     def fan(self, k: int) -> DecodingState:
-        """Every row k times, side by side."""
+        """Repeat every row k times, side by side."""
         ...
 
     def select(self, rows: Tensor, within: bool = False) -> DecodingState:
-        """Rows in another order; `within`: each only for one that the same row was fanned into."""
+        """Reorder rows; `within`: only among those that the same row was fanned into."""
         ...
 
 
 @runtime_checkable
 class LastTokenModel(Protocol):
-    """A model that need not score a whole prompt to say what follows it."""
+    """A model that scores a prompt at its last token alone."""
 
     def last(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Scores (b v) of what follows the last real token of every row, and the state after it."""
+        """Return scores (b v) of what follows the last real token of every row, and the state after it."""
         ...
 
 
 @runtime_checkable
 class ScreeningModel(Protocol):
-    """A model that need not score all words to find the likeliest."""
+    """A model that finds the likeliest token without exact scores of all."""
 
     def sketch(self, state: Any, tokens: Tensor) -> tuple[Tensor | ScreenedScores, Any]:
-        """What follows these tokens (b 1): roughly, or the scores (b v)."""
+        """Return screened scores of what follows these tokens (b 1), or the scores (b v) themselves."""
         ...
 
 
 class TokenChoice(Protocol):
     def __call__(self, scores: Tensor) -> Tensor:
-        """A token for every row of scores (b v); -inf is never chosen."""
+        """Choose a token for every row of scores (b v); -inf is never chosen."""
         ...
 
 
 class Greedy:
-    """Always the likeliest."""
+    """Choose the likeliest token."""
 
     def __call__(self, scores: Tensor) -> Tensor:
         return argmax_first(scores)
@@ -72,9 +72,9 @@ class Greedy:
 
 @dataclass
 class Sample:
-    """By chance: among the top_k likeliest, the fewest that together have top_p, and those with at least min_p of the likeliest.
+    """Draw among the top_k likeliest, the fewest that together have top_p, and those with at least min_p of the likeliest.
 
-    A temperature below 1 sharpens, above 1 flattens; filters come after it, in this order. The same seed says the same.
+    A temperature below 1 sharpens, above 1 flattens; filters come after it, in this order. The same seed draws the same tokens.
     """
 
     temperature: float = 1.0
@@ -92,22 +92,22 @@ class Sample:
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ValueError(f"{name} must be in (0, 1], not {share!r}")
-        self.dice: torch.Generator | None = None
+        self.generator: torch.Generator | None = None
 
     def __call__(self, scores: Tensor) -> Tensor:
-        if self.seed is not None and self.dice is None:
-            self.dice = torch.Generator(scores.device).manual_seed(self.seed)
-        return torch.multinomial(self.filtered(scores).softmax(-1), 1, generator=self.dice).squeeze(-1)
+        if self.seed is not None and self.generator is None:
+            self.generator = torch.Generator(scores.device).manual_seed(self.seed)
+        return torch.multinomial(self.filtered(scores).softmax(-1), 1, generator=self.generator).squeeze(-1)
 
     def filtered(self, scores: Tensor) -> Tensor:
-        """Scores (b v), with -inf for those that are out."""
+        """Return scores (b v) with -inf for filtered tokens."""
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
         if self.top_p is not None:
             order = scores.sort(-1, descending=True)
             share = order.values.softmax(-1)
-            out = share.cumsum(-1) - share >= self.top_p  # those before it have enough; so the likeliest is always in
+            out = share.cumsum(-1) - share >= self.top_p  # those before it have enough: the likeliest always stays
             scores = scores.masked_fill(torch.zeros_like(out).scatter(1, order.indices, out), -torch.inf)
         if self.min_p is not None:
             share = scores.softmax(-1)
@@ -116,15 +116,18 @@ class Sample:
 
 
 class EndDetector:
-    """Have all rows ended? A GPU is asked for its answer of a few steps ago, so that nobody waits: to go on changes nothing."""
+    """Test whether all rows have ended, with the result of `delay` steps ago, so that the host does not wait for a GPU.
 
-    def __init__(self, behind: int) -> None:
-        self.behind = behind
-        self.asked: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+    Further steps change nothing: rows that have ended repeat eos.
+    """
+
+    def __init__(self, delay: int) -> None:
+        self.delay = delay
+        self.pending: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     @staticmethod
     def of(device: torch.device) -> EndDetector:
-        return EndDetector(BEHIND if device.type == "cuda" else 0)
+        return EndDetector(END_DELAY if device.type == "cuda" else 0)
 
     def __call__(self, over: Tensor) -> bool:
         flag, event = over.all(), None
@@ -132,17 +135,17 @@ class EndDetector:
             answer = torch.empty((), dtype=torch.bool, pin_memory=True)
             flag, event = answer.copy_(flag, non_blocking=True), torch.cuda.Event()
             event.record()
-        self.asked.append((flag, event))
-        if len(self.asked) <= self.behind:
+        self.pending.append((flag, event))
+        if len(self.pending) <= self.delay:
             return False
-        flag, event = self.asked.popleft()
+        flag, event = self.pending.popleft()
         if event is not None:
             event.synchronize()
         return bool(flag)
 
 
 def prefill(model: GenerativeModel, state: Any, prompt: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Scores (b v) of what follows the prompt (b n), and the state after it. Rows may be padded anywhere."""
+    """Return scores (b v) of what follows the prompt (b n), and the state after it. Rows may be padded anywhere."""
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"a prompt has shape (batch, tokens) with at least one token, not {tuple(prompt.shape)}")
     check_valid(valid, len(prompt), prompt.shape[1], "the prompt")
@@ -154,9 +157,9 @@ def prefill(model: GenerativeModel, state: Any, prompt: Tensor, valid: Tensor | 
     return last_real(scores, valid), state
 
 
-def before_eos(tokens: list[int], end: int) -> list[int]:
-    """What stands in front of the first end."""
-    return tokens[: tokens.index(end)] if end in tokens else tokens
+def before_eos(tokens: list[int], eos: int) -> list[int]:
+    """Return the tokens before the first eos."""
+    return tokens[: tokens.index(eos)] if eos in tokens else tokens
 
 
 @torch.no_grad()
@@ -172,12 +175,12 @@ def _generated(
     constraints, choose = constraints.checked(), choice or Greedy()
     scores: Tensor | ScreenedScores
     scores, state = prefill(model, state, prompt, valid)
-    said = torch.empty(len(prompt), constraints.max_new_tokens, dtype=prompt.dtype, device=prompt.device)
+    tokens = torch.empty(len(prompt), constraints.max_new_tokens, dtype=prompt.dtype, device=prompt.device)
     over = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     step, counted = 0, constraints.prompt(prompt, valid)
 
     def allowed(x: Tensor) -> Tensor:
-        return constraints(x, said[:, :step], counted)
+        return constraints(x, tokens[:, :step], counted)
 
     for step in range(constraints.max_new_tokens):
         token = scores.likeliest(allowed) if isinstance(scores, ScreenedScores) else choose(allowed(scores))
@@ -185,7 +188,7 @@ def _generated(
         yield token
         if step + 1 == constraints.max_new_tokens:
             return
-        said[:, step], over = token, over | (token == constraints.eos)
+        tokens[:, step], over = token, over | (token == constraints.eos)
         if ended(over):
             return
         if type(choose) is Greedy and isinstance(model, ScreeningModel):
@@ -204,7 +207,7 @@ def generate_stream(
     choice: TokenChoice | None = None,
     valid: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """The next token of every row (b), as long as any row goes on; a row that has ended says the end again and again."""
+    """Yield the next token of every row (b), as long as any row goes on; a row that has ended repeats eos."""
     return _generated(model, state, prompt, constraints, choice, valid, EndDetector(0))
 
 
@@ -217,6 +220,6 @@ def generate(
     choice: TokenChoice | None = None,
     valid: Tensor | None = None,
 ) -> list[list[int]]:
-    """What `generate_stream` gives, whole: the answer of every row, without its end."""
+    """Return the answer of every row, without eos: the tokens of `generate_stream`."""
     tokens = torch.stack(list(_generated(model, state, prompt, constraints, choice, valid, EndDetector.of(prompt.device))), 1)
     return [before_eos(row, constraints.eos) for row in tokens.tolist()]

@@ -1,4 +1,4 @@
-"""All tokens of an answer at once: the best path, the best of several lengths, and second thoughts.
+"""Non-autoregressive decoding: the best CTC path, the best of several lengths, and mask-predict.
 
 Letters: b batch, k lengths of each, m slots.
 """
@@ -15,39 +15,40 @@ NO_TOKEN = -1  # where an answer has no token
 
 
 def ctc_collapse(path: Tensor, valid: Tensor | None = None) -> Tensor:
-    """What a path (b m) says: tokens in a row taken as one, blanks removed, the rest in front, NOTHING behind it."""
-    said = path != BLANK
-    said[:, 1:] &= path[:, 1:] != path[:, :-1]
+    """Collapse CTC paths (b m): repeats are one token, blanks are removed, NO_TOKEN fills the end."""
+    kept = path != BLANK
+    kept[:, 1:] &= path[:, 1:] != path[:, :-1]
     if valid is not None:
-        said &= valid
+        kept &= valid
     m = path.shape[1]
-    to = torch.where(said, said.cumsum(1) - 1, m)  # those that are not said go to one more column, which is cut off
+    to = torch.where(kept, kept.cumsum(1) - 1, m)  # removed ones go to one more column, which is cut off
     return path.new_full((len(path), m + 1), NO_TOKEN).scatter(1, to, path)[:, :m]
 
 
 def cut_at_eos(tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Tokens (b m) up to their first END, NOTHING from there on."""
+    """Replace the first END of tokens (b m) and all behind it by NO_TOKEN."""
     over = (tokens == END).cumsum(1) > 0
     return tokens.masked_fill(over if valid is None else over | ~valid, NO_TOKEN)
 
 
 def slot_argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best token of every slot and its log-probability, from scores (b m v)."""
+    """Return the best token of every slot and its log-probability, from scores (b m v)."""
     top = upcast(scores).log_softmax(-1).max(-1)
     return top.indices, top.values
 
 
 def least_confident(sure: Tensor, valid: Tensor | None, t: int, rounds: int) -> Tensor:
-    """Which floor(m (rounds - t) / rounds) of every row's m real slots are the least sure, (b m)."""
+    """Mark the floor(m (rounds - t) / rounds) least probable of every row's m real slots, (b m)."""
     count = sure.shape[1] if valid is None else valid.sum(1, keepdim=True)
     order = sure if valid is None else sure.masked_fill(~valid, torch.inf)
     return order.argsort(dim=1, stable=True).argsort(1) < count * (rounds - t) // rounds
 
 
 def mask_predict(model: NatTranslator, read: EncodedSource, seats: SlotInputs, iterations: int) -> tuple[Tensor, Tensor]:
-    """Mask-predict: say all, then hide what one is the least sure of and say it again; tokens and log-probabilities, (b m).
+    """Mask-predict: predict all slots, then mask the least probable ones and predict them again.
 
-    In round t of T the floor(m (T - t) / T) least sure tokens are hidden. Ghazvininejad et al. 2019, arXiv:1904.09324.
+    Return tokens and log-probabilities (b m). In round t of T the floor(m (T - t) / T) least probable tokens are masked.
+    Ghazvininejad et al. 2019, arXiv:1904.09324.
     """
     tokens, sure = slot_argmax(model.answer(read, seats))
     for t in range(1, iterations):
@@ -61,11 +62,11 @@ def mask_predict(model: NatTranslator, read: EncodedSource, seats: SlotInputs, i
 def generate_nat(
     model: NatTranslator, source: Tensor, source_valid: Tensor | None = None, *, lengths: int = 1, iterations: int = 1
 ) -> list[list[int]]:
-    """An answer for every row, without ends and blanks.
+    """Return an answer for every row, without eos and blanks.
 
     Where slots are counted by a predicted length, the `lengths` likeliest are all tried, side by side, and the answer with the
-    best log-probability / length is kept, that of its length included: a model that never saw a wrong length is too sure of what
-    it says there. With `iterations` > 1 each is refined. The host waits once, for the answers; and once more
+    best log-probability / length is kept, that of its length included: a model that never saw a wrong length is overconfident
+    there. With `iterations` > 1 each is refined. The host waits once, for the answers; and once more
     for a length, where one is predicted.
     """
     check_nat_options(model, lengths, iterations)
@@ -77,7 +78,7 @@ def check_nat_options(model: NatTranslator, lengths: int, iterations: int) -> No
         raise ValueError(f"iterations must be at least 1, not {iterations!r}")
     if not isinstance(model.slots, LengthSlots) and (lengths != 1 or iterations != 1):
         name = model.slots.name
-        raise ValueError(f"{name} knows its slots and says them once: lengths and iterations are for length and masked")
+        raise ValueError(f"{name} has a fixed number of slots and one pass: lengths and iterations are for length and masked")
 
 
 def nat_tokens(
@@ -96,13 +97,13 @@ def nat_tokens(
 
 
 def answer_tokens(tokens: Tensor) -> list[list[int]]:
-    """The answers of `nat_tokens`, on the host."""
-    nothing = (NO_TOKEN, BLANK, END)  # ctc learns no END, others no BLANK; should they say one all the same, it is not heard
+    """Copy the answers of `nat_tokens` to the host."""
+    nothing = (NO_TOKEN, BLANK, END)  # ctc learns no END, others no BLANK: one that is predicted all the same is dropped
     return [[token for token in row if token not in nothing] for row in tokens.tolist()]
 
 
 def _best_length(model: NatTranslator, read: EncodedSource, k: int, iterations: int, most: int | None) -> Tensor:
-    """Answers (b m): of k lengths the one with the best (log p(length) + log p(its tokens)) / length; m is `most`, if given."""
+    """Return answers (b m): of k lengths that with the best (log p(length) + log p(tokens)) / length; m is `most`, if given."""
     guessed, logs = model.guess(read, k)  # (b k)
     m, valid = slots_for(guessed.flatten(), most)
     if k > 1:

@@ -40,8 +40,13 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
 
     x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
     """
+    fused = getattr(maps[0], "fused", None)
+    if fused is not None and all(getattr(one, "fused", None) is fused for one in maps):
+        return fused(x)
     worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
-    weights, biases, sizes = [], [], []
+    weights: list[Tensor] = []
+    biases: list[Tensor | None] = []
+    sizes: list[int] = []
     for one in maps if worth else ():
         if type(one) is nn.Linear and not has_hooks(one):
             weights.append(one.weight)

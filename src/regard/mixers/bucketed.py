@@ -30,6 +30,11 @@ class BucketMemory(NamedTuple):
     log: KVCache
     marks: KVCache  # its keys are labels (b h m rounds)
 
+    @property
+    def newest_last(self) -> bool:
+        """Tell static forms that queries belong to the last tokens of the caches."""
+        return True
+
     def labels(self, padding: int) -> Tensor:
         """(b h rounds m), with a label of its own for padding."""
         marks, valid = self.marks.keys.transpose(2, 3), self.log.places.valid

@@ -74,9 +74,10 @@ class KVCache(NamedTuple):
         if self.size == 0:  # nothing to join with: take the tensors as they are
             return KVCache(k, v, places.at, valid, n, places.start, places.valid is None, WriteCursor(n), self.looked, places)
         both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
-        new = (torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)
+        joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
+        keys, values, at, there = joined
         size, plain = self.size + n, self.plain and places.valid is None
-        log = KVCache(*new, size, self._joined(places), plain, WriteCursor(size), self.looked)
+        log = KVCache(keys, values, at, there, size, self._joined(places), plain, WriteCursor(size), self.looked)
         return self._shared(log, places)
 
     def _written(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
@@ -139,6 +140,88 @@ class KVCache(NamedTuple):
             new.append(y)
         k, v, at, valid = new
         return KVCache(k, v, at, valid, self.size, self.start, self.plain, WriteCursor(self.size), self.looked)
+
+
+class StaticCursor:
+    """Where static caches write: one slot for all rows, on the device. Caches that share it share `at` and `valid` too.
+
+    `write` is called by every cache that appends a token; the first call of a step writes the position and the mask.
+    """
+
+    def __init__(self, at: Tensor, valid: Tensor) -> None:
+        self.at, self.valid = at, valid  # (b room)
+        self.slot = torch.zeros(1, dtype=torch.long, device=at.device)
+        self.written = False  # in this step
+        self.places = Places(at, valid)  # of all slots, with the masks of this step
+
+    def write(self, places: Places) -> None:
+        if self.written:
+            return
+        self.at.index_copy_(1, self.slot, places.at)
+        self.valid.index_fill_(1, self.slot, True)
+        self.written = True
+        self.places = Places(self.at, self.valid)
+
+    def advance(self) -> None:
+        """End a step: the next token goes into the next slot."""
+        self.slot += 1
+        self.written = False
+
+
+class StaticKVCache(KVCache):
+    """A cache of fixed room, written in place by a device index: its shapes never change, so a CUDA graph can hold it.
+
+    Slots that hold no token yet are padding: `size` is the whole room and `valid` the only mask. `newest` is a `StaticCursor`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def places(self) -> Places:
+        """The places of all slots, one object for the caches of all layers."""
+        return self.newest.places  # type: ignore[attr-defined]
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, cursor: StaticCursor) -> StaticKVCache:
+        room = k.shape[2]
+        return StaticKVCache(k, v, cursor.at, cursor.valid, room, None, False, cursor, room)  # type: ignore[arg-type]
+
+    def append(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
+        """Write one real token of every row into the current slot."""
+        _check_one_token(k, places)
+        cursor: StaticCursor = self.newest  # type: ignore[assignment]
+        cursor.write(places)
+        self.k.index_copy_(2, cursor.slot, k.to(self.k.dtype))
+        self.v.index_copy_(2, cursor.slot, v.to(self.v.dtype))
+        return self
+
+
+class RollingKVCache(KVCache):
+    """A cache of fixed room whose newest token is always the last one: to append shifts it by a token.
+
+    For mechanisms whose queries are the newest tokens of the cache. Slots in front that hold no token yet are padding.
+    """
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, at: Tensor, valid: Tensor) -> RollingKVCache:
+        room = k.shape[2]
+        return RollingKVCache(k, v, at, valid, room, None, False, WriteCursor(room), room)
+
+    def append(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
+        """Return a cache with one real token of every row at the end, and without the first slot."""
+        _check_one_token(k, places)
+        new = (k, v, places.at, torch.ones_like(places.at, dtype=torch.bool))
+        shifted = []
+        for x, y, dim in zip(self[:4], new, (2, 2, 1, 1), strict=True):
+            shifted.append(torch.cat([x.narrow(dim, 1, self.size - 1), y.to(x.dtype)], dim))
+        return RollingKVCache.of(*shifted)
+
+
+def _check_one_token(k: Tensor, places: Places) -> None:
+    if k.shape[2] != 1 or places.valid is not None:
+        raise ValueError("a static cache is extended by one real token of every row at a time")
 
 
 class CachedCore(Core):

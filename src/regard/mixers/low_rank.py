@@ -116,8 +116,7 @@ class Linformer(Core):
         return to_k, to_k if self.project_v is None else columns(self.project_v)
 
     def _check(self, places: Places) -> None:
-        last = places.at + (1 if places.valid is None else places.valid.long())
-        longest = int(last.max()) if last.numel() else 0
+        longest = places.longest
         if longest > self.longest:
             raise ValueError(f"{longest} tokens, but linformer was built for max_len={self.longest}: build it longer")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,6 +14,30 @@ from regard.ops.dense import SdpaMask, sdpa_mask
 from regard.transforms import may_read_data, transformed
 
 DerivedT = TypeVar("DerivedT")
+
+
+class _DevicePositions(threading.local):
+    """A host bound on positions that only the device holds."""
+
+    bound: int | None = None
+
+
+_device_positions = _DevicePositions()
+
+
+@contextmanager
+def positions_below(bound: int) -> Iterator[None]:
+    """Declare that all positions in here are below `bound`, so that none has to be read from the device: for CUDA graphs."""
+    outer, _device_positions.bound = _device_positions.bound, bound
+    try:
+        yield
+    finally:
+        _device_positions.bound = outer
+
+
+def position_bound() -> int | None:
+    """Return the bound of `positions_below`; None: positions may be read from the device."""
+    return _device_positions.bound
 
 
 class UnpadOrder(NamedTuple):
@@ -90,8 +116,9 @@ class Places:
 
     @property
     def longest(self) -> int:
-        """The largest position of a real token, plus 1. Reads the device."""
-        return self.derived("longest", self._longest)
+        """The largest position of a real token, plus 1. Reads the device, unless `positions_below` gives a bound."""
+        bound = position_bound()
+        return self.derived("longest", self._longest) if bound is None else bound
 
     @property
     def unpad_order(self) -> UnpadOrder | None:

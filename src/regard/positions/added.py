@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from regard.cache import outlives_tracing
 from regard.checks import WIDEST, need
 from regard.mixers.base import Dims, Places, needed_length
+from regard.mixers.places import position_bound
 from regard.mixers.position_interface import Positions
 from regard.positions.frequencies import check_base, inverse_frequencies
 
@@ -46,7 +47,8 @@ class AddedPositions(Positions):
         if places.start is not None:
             table = self._known(places.start + n, places.at.device)
             return table[places.start :] if places.valid is None else table[places.at]
-        return self._known(int(places.at.max()) + 1, places.at.device)[places.at]
+        count = position_bound() or int(places.at.max()) + 1
+        return self._known(count, places.at.device)[places.at]
 
     def _known(self, n: int, device: torch.device) -> Tensor:
         """The table, remembered between decoding steps: they ask for one more row each."""

@@ -1,8 +1,9 @@
-"""A pass captured as a CUDA graph, and what it reads and did not make: memory that must stay where it is."""
+"""Capture of CUDA graphs: a function of kernels becomes one launch, and the memory that it reads stays where it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -11,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CapturedT = TypeVar("CapturedT")
+WARMUPS = 2  # runs before a capture: libraries choose their kernels then
 
 
 class ExternalReads(TorchDispatchMode):
-    """Notes the memory that operations read and none of them made: weights, and whatever a model keeps between passes.
+    """Collect the memory that operations read and none of them made: weights, and tables that a model keeps between passes.
 
-    A model may replace what it keeps, such as a table of positions when a longer text comes, and its memory would go to others
-    while a captured pass still reads there.
+    A model may replace such a table, for example by a longer one of positions, and its memory would be given to other tensors
+    while a captured graph still reads there.
     """
 
     def __init__(self) -> None:
@@ -37,25 +39,50 @@ class ExternalReads(TorchDispatchMode):
 
 class CapturedGraph(NamedTuple, Generic[CapturedT]):
     graph: torch.cuda.CUDAGraph
-    out: CapturedT  # where every replay writes what it found
-    read: list[torch.UntypedStorage]  # a replay reads there, so it must stay
+    out: CapturedT  # overwritten by every replay
+    read: list[torch.UntypedStorage]  # memory that a replay reads: kept alive
 
 
 def capture_graph(
-    run: Callable[[], CapturedT], device: torch.device, *, warm: Callable[[], object] | None = None, pool: Any = None
+    run: Callable[[], CapturedT],
+    device: torch.device,
+    *,
+    warm: Callable[[], object] | None = None,
+    warmups: int = WARMUPS,
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> CapturedGraph[CapturedT]:
-    """run() as one launch; before that it is done twice, as `warm` does it, if that is something else.
+    """Capture run() as one CUDA graph, after `warmups` calls of `warm` (of `run` itself unless given) on a stream of their own.
 
-    `pool` is memory that may be shared with graphs that never run at the same time.
+    `pool` is memory that graphs share which never run at the same time; `stream` is the one that is captured.
     """
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries choose their kernels now, not while they are watched
-                (warm or run)()
-        torch.cuda.current_stream().wait_stream(stream)
+        if warmups:
+            _warm_up(warm or run, warmups)
         graph, outside = torch.cuda.CUDAGraph(), ExternalReads()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), outside:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), outside:
             out = run()
     return CapturedGraph(graph, out, list(outside.read.values()))
+
+
+def _warm_up(run: Callable[[], object], times: int) -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(times):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def forbid_sync(device: torch.device) -> Iterator[None]:
+    """Raise a RuntimeError where the host waits for a GPU, which no capture allows. A failed capture is not undone by itself."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

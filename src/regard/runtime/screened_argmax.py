@@ -1,7 +1,7 @@
-"""The likeliest word without the scores of all: a rough look at the vocabulary, then an exact one at those that may be best.
+"""Argmax over the vocabulary without exact scores of all tokens: a screening in bfloat16, then exact scores of the best.
 
-A CPU reads the whole table of the vocabulary to say one word, and half of a step is that. Rounded to bfloat16 it is read, and
-multiplied, twice as fast; how far rounding can be off is known, so whoever is further behind than that need not be looked at.
+A CPU reads the whole table of the vocabulary for one token, which is half of a step. Rounded to bfloat16 it is read, and
+multiplied, twice as fast. The rounding error is bounded, so tokens that are further behind than the bound need no exact score.
 
 Letters: r rows, w width, v vocabulary.
 """
@@ -18,18 +18,18 @@ from regard.models.heads import NextToken
 from regard.ops.topk import argmax_first, topk_by_part
 from regard.runtime.packed_linear import PackedLinear
 
-EXACT_WORDS = 8  # words that are looked at exactly
-MIN_VOCAB = 4096  # words of a vocabulary that is worth it
-BF16_UNIT = 2**-8  # a number rounded to bfloat16 is off by at most this share of itself
+EXACT_WORDS = 8  # tokens with exact scores
+MIN_VOCAB = 4096  # tokens of the smallest vocabulary that is screened
+BF16_UNIT = 2**-8  # relative error of rounding to bfloat16, at most
 
 
 def has_bfloat16() -> bool:
-    """Has this processor products of bfloat16?"""
+    """Tell whether this CPU multiplies in bfloat16."""
     return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported())
 
 
 class ScreenedHead:
-    """The scores x W^T + b of a `NextToken`, by a table of half the size."""
+    """Compute scores x W^T + b of a `NextToken` with a table of half the size."""
 
     def __init__(self, head: nn.Module, table: PackedLinear) -> None:
         self.head, self.weight, self.bias = head, table.weight, table.bias
@@ -41,29 +41,29 @@ class ScreenedHead:
 
     @staticmethod
     def of(head: nn.Module) -> ScreenedHead | None:
-        """None where it is no help: for other heads, other processors, and few words."""
+        """Return a screened head; None for other heads, other processors, and small vocabularies."""
         if type(head) is NextToken and type(head.map) is PackedLinear and len(head.map.weight) >= MIN_VOCAB and has_bfloat16():
             return ScreenedHead(head, head.map)
         return None
 
     def __call__(self, x: Tensor) -> ScreenedScores:
-        """Of x (r w). With W' and x' rounded, W x - W' x' = (W - W') x' + W (x - x'): each is at most a product of lengths;
-        the last one is what float32 sums lose.
+        """Screen vectors x (r w). With W' and x' rounded, W x - W' x' = (W - W') x' + W (x - x'): each is at most a product of
+        norms; the last one is the rounding error of float32 sums.
         """
         near = x.bfloat16()
         scores = torch.ops.mkldnn._linear_pointwise(near, self.packed, self.rounded, "none", [], "")
-        lost = x.shape[1] * torch.finfo(x.dtype).eps * x.norm(dim=1)
-        off = self.off * near.float().norm(dim=1) + self.longest * ((x - near).norm(dim=1) + lost) + self.shift
+        rounding = x.shape[1] * torch.finfo(x.dtype).eps * x.norm(dim=1)
+        off = self.off * near.float().norm(dim=1) + self.longest * ((x - near).norm(dim=1) + rounding) + self.shift
         return ScreenedScores(self, x, scores.float(), off)
 
     def of_some(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """The exact scores of some tokens (r k)."""
+        """Compute exact scores of some tokens (r k)."""
         found = torch.einsum("rw,rkw->rk", x, self.weight[tokens])
         return found if self.bias is None else found + self.bias[tokens]
 
 
 class ScreenedScores(NamedTuple):
-    """Scores that are not exact, and how far they were off before they were rounded themselves."""
+    """Hold screened scores, and the bound of their error before they were rounded themselves."""
 
     by: ScreenedHead
     x: Tensor  # (r w)
@@ -71,7 +71,7 @@ class ScreenedScores(NamedTuple):
     off: Tensor  # (r)
 
     def likeliest(self, allowed: Callable[[Tensor], Tensor]) -> Tensor:
-        """The best of the exact scores, after `allowed` has forbidden (-inf) some: (r)."""
+        """Return the argmax (r) of the exact scores, after `allowed` has set some to -inf."""
         value, token = topk_by_part(allowed(self.scores), EXACT_WORDS)
         exact = self.by.of_some(self.x, token).masked_fill(value == -torch.inf, -torch.inf)
         best, rest = exact.amax(1), value[:, -1]

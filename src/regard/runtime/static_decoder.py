@@ -1,14 +1,15 @@
-"""A model made ready to speak: the same scores token by token, with little left around the arithmetic.
+"""Softmax models as a `StaticDecoder`: the same scores token by token, with little overhead around the arithmetic.
 
-`model.extend` is what is meant. `Ready(model).extend` says the same for one token, faster:
+`GraphedDecoder` decodes every model that streams. This decoder is kept because for plain softmax attention it is faster:
 
-- q, k and v are one product, and on a CPU all weights are packed, and the likeliest word is found by a rough look (`sketch.py`);
-- keys and values of all layers lie in one tensor, and beams are reordered from one such tensor into another, page by page, or not
-  moved at all (`desk.py`);
-- what is known of a source is kept once for all of its beams, which are simply several queries of one row;
-- on a GPU a whole step is one CUDA graph (`graphed.py`).
+- keys and values of all layers are one tensor, written by one kernel a layer; beams are reordered by a copy into a second one on
+  a GPU, and on a CPU not moved at all: they share the rooms of their row (`static_cache.py`);
+- the cache of a context is stored once for all of its beams, which are several queries of one row;
+- q, k and v are one product, residual sums are part of products, and on a CPU the likeliest token is found by a screening in
+  bfloat16 (`screened_argmax.py`);
+- on a GPU a whole step is one CUDA graph (`static_step.py`).
 
-Letters: b rows, k beams of each, r = b k, h heads, g key-value heads, d key dim, m source tokens, w width, v vocabulary.
+Letters: b rows, k beams of each, r = b k, h heads, g key-value heads, d key dim, m context tokens, w width, v vocabulary.
 """
 
 from __future__ import annotations
@@ -30,45 +31,44 @@ from regard.models.causal_lm import LanguageModel, last_real
 from regard.models.embedding import Tokens
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.runtime.graphed_decoder import GraphedStepReplay
 from regard.runtime.packed_linear import linear_plus, pack_linears, pack_weights
 from regard.runtime.screened_argmax import ScreenedHead, ScreenedScores
 from regard.runtime.static_cache import StaticCache
+from regard.runtime.static_step import GraphedStepReplay
 
 MANY_ROWS = 16  # rows
-MAX_CACHES = 4  # desks of different sizes that are kept for the next text
+MAX_CACHES = 4  # caches of different sizes that are kept for the next sequence
 
 
 class StaticState(NamedTuple):
-    """The state of a ready model. It goes forwards only: the room that it is written in is used again at every step."""
+    """The state of a static decoder. It goes forwards only: every step overwrites the cache."""
 
-    before: State  # what the model itself knows after the prompt
+    before: State  # the model's own state after the prompt
     k: int = 1
-    desk: StaticCache | None = None
+    cache: StaticCache | None = None
     turn: int = 0
-    rows: Tensor | None = None  # (r) which beams go on
+    rows: Tensor | None = None  # (r) the beams to go on with
 
     def fan(self, k: int) -> StaticState:
-        if self.desk is not None:
-            raise ValueError("a ready model fans out behind its prompt, before the first token that it says")
+        if self.cache is not None:
+            raise ValueError("a static decoder fans out behind its prompt, before the first new token")
         return self._replace(k=self.k * k)
 
     def select(self, rows: Tensor, within: bool = False) -> StaticState:
         if not within:
-            if self.desk is not None or self.k > 1:
-                raise ValueError("beams of a ready model stay with their rows: select them with within=True, or use the model")
+            if self.cache is not None or self.k > 1:
+                raise ValueError("beams of a static decoder stay with their rows: select them with within=True, or use the model")
             return self._replace(before=self.before.select(rows))
-        if self.desk is None or self.k == 1:
+        if self.cache is None or self.k == 1:
             return self  # all beams of a row are alike
         return self._replace(rows=rows if self.rows is None else self.rows[rows])
 
 
 def few_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, fixed: bool) -> Tensor:
-    """What a few queries (r h n d) see of k, v (r g m d).
+    """Attend with a few queries (r h n d) to k, v (r g m d). The mask, (r 1 1 m) or (r 1 n m), is added to scores.
 
     Fused kernels for float32 are made for many queries: for few, two products with a softmax between them are faster; on a CPU
-    if there are many rows, and k and v lie in one piece, as they always do if `fixed`. The mask, (r 1 1 m) or (r 1 n m), is added
-    to scores.
+    if there are many rows, and k and v are contiguous, as they always are if `fixed`.
     """
     (r, h, n, d), g = q.shape, k.shape[1]
     many = fixed or (r >= MANY_ROWS and _in_rows(k) and _in_rows(v))
@@ -80,12 +80,12 @@ def few_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
 
 
 def _in_rows(x: Tensor) -> bool:
-    """Whether x (r g m d) is as good as r g matrices, each in one piece."""
+    """Tell whether x (r g m d) can be viewed as r g contiguous matrices."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.stride(0) == x.shape[1] * x.stride(1)
 
 
 class _Layer:
-    """A block for one token of every beam."""
+    """Apply a block to one token of every beam."""
 
     def __init__(self, block: Any) -> None:
         own, cross = block.mixer, block.cross
@@ -98,29 +98,29 @@ class _Layer:
         self.out, self.channel = pack_linears(own.out), pack_linears(block.channel)
         self.norm, self.cross_norm, self.channel_norm = block.mixer_norm, block.cross_norm, block.channel_norm
         if cross is not None:
-            self.ask, self.tell, self.cross_scale = pack_linears(cross.q), pack_linears(cross.out), cross.core.scale
+            self.cross_q, self.cross_out, self.cross_scale = pack_linears(cross.q), pack_linears(cross.out), cross.core.scale
 
-    def __call__(self, x: Tensor, own: Tensor, heard: Any, desk: StaticCache, size: int | None) -> Tensor:
+    def __call__(self, x: Tensor, own: Tensor, context: Any, cache: StaticCache, size: int | None) -> Tensor:
         """x (r w), own (r room 2 g d)."""
         r = len(x)
         q, kv = self.qkv(self.norm(x) if self.pre else x).split([self.h * self.d, 2 * self.g * self.d], 1)
         q, kv = q.view(r, self.h, 1, self.d), kv.view(r, 2, self.g, self.d)
         if self.positions is not None:
-            where = Places(desk.at[:, None])
+            where = Places(cache.at[:, None])
             q = self.positions.turn(q, where)
             kv = torch.stack([self.positions.turn(kv[:, 0, :, None], where)[:, :, 0], kv[:, 1]], 1)
-        k, v = desk.write(own, kv, size)
+        k, v = cache.write(own, kv, size)
         q = q.view(len(k), -1, self.h, self.d).transpose(1, 2)  # beams that share a room are queries of one row
-        y = few_query_attention(q, k, v, desk.mask(size), self.scale, desk.fixed)
+        y = few_query_attention(q, k, v, cache.mask(size), self.scale, cache.fixed)
         x = self._behind(self.norm, linear_plus(self.out, y.transpose(1, 2).reshape(r, -1), x))
-        if heard is not None:
-            y = self._heard(self.cross_norm(x) if self.pre else x, heard, desk.fixed)
-            x = self._behind(self.cross_norm, linear_plus(self.tell, y, x))
+        if context is not None:
+            y = self._cross(self.cross_norm(x) if self.pre else x, context, cache.fixed)
+            x = self._behind(self.cross_norm, linear_plus(self.cross_out, y, x))
         return self._behind(self.channel_norm, linear_plus(self.channel, self.channel_norm(x) if self.pre else x, x))
 
-    def _heard(self, x: Tensor, heard: tuple[Tensor, Tensor, Tensor | None], fixed: bool) -> Tensor:
-        k, v, mask = heard
-        q = self.ask(x).view(len(k), -1, self.h, k.shape[-1]).transpose(1, 2)  # beams are queries of one row
+    def _cross(self, x: Tensor, context: tuple[Tensor, Tensor, Tensor | None], fixed: bool) -> Tensor:
+        k, v, mask = context
+        q = self.cross_q(x).view(len(k), -1, self.h, k.shape[-1]).transpose(1, 2)  # beams are queries of one row
         y = few_query_attention(q, k, v, mask, self.cross_scale, fixed)
         return y.transpose(1, 2).reshape(len(x), -1)
 
@@ -129,13 +129,13 @@ class _Layer:
 
 
 def why_not_static(model: nn.Module) -> str | None:
-    """Why a model cannot be made ready, or None if it can."""
+    """Explain why a model cannot be a `StaticDecoder`; None if it can."""
     if type(model) not in (LanguageModel, Translator):
         return f"it is a {type(model).__name__}, and not just a LanguageModel or a Translator"
     if model.training:
         return "it is in training: call model.eval() first"
     if type(model.embed) is not Tokens:
-        return f"it is told {type(model.embed).__name__.lower()}, and not just tokens"
+        return f"its inputs are {type(model.embed).__name__.lower()}, and not just tokens"
     shapes = set()
     for block in _body(model):
         if type(block) is not Block:
@@ -145,10 +145,10 @@ def why_not_static(model: nn.Module) -> str | None:
                 continue
             if type(mixer) is not Attention or type(mixer.core) is not Softmax or mixer.core.positions is not None:
                 terms = getattr(getattr(mixer, "core", None), "positions", None)
-                return f"{mixer.name}{'' if terms is None else f' with {terms.name} positions'} has a memory of another kind"
+                return f"{mixer.name}{'' if terms is None else f' with {terms.name} positions'} keeps no plain KV cache"
             shapes.add((mixer.dims.heads, mixer.dims.g, mixer.dims.d, mixer.dims.e))
             if mixer.shared_qk or (mixer.dims.cross and mixer.positions is not None):
-                return "its keys are its queries, or positions act on how it reads"
+                return "its keys are its queries, or positions act in its cross attention"
     if len(shapes) > 1 or any(d != e for _, _, d, e in shapes):
         return "its heads are not of one shape in all layers, for keys and for values"
     return None
@@ -159,19 +159,20 @@ def _body(model: nn.Module) -> Any:
 
 
 class StaticDecoder:
-    """A language model or translator of softmax attention, as it is now, for `say`, `stream` and `beam`.
+    """A language model or translator of softmax attention, as it is now, for `generate`, `generate_stream` and `beam`.
 
-        fast = Ready(model)
-        say(fast, fast.start(source, valid), prompt, constraints=constraints)
+        fast = StaticDecoder(model)
+        generate(fast, fast.start(source, valid), prompt, constraints=constraints)
 
-    Weights that change later are not noticed. `room` is for how many tokens there is room at first, prompt and answer; it grows.
-    On a GPU a step takes as long as the room is large: where answers have a most, give it with the prompt's length on top.
-    `graphs` says whether a step on a GPU is one CUDA graph: each number of rows, beams and source tokens needs its own.
+    `fast_decoder(model)` chooses it where it applies; `why_not_static(model)` explains where it does not.
+    Weights that change later are not noticed. `room` is the number of tokens that there is room for at first, prompt and answer;
+    it grows. On a GPU a step takes as long as the room is large: where max_new_tokens is given, add the prompt's length to it.
+    `graphs`: a step on a GPU is one CUDA graph, for each number of rows, beams and context tokens.
     """
 
     def __init__(self, model: LanguageModel | Translator, *, room: int = 256, graphs: bool = True) -> None:
         if why := why_not_static(model):
-            raise ValueError(f"this model cannot be made ready: {why}; decode with the model itself")
+            raise ValueError(f"this model cannot be a StaticDecoder: {why}; use fast_decoder(model)")
         self.model: Any = pack_linears(model)
         body = _body(model)
         with torch.no_grad():
@@ -184,115 +185,115 @@ class StaticDecoder:
         if isinstance(self.embed.positions, Learned):
             limits.append(self.embed.positions.dims.max_len)
         self.limit = min((x for x in limits if x is not None), default=None)
-        self.desks: OrderedDict[tuple[int, ...], StaticCache] = OrderedDict()
+        self.caches: OrderedDict[tuple[int, ...], StaticCache] = OrderedDict()
 
     def start(self, source: Any, source_valid: Tensor | None = None) -> StaticState:
-        """As the model's own: from a number of rows, or from a source and which of its tokens are real."""
+        """Start as the model itself does: from a number of rows, or from a source and its padding mask."""
         with torch.no_grad():
             return StaticState(self.model.start(source) if source_valid is None else self.model.start(source, source_valid))
 
     @torch.no_grad()
-    def last(self, talk: StaticState, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, StaticState]:
-        """What follows a prompt: read by the model itself."""
-        if talk.desk is not None or talk.k > 1:
-            raise ValueError("a prompt comes before all that is said")
+    def last(self, state: StaticState, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, StaticState]:
+        """Prefill by the model itself: scores (b v) of what follows the prompt (b n), and the state after it."""
+        if state.cache is not None or state.k > 1:
+            raise ValueError("a prompt comes before the first new token")
         if isinstance(self.model, LanguageModel):
-            scores, after = self.model.last(talk.before, tokens, valid)
+            scores, after = self.model.last(state.before, tokens, valid)
         else:
-            scores, after = self.model.extend(talk.before, tokens, valid)
+            scores, after = self.model.extend(state.before, tokens, valid)
             scores = last_real(scores, valid)
         return scores, StaticState(after)
 
     @torch.no_grad()
-    def extend(self, talk: StaticState, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, StaticState]:
-        if talk.desk is None and talk.k == 1 and (valid is not None or tokens.shape[1] != 1):
-            scores, after = self.model.extend(talk.before, tokens, valid)
+    def extend(self, state: StaticState, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, StaticState]:
+        if state.cache is None and state.k == 1 and (valid is not None or tokens.shape[1] != 1):
+            scores, after = self.model.extend(state.before, tokens, valid)
             return scores, StaticState(after)
         if valid is not None or tokens.shape[1] == 0:
-            raise ValueError("a ready model goes on by whole tokens: padding and nothing at all are for its prompt")
+            raise ValueError("a static decoder is extended by real tokens: padding is for its prompt")
         found = []
         for i in range(tokens.shape[1]):
-            scores, talk = self._one(talk, tokens[:, i : i + 1])
+            scores, state = self._one(state, tokens[:, i : i + 1])
             found.append(scores)
-        return found[0][:, None] if len(found) == 1 else torch.stack(found, 1), talk
+        return found[0][:, None] if len(found) == 1 else torch.stack(found, 1), state
 
     @torch.no_grad()
-    def sketch(self, talk: StaticState, tokens: Tensor) -> tuple[Tensor | ScreenedScores, StaticState]:
-        """What follows one token of every row (r 1), for whoever wants the likeliest: roughly, or the scores (r v) themselves."""
-        if self.rough is not None and talk.k == 1 and talk.rows is None:
-            x, talk = self._one(talk, tokens, self.rough)
-            return x, talk
-        scores, talk = self.extend(talk, tokens)
-        return scores[:, -1], talk
+    def sketch(self, state: StaticState, tokens: Tensor) -> tuple[Tensor | ScreenedScores, StaticState]:
+        """Screen what follows one token of every row (r 1), where the likeliest is enough; or return the scores (r v)."""
+        if self.rough is not None and state.k == 1 and state.rows is None:
+            x, state = self._one(state, tokens, self.rough)
+            return x, state
+        scores, state = self.extend(state, tokens)
+        return scores[:, -1], state
 
-    def _one(self, talk: StaticState, tokens: Tensor, said: Callable[[Tensor], Any] | None = None) -> tuple[Any, StaticState]:
-        """`said` makes something else than scores (r v) of vectors (r w): where there are no graphs."""
-        desk = talk.desk or self._sat(talk)
-        if talk.desk is not None and desk.turn != talk.turn:
-            raise ValueError("this state has been gone on from, or its room has been given to another text: use the model itself")
-        if len(tokens) != desk.b * desk.k:
-            raise ValueError(f"{len(tokens)} tokens for {desk.b} rows with {desk.k} beams each")
-        if self.limit is not None and desk.longest >= self.limit:
-            raise ValueError(f"{desk.longest + 1} tokens, but this model was built for max_len={self.limit}: build it longer")
-        if desk.size == desk.room:
-            desk = self._larger(desk)
-        if desk.graphs:
-            scores = desk.graphs[desk.side].replay(tokens, talk.rows)
+    def _one(self, state: StaticState, tokens: Tensor, head: Callable[[Tensor], Any] | None = None) -> tuple[Any, StaticState]:
+        """Extend by one token. `head` makes something else than scores (r v) of vectors (r w): where there are no graphs."""
+        cache = state.cache or self._loaded(state)
+        if state.cache is not None and cache.turn != state.turn:
+            raise ValueError("this state was extended before, or its cache holds another sequence now: use the model itself")
+        if len(tokens) != cache.b * cache.k:
+            raise ValueError(f"{len(tokens)} tokens for {cache.b} rows with {cache.k} beams each")
+        if self.limit is not None and cache.longest >= self.limit:
+            raise ValueError(f"{cache.longest + 1} tokens, but this model was built for max_len={self.limit}: build it longer")
+        if cache.size == cache.room:
+            cache = self._larger(cache)
+        if cache.graphs:
+            scores = cache.graphs[cache.side].replay(tokens, state.rows)
         else:
-            if talk.rows is not None:
-                desk.reorder(talk.rows)
-            desk.open()
-            scores = (said or self._scores)(self._step(desk, tokens, desk.size))
-            desk.at += 1
-        desk.went()
-        return scores, talk._replace(desk=desk, turn=desk.turn, rows=None)
+            if state.rows is not None:
+                cache.reorder(state.rows)
+            cache.unmask_newest()
+            scores = (head or self._scores)(self._step(cache, tokens, cache.size))
+            cache.at += 1
+        cache.advance()
+        return scores, state._replace(cache=cache, turn=cache.turn, rows=None)
 
-    def _step(self, desk: StaticCache, tokens: Tensor, size: int | None) -> Tensor:
-        """Vectors (r w) behind tokens (r 1); with a size that the host knows, or with one that only the device knows."""
+    def _step(self, cache: StaticCache, tokens: Tensor, size: int | None) -> Tensor:
+        """Compute vectors (r w) from tokens (r 1); size=None: the size of the cache is on the device alone."""
         x = self.embed.vectors(tokens)[:, 0]
-        if desk.table is not None:
-            x = x + desk.table[desk.at]
+        if cache.table is not None:
+            x = x + cache.table[cache.at]
         x = x if self.embed.norm is None else self.embed.norm(x)
-        for layer, own, heard in zip(self.layers, desk.sides[desk.side].unbind(), desk.heard, strict=True):
-            x = layer(x, own, heard, desk, size)
+        for layer, own, context in zip(self.layers, cache.sides[cache.side].unbind(), cache.context, strict=True):
+            x = layer(x, own, context, cache, size)
         return x if self.norm is None else self.norm(x)
 
     def _scores(self, x: Tensor) -> Tensor:
         return self.head(x[:, None])[:, 0]
 
-    def _sat(self, talk: StaticState) -> StaticCache:
-        """A desk with all on it that is known."""
+    def _loaded(self, state: StaticState) -> StaticCache:
+        """Return a cache that holds the model's state."""
         if torch.is_autocast_enabled(self.like.device.type):
-            raise ValueError("a ready model has one precision: convert it with .to(torch.bfloat16) instead of autocast")
+            raise ValueError("a static decoder has one precision: convert it with .to(torch.bfloat16) instead of autocast")
         room = self.room
-        while room <= talk.before.memory[0].memory[0].memory.size:
+        while room <= state.before.memory[0].memory[0].memory.size:
             room *= 2
-        desk = self._desk(len(talk.before.t), talk.k, room, StaticCache.sources(talk.before, self.graphs))
-        desk.load(talk.before)
-        return desk
+        cache = self._cache(len(state.before.t), state.k, room, StaticCache.context_tokens(state.before, self.graphs))
+        cache.load(state.before)
+        return cache
 
     def _larger(self, old: StaticCache) -> StaticCache:
-        desk = self._desk(old.b, old.k, 2 * old.room, old.m)
-        desk.take(old)
-        return desk
+        cache = self._cache(old.b, old.k, 2 * old.room, old.m)
+        cache.take(old)
+        return cache
 
-    def _desk(self, b: int, k: int, room: int, m: int) -> StaticCache:
+    def _cache(self, b: int, k: int, room: int, m: int) -> StaticCache:
         key = (b, k, room, m)
-        if key not in self.desks:
-            with torch.inference_mode(False), torch.no_grad():  # a desk outlives the mode it is made in
-                self.desks[key] = self._made(*key)
-        self.desks.move_to_end(key)
-        while len(self.desks) > MAX_CACHES:
-            self.desks.popitem(last=False)
-        return self.desks[key]
+        if key not in self.caches:
+            with torch.inference_mode(False), torch.no_grad():  # a cache outlives the mode it is made in
+                self.caches[key] = self._made(*key)
+        self.caches.move_to_end(key)
+        while len(self.caches) > MAX_CACHES:
+            self.caches.popitem(last=False)
+        return self.caches[key]
 
     def _made(self, b: int, k: int, room: int, m: int) -> StaticCache:
         layer = self.layers[0]
-        desk = StaticCache(b, k, room, m, (len(self.layers), layer.g, layer.d), self.like, self.graphs)
+        cache = StaticCache(b, k, room, m, (len(self.layers), layer.g, layer.d), self.like, self.graphs)
         if self.embed.positions is not None:
             blank = self.like.new_zeros(1, room if self.limit is None else min(room, self.limit), self.embed.width)
-            desk.table = self.embed.positions.add(blank, Places.of(blank))[0]
+            cache.table = self.embed.positions.add(blank, Places.of(blank))[0]
         if self.graphs:
-            step = partial(self._step, desk, desk.tokens, None)
-            desk.graphs = [GraphedStepReplay(lambda: self._scores(step()), desk, side) for side in range(len(desk.sides))]
-        return desk
+            step = partial(self._step, cache, cache.tokens, None)
+            cache.graphs = [GraphedStepReplay(lambda: self._scores(step()), cache, side) for side in range(len(cache.sides))]
+        return cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.data.batch import Batch
-from regard.runtime.cuda_graph import ExternalReads
+from regard.runtime.cuda_graph import capture_graph
 from regard.training.losses import Loss
 
 Shape = tuple[tuple[str, torch.Size, torch.dtype] | None, ...]
@@ -80,17 +80,15 @@ class GraphedStep:
         return loss
 
     def _capture(self, batch: Batch) -> CapturedPass:
-        own, graph = batch.to(self.device), torch.cuda.CUDAGraph()
+        own = batch.to(self.device)
         self.stream.synchronize()
-        outside = ExternalReads()
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"), outside:
-                loss = self._run(own)
+        try:  # without warm-ups: `_first` has run a batch of this shape
+            graph, loss, read = capture_graph(lambda: self._run(own), self.device, warmups=0, pool=self.pool, stream=self.stream)
         except RuntimeError as error:
             raise ValueError(
                 f"a pass of this model cannot be captured, use graphs=false: {str(error).splitlines()[0]}"
             ) from error
-        return CapturedPass(graph, _tensors(own), loss, list(outside.read.values()))
+        return CapturedPass(graph, _tensors(own), loss, read)
 
     def _run(self, batch: Batch) -> Loss:
         loss = self.forward(batch)

@@ -147,7 +147,7 @@ def _begin(batch: Batch, times: int = 1) -> Tensor:
 
 def _chance(dice: torch.Generator | None) -> Sample:
     sample = Sample()
-    sample.dice = dice
+    sample.generator = dice
     return sample
 
 
