@@ -266,7 +266,7 @@ def test_tables_of_positions_end_where_the_bound_is(decoder, monkeypatch):
     table = Learned(Dims(WIDTH, 4, max_len=9))
     assert position_bound() is None
     with positions_below(9):
-        assert position_bound() == 9 and table._rows(Places(torch.tensor([[3], [8]]))).shape == (2, 1, WIDTH)
+        assert position_bound() == 9 and table.rows(Places(torch.tensor([[3], [8]]))).shape == (2, 1, WIDTH)
     assert position_bound() is None
 
 

@@ -177,7 +177,8 @@ def register(
 
 def _spec_options(name: str) -> dict[str, inspect.Parameter]:
     """Return the options of a mechanism: all of its constructor but the dims, in a text also without their names."""
-    return _constructor_options(CATALOGUE[name].make)
+    make: Any = CATALOGUE[name].make
+    return _constructor_options(make)
 
 
 @cache
@@ -189,7 +190,8 @@ def _constructor_options(make: Any) -> dict[str, inspect.Parameter]:
 
 def _patterned(name: str) -> frozenset[str]:
     """Return the options that are patterns, so that a text can be given for them."""
-    return _constructor_patterns(CATALOGUE[name].make)
+    make: Any = CATALOGUE[name].make
+    return _constructor_patterns(make)
 
 
 @cache
@@ -204,7 +206,7 @@ def _names(*rows: tuple[str, type]) -> dict[str, Callable[..., object]]:
     return {**{name: _maker(name, own) for name, own in rows}, **PATTERNS}
 
 
-def _maker(name: str, own: type[Core] | type[Mixer]) -> Callable[..., Spec]:
+def _maker(name: str, own: Any) -> Callable[..., Spec]:
     signature = inspect.Signature(list(_constructor_options(own).values()))
 
     def make(*args: object, **options: object) -> Spec:

@@ -52,10 +52,11 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
             weights.append(one.weight)
             biases.append(one.bias)
             sizes.append(one.out_features)
-    mixed = any(bias is None for bias in biases) and any(bias is not None for bias in biases)
-    if len(sizes) < len(maps) or mixed:
+    given = [bias for bias in biases if bias is not None]
+    if len(sizes) < len(maps) or len(given) not in (0, len(maps)):
         return [one(x) for one in maps]
-    return linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases)).split(sizes, -1)
+    bias = torch.cat(given) if given else None
+    return linear(x, torch.cat(weights), bias).split(sizes, -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
