@@ -16,9 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard import Dims, attend, core, layer
-from regard.ops.tile import attention as tile_module
+from regard.ops.budget import set_budget
 from regard.ops.tile import buffers
-from regard.ops.tile import torch as passes
 from regard.ops.tile.attention import HeadPatterns
 from regard.ops.tile.attention import tile_attention as tiled_by_reach
 from regard.patterns import (

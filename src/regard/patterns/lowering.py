@@ -85,7 +85,7 @@ def _lower_band(band: Band, s: Span) -> list[TilePart]:
 def _classes(start: int, length: int, step: int, s: Span, band: Band) -> tuple[Layout, int, int]:
     """A layout by residue class; where a class begins, counted in steps; blocks per class."""
     first = start // step
-    many = -(-(start + length) // step) - first  # tokens per class, some at the ends nobody
+    many = -(-(start + length) // step) - first  # tokens per class, with empty slots at the ends
     reach = sum((s.m if x is None else min(x, s.m)) // step for x in (band.back, band.ahead))
     tile = next((size for most, size in TILE_SIZES if reach < most), WIDE_TILE)
     r = min(tile, max(-(-max(s.n, s.m) // step), 1))
@@ -154,7 +154,7 @@ def _lower_listed(index: Tensor, most: int) -> Layout:
     blocks = -(-len(index) // size)
     padded = torch.full((blocks * size,), -1)
     padded[: len(index)] = index
-    return Layout(size, blocks, padded.view(blocks, size), everyone=False)
+    return Layout(size, blocks, padded.view(blocks, size), complete=False)
 
 
 def _lower_edges(edges: Edges, s: Span) -> list[TilePart]:
