@@ -28,7 +28,7 @@ def exporting() -> bool:
 
 def needs_plain_ops() -> bool:
     """Tell whether work must be done in plain operations, which every transform and every exporter can follow."""
-    return transformed() or exporting()
+    return transformed() or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
 
 
 def needs_lengths(name: str, valid: Tensor | None) -> None:

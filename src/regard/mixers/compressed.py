@@ -102,7 +102,8 @@ class Compressed(Core):
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
         n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
-        out, lse = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(KVCache.empty(k, v).append(k, v, places), q, places)
+        near = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)
+        out, lse = near(KVCache.empty(k, v).append(k, v, places), q, places)
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
         if torch.compiler.is_compiling():  # one more than needed where all are full, and cut when they are made

@@ -1,8 +1,8 @@
 """Attention over the pairs of a pattern, and along an edge list, in plain differentiable operations.
 
-The results are those of `tile_attention` and `edge_attention`, and so is the growth: time and memory follow the pairs, no n x m tensor
-is made. No tensor is written in place and no number is read, so that torch.func, forward-mode AD, a second backward pass and
-torch.export can follow. Gathering indices and masks are constants. It is slower than the kernels, which are used wherever they can be.
+The results are those of `tile_attention` and `edge_attention`, and so is the growth: time and memory follow the pairs, no n x m
+tensor is made. No tensor is written in place and no number is read, so that torch.func, forward-mode AD, a second backward pass
+and torch.export can follow. Gathering indices and masks are constants. It is slower than the kernels, which serve all other calls.
 
 G = b * key heads, S query heads for each of them, B = G * S, T tiles, r queries and x keys in each.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import leaky_relu, pad
 from regard.ops.dropout_hash import head_numbers, kept_pairs_composite, key_keys, query_keys
 from regard.ops.score_bias import distance_class
 from regard.ops.tile.call import HeadPlans, TileCall, accumulator
-from regard.ops.tile.torch import HeadPiece, split_heads
+from regard.ops.tile.head_pieces import HeadPiece, split_heads
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import MASKED_SCORE, TileBatch, TilePart
 from regard.transforms import untraced

@@ -4,9 +4,9 @@ The weight of head h (counted over all rows of a batch) for the query at positio
 
     mix(query_keys(seed, h, i) xor key_keys(seed, j)) < threshold(rate)      in 32-bit integers that wrap around
 
-so that every tiling, every backend and every order of computation drops the same weights. Both keys are 32 bits of a 64-bit mixing
-function of all that they depend on. What happens once for every pair is short: one product, one shift, one product. Multipliers are
-the fractional parts of the golden ratio and of the square root of two, made odd.
+so that every tiling, every backend and every order of computation drops the same weights. Both keys are 32 bits of a 64-bit
+mixing function of all that they depend on. What is computed for every pair is short: one product, one shift, one product.
+Multipliers are the fractional parts of the golden ratio and of the square root of two, made odd.
 """
 
 from __future__ import annotations

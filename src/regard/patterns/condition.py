@@ -14,7 +14,7 @@ UNBOUNDED = 2**62  # where a band has no end, and where no last tokens are speci
 
 
 class ConditionCodes(NamedTuple):
-    """A condition in integers. A pair satisfies it if all terms of clause 0 hold, and of every other clause at least one does not.
+    """A condition in integers: all terms of clause 0 hold for a pair, and of every other clause at least one does not.
 
     Columns of `terms`: clause, kind, three numbers, index of a table or -1. What holds for a pair (i, j), by kind:
 

@@ -2,7 +2,7 @@
 
 A pattern is a union of intersections of atoms. Each intersection becomes a part: its cheapest atom (the driver) enumerates which
 blocks of queries meet which blocks of keys, and the other atoms are a condition inside those tiles. Parts are disjoint: a later,
-smaller part leaves out the pairs of the larger ones before it, so their results merge by log-sum-exp without counting a pair twice.
+smaller part leaves out the pairs of the larger ones before it, so that results merge by log-sum-exp and no pair counts twice.
 A stride becomes a block by reordering: residue classes are laid out one after another. A plan is data and stays on the host.
 """
 
@@ -40,9 +40,7 @@ def plan(pattern: Pattern, span: Span) -> Plan:
     for atoms in _ordered(pattern, span):
         driver = min(atoms, key=lambda a: estimated_pairs(a, span))
         condition = _condition(driver, atoms, earlier)
-        for part in lower_atom(driver, atoms, span):
-            part.driver, part.condition = driver, condition
-            parts.append(part)
+        parts += [TilePart(*tiling, span, driver, condition) for tiling in lower_atom(driver, atoms, span)]
         earlier.append(atoms)
     return Plan(parts, span)
 

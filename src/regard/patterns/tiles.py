@@ -20,6 +20,7 @@ MASK_CACHE = 1 << 25  # mask elements that a part keeps between calls
 MASKED_SCORE = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
 FLOAT_MASK = 1 << 18  # mask elements that may as well be floats
 BATCH_LISTS = 16  # complete lists of batches that a part keeps
+NO_CONDITION = Condition()
 FULL_MASK = 1 << 22  # mask elements that are made together to find full tiles
 
 
@@ -85,6 +86,14 @@ class TileGroup(NamedTuple):
     cols: Tensor  # (T, p)
 
 
+class Tiling(NamedTuple):
+    """Which blocks of queries meet which blocks of keys."""
+
+    queries: Layout
+    keys: Layout
+    groups: list[TileGroup]
+
+
 class Span(NamedTuple):
     """Positions of queries and keys: n queries from position t, m keys from position u."""
 
@@ -124,8 +133,8 @@ class TilePart:
     keys: Layout
     groups: list[TileGroup]
     span: Span
-    driver: Atom = Band(None, None)
-    condition: Condition = Condition()
+    driver: Atom
+    condition: Condition
     batched: dict[tuple[int, int, int, torch.device], TileBatch] = field(default_factory=dict)
     lists: dict[tuple[int, torch.device], tuple[TileBatch, ...]] = field(default_factory=dict)
     moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -251,7 +260,7 @@ class TilePart:
         i = i[rows][:, :, None]
         j = torch.where(cols[:, :, None] >= 0, j[cols.clamp_min(0)], -1).flatten(1)[:, None]
         real = (j >= 0) & (i >= 0)
-        return real if self.condition == Condition() else real & self.condition.mask(i.clamp_min(0), j.clamp_min(0))
+        return real if self.condition == NO_CONDITION else real & self.condition.mask(i.clamp_min(0), j.clamp_min(0))
 
     @cached_property
     @outlives_tracing

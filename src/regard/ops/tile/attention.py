@@ -70,8 +70,8 @@ def tile_attention(
     """Compute softmax(scale * q.k) over the pairs of a pattern, of the past alone if causal, at the positions of the span.
 
     q (b h n d), k (b g m d), v (b g m e) with g a divisor of h; valid (b m): keys that exist. Returns out (b h n e) and the
-    log-sum-exp of the scores (b h n) in float32 or better; a query without any pair gets 0 and MASKED_SCORE. A bias may add columns
-    behind those of out. Dropout depends on the seed that is drawn, the head and the two positions: see `regard.ops.dropout_hash`.
+    log-sum-exp of the scores (b h n) in float32 or better; a query without any pair gets 0 and MASKED_SCORE. A bias may add
+    columns behind those of out. Dropout depends on a seed, the head and the two positions: see `regard.ops.dropout_hash`.
     """
     if q.numel() == 0:
         width = v.shape[-1] + (0 if bias is None else bias.more)
@@ -82,7 +82,8 @@ def tile_attention(
     if torch.compiler.is_compiling():  # one opaque operator: a plan depends on the length, which a tracer does not have
         return _operator(*call.flat(), patterns.text, list(span), causal, backend)
     plans = heads_by_plan(patterns.each, span, causal)
-    return _TileFunction.apply(*call.flat(), plans, choose_backend("tile", backend, call, plans))
+    chosen = choose_backend("tile", backend, call, plans)
+    return _TileFunction.apply(q, k, v, None if bias is None else bias.by_query, call, plans, chosen)
 
 
 def _tile_composite(call: TileCall, patterns: HeadPatterns, span: Span, causal: bool) -> tuple[Tensor, Tensor]:
@@ -134,12 +135,12 @@ def _differentiable_backward(call: TileCall, plans: HeadPlans, grads: tuple[Tens
 
 
 class _TileFunction(torch.autograd.Function):
-    """A backend for autograd. Arguments: those of `TileCall.flat`, the plans and the backend."""
+    """A backend for autograd. Arguments: the tensors that have gradients, the call, the plans and the backend."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        *flat, plans, backend = args
-        call = unflatten_call(*flat)
+        call, plans, backend = args[DIFFERENTIABLE:]
+        flat = call.flat()
         out, lse = backend.forward(call, plans)
         ctx.save_for_backward(*flat[:FLAT_TENSORS], out, lse)
         ctx.rest = flat[FLAT_TENSORS:], plans, backend
@@ -150,7 +151,7 @@ class _TileFunction(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         rest, plans, backend = ctx.rest
         call = unflatten_call(*tensors, *rest)
-        none = [None] * 9
+        none = [None] * 3
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return *_differentiable_backward(call, plans, (d_out, d_lse)), *none
         return *backend.backward(call, plans, out, lse, d_out, d_lse), *none

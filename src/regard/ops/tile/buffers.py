@@ -1,4 +1,4 @@
-"""Scratch buffers of a pass over tiles, which are used again: fresh pages cost more than the arithmetic."""
+"""Scratch buffers of a pass over tiles, and what is computed inside them. They are used again: fresh pages cost much."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ class Scratch:
             flat = self._grow(name, dtype, size)
         return flat[:size].view(shape)
 
-    def gather(self, name: str, blocks: Tensor, cols: Tensor) -> Tensor:
-        """Collect the key blocks of every tile: blocks (G blocks c x), cols (T p) -> (G * T, p * c, x)."""
-        (G, _, c, x), (tiles, p) = blocks.shape, cols.shape
-        size = G * tiles * p * c * x
-        flat = self.flat.get((name, blocks.dtype))
-        if flat is None or len(flat) < size:
-            flat = self._grow(name, blocks.dtype, size)
-        torch.index_select(blocks, 1, cols.flatten(), out=flat[:size].view(G, tiles * p, c, x))
-        return flat[:size].view(G * tiles, p * c, x)
+    def gather(self, keys: Tensor, values: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+        """Collect the key and value blocks (G blocks c .) of every tile, cols (T p): (G * T, p * c, .) each."""
+        found = []
+        tiles, p = cols.shape
+        for name, blocks in (("k", keys), ("v", values)):
+            G, _, c, x = blocks.shape
+            size = G * tiles * p * c * x
+            flat = self.flat.get((name, blocks.dtype))
+            if flat is None or len(flat) < size:
+                flat = self._grow(name, blocks.dtype, size)
+            torch.index_select(blocks, 1, cols.flatten(), out=flat[:size].view(G, tiles * p, c, x))
+            found.append(flat[:size].view(G * tiles, p * c, x))
+        return found[0], found[1]
 
     def bmm(self, name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply batches of matrices into a buffer of the accumulating type."""
@@ -56,6 +60,13 @@ class Scratch:
         if size <= MAX_KEPT:
             self.flat[name, dtype] = flat
         return flat
+
+
+def softmax_in_place(s: Tensor) -> Tensor:
+    """Turn scores into weights, in place; return their log-sum-exp."""
+    top = s.amax(-1)
+    torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.copy_(torch.softmax(s, -1))
+    return top - s.amax(-1).log()  # the largest weight is exp(top - lse)
 
 
 class _ThreadBuffers(threading.local):

@@ -17,7 +17,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class TileCall(NamedTuple):
-    """One call of tile attention. Heads are grouped: query heads h * (h / g) .. share the key and value head h; none is widened."""
+    """One call of tile attention. Query heads x * h / g .. (x + 1) * h / g - 1 share the key and value head x: none is repeated."""
 
     q: Tensor  # (b h n d)
     k: Tensor  # (b g m d)
@@ -84,11 +84,9 @@ class TileBackend(Protocol):
         ...
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
-        """Return out (b h n width) and log-sum-exp (b h n), both in float32 or better; 0 and MASKED_SCORE for rows without pairs."""
+        """Return out (b h n width) and log-sum-exp (b h n) in float32 or better; 0 and MASKED_SCORE for rows without pairs."""
         ...
 
-    def backward(
-        self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
-    ) -> Gradients:
+    def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
         """Return the gradients of q, k, v and bias.by_query, from the results of `forward` and their gradients."""
         ...

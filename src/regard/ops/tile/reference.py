@@ -30,7 +30,7 @@ class ReferenceTiles:
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
         if call.seed is not None:
-            heads = head_numbers(*call.q.shape[:2], slice(None), call.q.device)[..., None, None]
+            heads = head_numbers(len(q), q.shape[1], slice(None), q.device)[..., None, None]
             kept = kept_pairs_composite(query_keys(call.seed, heads, i), key_keys(call.seed, j), call.dropout)
             weights = weights * kept / (1 - call.dropout)
         out = weights @ v
@@ -49,13 +49,13 @@ class ReferenceTiles:
         d_lse: Tensor,
     ) -> Gradients:
         by_query = None if call.bias is None else call.bias.by_query
-        inputs = [None if x is None else x.detach().requires_grad_() for x in (call.q, call.k, call.v, by_query)]
-        bias = None if call.bias is None else call.bias._replace(by_query=inputs[3])
+        inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v, by_query) if x is not None]
+        q, k, v, *more = inputs
+        bias = call.bias._replace(by_query=more[0]) if more and call.bias is not None else call.bias
         with torch.enable_grad():
-            results = self.forward(call._replace(q=inputs[0], k=inputs[1], v=inputs[2], bias=bias), plans)
-            wanted = [x for x in inputs if x is not None]
-            found = iter(torch.autograd.grad(results, wanted, (d_out.to(results[0].dtype), d_lse)))
-        return tuple(None if x is None else next(found) for x in inputs)
+            results = self.forward(call._replace(q=q, k=k, v=v, bias=bias), plans)
+            grads = torch.autograd.grad(results, inputs, (d_out.to(results[0].dtype), d_lse))
+        return grads if more else (*grads, None)
 
 
 def positions_of_pairs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:

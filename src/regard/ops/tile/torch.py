@@ -7,30 +7,19 @@ rows of the same tile, so keys and values are never repeated.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.cache import register_cache
-from regard.ops.budget import budget
+from regard.ops.budget import Budget, budget
 from regard.ops.dropout_hash import head_numbers, kept_pairs, key_keys, query_keys
 from regard.ops.score_bias import TileBias
-from regard.ops.tile.buffers import scratch_buffers
+from regard.ops.tile.buffers import scratch_buffers, softmax_in_place
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall, accumulator
+from regard.ops.tile.head_pieces import HeadPiece, head_pieces
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import MASKED_SCORE, Layout, TileBatch, TilePart
-
-Heads = list[int] | slice
-
-
-class HeadPiece(NamedTuple):
-    """Query heads that are computed together: of one plan, and equally many for each of their key heads."""
-
-    heads: Heads  # those of one key head side by side
-    key_heads: Heads
-    share: int  # query heads for each key head
 
 
 class TorchTiles:
@@ -42,79 +31,32 @@ class TorchTiles:
         return None
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
-        pieces = head_pieces(call, plans)
+        room = budget(call.q.device)
+        pieces = head_pieces(call, plans, room)
         if len(pieces) == 1:
-            return TilePass(*pieces[0], call).forward()
+            return TilePass(*pieces[0], call, room).forward()
         shape, acc = call.q.shape[:3], accumulator(call.q.dtype)
         out = torch.empty(*shape, call.width, dtype=acc, device=call.q.device)
         lse = torch.empty(shape, dtype=acc, device=call.q.device)
         for plan, piece in pieces:
-            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call).forward()
+            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, room).forward()
         return out, lse
 
-    def backward(
-        self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
-    ) -> Gradients:
-        pieces = head_pieces(call, plans)
+    def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
+        room = budget(call.q.device)
+        pieces = head_pieces(call, plans, room)
         results = (out, lse, d_out, d_lse)
         if len(pieces) == 1:
-            return TilePass(*pieces[0], call).backward(*results)
+            return TilePass(*pieces[0], call, room).backward(*results)
         by_query = None if call.bias is None else call.bias.by_query
         totals = [None if x is None else torch.zeros_like(x) for x in (call.q, call.k, call.v, by_query)]
         for plan, piece in pieces:
-            found = TilePass(plan, piece, call).backward(*(x[:, piece.heads] for x in results))
+            found = TilePass(plan, piece, call, room).backward(*(x[:, piece.heads] for x in results))
             own = (piece.heads, piece.key_heads, piece.key_heads, piece.heads)
             for total, grad, heads in zip(totals, found, own, strict=True):
                 if total is not None and grad is not None:
                     total[:, heads] += grad  # a key head may belong to several pieces
         return tuple(totals)
-
-
-def head_pieces(call: TileCall, plans: HeadPlans) -> list[tuple[Plan, HeadPiece]]:
-    """Return the heads that are computed together.
-
-    On a CPU not too many: the C library gives back every tensor of more than 32 MB to the system, and getting its pages anew
-    costs more than the arithmetic does.
-    """
-    b, h, n, d = call.q.shape
-    room = budget(call.q.device).tile_queries
-    limit = h if room is None else max(1, room // (b * n * d))
-    share = h // call.k.shape[1]
-    return [(plan, piece) for plan, heads in plans for piece in split_heads(heads, share, limit)]
-
-
-@lru_cache(maxsize=256)
-def split_heads(heads: tuple[int, ...], share: int, limit: int) -> tuple[HeadPiece, ...]:
-    """Split query heads into pieces of at most `limit` heads, with equally many for each key head."""
-    by_key: dict[int, list[int]] = {}
-    for head in heads:
-        by_key.setdefault(head // share, []).append(head)
-    by_count: dict[int, list[int]] = {}
-    for key_head, own in by_key.items():
-        by_count.setdefault(len(own), []).append(key_head)
-    pieces = []
-    for count, key_heads in by_count.items():
-        if count > limit:
-            for key_head in key_heads:
-                for low in range(0, count, limit):
-                    own = by_key[key_head][low : low + limit]
-                    pieces.append(HeadPiece(_as_slice(own), _as_slice([key_head]), len(own)))
-            continue
-        for low in range(0, len(key_heads), limit // count):
-            some = key_heads[low : low + limit // count]
-            own = [head for key_head in some for head in by_key[key_head]]
-            pieces.append(HeadPiece(_as_slice(own), _as_slice(some), count))
-    return tuple(pieces)
-
-
-register_cache(split_heads.cache_clear)
-
-
-def _as_slice(heads: list[int]) -> Heads:
-    """Return consecutive heads as a slice, which takes a view and no copy."""
-    if heads == list(range(heads[0], heads[-1] + 1)):
-        return slice(heads[0], heads[-1] + 1)
-    return heads
 
 
 class _Operands(NamedTuple):
@@ -131,7 +73,7 @@ class _Operands(NamedTuple):
 class TilePass:
     """One pass over the plan of a piece of heads."""
 
-    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall) -> None:
+    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall, room: Budget) -> None:
         q, k, v = call.q[:, piece.heads], call.k[:, piece.key_heads], call.v[:, piece.key_heads]
         self.plan, self.piece, self.call, self.device = plan, piece, call, q.device
         self.b, self.g, self.s = k.shape[0], k.shape[1], piece.share
@@ -144,7 +86,7 @@ class TilePass:
             self.gap = torch.where(call.valid, 0.0, MASKED_SCORE).to(self.acc)[..., None]  # (b m 1)
         self.bias = None if call.bias is None else TileBias(call.bias.heads(piece.heads), self.b, piece.share, self.acc)
         self.scratch = scratch_buffers(q.device)
-        self.limit = max(1, budget(q.device).tile_scores // len(self.q))
+        self.limit = max(1, room.tile_scores // len(self.q))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return out (b heads n width) and log-sum-exp (b heads n), both in the accumulating type."""
@@ -152,7 +94,8 @@ class TilePass:
         n = self.q.shape[1]
         for part in self.plan.parts:
             out, lse = self._part(part)
-            total = self._merge(total, part.queries, part.queries.join(out, n), part.queries.join(lse, n))
+            found = part.queries.join(out, n), part.queries.join(lse, n)
+            total = found if total is None and part.queries.complete else self._merge(total, part.queries, *found)
         if total is None:
             out = torch.zeros(*self.q.shape[:2], self.call.width, dtype=self.acc, device=self.device)
             total = out, torch.full(out.shape[:2], MASKED_SCORE, dtype=self.acc, device=self.device)
@@ -176,14 +119,15 @@ class TilePass:
         for batch in part.batches(self.limit, self.device):
             s, _, v, _ = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(s, part, batch, x.by_query)
-            here = _softmax_in_place(s)
+            here = softmax_in_place(s)
             if x.dropout_keys is not None:
                 s.mul_(self._kept(s, batch, x.dropout_keys))
             y = self.scratch.bmm("y", s.to(self.type), v, self.acc)
-            if self.bias is not None and self.bias.bias.mass:
+            if self.bias is not None and distance is not None and self.bias.bias.mass:
                 y = torch.cat([y, self.bias.sums(self._by_tile(s), distance).view(*y.shape[:2], -1)], -1)
-            out[:, :, batch.at] = self._by_tile(y).transpose(1, 2)
-            lse[:, :, batch.at] = here.view(shape[0], -1, self.s, shape[3]).transpose(1, 2)
+            by_tile = (shape[0], len(batch.rows), self.s, shape[3])  # G T S r
+            out[:, :, batch.at] = y.view(*by_tile, -1).transpose(1, 2)
+            lse[:, :, batch.at] = here.view(by_tile).transpose(1, 2)
         return out.flatten(0, 1), lse.flatten(0, 1)
 
     def _operands(self, part: TilePart) -> _Operands:
@@ -203,8 +147,8 @@ class TilePass:
 
     def _scores(self, batch: TileBatch, x: _Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (G * T, S * r, x) of a batch of tiles, and the keys, values and queries they are made of."""
-        (G, S, _, r, d), (tiles, p) = x.queries.shape, batch.cols.shape
-        k, v = self.scratch.gather("k", x.keys, batch.cols), self.scratch.gather("v", x.values, batch.cols)
+        (G, S, _, r, d), tiles = x.queries.shape, len(batch.rows)
+        k, v = self.scratch.gather(x.keys, x.values, batch.cols)
         q = self.scratch("q", self.type, G, tiles, S, r, d)
         q = torch.mul(x.queries[:, :, batch.at].transpose(1, 2), self.call.scale, out=q).view(G * tiles, S * r, d)
         s = self.scratch.bmm("s", q, k.mT, self.acc)
@@ -240,13 +184,9 @@ class TilePass:
         work = self.scratch("hash", torch.int32, *shape), self.scratch("shift", torch.int32, *shape)
         return kept_pairs(query, key, self.call.dropout, self.scratch("kept", self.acc, *shape), work).view_as(s)
 
-    def _merge(
-        self, total: tuple[Tensor, Tensor] | None, layout: Layout, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _merge(self, total: tuple[Tensor, Tensor] | None, layout: Layout, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge the attention over the parts so far, (B n width) and (B n), with that over one more part, of some tokens."""
         at = layout.tokens(self.device)
-        if total is None and at is None:
-            return out, lse
         if total is None:
             whole = out.new_zeros(out.shape[0], self.q.shape[1], out.shape[2])
             total = whole, torch.full_like(whole[..., 0], MASKED_SCORE)
@@ -293,12 +233,12 @@ class TilePass:
         for batch in part.batches(self.limit // 2, self.device):
             weights, k, v, q = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(weights, part, batch, x.by_query)
-            here, own = _softmax_in_place(weights), _rows_of_tiles(by_row, batch)
+            here, own = softmax_in_place(weights), _rows_of_tiles(by_row, batch)
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
             u = (_rows_of_tiles(up, batch) * share).to(self.type)
             d = self.scratch.bmm("d", u[..., :e], v.mT, self.acc)
-            if self.bias is not None and u.shape[-1] > e:
+            if self.bias is not None and distance is not None and u.shape[-1] > e:
                 by_tile = self._by_tile(d)
                 by_tile += self._by_tile(u)[..., e:].gather(-1, self.bias.index(distance, by_tile))
             kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)
@@ -309,7 +249,7 @@ class TilePass:
             low = d.to(self.type)
             self._add_by_key(dk, batch, self.scratch.bmm("dk", low.mT, q, self.acc))
             dq[:, :, batch.at] = self._by_tile(self.scratch.bmm("dq", low, k, self.acc)).transpose(1, 2)
-            if d_bias is not None and self.bias is not None:
+            if d_bias is not None and self.bias is not None and distance is not None:
                 d_bias[:, :, batch.at] = self.bias.sums(self._by_tile(d), distance).transpose(1, 2)
         return dq.flatten(0, 1), dk, dv, None if d_bias is None else d_bias.flatten(0, 1)
 
@@ -328,13 +268,6 @@ class TilePass:
 def _rows_of_tiles(x: Tensor, batch: TileBatch) -> Tensor:
     """Collect rows by query (G S blocks r y) for a batch of tiles: (G * T, S * r, y)."""
     return x[:, :, batch.at].transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-
-def _softmax_in_place(s: Tensor) -> Tensor:
-    """Turn scores into weights, in place; return their log-sum-exp."""
-    top = s.amax(-1)
-    torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.copy_(torch.softmax(s, -1))
-    return top - s.amax(-1).log()  # the largest weight is exp(top - lse)
 
 
 def _accumulate(total: Tensor | None, layout: Layout, grad: Tensor, length: int) -> Tensor:
