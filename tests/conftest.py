@@ -12,6 +12,7 @@ from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
+from regard.ops.budget import DEVICES, budget
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
@@ -25,6 +26,11 @@ settings.load_profile("regard")
 def _same_dice():
     torch.manual_seed(0)
     random.seed(0)
+
+
+def small_budget(monkeypatch, **changes):
+    """Change tuning constants of this test's device: see `regard.ops.budget`."""
+    monkeypatch.setitem(DEVICES, DEVICE.type, replace(budget(DEVICE), **changes))
 
 
 class Case:

@@ -9,9 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard.mixers.graph_attention as graph_module
 import regard.ops.edge as walk
-import regard.ops.tile.torch as passes
 import regard.patterns.edge_list as pairs_module
-from conftest import DEVICE, close, data
+from conftest import DEVICE, close, data, small_budget
 from regard import Causal, Dims, Edges, Local, Pattern, PerHead, attend, core, layer
 from regard.analysis.probe import attention_matrix
 from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
@@ -151,7 +150,7 @@ def test_a_large_graph_goes_by_a_name():
 def test_cost_follows_the_edges_however_uneven(spec, star, monkeypatch):
     """A node with all others for neighbours: nothing is as large as nodes x degree, nor as edges x width."""
     n = 20_000
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 14)
+    small_budget(monkeypatch, tile_scores=1 << 14)
     monkeypatch.setattr(walk, "CPU", 1 << 14)
     leaves, hub = torch.arange(1, n), torch.zeros(n - 1, dtype=torch.long)
     g = Edges(torch.stack([leaves, hub if star else leaves - 1]), nodes=n, both=True)

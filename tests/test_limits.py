@@ -7,9 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import regard.mixers.softmax as softmax_family
-from conftest import DEVICE, close, some
+from conftest import DEVICE, close, small_budget, some
 from regard import Dims, Edges, Places, attend, core, layer
-from regard.ops.tile import torch as passes
 from regard.patterns import Causal, Pattern
 
 D = Dims(32, 4)
@@ -232,7 +231,7 @@ def largest(spec, n, causal):
 def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
     """Neither in the forward nor in the backward pass, not even a mask."""
     monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
+    small_budget(monkeypatch, tile_scores=1 << 16)
     n = 2048 if spec.startswith(("relu", "additive")) else 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
     assert largest(spec, n, causal) < n**2 / 8

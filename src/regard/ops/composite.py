@@ -2,7 +2,7 @@
 
 The results are those of `tile_attention` and `edge_attention`, and so is the growth: time and memory follow the pairs, no n x m
 tensor is made. No tensor is written in place and no number is read, so that torch.func, forward-mode AD, a second backward pass
-and torch.export can follow. Gathering indices and masks are constants. It is slower than the kernels, which serve all other calls.
+and torch.export can follow. Gathering indices and masks are constants. It is slower than the kernels, which serve other calls.
 
 G = b * key heads, S query heads for each of them, B = G * S, T tiles, r queries and x keys in each.
 """
@@ -161,7 +161,7 @@ class _CompositePass:
         seed, rate = self.call.seed, self.call.dropout
         assert seed is not None
         i, j = part.positions(self.device)
-        heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device).view(-1, 1, self.piece.share, 1, 1)
+        heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device).reshape(-1, 1, self.piece.share, 1, 1)
         query = query_keys(seed, heads, i[batch.rows][:, None, :, None])
         key = key_keys(seed, j[batch.cols].flatten(1)[:, None, None])
         return weights * kept_pairs_composite(query, key, rate) / (1 - rate)

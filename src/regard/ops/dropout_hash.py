@@ -26,7 +26,7 @@ def draw_seed(device: torch.device) -> Tensor:
 
 def row_seed(seed: Tensor, row: int) -> Tensor:
     """Derive the seed of one row of a batch that is computed by itself."""
-    return _mix64(seed + (row + 1) * GOLDEN)
+    return _mix64(_mix64(seed) + row)
 
 
 def query_keys(seed: Tensor, head: Tensor, i: Tensor) -> Tensor:

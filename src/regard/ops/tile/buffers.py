@@ -86,8 +86,10 @@ def scratch_buffers(device: torch.device) -> Scratch:
     return _thread_buffers.kept if device.type == "cpu" else Scratch(device)
 
 
-@register_cache
 def clear_scratch() -> None:
     """Free the buffers of all threads."""
     for scratch in list(_every_scratch):
         scratch.flat = {}  # a pass that runs now keeps the buffers it has taken
+
+
+register_cache(clear_scratch)

@@ -17,7 +17,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 class TileCall(NamedTuple):
-    """One call of tile attention. Query heads x * h / g .. (x + 1) * h / g - 1 share the key and value head x: none is repeated."""
+    """One call of tile attention. Query heads x * h / g .. (x + 1) * h / g - 1 share key and value head x: none is repeated."""
 
     q: Tensor  # (b h n d)
     k: Tensor  # (b g m d)

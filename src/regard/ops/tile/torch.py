@@ -143,7 +143,7 @@ class TilePass:
         seed, (i, j) = self.call.seed, part.positions(self.device)
         assert seed is not None
         heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device)
-        return query_keys(seed, heads.view(-1, self.s, 1, 1, 1), i[..., None]), key_keys(seed, j)
+        return query_keys(seed, heads.reshape(-1, self.s, 1, 1, 1), i[..., None]), key_keys(seed, j)
 
     def _scores(self, batch: TileBatch, x: _Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (G * T, S * r, x) of a batch of tiles, and the keys, values and queries they are made of."""
