@@ -25,8 +25,9 @@ from mutants_training import TRAINING
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "results" / "mutants.json"
 SUITE = (
-    "laws limits patterns precision kernel gated random_features errors positions blocks reversible cluster cluster_statistics "
-    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states wrong_calls"
+    "laws limits patterns backends precision kernel gated random_features errors positions blocks reversible cluster "
+    "cluster_statistics low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states "
+    "wrong_calls"
 )
 R = "src/regard/"
 
@@ -37,10 +38,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "valid=mask, dropout=drop",
         "valid=None, dropout=drop",
     ),
-    "tiles drop the padding mask": (R + "ops/tile/torch.py", "        if gaps is not None:\n", "        if False:\n"),
+    "tiles drop the padding mask": (R + "ops/tile/torch.py", "        if x.gaps is not None:\n", "        if False:\n"),
     "a decoding step drops the padding mask": (
         R + "mixers/pattern_attention.py",
-        "        if log.places.valid is not None:\n",
+        "        if there.valid is not None:\n",
         "        if False:\n",
     ),
     "a layer trusts what padding holds": (R + "mixers/attention.py", "x = mask_padding(x, real)", "x = x"),
@@ -180,7 +181,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            max((x for x in two if x is not None), default=None)",
     ),
     # sparse that is dense, or counts twice
-    "a pair in two parts counts twice": (R + "patterns/plan.py", "            found = found & ~other\n", "            pass\n"),
+    "a pair in two parts counts twice": (
+        R + "patterns/condition.py",
+        "            found = found & ~_all_hold(atoms, i, j)\n",
+        "            pass\n",
+    ),
     "tiles cover every key": (
         R + "patterns/lowering.py",
         "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n",
@@ -200,8 +205,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # backward passes
     "the gradient of keys skips the last block of a window": (
         R + "ops/tile/torch.py",
-        "for x in range(run.slides, run.slides + p):",
-        "for x in range(run.slides, run.slides + max(1, p - 1)):",
+        "for x in range(batch.slides, batch.slides + p):",
+        "for x in range(batch.slides, batch.slides + max(1, p - 1)):",
     ),
     "the softmax backward forgets its row term": (
         R + "ops/tile/torch.py",
@@ -210,24 +215,49 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "dropout differs between forward and backward": (
         R + "ops/tile/torch.py",
-        "manual_seed(seed % 2**63)",
-        "manual_seed(torch.seed() % 2**63)",
+        "kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)",
+        "kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys[::-1])",
     ),
-    "all heads drop the same pairs": (R + "ops/tile/attention.py", "(seed + number * 1_000_000_000_039) % 2**62", "seed"),
+    "all heads drop the same pairs": (R + "ops/dropout_hash.py", "return every[:, chosen]", "return every[:, chosen] * 0"),
     "dropout is not rescaled": (
         R + "ops/tile/torch.py",
-        "return kept.to(like.dtype).div_(1 - dropout)",
-        "return kept.to(like.dtype)",
+        "            out = out * (1 / (1 - self.call.dropout))\n",
+        "            pass\n",
     ),
     "a tile takes the whole row for its own": (
         R + "ops/tile/torch.py",
         "            share = (here - own[..., 1]).exp()[..., None]\n",
         "            share = torch.ones_like(here)[..., None]\n",
     ),
-    "the backward pass throws its dice in other batches": (
+    "dropout counts positions inside a tile": (
         R + "ops/tile/torch.py",
-        "most = self.most if self.dropout else self.most // 2",
-        "most = self.most // 2",
+        "seed, (i, j) = self.call.seed, part.positions(self.device)",
+        "seed, (i, j) = self.call.seed, [x * 0 + torch.arange(x.shape[1]) for x in part.positions(self.device)]",
+    ),
+    "query heads of a group get the keys of other groups": (
+        R + "ops/tile/head_pieces.py",
+        "by_key.setdefault(head // share, [])",
+        "by_key.setdefault(head % (len(heads) // share or 1), [])",
+    ),
+    "a key head in two pieces gets the gradient of one": (
+        R + "ops/tile/torch.py",
+        "total[:, heads] += grad",
+        "total[:, heads] = grad",
+    ),
+    "a tile without a mask is called full": (
+        R + "patterns/tiles.py",
+        ".unflatten(-1, (p, self.keys.size)).all(-1).all(1)",
+        ".unflatten(-1, (p, self.keys.size)).any(-1).all(1)",
+    ),
+    "a kernel reads the wrong end of a band": (
+        R + "patterns/condition.py",
+        "(UNBOUNDED if back is None else back, UNBOUNDED if ahead is None else ahead, step)",
+        "(UNBOUNDED if ahead is None else ahead, UNBOUNDED if back is None else back, step)",
+    ),
+    "a request for a backend is ignored": (
+        R + "ops/tile/attention.py",
+        'chosen = choose_backend("tile", backend, call, plans)\n    return _',
+        'chosen = choose_backend("tile", AUTO, call, plans)\n    return _',
     ),
     # memories
     "a key is forgotten one step too early": (
@@ -269,7 +299,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a row that sees nothing takes the mean": (
         R + "ops/tile/torch.py",
-        "            out.masked_fill_(lost[..., None], 0)\n",
+        "            out.masked_fill_(empty[..., None], 0)\n",
         "            pass\n",
     ),
     "sums are kept in half precision": (
@@ -367,17 +397,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # positions
     "relative positions look the other way": (
         R + "ops/score_bias.py",
-        "    return apart.clamp(-clip, clip) + clip\n",
-        "    return (-apart).clamp(-clip, clip) + clip\n",
+        "    return distance.clamp(-clip, clip) + clip\n",
+        "    return (-distance).clamp(-clip, clip) + clip\n",
     ),
     "tiles forget the gradient of relative keys": (
         R + "ops/tile/torch.py",
-        "                run.put(dm, self.term.sums(self._tiled(d), apart))\n",
+        "                d_bias[:, :, batch.at] = self.bias.sums(self._by_tile(d), distance).transpose(1, 2)\n",
         "                pass\n",
     ),
     "distance is free": (
         R + "ops/score_bias.py",
-        "            s.addcmul_(self.slopes, apart.abs().to(self.acc), value=-1)\n",
+        "            s.addcmul_(self.slopes, distance.abs().to(self.acc), value=-1)\n",
         "            pass\n",
     ),
     "queries are turned by their place in the chunk": (

@@ -14,9 +14,9 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a tensor in two places counts twice in a second backward pass": (R + "transforms.py", "x.view_as(x)", "x", "transforms"),
     "a second backward pass drops other weights": (
-        R + "ops/tile/attention.py",
-        "int(seed) + (part << 40) + turn",
-        "int(seed) + (part << 40) + turn + 1",
+        R + "ops/composite.py",
+        "query = query_keys(seed, heads, i[",
+        "query = query_keys(seed + 1, heads, i[",
         "transforms",
     ),
     "plain tiles ignore padding": (R + "ops/composite.py", "        if gone is not None:\n", "        if False:\n", "transforms"),

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard.mixers.graph_attention as graph_module
 import regard.ops.edge as walk
-import regard.ops.tile.torch as passes
 import regard.patterns.edge_list as pairs_module
 from conftest import DEVICE, close, data
 from regard import Causal, Dims, Edges, Local, Pattern, PerHead, attend, core, layer
@@ -148,11 +147,10 @@ def test_a_large_graph_goes_by_a_name():
 
 @specs
 @pytest.mark.parametrize("star", [False, True])
-def test_cost_follows_the_edges_however_uneven(spec, star, monkeypatch, set_limits):
+def test_cost_follows_the_edges_however_uneven(spec, star, set_limits):
     """A node with all others for neighbours: nothing is as large as nodes x degree, nor as edges x width."""
     n = 20_000
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 14)
-    set_limits(edge_strip=1 << 14)
+    set_limits(tile_scores=1 << 14, edge_strip=1 << 14)
     leaves, hub = torch.arange(1, n), torch.zeros(n - 1, dtype=torch.long)
     g = Edges(torch.stack([leaves, hub if star else leaves - 1]), nodes=n, both=True)
     own = on_graph(layer(spec, width=32, heads=4), g).core

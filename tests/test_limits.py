@@ -8,7 +8,6 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import DEVICE, close, some
 from regard import Dims, Edges, Places, attend, core, layer
-from regard.ops.tile import torch as passes
 from regard.patterns import Causal, Pattern
 
 D = Dims(32, 4)
@@ -228,10 +227,9 @@ def largest(spec, n, causal):
         *("linear", "efficient", "rfa(features=32)", "performer(features=32)"),
     ],
 )
-def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch, set_limits):
+def test_nothing_quadratic_is_ever_held(spec, causal, set_limits):
     """Neither in the forward nor in the backward pass, not even a mask."""
-    set_limits(softmax_strip=1 << 16)
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
+    set_limits(softmax_strip=1 << 16, tile_scores=1 << 16)
     n = 2048 if spec.startswith(("relu", "additive")) else 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
     assert largest(spec, n, causal) < n**2 / 8

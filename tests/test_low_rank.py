@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as exact
 
 import regard.mixers.low_rank as low_rank
-from conftest import DEVICE, close, data, some
+from conftest import DEVICE, close, data, small_budget, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.mixers.base import pool_tokens
 from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie_linformer
-from regard.ops.tile import torch as passes
 from test_limits import Largest, check_same, qkv
 
 BOTH = pytest.mark.parametrize("causal", [False, True])
@@ -502,16 +501,14 @@ def largest(spec, n, causal):
     ],
 )
 def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
+    small_budget(monkeypatch, tile_scores=1 << 16)
     n = 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal)
     assert largest(spec, n, causal) < n**2 / 8
 
 
-def test_a_long_chunk_behind_a_memory_is_seen_in_strips(monkeypatch, set_limits):
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
-    set_limits(strip=1 << 16)
-    monkeypatch.setattr(passes, "DEVICE_SCORES", 1 << 16)
+def test_a_long_chunk_behind_a_memory_is_seen_in_strips(set_limits):
+    set_limits(tile_scores=1 << 16, strip=1 << 16)
     mechanism = core("compressed(rate=4)", Dims(16, 2, causal=True)).to(DEVICE)
     q, k, v = (torch.randn(1, 2, 2048, 8, device=DEVICE, requires_grad=True) for _ in range(3))
     places = Places.of(k[:, 0])

@@ -28,7 +28,7 @@ def exporting() -> bool:
 
 def needs_plain_ops() -> bool:
     """Return whether plain operations must be used, which every transform and every exporter can trace."""
-    return transformed() or exporting()
+    return transformed() or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
 
 
 def needs_lengths(name: str, valid: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.kv_cache import KVCache
-from regard.mixers.pattern_attention import FEW_QUERIES, expand_heads
+from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.mixers.sparse import Sparse
 from regard.ops.budget import budget
@@ -103,7 +103,7 @@ class GAT(Sparse):
         drop = self.drop
         if self.reach.bends and (log.start != 0 or places.start != 0):
             raise ValueError(f"{share.text} is drawn for one length: it cannot continue from a memory")
-        known = places.start is not None and log.start is not None and (places.start == 0 or n > FEW_QUERIES)
+        known = places.start is not None and log.start is not None and (places.start == 0 or n > budget(q.device).few_queries)
         if known and log.plain and places.valid is None:  # the pairs of one row serve all
             assert places.start is not None and log.start is not None
             span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)

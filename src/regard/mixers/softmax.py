@@ -53,13 +53,13 @@ class Softmax(CachedCore):
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         if self.positions is not None:  # scores that the fused kernel cannot take
-            return PatternAttention(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
+            return PatternAttention(self.reach, self.scale, causal, drop, self.positions, self.dims.backend)(log, q, places)[0]
         if not causal or q.shape[2] == 1:  # the newest token sees all
             seen, own = log.places, places is log.places  # own: queries are padding where keys are
             mask = seen.sdpa_mask(q.dtype)
             return sdpa(q, log.keys, log.values, scale=self.scale, valid=mask, dropout=drop, keep_empty=own)
         if log.size > q.shape[2]:  # a chunk behind a memory
-            return PatternAttention(self.reach, self.scale, True, drop)(log, q, places)[0]
+            return PatternAttention(self.reach, self.scale, True, drop, None, self.dims.backend)(log, q, places)[0]
         k, v, _ = compact_keys(log.keys, log.values, log.places)
         q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = sdpa(q, k, v, scale=self.scale, causal=True, dropout=drop)

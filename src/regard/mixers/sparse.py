@@ -71,7 +71,7 @@ class Sparse(CachedCore):
         return self.pattern.alive(j, t)
 
     def look(self, causal: bool) -> PatternAttention:
-        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions)
+        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self.look(causal)(log, q, places)[0]

@@ -11,7 +11,7 @@ from torch.nn.functional import dropout, pad, relu
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.kv_cache import KVCache
-from regard.mixers.pattern_attention import FEW_QUERIES, PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries, expand_heads
 from regard.mixers.softmax import Softmax
 from regard.ops.budget import budget
 from regard.ops.strip import in_strips
@@ -113,8 +113,8 @@ class Synthesizer(Softmax):
         if self.form in ("random", "dense_factorised"):
             return self._strips(log, q, places, causal).to(log.v.dtype)
         log, made = self._as_dots(log, q, places)
-        if q.shape[2] <= FEW_QUERIES:  # the fused kernel would first make values as wide as these keys
-            return PatternAttention(self.reach, 1.0, causal, self.drop)(log, made, places)[0]
+        if q.shape[2] <= budget(q.device).few_queries:  # the fused kernel would first make values as wide as these keys
+            return PatternAttention(self.reach, 1.0, causal, self.drop, None, self.dims.backend)(log, made, places)[0]
         return super().answer(log, made, places, causal)
 
     def _check_length(self, log: KVCache) -> None:

@@ -79,7 +79,8 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
         return every[name]
     for backend in every.values():
         if backend.refuses(*call) is None:
-            _log(operation, backend.name)
+            if "REGARD_LOG" in os.environ:
+                _log(operation, backend.name)
             return backend
     reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
     raise ValueError(f"no backend can compute this {operation} attention: {reasons}")

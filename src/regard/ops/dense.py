@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.buffers import accumulator
+from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE
 from regard.transforms import differentiable_grads, transformed
 
@@ -122,12 +122,14 @@ def few_queries_attention(
     term: ScoreBias | None = None,
     apart: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m).
+    """Compute out and log-sum-exp (b h n) of few queries (b h n d) against all keys (b g m d); seen broadcasts to (b h n m).
 
+    Query heads that share a key head are further rows of one product: no key is repeated.
     With a term: of pairs that stand `apart` (b 1 n m); its columns come behind those of out.
     """
-    acc = accumulator(q.dtype)
-    s = (q.to(acc) * scale) @ k.to(acc).mT
+    acc, (b, h, n, _), g = accumulator(q.dtype), q.shape, k.shape[1]
+    s = (q.to(acc) * scale).reshape(b, g, h // g * n, -1) @ k.to(acc).mT
+    s = s.reshape(b, h, n, -1)
     if term is not None and apart is not None:
         s = term.add(s, apart)
     s = s.masked_fill(~seen, MASKED_SCORE)
@@ -135,7 +137,7 @@ def few_queries_attention(
     weights = (s - lse[..., None]).exp()
     weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     lost = lse < MASKED_SCORE / 2
-    out = weights @ v.to(acc)
+    out = (weights.reshape(b, g, h // g * n, -1) @ v.to(acc)).reshape(b, h, n, -1)
     if term is not None and term.mass and apart is not None:
         out = torch.cat([out, term.masses(weights, apart)], -1)
     out = out.masked_fill(lost[..., None], 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import dropout as dropped
 from torch.utils.flop_counter import register_flop_formula
 
-from regard.cache import outlives_tracing
+from regard.cache import outlives_tracing, register_cache
 from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.patterns import Pattern
@@ -90,6 +90,9 @@ def _pairs_of(pairs: Tensor | None, text: str, span: list[int], causal: bool, de
 @outlives_tracing
 def _parsed_pattern(text: str) -> Pattern:
     return Pattern.parse(text)
+
+
+register_cache(_parsed_pattern.cache_clear)
 
 
 @torch.library.custom_op("regard::walk", mutates_args=())
