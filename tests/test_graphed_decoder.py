@@ -303,7 +303,7 @@ def test_static_caches_are_written_in_place_and_refuse_padding():
         assert torch.equal(own.at[:, here], log.places.at)
         assert own.valid.sum() == 6 and own.valid[:, here].all() and own.size == 4
         with pytest.raises(ValueError, match="one real token"):
-            own.append(k, v, places._replace(valid=torch.ones(2, 1, dtype=torch.bool)))
+            own.append(k, v, Places(places.at, torch.ones(2, 1, dtype=torch.bool)))
 
 
 def test_rooms_are_doubled_until_an_eighth_is_free():

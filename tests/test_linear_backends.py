@@ -135,6 +135,10 @@ def tokens(made: Core, n: int) -> list[Tensor]:
     return [torch.randn(B, *size, dtype=torch.float64, generator=g).to(DEVICE).requires_grad_() for size in sizes]
 
 
+def _unknown_start(places):
+    return Places(places.at, places.valid)
+
+
 def scanned(spec: str, backend: str, cuts: list[int], begun: bool, padded: bool) -> list[Tensor]:
     """Outputs, the last state and all gradients of a causal pass in these cuts."""
     made, n = build(spec, backend, causal=True), sum(cuts)
@@ -144,7 +148,7 @@ def scanned(spec: str, backend: str, cuts: list[int], begun: bool, padded: bool)
     if begun:
         memory = made.push(memory, k[:, :, :5], v[:, :, :5], places.part(0, 5))
     else:
-        q, k, v, places, low = q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], places.part(5, n + 5)._replace(start=None), 0
+        q, k, v, places, low = q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], _unknown_start(places.part(5, n + 5)), 0
     for size in cuts:
         part = slice(low, low + size)
         out, memory = made.scan(memory, q[:, :, part], k[:, :, part], v[:, :, part], places.part(low, low + size))
