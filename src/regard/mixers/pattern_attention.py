@@ -37,12 +37,13 @@ class PatternAttention(NamedTuple):
             return self._nothing(log, q)
         if self.patterns.bends:
             return self._by_length(log, q, places)
-        few = q.shape[2] <= budget(q.device).few_queries
         known = places.start is not None and log.start is not None
-        if known and (not few or needs_plain_ops()):  # in plain operations the number of queries may be any
+        if known and needs_plain_ops():  # where a comparison would fix the number of queries in an exported program
             return self._tiles(log, q, places)
-        if few:
+        if q.shape[2] <= budget(q.device).few_queries:
             return self._small(log, q, places)
+        if known:
+            return self._tiles(log, q, places)
         if places.start is None:
             return self._by_row(log, q, places)
         return self._beside_memory(log, q, places)

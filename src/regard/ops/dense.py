@@ -127,9 +127,9 @@ def few_queries_attention(
     Query heads that share a key head are further rows of one product: no key is repeated.
     With a term: of pairs that stand `apart` (b 1 n m); its columns come behind those of out.
     """
-    acc, (b, h, n, _), g = accumulator(q.dtype), q.shape, k.shape[1]
-    s = (q.to(acc) * scale).reshape(b, g, h // g * n, -1) @ k.to(acc).mT
-    s = s.reshape(b, h, n, -1)
+    acc, (b, h, n, d), (g, m) = accumulator(q.dtype), q.shape, k.shape[1:3]
+    s = (q.to(acc) * scale).reshape(b, g, h // g * n, d) @ k.to(acc).mT
+    s = s.reshape(b, h, n, m)
     if term is not None and apart is not None:
         s = term.add(s, apart)
     s = s.masked_fill(~seen, MASKED_SCORE)
@@ -137,7 +137,8 @@ def few_queries_attention(
     weights = (s - lse[..., None]).exp()
     weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     lost = lse < MASKED_SCORE / 2
-    out = (weights.reshape(b, g, h // g * n, -1) @ v.to(acc)).reshape(b, h, n, -1)
+    out = weights.reshape(b, g, h // g * n, m) @ v.to(acc)
+    out = out.reshape(b, h, n, v.shape[-1])
     if term is not None and term.mass and apart is not None:
         out = torch.cat([out, term.masses(weights, apart)], -1)
     out = out.masked_fill(lost[..., None], 0)
