@@ -94,7 +94,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "padding counts in the normaliser of a kernel": (
         R + "mixers/linear_attention.py",
         "memory.z + keys.sum(2))",
-        "memory.z + positive(k).sum(2))",
+        "memory.z + elu_plus_one(k).sum(2))",
     ),
     "relu counts padding among the visible keys": (
         R + "mixers/softmax.py",

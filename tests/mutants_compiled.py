@@ -5,6 +5,44 @@ from __future__ import annotations
 R = "src/regard/"
 
 COMPILED: dict[str, tuple[str, str, str, str]] = {
+    "a named backend is passed over": (R + "ops/backend.py", "    if name != AUTO:\n", "    if False:\n", "linear_backends"),
+    "a backend that refuses computes all the same": (
+        R + "ops/backend.py",
+        "        if why := every[name].refuses(*call):\n",
+        "        if why := None:\n",
+        "linear_backends",
+    ),
+    "auto takes a backend that refuses": (
+        R + "ops/backend.py",
+        "        if backend.refuses(*call) is None:\n",
+        "        if True:\n",
+        "linear_backends",
+    ),
+    "a mechanism with one implementation takes any backend": (
+        R + "ops/backend.py",
+        '    if not operations and backend != "torch":\n',
+        "    if False:\n",
+        "linear_backends",
+    ),
+    "a layer drops the backend it is built with": (
+        R + "mixers/gated.py",
+        "        out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay, backend=self.dims.backend)\n",
+        "        out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay)\n",
+        "linear_backends",
+    ),
+    "the norm of the reference backend does not decay": (
+        R + "ops/linear/reference.py",
+        "norm_state if keep is None else keep * norm_state",
+        "norm_state",
+        "linear_backends",
+    ),
+    "a strip ends where it begins": (R + "ops/strip.py", "range(size, n + size, size)", "range(0, n, size)", "strip"),
+    "a strip is kept for the backward pass": (
+        R + "ops/strip.py",
+        "    again = torch.is_grad_enabled() and _any_grad(tensors) and not transformed()\n",
+        "    again = False\n",
+        "strip",
+    ),
     "a compiler is made to look at padding": (R + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
     "a graph for every length of a kernel": (
         R + "ops/linear/torch.py",

@@ -135,20 +135,15 @@ def tokens(made: Core, n: int) -> list[Tensor]:
     return [torch.randn(B, *size, dtype=torch.float64, generator=g).to(DEVICE).requires_grad_() for size in sizes]
 
 
-def _unknown_start(places):
-    return Places(places.at, places.valid)
-
-
 def scanned(spec: str, backend: str, cuts: list[int], begun: bool, padded: bool) -> list[Tensor]:
     """Outputs, the last state and all gradients of a causal pass in these cuts."""
     made, n = build(spec, backend, causal=True), sum(cuts)
-    q, k, v = tokens(made, n + 5)
-    places = Places.of(k[:, 0], some(B, n + 5) if padded else None)
-    memory, low, outs = made.empty(k, v), 5, []
+    low = 5 if begun else 0
+    q, k, v = tokens(made, n + low)
+    places = Places.of(k[:, 0], some(B, n + low) if padded else None)
+    memory, outs = made.empty(k, v), []
     if begun:
-        memory = made.push(memory, k[:, :, :5], v[:, :, :5], places.part(0, 5))
-    else:
-        q, k, v, places, low = q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], _unknown_start(places.part(5, n + 5)), 0
+        memory = made.push(memory, k[:, :, :low], v[:, :, :low], places.part(0, low))
     for size in cuts:
         part = slice(low, low + size)
         out, memory = made.scan(memory, q[:, :, part], k[:, :, part], v[:, :, part], places.part(low, low + size))
