@@ -2,7 +2,7 @@
 # make lint      ruff and mypy
 # make test-gpu  the laws on a CUDA device, with the python that has torch there
 # make bench     the growth, stream, peer and recall results, and the tables in the docs
-# make tables    what is generated in the docs: tables and the gallery
+# make tables    what is generated: tables and the gallery of the docs, and the table of `regard list`
 # make mutants   breaks the library on purpose, one defect at a time: do the laws notice?
 
 VENV ?= .venv
@@ -41,6 +41,7 @@ bench: $(VENV)/ready
 
 tables: $(VENV)/ready
 	$(PY) docs/make_tables.py
+	$(PY) docs/make_list.py
 	$(PY) docs/make_gallery.py
 
 mutants: $(VENV)/ready

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from regard.cli.infer import trained
 from regard.cli.settings import device as named_device
 from regard.decoding import NatDecoder, StaticDecoder, why_not_static
 from regard.decoding.nat_decoding import generate_nat
-from regard.tasks.support import spoken_by
+from regard.tasks.decoder_options import Length, Masked
+from regard.tasks.support import generate_answers
 from regard.tasks.translation import TranslationTask
 
 BEAMS, ROUNDS = (1, 5), (1, 4)  # of a decoder that goes from word to word; of a masked one
@@ -71,7 +73,9 @@ def loaded(folder: Path, device: str, split: str, data: Path | None) -> Run:
 
 def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: list[int]) -> list[int]:
     source = torch.tensor([row], device=device)
-    return spoken_by(speaker, speaker.start(source), source, config=config, most=config.most, beams=beams, early=True)[0]
+    return generate_answers(
+        speaker, speaker.start(source), source, config=config, most=config.max_new_tokens, beams=beams, early=True
+    )[0]
 
 
 def at_once(model: Any, device: torch.device, asked: dict[str, int], row: list[int]) -> list[int]:
@@ -83,22 +87,24 @@ def ready_at_once(fast: NatDecoder, asked: dict[str, int], row: list[int]) -> li
 
 
 def ways(run: Run, device: torch.device) -> list[Way]:
-    config, model = run.task.config, run.model
+    config, model, decoder = run.task.config, run.model, run.task.decoder
     found = []
-    if config.decoder == "autoregressive":
+    if decoder.autoregressive:
         for beams in BEAMS:
             asked = {"beam": beams}
             found.append(Way(run, "model", asked, partial(by_words, model, config, device, beams)))
             if (
                 why_not_static(model) is None
             ):  # one for each, so that neither takes the other's room, which is no larger than it must be
-                fast = StaticDecoder(model, room=min(config.most, config.max_len) + 1)
+                fast = StaticDecoder(model, room=min(config.max_new_tokens, config.max_len) + 1)
                 found.append(Way(run, "ready", asked, partial(by_words, fast, config, device, beams)))
         return found
     parallel = NatDecoder(model)
-    own = {"masked": {"lengths": config.lengths}, "length": {"lengths": config.lengths}}.get(config.decoder, {})
-    many = [{**own, "iterations": rounds} for rounds in sorted({*ROUNDS, config.iterations})]
-    for asked in many if config.decoder == "masked" else [own]:
+    own = {"lengths": decoder.lengths} if isinstance(decoder, Masked | Length) else {}
+    many = [own]
+    if isinstance(decoder, Masked):
+        many = [{**own, "iterations": rounds} for rounds in sorted({*ROUNDS, decoder.iterations})]
+    for asked in many:
         found.append(Way(run, "model", asked, partial(at_once, model, device, asked)))
         found.append(Way(run, "ready", asked, partial(ready_at_once, parallel, asked)))
     return found
@@ -106,12 +112,15 @@ def ways(run: Run, device: torch.device) -> list[Way]:
 
 def scored(run: Run, asked: dict[str, int], split: str) -> dict[str, float]:
     """Of the whole split, in batches, by the task's own measure."""
-    before = run.task.config
-    run.task.config = before.replace(asked)
+    before = run.task.config, run.task.decoder
+    if run.task.decoder.autoregressive:
+        run.task.config = run.task.config.replace(asked)
+    else:
+        run.task.decoder = replace(run.task.decoder, **asked)
     try:
         return run.task.score(run.model, split)
     finally:
-        run.task.config = before
+        run.task.config, run.task.decoder = before
 
 
 def clocked(every: list[Way], chosen: list[int], device: torch.device, progress: Progress) -> tuple[list, list]:
@@ -133,7 +142,7 @@ def clocked(every: list[Way], chosen: list[int], device: torch.device, progress:
 
 def table(every: list[Way], scores: list[dict[str, float]], said: list, times: list) -> list[dict[str, Any]]:
     means = [statistics.mean(own) for own in times]
-    base = next(way.run for way in every if way.run.task.config.decoder == "autoregressive")
+    base = next(way.run for way in every if way.run.task.decoder.autoregressive)
     bases = {way.text: mean for way, mean in zip(every, means, strict=True) if way.run is base}
     rows = []
     for way, score, answers, own, mean in zip(every, scores, said, times, means, strict=True):
@@ -141,7 +150,7 @@ def table(every: list[Way], scores: list[dict[str, float]], said: list, times: l
         rows.append(
             {
                 "name": way.run.name,
-                "decoder": way.run.task.config.decoder,
+                "decoder": way.run.task.decoder.name,
                 "way": way.text,
                 "beams": way.asked.get("beam"),
                 "lengths": way.asked.get("lengths"),
@@ -192,7 +201,7 @@ def main() -> None:
         runs = [loaded(folder, kind, args.split, args.data) for folder in args.runs]
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None
-    if all(run.task.config.decoder != "autoregressive" for run in runs):
+    if not any(run.task.decoder.autoregressive for run in runs):
         raise SystemExit("none of these runs goes from word to word: give one with decoder=autoregressive to compare with")
     measure(args, runs, torch.device(kind))
 

@@ -212,7 +212,7 @@ def wikisql(task: CopyTask) -> list[Row]:
 
 def ready(name: str) -> Any:
     """A task with its settings as they are, and its data."""
-    task = tasks.task(tasks.config(name))
+    task = tasks.make_task(tasks.config(name))
     task.read()
     return task
 

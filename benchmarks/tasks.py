@@ -23,7 +23,7 @@ from common import RESULTS, Progress, save
 MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
 SEEDS = (1, 2, 3)
 STEADY = ("translate", "mixers", "language", "copy", "parallel")  # groups whose passes are alike
-DECODINGS = (["beam=1"], ["beam=5", "penalty=0.0"], ["beam=5", "penalty=1.0"], ["beam=5", "penalty=2.0"], ["beam=10"])
+DECODINGS = (["beam=1"], *(["beam=5", f"length_penalty={power}"] for power in (0.0, 1.0, 2.0)), ["beam=10"])
 
 
 @dataclass
@@ -40,14 +40,14 @@ class Row:
 
 
 MIXERS = ("softmax", "Local(8)", "Local(4) | Global(first=1)", "conv", "linear", "synthesizer", "performer", "gla")
-PLAIN = ["mode=teacher", "dropout=0.4", "batch_tokens=12288", "lr=2e-3"]  # what suits teacher forcing best
+PLAIN = ["mode=teacher_forcing", "dropout=0.4", "batch_tokens=12288", "lr=2e-3"]  # what suits teacher forcing best
 FEW = [*PLAIN, "steps=1000", "validate_every=500"]  # for all mixers alike
 
 
 def rows() -> list[Row]:
     many: list[Row] = []
     plain = [*PLAIN, "steps=3000", "validate_every=750"]
-    for name, sets in (("agree", []), ("softmax", plain)):
+    for name, sets in (("rdrop", []), ("softmax", plain)):
         for seed in SEEDS:
             scored = ([], *DECODINGS) if seed == 1 else ([],)
             many.append(Row(f"multi30k {name} {seed}", "translate", "multi30k", [f"seed={seed}", *sets], scored=scored))
@@ -58,16 +58,16 @@ def rows() -> list[Row]:
     many += [Row("shakespeare", "language", "shakespeare", ["precision=bf16-mixed"], split="val")]
     for task in ("acl_titles", "wikisql"):
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
-    teacher = "multi30k agree 1"
-    ctc, taught = ["decoder=ctc", "upsample=2", "agree=3"], ["begin_from={after}", "teacher={after}.taught"]
+    teacher = "multi30k rdrop 1"
+    ctc, taught = ["decoder=ctc(upsample=2)", "mode=rdrop(alpha=3)"], ["init_from={after}", "distilled={after}.taught"]
     short = ["batch_tokens=4096", "steps=4000", "lr=1e-3", "validate_every=2000"]
     many += [
         Row("multi30k ctc", "parallel", "multi30k", [*ctc, *short, *taught], teacher),
         Row("multi30k ctc, not taught", "parallel", "multi30k", ctc),
-        Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "mode=teacher", *short, *taught], teacher),
+        Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "mode=teacher_forcing", *short, *taught], teacher),
     ]
-    then = ["begin_from={after}", "steps=300", "lr=1e-4", "warmup=30", "batch_tokens=2048", "validate_every=300", "average=1"]
-    for mode in ("teacher", "two_pass", "parallel", "self_critical", "minimum_risk"):
+    then = ["init_from={after}", "steps=300", "lr=1e-4", "warmup=30", "batch_tokens=2048", "validate_every=300", "average=1"]
+    for mode in ("teacher_forcing", "two_pass", "parallel", "self_critical", "minimum_risk"):
         many.append(Row(f"multi30k then {mode}", "modes", "multi30k", [*then, "save_every=300", f"mode={mode}"], teacher))
     return many
 

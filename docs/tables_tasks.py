@@ -191,7 +191,7 @@ def decodings(made: Made) -> str:
             *([_beams(row) for row in plain] or [measure("translate")]),
             "Averaged weights against the best single ones, on validation (texts are said greedily there); the better were kept:",
             _averages(averaged) if averaged else measure("translate", "tag", "copy"),
-            "Trained further, from a finished run; `teacher` is the control, which hears nothing but the truth:",
+            "Trained further, from a finished run; `teacher_forcing` is the control, which is fed nothing but true tokens:",
             _modes(modes, made["rows"]) if modes else measure("translate", "modes"),
         ]
     )
@@ -200,12 +200,12 @@ def decodings(made: Made) -> str:
 def _beams(row: Row) -> str:
     """All ways in which one model was asked."""
     ways = [x for x in row["scores"] if x["split"] == "test"]
-    ways.sort(key=lambda x: (x["settings"]["beam"], x["settings"]["penalty"]))
+    ways.sort(key=lambda x: (x["settings"]["beam"], x["settings"]["length_penalty"]))
     greedy = next((x["scores"]["bleu"] for x in ways if x["settings"]["beam"] == 1), None)
     body = [
         [
             beam if (beam := x["settings"]["beam"]) > 1 else "1, greedy",
-            x["settings"]["penalty"] if beam > 1 else "",
+            x["settings"]["length_penalty"] if beam > 1 else "",
             f"{x['scores']['bleu']:.2f}",
             more(x["scores"]["bleu"], greedy) if beam > 1 else "",
             f"{x['scores']['exact']:.2f}",
@@ -233,8 +233,8 @@ def _modes(rows: list[Row], known: list[Row]) -> str:
         before = (bleu(began), watched(began)) if began else (None, None)
         body.append(
             [
-                code(row["settings"]["mode"]),
-                began["name"] if began else Path(row["settings"]["begin_from"]).name,
+                code(row["settings"]["mode"].partition("(")[0]),
+                began["name"] if began else Path(row["settings"]["init_from"]).name,
                 f"{bleu(row):.2f}",
                 more(bleu(row), before[0]),
                 mean([watched(row)]),
@@ -248,7 +248,7 @@ def _modes(rows: list[Row], known: list[Row]) -> str:
     return table(head, body)
 
 
-def _before(row: Row, known: list[Row], what: str = "begin_from") -> Row | None:
+def _before(row: Row, known: list[Row], what: str = "init_from") -> Row | None:
     """The run it began from, or was taught by: its folder is called as the row is, without signs."""
     folder = Path(row["settings"][what]).name.removesuffix(".taught")
     return next((x for x in known if folder == "".join(c if c.isalnum() or c in "._-" else "-" for c in x["name"])), None)
@@ -257,7 +257,7 @@ def _before(row: Row, known: list[Row], what: str = "begin_from") -> Row | None:
 def parallel(made: Made, speeds: Made) -> str:
     """All at once against word by word: how good, then how fast."""
     rows = of(made, "parallel")
-    taught = (_before(row, made["rows"], "teacher") for row in rows)
+    taught = (_before(row, made["rows"], "distilled") for row in rows)
     slow = next((row for row in taught if row is not None), None) or next(iter(_plain(of(made, "translate"))), None)
     parts = [_at_once(rows, slow) if rows else measure("translate", "parallel")]
     parts.append(_speeds(speeds) if speeds["rows"] else not_yet("at_once.py --runs RUN ... --device cuda"))
@@ -274,8 +274,8 @@ def _at_once(rows: list[Row], slow: Row | None) -> str:
     ways += [(row, answered(row)) for row in rows]
     body = []
     for place, (row, x) in enumerate(ways):
-        how = ", ".join(f"{name}={value}" for name, value in x["settings"].items() if name in ("beam", "iterations", "lengths"))
-        taught = "a teacher's answers" if row["settings"]["teacher"] else "people's answers"
+        how = ", ".join(f"{name}={value}" for name, value in x["settings"].items() if name in ("beam", "decoder"))
+        taught = "distilled targets" if row["settings"]["distilled"] else "the data"
         score = x["scores"]["bleu"]
         cells = [taught, how or "one pass", f"{score:.2f}", more(score, first) if place else "", millions(row)]
         body.append([code(row["settings"]["decoder"]), *cells])

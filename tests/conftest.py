@@ -3,6 +3,7 @@
 import os
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
+from regard.ops.budget import DEFAULT, DEVICES
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
@@ -25,6 +27,18 @@ settings.load_profile("regard")
 def _same_dice():
     torch.manual_seed(0)
     random.seed(0)
+
+
+def small_budget(monkeypatch, **changes):
+    """Change tuning constants of every device for one test: see `regard.ops.budget`."""
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setitem(DEVICES, kind, replace(DEVICES.get(kind, DEFAULT), **changes))
+
+
+@pytest.fixture
+def set_limits(monkeypatch):
+    """Change tuning constants for one test: set_limits(strip=1 << 10)."""
+    return partial(small_budget, monkeypatch)
 
 
 class Case:

@@ -1,6 +1,6 @@
 """Do the laws bite? Break the library in one place at a time, the way real libraries have been broken, and see who notices.
 
-make mutants                      all of them (about an hour and a half on two cores); exits 1 if one survives
+make mutants                      all of them, into results/mutants.json; exits 1 if one survives
 python tests/mutants.py WORD      those whose name contains the word
 
 Those of mixers and kernels stand here and face the laws; those of the other files name their tests.
@@ -8,14 +8,14 @@ Those of mixers and kernels stand here and face the laws; those of the other fil
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from mutants_compiled import COMPILED
@@ -23,9 +23,11 @@ from mutants_models import MODELS
 from mutants_training import TRAINING
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "results" / "mutants.json"
 SUITE = (
-    "laws limits patterns precision kernel gated random_features errors positions blocks reversible cluster cluster_statistics "
-    "low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states wrong_calls"
+    "laws limits patterns backends precision kernel gated random_features errors positions blocks reversible cluster "
+    "cluster_statistics low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states "
+    "wrong_calls"
 )
 R = "src/regard/"
 
@@ -33,26 +35,26 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # masks accepted and ignored
     "softmax drops the padding mask": (
         R + "mixers/softmax.py",
-        "valid=log.places.valid, dropout=drop",
+        "valid=mask, dropout=drop",
         "valid=None, dropout=drop",
     ),
-    "tiles drop the padding mask": (R + "ops/tile/torch.py", "        if gaps is not None:\n", "        if False:\n"),
+    "tiles drop the padding mask": (R + "ops/tile/torch.py", "        if x.gaps is not None:\n", "        if False:\n"),
     "a decoding step drops the padding mask": (
         R + "mixers/pattern_attention.py",
-        "        if log.places.valid is not None:\n",
+        "        if there.valid is not None:\n",
         "        if False:\n",
     ),
     "a layer trusts what padding holds": (R + "mixers/attention.py", "x = mask_padding(x, real)", "x = x"),
     "a context is trusted at its padding": (
         R + "mixers/attention.py",
-        "context = None if context is None else mask_padding(context, valid)",
-        "context = context",
+        "            context = mask_padding(context, valid)\n",
+        "",
     ),
     "a prompt is trusted at its padding": (R + "mixers/attention.py", "        x = mask_padding(x, valid)\n", ""),
     "a stack trusts what padding holds": (
         R + "blocks/stack.py",
-        "        return mask_padding(x, valid)\n",
-        "        return x\n",
+        "        return mask_padding(x, valid), Places.of(x, valid, t, start)\n",
+        "        return x, Places.of(x, valid, t, start)\n",
     ),
     "a state of another batch is taken": (R + "mixers/state.py", "    if held != given:\n", "    if False:\n"),
     "a state of another layer is taken": (R + "mixers/base.py", "state.maker.layer != own.layer", "False"),
@@ -80,13 +82,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "the last graph layer adds its heads": (R + "mixers/graph_layer.py", "else y.mean(1)", "else y.sum(1)"),
     "padding takes a position": (
-        R + "mixers/base.py",
+        R + "mixers/places.py",
         "    return count.cumsum(1) - count\n",
         "    return count.cumsum(1) * 0 + torch.arange(count.shape[1], device=count.device)\n",
     ),
     "outputs at padding are not silenced": (
         R + "mixers/attention.py",
-        "return y if valid is None else y.masked_fill(~valid[..., None], 0)",
+        "return mask_padding(y, pooled_valid(real, self.rate))",
         "return y",
     ),
     "padding counts in the normaliser of a kernel": (
@@ -115,10 +117,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
     "a running maximum looks ahead": (
         R + "mixers/exp_features.py",
-        "        top = chunks.cumulative_max(tops, memory.top)\n",
+        "        top = cumulative_max(tops, memory.top)\n",
         "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
     ),
-    "claims are not checked": (R + "mixers/base.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
+    "claims are not checked": (R + "mixers/dims.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
     # windows that mean something else
     "Local is off by one": (
         R + "patterns/relative.py",
@@ -179,7 +181,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            max((x for x in two if x is not None), default=None)",
     ),
     # sparse that is dense, or counts twice
-    "a pair in two parts counts twice": (R + "patterns/plan.py", "            found = found & ~other\n", "            pass\n"),
+    "a pair in two parts counts twice": (
+        R + "patterns/condition.py",
+        "            found = found & ~_all_hold(atoms, i, j)\n",
+        "            pass\n",
+    ),
     "tiles cover every key": (
         R + "patterns/lowering.py",
         "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n",
@@ -199,8 +205,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # backward passes
     "the gradient of keys skips the last block of a window": (
         R + "ops/tile/torch.py",
-        "for x in range(run.slides, run.slides + p):",
-        "for x in range(run.slides, run.slides + max(1, p - 1)):",
+        "for x in range(batch.slides, batch.slides + p):",
+        "for x in range(batch.slides, batch.slides + max(1, p - 1)):",
     ),
     "the softmax backward forgets its row term": (
         R + "ops/tile/torch.py",
@@ -209,24 +215,49 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "dropout differs between forward and backward": (
         R + "ops/tile/torch.py",
-        "manual_seed(seed % 2**63)",
-        "manual_seed(torch.seed() % 2**63)",
+        "kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)",
+        "kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys[::-1])",
     ),
-    "all heads drop the same pairs": (R + "ops/tile/attention.py", "(seed + number * 1_000_000_000_039) % 2**62", "seed"),
+    "all heads drop the same pairs": (R + "ops/dropout_hash.py", "return every[:, chosen]", "return every[:, chosen] * 0"),
     "dropout is not rescaled": (
         R + "ops/tile/torch.py",
-        "return kept.to(like.dtype).div_(1 - dropout)",
-        "return kept.to(like.dtype)",
+        "            out = out * (1 / (1 - self.call.dropout))\n",
+        "            pass\n",
     ),
     "a tile takes the whole row for its own": (
         R + "ops/tile/torch.py",
         "            share = (here - own[..., 1]).exp()[..., None]\n",
         "            share = torch.ones_like(here)[..., None]\n",
     ),
-    "the backward pass throws its dice in other batches": (
+    "dropout counts positions inside a tile": (
         R + "ops/tile/torch.py",
-        "most = self.most if self.dropout else self.most // 2",
-        "most = self.most // 2",
+        "seed, (i, j) = self.call.seed, part.positions(self.device)",
+        "seed, (i, j) = self.call.seed, [x * 0 + torch.arange(x.shape[1]) for x in part.positions(self.device)]",
+    ),
+    "query heads of a group get the keys of other groups": (
+        R + "ops/tile/head_pieces.py",
+        "by_key.setdefault(head // share, [])",
+        "by_key.setdefault(head % (len(heads) // share or 1), [])",
+    ),
+    "a key head in two pieces gets the gradient of one": (
+        R + "ops/tile/torch.py",
+        "total[:, heads] += grad",
+        "total[:, heads] = grad",
+    ),
+    "a tile without a mask is called full": (
+        R + "patterns/tiles.py",
+        ".unflatten(-1, (p, self.keys.size)).all(-1).all(1)",
+        ".unflatten(-1, (p, self.keys.size)).any(-1).all(1)",
+    ),
+    "a kernel reads the wrong end of a band": (
+        R + "patterns/condition.py",
+        "(UNBOUNDED if back is None else back, UNBOUNDED if ahead is None else ahead, step)",
+        "(UNBOUNDED if ahead is None else ahead, UNBOUNDED if back is None else back, step)",
+    ),
+    "a request for a backend is ignored": (
+        R + "ops/tile/attention.py",
+        'chosen = choose_backend("tile", backend, call, plans)\n    return _',
+        'chosen = choose_backend("tile", AUTO, call, plans)\n    return _',
     ),
     # memories
     "a key is forgotten one step too early": (
@@ -241,19 +272,19 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "nothing is ever forgotten": (
         R + "mixers/attention.py",
-        "memory=self.core.forget(state.memory, state.t)",
-        "memory=state.memory",
+        "memory=self.core.forget(memory, state.t)",
+        "memory=memory",
     ),
     "an older state is overwritten": (R + "mixers/kv_cache.py", " or self.newest.used != self.size", ""),
     "positions start anew with every chunk": (
         R + "mixers/attention.py",
-        "Places.of(x, valid, state.t, state.start)\n        self.check_length(places)",
-        "Places.of(x, valid)\n        self.check_length(places)",
+        "self.extend_at(state, x, Places.of(x, valid, state.t, state.start))",
+        "self.extend_at(state, x, Places.of(x, valid))",
     ),
     "padded prompts all end at the longest": (
         R + "mixers/base.py",
-        "t=state.t + places.valid.sum(1), start=None",
-        "t=state.t + n, start=None",
+        "t=places.after(state.t), start=start",
+        "t=state.t + places.at.shape[1], start=start",
     ),
     "a state is never reordered": (
         R + "mixers/state.py",
@@ -268,7 +299,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a row that sees nothing takes the mean": (
         R + "ops/tile/torch.py",
-        "            out.masked_fill_(lost[..., None], 0)\n",
+        "            out.masked_fill_(empty[..., None], 0)\n",
         "            pass\n",
     ),
     "sums are kept in half precision": (
@@ -350,8 +381,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "landmarks count padding": (
         R + "mixers/landmarks.py",
-        "        x, count = real_first(x, valid)\n",
-        "        x, count = real_first(x, None)\n",
+        "        x, count = real_first(x, places)\n",
+        "        x, count = real_first(x, Places.of(x[:, 0]))\n",
     ),
     "padding enters the Fourier transform": (
         R + "mixers/attention_free.py",
@@ -366,17 +397,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # positions
     "relative positions look the other way": (
         R + "ops/score_bias.py",
-        "    return apart.clamp(-clip, clip) + clip\n",
-        "    return (-apart).clamp(-clip, clip) + clip\n",
+        "    return distance.clamp(-clip, clip) + clip\n",
+        "    return (-distance).clamp(-clip, clip) + clip\n",
     ),
     "tiles forget the gradient of relative keys": (
         R + "ops/tile/torch.py",
-        "                run.put(dm, self.term.sums(self._tiled(d), apart))\n",
+        "                d_bias[:, :, batch.at] = self.bias.sums(self._by_tile(d), distance).transpose(1, 2)\n",
         "                pass\n",
     ),
     "distance is free": (
         R + "ops/score_bias.py",
-        "            s.addcmul_(self.slopes, apart.abs().to(self.acc), value=-1)\n",
+        "            s.addcmul_(self.slopes, distance.abs().to(self.acc), value=-1)\n",
         "            pass\n",
     ),
     "queries are turned by their place in the chunk": (
@@ -392,8 +423,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "cross attention of a block forgets which queries are padding": (
         R + "blocks/block.py",
-        "query_valid=valid",
-        "query_valid=None",
+        "self._before(self.cross_norm, tokens), places, **read)",
+        "self._before(self.cross_norm, tokens), Places.of(tokens), **read)",
     ),
 }
 
@@ -403,8 +434,8 @@ def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     return {**{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}, **MODELS, **TRAINING, **COMPILED}
 
 
-def killed_by(mutant: tuple[str, str, str, str]) -> str:
-    """The test that fails, or '' if none does."""
+def killed_by(name: str, mutant: tuple[str, str, str, str], known: str) -> str:
+    """The test that fails, or '' if none does; the one that failed last time is tried first."""
     path, old, new, tests = mutant
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -416,34 +447,55 @@ def killed_by(mutant: tuple[str, str, str, str]) -> str:
         if old not in text:
             raise SystemExit(f"{path} does not hold\n{old}")
         (copy / path).write_text(text.replace(old, new))
-        workers = "2" if tests == SUITE else "0"  # a few files are done before a second process has begun
-        options = ["-x", "-n", workers, "-p", "no:cacheprovider", "-p", "no:benchmark"]
-        command = [sys.executable, "-m", "pytest", *options, *(f"tests/test_{name}.py" for name in tests.split())]
-        env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if not failed and done.returncode not in (0, 1):
-        raise SystemExit(f"{path}, {new!r}: the tests did not run\n{done.stdout}\n{done.stderr}")
-    return failed[0].split("::")[-1].split(" - ")[0] if failed else ""
+        files = [f"tests/test_{file}.py" for file in tests.split()]
+        failed = first_failure(copy, [known]) if known else ""
+        return failed or first_failure(copy, files, name)
+
+
+def first_failure(copy: Path, tests: list[str], name: str = "") -> str:
+    """The first of these tests that fails in this copy of the repository. With a name: it is an error if they cannot run."""
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR tests"))]
+    if name and not failed and done.returncode not in (0, 1):
+        raise SystemExit(f"{name}: the tests did not run\n{done.stdout}\n{done.stderr}")
+    return failed[0].split(" ", 1)[1].split(" - ")[0] if failed and done.returncode == 1 else ""
 
 
 def main() -> int:
-    chosen = {name: mutant for name, mutant in all_of_them().items() if len(sys.argv) < 2 or sys.argv[1] in name}
-    start, survivors, jobs = time.perf_counter(), [], max(1, (os.cpu_count() or 2) // 2)
-    with ThreadPoolExecutor(jobs) as pool:
-        found = zip(chosen, pool.map(killed_by, chosen.values()), strict=True)
-        return report(found, len(chosen), start, survivors)
-
-
-def report(found: Iterable[tuple[str, str]], total: int, start: float, survivors: list[str]) -> int:
-    for number, (name, who) in enumerate(found, 1):
-        left = (time.perf_counter() - start) / number * (total - number) / 60
-        what = "caught  " if who else "SURVIVED"
-        sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {who}   ({left:.0f} min left)\n")
-        sys.stdout.flush()
-        survivors += [] if who else [name]
-    sys.stdout.write(f"{total - len(survivors)} of {total} caught\n")
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = {name: mutant for name, mutant in all_of_them().items() if word in name}
+    known = json.loads(RESULT.read_text())["caught_by"] if RESULT.exists() else {}
+    start, found = time.perf_counter(), {}
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        jobs = {pool.submit(killed_by, name, mutant, known.get(name, "")): name for name, mutant in chosen.items()}
+        for number, job in enumerate(as_completed(jobs), 1):
+            found[jobs[job]] = job.result()
+            report(number, jobs[job], job.result(), len(chosen), start)
+    survivors = sorted(name for name, test in found.items() if not test)
+    lines = [f"{len(chosen) - len(survivors)} of {len(chosen)} caught", *(f"survived: {name}" for name in survivors)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if not word:
+        keep(found, survivors, time.perf_counter() - start)
     return bool(survivors)
+
+
+def report(number: int, name: str, test: str, total: int, start: float) -> None:
+    left = (time.perf_counter() - start) / number * (total - number) / 60
+    what = "caught  " if test else "SURVIVED"
+    sys.stdout.write(f"[{number}/{total}] {what} {name:58s} {test}   ({left:.0f} min left)\n")
+    sys.stdout.flush()
+
+
+def keep(found: dict[str, str], survivors: list[str], seconds: float) -> None:
+    """Write which test caught which mutant: the next run begins with it."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    made = {"commit": head.stdout.strip(), "mutants": len(found), "survivors": survivors, "seconds": round(seconds)}
+    text = json.dumps({**made, "processes": os.cpu_count(), "caught_by": dict(sorted(found.items()))}, indent=1)
+    RESULT.with_suffix(".writing").write_text(text + "\n")
+    RESULT.with_suffix(".writing").replace(RESULT)
 
 
 if __name__ == "__main__":

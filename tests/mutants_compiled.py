@@ -8,12 +8,12 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     "a compiler is made to look at padding": (R + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
     "a graph for every length of a kernel": (
         R + "ops/linear/torch.py",
-        "CHUNK if torch.compiler.is_compiling() else min",
+        "most if torch.compiler.is_compiling() else min",
         "min",
         "compile",
     ),
     "one chunk is a graph of its own": (
-        R + "ops/linear/torch.py",
+        R + "ops/linear/prefix.py",
         "max(x.shape[2] // size + 1, 2)",
         "-(-x.shape[2] // size)",
         "compile",
@@ -31,7 +31,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "if valid is None else valid.sum(1) * 0 + x.shape[2]\n",
         "compile",
     ),
-    "rows drop the same pairs": (R + "ops/ragged.py", "(asked.seed + row * 1_000_000_000_061)", "(asked.seed + 0)", "compile"),
+    "rows drop the same pairs": (R + "ops/ragged.py", "row_seed(call.seed, row)", "row_seed(call.seed, 0)", "compile"),
     "padding is transformed too": (
         R + "ops/ragged.py",
         "return fourier_mix_by_row(x, count, norm)",

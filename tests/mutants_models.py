@@ -14,9 +14,9 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a tensor in two places counts twice in a second backward pass": (R + "transforms.py", "x.view_as(x)", "x", "transforms"),
     "a second backward pass drops other weights": (
-        R + "ops/tile/attention.py",
-        "int(seed) + (part << 40) + turn",
-        "int(seed) + (part << 40) + turn + 1",
+        R + "ops/composite.py",
+        "query = query_keys(seed, heads, i[",
+        "query = query_keys(seed + 1, heads, i[",
         "transforms",
     ),
     "plain tiles ignore padding": (R + "ops/composite.py", "        if gone is not None:\n", "        if False:\n", "transforms"),
@@ -29,13 +29,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     # encoder and decoder
     "a decoder reads padding of its source": (
         R + "models/translator.py",
-        "self.decoder(x, target_valid, context=heard.contexts, context_valid=heard.valid)",
-        "self.decoder(x, target_valid, context=heard.contexts)",
+        "self.decoder(x, places, context=heard.contexts, context_valid=heard.places)",
+        "self.decoder(x, places, context=heard.contexts)",
         "models",
     ),
     "a decoder that speaks reads padding of its source": (
         R + "models/translator.py",
-        "self.decoder.start(context=heard.contexts, context_valid=heard.valid)",
+        "self.decoder.start(context=heard.contexts, context_valid=heard.places)",
         "self.decoder.start(context=heard.contexts)",
         "models",
     ),
@@ -61,8 +61,8 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "whoever goes on is a position too far": (
         R + "models/embedding.py",
-        "(after.t, after.start)",
-        "(after.t + 1, None)",
+        "Places.of(x, valid, after.t, after.start)",
+        "Places.of(x, valid, after.t + 1, None)",
         "models",
     ),
     "embeddings are not scaled": (R + "models/embedding.py", "math.sqrt(width) if scale else 1.0", "1.0", "models_parts"),
@@ -359,7 +359,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the end of a vocabulary is not looked at": (
         R + "ops/topk.py",
-        "torch.arange(v // TOPK_PART * TOPK_PART, v,",
+        "torch.arange(v // size * size, v,",
         "torch.arange(v, v,",
         "ready",
     ),
@@ -381,7 +381,7 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "embeddings of others are not scaled": (
         R + "pretrained/families.py",
-        'scale=told.get("scale_embedding", False)',
+        'scale=config.get("scale_embedding", False)',
         "scale=False",
         "pretrained",
     ),

@@ -59,7 +59,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "scheduled",
     ),
     "the truth is told less and less without end": (
-        R + "training/scheduled_sampling.py",
+        R + "training/sampling_schedule.py",
         "min(1.0, step / steps)",
         "step / steps",
         "scheduled",
@@ -323,8 +323,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "the last batch is lost": (R + "data/length_buckets.py", "[*cuts, len(ascending)]", "cuts", "bucket"),
     "a batch comes twice": (
         R + "data/length_buckets.py",
-        "for place in dice.permutation(len(batches))",
-        "for place in dice.integers(0, len(batches), len(batches))",
+        "for place in rng.permutation(len(batches))",
+        "for place in rng.integers(0, len(batches), len(batches))",
         "bucket",
     ),
     "a batch holds one example too many": (
@@ -400,6 +400,19 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "    if False:\n",
         "cli_runs",
     ),
+    "options are not checked": (R + "options.py", "        self.check()\n", "        pass\n", "config tasks cli_abuse"),
+    "an option that weights depend on may change": (
+        R + "tasks/translation.py",
+        "if getattr(self.decoder, name) != kept:",
+        "if False:",
+        "tasks",
+    ),
+    "a loop goes on when it is stopped": (
+        R + "training/loop.py",
+        "        after(learner.step)\n        if stopped():\n            return\n",
+        "        after(learner.step)\n",
+        "training interrupts updates",
+    ),
     "a setting may be given twice": (
         R + "cli/settings.py",
         "if keys.count(key) > 1), None)",
@@ -408,8 +421,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "subwords waver the other way round": (
         R + "data/bpe_dropout.py",
-        "dice.random() >= self.share",
-        "dice.random() < self.share",
+        "rng.random() >= self.share",
+        "rng.random() < self.share",
         "vocabulary",
     ),
     "every round is spelled alike": (R + "data/bpe_dropout.py", 'f"{self.seed}/{number}"', 'f"{self.seed}"', "vocabulary"),

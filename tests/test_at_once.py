@@ -155,8 +155,8 @@ def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
     import at_once
 
     runs, small = [], {"width": 16, "heads": 2, "depth": 1, "ffn": 16, "max_len": 64}
-    for decoder in ("ctc", "masked", "autoregressive"):
-        task = ReverseTask(reverse_config().replace({**small, "decoder": decoder, "most": 5, "lengths": 2, "iterations": 3}))
+    for decoder in ("ctc", "masked(lengths=2, iterations=3)", "autoregressive"):
+        task = ReverseTask(reverse_config().replace({**small, "decoder": decoder, "max_new_tokens": 5}))
         task.read()
         task.splits = {name: part[:4] for name, part in task.splits.items()}
         task.texts = {name: part[:4] for name, part in task.texts.items()}
@@ -177,4 +177,4 @@ def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
     assert all(row["same"] == 1 and row["bleu"] is None and row["exact"] >= 0 and row["ms_median"] > 0 for row in rows)
     for row in rows[-4:]:
         assert row[f"speedup_{row['way'].replace(' ', '_')}"] == 1
-    assert chosen == [0, 1, 2] and runs[1].task.config.iterations == 3
+    assert chosen == [0, 1, 2] and runs[1].task.decoder.iterations == 3

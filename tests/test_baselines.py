@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import DEVICE, close, data, some
 from regard import layer
 from regard.analysis.probe import influence
-from regard.mixers import baselines
 from test_free import both_ways, build, check_same
 from test_limits import Largest
 
@@ -242,11 +241,11 @@ def test_a_sentence(name):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spec", ["window_fc(window=5)", "conv(kernel=3, dilation=4, depthwise=False)"])
-def test_a_long_line_is_convolved_in_pieces(spec, causal, monkeypatch):
+def test_a_long_line_is_convolved_in_pieces(spec, causal, set_limits):
     made, x = build(spec, causal=causal), data(61).requires_grad_()
     found = []
     for piece in (8, 1024):
-        monkeypatch.setattr(baselines, "CONV_TOKENS", piece)
+        set_limits(conv_tokens=piece)
         y = made(x)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *made.parameters()])])
     for a, b in zip(*found, strict=True):

@@ -1,6 +1,7 @@
 """What a process keeps between calls: made in inference mode it serves training, and it survives forks and interruptions."""
 
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -10,19 +11,41 @@ from conftest import CASES, DEVICE, HEADS, WIDTH, Case, data, every, modes, some
 from regard import Dims, Places, cache
 from regard.mixers.base import Can
 from regard.ops import edge
-from regard.ops.tile import attention, buffers
-from regard.patterns import Local, drawn, edge_list, plan
+from regard.ops.tile import attention, buffers, head_pieces
+from regard.patterns import Local, Random, drawn, edge_list, plan
 from regard.patterns.tiles import Span
 from regard.positions import POSITIONS, positions
 
 
 def forget_all():
     """As in a new process."""
-    for function in (plan.plan, edge_list.edge_list, attention.heads_by_plan, attention._heads_by_plan):
-        function.kept.clear()
-    for function in (edge._parsed_pattern, drawn._draw_blocks):
-        function.cache_clear()
-    buffers.kept_buffers.kept.clear()
+    cache.clear_caches()
+
+
+def test_clear_caches_frees_plans_tables_and_buffers():
+    """Of all threads; and results stay what they were."""
+    q = torch.randn(1, 2, 64, 8)
+    patterns = attention.HeadPatterns.of(Local(5) | Random(1, 4, past=True), 2)
+
+    def run():
+        edge._parsed_pattern("Local(3)")
+        edge_list.edge_list(Local(3), Span(0, 9, 0, 9), True, torch.device("cpu"))
+        attention.heads_by_plan_of_text("Local(3)", 2, Span(0, 9, 0, 9), True)
+        return attention.tile_attention(q, q, q, patterns, Span(0, 64, 0, 64), scale=0.3)[0]
+
+    def sizes():
+        plans = (plan.plan, edge_list.edge_list, attention.heads_by_plan, attention.heads_by_plan_of_text)
+        tables = (edge._parsed_pattern, drawn._draw_blocks, head_pieces.split_heads)
+        scratch = sum(len(one.flat) for one in buffers._every_scratch)
+        return [len(f.kept) for f in plans] + [f.cache_info().currsize for f in tables] + [scratch]
+
+    before = run()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+        assert all(sizes()) and len(buffers._every_scratch) > 1
+        cache.clear_caches()
+        assert not any(sizes())
+    assert torch.equal(run(), before)
 
 
 TOLERANCE = 0 if DEVICE.type == "cpu" else 1e-12  # a GPU may add up in another order

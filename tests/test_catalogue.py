@@ -15,10 +15,11 @@ import torch
 import regard.mixers
 from regard.analysis.probe import has_weights
 from regard.catalogue import CATALOGUE, catalogue_table
-from regard.catalogue_row import Example, Row, growth
+from regard.catalogue_row import Example, Row
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Free, Mixer
 from regard.spec import Spec
+from regard.text import growth
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = [(row, example) for row in CATALOGUE.values() for example in row.examples]

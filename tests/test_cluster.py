@@ -7,7 +7,6 @@ from torch.nn.functional import normalize
 from conftest import DEVICE, close, data, some
 from regard import Dims, attend, core, layer
 from regard.mixers.base import Places
-from regard.ops import strip
 from test_limits import ask, check_same, largest, qkv
 
 B, H, D = 2, 4, 8
@@ -141,9 +140,9 @@ def test_any_length(n, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_pieces_mean_the_same(causal, monkeypatch):
+def test_pieces_mean_the_same(causal, set_limits):
     """Long sequences pass a few tiles at a time and are computed again in the backward pass."""
-    monkeypatch.setattr(strip, "CPU", 1 << 9)
+    set_limits(strip=1 << 9)
     check_meaning(make(REFORMERS[0], causal), reformer_slowly, 53, True, causal)
     check_meaning(make(ROUTINGS[0], causal), routing_causal_slowly if causal else routing_slowly, 53, True, causal)
 
@@ -227,8 +226,8 @@ def test_queries_are_tokens_of_the_memory():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("spec", ["reformer(rounds=2, buckets=8, chunk=16)", "routing(clusters=8, window=32)"])
-def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
-    monkeypatch.setattr(strip, "CPU", 1 << 14)
+def test_nothing_quadratic_is_ever_held(spec, causal, set_limits):
+    set_limits(strip=1 << 14)
     assert largest(spec, 8192, causal) <= 2.2 * largest(spec, 4096, causal)
     assert largest(spec, 8192, causal) < 8192**2 / 100
 

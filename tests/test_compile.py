@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from conftest import CASES, Case, close, data, modes, some
 from regard import layer
-from regard.ops import ragged, strip
+from regard.ops import ragged
 
 LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
 COMPILED = [case for case in CASES if case.row.compiles]
@@ -90,8 +90,8 @@ def test_the_operators_that_count_tokens_are_well_made(dropout, term):
     q, k, v = (torch.randn(2, 2, 20, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     more = (torch.randn(2, 2, 20, 7, dtype=torch.float64, requires_grad=True), torch.rand(2)) if term else (None, None)
     counts, seed = torch.tensor([[20, 13], [0, 20]]), torch.tensor(5) if dropout else None
-    rest = (3, term, 0.3, dropout, "Random(1, 4) | Local(2)", False)
-    torch.library.opcheck(ragged._tiled, (q, k, v, *more, counts, seed, *rest))
+    rest = (3, term, 0.3, dropout, "Random(1, 4) | Local(2)", False, "auto")
+    torch.library.opcheck(ragged._ragged_tiles, (q, k, v, *more, counts, seed, *rest))
     q, k, v = (torch.randn(24, 2, x, dtype=torch.float64, requires_grad=True) for x in (3, 3, 4))
     a, real = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), some(2, 12)
     torch.library.opcheck(ragged._ragged_edge, (q, k, v, a, real, real, seed, "Random(1, 4) | Local(2)", True, 0.2, dropout))
@@ -103,18 +103,16 @@ def test_dropout_throws_the_same_dice_forwards_and_backwards():
     """With the dice fixed, out is linear in v, so <up, out> = <dv, v>; rows have dice of their own."""
     q, k, v, up = (torch.randn(1, 2, 30, 4, dtype=torch.float64).repeat(2, 1, 1, 1) for _ in range(4))
     v.requires_grad_()
-    rest = (torch.tensor([[30, 30], [30, 30]]), torch.tensor(5), 0, False, 0.5, 0.4, "Random(2, 4) | Local(9)", True)
-    out, _ = ragged._tiled(q, k, v, None, None, *rest)
+    rest = (torch.tensor([[30, 30], [30, 30]]), torch.tensor(5), 0, False, 0.5, 0.4, "Random(2, 4) | Local(9)", True, "auto")
+    out, _ = ragged._ragged_tiles(q, k, v, None, None, *rest)
     (dv,) = torch.autograd.grad((out * up).sum(), v)
     close((out * up).sum(), (dv * v).sum())
     assert not torch.allclose(out[0], out[1])
 
 
 @pytest.mark.parametrize("spec", ["relu", "synthesizer(form='random')", "reformer(rounds=1, buckets=4, chunk=6)"])
-def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, monkeypatch):
-    monkeypatch.setattr("regard.mixers.softmax.STRIP_ELEMENTS", 1 << 10)
-    monkeypatch.setattr(strip, "CPU", 1 << 10)
-    monkeypatch.setattr(strip, "GPU", 1 << 10)
+def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, set_limits):
+    set_limits(softmax_strip=1 << 10, strip=1 << 10)
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+from typing import ClassVar
 
 import pytest
 
 from regard.config import Config
+from regard.options import Options, family, field_comments, option_lines, parse_options
+from regard.text import TextError
 
 
 @dataclasses.dataclass
@@ -103,3 +106,82 @@ def test_two_configurations_share_no_list():
 
 def test_an_integer_of_any_size_is_an_integer():
     assert Config().set(["steps=" + "9" * 400]).steps == 10**400 - 1
+
+
+# settings with options of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Options):
+    """Nothing to choose."""
+
+    name = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rich(Options):
+    """One option of each type."""
+
+    name = "rich"
+    size: int = 3  # how large
+    rate: float = 0.5  # how fast
+    kind: str = "a"  # of which kind
+    exact: bool = False
+
+    def check(self):
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, not {self.size}")
+
+
+KINDS = family((Plain, Rich))
+
+
+@dataclasses.dataclass
+class Chosen(Config):
+    families: ClassVar = {"part": KINDS}
+    part: str = "plain"  # which one
+
+
+def test_options_are_written_in_full_and_read_back():
+    text = "rich(size=3, rate=2.0, kind='a', exact=False)"
+    config = Chosen(task="x").set(["part=rich( rate = 2 )"])
+    assert config.part == text and config.options("part") == Rich(rate=2.0)
+    assert Chosen(task="x").replace({"part": text}) == config == Chosen(task="x", part="rich(rate=2.0)")
+    assert str(parse_options("plain()", KINDS)) == Chosen().part == "plain"
+    assert type(config.options("part").rate) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "caret"),
+    [
+        ("rihc", "nothing is called 'rihc': did you mean 'rich'?", 0),
+        ("rich(rates=2)", "rich has no option 'rates': did you mean 'rate'?", 5),
+        ("plain(size=2)", "plain has no option 'size': there is none to choose from", 6),
+        ("rich(size=0)", "rich: size must be at least 1, not 0", 0),
+        ("rich(size=2.0)", "rich: size must be an integer, not 2.0", 0),
+        ("rich(size=True)", "rich: size must be an integer, not True", 0),
+        ("rich(rate=True)", "rich: rate must be a number, not True", 0),
+        ("rich(rate='fast')", "rich: rate must be a number, not 'fast'", 0),
+        ("rich(kind=1)", "rich: kind must be a text in quotes, not 1", 0),
+        ("rich(exact=1)", "rich: exact must be True or False, not 1", 0),
+        ("rich(size=plain)", "rich: size must be an integer, not", 0),
+        ("3", "this is a value: write one of plain, rich", 0),
+        ("plain | rich", "`|` joins two patterns", 0),
+        ("rich(", "this cannot be read", 4),
+        ("", "there is nothing to read", 0),
+    ],
+)
+def test_a_wrong_option_is_refused_with_a_caret(text, sentence, caret):
+    with pytest.raises(TextError) as error:
+        Chosen(task="x").set([f"part={text}"])
+    assert str(error.value).startswith(sentence) and error.value.at == caret
+
+
+def test_options_are_listed_with_defaults_and_comments():
+    assert [tuple(line) for line in option_lines(Rich)] == [
+        ("size", "3", "how large"),
+        ("rate", "0.5", "how fast"),
+        ("kind", "'a'", "of which kind"),
+        ("exact", "False", ""),
+    ]
+    assert field_comments(Chosen)["part"] == "which one" and field_comments(Chosen)["beam"] == "width of beam search; 1: greedy"

@@ -12,7 +12,8 @@ from regard.config import Config
 from regard.data.length_buckets import Batches
 from regard.decoding import Constraints, beam, generate
 from regard.models.pointer_generator import PointerGenerator, coverage, pointer_generator
-from regard.tasks.copying import CopyTask, acl_titles_config, oov_recall, wikisql_config
+from regard.tasks.copying import CopyTask, oov_recall
+from regard.tasks.copying_config import acl_titles_config, wikisql_config
 from regard.training.losses import cross_entropy
 
 VOCAB, BEGIN, END = 11, 2, 3
@@ -288,7 +289,17 @@ def papers(folder, copies=300):
 
 def titles(folder, **changes):
     config = acl_titles_config().replace(
-        {"vocab": 40, "width": 32, "heads": 2, "depth": 1, "decoder_depth": 1, "ffn": 64, "dropout": 0.0, "most": 8, **changes}
+        {
+            "vocab": 40,
+            "width": 32,
+            "heads": 2,
+            "depth": 1,
+            "decoder_depth": 1,
+            "ffn": 64,
+            "dropout": 0.0,
+            "max_new_tokens": 8,
+            **changes,
+        }
     )
     task = CopyTask(config)
     task.read(papers(folder))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data import datasets
-from regard.data.locate import KNOWN, file, find
+from regard.data.locate import DATASETS, file, find
 from regard.data.text_files import OPEN, DataError, Pair, read_lines, read_parallel, read_records, read_text
 from regard.data.wikisql import in_question, read_wikisql, split_words
 
@@ -216,10 +216,10 @@ READERS = {
 
 
 def test_there_is_a_reader_for_every_known_set():
-    assert set(READERS) == set(KNOWN)
+    assert set(READERS) == set(DATASETS)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", DATASETS)
 def test_a_set_is_found_by_its_own_folder_by_the_one_above_it_and_by_the_environment(small, monkeypatch, name):
     monkeypatch.delenv("REGARD_DATA", raising=False)
     assert find(name, small) == find(name, str(small / name)) == small / name
@@ -228,10 +228,10 @@ def test_a_set_is_found_by_its_own_folder_by_the_one_above_it_and_by_the_environ
     assert len(READERS[name](find(name))) == 3
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", DATASETS)
 def test_a_set_that_is_not_there_is_answered_with_what_to_fetch_and_where_to_put_it(tmp_path, monkeypatch, name):
     monkeypatch.delenv("REGARD_DATA", raising=False)
-    known = KNOWN[name]
+    known = DATASETS[name]
     refused(lambda: find(name), known.address, *known.files, f"a folder {name}", "REGARD_DATA or --data")
     refused(
         lambda: find(name, tmp_path),
@@ -282,7 +282,7 @@ def test_words_have_tags_and_ranges_and_empty_nodes_are_no_words(small):
         ("AUX", "_", "line 4: no universal part of speech"),
         ("\tca\t", "\t\t", "line 4: the word is empty"),
         ("2\tca\tcan", "2 ca can", "line 4: 8 columns instead of the 10"),
-        ("2\tca", "4\tca", "line 4: word '4' of a sentence stands where word 2"),
+        ("2\tca", "4\tca", "line 4: word '4' of a sentence is where word 2"),
     ],
 )
 def test_a_bad_line_of_a_treebank_is_refused_with_its_place(tmp_path, was, now, sentence):
@@ -361,6 +361,6 @@ def test_queries_that_are_not_as_expected_are_refused(tmp_path, content, sentenc
 def test_the_real_data_has_as_many_examples_as_its_makers_say(name, counts):
     place = os.environ.get("REGARD_DATA")
     if not place or not (Path(place) / name).is_dir():
-        pytest.skip(f"set REGARD_DATA to the folder that has {name}/ with {', '.join(KNOWN[name].files)} in it")
+        pytest.skip(f"set REGARD_DATA to the folder that has {name}/ with {', '.join(DATASETS[name].files)} in it")
     with warnings.catch_warnings(action="error"):
         assert [len(part) for part in READERS[name](find(name))] == counts

@@ -24,7 +24,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seven sources, two at a time: `calls` are how many were answered each time, Control-C comes in front of call `stop`."""
-    made = tasks.task(tasks.config("reverse"))
+    made = tasks.make_task(tasks.config("reverse"))
     made.read()
     train = made.texts["train"][:7]  # type: ignore[attr-defined]
     monkeypatch.setattr(type(made), "pairs", lambda self, folder: (train, train[:2], train[:2]))  # noqa: ARG005

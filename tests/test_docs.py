@@ -40,29 +40,3 @@ def test_the_documents_name_files_that_exist():
         bases = (ROOT, ROOT / "src" / "regard", ROOT / "docs")
         missing = [path for path in found if not any((base / path).exists() for base in bases)]
         assert missing == [], name
-
-
-def test_imports_go_one_way():
-    """kernels know patterns and nothing else of mixers; mixers know nothing of blocks, catalogue, specs, pictures, the shell."""
-    outer = "decoding|blocks|catalogue|spec|facts|pictures|cli|probe"
-    for path in (ROOT / "src" / "regard").rglob("*.py"):
-        imports = re.findall(r"^\s*(?:from|import) (regard[\w.]*)", path.read_text(), re.MULTILINE)
-        if "kernels" in path.parts:
-            allowed = ("regard.kernels", "regard.patterns")
-            assert all(x.startswith(allowed) for x in imports), path
-        if "mixers" in path.parts:
-            assert not any(re.match(rf"regard\.({outer})", x) for x in imports), path
-
-
-ORDER = ("mixers", "positions", "spec", "blocks", "config", "models", "decoding", "data", "scores", "training", "tasks", "cli")
-
-
-def test_the_way_through_the_house_goes_forwards():
-    """A package imports only what stands before it; what is for the reader of types alone does not count."""
-    places = {name: number for number, name in enumerate(ORDER)}
-    for path in (ROOT / "src" / "regard").rglob("*.py"):
-        here = path.relative_to(ROOT / "src" / "regard").parts[0].removesuffix(".py")
-        text = re.sub(r"^if TYPE_CHECKING:\n(?:(?:    .*)?\n)+", "", path.read_text(), flags=re.MULTILINE)
-        named = re.findall(r"^\s*(?:from|import) regard\.(\w+)", text, re.MULTILINE)
-        ahead = [name for name in named if here in places and places.get(name, -1) > places[here]]
-        assert ahead == [], f"{path}: {ahead}"

@@ -103,14 +103,14 @@ def test_it_learns_from_there_on() -> None:
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_strips_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strips_change_nothing(set_limits) -> None:
     made, x = (
         conv_as_attention(nn.Conv2d(2, 3, 3, padding=1).double().to(DEVICE), sharpness=1.0),
         image(2, 2, 7, 6).requires_grad_(),
     )
     whole = made(x)
     wanted = torch.autograd.grad(whole.square().sum(), [x, *made.parameters()])
-    monkeypatch.setattr("regard.mixers.softmax.STRIP_ELEMENTS", 5000)
+    set_limits(softmax_strip=5000)
     strips = made(x)
     close(strips, whole)
     for got, want in zip(torch.autograd.grad(strips.square().sum(), [x, *made.parameters()]), wanted, strict=True):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-import regard.mixers.attention_free as family
 import regard.ops.fourier as kernel
 from conftest import DEVICE, close, data
 from regard import Can, Spec, layer
@@ -83,8 +82,8 @@ def by_hand(made, x, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tiny", [0, 8])
-def test_gmlp_is_its_formula(causal, tiny, monkeypatch):
-    monkeypatch.setattr(family, "TRIANGLE_ROWS", 7)  # several strips, the last one short
+def test_gmlp_is_its_formula(causal, tiny, set_limits):
+    set_limits(triangle_rows=7)  # several strips, the last one short
     made = build(f"gmlp(expand=3, tiny={tiny})", causal=causal)
     with torch.no_grad():
         made.weight.normal_()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from conftest import DEVICE, close, data, some
 from regard import Dims, attend, core, layer
-from regard.mixers import linear_attention
 from regard.mixers.base import Core, Places
-from regard.ops.delta import torch as delta
+from regard.ops.delta.api import DeltaCall, delta_write
+from regard.ops.delta.reference import ReferenceDelta
 
 B, H, G, D, E = 2, 4, 2, 6, 3
 SPECS = [
@@ -99,7 +99,7 @@ def test_is_the_recurrence_of_its_paper(spec, causal):
 
 @pytest.mark.parametrize("n", [0, 1, 2, 63, 64, 65, 193])
 @pytest.mark.parametrize("spec", SPECS)
-def test_scan_is_the_loop_in_runs_too(spec, n, monkeypatch):
+def test_scan_is_the_loop_in_runs_too(spec, n, set_limits):
     made = build(spec)
     (q, k, v), valid = tokens(made, n), torch.rand(B, n, device=DEVICE) < 0.7
 
@@ -114,8 +114,7 @@ def test_scan_is_the_loop_in_runs_too(spec, n, monkeypatch):
     for begun in (False, True):
         slow = both(lambda *x: Core.scan(made, *x), begun)
         for room in (1 << 20, 1):  # one run, or a run for every chunk
-            monkeypatch.setattr(linear_attention, "CPU_RUN", room)
-            monkeypatch.setattr(linear_attention, "GPU_RUN", room)
+            set_limits(features=room)
             for a, b in zip(both(made.scan, begun), slow, strict=True):
                 close(a, b)
 
@@ -146,8 +145,8 @@ def kept_for_backward(spec: str, n: int) -> int:
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "cosformer", "hybrid", "hybrid(far='delta')"])
-def test_what_a_pass_keeps_grows_with_the_tokens(spec, monkeypatch):
-    monkeypatch.setattr(linear_attention, "CPU_RUN", 1 << 14)  # several runs
+def test_what_a_pass_keeps_grows_with_the_tokens(spec, set_limits):
+    set_limits(features=1 << 14)  # several runs
     assert kept_for_backward(spec, 8192) <= 4.2 * kept_for_backward(spec, 2048)
 
 
@@ -214,8 +213,10 @@ def test_delta_solves_for_what_is_written():
         slow = s
         for i in range(150):
             one = slice(i, i + 1)
-            slow = delta.delta_step(k[:, :, one], v[:, :, one], beta[:, :, one], slow, None if fade is None else fade[:, :, one])
-        fast = delta.delta_write(k, v, beta, s, fade)
+            own = None if fade is None else fade[:, :, one]
+            slow = delta_write(k[:, :, one], v[:, :, one], beta[:, :, one], slow, log_decay=own)
+        fast = delta_write(k, v, beta, s, log_decay=fade)
+        close(fast, ReferenceDelta().write(DeltaCall(None, k, v, beta, s, fade)))
         close(fast, slow)
         for a, b in zip(*(torch.autograd.grad(x.sin().sum(), inputs, materialize_grads=True) for x in (fast, slow)), strict=True):
             close(a, b)

@@ -56,7 +56,7 @@ def test_numbers_are_said_in_both_languages():
 
 
 def test_numbers_that_are_too_many_or_in_no_known_language_are_refused():
-    with pytest.raises(ValueError, match=r"26 different numbers below 25 are more than can be found: 25 were"):
+    with pytest.raises(ValueError, match=r"26 different numbers below 25 were requested, but only 25 could"):
         number_words_pairs(most=25, train=20, val=3, test=3)
     with pytest.raises(ValueError, match="no number words in 'klingon'"):
         number_words_pairs(target="klingon")
@@ -115,9 +115,9 @@ def test_strings_are_copied_reversed_or_sorted(kind, change):
     ("options", "sentence"),
     [
         ({"kind": "revers"}, "'revers': did you mean 'reverse'"),
-        ({"letters": ""}, "letters must differ"),
-        ({"letters": "aa"}, "letters must differ"),
-        ({"letters": "a b"}, "be no spaces"),
+        ({"letters": ""}, "letters must be different"),
+        ({"letters": "aa"}, "letters must be different"),
+        ({"letters": "a b"}, "other than spaces"),
         ({"shortest": 0}, "1 <= shortest <= longest"),
         ({"shortest": 3, "longest": 2}, "1 <= shortest <= longest"),
         ({"letters": "ab", "longest": 3, "train": 15, "val": 0, "test": 0}, "15 different strings of 1 to 3 of 2 letters"),

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard.mixers.graph_attention as graph_module
 import regard.ops.edge as walk
-import regard.ops.tile.torch as passes
 import regard.patterns.edge_list as pairs_module
 from conftest import DEVICE, close, data
 from regard import Causal, Dims, Edges, Local, Pattern, PerHead, attend, core, layer
@@ -53,8 +52,8 @@ def dense(core, seen):
 @specs
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("pattern", ["Everything()", "Local(9) | Global(first=2)", "Random(1, 8)", graph(90, 300)], ids=str)
-def test_equals_the_dense_form(spec, pattern, causal, monkeypatch):
-    monkeypatch.setattr(walk, "CPU", 1 << 12)  # many pieces
+def test_equals_the_dense_form(spec, pattern, causal, set_limits):
+    set_limits(edge_strip=1 << 12)  # many strips
     own = made(spec, pattern).core
     bound = Pattern.of(pattern).bound(90, 90)
     bound = bound & Causal() if causal else bound
@@ -148,11 +147,10 @@ def test_a_large_graph_goes_by_a_name():
 
 @specs
 @pytest.mark.parametrize("star", [False, True])
-def test_cost_follows_the_edges_however_uneven(spec, star, monkeypatch):
+def test_cost_follows_the_edges_however_uneven(spec, star, set_limits):
     """A node with all others for neighbours: nothing is as large as nodes x degree, nor as edges x width."""
     n = 20_000
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 14)
-    monkeypatch.setattr(walk, "CPU", 1 << 14)
+    set_limits(tile_scores=1 << 14, edge_strip=1 << 14)
     leaves, hub = torch.arange(1, n), torch.zeros(n - 1, dtype=torch.long)
     g = Edges(torch.stack([leaves, hub if star else leaves - 1]), nodes=n, both=True)
     own = on_graph(layer(spec, width=32, heads=4), g).core
@@ -189,8 +187,8 @@ def test_padding_around_a_graph(spec):
     assert (y[~valid] == 0).all()
 
 
-def test_dropout_is_the_same_in_both_passes(monkeypatch):
-    monkeypatch.setattr(walk, "CPU", 64)
+def test_dropout_is_the_same_in_both_passes(set_limits):
+    set_limits(edge_strip=64)
     q, k, v = (torch.randn(6, 2, x, dtype=torch.float64, requires_grad=True) for x in (2, 2, 3))
     a = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
     list_of_pairs = edge_list(graph(6, 20), Span(0, 6, 0, 6), False, CPU)
@@ -318,8 +316,8 @@ def test_a_node_may_be_called_anything():
         close(made(spec, renamed)(x[:, order]), made(spec, g)(x)[:, order])
 
 
-def test_pairs_behind_a_memory_in_strips(monkeypatch):
-    monkeypatch.setattr(graph_module, "PAIRS_PER_STRIP", 50)
+def test_pairs_behind_a_memory_in_strips(monkeypatch, set_limits):
+    set_limits(pair_strip=50)
     monkeypatch.setattr(pairs_module, "EDGE_LIST_ELEMENTS", 50)
     m, x = layer("gat(pattern=Local(5) | Global(first=2))", width=32, heads=4, causal=True).double(), data(70, b=2).cpu()
     state, out = m.start(2), []

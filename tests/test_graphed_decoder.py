@@ -15,7 +15,8 @@ from regard.config import Config
 from regard.decoding import Constraints, GraphedDecoder, Sample, StaticDecoder, beam, fast_decoder, generate, generate_stream
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.kv_cache import KVCache, RollingKVCache, StaticCursor, StaticKVCache
-from regard.mixers.state import CrossState, position_bound, positions_below
+from regard.mixers.places import position_bound, positions_below
+from regard.mixers.state import CrossState
 from regard.models import LanguageModel, NextToken, Tokens, guided_translator, language_model, pointer_generator, translator
 from regard.positions import Learned, Sinusoidal
 from regard.runtime.cuda_graph import CapturedGraph
@@ -276,7 +277,7 @@ def test_tables_of_positions_end_where_the_bound_is(decoder, monkeypatch):
     table = Learned(Dims(WIDTH, 4, max_len=9))
     assert position_bound() is None
     with positions_below(9):
-        assert position_bound() == 9 and table._rows(Places(torch.tensor([[3], [8]]))).shape == (2, 1, WIDTH)
+        assert position_bound() == 9 and table.rows(Places(torch.tensor([[3], [8]]))).shape == (2, 1, WIDTH)
     assert position_bound() is None
 
 

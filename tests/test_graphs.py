@@ -139,7 +139,7 @@ def blind():
         yield
 
 
-def at_once(kind, device, *, padding=True, agree=0.0, **changes):
+def at_once(kind, device, *, padding=True, rdrop=0.0, **changes):
     """A pass of a model that says all at once, from a step on the device: what it loses."""
     torch.manual_seed(3)
     model = nat_translator(_small("reverse", "words").replace(changes), 30, kind=kind).to(device)
@@ -148,7 +148,7 @@ def at_once(kind, device, *, padding=True, agree=0.0, **changes):
     def loss(batch):
         batch = batch if padding else batch._replace(source_valid=None, target_valid=None)
         share = 0.0 if kind == "masked" else glancing(step, 100)
-        return loss_at_once(model, batch, smoothing=0.1, glance=share, agree=agree)
+        return loss_at_once(model, batch, smoothing=0.1, glance=share, rdrop=rdrop)
 
     return loss, list(model.parameters())
 
@@ -156,8 +156,8 @@ def at_once(kind, device, *, padding=True, agree=0.0, **changes):
 @pytest.mark.parametrize("changes", [{}, {"positions": "rotary"}, {"positions": "learned", "dropout": 0.1}], ids=str)
 @pytest.mark.parametrize("kind", AT_ONCE)
 def test_a_pass_that_says_all_at_once_asks_the_device_for_nothing(kind, changes):
-    for padding, agree in ((True, 0.0), (False, 0.0), (True, 2.0)):
-        loss, _ = at_once(kind, "meta", padding=padding, agree=agree, **changes)
+    for padding, rdrop in ((True, 0.0), (False, 0.0), (True, 2.0)):
+        loss, _ = at_once(kind, "meta", padding=padding, rdrop=rdrop, **changes)
         batch = next(iter(batches("meta")))
         loss(batch)  # whatever is made only once is made now
         with blind():
@@ -185,7 +185,7 @@ def test_captured_passes_that_say_all_at_once_lose_what_plain_ones_lose(kind, mo
     monkeypatch.setattr("torch.rand", lambda shape, device: torch.full(shape, 0.5, device=device))
     found = []
     for graphs in (True, False):
-        loss, wanted = at_once(kind, "cuda", dropout=0.0, agree=2.0)
+        loss, wanted = at_once(kind, "cuda", dropout=0.0, rdrop=2.0)
         passes, losses = GraphedStep(loss, wanted, 10.0), []
         for p in wanted:
             p.grad = torch.zeros_like(p)
@@ -241,11 +241,11 @@ def test_an_update_of_captured_passes_is_the_update(monkeypatch, passes):
             return lost._replace(total=step * lost.total)  # another one at every update
 
         made = learner.Learner(task.model().double(), loss, task.config, "cpu")
-        made.configure_optimizers()
+        made.begin()
         rows = task.splits["train"]
         for update in range(5):
             first = 30 * update
-            made.training_step([task.batch(rows[first + 10 * i : first + 10 * i + 4 + i]) for i in range(passes)], update)
+            made.update([task.batch(rows[first + 10 * i : first + 10 * i + 4 + i]) for i in range(passes)])
         found.append((made.measured(lambda: ""), [p.detach() for p in made.model.parameters()]))
     (plain, slow), (captured, fast) = found
     assert captured == pytest.approx(plain, rel=1e-9) and made.step == 5

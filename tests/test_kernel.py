@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import DEVICE
-from regard.mixers import linear_attention
 from regard.mixers.attention import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.feature_math import EluPlusOne
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
-from regard.ops.linear import torch as chunks
+from regard.ops.linear.api import linear_attention, normalized_linear_attention
+from regard.ops.linear.prefix import cumulative_max
 
 B, H, G, D, E = 2, 4, 2, 5, 3
 NAMES = ["linear", "cosformer", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
@@ -180,10 +180,9 @@ def scanned(scan, core: Core, qkv: list[Tensor], valid: Tensor | None, begun: bo
 
 
 @pytest.fixture
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_runs(set_limits) -> None:
     """Runs of one chunk, so that a few hundred tokens cross runs, chunks and blocks."""
-    monkeypatch.setattr(linear_attention, "CPU_RUN", 1)
-    monkeypatch.setattr(linear_attention, "GPU_RUN", 1)
+    set_limits(features=1)
 
 
 @pytest.mark.parametrize("scale", [1, 100])
@@ -334,10 +333,10 @@ def test_chunks_are_the_recurrence(n: int, size: int) -> None:
     decay = -torch.rand(B, G, n, size, dtype=torch.float64, device=DEVICE).exp() if size else None
     s, z = (torch.randn(B, G, *x, dtype=torch.float64, device=DEVICE) for x in ((6, E), (6,)))
     inputs = [x.requires_grad_() for x in (q, k, v, s, z, decay) if x is not None]
-    fast = chunks.linear_scan_normalized(q, k, v, s, z, decay)
+    fast = normalized_linear_attention(q, k, v, s, z, log_decay=decay)
     slow = recurrence(q, k, v, s, z, decay)
     assert max(map(distance, fast, slow)) < 1e-12
-    assert max(map(distance, chunks.linear_scan(q, k, v, s, decay), (slow[0], slow[2]))) < 1e-12
+    assert max(map(distance, linear_attention(q, k, v, s, log_decay=decay), (slow[0], slow[2]))) < 1e-12
     gradients = (torch.autograd.grad(sum(x.sin().sum() for x in y), inputs) for y in (fast, slow))
     assert all(distance(x, y) < 1e-11 for x, y in zip(*gradients, strict=True))
 
@@ -357,4 +356,4 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, decay: Ten
 @pytest.mark.parametrize("n", [1, 16, 17, 300])
 def test_running_maximum(n: int) -> None:
     x, first = torch.randn(B, G, n, 3, device=DEVICE), torch.randn(B, G, 3, device=DEVICE)
-    assert torch.equal(chunks.cumulative_max(x, first), torch.maximum(x.cummax(2).values, first[:, :, None]))
+    assert torch.equal(cumulative_max(x, first), torch.maximum(x.cummax(2).values, first[:, :, None]))

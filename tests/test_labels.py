@@ -9,7 +9,8 @@ import pytest
 from regard import tasks
 from regard.data.datasets import LabelledText
 from regard.data.text_files import DataError
-from regard.tasks.sentiment import SentimentTask, polarity_config
+from regard.tasks.sentiment import SentimentTask
+from regard.tasks.sentiment_config import polarity_config
 from test_cli import run
 
 TEXTS = {
@@ -35,7 +36,7 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> type[SentimentTask]:
         def examples(self, folder):  # noqa: ARG002
             return [told(self.labels_of)] * 3
 
-    monkeypatch.setitem(tasks.TASKS, "polarity", tasks.Entry(polarity_config, Topics, "what a text is about"))
+    monkeypatch.setitem(tasks.TASKS, "polarity", tasks.Entry(polarity_config, Topics, tasks.ACCURACY, "what a text is about"))
     return Topics
 
 

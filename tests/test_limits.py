@@ -6,10 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import regard.mixers.softmax as softmax_family
 from conftest import DEVICE, close, some
 from regard import Dims, Edges, Places, attend, core, layer
-from regard.ops.tile import torch as passes
 from regard.patterns import Causal, Pattern
 
 D = Dims(32, 4)
@@ -151,8 +149,8 @@ def test_sparse_is_masked_torch_attention(text, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_additive_is_its_formula(causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 14)  # many strips
+def test_additive_is_its_formula(causal, set_limits):
+    set_limits(softmax_strip=1 << 14)  # many strips
     made = core("additive(hidden=5)", D).to(DEVICE, torch.float64)
 
     def formula(q, k, v):
@@ -166,8 +164,8 @@ def test_additive_is_its_formula(causal, monkeypatch):
 
 @pytest.mark.parametrize("norm", ["count", "sum"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_relu_is_its_formula(norm, causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 14)
+def test_relu_is_its_formula(norm, causal, set_limits):
+    set_limits(softmax_strip=1 << 14)
 
     def formula(q, k, v):
         a = (q @ k.mT * 8**-0.5).relu()
@@ -229,10 +227,9 @@ def largest(spec, n, causal):
         *("linear", "efficient", "rfa(features=32)", "performer(features=32)"),
     ],
 )
-def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
+def test_nothing_quadratic_is_ever_held(spec, causal, set_limits):
     """Neither in the forward nor in the backward pass, not even a mask."""
-    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
+    set_limits(softmax_strip=1 << 16, tile_scores=1 << 16)
     n = 2048 if spec.startswith(("relu", "additive")) else 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
     assert largest(spec, n, causal) < n**2 / 8

@@ -10,13 +10,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as exact
 
 import regard.mixers.low_rank as low_rank
-from conftest import DEVICE, close, data, some
+from conftest import DEVICE, close, data, small_budget, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.mixers.base import pool_tokens
 from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie_linformer
-from regard.ops import strip
-from regard.ops.tile import torch as passes
 from test_limits import Largest, check_same, qkv
 
 BOTH = pytest.mark.parametrize("causal", [False, True])
@@ -152,9 +150,8 @@ def test_linformer_is_its_formula(causal, share):
 
 @BOTH
 @pytest.mark.parametrize("n", [61, 5])
-def test_linformer_padding_and_loop_with_any_weights(causal, n, monkeypatch):
-    monkeypatch.setattr(low_rank, "CPU_RUN", 1)  # a run for each chunk
-    monkeypatch.setattr(low_rank, "GPU_RUN", 1)
+def test_linformer_padding_and_loop_with_any_weights(causal, n, set_limits):
+    set_limits(features=1)  # a run for each chunk
     for mechanism in (shaken("linformer(rank=5)", causal), shaken("linformer(rank=5, share='kv')", causal)):
         check_padding(mechanism, causal, n)
         if causal:
@@ -303,9 +300,8 @@ def test_compressed_is_its_formula(causal, options, n):
 
 @BOTH
 @pytest.mark.parametrize("n", [61, 5])
-def test_compressed_padding_and_loop_with_any_weights(causal, n, monkeypatch):
-    monkeypatch.setattr(strip, "CPU", 1 << 8)  # many strips
-    monkeypatch.setattr(strip, "GPU", 1 << 8)
+def test_compressed_padding_and_loop_with_any_weights(causal, n, set_limits):
+    set_limits(strip=1 << 8)  # many strips
     for mechanism in (shaken("compressed(rate=4)", causal), shaken("compressed(rate=3, near=2, kernel='full')", causal)):
         check_padding(mechanism, causal, n)
         if causal:
@@ -505,17 +501,14 @@ def largest(spec, n, causal):
     ],
 )
 def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
+    small_budget(monkeypatch, tile_scores=1 << 16)
     n = 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal)
     assert largest(spec, n, causal) < n**2 / 8
 
 
-def test_a_long_chunk_behind_a_memory_is_seen_in_strips(monkeypatch):
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 16)
-    for device in ("CPU", "GPU"):
-        monkeypatch.setattr(strip, device, 1 << 16)
-    monkeypatch.setattr(passes, "DEVICE_SCORES", 1 << 16)
+def test_a_long_chunk_behind_a_memory_is_seen_in_strips(set_limits):
+    set_limits(tile_scores=1 << 16, strip=1 << 16)
     mechanism = core("compressed(rate=4)", Dims(16, 2, causal=True)).to(DEVICE)
     q, k, v = (torch.randn(1, 2, 2048, 8, device=DEVICE, requires_grad=True) for _ in range(3))
     places = Places.of(k[:, 0])

@@ -7,11 +7,21 @@ from torch.nn import functional as F
 from conftest import DEVICE, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN, Batch, padded, shifted
+from regard.options import parse_options
 from regard.training.decoder_inputs import told
-from regard.training.decoder_modes import MODES, free_running, rdrop, teacher_forcing
+from regard.training.decoder_modes import free_running, mode_loss, rdrop, teacher_forcing
 from regard.training.losses import apart, cross_entropy
+from regard.training.mode_options import MODES, MinimumRisk, SelfCritical
+from regard.training.scheduled_sampling import PredictedInputs, parallel_passes, token_by_token, two_pass
 
 PADDINGS = ("none", "behind", "anywhere")
+TOKEN_MODES = [mode() for mode in MODES.values() if mode not in (SelfCritical, MinimumRisk)]
+every_mode = pytest.mark.parametrize("mode", TOKEN_MODES, ids=str)
+
+
+def loss_of(mode, model, batch, smoothing=0.0):
+    """At the end of a run, where half of the tokens are true ones under every schedule."""
+    return mode_loss(mode, model, batch, step=10, steps=10, smoothing=smoothing)
 
 
 def one_by_one(model, batch, truth, smoothing=0.0):
@@ -103,7 +113,7 @@ def test_it_runs_free_over_every_wiring(wiring):
     close(free_running(model, batch).total, one_by_one(model, batch, False)[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 def test_what_padding_holds_changes_nothing(mode):
     model, batch = small(), batch_of(padding="anywhere")
     other = batch._replace(
@@ -112,15 +122,15 @@ def test_what_padding_holds_changes_nothing(mode):
     losses = []
     for one in (batch, other):
         torch.manual_seed(2)
-        losses.append(MODES[mode](model, one, 0.5, 0.1).total)
+        losses.append(loss_of(mode, model, one, 0.1).total)
     close(*losses)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 def test_every_mode_teaches_every_weight_in_training_under_autocast_too(mode):
     model, batch = small(dropout=0.1).float().train(), batch_of()
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        loss = MODES[mode](model, batch, 0.5, 0.1)
+        loss = loss_of(mode, model, batch, 0.1)
     loss.mean.backward()
     assert loss.total.dtype == torch.float32 and torch.isfinite(loss.total)
     silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
@@ -139,7 +149,33 @@ def test_what_is_told_looks_past_padding():
 
 
 @pytest.mark.parametrize("target", [None, torch.zeros(3, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long)])
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 def test_a_batch_without_sequences_to_say_is_refused(mode, target):
     with pytest.raises(ValueError, match="target needs shape"):
-        MODES[mode](small(), Batch(torch.full((3, 2), VOCAB - 1), None, target), 1.0, 0.0)
+        loss_of(mode, small(), Batch(torch.full((3, 2), VOCAB - 1), None, target))
+
+
+def test_a_mode_by_its_options_is_the_loss_with_these_options():
+    model, batch = small(dropout=0.3).train(), batch_of(padding="behind")
+
+    def same(mode, plain, **options):
+        losses = []
+        for loss in (
+            lambda: mode_loss(parse_options(mode, MODES), model, batch, step=2, steps=4),
+            lambda: plain(model, batch, **options),
+        ):
+            torch.manual_seed(3)
+            losses.append(loss().total)
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
+
+    same("teacher_forcing", teacher_forcing)
+    same("rdrop(alpha=2)", rdrop, weight=2.0)
+    same("free_running", free_running)
+    same("scheduled(floor=0.5)", token_by_token, share=0.75)
+    same("two_pass(schedule='inverse_sigmoid', floor=0)", two_pass, share=0.5)
+    same("parallel(floor=0, passes=4, inputs='gumbel')", parallel_passes, share=0.5, passes=4, inputs=PredictedInputs("gumbel"))
+
+
+def test_a_mode_that_rewards_whole_answers_has_no_loss_by_tokens():
+    with pytest.raises(ValueError, match="minimum_risk rewards whole answers"):
+        mode_loss(MinimumRisk(), small(), batch_of(), step=1, steps=1)

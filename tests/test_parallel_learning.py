@@ -298,7 +298,7 @@ def test_two_answers_that_agree_are_one_answer(kind):
     found = []
     for agree in (0.0, 3.0):
         torch.manual_seed(1)  # what is shown is shown to both
-        found.append(nat_loss(model, batch, smoothing=0.1, glance=0.0 if kind == "masked" else 0.5, agree=agree))
+        found.append(nat_loss(model, batch, smoothing=0.1, glance=0.0 if kind == "masked" else 0.5, rdrop=agree))
     assert found[1].parts.pop("apart") == 0 and found[0].over == found[1].over
     close(found[1].total, found[0].total)
     for name, x in found[0].parts.items():
@@ -309,7 +309,7 @@ def test_two_answers_that_agree_are_one_answer(kind):
 def test_two_answers_that_differ_pay_for_it_where_they_are_asked(kind):
     model, batch = made(kind, dropout=0.3).train(), talk()
     torch.manual_seed(5)
-    held = nat_loss(model, batch, smoothing=0.1, agree=3.0)
+    held = nat_loss(model, batch, smoothing=0.1, rdrop=3.0)
     torch.manual_seed(5)
     loose = nat_loss(
         model, Batch(*(torch.cat([x, x]) for x in batch[:4])), smoothing=0.1
@@ -326,5 +326,5 @@ def test_two_answers_that_differ_pay_for_it_where_they_are_asked(kind):
     assert 2 * held.over == loose.over
     grads = [torch.autograd.grad(x, model.head.map.weight, retain_graph=True)[0] for x in (held.total, loose.total, apart)]
     close(grads[0], grads[1] / 2 + 3 / 4 * grads[2])
-    with pytest.raises(ValueError, match="agree must not be below 0, but it is -1"):
-        nat_loss(model, batch, agree=-1)
+    with pytest.raises(ValueError, match="rdrop must not be below 0, but it is -1"):
+        nat_loss(model, batch, rdrop=-1)

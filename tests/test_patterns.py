@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from conftest import small_budget
 from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard import Dims, attend, core, layer
-from regard.ops.tile import attention as tile_module
 from regard.ops.tile import buffers
-from regard.ops.tile import torch as passes
 from regard.ops.tile.attention import HeadPatterns
 from regard.ops.tile.attention import tile_attention as tiled_by_reach
 from regard.patterns import (
@@ -435,10 +434,10 @@ def test_the_operator_behind_compile_is_well_made(dropout, term):
     valid = torch.arange(40) < torch.tensor([[40], [25]])
     seed = torch.tensor(5) if dropout else None
     more = (torch.randn(2, 2, 40, 7, requires_grad=True), torch.rand(2)) if term else (None, None)
-    rest = (3, term, 0.3, dropout, "PerHead([Local(9), Stride(4)]) | Global(first=2)", [0, 40, 0, 40], True)
-    torch.library.opcheck(torch.ops.regard.tiled.default, (q, k, v, *more, valid, seed, *rest))
-    out, lse = torch.ops.regard.tiled(q, k, v, *more, valid, seed, *rest)
-    backward = torch.ops.regard.tiled_backward.default
+    rest = (3, term, 0.3, dropout, "PerHead([Local(9), Stride(4)]) | Global(first=2)", [0, 40, 0, 40], True, "auto")
+    torch.library.opcheck(torch.ops.regard.tile_attention.default, (q, k, v, *more, valid, seed, *rest))
+    out, lse = torch.ops.regard.tile_attention(q, k, v, *more, valid, seed, *rest)
+    backward = torch.ops.regard.tile_attention_backward.default
     saved = [x if x is None else x.detach() for x in (q, k, v, *more, valid, seed, out, lse)]
     torch.library.opcheck(backward, (torch.ones_like(out), torch.ones_like(lse), *saved, *rest))
 
@@ -459,7 +458,7 @@ def test_gradients_by_finite_differences(text, dropout):
 @pytest.mark.parametrize("text", ["Local(40)", "Stride(3) | Local(9)", "Blocks(50) | Global(first=2)"])
 def test_dropout_throws_the_same_dice_backward(text, monkeypatch):
     """With the dice fixed, out is linear in v, so <up, out> = <dv, v>, however the tiles are batched."""
-    monkeypatch.setattr(passes, "CPU_SCORES", 1 << 14)
+    small_budget(monkeypatch, tile_scores=1 << 14)
     q, k, v, up = (torch.randn(1, 2, 300, 4, dtype=torch.float64) for _ in range(4))
     v.requires_grad_()
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 300, 0, 300), scale=0.7, dropout=0.4)
@@ -471,7 +470,7 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
     """Buffers are kept between calls: made in inference mode, they must serve training; no thread writes into another's."""
     q, k, v = (torch.randn(1, 2, 200, 8, dtype=torch.float64) for _ in range(3))
     span, p = Span(0, 200, 0, 200), Local(9) | Global(first=1)
-    buffers.kept_buffers.kept.clear()
+    buffers.clear_scratch()
     with torch.inference_mode():
         first, _ = tiled(q, k, v, p, span, scale=0.3)
     x = q.clone().requires_grad_()
@@ -485,7 +484,7 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
 
 @pytest.mark.parametrize("text", ["Local(40)", "PerHead([Local(40), Local(41)])"])
 def test_heads_do_not_drop_the_same_pairs(text, monkeypatch):
-    monkeypatch.setattr(tile_module, "CPU_QUERY_ELEMENTS", 1)  # every head by itself
+    small_budget(monkeypatch, tile_queries=1)  # every head by itself
     q, k, v = (torch.randn(1, 1, 40, 4).expand(1, 4, 40, 4) for _ in range(3))  # all heads alike, but for their dice
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 40, 0, 40), scale=0.7, dropout=0.4)
     assert all(not torch.allclose(out[:, a], out[:, b]) for a in range(4) for b in range(a))

@@ -327,7 +327,7 @@ def test_shards_half_precision_and_devices_are_read_as_they_are(make):
     small = pretrained.load_pretrained(pair.folder, dtype=torch.bfloat16, device=DEVICE)
     assert {weight.dtype for weight in small.parameters()} == {torch.bfloat16} and small(x).dtype == torch.bfloat16
     next(pair.folder.glob("*-00002-*.safetensors")).unlink()
-    with pytest.raises(CheckpointError, match=r"speaks of model-00002.*which is not in the folder"):
+    with pytest.raises(CheckpointError, match=r"names model-00002.*which is not in the folder"):
         pretrained.load_pretrained(pair.folder)
 
 
@@ -361,7 +361,7 @@ def test_whatever_does_not_fit_is_named(make):
     folder = make("GPT2LMHeadModel", GPT2).folder
     whole = load_file(folder / "model.safetensors")
     unknown = {"transformer.h.0.adapter.weight": torch.ones(2), "extra": torch.ones(1)}
-    refused(r"tensors that regard does not know: extra, h.0.adapter.weight", lambda t: t | unknown)
+    refused(r"tensors that the model does not use: extra, h.0.adapter.weight", lambda t: t | unknown)
     refused("has no tensor ln_f.weight", lambda t: {n: x for n, x in t.items() if "ln_f.weight" not in n})
     refused(r"wpe.weight has shape \(39, 16\)", lambda t: t | {"transformer.wpe.weight": torch.ones(39, 16).double()})
     refused("wte.weight and lm_head.weight are one tensor", lambda t: t | {"lm_head.weight": torch.ones(VOCAB, 16).double()})
@@ -375,9 +375,9 @@ def test_whatever_does_not_fit_is_named(make):
         ("GPT2LMHeadModel", GPT2, {"architectures": None}, "cannot read the architecture 'nothing': there is BertModel, "),
         ("GPT2LMHeadModel", GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=False"),
         ("GPT2LMHeadModel", GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
-        ("GPT2LMHeadModel", GPT2, {"activation_function": "mish"}, "'mish' is not supported: regard knows relu, gelu,"),
-        ("GPT2LMHeadModel", GPT2, {"n_head": "4"}, "must say n_head, a positive integer, not '4'"),
-        ("GPT2LMHeadModel", GPT2, {"n_layer": 1}, "regard does not know: h.1.attn.c_attn.bias, .*and 4 more"),
+        ("GPT2LMHeadModel", GPT2, {"activation_function": "mish"}, "'mish' is not supported: regard has relu, gelu,"),
+        ("GPT2LMHeadModel", GPT2, {"n_head": "4"}, "n_head in config.json must be a positive integer, not '4'"),
+        ("GPT2LMHeadModel", GPT2, {"n_layer": 1}, "the model does not use: h.1.attn.c_attn.bias, .*and 4 more"),
         ("GPT2LMHeadModel", GPT2, {"n_layer": 3}, "has no tensor h.2.ln_1.weight"),
         ("BertModel", BERT, {"position_embedding_type": "relative_key"}, "with position_embedding_type='absolute'"),
         ("BertModel", BERT, {"is_decoder": True}, "is_decoder=True is not supported"),
@@ -398,7 +398,7 @@ def test_a_folder_without_a_checkpoint_gets_a_sentence(tmp_path):
         with pytest.raises(CheckpointError, match=sentence):
             pretrained.load_pretrained(tmp_path)
 
-    refused("config.json is not there: a checkpoint is a folder with config.json and model.safetensors")
+    refused("config.json is missing: a checkpoint is a folder with config.json and model.safetensors")
     (tmp_path / "config.json").write_text("{")
     refused("cannot be read as JSON")
     (tmp_path / "config.json").write_text("[]")
@@ -410,7 +410,7 @@ def test_a_folder_without_a_checkpoint_gets_a_sentence(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     refused("has no weight_map")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
-    refused("speaks of ../a.safetensors, which is not in the folder")
+    refused("names ../a.safetensors, which is not in the folder")
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     refused("cannot be read as safetensors")
 

@@ -13,29 +13,26 @@ from regard.mixers.base import Can
 from regard.models.embedding import Tokens
 from regard.training.decoder_modes import free_running, teacher_forcing
 from regard.training.losses import cross_entropy
-from regard.training.scheduled_sampling import (
-    OWN_FORMS,
+from regard.training.mode_options import INPUT_FORMS
+from regard.training.sampling_schedule import (
     SAMPLING_SCHEDULES,
-    OwnTokens,
     exponential_decay,
     inverse_sigmoid_decay,
     linear_decay,
-    parallel_passes,
-    token_by_token,
     truth_probability,
-    two_pass,
 )
+from regard.training.scheduled_sampling import PredictedInputs, parallel_passes, token_by_token, two_pass
 
 KINDS = {"token_by_token": token_by_token, "two_pass": two_pass, "parallel": parallel_passes}
 OWN = [
-    OwnTokens(),
-    OwnTokens("sample"),
-    OwnTokens("softmax", 2.0),
-    OwnTokens("gumbel", 3.0),
-    OwnTokens("sample", top_k=2),
-    OwnTokens("softmax", top_k=3, through=True),
+    PredictedInputs(),
+    PredictedInputs("sample"),
+    PredictedInputs("softmax", 2.0),
+    PredictedInputs("gumbel", 3.0),
+    PredictedInputs("sample", top_k=2),
+    PredictedInputs("softmax", top_k=3, through=True),
 ]
-OWN += [OwnTokens("gumbel", 0.7, through=True)]
+OWN += [PredictedInputs("gumbel", 0.7, through=True)]
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 every_own = pytest.mark.parametrize("own", OWN, ids=repr)
 
@@ -49,7 +46,7 @@ def thrown(seed=5):
 @pytest.mark.parametrize("padding", ["none", "behind", "anywhere"])
 def test_all_of_the_truth_is_teacher_forcing(kind, own, padding):
     model, batch = small(), batch_of(padding=padding)
-    loss, forced = kind(model, batch, 1.0, own=own, smoothing=0.1), teacher_forcing(model, batch, smoothing=0.1)
+    loss, forced = kind(model, batch, 1.0, inputs=own, smoothing=0.1), teacher_forcing(model, batch, smoothing=0.1)
     if kind is not token_by_token:
         assert loss.total == forced.total
     close(loss.total, forced.total, 1e-12)
@@ -70,8 +67,8 @@ def test_none_of_it_is_running_free(padding):
 @pytest.mark.parametrize("truth", [0.0, 0.5])
 def test_as_many_passes_as_tokens_are_token_by_token_in_value_and_gradient(own, padding, truth):
     model, batch = small(), batch_of(padding=padding)
-    a = token_by_token(model, batch, truth, own=own, dice=thrown()).total
-    b = parallel_passes(model, batch, truth, own=own, dice=thrown(), passes=batch.target.shape[1]).total
+    a = token_by_token(model, batch, truth, inputs=own, dice=thrown()).total
+    b = parallel_passes(model, batch, truth, inputs=own, dice=thrown(), passes=batch.target.shape[1]).total
     close(a, b)
     close(gradients(model, a), gradients(model, b))
 
@@ -98,11 +95,11 @@ def test_one_pass_is_teacher_forcing_whatever_the_share():
     assert parallel_passes(model, batch, 0.0, passes=1).total == teacher_forcing(model, batch).total
 
 
-@pytest.mark.parametrize("form", OWN_FORMS)
+@pytest.mark.parametrize("form", INPUT_FORMS)
 def test_two_passes_are_their_definition_one_example_at_a_time(form):
     """Nothing of the truth is left, so what the second pass hears is known."""
     model, batch = small(), batch_of(padding="behind")
-    own, total = OwnTokens(form), 0.0
+    own, total = PredictedInputs(form), 0.0
     noise = own.noise(batch.target, model.embed, thrown_after_truth(batch))
     for i, (source, target) in enumerate(rows(batch)):
         source, target = torch.tensor([source], device=DEVICE), torch.tensor([target], device=DEVICE)
@@ -112,7 +109,7 @@ def test_two_passes_are_their_definition_one_example_at_a_time(form):
         begin = model.embed.table.weight[BEGIN][None]
         x = torch.cat([begin, weights @ model.embed.table.weight])[None] * model.embed.scale
         total = total + cross_entropy(model(source, None, x), target).total
-    loss = two_pass(model, batch, 0.0, own=own, dice=thrown())
+    loss = two_pass(model, batch, 0.0, inputs=own, dice=thrown())
     close(loss.total, total)
     close(gradients(model, loss.total), gradients(model, total))
 
@@ -136,20 +133,22 @@ def test_a_mixture_of_one_token_is_that_token():
 def test_a_sharp_mean_is_the_choice_it_sharpens():
     model, batch = small(), batch_of()
     close(
-        two_pass(model, batch, 0.2, own=OwnTokens("softmax", 1e6), dice=thrown()).total,
+        two_pass(model, batch, 0.2, inputs=PredictedInputs("softmax", 1e6), dice=thrown()).total,
         two_pass(model, batch, 0.2, dice=thrown()).total,
     )
-    drawn = two_pass(model, batch, 0.2, own=OwnTokens("sample"), dice=thrown()).total
-    close(two_pass(model, batch, 0.2, own=OwnTokens("gumbel", 1e6), dice=thrown()).total, drawn)
+    drawn = two_pass(model, batch, 0.2, inputs=PredictedInputs("sample"), dice=thrown()).total
+    close(two_pass(model, batch, 0.2, inputs=PredictedInputs("gumbel", 1e6), dice=thrown()).total, drawn)
     close(
-        two_pass(model, batch, 0.2, own=OwnTokens("sample", top_k=1), dice=thrown()).total,
+        two_pass(model, batch, 0.2, inputs=PredictedInputs("sample", top_k=1), dice=thrown()).total,
         two_pass(model, batch, 0.2, dice=thrown()).total,
     )
 
 
 def test_through_changes_gradients_and_nothing_else():
     model, batch = small(), batch_of()
-    shut, open_ = (two_pass(model, batch, 0.2, own=OwnTokens("softmax", through=t), dice=thrown()).total for t in (False, True))
+    shut, open_ = (
+        two_pass(model, batch, 0.2, inputs=PredictedInputs("softmax", through=t), dice=thrown()).total for t in (False, True)
+    )
     assert shut == open_
     assert (gradients(model, shut) - gradients(model, open_)).abs().max() > 1e-3
 
@@ -158,7 +157,7 @@ def test_gradients_through_the_first_pass_are_those_of_finite_differences():
     model, batch = small(), batch_of()
 
     def loss():
-        return two_pass(model, batch, 0.2, own=OwnTokens("gumbel", 0.8, through=True), dice=thrown()).total
+        return two_pass(model, batch, 0.2, inputs=PredictedInputs("gumbel", 0.8, through=True), dice=thrown()).total
 
     direction = [torch.randn_like(p) for p in model.parameters()]
     slope = sum((g * d).sum() for g, d in zip(torch.autograd.grad(loss(), list(model.parameters())), direction, strict=True))
@@ -175,7 +174,7 @@ def test_a_drawn_token_is_drawn_by_its_probability():
     model = small()
     scores = torch.randn(1, 1, VOCAB, dtype=torch.float64, device=DEVICE)
     target = torch.zeros(1, 20_000, dtype=torch.long, device=DEVICE)
-    own = OwnTokens("sample")
+    own = PredictedInputs("sample")
     noise = own.noise(target, model.embed, thrown())
     drawn = own.vectors(model.embed, scores.expand(1, 20_000, VOCAB), noise)
     same = (drawn[0, :, None] == model.embed.vectors(torch.arange(VOCAB, device=DEVICE)[None])[0]).all(-1)
@@ -194,8 +193,8 @@ def test_the_truth_is_kept_with_its_probability_and_the_begin_always():
 
 @every_kind
 def test_the_same_dice_say_the_same(kind):
-    model, batch, own = small(), batch_of(), OwnTokens("sample")
-    a, b, c = (kind(model, batch, 0.5, own=own, dice=thrown(seed)).total for seed in (1, 1, 2))
+    model, batch, own = small(), batch_of(), PredictedInputs("sample")
+    a, b, c = (kind(model, batch, 0.5, inputs=own, dice=thrown(seed)).total for seed in (1, 1, 2))
     assert a == b != c
 
 
@@ -222,12 +221,12 @@ def test_every_schedule_falls_from_about_one_to_about_its_floor(name, steps, flo
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (lambda: OwnTokens("gumble"), "did you mean 'gumbel'"),
-        (lambda: OwnTokens("softmax", alpha=0), "alpha sharpens"),
-        (lambda: OwnTokens("argmax", alpha=2), "argmax chooses one token"),
-        (lambda: OwnTokens("sample", through=True), "sample chooses one token"),
-        (lambda: OwnTokens("argmax", top_k=3), "top_k is at least 1, for any form but argmax"),
-        (lambda: OwnTokens("softmax", top_k=0), "top_k is at least 1"),
+        (lambda: PredictedInputs("gumble"), "did you mean 'gumbel'"),
+        (lambda: PredictedInputs("softmax", alpha=0), "alpha sharpens"),
+        (lambda: PredictedInputs("argmax", alpha=2), "argmax chooses one token"),
+        (lambda: PredictedInputs("sample", through=True), "sample chooses one token"),
+        (lambda: PredictedInputs("argmax", top_k=3), "top_k is at least 1, for any form but argmax"),
+        (lambda: PredictedInputs("softmax", top_k=0), "top_k is at least 1"),
         (lambda: parallel_passes(small(), batch_of(), 0.5, passes=0), "passes must be at least 1"),
         (lambda: two_pass(small(), batch_of(), 1.5), "share of true tokens must be in"),
         (lambda: token_by_token(small(), batch_of(), -0.5), "share of true tokens must be in"),

@@ -11,7 +11,6 @@ from regard import Dims, attend, core, layer
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache
 from regard.mixers.sinkhorn import Sinkhorn, _Cut, balanced, balanced_in_time
-from regard.ops import strip
 from test_limits import Largest, check_same, qkv
 
 
@@ -74,8 +73,8 @@ def slowly(m, q, k, v, causal):
 
 @pytest.mark.parametrize("n", [6, 37, 64])
 @pytest.mark.parametrize("causal", [False, True])
-def test_it_is_its_definition(n, causal, monkeypatch):
-    monkeypatch.setattr(strip, "CPU", 1 << 10)  # many pieces
+def test_it_is_its_definition(n, causal, set_limits):
+    set_limits(strip=1 << 10)  # many strips
     m, inputs = made(causal=causal), qkv(n)
     m.sort.data.mul_(2)  # a sort that matters
     check_same(lambda *x: attend(*x[:3], m, causal=causal), lambda *x: slowly(m, *x[:3], causal), [*inputs, m.sort])
@@ -215,8 +214,8 @@ def test_padding_may_lie_anywhere(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_table_of_all_pairs(causal, monkeypatch):
-    monkeypatch.setattr(strip, "CPU", 1 << 16)
+def test_no_table_of_all_pairs(causal, set_limits):
+    set_limits(strip=1 << 16)
     n, m = 8192, core("sinkhorn(block=64)", Dims(16, 2, causal=causal))
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
     with Largest() as watch:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import regard.mixers.softmax as softmax_family
 from conftest import DEVICE, close, data, some
 from regard import Dims, attend, core, layer
 from regard.mixers.synthesizer import SYNTHESIZER_FORMS, Synthesizer
@@ -47,8 +46,8 @@ def logits(m, q, k):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mix", [None, "learned", 0.3])
 @pytest.mark.parametrize("form", SYNTHESIZER_FORMS)
-def test_a_form_is_its_formula(form, mix, causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 13)  # many strips
+def test_a_form_is_its_formula(form, mix, causal, set_limits):
+    set_limits(softmax_strip=1 << 13)  # many strips
     m = made(form, mix=mix)
 
     def formula(q, k, v, *_):
@@ -169,8 +168,8 @@ def test_too_long(form):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("text", ["form='dense'", "form='dense_factorised', mix='learned'", "form='random_factorised'"])
-def test_no_table_of_all_pairs(text, causal, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
+def test_no_table_of_all_pairs(text, causal, set_limits):
+    set_limits(softmax_strip=1 << 16)
     n = 2048
     m = core(f"synthesizer({text})", Dims(16, 2, causal=causal, max_len=n))
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
@@ -180,8 +179,8 @@ def test_no_table_of_all_pairs(text, causal, monkeypatch):
 
 
 @pytest.mark.parametrize("options", ["", ", frozen=True", ", mix='learned'"])
-def test_a_random_table_is_the_only_one_kept(options, monkeypatch):
-    monkeypatch.setattr(softmax_family, "STRIP_ELEMENTS", 1 << 16)
+def test_a_random_table_is_the_only_one_kept(options, set_limits):
+    set_limits(softmax_strip=1 << 16)
     n, kept = 1024, []
     m = core(f"synthesizer(form='random'{options})", Dims(16, 2, max_len=n))
     q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))

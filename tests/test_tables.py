@@ -48,7 +48,7 @@ def finished(folder, row, sets, value):
     """A run's files, as training and `evaluate` leave them: scores of the same settings are replaced by the last."""
     folder.mkdir()
     config = tasks.config(row.task).set(sets)
-    task = tasks.task(config)
+    task = tasks.make_task(config)
     averaged = value + 0.5 if config.average > 1 else None
     result = {"steps": config.steps, "seconds": 60.0, "name": task.best[0], "best": float(value), "best_step": 100}
     result |= {"averaged": averaged, "chosen": "average" if averaged else "best"}
@@ -124,8 +124,10 @@ def test_any_one_run_or_group_may_be_missing_and_any_one_may_be_alone(made):
 
 def test_scores_are_those_of_a_runs_own_settings_wherever_they_stand(made):
     row = next(row for row in made["rows"] if row["name"] == "multi30k softmax 1")
-    assert [x["settings"]["penalty"] for x in row["scores"]] == [1.0, 0.0, 1.0, 2.0, 1.0], "beam=5 was asked twice and kept once"
-    assert tables.answered(row)["settings"] == {"beam": 5, "penalty": 1.0, "most": 100}
+    assert [x["settings"]["length_penalty"] for x in row["scores"]] == [1.0, 0.0, 1.0, 2.0, 1.0], (
+        "beam=5 was asked twice and kept once"
+    )
+    assert tables.answered(row)["settings"] == {"beam": 5, "length_penalty": 1.0, "max_new_tokens": 100}
     with pytest.raises(ValueError, match="its own settings"):
         tables.answered({**row, "scores": row["scores"][:1]})
 
@@ -135,7 +137,7 @@ def test_seeds_have_a_mean_and_one_seed_has_none(made):
     assert line_of(text, "mean of 3 ± their deviation")[1] == "31.10 ± 0.85"  # 30.3, the last one asked, 31 and 32
     assert "mean of 3" in tables.tasks(made, FLOORS)
     alone = without(
-        made, *(f"{task} {seed}" for task in ("multi30k softmax", "multi30k agree", "ewt", "imdb") for seed in (2, 3))
+        made, *(f"{task} {seed}" for task in ("multi30k softmax", "multi30k rdrop", "ewt", "imdb") for seed in (2, 3))
     )
     text = tables.translation(alone, FLOORS) + tables.tasks(alone, FLOORS)
     assert "mean" not in text
@@ -189,13 +191,13 @@ def test_a_signature_is_said_once_and_shared_machines_are_told(made):
 
 def test_further_training_is_compared_with_the_run_it_began_from(made):
     rows = {row["name"]: row for row in made["rows"]}
-    began, then = rows["multi30k agree 1"], rows["multi30k then two_pass"]
+    began, then = rows["multi30k rdrop 1"], rows["multi30k then two_pass"]
     cells = line_of(tables.decodings(made), "`two_pass`")
-    assert cells[1] == "multi30k agree 1"
+    assert cells[1] == "multi30k rdrop 1"
     assert cells[3] == f"{tables.bleu(then) - tables.bleu(began):+.2f}"
     assert cells[5] == f"{then['val']['bleu'] - began['val']['averaged']:+.2f}", "it began from the average, which was chosen"
-    cells = line_of(tables.decodings(without(made, "multi30k agree 1")), "`two_pass`")
-    assert cells[1:6:2] == ["multi30k-agree-1", "", ""]
+    cells = line_of(tables.decodings(without(made, "multi30k rdrop 1")), "`two_pass`")
+    assert cells[1:6:2] == ["multi30k-rdrop-1", "", ""]
 
 
 def test_answers_at_once_are_compared_with_greedy_ones(made):
@@ -203,7 +205,7 @@ def test_answers_at_once_are_compared_with_greedy_ones(made):
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [line[2] for line in lines[:4]] == ["beam=1", "beam=5", "one pass", "one pass"]
     assert "iterations=4" in lines[4][2]
-    assert [line[1] for line in lines[2:]] == ["a teacher's answers", "people's answers", "a teacher's answers"]
+    assert [line[1] for line in lines[2:]] == ["distilled targets", "the data", "distilled targets"]
     assert lines[0][4] == ""
     assert lines[2][4] == f"{float(lines[2][3]) - float(lines[0][3]):+.2f}"
 

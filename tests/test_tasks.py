@@ -4,16 +4,23 @@ import os
 
 import pytest
 import torch
+from typer import Exit
 
-from regard.cli.settings import decoding
+from regard.blocks.stack import Stack
+from regard.cli.model_check import check_model
+from regard.cli.settings import check_used, decoding
 from regard.data.batch import BEGIN, END, PAD
 from regard.data.text_files import Pair
-from regard.tasks import TASKS, config, task
+from regard.models.nat import COPIES
+from regard.tasks import TASKS, Entry, config, make_task
+from regard.tasks.decoder_options import SLOT_INPUTS
 from regard.tasks.support import in_order
+from regard.tasks.tagging import TaggingTask
+from regard.tasks.task import ENCODER_DECODER, Body
 from regard.training.checkpoints import load_run, put_weights
 from regard.training.decoder_modes import SAMPLED
 from regard.training.fit import fit
-from regard.training.scheduled_sampling import OwnTokens
+from regard.training.scheduled_sampling import PredictedInputs
 
 MADE = [name for name, entry in TASKS.items() if entry.data is None]
 REAL = [name for name, entry in TASKS.items() if entry.data is not None]
@@ -32,7 +39,7 @@ TINY = {
 
 def tiny(name, **changes):
     """A small one, with little to validate on."""
-    made = task(config(name).replace({**TINY, **changes}))
+    made = make_task(config(name).replace({**TINY, **changes}))
     made.read()
     made.splits = {split: rows[: 400 if split == "train" else 12] for split, rows in made.splits.items()}
     for texts in (getattr(made, "texts", {}),):
@@ -46,7 +53,7 @@ def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
     result = fit(made, tmp_path, accelerator="cpu", quiet=True)
     assert result.steps == 6 and result.name == made.best[0]
     kept = load_run(tmp_path)
-    again = task(config(name).replace({key: value for key, value in kept.config.items() if key != "task"}))
+    again = make_task(config(name).replace({key: value for key, value in kept.config.items() if key != "task"}))
     again.restore(kept.assets)
     models = [made.model(), again.model()]
     for model in models:
@@ -72,7 +79,7 @@ def test_the_loss_of_a_task_is_a_sum_over_what_it_counts_and_batches_do_not_matt
 
 def test_scores_have_the_one_that_chooses():
     for name in MADE:
-        made = tiny(name, most=4) if hasattr(config(name), "most") else tiny(name)
+        made = tiny(name, max_new_tokens=4) if hasattr(config(name), "max_new_tokens") else tiny(name)
         model = made.model()
         assert made.best[0] in made.watch(model) and made.best[0] in made.score(model, "test"), name
 
@@ -80,8 +87,8 @@ def test_scores_have_the_one_that_chooses():
 @pytest.mark.parametrize("mode", ["scheduled", "two_pass", "parallel"])
 def test_what_a_decoder_gets_of_itself_is_a_setting(mode):
     """The soft mixes of embeddings, with or without gradients through them, are those of `regard.training.scheduled_sampling`."""
-    settings = {"mode": mode, "floor": 0.0, "steps": 4, "dropout": 0.0}
-    made = tiny("reverse", **settings, own="softmax", alpha=2.0, through=True)
+    settings = {"steps": 4, "dropout": 0.0}
+    made = tiny("reverse", **settings, mode=f"{mode}(floor=0, inputs='softmax', alpha=2, through=True)")
     torch.manual_seed(0)
     model, batch = made.model().double(), made.batch(made.splits["train"][:3])
 
@@ -90,16 +97,17 @@ def test_what_a_decoder_gets_of_itself_is_a_setting(mode):
         return task.loss(model, batch, step).total
 
     torch.manual_seed(1)
-    own = SAMPLED[mode](model, batch, 0.0, own=OwnTokens("softmax", alpha=2.0, through=True)).total
-    torch.testing.assert_close(loss(made), own, rtol=0, atol=0)
+    soft = SAMPLED[mode](model, batch, 0.0, inputs=PredictedInputs("softmax", alpha=2.0, through=True)).total
+    torch.testing.assert_close(loss(made), soft, rtol=0, atol=0)
 
-    def other(**own):
-        return loss(task(config("reverse").replace({**TINY, **settings, **own})))
+    def other(options=""):
+        text = f"{mode}(floor=0{options})"
+        return loss(make_task(config("reverse").replace({**TINY, **settings, "mode": text})))
 
-    others = [other(**own) for own in ({}, {"own": "softmax"}, {"own": "gumbel"}, {"own": "sample"})]
-    assert len({x.item() for x in (own, *others)}) == 5
+    others = [other(options) for options in ("", ", inputs='softmax'", ", inputs='gumbel'", ", inputs='sample'")]
+    assert len({x.item() for x in (soft, *others)}) == 5
     table = model.embed.table.weight
-    plain, through = (torch.autograd.grad(other(own="softmax", through=x), table)[0] for x in (False, True))
+    plain, through = (torch.autograd.grad(other(f", inputs='softmax', through={x}"), table)[0] for x in (False, True))
     assert not torch.allclose(plain, through)
 
 
@@ -113,9 +121,9 @@ def test_an_unknown_task_is_answered_with_the_nearest():
     [
         ("reverse", {"units": "letters"}, "units cannot be 'letters'"),
         ("reverse", {"decoder": "ctcc"}, "did you mean 'ctc'"),
-        ("reverse", {"mode": "teach"}, "did you mean 'teacher'"),
-        ("reverse", {"mode": "free", "decoder": "ctc"}, "is for a decoder that hears what it said"),
-        ("reverse", {"truth": "linaer"}, "did you mean 'linear'"),
+        ("reverse", {"mode": "teacher_forced"}, "did you mean 'teacher_forcing'"),
+        ("reverse", {"mode": "free_running", "decoder": "ctc"}, "is for a decoder that is fed its own tokens"),
+        ("reverse", {"mode": "scheduled(schedule='linaer')"}, "did you mean 'linear'"),
         ("polarity", {"cut": 2}, "cut must be an integer of at least 3"),
         ("polarity", {"forget": 1.5}, r"forget must be in \[0, 1\)"),
         ("saw", {"letters": 1}, "letters must be an integer of at least 2"),
@@ -128,7 +136,7 @@ def test_an_unknown_task_is_answered_with_the_nearest():
 )
 def test_a_bad_setting_is_refused_before_there_is_data(name, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        task(config(name).replace(changes))
+        make_task(config(name).replace(changes))
 
 
 def test_a_line_that_is_too_long_is_named():
@@ -138,13 +146,13 @@ def test_a_line_that_is_too_long_is_named():
 
 
 def test_what_is_longer_than_the_model_is_neither_learned_nor_asked():
-    made = task(config("reverse").replace({**TINY, "max_len": 8, "most": 50}))
+    made = make_task(config("reverse").replace({**TINY, "max_len": 8, "max_new_tokens": 50}))
     with pytest.warns(UserWarning, match="of 10,000 training examples teach nothing: they are longer than max_len=8"):
         made.read()
     assert max(map(made.size, made.splits["train"])) <= 8 < max(map(made.size, made.splits["val"]))
     scores = made.watch(made.model())
     assert scores["exact"] >= 0 and made.answers(made.model(), [[5] * 9, [5] * 3])[0] == []
-    tags = task(config("saw").replace({**TINY, "max_len": 8}))
+    tags = make_task(config("saw").replace({**TINY, "max_len": 8}))
     with pytest.warns(UserWarning, match="of 5,000 training examples teach nothing"):
         tags.read()
     assert max(map(tags.size, tags.splits["train"])) <= 8
@@ -152,7 +160,7 @@ def test_what_is_longer_than_the_model_is_neither_learned_nor_asked():
 
 def test_what_a_teacher_did_not_say_is_not_learned(tmp_path):
     (tmp_path / "taught").write_text("a b\n" + "\n" * 9_999)
-    made = task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
+    made = make_task(config("copy").replace({**TINY, "decoder": "ctc", "distilled": str(tmp_path / "taught")}))
     made.read()
     assert len(made.splits["train"]) == 1
 
@@ -161,16 +169,64 @@ def test_only_settings_that_a_task_reads_may_change_its_answers():
     assert decoding(config("reverse"), ["beam=3"]).beam == 3
     with pytest.raises(ValueError, match="beam cannot change after training: nothing of it can"):
         decoding(config("polarity"), ["beam=3"])
-    with pytest.raises(ValueError, match="beam cannot change after training: only lengths, iterations can"):
+    with pytest.raises(ValueError, match="beam cannot change after training: only decoder can"):
         decoding(config("copy").replace({"decoder": "masked"}), ["beam=3"])
+
+
+def test_options_of_a_decoder_change_after_training_unless_its_weights_depend_on_them():
+    masked, length = (config("copy").replace({"decoder": text}) for text in ("masked(lengths=2)", "length(slots='uniform')"))
+    assert decoding(masked, ["decoder=masked(iterations=9)"]).decoder == "masked(iterations=9, lengths=4)"
+    assert decoding(length, ["decoder=length(slots='uniform', lengths=1)"]).options("decoder").lengths == 1
+    with pytest.raises(ValueError, match="decoder=masked cannot become ctc after training: only iterations, lengths can change"):
+        decoding(masked, ["decoder=ctc"])
+    with pytest.raises(ValueError, match="slots of length cannot change after training, only lengths can: write slots='uniform'"):
+        decoding(length, ["decoder=length(lengths=1)"])
+    with pytest.raises(ValueError, match="decoder cannot change after training: only beam, length_penalty, max_new_tokens can"):
+        decoding(config("copy"), ["decoder=ctc"])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_table_has_the_score_of_the_task(name):
+    assert make_task(config(name)).best == TASKS[name].best
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((name, {}) for name in MADE), ("copy", {"decoder": "ctc"}), ("copy", {"decoder": "fixed"})]
+)
+def test_the_bodies_of_a_task_are_those_of_its_model(name, changes):
+    made = tiny(name, **changes)
+    stacks = [module for module in made.model().modules() if isinstance(module, Stack)]
+    found = [Body(stack.blocks[0].mixer.dims.causal, stack.blocks[0].cross is not None) for stack in stacks]
+    assert tuple(found) == made.bodies
+
+
+def test_a_new_task_with_a_decoder_describes_itself(monkeypatch):
+    """Nothing but its attributes and a row of the table: settings of decoders and beams are accepted, all others refused."""
+
+    class Captions(TaggingTask):
+        bodies = ENCODER_DECODER
+        answering = ("beam",)
+
+    monkeypatch.setitem(TASKS, "saw", Entry(TASKS["saw"].config, Captions, TASKS["saw"].best, "captions"))
+    made = make_task(config("saw"))
+    check_used(made, ["cross=linear", "wiring=each", "decoder_depth=1", "beam=3"])
+    assert decoding(config("saw"), ["beam=3"]).beam == 3
+    with pytest.raises(ValueError, match="length_penalty does nothing here: it is for answers of one token after another"):
+        check_used(made, ["length_penalty=2"])
+    with pytest.raises(Exit):  # its cross attention is built and refused, as for every decoder
+        check_model(make_task(config("saw").replace({"cross": "conv"})))
+
+
+def test_slots_of_a_length_are_those_of_the_model():
+    assert SLOT_INPUTS == COPIES
 
 
 def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch):
     monkeypatch.setattr(
         "regard.data.synthetic.string_pairs", lambda _: ([Pair("a b a b", "b a b a")] * 3, [Pair("a b", "b a")], [])
     )
-    settings = config("reverse").replace({"units": "subwords", "vocab": 300, "waver": 0.5})
-    made, plain = task(settings), task(settings.replace({"waver": 0.0}))
+    settings = config("reverse").replace({"units": "subwords", "vocab": 300, "bpe_dropout": 0.5})
+    made, plain = make_task(settings), make_task(settings.replace({"bpe_dropout": 0.0}))
     made.read()
     plain.read()
     assert len(made.splits["train"]) == 8 * len(plain.splits["train"]) == 24
@@ -182,7 +238,7 @@ def test_training_texts_come_in_eight_spellings_where_subwords_waver(monkeypatch
 
 def test_a_teachers_answers_must_be_as_many_as_the_sources(tmp_path):
     (tmp_path / "taught").write_text("a\nb\n")
-    made = task(config("copy").replace({**TINY, "decoder": "ctc", "teacher": str(tmp_path / "taught")}))
+    made = make_task(config("copy").replace({**TINY, "decoder": "ctc", "distilled": str(tmp_path / "taught")}))
     with pytest.raises(ValueError, match="has 2 lines, but there are 10,000 training sources"):
         made.read()
 
@@ -190,7 +246,7 @@ def test_a_teachers_answers_must_be_as_many_as_the_sources(tmp_path):
 def test_a_run_can_begin_from_another(tmp_path):
     first = tiny("copy")
     fit(first, tmp_path / "first", accelerator="cpu", quiet=True)
-    then = tiny("copy", begin_from=str(tmp_path / "first"), mode="two_pass")
+    then = tiny("copy", init_from=str(tmp_path / "first"), mode="two_pass")
     model = then.model()
     weights = load_run(tmp_path / "first").weights
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items() if name in weights)
@@ -200,19 +256,21 @@ def test_who_says_everything_at_once_can_begin_from_who_does_not(tmp_path):
     fit(tiny("copy"), tmp_path / "first", accelerator="cpu", quiet=True)
     weights = load_run(tmp_path / "first").weights
     for decoder, own in (("ctc", {"slots.split.weight", "slots.split.bias"}), ("fixed", {"slots.vectors"})):
-        model = tiny("copy", begin_from=str(tmp_path / "first"), decoder=decoder).model()
+        model = tiny("copy", init_from=str(tmp_path / "first"), decoder=decoder).model()
         state = model.state_dict()
         assert all(torch.equal(state[name], x) for name, x in weights.items())
         assert {name for name, _ in model.named_parameters()} - weights.keys() == own
-    again = tiny("copy", begin_from=str(tmp_path / "first"), decoder="ctc", mode="agree", steps=2, save_every=2, validate_every=2)
+    again = tiny("copy", init_from=str(tmp_path / "first"), decoder="ctc", mode="rdrop", steps=2, save_every=2, validate_every=2)
     assert fit(again, tmp_path / "second", accelerator="cpu", quiet=True).steps == 2
-    third = tiny("copy", begin_from=str(tmp_path / "second"), decoder="ctc").model().state_dict()
+    third = tiny("copy", init_from=str(tmp_path / "second"), decoder="ctc").model().state_dict()
     assert all(torch.equal(third[name], x) for name, x in load_run(tmp_path / "second").weights.items())
 
 
-@pytest.mark.parametrize("mode", ["free", "scheduled", "two_pass", "parallel", "self_critical", "minimum_risk"])
+@pytest.mark.parametrize(
+    "mode", ["free_running", "scheduled", "two_pass", "parallel", "self_critical", "minimum_risk(samples=2)"]
+)
 def test_every_mode_trains(mode, tmp_path):
-    made = tiny("copy", mode=mode, steps=2, validate_every=2, save_every=2, batch_tokens=128, most=8, samples=2)
+    made = tiny("copy", mode=mode, steps=2, validate_every=2, save_every=2, batch_tokens=128, max_new_tokens=8)
     assert fit(made, tmp_path, accelerator="cpu", quiet=True).steps == 2
 
 
@@ -238,14 +296,14 @@ def test_answers_come_back_in_order():
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_task_reads_its_data_and_learns_from_it(name):
     small = {"width": 16, "heads": 2, "depth": 1, "ffn": 16}
-    made = task(config(name).replace({**small, "units": "words"} if name == "imdb" else small))
+    made = make_task(config(name).replace({**small, "units": "words"} if name == "imdb" else small))
     made.read()
     model = made.model()
     batch = made.batch(sorted(made.splits["train"], key=made.size)[:2])
     loss = made.loss(model, batch, 1)
     loss.mean.backward()
     assert torch.isfinite(loss.total) and any(p.grad is not None for p in model.parameters())
-    kept = task(made.config)
+    kept = make_task(made.config)
     kept.restore(made.assets())
     assert [p.shape for p in kept.model().parameters()] == [p.shape for p in model.parameters()]
 
@@ -263,20 +321,20 @@ def test_ctc_says_which_targets_have_too_few_slots():
 
 @pytest.mark.parametrize("name", ["reverse", "saw"])
 def test_a_model_that_is_too_short_for_everything_says_so(name):
-    made = task(config(name).replace({**TINY, "max_len": 1}))
+    made = make_task(config(name).replace({**TINY, "max_len": 1}))
     with pytest.raises(ValueError, match="all training examples are longer than max_len=1: the shortest has"):
         made.read()
 
 
 def test_a_review_is_cut_to_what_the_model_can_read():
-    made = task(config("polarity").replace({**TINY, "max_len": 5, "positions": "learned"}))
+    made = make_task(config("polarity").replace({**TINY, "max_len": 5, "positions": "learned"}))
     made.read()
     assert max(made.size(row) for row in made.splits["train"]) <= 5
     assert made.predict(made.model().eval(), ["a very long review of a film that nobody saw"])[0] in ("good", "bad")
 
 
 def test_a_review_that_is_too_long_keeps_its_first_and_its_last_words():
-    made = task(config("polarity").replace({**TINY, "cut": 5}))
+    made = make_task(config("polarity").replace({**TINY, "cut": 5}))
     made.read()
     words = made.vocabulary.words[:9]
     (row,) = made._rows([" ".join(words)])
@@ -287,7 +345,9 @@ def talkative(folder, **changes):
     """A language model of a small text, 90 characters to learn from and 10 to validate on."""
     (folder / "tinyshakespeare").mkdir(parents=True)
     (folder / "tinyshakespeare" / "input.txt").write_text("to be, or not to be: " * 4 + "that is the qu10 letters")
-    made = task(config("shakespeare").replace({**TINY, "window": 4, "stride": 3, "most": 7, "dropout": 0.0, **changes}))
+    made = make_task(
+        config("shakespeare").replace({**TINY, "window": 4, "stride": 3, "max_new_tokens": 7, "dropout": 0.0, **changes})
+    )
     made.read(folder)
     return made
 
@@ -315,7 +375,7 @@ def test_a_text_goes_on_with_its_own_characters_and_the_same_ones_again(tmp_path
 
 
 def test_special_tokens_are_not_said():
-    made = tiny("reverse", most=6)
+    made = tiny("reverse", max_new_tokens=6)
     model = made.model().eval()
     with torch.no_grad():
         model.head.map.weight.mul_(0)

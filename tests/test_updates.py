@@ -19,10 +19,10 @@ def train(out, task=None, **changes):
 
 
 def learner(task, **changes) -> Learner:
-    """One that has no Trainer around it."""
+    """One without a loop around it."""
     torch.manual_seed(0)
     made = Learner(task.model().double(), task.loss, small(**changes), "cpu")
-    made.configure_optimizers()
+    made.begin()
     return made
 
 
@@ -88,7 +88,7 @@ def test_an_update_is_the_same_however_it_is_cut_into_passes(cuts):
     seen = []
     for one, parts in ((whole, [24]), (cut, cuts)):
         one.optimizer.step = lambda one=one: seen.append([None if p.grad is None else p.grad.clone() for p in one.wanted])
-        one.training_step(passes(task, parts), 0)
+        one.update(passes(task, parts))
     assert len(seen[0]) == len(seen[1])
     for a, b in zip(*seen, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
@@ -101,8 +101,8 @@ def test_a_pass_without_anything_to_predict_adds_nothing():
     empty = task.batch(task.splits["train"][:3])
     empty = empty._replace(target=torch.full_like(empty.target, -100))
     one, two = (learner(task, dropout=0.0) for _ in range(2))
-    one.training_step(passes(task, [8]), 0)
-    two.training_step([empty, *passes(task, [8])], 0)
+    one.update(passes(task, [8]))
+    two.update([empty, *passes(task, [8])])
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(one.wanted, two.wanted, strict=True))
 
 
@@ -113,7 +113,7 @@ def test_the_gradient_is_clipped_by_its_norm_which_is_reported_unclipped():
     for one in (free, held):
         one.optimizer.step = lambda one=one: seen.append(nn.utils.get_total_norm([p.grad for p in one.wanted]).item())
         torch.manual_seed(3)
-        one.training_step(passes(task, [8]), 0)
+        one.update(passes(task, [8]))
     assert seen[1] == pytest.approx(0.01, rel=1e-3) and seen[0] > 0.1
     assert free.measured(str)["norm"] == pytest.approx(held.measured(str)["norm"]) == pytest.approx(seen[0])
 
@@ -122,7 +122,7 @@ def test_a_scaled_gradient_is_clipped_as_if_it_were_not_scaled():
     task, moved = Small(small(dropout=0.0)), []
     for precision in ("32", "16-mixed"):
         one = learner(task, dropout=0.0, clip=0.01, precision=precision)
-        one.training_step(passes(task, [8]), 0)
+        one.update(passes(task, [8]))
         moved.append(nn.utils.get_total_norm([one.optimizer.state[p]["exp_avg"] for p in one.wanted]).item())
         assert 0.1 < one.measured(str)["norm"] < 100
     assert moved == pytest.approx([0.1 * 0.01] * 2, rel=1e-2)  # the first mean of gradients is 1 - beta of the first one
@@ -143,7 +143,7 @@ def test_the_rate_of_an_update_is_that_of_the_schedule():
     task = Small(small())
     one = learner(task, warmup=4, lr=0.5)
     for step in range(1, 7):
-        one.training_step(passes(task, [4]), 0)
+        one.update(passes(task, [4]))
         expected = 0.5 * min(step / 4, math.sqrt(4 / step))
         assert [group["lr"] for group in one.optimizer.param_groups] == pytest.approx([expected] * 2)
         assert one.measured(str)["lr"] == pytest.approx(expected)

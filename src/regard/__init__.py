@@ -1,70 +1,30 @@
-"""Every way of paying attention: each mechanism a value you pass, each claim tested."""
+"""Every way of paying attention: each mechanism a value you pass, each claim tested.
 
-from regard._version import version as __version__
-from regard.cache import clear_caches
-from regard.catalogue import CATALOGUE
-from regard.mixers.attention import Attention, attend
-from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
-from regard.mixers.feature_math import per_query_head
-from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
-from regard.mixers.graph_layer import GraphAttention
-from regard.mixers.low_rank import tie_linformer
-from regard.patterns import (
-    Blocks,
-    Causal,
-    Columns,
-    Dilated,
-    Edges,
-    Everything,
-    Global,
-    Local,
-    Pattern,
-    PerHead,
-    Random,
-    Rows,
-    Stride,
-    Tail,
-    Truncated,
-)
-from regard.positions import Positions
-from regard.spec import Spec, core, layer
+`import regard` loads nothing else. The first use of one of its names (`regard.layer`, `from regard import Spec`) imports
+`regard.api`, and torch with it; a submodule (`regard.patterns`) is imported when it is first used.
+"""
 
-__all__ = [
-    "CATALOGUE",
-    "Attention",
-    "Blocks",
-    "Can",
-    "Causal",
-    "Columns",
-    "Core",
-    "Dilated",
-    "Dims",
-    "Edges",
-    "Everything",
-    "Global",
-    "GraphAttention",
-    "Local",
-    "Mixer",
-    "Pattern",
-    "PerHead",
-    "Places",
-    "Positions",
-    "Random",
-    "Rows",
-    "Spec",
-    "State",
-    "Stride",
-    "Tail",
-    "Truncated",
-    "__version__",
-    "attend",
-    "clear_caches",
-    "core",
-    "disjoint",
-    "edge_weights",
-    "layer",
-    "on_graph",
-    "per_query_head",
-    "select",
-    "tie_linformer",
-]
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from regard._version import version as __version__  # noqa: F401
+
+if TYPE_CHECKING:
+    from regard.api import *  # noqa: F403
+    from regard.api import __all__  # noqa: F401
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Find a submodule, or a public name in `regard.api`."""
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module 'regard' has no attribute {name!r}")
+        if name != "__all__" and find_spec(f"regard.{name}"):
+            return import_module(f"regard.{name}")
+        api = import_module("regard.api")
+        if name == "__all__" or name in api.__all__:
+            return getattr(api, name)
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return [*globals(), *__getattr__("__all__")]

@@ -1,4 +1,4 @@
-"""A memory for what was worked out, bounded by what it holds: plans and lists of pairs are small or large as the pattern is."""
+"""Bounded caches of computed results (plans, edge lists, masks), limited by count and by total size, and a way to clear all."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 
 from regard.transforms import needs_plain_ops, untraced
 
-MAX_ELEMENTS = 1 << 24  # numbers that one function remembers, and the newest result whatever its size
-MAX_RESULTS = 64  # results
+MAX_ELEMENTS = 1 << 24  # elements that one cache holds; the newest result is kept whatever its size
+MAX_RESULTS = 64  # results that one cache holds
 
 CachedFunction = TypeVar("CachedFunction", bound=Callable[..., Any])
 
 _clearers: list[Callable[[], None]] = []  # one for every cache of this library
-_cache_lock = Lock()  # of all memories; nothing is worked out while it is held
-# A fork waits until it is free, so that the child gets whole memories and a free lock.
+_cache_lock = Lock()  # of all caches; nothing is computed while it is held
+# A fork waits until it is free, so that the child gets consistent caches and a free lock.
 os.register_at_fork(before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache_lock.release)
 
 
 def outlives_tracing(f: CachedFunction) -> CachedFunction:
-    """Wrap a function whose tensors are kept, so that they outlive every transform, tracer and inference mode around the call."""
+    """Wrap a function whose tensors are cached: they outlive every transform, tracer and inference mode around the call."""
 
     @wraps(f)
-    def made(*args: Any, **more: Any) -> Any:
+    def wrapped(*args: Any, **options: Any) -> Any:
         if not (torch.is_inference_mode_enabled() or needs_plain_ops()):
-            return f(*args, **more)
+            return f(*args, **options)
         with untraced():
-            return f(*args, **more)
+            return f(*args, **options)
 
-    return made  # type: ignore[return-value]
+    return wrapped  # type: ignore[return-value]
 
 
 def register_cache(clear: Callable[[], None]) -> None:
@@ -43,24 +43,24 @@ def register_cache(clear: Callable[[], None]) -> None:
 
 
 def clear_caches() -> None:
-    """Free what was cached between calls: plans, edge lists, masks, parsed texts, scratch buffers. Results do not change."""
+    """Free all results cached between calls: plans, edge lists, masks, parsed texts, scratch buffers. Outputs do not change."""
     with _cache_lock:
         for clear in _clearers:
             clear()
 
 
 def bounded_cache(size: Callable[[Any], int]) -> Callable[[CachedFunction], CachedFunction]:
-    """Remembers the newest results, as many as there is room for: a new graph in every batch must not fill the memory.
+    """Decorate a function with a least-recently-used cache, limited by count and by the sum of `size` over its results.
 
-    A result is kept when it is whole, so that an interrupted call leaves nothing behind.
+    A result is stored only when it is complete: an interrupted call stores nothing.
     """
 
-    def around(f: CachedFunction) -> CachedFunction:
+    def decorate(f: CachedFunction) -> CachedFunction:
         kept: OrderedDict[Hashable, Any] = OrderedDict()
         make = outlives_tracing(f)
 
         @wraps(f)
-        def again(*key: Hashable) -> Any:
+        def cached(*key: Hashable) -> Any:
             with _cache_lock:
                 if key in kept:
                     kept.move_to_end(key)
@@ -68,12 +68,16 @@ def bounded_cache(size: Callable[[Any], int]) -> Callable[[CachedFunction], Cach
             found = make(*key)
             with _cache_lock:
                 kept[key] = found
-                while len(kept) > 1 and (len(kept) > MAX_RESULTS or sum(map(size, kept.values())) > MAX_ELEMENTS):
+                while len(kept) > 1 and _over_limit(kept, size):
                     kept.popitem(last=False)
             return found
 
-        again.kept = kept  # type: ignore[attr-defined]
+        cached.kept = kept  # type: ignore[attr-defined]
         register_cache(kept.clear)
-        return again  # type: ignore[return-value]
+        return cached  # type: ignore[return-value]
 
-    return around
+    return decorate
+
+
+def _over_limit(kept: OrderedDict[Hashable, Any], size: Callable[[Any], int]) -> bool:
+    return len(kept) > MAX_RESULTS or sum(map(size, kept.values())) > MAX_ELEMENTS

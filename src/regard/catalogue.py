@@ -1,11 +1,11 @@
-"""The one table of mechanisms. Tests, pictures, the command line and the README iterate over it.
+"""The table of all mechanisms. Tests, figures, the command line and the README iterate over it.
 
 A new mechanism is one class in its family's file and one row here.
 """
 
 from __future__ import annotations
 
-from regard.catalogue_row import Example, Row, growth
+from regard.catalogue_row import Example, Row
 from regard.mixers.attention_free import GMLP, FNet, MlpMixer
 from regard.mixers.baselines import RNN, Conv, WindowFC
 from regard.mixers.cluster import Reformer, Routing
@@ -22,6 +22,7 @@ from regard.mixers.softmax import Additive, Identity, Relu, Softmax
 from regard.mixers.sparse import BigBird, Longformer, Sinks, Sparse, SparseTransformer
 from regard.mixers.synthesizer import Synthesizer
 from regard.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
+from regard.text import growth
 
 _ROWS = [
     Row(
@@ -158,7 +159,7 @@ _ROWS = [
         "gla",
         GLA,
         "kernel",
-        "A sum over the past that every token fades as it says, feature by feature.",
+        "A sum over the past with a decay per feature, computed from every token.",
         "Yang et al. 2023, arXiv:2312.06635",
         (Example({}, cost=1, memory=0), Example({"gate": "head"}, cost=1, memory=0)),
     ),
@@ -208,7 +209,7 @@ _ROWS = [
         "gmlp",
         GMLP,
         "free",
-        "A learned mixture over positions gates every token, with a tiny attention beside it if asked.",
+        "A learned mixture over positions gates every token, with an optional small attention.",
         "Liu et al. 2021, arXiv:2105.08050",
         (Example({"expand": 2}, weights=False), Example({"expand": 2, "tiny": 8}, weights=False)),
     ),

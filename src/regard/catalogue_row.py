@@ -1,4 +1,4 @@
-"""What a row of the catalogue says."""
+"""Rows of the catalogue: a mechanism's class, family, paper and examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from regard.mixers.base import Can, Core, Dims, Mixer
 
 @dataclass(frozen=True)
 class Example:
-    """Options that show a mechanism at lengths from 40 to 2048, and how its cost grows with them."""
+    """Hold options of a mechanism for lengths from 40 to 2048, and how its cost grows with them."""
 
     options: dict[str, Any] = field(default_factory=dict)
     cost: float = 2  # FLOPs of a pass over n tokens grow as n ** cost
@@ -20,14 +20,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Row:
-    """What the library says about one mechanism; the laws hold it to that."""
+    """Describe one mechanism; the tests check these claims."""
 
     name: str
     make: type[Core] | type[Mixer]  # (dims, *, options)
     family: str
     summary: str
     paper: str
-    examples: tuple[Example, ...]  # the first is the one to show
+    examples: tuple[Example, ...]  # the first is shown in tables and figures
     compiles: bool = True  # by torch.compile, without a graph break
 
     @property
@@ -36,17 +36,9 @@ class Row:
 
     @property
     def can(self) -> Can:
-        """What it claims with the options of its first example, over all tokens or over the past alone."""
+        """Return the capabilities with the options of the first example, in the bidirectional and the causal form."""
         can = self._claims(causal=False)
         return can | self._claims(causal=True) if Can.CAUSAL in can else can
 
     def _claims(self, causal: bool) -> Can:
         return self.make(Dims(width=32, heads=4, causal=causal, max_len=64), **self.examples[0].options).can
-
-
-_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
-
-
-def growth(power: float | None, letter: str) -> str:
-    """How something grows, as people write it: 1, n, n², n^1.5, and none where there is nothing to grow."""
-    return _POWERS.get(power, f"{letter}^{power}").format(letter)

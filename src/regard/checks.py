@@ -1,4 +1,4 @@
-"""Checks of what users pass, each refusing with one sentence: what was wrong, and what is allowed."""
+"""Checks of arguments. Each raises an error of one sentence: what was wrong, and what is allowed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 FARTHEST = 2**31  # the largest position, distance or size in a pattern: products of two of them fit into 64 bits
-WIDEST = 2**16  # the largest size of an option that weights are made for
+WIDEST = 2**16  # the largest size of an option that weights are allocated for
 
 
 def need(name: str, value: Any, least: int = 1, most: int = FARTHEST) -> int:
     """Return the value, if it is an integer from `least` to `most`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {shown(value)}")
     if value > most:
         raise ValueError(f"{name} must be at most {most:,}, not {shown(value)}")
@@ -22,23 +23,23 @@ def need(name: str, value: Any, least: int = 1, most: int = FARTHEST) -> int:
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence quotes it: never long, whatever it is."""
-    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print the longest
+    """Format a value for an error message, with a limited length."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print very long integers
         return f"a number of {value.bit_length():,} bits"
     try:
         return shortened_repr(value)
-    except ValueError:  # such a number inside of a list
+    except ValueError:  # such an integer inside a list
         return f"this {type(value).__name__}"
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse a switch that is no bool."""
+    """Refuse a flag that is not a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def check_batch(batch: Any) -> None:
-    """Refuse a batch size that is no number of sequences."""
+    """Refuse a batch size that is not a non-negative integer."""
     if isinstance(batch, bool) or not isinstance(batch, int | torch.SymInt):
         raise TypeError(f"batch is a number of sequences, an integer, not {type(batch).__name__}")
     if batch < 0:
@@ -46,7 +47,7 @@ def check_batch(batch: Any) -> None:
 
 
 def check_dense(x: Any, what: str) -> None:
-    """Refuse what is no dense tensor: another type, a sparse layout, a nested tensor."""
+    """Refuse anything but a dense tensor: other types, sparse layouts, nested tensors."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{what} must be a torch.Tensor, not {type(x).__name__}")
     if x.is_nested:
@@ -56,7 +57,7 @@ def check_dense(x: Any, what: str) -> None:
 
 
 def check_vectors(x: Any, what: str, width: int) -> None:
-    """Refuse what is no dense floating-point tensor of shape (batch, length, width)."""
+    """Refuse anything but a dense floating-point tensor of shape (batch, length, width)."""
     check_dense(x, what)
     if x.dim() != 3 or x.shape[-1] != width:
         raise ValueError(f"{what} has shape {tuple(x.shape)}, but (batch, length, {width}) is needed")
@@ -65,7 +66,7 @@ def check_vectors(x: Any, what: str, width: int) -> None:
 
 
 def check_valid(valid: Any, b: int, n: int, what: str = "x") -> None:
-    """Refuse a padding mask that is not a bool tensor (b n), True = real token; None is fine."""
+    """Refuse a padding mask that is neither None nor a bool tensor (b n), True = real token."""
     if valid is None:
         return
     check_dense(valid, "valid")
@@ -75,15 +76,21 @@ def check_valid(valid: Any, b: int, n: int, what: str = "x") -> None:
         raise ValueError(f"valid has shape {tuple(valid.shape)}, but {what} needs (batch, length) = {(b, n)}")
 
 
+def check_same_batch(x: Tensor, context: Tensor) -> None:
+    """Refuse a context (b m w) of another number of sequences than x (b n w)."""
+    if context.shape[0] != x.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} sequences but the context {context.shape[0]}: give every sequence its own")
+
+
 def check_rows(rows: Any) -> None:
-    """Refuse what cannot select rows of a batch: anything but a one-dimensional tensor of integers."""
+    """Refuse anything but a one-dimensional tensor of integers, as an index of rows."""
     check_dense(rows, "rows")
     if rows.dtype not in (torch.long, torch.int) or rows.dim() != 1:
         raise TypeError(f"rows must be a tensor of integers of shape (rows), not {rows.dtype} of shape {tuple(rows.shape)}")
 
 
 def check_rows_of(rows: Any, batch: int, device: torch.device) -> None:
-    """Refuse rows that a batch on a device does not have. The content is checked on a CPU alone: a GPU would have to wait."""
+    """Refuse rows outside of a batch or on another device. The content is checked on a CPU alone: a GPU would synchronise."""
     check_rows(rows)
     if rows.device != device:
         raise ValueError(f"rows are on {rows.device} but the state is on {device}: move one of them with .to()")

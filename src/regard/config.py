@@ -1,4 +1,4 @@
-"""What a run is made of: one flat object, so that `--set lr=0.001` says it all and a file shows it all."""
+"""Settings of a run: one flat object, so that `--set lr=0.001` changes one of them and a file shows all of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Self, get_args, get_type_hints
 
+from regard.options import Options, parse_options
 from regard.text import unknown
 
 
 @dataclass
 class Config:
-    """What all tasks share; a task adds fields of its own in a subclass, and its defaults in a function that makes one.
+    """Settings that all tasks share; a task adds fields of its own in a subclass, and its defaults in a function that makes one.
 
-    A field that speaks of a part (a decoder, a vocabulary that is said, beams) is for models that have it; what a part cannot do
-    is refused when it is built.
+    A field about a part (a decoder, beams) is for models that have it; `Task.unused` names the others. What a part cannot do is
+    refused when it is built. A setting with options of its own (`families`) is a text: `mode="rdrop(alpha=5)"`. It is stored with
+    all of its options.
     """
+
+    families: ClassVar[Mapping[str, Mapping[str, type[Options]]]] = {}  # settings that are Options, and their tables
 
     task: str = ""
     # the model
@@ -37,7 +41,7 @@ class Config:
     dropout: float = 0.1  # of embeddings, of what layers add, and of the hidden layer
     weight_dropout: float = 0.0  # of attention weights; a mixer that has none refuses it
     max_len: int = 1024
-    share: bool = True  # one table of embeddings for what is read and what is said, where both have one vocabulary
+    share: bool = True  # one embedding table for source, target and output, where they have one vocabulary
     # training
     steps: int = 2000  # updates at most
     batch_tokens: int = 4096  # padding counted, in one pass
@@ -48,23 +52,33 @@ class Config:
     betas: list[float] = dataclasses.field(default_factory=lambda: [0.9, 0.98])
     decay: float = 0.0  # of matrices; embeddings, norms and biases are spared
     clip: float = 1.0  # of the gradient's norm; 0: not at all
-    smoothing: float = 0.0  # share of the truth that goes to all labels alike; for log-probabilities, not for rewards
+    smoothing: float = 0.0  # label smoothing: fraction of the target probability that is spread over all labels
     precision: str = "32"  # 32, tf32 (matrix products of a GPU, rounded), bf16-mixed, 16-mixed
-    graphs: bool = False  # on CUDA: a pass is captured once for each shape of batch and then started at once; small models fly
+    graphs: bool = False  # on CUDA: a pass is captured as a CUDA graph for each shape of batch, which speeds up small models
     seed: int = 1
     validate_every: int = 200  # updates
     save_every: int = 200  # updates
     patience: int = 0  # validations without a better one before it stops; 0: never
     average: int = 1  # the last so many saved weights are averaged at the end
     # decoding
-    beam: int = 1  # answers kept side by side where one word comes after another; 1: always the likeliest word
-    penalty: float = 1.0  # beams are compared by log-probability / length ** penalty
+    beam: int = 1  # width of beam search; 1: greedy
+    length_penalty: float = 1.0  # beams are compared by log-probability / length ** length_penalty
+
+    def __post_init__(self) -> None:
+        """Write settings with options in full, so that equal settings are equal texts."""
+        for name in self.families:
+            setattr(self, name, str(self.options(name)))
+
+    def options(self, name: str) -> Options:
+        """Parse a setting with options of its own."""
+        return parse_options(getattr(self, name), self.families[name])
 
     def set(self, changes: Iterable[str]) -> Self:
-        """With `key=value` texts applied: types are those of the fields, and an unknown key is answered with the nearest one."""
+        """Apply `key=value` texts: types are those of the fields, and an unknown key is answered with the nearest one."""
         return self.replace(dict(_pair(text) for text in changes))
 
     def replace(self, changes: Mapping[str, Any]) -> Self:
+        """Apply changes by name, each a text or a JSON value."""
         hints, known = get_type_hints(type(self)), {f.name for f in dataclasses.fields(self)}
         for key in changes:
             if key not in known or key == "task":
@@ -83,7 +97,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """The value as the field's type, from a text or from JSON."""
+    """Convert a text or a JSON value to the type of a field."""
     kinds = get_args(hint) if "|" in str(hint) else (hint,)
     for kind in kinds:
         found = _as(value, kind)
@@ -107,7 +121,7 @@ _NAMES: dict[Any, str] = {
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """The value as this type, from a text or from JSON; _NOT if it is none."""
+    """Convert a text or a JSON value to this type; _NOT if it is none."""
     text = value if isinstance(value, str) else None
     if kind is type(None):
         return None if value is None or (text or "").lower() in ("none", "null") else _NOT
@@ -132,7 +146,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def _list(value: Any, kind: Any) -> Any:
-    """In a text it is written as in JSON."""
+    """Convert a list, which a text holds as JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

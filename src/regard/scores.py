@@ -1,4 +1,4 @@
-"""How good texts are, beside what they should have been. All scores go from 0 to 100, as papers print them."""
+"""Scores of texts and labels against references, from 0 to 100."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from regard.text import unknown
 
 
 class Score(NamedTuple):
-    """A number, and all that is needed to get the same one again."""
+    """Hold a score and the signature needed to reproduce it."""
 
     value: float
     signature: str
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False, tokenize: str = "13a") -> Score:
-    """BLEU of a whole corpus (Papineni et al. 2002), by sacrebleu (Post 2018, arXiv:1804.08771)."""
+    """Compute corpus BLEU (Papineni et al. 2002) by sacrebleu (Post 2018, arXiv:1804.08771)."""
     metrics = _sacrebleu(hypotheses, references)
     if tokenize not in metrics.BLEU.TOKENIZERS:
         raise ValueError(unknown("sacrebleu has no tokenizer", tokenize, metrics.BLEU.TOKENIZERS))
@@ -24,35 +24,41 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = 
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False, words: int = 0) -> Score:
-    """The F-score of runs of characters (Popović 2015), by sacrebleu; words=2 counts runs of words as well: chrF++."""
+    """Compute chrF, the F-score of character n-grams (Popović 2015), by sacrebleu; words=2 adds word n-grams: chrF++."""
     metrics = _sacrebleu(hypotheses, references)
     return _score(metrics.CHRF(lowercase=lower, word_order=words), hypotheses, references)
 
 
 def rouge_l(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
-    """The mean F1 of the longest common subsequence of words: 2 lcs / (words of one + words of the other). Lin 2004.
+    """Compute the mean F1 of the longest common subsequence of words: 2 lcs / (words of one + words of the other). Lin 2004.
 
-    Words are what stands between spaces; two texts without any are alike.
+    Words are separated by spaces; two empty texts have a score of 100.
     """
     _check_lengths(hypotheses, references)
     pairs = [(_words(a, lower), _words(b, lower)) for a, b in zip(hypotheses, references, strict=True)]
-    return 100 * sum(2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0 for a, b in pairs) / len(pairs)
+    scores = [_lcs_f1(a, b) for a, b in pairs]
+    return 100 * sum(scores) / len(scores)
+
+
+def _lcs_f1(a: list[str], b: list[str]) -> float:
+    return 2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
-    """How many texts have the words they should have, in their order: the kind and number of spaces does not count."""
+    """Compute the share of texts that have the words of their reference in the same order, whatever the spaces."""
     _check_lengths(hypotheses, references)
     return accuracy([_words(a, lower) for a in hypotheses], [_words(b, lower) for b in references])
 
 
 def accuracy(predicted: Sequence[Any], true: Sequence[Any]) -> float:
-    """How many labels, of any kind, are equal."""
+    """Compute the share of equal labels, of any type."""
     _check_lengths(predicted, true)
-    return 100 * sum(a == b for a, b in zip(predicted, true, strict=True)) / len(true)
+    right = sum(a == b for a, b in zip(predicted, true, strict=True))
+    return 100 * right / len(true)
 
 
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:
-    """The length of the longest common subsequence, a row of its table at a time as the bits of one number. Hyyrö 2004."""
+    """Compute the length of the longest common subsequence, with each row of the table as the bits of an integer. Hyyrö 2004."""
     where: dict[str, int] = {}
     for i, word in enumerate(a):
         where[word] = where.get(word, 0) | 1 << i
@@ -88,4 +94,4 @@ def _check_lengths(hypotheses: Sequence[Any], references: Sequence[Any]) -> None
     if len(hypotheses) != len(references):
         raise ValueError(f"a score needs a reference for every answer: there are {len(hypotheses):,} and {len(references):,}")
     if not len(references):
-        raise ValueError("a score of nothing is no number: there are no references")
+        raise ValueError("a score needs at least one reference: there are no references")

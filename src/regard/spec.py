@@ -1,4 +1,4 @@
-"""A mechanism as a value: `Spec("bigbird", window=3)`, its text `bigbird(window=3)`, and its JSON form say the same."""
+"""Specs: a mechanism as a value, `Spec("bigbird", window=3)`, as a text, `bigbird(window=3)`, or as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from keyword import iskeyword
 from typing import Any, get_args, get_type_hints
 
 import torch
 
 from regard.catalogue import CATALOGUE
-from regard.catalogue_row import Row
+from regard.catalogue_row import Example, Row
 from regard.checks import check_flag, shown
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
@@ -25,7 +26,7 @@ Value = bool | int | float | str | Pattern | tuple["Value", ...] | None
 
 @dataclass(frozen=True, init=False, repr=False)
 class Spec:
-    """A name of the catalogue and options for it, in the order of its constructor. Compares, hashes, prints and parses."""
+    """Hold a name of the catalogue and options, in the order of its constructor. Specs compare, hash, print and parse."""
 
     name: str
     items: tuple[tuple[str, Value], ...]
@@ -38,7 +39,8 @@ class Spec:
             if option not in allowed:
                 raise ValueError(unknown(f"{name} has no option", option, allowed))
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "items", tuple((o, _value(name, o, options[o])) for o in allowed if o in options))
+        items = tuple((o, _value(name, o, options[o])) for o in allowed if o in options)
+        object.__setattr__(self, "items", items)
 
     @property
     def options(self) -> dict[str, Value]:
@@ -49,22 +51,26 @@ class Spec:
         return CATALOGUE[self.name]
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{o}={_literal(v)}' for o, v in self.items)})" if self.items else self.name
+        if not self.items:
+            return self.name
+        options = ", ".join(f"{option}={_literal(value)}" for option, value in self.items)
+        return f"{self.name}({options})"
 
     def __repr__(self) -> str:
-        return f"Spec({', '.join([repr(self.name), *(f'{o}={v!r}' for o, v in self.items)])})"
+        options = [f"{option}={value!r}" for option, value in self.items]
+        return f"Spec({', '.join([repr(self.name), *options])})"
 
     @staticmethod
     def parse(text: str) -> Spec:
         """`bigbird(window=3)`, `softmax`, or a pattern, which stands for sparse(pattern)."""
-        value = parse(text, _names())
+        value = parse(text, _names(*((row.name, row.make) for row in CATALOGUE.values())))
         if not isinstance(value, Spec | Pattern):
             raise TextError("this is a value, not a mechanism: write a name, such as softmax, or a pattern", text)
         return Spec.of(value)
 
     @staticmethod
     def of(x: Spec | str | Pattern | Mapping[str, Any]) -> Spec:
-        """A Spec of anything that names a mechanism: itself, its text, its JSON form, or a pattern."""
+        """Convert anything that names a mechanism to a Spec: a Spec, a text, a JSON object, or a pattern."""
         match x:
             case Spec():
                 return x
@@ -82,12 +88,13 @@ class Spec:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Spec:
         name, options = data.get("name"), data.get("options", {})
-        if not isinstance(name, str) or not isinstance(options, Mapping) or not set(data) <= {"name", "options"}:
+        more = set(data) - {"name", "options"}
+        if not isinstance(name, str) or not isinstance(options, Mapping) or more:
             raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {shown(dict(data))}')
         return Spec(name, **options)
 
     def needs_length(self, dims: Dims) -> bool:
-        """Can it only be built with a max_len?"""
+        """Return whether the mechanism can only be built with a max_len."""
         try:
             with torch.device("meta"):
                 self.row.make(replace(dims, max_len=None), **self.options)
@@ -96,13 +103,13 @@ class Spec:
         return False
 
     def build(self, dims: Dims, *, shared_qk: bool = False, positions: str | Positions | None = None) -> Mixer:
-        """The layer. A core gets the projections that all cores get; a mixer has its own."""
+        """Build the layer. A core gets projections q, k, v and out around it; a mixer has its own."""
         check_flag("shared_qk", shared_qk)
         made = self.row.make(dims, **self.options)
         if isinstance(made, Core):
-            where = None if positions is None else make_positions(positions, dims)
-            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, positions=where)
-            mixer.spec = str(self) + (f" with {where.name} positions" if where is not None else "")
+            inside = None if positions is None else make_positions(positions, dims)
+            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, positions=inside)
+            mixer.spec = str(self) if inside is None else f"{self} with {inside.name} positions"
             return mixer
         if positions is not None:
             raise ValueError(f"{self.name} has no queries and keys for positions to act on: add positions to the tokens")
@@ -113,7 +120,7 @@ class Spec:
 
 
 def core(spec: Spec | str | Pattern | Mapping[str, Any], dims: Dims) -> Core:
-    """The key-value memory alone, for people who hold q, k and v already: see `attend`."""
+    """Build the core alone, without projections, for given q, k and v: see `attend`."""
     spec = Spec.of(spec)
     made = spec.row.make(dims, **spec.options)
     if not isinstance(made, Core):
@@ -138,44 +145,79 @@ def layer(
     shared_qk: bool = False,
     positions: str | Positions | None = None,
 ) -> Mixer:
-    """One layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`."""
+    """Build a layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`."""
     dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout, backend)
     return Spec.of(spec).build(dims, shared_qk=shared_qk, positions=positions)
 
 
-@cache
+def register(
+    name: str,
+    make: type[Core] | type[Mixer],
+    *,
+    family: str = "own",
+    summary: str = "",
+    paper: str = "",
+    examples: tuple[Example, ...] = (Example(),),
+    compiles: bool = True,
+) -> Row:
+    """Add a mechanism to the catalogue of this process, so that `layer("name(...)")` builds it and `regard.CATALOGUE` lists it.
+
+    `make` is a `Core` or a `Mixer`, built as make(dims, *, options). `examples` are options to show and test it with, and how its
+    cost grows with the number of tokens. A name that the catalogue or a pattern has already is refused.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower() or iskeyword(name):
+        raise ValueError(f"a mechanism needs a name such as 'my_attention', lower case without spaces, not {shown(name)}")
+    if name in CATALOGUE or name in PATTERNS:
+        raise ValueError(f"{name} is taken: give your mechanism another name")
+    if not isinstance(make, type) or not issubclass(make, Core | Mixer):
+        raise TypeError(f"a mechanism is a class, a Core or a Mixer, not {shown(make)}")
+    CATALOGUE[name] = row = Row(name, make, family, summary, paper, tuple(examples), compiles)
+    return row
+
+
 def _spec_options(name: str) -> dict[str, inspect.Parameter]:
-    """What may be said about a mechanism: all of its constructor but the dims, and in a text also without the names."""
-    options = list(inspect.signature(CATALOGUE[name].make).parameters.values())[1:]
+    """Return the options of a mechanism: all of its constructor but the dims, in a text also without their names."""
+    make: Any = CATALOGUE[name].make
+    return _constructor_options(make)
+
+
+@cache
+def _constructor_options(make: Any) -> dict[str, inspect.Parameter]:
+    options = list(inspect.signature(make).parameters.values())[1:]
     options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
     return {p.name: p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options}
 
 
-@cache
 def _patterned(name: str) -> frozenset[str]:
-    """The options that are patterns, so that their text can stand for them."""
-    hints = get_type_hints(CATALOGUE[name].make.__init__)
-    return frozenset(o for o in _spec_options(name) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
+    """Return the options that are patterns, so that a text can be given for them."""
+    make: Any = CATALOGUE[name].make
+    return _constructor_patterns(make)
 
 
 @cache
-def _names() -> dict[str, Callable[..., object]]:
-    """What a text may call: every pattern, and every mechanism."""
-    return {**{name: _maker(name) for name in CATALOGUE}, **PATTERNS}
+def _constructor_patterns(make: Any) -> frozenset[str]:
+    hints = get_type_hints(make.__init__)
+    return frozenset(o for o in _constructor_options(make) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
 
 
-def _maker(name: str) -> Callable[..., Spec]:
-    signature = inspect.Signature(list(_spec_options(name).values()))
+@cache
+def _names(*rows: tuple[str, type]) -> dict[str, Callable[..., object]]:
+    """Return what a text may call: every pattern, and every mechanism of these names and classes."""
+    return {**{name: _maker(name, own) for name, own in rows}, **PATTERNS}
+
+
+def _maker(name: str, own: Any) -> Callable[..., Spec]:
+    signature = inspect.Signature(list(_constructor_options(own).values()))
 
     def make(*args: object, **options: object) -> Spec:
         return Spec(name, **signature.bind(*args, **options).arguments)
 
-    make.__signature__ = signature  # type: ignore[attr-defined]  # what the reader checks options against
+    make.__signature__ = signature  # type: ignore[attr-defined]  # the parser checks options against it
     return make
 
 
 def _value(name: str, option: str, value: object, depth: int = 1) -> Value:
-    """An option as it is kept: hashable, printable, and a pattern exactly where a pattern is meant."""
+    """Normalise an option: hashable, printable, and a pattern exactly where the constructor takes one."""
     if isinstance(value, list | tuple):
         if depth > MAX_DEPTH:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""One small grammar for patterns and specs: known names, calls of them, literals, `|` and `&`. Nothing else is evaluated.
+"""Parse patterns and specs from text: known names, calls of them, literals, `|` and `&`. Nothing else is evaluated.
 
-The text is read by Python's own parser and walked by ours, so it never runs as Python.
+Python's own parser builds the syntax tree, and a reader of its own evaluates it, so a text is never run as Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 
 MAX_TEXT = 100_000  # characters: a graph of 4,096 edges, written out
 MAX_SIGNS = 8_500  # signs between names and numbers; each becomes an object of a few hundred bytes
-MAX_CALLS = 2_000  # names with what they are given
+MAX_CALLS = 2_000  # names with their options
 MAX_OPERATORS = ",|&([{=<>+-*/%^~@!.:"
 MAX_DEPTH = 100  # calls, lists and operators inside each other; far below Python's own limit
 MAX_NUMBER = 2**63  # numbers end up in tensors
@@ -26,7 +26,7 @@ NamedMakers = Mapping[str, Callable[..., object]]
 
 
 class TextError(ValueError):
-    """A sentence, the text, and a caret under the place it speaks of."""
+    """Report an error in a text: a sentence, the text, and a caret under the place."""
 
     def __init__(self, sentence: str, text: str, at: int = 0) -> None:
         super().__init__(sentence, text, at)
@@ -37,13 +37,14 @@ class TextError(ValueError):
 
 
 def parse(text: str, names: NamedMakers) -> object:
-    """The value of a text such as `Local(256) | Global(first=4)`; `names` says what may be called. `softmax` is `softmax()`."""
+    """Evaluate a text such as `Local(256) | Global(first=4)` with the callables of `names`. `softmax` is `softmax()`."""
     if len(text) > MAX_TEXT:
         raise TextError(f"{len(text):,} characters are too many: {MAX_TEXT:,} is the limit", text)
-    line = re.sub(r"\s", " ", text).strip()  # one line, so that a place in it is one number
+    line = re.sub(r"\s", " ", text).strip()  # one line: a place is one number
     if not line:
         raise TextError("there is nothing to read: write a name, such as " + " or ".join(list(names)[:2]), line)
-    if (signs := sum(map(line.count, MAX_OPERATORS))) > MAX_SIGNS:
+    signs = sum(map(line.count, MAX_OPERATORS))
+    if signs > MAX_SIGNS:
         raise TextError(f"{signs:,} commas, brackets and signs are too many: {MAX_SIGNS:,} is the limit", line)
     try:
         return _Reader(line, names).value(_tree(line))
@@ -52,7 +53,7 @@ def parse(text: str, names: NamedMakers) -> object:
 
 
 def parse_choice(text: str, makers: Mapping[str, Callable[..., Parsed]]) -> partial[Parsed]:
-    """What a text such as `relative(clip=8)` says to make: one of the makers, with its options, still without the dims."""
+    """Parse a text such as `relative(clip=8)` to one of the makers with its options bound, without its first argument."""
     made = parse(text, {name: _with_options(make) for name, make in makers.items()})
     if not isinstance(made, partial):
         raise TextError(f"this is a value: write one of {', '.join(makers)}", text)
@@ -60,23 +61,31 @@ def parse_choice(text: str, makers: Mapping[str, Callable[..., Parsed]]) -> part
 
 
 def _with_options(make: Callable[..., object]) -> Callable[..., partial]:
-    """The maker as a function of its options alone: all of its arguments but the first."""
-    options = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in list(inspect.signature(make).parameters.values())[1:]]
-    signature = inspect.Signature(options)
+    """Return a function of a maker's options alone: all of its arguments but the first."""
+    options = list(inspect.signature(make).parameters.values())[1:]
+    signature = inspect.Signature([p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options])
 
     def take(*args: object, **given: object) -> partial:
         return partial(make, **signature.bind(*args, **given).arguments)
 
-    take.__signature__ = signature  # type: ignore[attr-defined]  # what the reader checks options against
+    take.__signature__ = signature  # type: ignore[attr-defined]  # the parser checks options against it
     return take
 
 
 def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
-    """A sentence about an unknown word, with the nearest allowed one and then all of them."""
+    """Return an error message for an unknown word, with the nearest allowed one and then all of them."""
     word, by_lower = _shortened(word), {name.lower(): name for name in allowed}
     near = get_close_matches(word.lower(), by_lower, n=1)
     hint = f"did you mean {by_lower[near[0]]!r}? There is " if near else "there is "
     return f"{what} {word!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
+
+
+_POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}
+
+
+def growth(power: float | None, letter: str) -> str:
+    """Write a power of a length: 1, n, n², n^1.5, and none where nothing grows."""
+    return _POWERS.get(power, f"{letter}^{power}").format(letter)
 
 
 def _tree(line: str) -> ast.expr:
@@ -89,7 +98,7 @@ def _tree(line: str) -> ast.expr:
 
 
 class _Reader:
-    """Walks a syntax tree and allows what it knows."""
+    """Evaluate a syntax tree; refuse every node that is not part of the grammar."""
 
     def __init__(self, line: str, names: NamedMakers) -> None:
         self.line, self.names, self.calls = line, names, 0
@@ -116,7 +125,7 @@ class _Reader:
         self.fail("this has no meaning here: write names, calls of them, literals, `|` and `&`", node)
 
     def item(self, node: ast.expr, depth: int) -> object:
-        """The value of an item of a list; a number, of which there may be thousands, without further questions."""
+        """Evaluate an item of a list; integers, of which there may be thousands, take a short path."""
         number = type(node) is ast.Constant and type(node.value) is int and node.value < MAX_NUMBER
         return node.value if number else self.value(node, depth)  # type: ignore[attr-defined]
 
@@ -129,7 +138,7 @@ class _Reader:
         return value
 
     def joined(self, node: ast.BinOp, depth: int) -> object:
-        """The operators are those of the values; a number has them too, but means nothing by them here."""
+        """Apply `|` or `&` to two patterns; the same operators of numbers and lists are refused."""
         left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
         sign, join = ("|", operator.or_) if isinstance(node.op, ast.BitOr) else ("&", operator.and_)
         for side, value in ((node.left, left), (node.right, right)):
@@ -144,7 +153,8 @@ class _Reader:
     def made(self, node: ast.expr, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword], depth: int) -> object:
         if name.id not in self.names:
             self.fail(unknown("nothing is called", name.id, self.names), name)
-        make, self.calls = self.names[name.id], self.calls + 1
+        make = self.names[name.id]
+        self.calls += 1
         if self.calls > MAX_CALLS:
             self.fail(f"too many names: {MAX_CALLS:,} is the limit", name)
         self.check_keywords(name.id, make, keywords)
@@ -184,14 +194,18 @@ def _shortened(text: str, most: int = 40) -> str:
 
 
 def _signature_text(make: Callable[..., object]) -> str:
-    """Its options as one would type them: (size, around=0)."""
-    parts = _signature(make).parameters.values()
-    return "(" + ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parts) + ")"
+    """Format options as in a call: (size, around=0)."""
+    parameters = _signature(make).parameters.values()
+    parts = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    return f"({', '.join(parts)})"
 
 
 def _underline(text: str, at: int, room: int = 100) -> str:
-    """The text near a place, printable whatever is in it, and a caret."""
+    """Return the text near a place, with unprintable characters replaced, and a caret below the place."""
     first = max(0, min(at - room // 2, len(text) - room))
-    shown = "".join(c if c.isprintable() else "?" for c in text[first : first + room])
-    left, right = "…" * (first > 0), "…" * (first + room < len(text))
-    return f"{left}{shown}{right}\n{' ' * (len(left) + at - first)}^"
+    end = first + room
+    excerpt = "".join(c if c.isprintable() else "?" for c in text[first:end])
+    left = "…" if first > 0 else ""
+    right = "…" if end < len(text) else ""
+    indent = " " * (len(left) + at - first)
+    return f"{left}{excerpt}{right}\n{indent}^"

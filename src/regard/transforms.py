@@ -1,7 +1,7 @@
 """Function transforms (torch.func, forward-mode AD), second derivatives and export: when the fast kernels are not used.
 
-The fast kernels write into buffers and read numbers on the host, which no transform can follow. Where one is active the same
-mathematics is computed in plain differentiable operations (`composite.py`); everywhere else nothing changes.
+The fast kernels write into buffers and read values on the host, which no transform can trace. Where one is active the same
+result is computed in plain differentiable operations (`ops/composite.py`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def transformed() -> bool:
-    """Tell whether a transform of torch.func (grad, vmap, jvp, ...) or forward-mode AD is active."""
+    """Return whether a transform of torch.func (grad, vmap, jvp, ...) or forward-mode AD is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def exporting() -> bool:
-    """Tell whether torch.export traces now. Its strict form goes through torch.compile and counts as that."""
+    """Return whether torch.export traces now. Its strict form goes through torch.compile and counts as that."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def needs_plain_ops() -> bool:
-    """Tell whether work must be done in plain operations, which every transform and every exporter can follow."""
-    return transformed() or exporting()
+    """Return whether plain operations must be used, which every transform and every exporter can trace."""
+    return transformed() or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
 
 
 def needs_lengths(name: str, valid: Tensor | None) -> None:
-    """Refuse a mask whose numbers the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
+    """Refuse a mask whose values the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
     if valid is not None and (torch.compiler.is_exporting() or _batched(valid)):
         raise NotImplementedError(
             f"{name} depends on the number of real tokens of every row, which vmap over valid and export cannot read: "
@@ -50,13 +50,13 @@ def _batched(x: Tensor) -> bool:
 
 
 def may_read_data(x: Tensor) -> bool:
-    """Tell whether the host may read the numbers of x now, and for free."""
+    """Return whether the host can read the values of x now, without synchronisation."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Make ordinary tensors in here, whatever transform, tracer or inference mode is active around it."""
+    """Suspend every active transform, tracer and inference mode, so that ordinary tensors are made inside."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -70,10 +70,10 @@ def differentiable_grads(
     """
     with torch.enable_grad():
         own = [None if x is None else x.view_as(x) for x in inputs]
-        wanted = [x for x in own if x is not None and x.requires_grad]
+        variables = [x for x in own if x is not None and x.requires_grad]
         made = [(y, g) for y, g in zip(f(*own), grads, strict=True) if y.requires_grad]
         if not made:
             return [None] * len(own)
-        outputs, up = zip(*made, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, up, create_graph=True, allow_unused=True))
+        outputs, upstream = zip(*made, strict=True)
+        found = iter(torch.autograd.grad(outputs, variables, upstream, create_graph=True, allow_unused=True))
     return [next(found) if x is not None and x.requires_grad else None for x in own]

@@ -1,4 +1,4 @@
-"""What can be made to compute the same: a convolution is attention whose heads each look at one neighbour."""
+"""Convert layers into equivalent ones: a convolution into attention, a feed-forward layer into convolutions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from regard.mixers.base import Dims
 from regard.mixers.softmax import _Strips
 from regard.ops.tile.attention import accumulator
 
-SHARP = 40.0  # e^-40 is 4e-18: all pixels but the one that is meant weigh less than the rounding of float64
+SHARP = 40.0  # e^-40 is 4e-18: all pixels but the target have weights below the rounding of float64
 
 
 class Offsets(_Strips):
-    """Every head looks at one place beside the query, whatever the tokens say: scores of relative position alone.
+    """Attend with each head to one fixed offset from the query: scores depend on relative position alone.
 
     s_ij = -sharpness_h |p_j - p_i - offset_h|^2, A = softmax(s). Queries and keys are the positions p themselves, (b h n axes).
     This is u_h . (|x|^2, x) with x = p_j - p_i, the quadratic encoding of the paper, and a number that all j share.
@@ -27,7 +27,8 @@ class Offsets(_Strips):
         super().__init__(dims)
         if offsets.shape != (dims.heads, dims.d):
             raise ValueError(f"offsets have shape {tuple(offsets.shape)}, but (heads, axes) = {(dims.heads, dims.d)} is needed")
-        if not isinstance(sharpness, int | float) or isinstance(sharpness, bool) or not 0 < sharpness < float("inf"):
+        number = isinstance(sharpness, int | float) and not isinstance(sharpness, bool)
+        if not number or not 0 < sharpness < float("inf"):
             raise ValueError(f"sharpness must be a positive number, not {sharpness!r}")
         self.offset = nn.Parameter(offsets.clone())
         self.sharpness = nn.Parameter(torch.full_like(offsets[:, 0], sharpness))
@@ -36,7 +37,7 @@ class Offsets(_Strips):
         return 2 * self.dims.d  # a difference and its square, per axis
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q + self.offset.to(q.dtype)[:, None], k  # where a head of a query looks
+        return q + self.offset.to(q.dtype)[:, None], k  # the target of each head and query
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         far = q.new_zeros(())
@@ -49,10 +50,10 @@ class Offsets(_Strips):
 
 
 class ConvAttention(nn.Module):
-    """Attention over the pixels of an image, (b c H W) -> (b c' H' W'), that starts as the convolution it is made from.
+    """Attend over the pixels of an image, (b c H W) -> (b c' H' W'), initialised to compute a convolution.
 
     One head per position of the kernel. Values are the channels of a pixel, shared by all heads; the output projection of a head
-    is its slice of the kernel. Zero padding is a ring of tokens with nothing to say.
+    is its slice of the kernel. Zero padding is a ring of tokens with zero values.
     """
 
     def __init__(self, conv: nn.Conv2d, *, sharpness: float = SHARP) -> None:
@@ -68,7 +69,7 @@ class ConvAttention(nn.Module):
         self.core = Offsets(dims, offsets, sharpness=sharpness)
         self.out = nn.Linear(len(offsets) * self.channels, conv.out_channels, bias=conv.bias is not None).to(weight)
         slices = weight.new_zeros(groups, conv.out_channels // groups, len(offsets), groups, self.channels // groups)
-        for g, kernel in enumerate(weight.chunk(groups)):  # a group of channels meets its own kernels, and zeros elsewhere
+        for g, kernel in enumerate(weight.chunk(groups)):  # block diagonal: zeros between different groups
             slices[g, :, :, g] = kernel.flatten(2).transpose(1, 2)
         with torch.no_grad():
             self.out.weight.copy_(slices.flatten(0, 1).flatten(1))
@@ -76,7 +77,7 @@ class ConvAttention(nn.Module):
                 self.out.bias.copy_(conv.bias)
 
     def places(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Positions of the queries (1 h n 2) and of all pixels (1 1 m 2), the ring included."""
+        """Return positions of the queries (1 h n 2) and of all pixels (1 1 m 2), the ring included."""
         like = self.out.weight
         sizes = [size + 2 * ring for size, ring in zip((height, width), self.ring, strict=True)]
         kind = accumulator(like.dtype)  # half precision cannot count to 1,000
@@ -92,11 +93,11 @@ class ConvAttention(nn.Module):
         size = height + 2 * (up - tall), width + 2 * (side - broad)
         if min(size) < 1:
             raise ValueError(f"an image of {height} x {width} is smaller than the kernel: pad it by {self.reach}, or enlarge it")
-        # Where to look does not depend on what is there: the images of a batch are further channels of one sequence.
+        # The weights do not depend on the content: the images of a batch are further channels of one sequence.
         tokens = pad(x, (side, side, up, up)).flatten(2).permute(2, 0, 1).flatten(1)
-        seen = attend(q, k, tokens.to(q.dtype)[None, None], self.core)  # (1 h n b*c)
-        seen = seen[0].unflatten(-1, (b, c)).permute(2, 1, 0, 3).flatten(2)  # (b n h*c)
-        return self.out(seen.to(x.dtype)).transpose(1, 2).unflatten(2, size)
+        heads = attend(q, k, tokens.to(q.dtype)[None, None], self.core)  # (1 h n b*c)
+        joined = heads[0].unflatten(-1, (b, c)).permute(2, 1, 0, 3).flatten(2)  # (b n h*c)
+        return self.out(joined.to(x.dtype)).transpose(1, 2).unflatten(2, size)
 
     def _shape(self, x: Tensor) -> tuple[int, int, int, int]:
         if x.dim() != 4 or x.shape[1] != self.channels:
@@ -109,18 +110,18 @@ class ConvAttention(nn.Module):
 
 
 def conv_as_attention(conv: nn.Conv2d, *, sharpness: float = SHARP) -> ConvAttention:
-    """An attention layer with the outputs and the gradients of a convolution, and weights of its own to learn from there on.
+    """Convert a convolution to an attention layer with the same outputs and gradients, and parameters of its own.
 
-    Any odd kernel, zero padding, dilation and groups; stride 1. Softmax runs over all pixels: of those that a head does not mean,
-    the nearest is 1 away, so all of them together weigh about 4 e^-sharpness, which is nothing to float64 at the default of 40.
-    There the softmax is too sure to learn where to look, and only the kernel learns; a sharpness of about 2 blurs it enough to.
-    Time grows with the square of the pixels; memory does not, but the heads' answers are as many as kernel positions.
+    Any odd kernel, zero padding, dilation and groups; stride 1. Softmax runs over all pixels: those other than the target of a
+    head are at least 1 away, so their weights sum to about 4 e^-sharpness, below the rounding of float64 at the default of 40.
+    The gradients of the offsets vanish there, and only the kernel learns; with a sharpness of about 2 the offsets learn too.
+    Time grows with the square of the pixels; memory does not, but there is one output of heads per kernel position.
     """
     return ConvAttention(conv, sharpness=sharpness)
 
 
 class PointwiseConv(nn.Module):
-    """A feed-forward layer as two convolutions with windows of one token, (b w n) -> (b w n)."""
+    """Compute a feed-forward layer as two convolutions of kernel size 1, (b w n) -> (b w n)."""
 
     def __init__(self, layer: FeedForward) -> None:
         super().__init__()
@@ -135,10 +136,10 @@ class PointwiseConv(nn.Module):
 
 
 def feedforward_as_conv(layer: FeedForward) -> PointwiseConv:
-    """Convolutions with the outputs and the gradients of a feed-forward layer: every token by itself is a window of one.
+    """Convert a feed-forward layer to convolutions of kernel size 1 with the same outputs and gradients.
 
-    Tokens lie along the last axis, as convolutions have them: `feedforward_as_conv(layer)(x.mT).mT`. It drops nothing. The
-    Transformer's paper says so in passing: Vaswani et al. 2017, arXiv:1706.03762.
+    Tokens are along the last axis, as in convolutions: `feedforward_as_conv(layer)(x.mT).mT`. There is no dropout. Mentioned in
+    Vaswani et al. 2017, arXiv:1706.03762.
     """
     return PointwiseConv(layer)
 
@@ -153,19 +154,19 @@ def _pointwise(linear: nn.Linear) -> nn.Conv1d:
 
 
 def check_convolution(conv: nn.Conv2d) -> None:
-    """Refuse what is not the same as looking at neighbours."""
+    """Refuse convolutions without an equivalent attention layer."""
     if not isinstance(conv, nn.Conv2d):
         raise TypeError(f"conv_as_attention takes an nn.Conv2d, not {type(conv).__name__}")
     if any(size % 2 == 0 for size in conv.kernel_size):
-        raise ValueError(f"an even kernel has no pixel in its middle, where the query stands: {conv.kernel_size} must be odd")
+        raise ValueError(f"an even kernel has no pixel in its middle for the query: {conv.kernel_size} must be odd")
     if any(step != 1 for step in conv.stride):
-        raise ValueError(f"every pixel asks, so stride must be 1, not {conv.stride}: use 1 and take every so many of the outputs")
+        raise ValueError(f"every pixel is a query, so stride must be 1, not {conv.stride}: use 1 and subsample the outputs")
     if conv.padding_mode != "zeros":
-        raise ValueError(f"padding is a ring of tokens with nothing to say: 'zeros', not {conv.padding_mode!r}")
+        raise ValueError(f"padding is a ring of tokens with zero values: 'zeros', not {conv.padding_mode!r}")
 
 
 def _ring(conv: nn.Conv2d, reach: tuple[int, int]) -> tuple[int, int]:
-    """How many rows and columns of zeros lie around the image."""
+    """Return the number of rows and columns of zeros around the image."""
     if isinstance(conv.padding, str):
         return reach if conv.padding == "same" else (0, 0)
     up, side = conv.padding

@@ -1,4 +1,4 @@
-"""The lecture's question to every kind of position, answered by trying: does it go on, is it learned, is it small?"""
+"""Test three properties of positions: extrapolation to longer sequences, learned parameters, and their number."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ TRAINED, LONGER = 32, 96  # tokens
 
 
 class PositionProperties(NamedTuple):
-    inductive: bool  # tells apart places that are further away than any it was built for
-    data_driven: bool  # learns something
-    parameter_efficient: bool  # does not grow with the longest sequence
+    """Hold the properties of one kind of positions."""
+
+    inductive: bool  # distinguishes positions beyond max_len
+    data_driven: bool  # has parameters
+    parameter_efficient: bool  # their number does not grow with max_len
 
 
 def position_properties(name: str, width: int = 32, heads: int = 4) -> PositionProperties:
+    """Measure the properties of a kind of positions."""
     made, longer = (positions(name, Dims(width, heads, max_len=n)) for n in (TRAINED, 4 * TRAINED))
     sizes = [sum(p.numel() for p in one.parameters()) for one in (made, longer)]
-    return PositionProperties(_goes_on(made), sizes[0] > 0, sizes[0] == sizes[1])
+    return PositionProperties(_extrapolates(made), sizes[0] > 0, sizes[0] == sizes[1])
 
 
 @torch.no_grad()
-def _goes_on(made: Positions) -> bool:
-    """Swap two tokens, both further from the last one than training could show: does the last one's answer change?"""
+def _extrapolates(made: Positions) -> bool:
+    """Swap two tokens at distances beyond max_len from the last one, and return whether the last output changes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        x, w = torch.randn(1, LONGER, made.dims.width, dtype=torch.float64), made.dims.width
+        w = made.dims.width
+        x = torch.randn(1, LONGER, w, dtype=torch.float64)
         inside = made if made.needs != Can.NOTHING else None
         mixer = layer("softmax", width=w, heads=made.dims.heads, positions=inside).double()
         swapped = x.clone()
@@ -42,16 +46,17 @@ def _goes_on(made: Positions) -> bool:
 
         try:
             return not torch.allclose(last(x), last(swapped), rtol=0, atol=1e-12)
-        except ValueError:  # it has nothing to say about a place so far away
+        except ValueError:  # positions beyond max_len are refused
             return False
 
 
 def positions_table() -> str:
-    """In Markdown, for the README."""
+    """Format the properties of all positions as a Markdown table, for the README."""
     lines = ["| positions | act on | inductive | data-driven | parameter-efficient |", "|---|---|---|---|---|"]
     where = {Can.NOTHING: "tokens", Can.ROTARY: "queries and keys", Can.RELATIVE: "scores"}
     for name in POSITIONS:
         found = ("yes" if x else "no" for x in position_properties(name))
-        acts = "nothing" if name == "none" else where[positions(name, Dims(32, 4, max_len=TRAINED)).needs]
+        needs = positions(name, Dims(32, 4, max_len=TRAINED)).needs
+        acts = "nothing" if name == "none" else where[needs]
         lines.append(f"| `{name}` | {acts} | {' | '.join(found)} |")
     return "\n".join(lines)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import check_fraction
-from regard.mixers.attention import Attention
-from regard.mixers.base import Mixer, State, mask_padding, pool_tokens
-from regard.mixers.state import check_states
+from regard.checks import check_same_batch
+from regard.mixers.attention import has_hooks
+from regard.mixers.base import Mixer
+from regard.mixers.places import PaddingMask, Places, mask_padding, pool_at
+from regard.mixers.state import State, check_states
 
 NormClass = Callable[[int], nn.Module]
 
 
-def check_context(reads: bool, context: Tensor | None, context_valid: Tensor | None) -> None:
+def mix_at(mixer: Mixer, x: Tensor, places: Places, **context: Any) -> Tensor:
+    """Call a mixer on checked tokens (b n w); by its public call where something is hooked to it or wrapped around it."""
+    if not isinstance(mixer, Mixer) or has_hooks(mixer):
+        return Mixer.forward_at(mixer, x, places, **context)
+    return mixer.forward_at(x, places, **context)
+
+
+def check_context(reads: bool, context: Tensor | None, context_valid: PaddingMask) -> None:
+    """Refuse a context where none is read, and padding of a context that is not there."""
     if reads != (context is not None) or (context is None and context_valid is not None):
         raise ValueError("build it with cross=... and pass a context, or neither")
 
@@ -24,8 +35,9 @@ class Block(nn.Module):
 
     norm="pre" is that; norm="post" is the paper's norm(x + mixer(x)). `norm_class` makes a norm of a width: nn.LayerNorm or
     nn.RMSNorm. `dropout` drops from what each part adds. `channel` is any module that works on every token by itself.
-    It streams like a mixer, and its state is a value like a mixer's. `valid` (b n) speaks of x, `context_valid` (b m) of the
-    context; outputs at padding are zero. With a mixer of rate > 1 outputs are fewer, and `fewer(valid, rate)` are real.
+    It streams like a mixer, and its state is a value like a mixer's. `valid` (b n) belongs to x, `context_valid` (b m) to the
+    context; outputs at padding are zero. With a mixer of rate > 1 outputs are fewer, and `pooled_valid(valid, rate)` are real.
+    A stack passes `Places` instead: then tokens were checked and are finite, and outputs at padding are anything finite.
     """
 
     def __init__(
@@ -54,30 +66,28 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        valid: Tensor | None = None,
+        valid: PaddingMask = None,
         *,
         context: Tensor | None = None,
-        context_valid: Tensor | None = None,
-        hush: bool = True,
+        context_valid: PaddingMask = None,
     ) -> Tensor:
-        """hush=False: padded tokens are finite, as the caller has seen to, and outputs at padding are anything finite."""
         check_context(self.cross is not None, context, context_valid)
-        if hush:
-            self._check(x, valid, context, context_valid)
-            x, context = mask_padding(x, valid), None if context is None else mask_padding(context, context_valid)
-        y = self._before(self.mixer_norm, x)
-        y = self.mixer(y, valid=valid, hush=False) if isinstance(self.mixer, Attention) else self.mixer(y, valid=valid)
-        x, valid = pool_tokens(x, valid, self.rate)
-        x = self._after(self.mixer_norm, x, y)
+        tokens, places = self._checked(x, valid)
+        read: dict[str, Any] = {}
+        if self.cross is not None and context is not None:
+            context, seen = self._checked_context(context, context_valid)
+            check_same_batch(x, context)
+            read = {"context": context, "context_places": seen}
+        y = mix_at(self.mixer, self._before(self.mixer_norm, tokens), places)
+        tokens, places = pool_at(tokens, places, self.rate)
+        tokens = self._after(self.mixer_norm, tokens, y)
         if self.cross is not None:
-            more = {"hush": False} if isinstance(self.cross, Attention) else {}
-            y = self._before(self.cross_norm, x)
-            y = self.cross(y, context=context, valid=context_valid, query_valid=valid, **more)
-            x = self._after(self.cross_norm, x, y)
-        return self._channel(x, valid if hush else None)
+            y = mix_at(self.cross, self._before(self.cross_norm, tokens), places, **read)
+            tokens = self._after(self.cross_norm, tokens, y)
+        return self._channel(tokens, None if isinstance(valid, Places) else places.valid)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
-        """Before the first token: the number of sequences, or the context that they will read."""
+        """Return the state before the first token: of so many sequences, or of those that will read the context."""
         check_context(self.cross is not None, context, context_valid)
         if context is not None and batch not in (None, len(context)):
             raise ValueError(f"the context has {len(context)} sequences, not {batch}: leave out the batch")
@@ -85,26 +95,61 @@ class Block(nn.Module):
         cross = None if self.cross is None else self.cross.start(context=context, valid=context_valid)
         return State((own, cross), own.t, own.start)
 
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None, *, hush: bool = True) -> tuple[Tensor, State]:
+    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:
+        """Return the state of len(t) sequences, with a context that was checked; t (b) is zeros, shared by all blocks."""
+        own, cross = self.mixer.start_at(t), None
+        if self.cross is not None:
+            cross = self.cross.start_at(t, context=context, context_places=context_places)
+        return State((own, cross), own.t, own.start)
+
+    def extend(self, state: State, x: Tensor, valid: PaddingMask = None) -> tuple[Tensor, State]:
+        """Return the outputs of n >= 0 more tokens (b n w), and the state after them."""
+        if isinstance(valid, Places):
+            return self._extended(state, x, valid)
+        self.check_state(state, x)
+        self._check(x, valid)
+        places = Places.of(x, valid, state.t, state.start)
+        y, state = self._extended(state, mask_padding(x, valid), places)
+        return mask_padding(y, valid), state
+
+    def check_state(self, state: State, x: Tensor) -> None:
+        """Refuse a state of another batch, device or module than that of the tokens x (b n w)."""
         check_states(state, x, 2, "block")
         own, cross = state.memory
-        if hush:
-            self._check(x, valid)
-            x = mask_padding(x, valid)
-        y, own = self.mixer.extend(own, self._before(self.mixer_norm, x), valid)
+        self.mixer.check_state(own, x)
+        if self.cross is not None:
+            self.cross.check_state(cross, x)
+
+    def _extended(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
+        own, cross = state.memory
+        y, own = self.mixer.extend_at(own, self._before(self.mixer_norm, x), places)
         x = self._after(self.mixer_norm, x, y)
         if self.cross is not None:
-            y, cross = self.cross.extend(cross, self._before(self.cross_norm, x), valid)
+            y, cross = self.cross.extend_at(cross, self._before(self.cross_norm, x), places)
             x = self._after(self.cross_norm, x, y)
-        return self._channel(x, valid if hush else None), State((own, cross), own.t, own.start)
+        return self._channel(x, None), State((own, cross), own.t, own.start)
 
-    def _check(self, x: Tensor, valid: Tensor | None, context: Tensor | None = None, context_valid: Tensor | None = None) -> None:
-        """Refuse tokens and masks that the mixers would refuse, before anything is computed."""
+    def _checked(self, x: Tensor, valid: PaddingMask) -> tuple[Tensor, Places]:
+        """Return tokens (b n w) with finite numbers at padding, and their places."""
+        if isinstance(valid, Places):
+            return x, valid
+        self._check(x, valid)
+        return mask_padding(x, valid), Places.of(x, valid)
+
+    def _checked_context(self, context: Tensor, valid: PaddingMask) -> tuple[Tensor, Places]:
+        if isinstance(valid, Places):
+            return context, valid
+        assert self.cross is not None
+        self.cross.check(context, "context", self.cross.dims.context_width)
+        self.cross.check_padding(valid, context)
+        return mask_padding(context, valid), Places.of(context, valid)
+
+    def _check(self, x: Tensor, valid: Tensor | None) -> None:
+        """Refuse tokens and a mask that a mixer would refuse."""
         self.mixer.check(x)
         self.mixer.check_padding(valid, x)
-        if self.cross is not None and context is not None:
-            self.cross.check(context, "context", self.cross.dims.context_width)
-            self.cross.check_padding(context_valid, context)
+        if self.cross is not None:
+            self.cross.check_padding(valid, x)
 
     def _channel(self, x: Tensor, valid: Tensor | None) -> Tensor:
         return mask_padding(self._after(self.channel_norm, x, self.channel(self._before(self.channel_norm, x))), valid)

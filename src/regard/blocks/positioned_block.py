@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.blocks.block import Block
-from regard.mixers.base import Mixer, Places, State
+from regard.mixers.base import Mixer
+from regard.mixers.places import PaddingMask, Places
+from regard.mixers.state import State
 from regard.positions import Floater
 
 
@@ -23,11 +25,19 @@ class PlacedBlock(Block):
             self.positions = positions
         self.number, self._shared = number, (positions,)  # in a tuple: no further name for the same weights
 
-    def forward(self, x: Tensor, valid: Tensor | None = None, **given: Any) -> Tensor:
-        return super().forward(self._placed(x, Places.of(x, valid)), valid, **given)
+    def forward(self, x: Tensor, valid: PaddingMask = None, *, rows: Tensor | None = None, **given: Any) -> Tensor:
+        """Run the block; `rows` (b n blocks w) are the positions of all blocks, which a stack computes once."""
+        places = valid if isinstance(valid, Places) else Places.of(x, valid)
+        return super().forward(self._placed(x, places, rows), valid, **given)
 
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None, *, hush: bool = True) -> tuple[Tensor, State]:
-        return super().extend(state, self._placed(x, Places.of(x, valid, state.t, state.start)), valid, hush=hush)
+    def extend(self, state: State, x: Tensor, valid: PaddingMask = None, *, rows: Tensor | None = None) -> tuple[Tensor, State]:
+        places = valid if isinstance(valid, Places) else Places.of(x, valid, state.t, state.start)
+        return super().extend(state, self._placed(x, places, rows), valid)
 
-    def _placed(self, x: Tensor, places: Places) -> Tensor:
-        return self._shared[0].enter(x, places, self.number)
+    def rows(self, x: Tensor, places: Places) -> Tensor | None:
+        """Return the positions (b n blocks w), or (n blocks w), that enter all blocks of a stack; None without tokens."""
+        return None if x.numel() == 0 else self._shared[0].rows(places)
+
+    def _placed(self, x: Tensor, places: Places, rows: Tensor | None) -> Tensor:
+        rows = self.rows(x, places) if rows is None else rows
+        return x if rows is None else x + rows[..., self.number, :].to(x.dtype)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from regard.blocks.block import Block
+from regard.blocks.block import Block, mix_at
 from regard.blocks.positioned_block import PlacedBlock
 from regard.blocks.stack import Context, Stack
-from regard.mixers.base import State, mask_padding
 from regard.mixers.feature_math import upcast
-from regard.mixers.state import check_states
+from regard.mixers.places import PaddingMask, Places, mask_padding
+from regard.mixers.state import State, check_states
 
 TensorPair = tuple[Tensor, Tensor]
 
@@ -40,66 +40,71 @@ class ReversibleStack(Stack):
             raise ValueError("the inputs of reversible blocks are recomputed: add positions to the tokens, not in every block")
 
     def forward(
-        self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
+        self, x: Tensor, valid: PaddingMask = None, *, context: Context = None, context_valid: PaddingMask = None
     ) -> Tensor:
         if context is not None or context_valid is not None:
             raise ValueError("a reversible stack mixes its own tokens and cannot read a context: leave it out")
-        x = self._tokens(x, valid)
+        x, places = self._tokens(x, valid)
         weights = [p for p in self.blocks.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and (x.requires_grad or weights):
-            streams = _reversibly(self, x, valid, weights)
+            streams = _reversibly(self, x, places, weights)
         else:
-            streams = self.run(x, valid)
-        return self._mean(streams, x, valid)
+            streams = self.run(x, places)
+        return self._mean(streams, x, places.valid)
 
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        """n >= 0 more tokens through all blocks."""
+    def extend(self, state: State, x: Tensor, valid: PaddingMask = None) -> tuple[Tensor, State]:
+        """Return the outputs of n >= 0 more tokens (b n w) through all blocks, and the state after them."""
         check_states(state, x, len(self.blocks), "stack")
-        x, states = self._tokens(x, valid), []
-        one = two = upcast(x)
         for block, before in zip(self, state.memory, strict=True):
-            y, own = block.mixer.extend(before.memory[0], block.mixer_norm(two.to(x.dtype)), valid)
-            one = one + block.drop(y)
-            two = two + _channel(block, one, valid, x.dtype)
+            block.check_state(before, x)
+        x, places = self._tokens(x, valid, state)
+        one = two = upcast(x)
+        states = []
+        for block, before in zip(self, state.memory, strict=True):
+            y, own = block.mixer.extend_at(before.memory[0], block.mixer_norm(two.to(x.dtype)), places)
+            one = one + mask_padding(block.drop(y), places.valid)
+            two = two + _channel(block, one, places, x.dtype)
             states.append(State((own, None), own.t, own.start))
-        return self._mean((one, two), x, valid), State(tuple(states), states[0].t, states[0].start)
+        return self._mean((one, two), x, places.valid), State(tuple(states), states[0].t, states[0].start)
 
-    def run(self, x: Tensor, valid: Tensor | None = None, before: Callable[[], None] = lambda: None) -> TensorPair:
-        """Both streams behind the last block, by plain operations; `before` is called in front of each part."""
+    def run(self, x: Tensor, valid: PaddingMask = None, before: Callable[[], None] = lambda: None) -> TensorPair:
+        """Return both streams behind the last block, by plain operations; `before` is called in front of each part."""
+        places = valid if isinstance(valid, Places) else Places.of(x, valid)
         one, two = upcast(x), upcast(x)
         for block in self:
             before()
-            one = one + _mix(block, two, valid, x.dtype)
+            one = one + _mix(block, two, places, x.dtype)
             before()
-            two = two + _channel(block, one, valid, x.dtype)
+            two = two + _channel(block, one, places, x.dtype)
         return one, two
 
     def _mean(self, streams: TensorPair, x: Tensor, valid: Tensor | None) -> Tensor:
         return self._finish(((streams[0] + streams[1]) / 2).to(x.dtype), valid)
 
 
-def _mix(block: Block, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return block.drop(block.mixer(block.mixer_norm(x.to(dtype)), valid=valid)).to(x.dtype)
+def _mix(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
+    y = mask_padding(mix_at(block.mixer, block.mixer_norm(x.to(dtype)), places), places.valid)
+    return block.drop(y).to(x.dtype)
 
 
-def _channel(block: Block, x: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return mask_padding(block.drop(block.channel(block.channel_norm(x.to(dtype)))).to(x.dtype), valid)
+def _channel(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
+    return mask_padding(block.drop(block.channel(block.channel_norm(x.to(dtype)))).to(x.dtype), places.valid)
 
 
 @torch.compiler.disable(reason="a reversible stack restores random numbers and inverts itself, which no graph can hold")
-def _reversibly(stack: ReversibleStack, x: Tensor, valid: Tensor | None, weights: list[nn.Parameter]) -> TensorPair:
-    return _Reversible.apply(stack, x, valid, *weights)
+def _reversibly(stack: ReversibleStack, x: Tensor, places: Places, weights: list[nn.Parameter]) -> TensorPair:
+    return _Reversible.apply(stack, x, places, *weights)
 
 
 class _Reversible(torch.autograd.Function):
     """All blocks at once, so that nothing in between is kept."""
 
     @staticmethod
-    def forward(ctx: Any, stack: ReversibleStack, x: Tensor, valid: Tensor | None, *weights: nn.Parameter) -> TensorPair:
+    def forward(ctx: Any, stack: ReversibleStack, x: Tensor, places: Places, *weights: nn.Parameter) -> TensorPair:
         ctx.stack, ctx.weights, ctx.frozen = stack, weights, _versions(stack)
-        ctx.world = world = _World(x, valid)
+        ctx.world = world = _World(x, places)
         random = any(module.training for module in stack.modules())
-        one, two = stack.run(x, valid, world.remember if random else lambda: None)
+        one, two = stack.run(x, places, world.remember if random else lambda: None)
         if _versions(stack) != ctx.frozen:
             raise RuntimeError("a part of this stack changes its buffers in training, so its pass cannot be repeated: use Stack")
         ctx.save_for_backward(one, two)
@@ -130,8 +135,8 @@ def _versions(stack: ReversibleStack) -> list[tuple[int, int]]:
 class _World:
     """What the parts see beside their input, kept so that they can be run once more: padding, autocast, random numbers."""
 
-    def __init__(self, x: Tensor, valid: Tensor | None) -> None:
-        self.valid, self.dtype, self.device = valid, x.dtype, x.device
+    def __init__(self, x: Tensor, places: Places) -> None:
+        self.places, self.dtype, self.device = places, x.dtype, x.device
         kind = self.kind = x.device.type if x.device.type != "meta" else "cpu"
         self.autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
         self.dice: list[tuple[Tensor, Tensor | None]] = []  # in front of each part
@@ -160,7 +165,7 @@ class _Again:
         ):
             if self.dice:
                 self._throw(*self.dice.pop())
-            y = part(block, x, world.valid, world.dtype)
+            y = part(block, x, world.places, world.dtype)
         found, *others = torch.autograd.grad(y, (x, *weights), up, allow_unused=True)
         for w, d in zip(weights, others, strict=True):
             if d is not None:

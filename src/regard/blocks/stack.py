@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from regard.blocks.block import Block, NormClass, check_context
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.positioned_block import PlacedBlock
-from regard.checks import check_dense, need
-from regard.mixers.base import Dims, State, check_valid, mask_padding, pooled_valid
+from regard.checks import check_batch, check_same_batch, need
+from regard.mixers.base import Mixer
+from regard.mixers.dims import Can, Dims
+from regard.mixers.places import PaddingMask, Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
-from regard.mixers.state import check_states
-from regard.ops.once import one_pass
+from regard.mixers.state import State, check_states
 from regard.patterns import Pattern
 from regard.positions import entering
 from regard.spec import Spec
@@ -98,62 +100,125 @@ class Stack(nn.Module):
         return iter(self.blocks)  # type: ignore[arg-type]
 
     def valid(self, valid: Tensor | None) -> Tensor | None:
-        """Which outputs are real: `valid` itself, unless a mixer gives fewer answers than it has tokens."""
+        """Return which outputs are real: `valid` itself, unless a mixer has fewer outputs than tokens."""
         return pooled_valid(valid, self.rate)
 
+    def outputs(self, places: Places) -> Places:
+        """Return the places of the outputs: those of the tokens, unless a mixer has fewer outputs than tokens."""
+        for block in self:
+            places = places.pooled(block.rate)
+        return places
+
     def forward(
-        self, x: Tensor, valid: Tensor | None = None, *, context: Context = None, context_valid: Tensor | None = None
+        self, x: Tensor, valid: PaddingMask = None, *, context: Context = None, context_valid: PaddingMask = None
     ) -> Tensor:
-        """`context` is one for all blocks that read, or a tuple with one for each block."""
-        x = self._tokens(x, valid)
-        with one_pass():
-            for block, read in zip(self, self._contexts(context, context_valid), strict=True):
-                x = block(x, valid, context=read, context_valid=context_valid if read is not None else None, hush=False)
-                valid = pooled_valid(valid, block.rate)
-        return self._finish(x, valid)
+        """Run all blocks on x (b n w); outputs at padding are zero.
 
-    def start(self, batch: int | None = None, *, context: Context = None, context_valid: Tensor | None = None) -> State:
-        """Before the first token: the number of sequences, or the context that they will read."""
+        `context` (b m w) is one for all blocks that read, or a tuple with one for each block. `valid` (b n) and `context_valid`
+        (b m) may be `Places`, of tokens that were checked and hold finite numbers at padding.
+        """
+        x, places = self._tokens(x, valid)
+        contexts, more = self._contexts(context, context_valid), self._entering(x, places)
+        for read, _ in contexts[:1]:
+            if read is not None:
+                check_same_batch(x, read)
+        for block, (read, seen) in zip(self, contexts, strict=True):
+            x = block(x, places, context=read, context_valid=seen, **more)
+            places = places.pooled(block.rate)
+        return self._finish(x, places.valid)
+
+    def layers(self, x: Tensor, valid: PaddingMask = None) -> list[Tensor]:
+        """Return the outputs (b n w) of every block of a stack that reads no context, and behind them those of the stack."""
+        x, places = self._tokens(x, valid)
+        more, found = self._entering(x, places), []
+        for block in self:
+            x = block(x, places, **more)
+            places = places.pooled(block.rate)
+            found.append(mask_padding(x, places.valid))
+        return [*found, self._finish(x, places.valid)]
+
+    def start(self, batch: int | None = None, *, context: Context = None, context_valid: PaddingMask = None) -> State:
+        """Return the state before the first token: of so many sequences, or of those that will read the context."""
         contexts = self._contexts(context, context_valid)
-        batch = next((len(read) for read in contexts if read is not None), None) if batch is None else batch
-        states = []
-        with one_pass():
-            for block, read in zip(self, contexts, strict=True):
-                states.append(block.start(batch, context=read, context_valid=context_valid if read is not None else None))
-        return State(tuple(states), states[0].t, states[0].start)
+        rows = next((len(read) for read, _ in contexts if read is not None), None)
+        if None not in (batch, rows) and batch != rows:
+            raise ValueError(f"the context has {rows} sequences, not {batch}: leave out the batch")
+        if batch is None and rows is None:
+            raise ValueError("a stack starts from nothing: start(batch), with the number of sequences")
+        batch = rows if batch is None else batch
+        check_batch(batch)
+        weight = next(self.parameters(), None)
+        t = torch.zeros(batch, dtype=torch.long, device=None if weight is None else weight.device)  # type: ignore[arg-type]
+        states = [
+            block.start_at(t, context=read, context_places=seen) for block, (read, seen) in zip(self, contexts, strict=True)
+        ]
+        return State(tuple(states), t, 0)
 
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        """n >= 0 more tokens through all blocks."""
+    def extend(self, state: State, x: Tensor, valid: PaddingMask = None) -> tuple[Tensor, State]:
+        """Return the outputs of n >= 0 more tokens (b n w) through all blocks, and the state after them."""
         check_states(state, x, len(self.blocks), "stack")
-        x, states = self._tokens(x, valid), []
-        with one_pass():
-            for block, before in zip(self, state.memory, strict=True):
-                x, after = block.extend(before, x, valid, hush=False)
-                states.append(after)
-        return self._finish(x, valid), State(tuple(states), states[0].t, states[0].start)
+        for block, before in zip(self, state.memory, strict=True):
+            block.check_state(before, x)
+        x, places = self._tokens(x, valid, state)
+        more, states = self._entering(x, places), []
+        for block, before in zip(self, state.memory, strict=True):
+            x, after = block.extend(before, x, places, **more)
+            states.append(after)
+        return self._finish(x, places.valid), State(tuple(states), states[0].t, states[0].start)
 
-    def _contexts(self, context: Context, valid: Tensor | None) -> list[Tensor | None]:
-        """What each block reads."""
+    def _tokens(self, x: Tensor, valid: PaddingMask, after: State | None = None) -> tuple[Tensor, Places]:
+        """Return checked tokens (b n w) with finite numbers at padding, and their places."""
+        first = self.blocks[0].mixer
+        first.check(x)  # type: ignore[union-attr, operator]
+        real = valid.valid if isinstance(valid, Places) else valid
+        if real is not None:
+            self._check_padding(real, x)
+        if isinstance(valid, Places):
+            return x, valid
+        t, start = (None, 0) if after is None else (after.t, after.start)
+        return mask_padding(x, valid), Places.of(x, valid, t, start)
+
+    def _check_padding(self, valid: Tensor, x: Tensor) -> None:
+        """Refuse a mask of another shape or device, and a mixer that takes no padding."""
+        mixers = [mixer for block in self for mixer in (block.mixer, block.cross) if mixer is not None]
+        unable = [mixer for mixer in mixers if Can.PADDING not in mixer.can]
+        (unable or mixers)[0].check_padding(valid, x)
+
+    def _contexts(self, context: Context, valid: PaddingMask) -> list[tuple[Tensor | None, Places | None]]:
+        """Return what each block reads, (b m w) with finite numbers at padding, and its places."""
         many = (context,) if isinstance(context, Tensor) else context or ()
         check_context(self.reads, many[0] if many else None, valid)
         if len(many) not in (0, 1, len(self.blocks)):
             raise ValueError(f"{len(many)} contexts for {len(self.blocks)} blocks: give one for all of them, or one for each")
-        many = tuple(self._masked(read, valid) for read in many)
-        each = many if len(many) == len(self.blocks) else [many[0] if many else None] * len(self.blocks)
-        return [read if block.cross is not None else None for block, read in zip(self, each, strict=True)]
-
-    def _tokens(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Tokens (b n w) with zeros for padding: blocks need not care what it holds."""
-        self.blocks[0].mixer.check(x)  # type: ignore[union-attr, operator]
-        self.blocks[0].mixer.check_padding(valid, x)  # type: ignore[union-attr, operator]
-        return mask_padding(x, valid)
+        readers = [block.cross for block in self if block.cross is not None]
+        found: list[tuple[Tensor, Places]] = []
+        for read in many:
+            found.append(self._read(readers, read, valid, found))
+        if not found:
+            return [(None, None)] * len(self.blocks)
+        each = found if len(found) == len(self.blocks) else found * len(self.blocks)
+        return [pair if block.cross is not None else (None, None) for block, pair in zip(self, each, strict=True)]
 
     @staticmethod
-    def _masked(read: Tensor, valid: Tensor | None) -> Tensor:
-        check_dense(read, "context")
-        check_valid(valid, read.shape[0], read.shape[1], "the context")
-        return mask_padding(read, valid)
+    def _read(
+        readers: list[Mixer], read: Tensor, valid: PaddingMask, others: list[tuple[Tensor, Places]]
+    ) -> tuple[Tensor, Places]:
+        """Return a checked context, and its places: those of another context of the same length, if there is one."""
+        reader = next((one for one in readers if Can.PADDING not in one.can), readers[0])
+        reader.check(read, "context", reader.dims.context_width)
+        if isinstance(valid, Places):
+            reader.check_padding(valid.valid, read)
+            return read, valid
+        reader.check_padding(valid, read)
+        same = [places for _, places in others if places.at.shape == read.shape[:2]]
+        return mask_padding(read, valid), same[0] if same else Places.of(read, valid)
+
+    def _entering(self, x: Tensor, places: Places) -> dict[str, Tensor]:
+        """Compute the positions that enter every block, if they are of that kind."""
+        first = self.blocks[0]
+        rows = first.rows(x, places) if isinstance(first, PlacedBlock) else None
+        return {} if rows is None else {"rows": rows}
 
     def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Padding is silenced here, once: no block looks at it."""
+        """Normalise outputs, and set those at padding to zero: blocks leave anything finite there."""
         return mask_padding(x if self.final_norm is None else self.final_norm(x), valid)

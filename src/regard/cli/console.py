@@ -1,4 +1,4 @@
-"""How every command speaks: answers on stdout, sentences on stderr, and exit code 2 for a mistake."""
+"""Output of every command: answers on stdout, messages on stderr, and exit code 2 for a mistake. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from regard.spec import Spec
 from regard.text import TextError
+
+if TYPE_CHECKING:
+    from regard.spec import Spec
 
 TOO_LARGE = "there is too little memory for this: use a smaller batch_tokens (and accumulate more), or a smaller model"
 
 
 @contextmanager
-def sentences(asked: Spec | None = None) -> Iterator[None]:
-    """A user's mistake is a sentence on stderr and exit code 2, never a traceback."""
+def sentences(spec: Spec | None = None) -> Iterator[None]:
+    """Turn a user's mistake into a sentence on stderr and exit code 2, never a traceback."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError):
+    except MemoryError:
         stop(TOO_LARGE)
-    except RuntimeError as error:
-        if "memory" not in str(error):  # torch's own word on a CPU is one of many RuntimeErrors
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU torch raises a plain one
+        if "memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
         stop(TOO_LARGE)
     except (ValueError, TypeError) as error:
-        stop(str(error) if asked is None or isinstance(error, TextError) else str(_placed(error, asked)))
+        stop(str(error) if spec is None or isinstance(error, TextError) else str(_placed(error, spec)))
     except ModuleNotFoundError as error:
         if "pip install" not in str(error):  # a mistake of ours
             raise
         stop(str(error))
-    except BrokenPipeError:  # nobody listens any more: typer ends quietly
+    except BrokenPipeError:  # the reader is gone: typer ends quietly
         raise
     except OSError as error:
         stop(f"cannot read or write {error.filename or 'a file'}: {error.strerror or error}")
 
 
-def _placed(error: Exception, asked: Spec) -> TextError:
-    """With a caret under the option that the sentence names along with its value, or else under the mechanism."""
-    text, sentence = str(asked), str(error)
-    blamed = (text.find(f"{o}=") for o, value in asked.items if o in sentence and repr(value) in sentence)
+def _placed(error: Exception, spec: Spec) -> TextError:
+    """Add a caret under the option that the sentence names along with its value, or else under the mechanism."""
+    text, sentence = str(spec), str(error)
+    blamed = (text.find(f"{o}=") for o, value in spec.items if o in sentence and repr(value) in sentence)
     return TextError(sentence, text, next(blamed, 0))
 
 
@@ -59,13 +60,13 @@ def stop(message: str, code: int = 2) -> NoReturn:
 
 
 def aside(message: str) -> None:
-    """To whoever looks on: not a part of the answer."""
+    """Print a message that is not part of the answer."""
     Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def plain_warnings() -> Iterator[None]:
-    """What data or a run should be known for is one more sentence, without the place in the code that says it."""
+    """Print warnings of this package as plain messages, without their place in the code."""
     shown = warnings.showwarning
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
@@ -78,7 +79,7 @@ def plain_warnings() -> Iterator[None]:
 
 
 def number(value: float) -> str:
-    """Counts are whole, scores have four digits."""
+    """Format a count as an integer and a score with four digits."""
     return f"{value:,.0f}" if value == round(value) and abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -90,7 +91,7 @@ def columns(*names: str) -> Table:
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> Table:
-    """What things are called, and what they are."""
+    """Make a table of two columns: a label and its value."""
     made = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
@@ -100,7 +101,7 @@ def labelled(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def screen() -> Console:
-    """Wide where nobody looks at it, so that a line stays a line in a pipe."""
+    """Make the console of stdout: 160 columns in a pipe, so that a row stays one line."""
     return Console(width=None if sys.stdout.isatty() else 160)
 
 

@@ -1,4 +1,4 @@
-"""What a trained run can do: be scored (`evaluate`), answer (`predict`), teach (`distil`)."""
+"""Commands for a trained run: scores (`evaluate`), answers (`predict`), distilled targets (`distil`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import typer
 
 from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
-from regard.cli.inputs import Line, asked_lines
+from regard.cli.inputs import Line, input_lines
 from regard.cli.threads import Threads, choose_threads, used
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from regard.tasks import Task
+    from regard.tasks.task import Task
     from regard.tasks.translation import TranslationTask
 
 LINES_PER_BATCH = 256  # lines of a file that are answered at once
@@ -28,7 +28,7 @@ LINES_PER_BATCH = 256  # lines of a file that are answered at once
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Data = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="How it answers: beam=5, for one.")]
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of inference: beam=5.")]
 
 
 class Trained(NamedTuple):
@@ -39,7 +39,7 @@ class Trained(NamedTuple):
 
 
 def trained(run: Path, changes: Iterable[str], device: str, threads: int | None = None) -> Trained:
-    """A run, ready to answer; it needs no data. Of an unfinished one it is said which update answers."""
+    """Load a run for inference, without its data; of an unfinished one, print which update its weights are of."""
     from regard import tasks
     from regard.training.checkpoints import put_weights
     from regard.training.run_weights import run_weights
@@ -51,7 +51,7 @@ def trained(run: Path, changes: Iterable[str], device: str, threads: int | None 
     if note:
         aside(note)
     config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
-    task = tasks.task(config)
+    task = tasks.make_task(config)
     try:
         task.restore(kept.assets)
     except KeyError as error:
@@ -80,10 +80,10 @@ def evaluate(
         task.read(data)
         if not task.splits.get(split):
             raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
-        told = {name: getattr(task.config, name) for name in task.answering}
+        settings_used = {name: getattr(task.config, name) for name in task.answering}
         with used(count):
             scores = task.score(model, split)
-        line: dict[str, Any] = {"split": split, "settings": told, "scores": scores, "signatures": task.signatures()}
+        line: dict[str, Any] = {"split": split, "settings": settings_used, "scores": scores, "signatures": task.signatures()}
         line |= {} if update is None else {"update": update}  # of a run that is not finished
         _save_scores(run / "scores.json", line)
     if as_json:
@@ -125,7 +125,7 @@ def predict(
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
-        many, lines = asked_lines(source)
+        many, lines = input_lines(source)
         task, model, _, count = trained(run, changes or [], device, threads)
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
@@ -141,10 +141,10 @@ def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
 
 
 def _answers(task: Task, model: nn.Module, part: list[Line]) -> list[str]:
-    """One for each; a line that it cannot answer is named."""
-    asked = [line.text for line in part if line.text.strip()]
+    """Answer every line; an error names the line."""
+    texts = [line.text for line in part if line.text.strip()]
     try:
-        found = iter(task.predict(model, asked))
+        found = iter(task.predict(model, texts))
     except ValueError as error:
         if len(part) == 1:
             raise ValueError(f"{part[0].where}: {str(error).replace('line 1 has', 'it has')}") from None
@@ -160,7 +160,7 @@ def distil(
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
-    """Write a run's answers to all training sources, for a student to learn from: --set teacher=FILE. What is stopped goes on."""
+    """Write a run's answers to all training sources, as distilled targets: --set distilled=FILE. What is stopped goes on."""
     from regard.cli.partial_answers import Partial
     from regard.tasks.translation import TranslationTask
 
@@ -171,22 +171,22 @@ def distil(
             raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
         task, model, _, count = trained(run, changes or [], device, threads)
         if not isinstance(task, TranslationTask):
-            raise ValueError(f"{run} is a run of {task.config.task}: only translation has a teacher's answers to learn from")
+            raise ValueError(f"{run} is a run of {task.config.task}: only translation learns from distilled targets")
         task.read(data)
-        kept, total = Partial(out, _taught_by(task, model)), len(task.texts["train"])
+        kept, total = Partial(out, _answers_key(task, model)), len(task.texts["train"])
         if kept.answers:
             aside(f"going on behind {len(kept.answers):,} of {total:,} answers in {kept.path}")
         try:
-            with used(count), _told(total, len(kept.answers)) as told:
+            with used(count), _progress(total, len(kept.answers)) as shown:
                 for answers in task.distil(model, len(kept.answers)):
                     kept.add(answers)
-                    told(len(kept.answers))
+                    shown(len(kept.answers))
         except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
             again = shlex.join(["regard", "distil", str(run), "--out", str(out), *_parse_options(changes, data)])
             far = f"{len(kept.answers):,} of {total:,} answers are kept in {kept.path}"
             stop(f"stopped; {far}, go on with: {again}", 130 if isinstance(ended, KeyboardInterrupt) else 143)
         kept.finish()
-    student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"teacher={out}"])
+    student = shlex.join(["regard", "train", task.config.task, "--set", "decoder=ctc", "--set", f"distilled={out}"])
     screen().print(labelled([("written", f"{total:,} answers, {out}"), ("learn", student)]), highlight=False)
 
 
@@ -194,23 +194,23 @@ def _parse_options(changes: list[str] | None, data: Path | None) -> list[str]:
     return [*(word for change in changes or [] for word in ("--set", change)), *(["--data", str(data)] if data else [])]
 
 
-def _taught_by(task: TranslationTask, model: nn.Module) -> dict[str, Any]:
-    """What answers depend on."""
+def _answers_key(task: TranslationTask, model: nn.Module) -> dict[str, Any]:
+    """Collect what answers depend on."""
     from regard.training import atomic_files
     from regard.training.checkpoints import weights_of
 
     sources = "\n".join(pair.source for pair in task.texts["train"])
-    told = {name: getattr(task.config, name) for name in task.answering}
+    settings_used = {name: getattr(task.config, name) for name in task.answering}
     return {
         "weights": atomic_files.digest(atomic_files.tensors_to_bytes(weights_of(model))),
-        "settings": told,
+        "settings": settings_used,
         "sources": atomic_files.digest(sources.encode()),
     }
 
 
 @contextmanager
-def _told(total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """How far it is and how long it will take, on stderr."""
+def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
+    """Show on stderr how many answers are made, and how long the others will take."""
     from rich.console import Console
 
     from regard.training.progress import progress

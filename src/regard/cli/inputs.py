@@ -1,4 +1,4 @@
-"""Lines that somebody wants answered: of an argument, a file or stdin, each with its place for a sentence about it."""
+"""Input lines of `predict`: of an argument, a file or stdin, each with its place for an error message."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Line(NamedTuple):
     where: str  # "test.txt, line 3"
 
 
-def asked_lines(source: str) -> tuple[bool, Iterator[Line]]:
-    """The lines of a file, of stdin for `-`, or of the text itself; and whether there may be so many that it pays to batch."""
+def input_lines(source: str) -> tuple[bool, Iterator[Line]]:
+    """Read the lines of a file, of stdin for `-`, or of the text itself; and whether there may be enough of them to batch."""
     if source == "-":
         return False, _stdin()
     if os.path.isdir(source):
@@ -34,7 +34,7 @@ def asked_lines(source: str) -> tuple[bool, Iterator[Line]]:
 
 
 def _like_a_path(text: str) -> bool:
-    """No text that one would write: without spaces, and with what names of files begin or end with."""
+    """Decide whether a text is meant as a path: without spaces, and with what names of files begin or end with."""
     if not text or any(c.isspace() for c in text) or len(text) > 4096:
         return False
     begins = text.startswith(("/", "./", "../", "~/")) and len(text) > 1
@@ -46,7 +46,7 @@ def _file(path: Path) -> Iterator[Line]:
 
 
 def _stdin() -> Iterator[Line]:
-    """As they come: nobody waits for the second line before the first is answered."""
+    """Yield lines as they come: the first is answered before the second is there."""
     if sys.stdin is None:
         raise ValueError("stdin is closed: give a text or a file")
     number = 0

@@ -1,4 +1,4 @@
-"""`regard list` names every mechanism, `regard show SPEC` says and draws what one of them does."""
+"""`regard list` names every mechanism, `regard show SPEC` prints and draws what one of them does."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from regard.analysis.cost import Cost, cost, pattern_of
-from regard.catalogue import CATALOGUE
-from regard.catalogue_row import Row, growth
 from regard.cli.console import columns, labelled, screen, sentences, write_json
-from regard.mixers.base import Can, Dims
-from regard.patterns import PATTERNS
-from regard.patterns.density import several_windows
-from regard.positions import POSITIONS
-from regard.spec import Spec
+from regard.cli.mechanism_table import read_mechanisms
+from regard.text import growth
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from regard.analysis.cost import Cost
+    from regard.mixers.base import Dims
+    from regard.spec import Spec
 
 FORMATS = (".png", ".pdf", ".svg")
 
 
 def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list.")] = False) -> None:
     """Name every mechanism, what it can do, and how its cost grows with the length."""
+    known = read_mechanisms()
     if as_json:
-        write_json([_row_json(row) for row in CATALOGUE.values()])
+        write_json(known["mechanisms"])
         return
     table = columns("name", "family", "can do", "cost", "memory", "paper")
-    for row in CATALOGUE.values():
-        first = row.examples[0]
-        table.add_row(row.name, row.family, str(row.can), growth(first.cost, "n"), growth(first.memory, "t"), row.paper)
+    for row in known["mechanisms"]:
+        claims = ", ".join(row["claims"]) or "nothing"
+        table.add_row(row["name"], row["family"], claims, growth(row["cost"], "n"), growth(row["memory"], "t"), row["paper"])
     console = screen()
     console.print(table)
-    console.print(f"patterns   {', '.join(PATTERNS)}", highlight=False)
-    console.print(f"positions  {', '.join(POSITIONS)}", highlight=False)
+    console.print(f"patterns   {', '.join(known['patterns'])}", highlight=False)
+    console.print(f"positions  {', '.join(known['positions'])}", highlight=False)
     console.print("\nOne of them in detail: regard show bigbird", style="dim", highlight=False)
 
 
@@ -56,13 +54,17 @@ def show(
     out: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .pdf or .svg).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The numbers, machine-readable.")] = False,
 ) -> None:
-    """Say what a mechanism costs and keeps at a length, and draw who looks at whom."""
+    """Print what a mechanism costs and keeps at a length, and draw which query reads which key."""
+    from regard.analysis.cost import cost
+    from regard.mixers.base import Dims
+    from regard.spec import Spec
+
     with sentences():
-        asked, dims = Spec.parse(spec), Dims(width=width, heads=heads, causal=causal)
+        parsed, dims = Spec.parse(spec), Dims(width=width, heads=heads, causal=causal)
         _check_out(out)
-    with sentences(asked):
-        length = _usual_length(asked, dims) if length is None else length
-        known = cost(asked, length, causal=causal, heads=heads, width=width)
+    with sentences(parsed):
+        length = _usual_length(parsed, dims) if length is None else length
+        known = cost(parsed, length, causal=causal, heads=heads, width=width)
         if out is not None:
             _draw_picture(known, out)
     if as_json:
@@ -72,6 +74,12 @@ def show(
 
 
 def _usual_length(spec: Spec, dims: Dims) -> int:
+    """Several windows of its pattern, or a length that suits any mechanism."""
+    import torch
+
+    from regard.analysis.cost import pattern_of
+    from regard.patterns.density import several_windows
+
     with torch.device("meta"):
         return several_windows(pattern_of(spec.build(replace(dims, max_len=64))))
 
@@ -119,17 +127,3 @@ def _painter() -> Callable[[Cost], Figure]:
     except ModuleNotFoundError as error:
         raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
     return picture
-
-
-def _row_json(row: Row) -> dict[str, object]:
-    first, can = row.examples[0], row.can
-    return {
-        "name": row.name,
-        "family": row.family,
-        "summary": row.summary,
-        "claims": [c.name.lower() for c in Can if c in can and c.name],
-        "cost": first.cost,
-        "memory": first.memory,
-        "paper": row.paper,
-        "example": str(Spec(row.name, **first.options)),
-    }

@@ -1,4 +1,4 @@
-"""How many threads of a CPU a command uses: few for small models, whose threads would wait for each other on a busy machine."""
+"""Number of CPU threads of a command: few for small models, whose threads would wait for each other on a busy machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from regard.config import Config
@@ -22,17 +21,19 @@ Threads = Annotated[
 ]
 
 
-def choose_threads(config: Config, asked: int | None, kind: str, run: Path | None = None) -> tuple[int, str]:
-    """The number of threads, and a sentence about it where it was chosen here.
+def choose_threads(config: Config, given: int | None, kind: str, run: Path | None = None) -> tuple[int, str]:
+    """Choose the number of threads, with a sentence about it where it was chosen here.
 
-    What is asked for comes first, then OMP_NUM_THREADS or MKL_NUM_THREADS, then the number that the run in the folder `run` has
-    been trained with, so that it goes on bit for bit, and then one thread for each WORTH multiplications.
+    A given number comes first, then OMP_NUM_THREADS or MKL_NUM_THREADS, then the number that the run in the folder `run` has
+    been trained with, so that it goes on bit for bit, and then one thread for each WORTH_THREADS multiplications.
     """
+    import torch
+
     there = torch.get_num_threads()
-    if asked is not None:
-        if not 1 <= asked <= MAX_THREADS:
-            raise ValueError(f"threads must be from 1 to {MAX_THREADS}, not {asked}")
-        return asked, ""
+    if given is not None:
+        if not 1 <= given <= MAX_THREADS:
+            raise ValueError(f"threads must be from 1 to {MAX_THREADS}, not {given}")
+        return given, ""
     if kind != "cpu" or any(os.environ.get(name) for name in CHOSEN_OUTSIDE):
         return there, ""
     if run is not None and (before := _recorded(run)) is not None:
@@ -46,7 +47,9 @@ def choose_threads(config: Config, asked: int | None, kind: str, run: Path | Non
 
 @contextmanager
 def used(count: int) -> Iterator[None]:
-    """With so many threads; afterwards as before."""
+    """Use so many threads inside, and as many as before afterwards."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -56,7 +59,7 @@ def used(count: int) -> Iterator[None]:
 
 
 def _recorded(run: Path) -> int | None:
-    """What run.json says, if a run has begun there on a CPU."""
+    """Read the number of threads from run.json, if a run has begun there on a CPU."""
     from regard.training import atomic_files, checkpoints
 
     if not (run / checkpoints.ABOUT).is_file():

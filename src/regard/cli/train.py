@@ -18,10 +18,9 @@ from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop
 from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
-from regard.spec import Spec
 
 if TYPE_CHECKING:
-    from regard.tasks import Task
+    from regard.tasks.task import Task
     from regard.training.fit import Result
 
 RUNS = Path("runs")
@@ -46,15 +45,16 @@ def train(
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
+    from regard.cli.model_check import check_model
 
     with sentences():
         kind = settings.device(device)
-        config = settings.asked(task, mixer or [], changes or [], out)
+        config = settings.config_of(task, mixer or [], changes or [], out)
         _check_folder(out, config)
-        made = known.task(config)
+        made = known.make_task(config)
         settings.check_used(made, changes or [])
         count, told = choose_threads(config, threads, kind, out)
-    settings.check_model(made)
+    check_model(made)
     with sentences():
         fit = _fitter()
         made.read(data)
@@ -103,6 +103,9 @@ def _fitter() -> Callable[..., Result]:
 
 
 def _mixers(config: Config, between: str = "+") -> str:
+    """Write the mixers of a run: their names, or their whole specs."""
+    from regard.spec import Spec
+
     texts = [config.mixer] if isinstance(config.mixer, str) else config.mixer
     named = [Spec.of(text) for text in texts]
     return between.join(dict.fromkeys(spec.name if between == "+" else str(spec) for spec in named))

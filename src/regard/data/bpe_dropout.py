@@ -1,7 +1,4 @@
-"""Subwords that are not always the same, so that a model learns what words are made of.
-
-BPE-dropout: now and then a merge is left out. Provilkov, Emelianenko, Voita 2019, arXiv:1910.13267.
-"""
+"""BPE dropout: random segmentations of words, by leaving out merges. Provilkov, Emelianenko, Voita 2019, arXiv:1910.13267."""
 
 from __future__ import annotations
 
@@ -14,8 +11,10 @@ from regard.data.vocabulary import FIRST_TEXT_ID, Subwords
 
 
 class BpeDropout:
-    """Spellings of texts in the subwords of a vocabulary. Each merge that could come next is left out with probability `share`,
-    so 0 spells as the vocabulary does. In one round a word is always spelled alike, and the same seed gives the same rounds.
+    """Segment texts into the subwords of a vocabulary with BPE dropout.
+
+    Each applicable merge is left out with probability `share`, so 0 gives the vocabulary's own segmentation. Within one round a
+    word always has one segmentation, and the same seed gives the same rounds.
     """
 
     def __init__(self, words: Subwords, share: float, seed: int) -> None:
@@ -27,21 +26,23 @@ class BpeDropout:
         self.ids, self.words, self.share, self.seed = model["vocab"], words, share, seed
 
     def rounds(self, texts: Sequence[str], count: int) -> Iterator[list[list[int]]]:
-        """All texts, `count` times."""
-        cut = [self.words.pieces(text) for text in texts]
+        """Segment all texts, `count` times."""
+        split = [self.words.pieces(text) for text in texts]
         for number in range(count):
-            dice, known = random.Random(f"{self.seed}/{number}"), dict[str, list[int]]()
-            for pieces in cut:
+            rng = random.Random(f"{self.seed}/{number}")
+            segmented: dict[str, list[int]] = {}
+            for pieces in split:
                 for piece in pieces:
-                    if piece not in known:
-                        known[piece] = self.spelled(piece, dice)
-            yield [[token for piece in pieces for token in known[piece]] for pieces in cut]
+                    if piece not in segmented:
+                        segmented[piece] = self.segment(piece, rng)
+            yield [[token for piece in pieces for token in segmented[piece]] for pieces in split]
 
-    def spelled(self, piece: str, dice: random.Random) -> list[int]:
+    def segment(self, piece: str, rng: random.Random) -> list[int]:
+        """Apply merges to one word in order of rank, each left out by chance, and return subword ids."""
         parts = list(piece)
         while True:
-            able = ((self.ranks.get(pair), i) for i, pair in enumerate(pairwise(parts)))
-            kept = [(rank, i) for rank, i in able if rank is not None and dice.random() >= self.share]
+            ranked = ((self.ranks.get(pair), i) for i, pair in enumerate(pairwise(parts)))
+            kept = [(rank, i) for rank, i in ranked if rank is not None and rng.random() >= self.share]
             if not kept:
                 return [FIRST_TEXT_ID + self.ids[part] for part in parts]
             _, i = min(kept)

@@ -1,4 +1,4 @@
-"""Data sets as lists of examples. Each reader takes the folder that `find` gives."""
+"""Readers of data sets: from the folder that `find` returns to lists of examples."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ UPOS = tuple(
         "X",
     ]
 )
-HELD_OUT = 2500  # reviews of imdb, for validation
-DRAW = b"1"  # the seed of that draw
+HELD_OUT = 2500  # IMDB reviews for validation
+HELD_OUT_SEED = b"1"
 
 
 class Splits(NamedTuple, Generic[SplitPart]):
-    """To learn from, to choose by, and to look at once."""
+    """Hold the train, validation and test parts of a data set."""
 
     train: SplitPart
     val: SplitPart
@@ -48,7 +48,7 @@ class Splits(NamedTuple, Generic[SplitPart]):
 
 
 class Tagged(NamedTuple):
-    """A tag for every word, and a finer one where there are such."""
+    """Hold a sentence with a tag for every word, and a finer tag where the data has one."""
 
     words: list[str]
     tags: list[str]
@@ -56,17 +56,16 @@ class Tagged(NamedTuple):
 
 
 class LabelledText(NamedTuple):
-    """One label for all of it."""
+    """Hold a text with one label."""
 
     text: str
     label: int | str
 
 
 def read_multi30k(folder: Path) -> Splits[list[Pair]]:
-    """Captions in English and German: 29,000 / 1,014 / 1,000 (Elliott et al. 2016, arXiv:1605.00459). Warns of empty lines."""
-    return Splits(
-        *(_captions(file(folder, f"{part}.en"), file(folder, f"{part}.de")) for part in ("train", "val", "test_2016_flickr"))
-    )
+    """Read English and German captions: 29,000 / 1,014 / 1,000 (Elliott et al. 2016, arXiv:1605.00459). Warns of empty lines."""
+    parts = ("train", "val", "test_2016_flickr")
+    return Splits(*(_captions(file(folder, f"{part}.en"), file(folder, f"{part}.de")) for part in parts))
 
 
 def _captions(source: Path, target: Path) -> list[Pair]:
@@ -77,14 +76,14 @@ def _captions(source: Path, target: Path) -> list[Pair]:
 
 
 def read_ewt(folder: Path) -> Splits[list[Tagged]]:
-    """Sentences of English with universal parts of speech: 12,544 / 2,001 / 2,077 in UD 2.16 (Silveira et al. 2014)."""
+    """Read English sentences with universal parts of speech: 12,544 / 2,001 / 2,077 in UD 2.16 (Silveira et al. 2014)."""
     return Splits(*(conllu(file(folder, f"en_ewt-ud-{part}.conllu")) for part in ("train", "dev", "test")))
 
 
 def conllu(path: Path) -> list[Tagged]:
-    """Words and their UPOS tags of a CoNLL-U file; the finer tags are XPOS and FEATS.
+    """Read words and UPOS tags from a CoNLL-U file; the finer tags are XPOS and FEATS.
 
-    Ranges (1-2) and empty nodes (1.1) are no words of their own: not taken.
+    Multiword ranges (1-2) and empty nodes (1.1) are skipped.
     """
     found: list[Tagged] = []
     words: list[str] = []
@@ -98,14 +97,15 @@ def conllu(path: Path) -> list[Tagged]:
             continue
         if line[0] == "#":
             continue
-        where, columns = f"{path}, line {number}", line.split("\t")
+        where = f"{path}, line {number}"
+        columns = line.split("\t")
         if len(columns) != 10:
             raise DataError(f"{where}: {len(columns)} columns instead of the 10 of CoNLL-U, with a tab between them")
         index, word, tag = columns[0], columns[1], columns[3]
         if "-" in index or "." in index:
             continue
         if index != str(len(words) + 1):
-            raise DataError(f"{where}: word {index!r} of a sentence stands where word {len(words) + 1} should")
+            raise DataError(f"{where}: word {index!r} of a sentence is where word {len(words) + 1} should be")
         if tag not in UPOS:
             raise DataError(unknown(f"{where}: no universal part of speech is called", tag, UPOS))
         if not word:
@@ -119,26 +119,38 @@ def conllu(path: Path) -> list[Tagged]:
 
 
 def read_imdb(folder: Path) -> Splits[list[LabelledText]]:
-    """Reviews of films, 1 for a good one: 22,500 / 2,500 / 25,000 (Maas et al. 2011).
+    """Read film reviews, label 1 for a positive one: 22,500 / 2,500 / 25,000 (Maas et al. 2011).
 
-    There is no official validation split. Ours is held out of train: of each label those 1,250 whose text has the smallest
-    hash with a fixed seed. So it does not depend on the order of the file, and the same review is never on both sides.
+    There is no official validation split. It is held out of train here: for each label the 1,250 reviews whose text has the
+    smallest hash with a fixed seed. It does not depend on the order of the file, and copies of a review stay on one side.
     """
     train, test = (_reviews(file(folder, f"{part}.jsonl")) for part in ("train", "test"))
+    held_out = _held_out(train, folder)
+    kept = [review for review in train if review.text not in held_out]
+    validation = [review for review in train if review.text in held_out]
+    return Splits(kept, validation, test)
+
+
+def _held_out(train: list[LabelledText], folder: Path) -> set[str]:
+    """Select HELD_OUT reviews by hash, half of each label; texts with both labels are never selected."""
     copies = Counter(train)
-    held: set[str] = set()
+    selected: set[str] = set()
     for label in (0, 1):
-        texts = [said for said, its in copies if its == label and not copies[LabelledText(said, 1 - label)]]
+        texts = [text for text, its in copies if its == label and not copies[LabelledText(text, 1 - label)]]
         room = HELD_OUT // 2
-        for said in sorted(texts, key=lambda said: hashlib.sha256(DRAW + said.encode()).digest()):
-            if copies[LabelledText(said, label)] <= room:
-                held.add(said)
-                room -= copies[LabelledText(said, label)]
-        if room or held.issuperset(texts):
-            raise DataError(
-                f"{folder}: train has {len(texts):,} reviews with label {label}; {HELD_OUT // 2:,} are for validation alone"
-            )
-    return Splits([r for r in train if r.text not in held], [r for r in train if r.text in held], test)
+        for text in sorted(texts, key=_seeded_hash):
+            count = copies[LabelledText(text, label)]
+            if count <= room:
+                selected.add(text)
+                room -= count
+        if room or selected.issuperset(texts):
+            have = f"{len(texts):,} reviews with label {label}"
+            raise DataError(f"{folder}: train has {have}; {HELD_OUT // 2:,} are for validation alone")
+    return selected
+
+
+def _seeded_hash(text: str) -> bytes:
+    return hashlib.sha256(HELD_OUT_SEED + text.encode()).digest()
 
 
 def _reviews(path: Path) -> list[LabelledText]:
@@ -151,14 +163,14 @@ def _reviews(path: Path) -> list[LabelledText]:
 
 
 def read_shakespeare(folder: Path) -> Splits[str]:
-    """All of it as one text, 1,115,394 characters: the first 90 % to learn from, the rest to validate; no test part ("")."""
+    """Read one text of 1,115,394 characters: the first 90 % for training, the rest for validation; no test part ("")."""
     whole = read_text(file(folder, "input.txt"))
     cut = int(0.9 * len(whole))
     return Splits(whole[:cut], whole[cut:], "")
 
 
 def read_acl_titles(folder: Path) -> Splits[list[Pair]]:
-    """Abstracts of papers and their titles, most words of which stand in the abstract: 24,000 / 1,500 / 1,500."""
+    """Read abstracts of papers and their titles, most words of which occur in the abstract: 24,000 / 1,500 / 1,500."""
     return Splits(*(_papers(file(folder, f"{part}.jsonl")) for part in ("train", "val", "test")))
 
 

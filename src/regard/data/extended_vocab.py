@@ -1,7 +1,7 @@
-"""Words that only their source knows: for copying, the vocabulary goes on behind its end, anew for every source.
+"""Extended vocabularies for copying: out-of-vocabulary (OOV) words of a source get ids behind the vocabulary.
 
-A word of the source that the vocabulary does not have gets the id len(vocab) + its place among such words, in the order in which
-they first appear (See, Liu, Manning 2017, arXiv:1704.04368). So a model may say a word it has never seen.
+An OOV word of the source has the id len(vocab) + its index among the OOV words of this source, in the order of their first
+occurrence (See, Liu, Manning 2017, arXiv:1704.04368). A model can so produce words that are not in its vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from regard.data.vocabulary import FIRST_TEXT_ID, Words
 
 
 def extend_ids(words: Iterable[str], vocab: Words) -> tuple[list[int], list[str]]:
-    """The source in ids that go on behind the vocabulary, and the words that these stand for. The same word has the same id."""
+    """Return ids of a source in its extended vocabulary, and its OOV words. The same word has the same id."""
     new: dict[str, int] = {}
     ids = []
     for word in words:
@@ -23,13 +23,13 @@ def extend_ids(words: Iterable[str], vocab: Words) -> tuple[list[int], list[str]
 
 
 def extend_target_ids(words: Iterable[str], vocab: Words, oov: list[str]) -> list[int]:
-    """The target in the same ids: what neither the vocabulary nor the source has is UNKNOWN."""
+    """Return ids of a target in the extended vocabulary of its source: a word that neither has is UNKNOWN."""
     new = {word: len(vocab) + place for place, word in enumerate(oov)}
     return [vocab.ids.get(word, new.get(word, UNKNOWN)) for word in words]
 
 
 def extended_words(ids: Iterable[int], vocab: Words, oov: list[str]) -> list[str]:
-    """The words of such ids, up to the first END; other special ids are left out, as `decode` does."""
+    """Return the words of extended ids, up to the first END; other special ids are left out, as `decode` does."""
     found = []
     for number in ids:
         if not 0 <= number < len(vocab) + len(oov):

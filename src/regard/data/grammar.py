@@ -1,4 +1,4 @@
-"""A small English in which a word is a noun, a verb or an auxiliary by where it stands alone: "can the can can the fish ?"
+"""A small English grammar in which only context separates nouns, verbs and auxiliaries: "can the can can the fish ?"
 
     sentence = clause (and clause)? .   |   AUX subject VERB rest ?   |   VERB rest .
     clause   = subject (AUX ADV? VERB | ADV? VERB) rest
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 Word = tuple[str, str]  # and its tag
 
-# base and third person of a verb; for the first group the same two forms are one and many of a noun
+# base and third person of a verb; in the first group the same two forms are singular and plural of a noun
 BOTH = [
     (word, word + "s")
     for word in ["can", "will", "saw", "duck", "play", "walk", "book", "park", "ring", "cook", "guard", "stamp", "light"]
@@ -28,57 +28,61 @@ PAST_NOUNS = [("felt", "felts"), ("ground", "grounds"), ("rose", "roses")]
 AUXILIARY = ["can", "will", "might", "must"]
 ADJECTIVES = ["clean", "dry", "warm", "big", "red"]
 ADVERBS = ["often", "never"]
-NEAR = ["near", "with", "to"]
+PREPOSITIONS = ["near", "with", "to"]
 SUBJECTS, OBJECTS = ["i", "you", "we", "they"], ["me", "you", "us", "them"]
-ONE, MANY = ["a", "the", "this", "every", "my"], ["the", "these", "some", "my"]
+SINGULAR_DETERMINERS, PLURAL_DETERMINERS = ["a", "the", "this", "every", "my"], ["the", "these", "some", "my"]
 
 
 class Phrase(NamedTuple):
     words: list[Word]
-    one: bool  # he, she or it: the verb has an s
+    third: bool  # third person singular: the verb ends in s
 
 
-def sentence(dice: Random) -> list[Word]:
-    kind = dice.random()
+def sentence(rng: Random) -> list[Word]:
+    """Draw a sentence: its words with their tags."""
+    kind = rng.random()
     if kind < 0.2:
-        return [(dice.choice(AUXILIARY), "AUX"), *_who(dice, SUBJECTS).words, _verb(dice), *_verb_phrase(dice), ("?", "PUNCT")]
+        auxiliary = (rng.choice(AUXILIARY), "AUX")
+        return [auxiliary, *_noun_phrase(rng, SUBJECTS).words, _verb(rng), *_verb_phrase(rng), ("?", "PUNCT")]
     if kind < 0.35:
-        return [_verb(dice), *_verb_phrase(dice), (".", "PUNCT")]
-    more = [("and", "CCONJ"), *_clause(dice)] if kind > 0.85 else []
-    return [*_clause(dice), *more, (".", "PUNCT")]
+        return [_verb(rng), *_verb_phrase(rng), (".", "PUNCT")]
+    more = [("and", "CCONJ"), *_clause(rng)] if kind > 0.85 else []
+    return [*_clause(rng), *more, (".", "PUNCT")]
 
 
-def _clause(dice: Random) -> list[Word]:
-    who = _who(dice, SUBJECTS)
-    now = _maybe(dice, 0.15, [(dice.choice(ADVERBS), "ADV")])
-    kind = dice.random()
+def _clause(rng: Random) -> list[Word]:
+    subject = _noun_phrase(rng, SUBJECTS)
+    adverb = _maybe(rng, 0.15, [(rng.choice(ADVERBS), "ADV")])
+    kind = rng.random()
     if kind < 0.4:
-        done = [(dice.choice(AUXILIARY), "AUX"), *now, _verb(dice)]
+        verb = [(rng.choice(AUXILIARY), "AUX"), *adverb, _verb(rng)]
     elif kind < 0.6:
-        done = [*now, (dice.choice(PAST), "VERB")]
+        verb = [*adverb, (rng.choice(PAST), "VERB")]
     else:
-        done = [*now, _verb(dice, third=who.one)]
-    return [*who.words, *done, *_verb_phrase(dice)]
+        verb = [*adverb, _verb(rng, third=subject.third)]
+    return [*subject.words, *verb, *_verb_phrase(rng)]
 
 
-def _verb_phrase(dice: Random) -> list[Word]:
-    found = _maybe(dice, 0.7, _who(dice, OBJECTS).words)
-    found += _maybe(dice, 0.2, [("to", "PART"), _verb(dice), *_maybe(dice, 0.5, _who(dice, OBJECTS).words)])
-    return found + _maybe(dice, 0.3, [(dice.choice(NEAR), "ADP"), *_who(dice, OBJECTS).words])
+def _verb_phrase(rng: Random) -> list[Word]:
+    found = _maybe(rng, 0.7, _noun_phrase(rng, OBJECTS).words)
+    found += _maybe(rng, 0.2, [("to", "PART"), _verb(rng), *_maybe(rng, 0.5, _noun_phrase(rng, OBJECTS).words)])
+    return found + _maybe(rng, 0.3, [(rng.choice(PREPOSITIONS), "ADP"), *_noun_phrase(rng, OBJECTS).words])
 
 
-def _who(dice: Random, pronouns: list[str]) -> Phrase:
-    if dice.random() < 0.3:
-        return Phrase([(dice.choice(pronouns), "PRON")], False)
-    one = dice.random() < 0.6
-    forms = dice.choice(BOTH) if dice.random() < 0.8 else dice.choice([*NOUNS, *PAST_NOUNS])
-    described = _maybe(dice, 0.25, [(dice.choice(ADJECTIVES), "ADJ")])
-    return Phrase([(dice.choice(ONE if one else MANY), "DET"), *described, (forms[not one], "NOUN")], one)
+def _noun_phrase(rng: Random, pronouns: list[str]) -> Phrase:
+    if rng.random() < 0.3:
+        return Phrase([(rng.choice(pronouns), "PRON")], False)
+    singular = rng.random() < 0.6
+    forms = rng.choice(BOTH) if rng.random() < 0.8 else rng.choice([*NOUNS, *PAST_NOUNS])
+    adjective = _maybe(rng, 0.25, [(rng.choice(ADJECTIVES), "ADJ")])
+    determiner = rng.choice(SINGULAR_DETERMINERS if singular else PLURAL_DETERMINERS)
+    return Phrase([(determiner, "DET"), *adjective, (forms[not singular], "NOUN")], singular)
 
 
-def _verb(dice: Random, third: bool = False) -> Word:
-    return (dice.choice(BOTH) if dice.random() < 0.7 else dice.choice(VERBS))[third], "VERB"
+def _verb(rng: Random, third: bool = False) -> Word:
+    forms = rng.choice(BOTH) if rng.random() < 0.7 else rng.choice(VERBS)
+    return forms[third], "VERB"
 
 
-def _maybe(dice: Random, chance: float, words: list[Word]) -> list[Word]:
-    return words if dice.random() < chance else []
+def _maybe(rng: Random, chance: float, words: list[Word]) -> list[Word]:
+    return words if rng.random() < chance else []

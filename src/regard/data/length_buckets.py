@@ -1,6 +1,6 @@
-"""Batches of examples of a similar size, as a pure function of a seed and the number of a step.
+"""Length bucketing: batches of examples of similar size, as a pure function of a seed and a step number.
 
-Nothing has a state: a run that goes on at step 12,345 asks for batch 12,345.
+There is no state: a run resumed at step 12,345 takes batch 12,345.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 
 class Batches:
-    """Indices of examples, so many at once that (examples in a batch) x (largest size among them) <= batch_tokens.
+    """Group indices of examples into batches with (examples in a batch) x (largest size among them) <= batch_tokens.
 
-    Sizes are rounded up to one of 16 per power of two, at most 1/16 more. Examples of one rounded size are put into a random
-    order, sizes into an ascending one, and that is cut into batches, which are put into a random order: examples have little
-    padding, other company in every epoch, and every epoch has the same number of batches.
+    Sizes are rounded up to one of 16 per power of two, at most 1/16 more. Examples of one rounded size are shuffled, rounded
+    sizes are sorted, the sequence is cut into batches, and the batches are shuffled: little padding, different batches in every
+    epoch, and the same number of them. With `alone`, an example larger than batch_tokens is a batch of its own.
     """
 
     def __init__(
@@ -34,29 +34,29 @@ class Batches:
             worst = int(self.sizes.argmax())
             raise ValueError(
                 f"example {worst} has {self.sizes[worst]:,} tokens, but a batch has {batch_tokens:,} at most: "
-                "raise batch_tokens, shorten the example, or let it stand alone (alone=True)"
+                "raise batch_tokens, shorten the example, or give it a batch of its own (alone=True)"
             )
         self._rounded = np.minimum(_rounded_up(self.sizes), np.maximum(self.sizes, batch_tokens))
         self._cuts = self._cut(np.sort(self._rounded))
         self._last: tuple[int, list[list[int]]] | None = None
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self._cuts) - 1
 
     def epoch(self, number: int) -> list[list[int]]:
-        """All batches of an epoch: every example once. Without `shuffle` they are the same in all, small examples first."""
+        """Return all batches of an epoch: every example once. Without `shuffle` all epochs are alike, small examples first."""
         if number < 0:
             raise ValueError(f"epochs are counted from 0, not from {number!r}")
         if not self.shuffle:
             return self._batches(np.argsort(self._rounded, kind="stable"))
-        dice = np.random.default_rng([self.seed, number])
-        order = np.lexsort((dice.permutation(len(self.sizes)), self._rounded))
+        rng = np.random.default_rng([self.seed, number])
+        order = np.lexsort((rng.permutation(len(self.sizes)), self._rounded))
         batches = self._batches(order)
-        return [batches[place] for place in dice.permutation(len(batches))]
+        return [batches[place] for place in rng.permutation(len(batches))]
 
     def at(self, step: int) -> list[int]:
-        """The batch of this step, counted from 0 across epochs."""
+        """Return the batch of a step, counted from 0 across epochs."""
         if not len(self):
             raise ValueError("there is no batch, because there are no examples")
         if step < 0:
@@ -70,7 +70,7 @@ class Batches:
         return [order[first:end].tolist() for first, end in pairwise(self._cuts)]
 
     def _cut(self, ascending: np.ndarray) -> list[int]:
-        """Where batches begin and end. It depends on the rounded sizes alone, so it is the same in every epoch."""
+        """Return the boundaries of batches. They depend on the rounded sizes alone, so they are the same in every epoch."""
         cuts = [0]
         for place, size in enumerate(ascending.tolist()):
             if place > cuts[-1] and (place + 1 - cuts[-1]) * size > self.batch_tokens:
@@ -79,7 +79,7 @@ class Batches:
 
 
 def _rounded_up(sizes: np.ndarray) -> np.ndarray:
-    """To 1, 2, ..., 32, 34, ..., 64, 68, ...: what is exact stays exact, and long examples find company."""
+    """Round sizes up to 1, 2, ..., 32, 34, ..., 64, 68, ...: small sizes stay exact, large ones share buckets."""
     powers = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1]  # 2**(powers - 1) <= size
     step = 2 ** np.maximum(powers.astype(np.int64) - 5, 0)
     return np.maximum(-(-sizes // step) * step, 1)

@@ -1,4 +1,4 @@
-"""JSON that is read in full or refused with the place: what Python's own reader refuses without one, too."""
+"""Strict JSON: every error has a line and a column, also those that Python's own reader raises without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PARTS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)  # strings, wh
 
 
 class JsonError(ValueError):
-    """Text that is not JSON, or more than can be read; `msg` is the reason, `line` and `column` are counted from 1."""
+    """Report text that is not JSON or cannot be read; `msg` is the reason, `line` and `column` are counted from 1."""
 
     def __init__(self, msg: str, line: int, column: int) -> None:
         super().__init__(f"{msg} at line {line}, character {column}")
@@ -18,7 +18,7 @@ class JsonError(ValueError):
 
 
 def read_value(text: str | bytes) -> Any:
-    """Return the value of a JSON text. An integer of too many digits and nesting that is too deep are a JsonError too."""
+    """Return the value of a JSON text. Too many digits in an integer and too deep nesting are JsonErrors too."""
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(text)
@@ -31,7 +31,8 @@ def read_value(text: str | bytes) -> Any:
     except RecursionError:
         raise _error("nested too deeply", str(text), _deepest(str(text))) from None
     except ValueError as error:
-        if not (digits := _unreadable(str(text))):
+        digits = _unreadable(str(text))
+        if not digits:
             raise JsonError(str(error), 1, 1) from None
         raise _error(f"an integer of {len(digits.lstrip('-')):,} digits", str(text), str(text).find(digits)) from None
 
@@ -41,7 +42,7 @@ def _error(msg: str, text: str, at: int) -> JsonError:
 
 
 def _deepest(text: str) -> int:
-    """Where most brackets are open."""
+    """Return the index of the bracket with the deepest nesting."""
     depth = most = place = 0
     for part in _PARTS.finditer(text):
         depth += (part[0] in "[{") - (part[0] in "]}")
@@ -51,7 +52,7 @@ def _deepest(text: str) -> int:
 
 
 def _unreadable(text: str) -> str:
-    """The first integer that Python refuses to convert."""
+    """Return the first integer that Python refuses to convert."""
     found: list[str] = []
 
     def convert(digits: str) -> int:

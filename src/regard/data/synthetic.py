@@ -1,4 +1,4 @@
-"""Tasks that need no download. All are a function of their seed, and no example is in two splits."""
+"""Synthetic data sets: functions of a seed, without a download. No example is in two splits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Drawn = TypeVar("Drawn", bound=Hashable)
 STRING_TASKS: dict[str, Callable[[list[str]], list[str]]] = {"copy": list, "reverse": lambda x: x[::-1], "sort": sorted}
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
-GOOD = ["good", "great", "charming", "moving", "clever", "brilliant", "funny", "wonderful", "honest", "lovely"]
-BAD = ["bad", "awful", "boring", "clumsy", "stupid", "terrible", "dull", "horrible", "false", "ugly"]
+POSITIVE_WORDS = ["good", "great", "charming", "moving", "clever", "brilliant", "funny", "wonderful", "honest", "lovely"]
+NEGATIVE_WORDS = ["bad", "awful", "boring", "clumsy", "stupid", "terrible", "dull", "horrible", "false", "ugly"]
 THINGS = [
     "the film",
     "the plot",
@@ -33,7 +33,7 @@ THINGS = [
     "the camera",
 ]
 IS = [("is", "is not"), ("was", "was never"), ("seems", "hardly seems"), ("looked", "did not look")]
-SAYS = [  # plain, and denied
+CLAIMS = [  # plain, and denied
     ("i think that", "i do not think that"),
     ("they say that", "they never say that"),
     ("it is true that", "it is not true that"),
@@ -53,20 +53,20 @@ def number_words_pairs(
     test: int = 500,
     seed: int = 1,
 ) -> Splits[list[Pair]]:
-    """Number words of one language in another: "twenty-one" is "einundzwanzig".
+    """Draw pairs of number words in two languages: "twenty-one", "einundzwanzig".
 
     Numbers go from 0 to most - 1, and short ones are as frequent as long ones.
     """
-    say = _number_words(source, target)
+    spell = _number_words(source, target)
     if most < 1:
         raise ValueError(f"most must be at least 1, not {most!r}")
     digits = len(str(most - 1))
 
-    def draw(dice: Random) -> int:
-        return dice.randrange(min(most, 10 ** dice.randint(1, digits)))
+    def draw(rng: Random) -> int:
+        return rng.randrange(min(most, 10 ** rng.randint(1, digits)))
 
     parts = _distinct_splits(draw, (train, val, test), seed, f"numbers below {most:,}")
-    return Splits(*([Pair(say(number, lang=source), say(number, lang=target)) for number in part] for part in parts))
+    return Splits(*([Pair(spell(number, lang=source), spell(number, lang=target)) for number in part] for part in parts))
 
 
 def tagging_sentences(*, train: int = 5000, val: int = 500, test: int = 500, seed: int = 1) -> Splits[list[Tagged]]:
@@ -74,12 +74,16 @@ def tagging_sentences(*, train: int = 5000, val: int = 500, test: int = 500, see
 
     `tagging_floor` is the accuracy that words alone reach.
     """
-    parts = _distinct_splits(lambda dice: tuple(grammar.sentence(dice)), (train, val, test), seed, "sentences")
-    return Splits(*([Tagged([word for word, _ in said], [tag for _, tag in said]) for said in part] for part in parts))
+    parts = _distinct_splits(lambda rng: tuple(grammar.sentence(rng)), (train, val, test), seed, "sentences")
+    return Splits(*([_tagged(drawn) for drawn in part] for part in parts))
+
+
+def _tagged(pairs: Sequence[grammar.Word]) -> Tagged:
+    return Tagged([word for word, _ in pairs], [tag for _, tag in pairs])
 
 
 def tagging_floor(train: Sequence[Tagged], test: Sequence[Tagged]) -> float:
-    """The share of right tags where every word gets the tag it has most often in train; a new word gets the most frequent one."""
+    """Return the accuracy of tagging each word with its most frequent tag in train; a new word gets the most frequent tag."""
     seen: dict[str, Counter[str]] = {}
     for words, tags, _ in train:
         for word, tag in zip(words, tags, strict=True):
@@ -88,8 +92,9 @@ def tagging_floor(train: Sequence[Tagged], test: Sequence[Tagged]) -> float:
     if not overall or not any(example.words for example in test):
         raise ValueError("there is no word to learn from, or none to tag")
     best = {word: counts.most_common(1)[0][0] for word, counts in seen.items()}
-    right = [best.get(word, overall[0][0]) == tag for words, tags, _ in test for word, tag in zip(words, tags, strict=True)]
-    return sum(right) / len(right)
+    default = overall[0][0]
+    pairs = [pair for words, tags, _ in test for pair in zip(words, tags, strict=True)]
+    return sum(best.get(word, default) == tag for word, tag in pairs) / len(pairs)
 
 
 def string_pairs(
@@ -103,16 +108,17 @@ def string_pairs(
     test: int = 500,
     seed: int = 1,
 ) -> Splits[list[Pair]]:
-    """Random letters with a space between them, and the same ones copied, reversed or sorted: "c a b" is "b a c" by reverse."""
+    """Draw strings of random letters with spaces between them, paired with the same letters copied, reversed or sorted."""
     if kind not in STRING_TASKS:
         raise ValueError(unknown("nothing is done by", kind, STRING_TASKS))
-    if not letters or len(set(letters)) < len(letters) or any(letter.isspace() for letter in letters):
-        raise ValueError(f"letters must differ and be no spaces: {letters!r} will not do")
+    repeated = len(set(letters)) < len(letters)
+    if not letters or repeated or any(letter.isspace() for letter in letters):
+        raise ValueError(f"letters must be different characters other than spaces, not {letters!r}")
     if not 1 <= shortest <= longest:
         raise ValueError(f"1 <= shortest <= longest is needed, not shortest = {shortest!r} and longest = {longest!r}")
 
-    def draw(dice: Random) -> str:
-        return "".join(dice.choices(letters, k=dice.randint(shortest, longest)))
+    def draw(rng: Random) -> str:
+        return "".join(rng.choices(letters, k=rng.randint(shortest, longest)))
 
     parts = _distinct_splits(draw, (train, val, test), seed, f"strings of {shortest} to {longest} of {len(letters)} letters")
     change = STRING_TASKS[kind]
@@ -120,37 +126,39 @@ def string_pairs(
 
 
 def opinion_sentences(*, train: int = 5000, val: int = 500, test: int = 500, seed: int = 1) -> Splits[list[LabelledText]]:
-    """Is it praise (1)? A good or a bad word, and every denial before it turns it around: "i do not think it was never dull".
+    """Draw opinions, label 1 for praise: a good or a bad word, negated by every denial: "i do not think it was never dull".
 
-    Denials are even or odd as a coin says, whatever the word is: no word alone tells the label, nor their number.
+    The number of denials is even or odd with equal chance, independent of the word: no single word gives the label, nor does
+    the number of denials.
     """
-    return Splits(
-        *([LabelledText(*drawn) for drawn in part] for part in _distinct_splits(_opinion, (train, val, test), seed, "opinions"))
-    )
+    parts = _distinct_splits(_opinion, (train, val, test), seed, "opinions")
+    return Splits(*([LabelledText(*drawn) for drawn in part] for part in parts))
 
 
-def _opinion(dice: Random) -> tuple[str, int]:
-    praise, layers = dice.random() < 0.5, dice.randint(0, 1)
-    denied = [dice.random() < 0.5 for _ in range(layers + 1)]
-    said = [dice.choice(SAYS)[no] for no in denied[:-1]]
-    said += [dice.choice(THINGS), dice.choice(IS)[denied[-1]], dice.choice(GOOD if praise else BAD)]
-    return " ".join(said), int(praise ^ (sum(denied) % 2 == 1))
+def _opinion(rng: Random) -> tuple[str, int]:
+    praise, layers = rng.random() < 0.5, rng.randint(0, 1)
+    denied = [rng.random() < 0.5 for _ in range(layers + 1)]
+    parts = [rng.choice(CLAIMS)[no] for no in denied[:-1]]
+    parts += [rng.choice(THINGS), rng.choice(IS)[denied[-1]]]
+    parts.append(rng.choice(POSITIVE_WORDS if praise else NEGATIVE_WORDS))
+    odd = sum(denied) % 2 == 1
+    return " ".join(parts), int(praise ^ odd)
 
 
 def _distinct_splits(draw: Callable[[Random], Drawn], sizes: Sequence[int], seed: int, what: str) -> list[list[Drawn]]:
-    """So many different draws, dealt out by chance: what there is little of is not all in the first split."""
+    """Draw sum(sizes) different examples and deal them out at random: rare kinds are not all in the first split."""
     if min(sizes) < 0:
         raise ValueError(f"a split cannot have {min(sizes)} examples")
-    dice, total = Random(seed), sum(sizes)
-    found: dict[Drawn, None] = {}  # a set that knows its order
+    rng, total = Random(seed), sum(sizes)
+    found: dict[Drawn, None] = {}  # an ordered set
     for _ in range(100 * total + 1000):
         if len(found) == total:
             break
-        found[draw(dice)] = None
+        found[draw(rng)] = None
     if len(found) < total:
-        raise ValueError(f"{total:,} different {what} are more than can be found: {len(found):,} were. Ask for fewer")
+        raise ValueError(f"{total:,} different {what} were requested, but only {len(found):,} could be drawn: request fewer")
     order = list(found)
-    dice.shuffle(order)
+    rng.shuffle(order)
     ends = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
     return [order[first:end] for first, end in pairwise(ends)]
 

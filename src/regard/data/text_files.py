@@ -1,7 +1,7 @@
-"""Files of text, read strictly: what cannot be right is a sentence with the file and the line in it, never a guess.
+"""Strict readers of text files: every error names the file and the line, nothing is guessed.
 
-Text is UTF-8; a byte order mark in front is dropped, and `\\r\\n` is `\\n`. Only `\\n` ends a line: str.splitlines would also
-cut at U+2028, \\x0b, \\x1c and others that stand inside sentences, and parallel files would no longer be parallel.
+Text is UTF-8; a leading byte order mark is dropped, and `\\r\\n` becomes `\\n`. Only `\\n` ends a line: str.splitlines would also
+split at U+2028, \\x0b, \\x1c and others that occur inside sentences, and parallel files would no longer be parallel.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ JSON_TYPES: dict[type, str] = {str: "a text", int: "an integer", dict: "an objec
 
 
 class DataError(ValueError):
-    """Data that is not there, or not what it should be: a sentence that says where."""
+    """Report data that is missing or malformed; the message names the place."""
 
 
 class Pair(NamedTuple):
-    """What is read, and what should be said."""
+    """Hold a source text and its target text."""
 
     source: str
     target: str
 
 
 class ParallelText(NamedTuple):
-    """Lines of two files, side by side."""
+    """Hold the paired lines of two files."""
 
     pairs: list[Pair]
     dropped: int  # lines that are empty in both files
 
 
 def read_lines(path: Path | str) -> Iterator[str]:
-    """The lines of a plain, .gz, .xz or .bz2 file, without their ends, one at a time: it may be larger than memory."""
+    """Iterate over the lines of a plain, .gz, .xz or .bz2 file, without their ends; the file may be larger than memory."""
     return (line.removesuffix("\n") for line in _decoded(Path(path)))
 
 
 def read_text(path: Path | str) -> str:
-    """All of a file at once."""
-    slowly = _decoded(Path(path))
+    """Return the whole text of a file."""
+    lines = _decoded(Path(path))
     with _reading(Path(path)) as file:
         raw = file.read().removeprefix(BOM)
     try:
         whole = raw.decode()
     except UnicodeDecodeError:
-        return "".join(slowly)  # which says where
-    return "".join(slowly) if "\0" in whole else whole.replace("\r\n", "\n")
+        return "".join(lines)  # raises with the place
+    return "".join(lines) if "\0" in whole else whole.replace("\r\n", "\n")
 
 
 def read_parallel(source: Path | str, target: Path | str) -> ParallelText:
-    """Line i of one file with line i of the other. Lines that are empty in both are dropped and counted in `dropped`.
+    """Pair line i of one file with line i of the other. Lines that are empty in both are dropped and counted in `dropped`.
 
-    Files of different length are refused, and so is a line that is empty in one alone: from there on they would not match.
+    Files of different length are refused, and so is a line that is empty in one file alone: the rest would not match.
     """
     left, right = list(read_lines(source)), list(read_lines(target))
     if len(left) != len(right):
@@ -71,24 +71,27 @@ def read_parallel(source: Path | str, target: Path | str) -> ParallelText:
         )
     pairs = []
     for number, (a, b) in enumerate(zip(left, right, strict=True), 1):
-        said, answered = not a.isspace() and a != "", not b.isspace() and b != ""
-        if said != answered:
-            empty, full = (target, source) if said else (source, target)
+        if _blank(a) != _blank(b):
+            empty, full = (source, target) if _blank(a) else (target, source)
             raise DataError(f"{empty}, line {number}: empty, while this line of {full} is not")
-        if said:
+        if not _blank(a):
             pairs.append(Pair(a, b))
     return ParallelText(pairs, len(left) - len(pairs))
 
 
+def _blank(line: str) -> bool:
+    return line == "" or line.isspace()
+
+
 def read_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """JSON objects, one a line, each with at least these keys, of these types. Blank lines are skipped: they hold no record."""
+    """Iterate over JSON objects, one a line, each with at least these keys of these types. Blank lines are skipped."""
     return (record for _, record in placed_records(path, keys))
 
 
 def placed_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The same, each with its place, for a sentence about it: "train.jsonl, line 17"."""
+    """Iterate over the same records, each with its place for error messages: "train.jsonl, line 17"."""
     for number, line in enumerate(read_lines(path), 1):
-        if line and not line.isspace():
+        if not _blank(line):
             where = f"{path}, line {number}"
             yield where, _record(line, keys, where)
 
@@ -99,12 +102,12 @@ def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
     except JsonError as error:
         raise DataError(f"{where}: not JSON that can be read: {error.msg} at character {error.column}") from None
     if not isinstance(record, dict):
-        wanted = ", ".join(f'"{key}": …' for key in keys)
-        raise DataError(f"{where}: a record is an object such as {{{wanted}}}, not {_elided(line)}")
+        example = ", ".join(f'"{key}": …' for key in keys)
+        raise DataError(f"{where}: a record is an object such as {{{example}}}, not {_elided(line)}")
     for key, kind in keys.items():
         if key not in record:
             raise DataError(f"{where}: no {key!r} in this record; it has {', '.join(map(repr, record)) or 'nothing'}")
-        if type(record[key]) is not kind:  # true is no integer
+        if type(record[key]) is not kind:  # isinstance would accept true as an integer
             raise DataError(f"{where}: {key!r} must be {JSON_TYPES[kind]}, not {_described(record[key])}")
         if kind is str and not check_unicode(record[key]):
             raise DataError(f"{where}: {key!r} has half of a surrogate pair in it, which is not text")
@@ -112,7 +115,7 @@ def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
 
 
 def check_unicode(text: str) -> bool:
-    """Whether this is text: a Python string may hold halves of surrogate pairs, which no UTF-8 can."""
+    """Return whether a string can be encoded as UTF-8: a Python string may hold halves of surrogate pairs."""
     if text.isascii():
         return True
     try:
@@ -123,14 +126,14 @@ def check_unicode(text: str) -> bool:
 
 
 def _decoded(path: Path) -> Iterator[str]:
-    """The lines, each with the `\\n` it may have. A missing file is refused here, not when the first line is asked for."""
+    """Iterate over lines, each with its `\\n` if it has one. A missing file is refused by the call, not by the first line."""
     try:
         if not path.is_file():
             raise DataError(f"there is no file {path}" if not path.exists() else f"{path} is a folder, not a file")
         empty = path.stat().st_size == 0
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if empty and path.suffix in OPEN:  # gzip would take it for an empty text
+    if empty and path.suffix in OPEN:  # gzip would accept it as an empty text
         raise DataError(f"{path} is cut off: it has no bytes at all")
     return _lines_of(path)
 
@@ -154,7 +157,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[IO[bytes]]:
-    """The file, open; what goes wrong inside a compressed one is a sentence."""
+    """Open a file; errors of decompression become DataErrors."""
     try:
         with OPEN.get(path.suffix, open)(path, "rb") as file:  # type: ignore[operator]
             yield file

@@ -1,8 +1,8 @@
-"""From text to numbers and back.
+"""Vocabularies: text to token ids and back.
 
-The first ids of every vocabulary are those of `data.batch`: PAD, UNKNOWN, BEGIN, END, MASK. `encode` never gives END and its like
-for what somebody wrote: a text with "<end>" in it has that word in it, and no end. `decode` stops at the first END, leaves out
-the other special ids, and refuses ids that the vocabulary does not have.
+The first ids of every vocabulary are those of `data.batch`: PAD, UNKNOWN, BEGIN, END, MASK. `encode` never returns them for
+text: "<end>" in a text is an ordinary word. `decode` stops at the first END, leaves out the other special ids, and refuses ids
+that the vocabulary does not have.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from regard.text import unknown
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FIRST_TEXT_ID = len(SPECIAL)  # the first id that stands for text
+FIRST_TEXT_ID = len(SPECIAL)  # the first id of text
 
 
 @runtime_checkable
 class Vocabulary(Protocol):
-    """What a task knows of one. `vocabulary` is the opposite of `to_json`."""
+    """Declare the methods of every vocabulary. The function `vocabulary` is the inverse of `to_json`."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -37,7 +37,7 @@ class Vocabulary(Protocol):
 
 
 class Words:
-    """Words with a space between them; one that is not here is UNKNOWN, which `decode` leaves out."""
+    """Map words separated by spaces; a word that is not in the list is UNKNOWN, which `decode` leaves out."""
 
     kind = "words"
 
@@ -47,12 +47,13 @@ class Words:
 
     @classmethod
     def of(cls, texts: Iterable[str | Sequence[str]], *, min_count: int = 1, size: int | None = None) -> Words:
-        """The words of these texts, or of these lists of words: the frequent ones first, those with one count by the alphabet.
+        """Collect the words of texts, or of lists of words: by descending count, then by the alphabet.
 
         Left out are words with fewer than min_count occurrences, and the rarest, so that there are at most `size` ids with the
         special ones.
         """
-        counts = Counter(word for text in texts for word in (text.split() if isinstance(text, str) else text))
+        lists = (text.split() if isinstance(text, str) else text for text in texts)
+        counts = Counter(word for words in lists for word in words)
         return cls(_frequent(counts, min_count, size))
 
     def encode_words(self, words: Iterable[str]) -> list[int]:
@@ -75,7 +76,7 @@ class Words:
 
 
 class Characters:
-    """Every character of its own; one that is not here is UNKNOWN, which `decode` leaves out."""
+    """Map single characters; a character that is not in the list is UNKNOWN, which `decode` leaves out."""
 
     kind = "characters"
 
@@ -87,14 +88,15 @@ class Characters:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Characters:
-        """The characters of these texts, in the order of their code points."""
+        """Collect the characters of texts, in the order of their code points."""
         return cls(sorted({character for text in texts for character in text}))
 
     def encode(self, text: str) -> list[int]:
         return [self.ids.get(character, UNKNOWN) for character in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.characters[number - FIRST_TEXT_ID] for number in detokenize(ids, len(self)))
+        numbers = detokenize(ids, len(self))
+        return "".join(self.characters[number - FIRST_TEXT_ID] for number in numbers)
 
     def __len__(self) -> int:
         return FIRST_TEXT_ID + len(self.characters)
@@ -104,9 +106,9 @@ class Characters:
 
 
 class Bytes:
-    """The bytes of UTF-8: nothing to learn, nothing unknown, any text comes back exactly.
+    """Map the bytes of UTF-8: nothing to learn, nothing unknown, and decode(encode(text)) is the text.
 
-    A model may say bytes that are not UTF-8: `decode` gives U+FFFD for those.
+    A model can generate bytes that are not UTF-8: `decode` returns U+FFFD for those.
     """
 
     kind = "bytes"
@@ -115,7 +117,8 @@ class Bytes:
         return [byte + FIRST_TEXT_ID for byte in _checked(text).encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(number - FIRST_TEXT_ID for number in detokenize(ids, len(self))).decode(errors="replace")
+        numbers = detokenize(ids, len(self))
+        return bytes(number - FIRST_TEXT_ID for number in numbers).decode(errors="replace")
 
     def __len__(self) -> int:
         return FIRST_TEXT_ID + 256
@@ -127,10 +130,10 @@ class Bytes:
 class Subwords:
     """Byte-pair encoding (Sennrich, Haddow, Birch 2015, arXiv:1508.07909) over the bytes of UTF-8, by the library `tokenizers`.
 
-    Text is cut into words with the space before them, numbers, and runs of signs, and merges stay inside those: punctuation is
-    never glued to a word. Every text is given one space in front, so that a word is the same at the start and later, and `decode`
-    takes it away: decode(encode(x)) is x, or x.lower() with lower=True, for any text. Bytes, because then nothing is unknown;
-    it costs nothing: Multi30k in 10,000 has 14.19 tokens a sentence, and 14.22 with characters that fall back to bytes.
+    Text is split into words with the space before them, numbers, and runs of punctuation; merges stay inside those. One space
+    is added in front of every text, so that a word has the same ids at the start and later, and `decode` removes it:
+    decode(encode(x)) is x, or x.lower() with lower=True, for any text. With bytes nothing is unknown, at no cost in length:
+    Multi30k with 10,000 subwords has 14.19 tokens a sentence, and 14.22 with characters that fall back to bytes.
     """
 
     kind = "subwords"
@@ -140,8 +143,10 @@ class Subwords:
 
     @classmethod
     def of(cls, texts: Iterable[str], *, size: int, lower: bool = False) -> Subwords:
-        """Learned from these texts: at most `size` ids, special ones counted; fewer where no pair occurs twice. The same texts
-        give the same vocabulary, in any order. For one that two languages share, give it the texts of both."""
+        """Learn from texts: at most `size` ids, special ones included; fewer where no pair occurs twice.
+
+        The same texts give the same vocabulary, in any order. For a vocabulary shared by two languages, pass the texts of both.
+        """
         least = FIRST_TEXT_ID + 256
         if size < least:
             raise ValueError(f"size must be at least {least}, {FIRST_TEXT_ID} special ids and the 256 bytes, not {size!r}")
@@ -162,16 +167,21 @@ class Subwords:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Iterable[str]) -> list[list[int]]:
-        """Many texts at once, on all cores."""
+        """Encode many texts at once, on all cores."""
         spaced = [_spaced(text, self.lower) if text else "" for text in texts]
-        return [[number + FIRST_TEXT_ID for number in found.ids] for found in self.tokenizer.encode_batch_fast(spaced)]
+        encodings = self.tokenizer.encode_batch_fast(spaced)
+        return [[number + FIRST_TEXT_ID for number in encoding.ids] for encoding in encodings]
 
     def pieces(self, text: str) -> list[str]:
-        """What merges stay inside of, in the tokenizer's letters for bytes."""
-        return [piece for piece, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(_spaced(text, self.lower))] if text else []
+        """Split a text into the pieces that merges stay inside of, in the tokenizer's letters for bytes."""
+        if not text:
+            return []
+        pairs = self.tokenizer.pre_tokenizer.pre_tokenize_str(_spaced(text, self.lower))
+        return [piece for piece, _ in pairs]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.decode([number - FIRST_TEXT_ID for number in detokenize(ids, len(self))]).removeprefix(" ")
+        numbers = [number - FIRST_TEXT_ID for number in detokenize(ids, len(self))]
+        return self.tokenizer.decode(numbers).removeprefix(" ")
 
     def __len__(self) -> int:
         return FIRST_TEXT_ID + self.tokenizer.get_vocab_size()
@@ -181,7 +191,7 @@ class Subwords:
 
 
 def vocabulary(text: str) -> Words | Characters | Bytes | Subwords:
-    """What `to_json` of any kind has written."""
+    """Read a vocabulary of any kind from the JSON text of its `to_json`."""
     try:
         found = read_value(text)
         kind = found["kind"]
@@ -214,12 +224,12 @@ _READ: dict[str, Any] = {
 
 def _of_type(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"this is not a vocabulary: a {kind.__name__} is needed where {str(value)[:40]!r} stands")
+        raise ValueError(f"this is not a vocabulary: a {kind.__name__} is needed instead of {str(value)[:40]!r}")
     return value
 
 
 def detokenize(ids: Iterable[int], size: int) -> list[int]:
-    """The ids that stand for text, up to the first END."""
+    """Return the ids of text, without special ones, up to the first END."""
     found = []
     for number in ids:
         if not 0 <= number < size:
@@ -254,8 +264,9 @@ def _frequent(counts: Counter[str], min_count: int, size: int | None) -> list[st
         raise ValueError(f"min_count must be at least 1, not {min_count!r}")
     if size is not None and size < FIRST_TEXT_ID:
         raise ValueError(f"size must be at least {FIRST_TEXT_ID}, for the special ids, not {size!r}")
-    kept = sorted((word for word, count in counts.items() if count >= min_count), key=lambda word: (-counts[word], word))
-    return kept if size is None else kept[: size - FIRST_TEXT_ID]
+    frequent = [word for word, count in counts.items() if count >= min_count]
+    frequent.sort(key=lambda word: (-counts[word], word))
+    return frequent if size is None else frequent[: size - FIRST_TEXT_ID]
 
 
 def _ids_of(what: str, entries: list[str]) -> dict[str, int]:

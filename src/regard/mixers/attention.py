@@ -10,23 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from regard.checks import check_batch
-from regard.mixers.base import (
-    Can,
-    Core,
-    CrossState,
-    Dims,
-    Mixer,
-    Places,
-    State,
-    check_valid,
-    mask_padding,
-    need_claims,
-    pooled_valid,
-    refer,
-)
+from regard.checks import check_batch, check_same_batch, check_valid
+from regard.mixers.base import Core, Mixer, refer
+from regard.mixers.dims import Can, Dims, need_claims
+from regard.mixers.places import Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
-from regard.ops.once import once
+from regard.mixers.state import CrossState, State
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -54,13 +43,20 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
     fused = getattr(maps[0], "fused", None)
     if fused is not None and all(getattr(one, "fused", None) is fused for one in maps):
         return fused(x)
-    plain = [one for one in maps if type(one) is nn.Linear and not has_hooks(one)]
     worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
-    if not worth or len(plain) < len(maps) or len({one.bias is None for one in plain}) > 1:
+    weights: list[Tensor] = []
+    biases: list[Tensor | None] = []
+    sizes: list[int] = []
+    for one in maps if worth else ():
+        if type(one) is nn.Linear and not has_hooks(one):
+            weights.append(one.weight)
+            biases.append(one.bias)
+            sizes.append(one.out_features)
+    given = [bias for bias in biases if bias is not None]
+    if len(sizes) < len(maps) or len(given) not in (0, len(maps)):
         return [one(x) for one in maps]
-    weight = torch.cat([one.weight for one in plain])
-    bias = None if plain[0].bias is None else torch.cat([one.bias for one in plain])
-    return linear(x, weight, bias).split([one.out_features for one in plain], -1)
+    bias = torch.cat(given) if given else None
+    return linear(x, torch.cat(weights), bias).split(sizes, -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -100,6 +96,7 @@ class Attention(Mixer):
             self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
+        self._watched = type(core).watch is not Core.watch
 
     @property
     def name(self) -> str:
@@ -115,12 +112,81 @@ class Attention(Mixer):
         context: Tensor | None = None,
         valid: Tensor | None = None,
         query_valid: Tensor | None = None,
-        hush: bool = True,
     ) -> Tensor:
-        """`valid` speaks of the tokens that are read; where those are a context, `query_valid` (b n) speaks of x.
+        """Mix all tokens x (b n w). `valid` belongs to the tokens that are read: x itself, or the context (b m w).
 
-        hush=False: padded tokens are finite, as the caller has seen to, and outputs at padding are anything finite.
+        With a context, `query_valid` (b n) belongs to x. Outputs at padding are zero.
         """
+        self._check_call(x, context, valid, query_valid)
+        real = valid if context is None else query_valid
+        if real is not None:
+            x = mask_padding(x, real)
+        places = Places.of(x, real)
+        if context is None:
+            y = self.forward_at(x, places)
+        else:
+            context = mask_padding(context, valid)
+            y = self.forward_at(x, places, context=context, context_places=Places.of(context, valid))
+        return y if real is None else mask_padding(y, pooled_valid(real, self.rate))
+
+    def forward_at(
+        self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
+    ) -> Tensor:
+        if context is not None and context_places is not None:
+            return self._ask(self._remember(context, context_places), x, places)
+        core = self.core
+        if self.dims.max_len is not None:
+            self.check_length(places)
+        q, k, v = self.heads(x, places)
+        with no_autocast(x):
+            if self._watched:
+                core.watch(q, k, places.valid)
+            if self.dims.causal:
+                y, _ = core.scan(self._empty(x.shape[0]), q, k, v, places)
+            else:
+                y = core.read(core.push(core.empty(k, v), k, v, places), q, places)
+        return self._project(y, x)
+
+    def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
+        self._check_streams()
+        if self.dims.cross:
+            if context is None or batch is not None:
+                raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
+            self.check(context, "context", self.dims.context_width)
+            self.check_padding(valid, context)
+            t, context = self._zero(len(context)), mask_padding(context, valid)
+            return self.start_at(t, context=context, context_places=Places.of(context, valid))
+        if batch is None or context is not None or valid is not None:
+            raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
+        check_batch(batch)
+        return self.start_at(self._zero(batch))
+
+    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:
+        self._check_streams()
+        if context is not None and context_places is not None:
+            return CrossState(self._remember(context, context_places), t, 0, self.maker())
+        return State(self._empty(len(t)), t, 0, self.maker())
+
+    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        self.check(x)
+        self.check_state(state, x)
+        self.check_padding(valid, x)
+        x = mask_padding(x, valid)
+        y, state = self.extend_at(state, x, Places.of(x, valid, state.t, state.start))
+        return mask_padding(y, valid), state
+
+    def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
+        if not self.dims.causal:
+            return self._ask(state.memory, x, places), self.later(state, state.memory, places)
+        self.check_length(places)
+        q, k, v = self.heads(x, places)
+        with no_autocast(x):
+            y, memory = self.core.scan(state.memory, q, k, v, places)
+        state = self.later(state, memory, places)
+        return self._project(y, x), state._replace(memory=self.core.forget(memory, state.t))
+
+    def _check_call(self, x: Tensor, context: Tensor | None, valid: Tensor | None, query_valid: Tensor | None) -> None:
+        """Refuse tokens, a context and padding masks that do not fit together or do not fit the layer."""
         self.check(x)
         if query_valid is not None and context is None:
             raise ValueError("without a context queries and keys are the same tokens: give valid alone")
@@ -128,73 +194,26 @@ class Attention(Mixer):
             raise ValueError("a causal mixer reads its own tokens: build it with cross=True to read a context")
         if self.dims.cross != (context is not None):
             raise ValueError("build it with cross=True and pass a context, or neither")
-        read, real = (x, valid) if context is None else (context, query_valid)
-        if context is not None:
-            self.check(context, "context", self.dims.context_width)
-            self.check_padding(query_valid, x)
-            if context.shape[0] != x.shape[0]:
-                raise ValueError(f"x has {x.shape[0]} sequences but the context {context.shape[0]}: give every sequence its own")
-        self.check_padding(valid, read)
-        if hush:
-            x = mask_padding(x, real)
-            context = None if context is None else mask_padding(context, valid)
         if context is None:
-            return self._finish(self._among(x, valid), x, valid if hush else None)
-        y = self._ask(self._remember(context, valid), x, Places.of(x, query_valid))
-        return self._finish(y, x, query_valid if hush else None)
+            if valid is not None:
+                self.check_padding(valid, x)
+            return
+        self.check(context, "context", self.dims.context_width)
+        self.check_padding(query_valid, x)
+        check_same_batch(x, context)
+        self.check_padding(valid, context)
 
-    def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
+    def _check_streams(self) -> None:
         need_claims(self.core.name, self.can, Can.STREAM)
         if not (self.dims.causal or self.dims.cross):
             raise ValueError("only causal or cross attention can stream: build it with causal=True or cross=True")
-        if self.dims.cross:
-            if context is None or batch is not None:
-                raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
-            self.check(context, "context", self.dims.context_width)
-            self.check_padding(valid, context)
-            memory = self._remember(mask_padding(context, valid), valid)
-            return CrossState(memory, self._zero(len(context)), 0, self.maker())
-        if batch is None or context is not None or valid is not None:
-            raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
-        check_batch(batch)
-        return State(self._empty(batch), self._zero(batch), 0, self.maker())
-
-    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        self.check(x)
-        self.check_state(state, x)
-        self.check_padding(valid, x)
-        x = mask_padding(x, valid)
-        if not self.dims.causal:
-            places = Places.of(x, valid, state.t, state.start)
-            y = self._finish(self._ask(state.memory, x, places), x, valid)
-            return y, self.later(state, state.memory, places)
-        y, state = self._scan(state, x, valid)
-        return y, state._replace(memory=self.core.forget(state.memory, state.t))
-
-    def _among(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """All tokens ask each other, or those before them. No state: nobody will go on from here."""
-        places = Places.of(x, valid)
-        self.check_length(places)
-        q, k, v = self.heads(x, places)
-        with no_autocast(x):
-            self.core.watch(q, k, valid)
-            if self.dims.causal:
-                return self.core.scan(self._empty(x.shape[0]), q, k, v, places)[0]
-            return self.core.read(self.core.push(self.core.empty(k, v), k, v, places), q, places)
-
-    def _scan(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
-        places = Places.of(x, valid, state.t, state.start)
-        self.check_length(places)
-        q, k, v = self.heads(x, places)
-        with no_autocast(x):
-            y, memory = self.core.scan(state.memory, q, k, v, places)
-        return self._finish(y, x, valid), self.later(state, memory, places)
 
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """x (b n w) -> q (b h n d), k (b g n d), v (b g n e)."""
+        """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
         q, *k, v = fused_linear(x, self.q, self.v) if self.shared_qk else fused_linear(x, self.q, self.k, self.v)
+        v = v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
         q = self._turned(q, self.dims.heads, places)
-        return q, self._turned(k[0], self.dims.g, places) if k else q, self._split(v, self.dims.g)
+        return q, self._turned(k[0], self.dims.g, places) if k else q, v
 
     def _honour(self, positions: Positions) -> None:
         if positions.needs == Can.NOTHING:
@@ -205,7 +224,7 @@ class Attention(Mixer):
 
     def _turned(self, x: Tensor, heads: int, places: Places) -> Tensor:
         """Queries or keys by heads, turned by their positions if they are to be; gates behind a key are not turned."""
-        x = self._split(x, heads)
+        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
         if self.positions is None:
             return x
         d, streams = self.dims.d, self.core.streams
@@ -213,37 +232,32 @@ class Attention(Mixer):
         with no_autocast(x):
             return torch.cat([*(self.positions.turn(part, places) for part in parts[:-1]), parts[-1]], -1)
 
-    @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
     def _empty(self, batch: int) -> Any:
-        k, v = (self.v.weight.new_zeros(batch, self.dims.g, 0, size) for size in self.core.sizes)
-        return self.core.empty(k, v)
+        zeros, (d, e) = self.v.weight.new_zeros, self.core.sizes
+        return self.core.empty(zeros(batch, self.dims.g, 0, d), zeros(batch, self.dims.g, 0, e))
 
     def _zero(self, batch: int) -> Tensor:
-        """No token yet; all layers count with the same numbers, as long as they stay the same."""
-        device = self.v.weight.device
-        return once(("zero", batch, device), None, lambda: torch.zeros(batch, dtype=torch.long, device=device))
+        """Return the number of tokens before the first, (b)."""
+        return torch.zeros(batch, dtype=torch.long, device=self.v.weight.device)
 
-    def _remember(self, context: Tensor, valid: Tensor | None) -> Any:
-        """A memory of the whole context."""
-        places = Places.of(context, valid)
+    def _remember(self, context: Tensor, places: Places) -> Any:
+        """Return a memory of the whole context (b m w)."""
         self.check_length(places)
         k, v = fused_linear(context, self.k, self.v)
-        k, v = self._turned(k, self.dims.g, places), self._split(v, self.dims.g)
+        k, v = self._turned(k, self.dims.g, places), v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 
     def _ask(self, memory: Any, x: Tensor, places: Places) -> Tensor:
+        """Return what tokens x (b n w) read from a memory, (b n w)."""
         q = self._turned(self.q(x), self.dims.heads, places)
         with no_autocast(q):
-            return self.core.read(memory, q, places)
+            y = self.core.read(memory, q, places)
+        return self._project(y, x)
 
-    def _finish(self, y: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
-        y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
-        valid = pooled_valid(valid, self.rate)
-        return y if valid is None else y.masked_fill(~valid[..., None], 0)  # padding is not there: it says nothing
+    def _project(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return outputs (b n w) of the heads (b h n e), in the type of x."""
+        return self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""No attention at all: who looks at whom is a fixed wave, or a weight learned for each position. Heads play no part in it."""
+"""Mixers without attention: weights between positions are a Fourier transform, or learned for each position. No heads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.unpad import UnpaddedMixer
+from regard.ops.budget import budget
 from regard.ops.dense import sdpa
 from regard.ops.fourier import fourier_mix, fourier_mix_by_row
 from regard.ops.ragged import opaque_fourier
 from regard.transforms import needs_lengths
-
-TRIANGLE_ROWS = (
-    1024  # rows of a triangle of weights that are multiplied together: what lies above their diagonal is never touched
-)
 
 
 class FNet(UnpaddedMixer):
@@ -36,7 +33,7 @@ class FNet(UnpaddedMixer):
         super().__init__(dims)
         if norm not in ("ortho", "none"):
             raise ValueError(f"norm must be 'ortho' or 'none', not {norm!r}")
-        self.norm = "ortho" if norm == "ortho" else "backward"  # as torch.fft says it
+        self.norm = "ortho" if norm == "ortho" else "backward"  # the names of torch.fft
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
         if places.valid is None:
@@ -48,7 +45,7 @@ class FNet(UnpaddedMixer):
 
 
 class MlpMixer(UnpaddedMixer):
-    """A small network across positions, the same one for every channel: who is looked at depends on where alone.
+    """A small network across positions, the same one for every channel: weights depend on positions alone.
 
     out = W2 gelu(W1 x + b1) + b2, W1 (hidden max_len), W2 (max_len hidden); a shorter sequence is one with zeros behind it. Time
     n hidden, and no position is like another, so it is not causal. The paper's layer has a norm before it, a residual connection
@@ -123,7 +120,7 @@ class GMLP(UnpaddedMixer):
         return self.down(u * mixture), memory
 
     def _parts(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """What a token keeps (b n half), what it asks (b n tiny), and what others need of it (b n f): of padding, nothing."""
+        """Project to what is gated (b n half), the query (b n tiny), and what later tokens need (b n f), 0 at padding."""
         u, v = F.gelu(self.up(x)).chunk(2, -1)
         q, shown = x[..., :0], self.norm(v)
         if self.qkv is not None:
@@ -156,7 +153,7 @@ class GMLP(UnpaddedMixer):
             rows = self.weight[places.start : places.start + n, :m].tril(places.start)
             return rows @ gate + self.bias[places.start : places.start + n, None]
         strips, low = [], places.start
-        for rows in self.weight[low : low + n].split(TRIANGLE_ROWS):
+        for rows in self.weight[low : low + n].split(budget(gate.device).triangle_rows):
             high = low + len(rows)
             strips.append(rows[:, :high].tril(low) @ gate[:, :high])
             low = high

@@ -1,4 +1,4 @@
-"""The contract: an attention mechanism is a memory that tokens are written into and queries are answered from.
+"""The contract: an attention mechanism is a memory that tokens are written into and queries read from.
 
 Letters, here and everywhere: b batch, h query heads, g key-value heads, n queries, m keys, d key dim, e value dim, w width.
 Polarity, here and everywhere: `valid` is True where there is a real token.
@@ -6,170 +6,29 @@ Polarity, here and everywhere: `valid` is True where there is a real token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Flag, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.checks import check_flag, check_vectors, need
 from regard.checks import check_valid as check_valid
+from regard.checks import check_vectors
+from regard.mixers.dims import Can as Can
+from regard.mixers.dims import Dims as Dims
+from regard.mixers.dims import LengthNeeded as LengthNeeded
+from regard.mixers.dims import need_claims as need_claims
+from regard.mixers.dims import needed_length as needed_length
+from regard.mixers.places import Places as Places
+from regard.mixers.places import mask_padding as mask_padding
+from regard.mixers.places import pool_tokens as pool_tokens
+from regard.mixers.places import pooled_valid as pooled_valid
 from regard.mixers.state import CrossState as CrossState
 from regard.mixers.state import State as State
-from regard.mixers.state import StateOwner, check_state, position_bound
+from regard.mixers.state import StateOwner, check_state
 from regard.mixers.state import nbytes as nbytes
 from regard.mixers.state import select as select
-from regard.ops.backend import AUTO, check_backend
-from regard.ops.once import once
-
-
-class Can(Flag):
-    """A claim is a promise that has a law testing it; a use that is not claimed raises."""
-
-    CAUSAL = auto()  # no output depends on a later token
-    CROSS = auto()  # queries may come from another sequence than keys and values
-    PADDING = auto()  # a token with valid=False is as if absent
-    STREAM = auto()  # start / extend in any cuts equals one forward pass
-    DROPOUT = auto()  # it has attention weights that can be dropped in training
-    ROTARY = auto()  # it sees q and k through q.k alone, so that turning both by their positions leaves their distance
-    RELATIVE = auto()  # its scores take one more term, by how far apart two tokens are
-    NOTHING = 0
-
-    def __str__(self) -> str:
-        return ", ".join(c.name.lower() for c in Can if c in self and c.name) or "nothing"
-
-
-@dataclass(frozen=True)
-class Dims:
-    """What the outside world fixes about a mixer: its widths, its heads, and how it will be used."""
-
-    width: int
-    heads: int
-    kv_heads: int | None = None  # fewer key-value heads than query heads: grouped (1: multi-query) attention
-    key_dim: int | None = None  # d, per head; width // heads unless given
-    value_dim: int | None = None  # e, per head; width // heads unless given
-    context_width: int | None = None  # width of the sequence that cross attention reads
-    causal: bool = False
-    cross: bool = False
-    max_len: int | None = None
-    dropout: float = 0.0  # of attention weights, in training
-    backend: str = AUTO  # of the operations: see `regard.ops.backend`
-
-    def __post_init__(self) -> None:
-        for name in ("width", "heads", "kv_heads", "key_dim", "value_dim", "context_width", "max_len"):
-            value = getattr(self, name)
-            if value is not None or name in ("width", "heads"):
-                need(name, value)
-        check_flag("causal", self.causal)
-        check_flag("cross", self.cross)
-        if (self.key_dim is None or self.value_dim is None) and self.width % self.heads:
-            raise ValueError(
-                f"width {self.width} is not divisible by {self.heads} heads: "
-                f"use width {self.width // self.heads * self.heads or self.heads}, or give key_dim and value_dim"
-            )
-        if self.heads % self.g:
-            raise ValueError(f"{self.heads} heads cannot share {self.g} key-value heads evenly: use a divisor of {self.heads}")
-        if self.causal and self.cross:
-            raise ValueError("a mixer is either causal over its own tokens or reads a context: a decoder has one mixer of each")
-        if self.context_width is not None and not self.cross:
-            raise ValueError("context_width is for cross attention: set cross=True, or leave it out")
-        if not isinstance(self.dropout, int | float) or isinstance(self.dropout, bool) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
-        check_backend(self.backend)
-
-    @property
-    def d(self) -> int:
-        return self.key_dim or self.width // self.heads
-
-    @property
-    def e(self) -> int:
-        return self.value_dim or self.width // self.heads
-
-    @property
-    def g(self) -> int:
-        return self.kv_heads or self.heads
-
-
-class Places(NamedTuple):
-    """Where tokens stand. Positions count real tokens only, so padding may lie anywhere and rows may differ in length."""
-
-    at: Tensor  # (b n) position of each token; of a padding token, that of the next real one
-    valid: Tensor | None = None  # (b n); None: every token is real
-    start: int | None = None  # known on the host: the real tokens of every row stand at start, start + 1, ...
-
-    @staticmethod
-    def of(x: Tensor, valid: Tensor | None = None, t: Tensor | None = None, start: int | None = 0) -> Places:
-        """Places of tokens x (b n ...) that follow t (b) real ones; `start` is t where all rows agree."""
-        b, n = x.shape[:2]
-        if valid is None:
-            first = start or 0
-            at = once(("at", first, n, x.device), None, lambda: torch.arange(first, first + n, device=x.device)).expand(b, n)
-        else:
-            at = once("at", valid, lambda: _tokens_before(valid))
-            at = at + start if start else at
-        if start is None and t is not None:
-            at = at + t[:, None]
-        return Places(at, valid, start)
-
-    def part(self, low: int, high: int) -> Places:
-        """The tokens low .. high - 1; what is known on the host survives where it is still true."""
-        start = self.start
-        if start is not None and low:
-            start = start + low if self.valid is None else None
-        return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
-
-
-def _tokens_before(valid: Tensor) -> Tensor:
-    """How many real tokens stand before each, (b n)."""
-    count = valid.long()
-    return count.cumsum(1) - count
-
-
-def need_claims(name: str, can: Can, asked: Can, instead: str = "") -> None:
-    """Refuse what is not claimed, in a sentence."""
-    if lacking := asked & ~can:
-        raise ValueError(f"{name} cannot do {lacking}: it can do {can}" + (f"; {instead}" if instead else ""))
-
-
-def token_count(places: Places) -> int:
-    """Return the largest number of real tokens up to the last of these places, read from the device; or its host bound."""
-    bound = position_bound()
-    if bound is not None:
-        return bound
-    real = places.at + (1 if places.valid is None else places.valid.long())
-    return int(real.max()) if real.numel() else 0
-
-
-def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Set padded tokens of x (b n w) to zero, whatever they hold: their gradient is zero too."""
-    return x if valid is None else x.masked_fill(~valid[..., None], 0)
-
-
-def pooled_valid(valid: Tensor | None, rate: int) -> Tensor | None:
-    """Which of ceil(n / rate) answers are real. Real tokens come to the front, so the real answers stand there."""
-    if valid is None or rate == 1:
-        return valid
-    groups = torch.arange(-(-valid.shape[1] // rate), device=valid.device)
-    return groups * rate < valid.sum(1, keepdim=True)
-
-
-def pool_tokens(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tensor | None]:
-    """x (b n w) with every `rate` real tokens replaced by their mean, (b ceil(n / rate) w), and which of those are real.
-
-    What a residual connection adds around a mixer whose answers are fewer than its tokens. Real tokens come to the front first.
-    """
-    if rate == 1:
-        return x, valid
-    b, n, w = x.shape
-    groups = -(-n // rate)
-    at = Places.of(x, valid).at // rate
-    real = x.new_ones(b, n) if valid is None else valid.to(x.dtype)
-    count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
-    index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
-    sums = x.new_zeros(b, groups, w).scatter_add(1, index, x if valid is None else x.masked_fill(~valid[..., None], 0))
-    return sums / count.clamp_min(1)[..., None], pooled_valid(valid, rate)
+from regard.ops.backend import check_operations
 
 
 def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
@@ -204,6 +63,7 @@ class Core(nn.Module):
     learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
     joint: bool = False  # what a query gets depends on which other queries come with it
+    operations: tuple[str, ...] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -211,6 +71,7 @@ class Core(nn.Module):
         self.dims = dims
         self.positions: Any = None  # `Positions` that add to the scores
         need_claims(self.name, self.can, Can.DROPOUT if dims.dropout else Can.NOTHING, "use dropout=0")
+        check_operations(self.name, self.operations, dims.backend)
 
     @property
     def name(self) -> str:
@@ -298,13 +159,33 @@ class Mixer(nn.Module):
         need_claims(self.name, self.can, Can.STREAM)
         raise NotImplementedError
 
+    def forward_at(
+        self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
+    ) -> Tensor:
+        """Run `forward` on tokens that were checked and hold finite numbers at padding; outputs there are anything finite.
+
+        Blocks call this. Here it is the public call; a mixer overrides it to do without the checks.
+        """
+        if context is None:
+            return self(x, valid=places.valid)
+        valid = None if context_places is None else context_places.valid
+        return self(x, context=context, valid=valid, query_valid=places.valid)
+
+    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:
+        """Run `start` for len(t) sequences, or for a context that was checked; t (b) is zeros, shared by all layers."""
+        valid = None if context_places is None else context_places.valid
+        state = self.start(len(t)) if context is None else self.start(context=context, valid=valid)
+        return state._replace(t=t)
+
+    def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
+        """Run `extend` on a state and tokens that were checked, as `forward_at` does."""
+        return self.extend(state, x, places.valid)
+
     def later(self, state: State, memory: Any, places: Places) -> State:
-        """The state after tokens at these places."""
-        n = places.at.shape[1]
-        if places.valid is None:
-            t = once(("later", n), state.t, lambda: state.t + n)
-            return state._replace(memory=memory, t=t, start=None if state.start is None else state.start + n)
-        return state._replace(memory=memory, t=state.t + places.valid.sum(1), start=None)
+        """Return the state after tokens at these places."""
+        known = state.start is not None and places.valid is None
+        start = state.start + places.at.shape[1] if known else None  # type: ignore[operator]
+        return state._replace(memory=memory, t=places.after(state.t), start=start)
 
     def maker(self) -> StateOwner:
         """Return what the layer writes into its states, and expects to find in those it is given."""
@@ -350,18 +231,19 @@ class Mixer(nn.Module):
                 raise ValueError(f"valid is on {valid.device} but the tokens are on {x.device}: move one of them with .to()")
 
     def check_length(self, places: Places) -> None:
+        """Refuse more real tokens than the layer was built for."""
         limit, n = self.dims.max_len, places.at.shape[1]
         if limit is None or n == 0:
             return
         if places.start is not None and (places.valid is None or places.start + n <= limit):
-            longest = places.start + n  # or fewer: with padding only a look at the device would tell, and it need not
+            longest = places.start + n  # or fewer: to count padding the device would have to be read, without need
         else:
             if torch.compiler.is_compiling():
                 raise ValueError(
                     f"{n} places, but this layer was built for max_len={limit}, and a compiled one does not count which of them "
                     "are padding: cut the padding off, or build it longer"
                 )
-            longest = token_count(places)
+            longest = places.longest
         if longest > limit:
             raise ValueError(f"{longest} tokens, but this layer was built for max_len={limit}: build it longer, or cut the input")
 
@@ -377,6 +259,7 @@ class Free(Mixer):
         for what in ("kv_heads", "key_dim", "value_dim"):
             if getattr(dims, what) is not None:
                 raise ValueError(f"{self.name} has no queries and keys: leave out {what}")
+        check_operations(self.name, (), dims.backend)
 
     def need_length(self) -> int:
         return needed_length(self.name, self.dims)
@@ -384,14 +267,3 @@ class Free(Mixer):
     def no_context(self, context: Tensor | None) -> None:
         if context is not None:
             raise ValueError(f"{self.name} mixes its own tokens and cannot read a context: leave it out")
-
-
-class LengthNeeded(ValueError):
-    """A mechanism with weights for every position was asked for without saying how many positions there are."""
-
-
-def needed_length(name: str, dims: Dims) -> int:
-    """The longest sequence, for a mechanism with weights for each position."""
-    if dims.max_len is None:
-        raise LengthNeeded(f"{name} has weights for every position: say how many with max_len=...")
-    return dims.max_len

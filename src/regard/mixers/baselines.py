@@ -1,4 +1,4 @@
-"""What attention is compared with: layers that see a window of neighbours, and networks that remember. No heads."""
+"""Baselines of attention: layers over a window of neighbours, and recurrent networks. No heads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from regard.mixers.attention import no_autocast
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.feature_math import upcast
 from regard.mixers.unpad import UnpaddedMixer
+from regard.ops.budget import budget
 from regard.ops.rnn import rnn_scan
 
-CONV_TOKENS = 1024  # tokens of a line that are convolved together
 WEIGHED = 4096  # tokens of a window, each with weights of its own
 RNN_CLAIMS = Can.CAUSAL | Can.PADDING | Can.STREAM
 
@@ -75,13 +75,14 @@ def _centred(name: str, size: int, dims: Dims) -> int:
 def _cut(line: Tensor, reach: int, convolve: Callable[[Tensor], Tensor]) -> Tensor:
     """What a convolution (x w m + reach) -> (x w m) makes of a line (b n + reach w), (b n w).
 
-    A long line is cut into pieces that overlap by the reach: on a CPU one long dense convolution takes more than its share.
+    A long line is cut into strips that overlap by the reach: on a CPU one long dense convolution takes more than its share.
     """
     b, n, w = line.shape[0], line.shape[1] - reach, line.shape[2]
-    if n <= CONV_TOKENS:
+    size = budget(line.device).conv_tokens
+    if n <= size:
         return convolve(line.mT).mT
-    pieces = F.pad(line, (0, 0, 0, -n % CONV_TOKENS)).unfold(1, CONV_TOKENS + reach, CONV_TOKENS)  # (b pieces w PIECE + reach)
-    return convolve(pieces.flatten(0, 1)).mT.reshape(b, -1, w)[:, :n]
+    strips = F.pad(line, (0, 0, 0, -n % size)).unfold(1, size + reach, size)  # (b strips w size + reach)
+    return convolve(strips.flatten(0, 1)).mT.reshape(b, -1, w)[:, :n]
 
 
 class Conv(_Window):
@@ -183,8 +184,14 @@ class RNN(UnpaddedMixer):
         h, *c = (part[0] for part in state)
         return self.out(y), Hidden(h, c[0] if c else None)
 
-    @torch.compiler.disable  # which refuses recurrent networks, and would write down every step of one
     def _read(self, x: Tensor, state: list[Tensor], valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        if torch.compiler.is_dynamo_compiling():  # it refuses recurrent networks, and would record every step of one
+            from regard.ops.uncompiled import uncompiled
+
+            return uncompiled(self._recur, x, state, valid)
+        return self._recur(x, state, valid)
+
+    def _recur(self, x: Tensor, state: list[Tensor], valid: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         weights = [self._exact(w) for direction in self.cell.all_weights for w in direction]
         count = None if valid is None else valid.sum(1)
         with no_autocast(x):

@@ -1,4 +1,4 @@
-"""Attention among tokens with the same label: what the cluster mechanisms share, and how they remember."""
+"""Base of bucketed attention: softmax among tokens with the same label, and its KV cache."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class BucketMemory(NamedTuple):
 class BucketedCore(Core):
     """A core whose queries belong to its newest tokens, and tokens to those that carry the same label.
 
-    A label is made of the token's own key. A causal token sees the newest of its label at its time: no later token has a say in
-    that, and what is older than the newest of every label can be forgotten.
+    A label is made of the token's own key. A causal token sees the newest of its label at its time: that does not
+    depend on later tokens, and what is older than the newest of every label can be forgotten.
     """
 
     can = Can.CAUSAL | Can.PADDING | Can.STREAM
@@ -112,7 +112,7 @@ class BucketedCore(Core):
         memory = self.push(memory, k, v, places)
         return self.read(memory, q, places), memory
 
-    def forget(self, memory: BucketMemory, t: Tensor) -> BucketMemory:  # noqa: ARG002 - labels say what can be seen, not positions
+    def forget(self, memory: BucketMemory, t: Tensor) -> BucketMemory:  # noqa: ARG002 - labels decide what can be seen, not positions
         log, marks = memory
         if log.size - log.looked < with_spare_room(log.looked):
             return memory  # looking costs as much as reading: only now and then

@@ -1,4 +1,4 @@
-"""Only focus on the critical parts: attention among tokens that are alike, by hashing or by clusters."""
+"""Attention among similar tokens, by hashing (LSH) or by learned clusters."""
 
 from __future__ import annotations
 
@@ -151,13 +151,13 @@ class Routing(BucketedCore):
         (b, h, n, _), m, e = q.shape, k.shape[2], v.shape[-1]
         if b * n * m == 0:
             return q.new_zeros(b, h, n, e)
-        (asked, real), (seen, valid) = self._members(q, asking), self._members(k, there)
-        picked = (_gather_rows(x, index) for x, index in ((q, asked), (k, seen), (v, seen)))
+        (queries, real), (keys, valid) = self._members(q, asking), self._members(k, there)
+        picked = (_gather_rows(x, index) for x, index in ((q, queries), (k, keys), (v, keys)))
         out = upcast(sdpa(*picked, scale=self.scale, valid=valid))  # rows are the batch, clusters the heads
         times = torch.ones_like(out[..., :1])
         if real is not None:
             out, times = (x.masked_fill(~real[:, None, :, None], 0) for x in (out, times))
-        index = _flat_index(asked, n)
+        index = _flat_index(queries, n)
         total, count = (_sum_by_row(x.flatten(0, 2), index, b * h * n) for x in (out, times))
         return (total / count.clamp_min(1)).view(b, h, n, e).to(v.dtype)
 

@@ -1,4 +1,4 @@
-"""Representative keys: consecutive tokens become one, by a convolution that moves as far as it is wide."""
+"""Compressed keys: consecutive tokens become one, by a convolution whose stride is its width."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from regard.checks import need
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache, WriteCursor, with_spare_room
-from regard.mixers.pattern_attention import FEW_QUERIES, PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries
 from regard.mixers.softmax import SOFTMAX_CLAIMS
+from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
 from regard.ops.strip import in_strips
 from regard.ops.tile.attention import HeadPatterns, tile_attention
@@ -24,7 +25,7 @@ OutLse = tuple[Tensor, Tensor]  # out and log-sum-exp
 
 
 class Strides(NamedTuple):
-    slots: KVCache  # strides that no token can change any more and nobody sees singly: one key and value each, at their number
+    slots: KVCache  # finished strides, seen as one key and value each, at their number
     raw: KVCache  # the tokens since, from the beginning of a stride on
 
 
@@ -42,6 +43,7 @@ class Compressed(Core):
     """
 
     can = SOFTMAX_CLAIMS
+    operations = ("tile",)  # of the causal form
     positional = False  # a causal query is, and that is for `scan`
 
     def __init__(self, dims: Dims, *, rate: int = 3, near: int = 0, kernel: str = "taps") -> None:
@@ -67,7 +69,7 @@ class Compressed(Core):
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
         return memory if later else self._settled(memory, 0)
 
-    def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the tokens know where they stand
+    def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the cache has the positions
         return memory if memory.raw.size < (self.near + 1) * self.stride else self._settled(memory, self.near)
 
     def read(self, memory: Strides, q: Tensor, places: Places) -> Tensor:
@@ -91,17 +93,18 @@ class Compressed(Core):
         if n == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
         later = Strides(memory.slots, _extended(memory.raw, k, v, places))
-        if later.raw.size > n or memory.slots.size or n <= max(FEW_QUERIES, (self.near + 1) * self.stride):
+        if later.raw.size > n or memory.slots.size or n <= max(budget(q.device).few_queries, (self.near + 1) * self.stride):
             return self._answer(later, q, places)[0], later
-        k, v, _ = compact_keys(k, v, places.valid)
-        q, back = compact_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+        k, v, _ = compact_keys(k, v, places)
+        q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = self._all(q, k, v)
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out)), later
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
         n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
-        out, lse = PatternAttention(self.local, self.scale, True, self.drop)(KVCache.empty(k, v).append(k, v, places), q, places)
+        near = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)
+        out, lse = near(KVCache.empty(k, v).append(k, v, places), q, places)
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
         if torch.compiler.is_compiling():  # one more than needed where all are full, and cut when they are made
@@ -112,9 +115,10 @@ class Compressed(Core):
         size = slots * self.stride
         asked = pad(q[:, :, first:], (0, 0, 0, size + first - n)).unflatten(2, (slots, self.stride))
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
-        keys, values = expand_heads(keys, values, asked.shape[1])
         span = Span(0, slots, 0, slots)
-        far = tile_attention(asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop)
+        far = tile_attention(
+            asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop, backend=self.dims.backend
+        )
         y, y_lse = (x.unflatten(1, (h, self.stride)).transpose(2, 3).flatten(2, 3)[:, :, : n - first] for x in far)
         both, _ = merge_by_lse((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
         return torch.cat([out[:, :, :first], both], 2)
@@ -122,7 +126,7 @@ class Compressed(Core):
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
         """What queries get, wherever they stand: from the raw tokens near them, and from the slots before those."""
         slots, raw = memory
-        found = PatternAttention(self.local, self.scale, True, self.drop)(raw, q, places)
+        found = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(raw, q, places)
         if raw.size > (self.near + 1) * self.stride or torch.is_grad_enabled():  # else all are near; but weights want a gradient
             k, v, there = self._compressed(raw)
             number = raw.at[:, :1] // self.stride + torch.arange(k.shape[2], device=k.device)
@@ -133,7 +137,6 @@ class Compressed(Core):
 
     def _look(self, q: Tensor, places: Places, k: Tensor, v: Tensor, number: Tensor, valid: Tensor | None) -> OutLse:
         """From slots k, v (b g m ...) of the strides numbered (b m), as far as they are behind; a strip of queries at a time."""
-        k, v = expand_heads(k, v, q.shape[1])
         behind = (places.at // self.stride - self.near)[:, None, :, None]
 
         def strip(q: Tensor, behind: Tensor) -> OutLse:
@@ -161,7 +164,7 @@ class Compressed(Core):
             k, v, at, valid = (x.narrow(dim, done, size - done).clone() for x, dim in zip(raw[:4], (2, 2, 1, 1), strict=True))
             return Strides(slots, KVCache(k, v, at, valid, size - done, raw.start + done, True, WriteCursor(size - done)))
         valid = raw.valid[:, :size]
-        k, v, real = compact_keys(raw.keys, raw.values, valid)
+        k, v, real = compact_keys(raw.keys, raw.values, Places(raw.at[:, :size], valid))
         real = valid if real is None else real
         count, first = real.sum(1, keepdim=True), raw.at[:, :1]
         gone = ((count // rate - near) * rate).clamp_min(0)  # of each row
@@ -177,7 +180,7 @@ class Compressed(Core):
 
     def _compressed(self, raw: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Slots of the strides of raw tokens, full or not, and which of them there are (b s)."""
-        k, v, real = compact_keys(raw.keys, raw.values, None if raw.plain else raw.valid[:, : raw.size])
+        k, v, real = compact_keys(raw.keys, raw.values, raw.places)
         return self._convolved(k, v, real)
 
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,8 @@ from regard.mixers.feature_math import (
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
-from regard.ops.linear import torch as chunks
+from regard.ops.linear.api import decayed_prefix_sum, linear_attention, linear_write, normalized_linear_attention
+from regard.ops.linear.prefix import cumulative_max
 
 
 class ExpSums(NamedTuple):
@@ -32,11 +33,11 @@ class ExpSums(NamedTuple):
     top: Tensor  # (b g 1) or (b g f) largest log feature so far, -inf before the first token
 
 
-class ExpFeatures(Kernel):
+class _ExpFeatures(Kernel):
     """Kernels whose features are exponentials, kept finite by the largest exponent so far.
 
     The memory is in units of exp(top), and a top that rises makes all before it smaller: a decay like any other.
-    Units cancel in the output, so top carries no gradient; top never looks ahead, so rounding does not either.
+    Units cancel in the output, so top carries no gradient; top depends on no later token, so rounding does not either.
     """
 
     one_top: bool  # for all features, or one for each
@@ -55,7 +56,8 @@ class ExpFeatures(Kernel):
         logs, tops = self._keys(k, places)
         top = torch.maximum(memory.top, tops.amax(2))
         keys, kept = (logs - finite_max(top).unsqueeze(2)).exp(), (memory.top - finite_max(top)).exp()
-        return ExpSums(kept.unsqueeze(-1) * memory.s + keys.mT @ v, kept * memory.z + keys.sum(2), top)
+        s = linear_write(keys, v, kept.unsqueeze(-1) * memory.s, backend=self.dims.backend)
+        return ExpSums(s, kept * memory.z + keys.sum(2), top)
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
@@ -65,16 +67,16 @@ class ExpFeatures(Kernel):
     def _rising(self, memory: ExpSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
         logs, tops = self._keys(k, places)
-        top = chunks.cumulative_max(tops, memory.top)
+        top = cumulative_max(tops, memory.top)
         before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
         decay = (before - top).clamp(min=min_log_decay(k.dtype))
         return (logs - finite_max(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return torch.softmax(self.logs(q), -1)
 
 
-class Efficient(ExpFeatures):
+class Efficient(_ExpFeatures):
     """Efficient attention: each feature is a map over the positions, and a query mixes the maps.
 
     out_i = sum_f softmax_f(q_i)_f sum_j softmax_j(k_jf) v_j, the second softmax over the tokens seen; q and k are not scaled,
@@ -95,8 +97,9 @@ class Efficient(ExpFeatures):
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
-        z = chunks.prefix_sum(keys, memory.z, decay.exp())
-        out, s = chunks.linear_scan(self._mix(q, places, z), keys, v, memory.s, decay)
+        backend = self.dims.backend
+        z = decayed_prefix_sum(keys, memory.z, log_decay=decay, backend=backend)
+        out, s = linear_attention(self._mix(q, places, z), keys, v, memory.s, log_decay=decay, backend=backend)
         return out, ExpSums(s, z[:, :, -1], top)
 
     def _mix(self, q: Tensor, places: Places, z: Tensor) -> Tensor:
@@ -107,7 +110,7 @@ class Efficient(ExpFeatures):
 PERFORMER_FEATURES = ("regularized", "positive", "hyperbolic")
 
 
-class Performer(Estimator, ExpFeatures):
+class Performer(Estimator, _ExpFeatures):
     """Estimate softmax attention by positive orthogonal random features (FAVOR+), in time n f e and memory f (e + 1).
 
     phi(x) = exp(w_f . x' - |x'|^2 / 2) / sqrt(features), x' = x / d^(1/4), the directions w_f orthogonal in blocks of d; one
@@ -190,12 +193,15 @@ class Performer(Estimator, ExpFeatures):
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
-        out, norm, s, z = chunks.linear_scan_normalized(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        queries = self._queries(q, places)
+        out, norm, s, z = normalized_linear_attention(
+            queries, keys, v, memory.s, memory.z, log_decay=decay, backend=self.dims.backend
+        )
         return safe_ratio(out, norm), ExpSums(s, z, top)
 
 
 def _limit(max_norm: float | str | None) -> float | None:
-    """A fixed bound, if that is what was asked for."""
+    """The bound, where it is a fixed number."""
     if max_norm is None or max_norm == "learned":
         return None
     if isinstance(max_norm, bool | str) or not isinstance(max_norm, int | float) or not 0 < max_norm < math.inf:

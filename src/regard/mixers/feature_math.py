@@ -1,4 +1,4 @@
-"""Small things that kernels are made of: sums in a safe type, safe ratios, random directions."""
+"""Parts of kernelized attention: sums in a safe type, safe ratios, random directions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard.transforms import transformed
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Sums need float32 or better."""
+    """Convert to float32, or keep a better type: what sums need."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -28,46 +28,40 @@ def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
 
 
 def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
-    """x (b g m ...) of real tokens."""
+    """Replace x (b g m ...) at padding."""
     return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
 
 
 def finite_max(top: Tensor) -> Tensor:
-    """A unit to measure in: that of a memory without tokens may be any."""
+    """Replace the maximum over no token, -inf, by 0: its unit may be any."""
     return top.masked_fill(top == -torch.inf, 0)
 
 
 def read_state(q: Tensor, state: Tensor) -> Tensor:
-    """q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
+    """Return q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
     answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
     return answer.reshape(*q.shape[:3], state.shape[-1])
 
 
 def per_query_head(x: Tensor, like: Tensor) -> Tensor:
-    """x (b g ...) as (b h ...): each key-value head serves a run of query heads."""
+    """Repeat x (b g ...) to (b h ...): each key-value head serves a run of query heads."""
     return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
 def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:
-    """out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
+    """Return out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
     limits = torch.finfo(norm.dtype)
     return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
 
 
 def min_log_decay(dtype: torch.dtype) -> float:
-    """A log decay that leaves nothing. There is no need for a lower one: it would swallow the digits of those after it."""
+    """Return a log decay that leaves nothing: a lower one would only cost digits of those after it."""
     return 1.3 * math.log(torch.finfo(dtype).tiny)
 
 
 def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
-    """The log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0; padding leaves everything as it is."""
+    """Return the log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0, and 0 at padding."""
     return where_valid((F.logsigmoid(gate) / root).clamp(min=min_log_decay(gate.dtype)), valid, 0)
-
-
-def decay_to_end(decay: Tensor) -> Tensor:
-    """How much of each token is left after those behind it: decay (b g m ...)."""
-    suffix = decay.flip(2).cumsum(2).flip(2)
-    return torch.cat([suffix[:, :, 1:], torch.zeros_like(suffix[:, :, :1])], 2).exp()
 
 
 def gaussian(rows: int, d: int, seed: int) -> Tensor:
@@ -77,7 +71,7 @@ def gaussian(rows: int, d: int, seed: int) -> Tensor:
 
 
 def orthogonal(rows: int, d: int, seed: int) -> Tensor:
-    """Rows (rows d) orthogonal in blocks of d, pointing anywhere with equal chance, with the lengths of Gaussian vectors."""
+    """Draw rows (rows d), orthogonal in blocks of d, uniform in direction, with the lengths of Gaussian vectors."""
     blocks = -(-rows // d)
     drawn = gaussian(blocks * d + rows, d, seed)
     basis, triangle = torch.linalg.qr(drawn[:-rows].unflatten(0, (blocks, d)))
@@ -86,14 +80,14 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them."""
+    """Return elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them."""
     if torch.compiler.is_compiling() or transformed():  # fused by itself; torch 2.11 compiles the Function into a wrong gradient
         return x.clamp(max=0).exp() + x.relu()
     return EluPlusOne.apply(x)
 
 
 class EluPlusOne(torch.autograd.Function):
-    """positive in one pass and one tensor: its slope is min(phi, 1), so only phi is kept."""
+    """elu(x) + 1 in one pass and one tensor: its slope is min(phi, 1), so only phi is kept."""
 
     generate_vmap_rule = True
 

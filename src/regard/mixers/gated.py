@@ -1,4 +1,4 @@
-"""Memories that make room: sums that fade, at a fixed rate or as the tokens say, and a rule that overwrites.
+"""Gated linear attention: sums that decay, at a fixed rate or by gates of the tokens, and the delta rule, which overwrites.
 
     S_i = fade_i S_{i-1} + what token i writes,   out_i = q_i S_i
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import decay_to_end, empty_sums, log_gate, per_query_head, read_state, safe_ratio, where_valid
+from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, safe_ratio, where_valid
 from regard.mixers.linear_attention import Kernel
-from regard.ops.delta import torch as delta
-from regard.ops.linear import torch as chunks
+from regard.ops.delta.api import delta_rule, delta_write
+from regard.ops.linear.api import linear_attention, linear_write
 
 ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
 
@@ -33,7 +33,7 @@ class CountedMatrix(NamedTuple):
     tokens: Tensor  # (b) how many were written
 
 
-class Fading(Kernel):
+class _Fading(Kernel):
     """S_i = exp(decay_i) S_{i-1} + k_i v_i^T, read with q_i / sqrt(d); the decay is one number a token, or one a feature."""
 
     def __init__(self, dims: Dims) -> None:
@@ -49,22 +49,22 @@ class Fading(Kernel):
 
     def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         keys, decay = self._written(k, places)
-        kept = decay.sum(2).exp().unsqueeze(-1)
-        return memory._replace(s=kept * memory.s + (keys * decay_to_end(decay)).mT @ v)
+        return memory._replace(s=linear_write(keys, v, memory.s, log_decay=decay, backend=self.dims.backend))
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
         return read_state(self._queries(q, places), memory.s)
 
     def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         keys, decay = self._written(k, places)
-        out, s = chunks.linear_scan(self._queries(q, places), keys, v, memory.s, decay)
+        queries = self._queries(q, places)
+        out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay, backend=self.dims.backend)
         return out, memory._replace(s=s)
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return q * q.shape[-1] ** -0.5
 
 
-class Retention(Fading):
+class Retention(_Fading):
     """Retention: every head forgets at a rate of its own, the same for all tokens.
 
     S_i = gamma_h S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  gamma_h = 1 - 2^(-power - h) for the key-value heads
@@ -122,8 +122,8 @@ class Retention(Fading):
         return safe_ratio(out, per_query_head(weight, out).sqrt())
 
 
-class GLA(Fading):
-    """Gated linear attention: every token says how much of each feature of the memory it keeps.
+class GLA(_Fading):
+    """Gated linear attention: a gate of every token decides how much of each feature of the memory is kept.
 
     S_i = diag(alpha_i) S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  alpha_i = sigmoid(gate_i)^(1/16): one gate a feature,
     or one a key-value head (gate="head"), linear maps of the layer's input that come behind the key (the paper's has a rank
@@ -154,6 +154,8 @@ class Delta(Kernel):
     gated, Yang et al. 2024, arXiv:2412.06464. Their layers have short convolutions in front and a norm over each head behind.
     """
 
+    operations = ("delta",)
+
     def __init__(self, dims: Dims, *, gated: bool = False, activation: str = "silu") -> None:
         super().__init__(dims)
         if not isinstance(gated, bool):
@@ -171,14 +173,15 @@ class Delta(Kernel):
         if k.shape[2] == 0:
             return memory
         keys, beta, decay = self._written(k, places)
-        return Matrix((delta.delta_step if k.shape[2] == 1 else delta.delta_write)(keys, v, beta, memory.s, decay))
+        return Matrix(delta_write(keys, v, beta, memory.s, log_decay=decay, backend=self.dims.backend))
 
     def _read(self, memory: Matrix, q: Tensor, places: Places) -> Tensor:
         return read_state(self._queries(q, places), memory.s)
 
     def _scan(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Matrix]:
         keys, beta, decay = self._written(k, places)
-        out, s = delta.delta_scan(self._queries(q, places), keys, v, beta, memory.s, decay)
+        queries = self._queries(q, places)
+        out, s = delta_rule(queries, keys, v, beta, memory.s, log_decay=decay, backend=self.dims.backend)
         return out, Matrix(s)
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -187,5 +190,5 @@ class Delta(Kernel):
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
         return self._queries(k, places), beta, log_gate(gate[..., 1:], places.valid, ROOT) if self.gates == 2 else None
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return F.normalize(F.silu(q) if self.activation == "silu" else q, dim=-1, eps=1e-6)

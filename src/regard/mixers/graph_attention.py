@@ -15,9 +15,10 @@ from torch.nn.functional import dropout
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.kv_cache import KVCache
-from regard.mixers.pattern_attention import FEW_QUERIES, expand_heads
+from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.mixers.sparse import Sparse
+from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.ops.edge import edge_attention, edge_attention_by_text
 from regard.ops.ragged import ragged_edge_attention
@@ -28,7 +29,6 @@ from regard.patterns.edge_list import edge_list, pairs_by_row
 from regard.patterns.tiles import Span
 from regard.transforms import exporting, needs_lengths, needs_plain_ops
 
-PAIRS_PER_STRIP = 1 << 22  # pairs that are asked one by one whether they belong to a pattern
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -53,6 +53,7 @@ class GAT(Sparse):
     """
 
     can = SOFTMAX_CLAIMS
+    operations = ()  # edge attention has one implementation
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, slope: float = 0.2, v2: bool = False) -> None:
         if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 <= slope <= 1:
@@ -102,7 +103,7 @@ class GAT(Sparse):
         drop = self.drop
         if self.reach.bends and (log.start != 0 or places.start != 0):
             raise ValueError(f"{share.text} is drawn for one length: it cannot continue from a memory")
-        known = places.start is not None and log.start is not None and (places.start == 0 or n > FEW_QUERIES)
+        known = places.start is not None and log.start is not None and (places.start == 0 or n > budget(q.device).few_queries)
         if known and log.plain and places.valid is None:  # the pairs of one row serve all
             assert places.start is not None and log.start is not None
             span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)
@@ -156,7 +157,8 @@ def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) ->
     """The same for tokens that stand anywhere behind a memory, which is short where the pattern lets it forget."""
     (b, n), m = places.at.shape, log.size
     j, found = log.at[:, None, :m], []
-    for low in range(0, n, step := max(1, PAIRS_PER_STRIP // max(1, b * m))):
+    step = max(1, budget(places.at.device).pair_strip // max(1, b * m))
+    for low in range(0, n, step):
         i = places.at[:, low : low + step, None]
         seen = pattern(0, i, j) & log.valid[:, None, :m]
         seen = seen & (i >= j) if causal else seen

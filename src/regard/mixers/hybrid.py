@@ -1,19 +1,17 @@
-"""Two memories in one layer: a window that is exact, and a summary of everything that never grows."""
+"""Two memories in one layer: exact attention in a window, and kernelized attention to everything, of constant size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard.mixers import exp_features, gated  # noqa: F401 - modules whose kernels `far_kernels` finds
 from regard.mixers.base import Can, Core, Dims, Places
-from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.feature_math import upcast
-from regard.mixers.gated import GLA, Delta, Retention
 from regard.mixers.kv_cache import KVCache
-from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
+from regard.mixers.linear_attention import Kernel
 from regard.mixers.sparse import Sparse
 from regard.patterns import Pattern
 from regard.text import parse_choice
@@ -33,10 +31,12 @@ class Hybrid(Core):
     """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
+    operations: tuple[str, ...] = ("tile",)  # and that of far
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str = "Local(64)", far: str = "linear") -> None:
         super().__init__(dims)
         self.near, self.far = Sparse(dims, pattern=pattern), _kernel(far, dims)
+        self.operations = (*self.near.operations, *self.far.operations)
         self.can = self.can & self.near.can & self.far.can
         self.gates, self.positional = self.far.gates, self.near.positional or self.far.positional
         self.joint = self.near.joint
@@ -71,19 +71,15 @@ class Hybrid(Core):
         return torch.lerp(a, b, self.gate.to(a.dtype).sigmoid()[:, None, None]).to(near.dtype)
 
 
-KERNELS: dict[str, Callable[..., Kernel]] = {
-    "linear": Linear,
-    "efficient": Efficient,
-    "rfa": RFA,
-    "performer": Performer,
-    "cosformer": Cosformer,
-    "retention": Retention,
-    "gla": GLA,
-    "delta": Delta,
-}
+def far_kernels() -> dict[str, type[Kernel]]:
+    """Return every kernelized attention by its name: the public subclasses of Kernel."""
+    every = list(Kernel.__subclasses__())
+    for kernel in every:  # grows
+        every += kernel.__subclasses__()
+    return {kernel.__name__.lower(): kernel for kernel in every if not kernel.__name__.startswith("_")}
 
 
 def _kernel(text: str, dims: Dims) -> Kernel:
     if not isinstance(text, str):
         raise ValueError(f"far must be the text of a kernel, such as 'linear', 'gla' or 'delta(gated=True)', not {text!r}")
-    return parse_choice(text, KERNELS)(dims)
+    return parse_choice(text, far_kernels())(dims)

@@ -40,6 +40,7 @@ class KVCache(NamedTuple):
     plain: bool  # every token is real
     newest: WriteCursor
     looked: int = 0  # its size when it was last searched for what can be dropped
+    whole: Places | None = None  # the places of all its tokens, one object for the caches of all layers; None: made when needed
 
     @staticmethod
     def empty(k: Tensor, v: Tensor) -> KVCache:
@@ -56,8 +57,10 @@ class KVCache(NamedTuple):
 
     @property
     def places(self) -> Places:
-        if self.size == self.at.shape[1]:  # the tensors themselves, by which others know them again
-            return Places(self.at, None if self.plain else self.valid, self.start)
+        """The places of its tokens, with the masks that layers share."""
+        return self._places() if self.whole is None else self.whole
+
+    def _places(self) -> Places:
         return Places(self.at[:, : self.size], None if self.plain else self.valid[:, : self.size], self.start)
 
     def append(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
@@ -68,12 +71,14 @@ class KVCache(NamedTuple):
         if self.size and not (torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))):
             return self._written(k, v, places)
         valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
-        new = (k, v, places.at, valid)
-        if self.size:  # else there is nothing to join with: take the tensors as they are
-            both = zip(self[:4], new, (2, 2, 1, 1), strict=True)
-            new = tuple(torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)  # type: ignore[assignment]
+        if self.size == 0:  # nothing to join with: take the tensors as they are
+            return KVCache(k, v, places.at, valid, n, places.start, places.valid is None, WriteCursor(n), self.looked, places)
+        both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
+        joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
+        keys, values, at, there = joined
         size, plain = self.size + n, self.plain and places.valid is None
-        return KVCache(*new, size, self._joined(places), plain, WriteCursor(size), self.looked)
+        log = KVCache(keys, values, at, there, size, self._joined(places), plain, WriteCursor(size), self.looked)
+        return self._shared(log, places)
 
     def _written(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
         """The log with more tokens in its spare room."""
@@ -87,12 +92,15 @@ class KVCache(NamedTuple):
         if places.valid is not None:  # spare room is as if every token were real
             log.valid.narrow(1, log.size, n).copy_(places.valid)
         size = log.newest.used = log.size + n
-        return log._replace(size=size, start=self._joined(places), plain=self.plain and places.valid is None)
+        log = log._replace(size=size, start=self._joined(places), plain=self.plain and places.valid is None, whole=None)
+        return self._shared(log, places)
+
+    def _shared(self, log: KVCache, places: Places) -> KVCache:
+        """Give a log, made of this one and of tokens at `places`, the places that the logs of other layers have."""
+        return log if self.whole is None else log._replace(whole=places.behind(self.whole, log._places))
 
     def _joined(self, places: Places) -> int | None:
         """The start of the log with these tokens behind it, where it stays known."""
-        if self.size == 0:
-            return places.start
         known = self.start is not None and places.start is not None and self.plain
         return self.start if known and self.start + self.size == places.start else None  # type: ignore[operator]
 
@@ -144,6 +152,7 @@ class StaticCursor:
         self.at, self.valid = at, valid  # (b room)
         self.slot = torch.zeros(1, dtype=torch.long, device=at.device)
         self.written = False  # in this step
+        self.places = Places(at, valid)  # of all slots, with the masks of this step
 
     def write(self, places: Places) -> None:
         if self.written:
@@ -151,6 +160,7 @@ class StaticCursor:
         self.at.index_copy_(1, self.slot, places.at)
         self.valid.index_fill_(1, self.slot, True)
         self.written = True
+        self.places = Places(self.at, self.valid)
 
     def advance(self) -> None:
         """End a step: the next token goes into the next slot."""
@@ -165,6 +175,11 @@ class StaticKVCache(KVCache):
     """
 
     __slots__ = ()
+
+    @property
+    def places(self) -> Places:
+        """The places of all slots, one object for the caches of all layers."""
+        return self.newest.places  # type: ignore[attr-defined]
 
     @staticmethod
     def of(k: Tensor, v: Tensor, cursor: StaticCursor) -> StaticKVCache:

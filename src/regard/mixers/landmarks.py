@@ -1,4 +1,4 @@
-"""Representative tokens: means of consecutive ones stand for the queries, or for queries and keys."""
+"""Landmarks: means of consecutive tokens in place of the queries, or of queries and keys."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from regard.ops.dense import sdpa
 from regard.ops.tile.attention import MASKED_SCORE
 
 
-def real_first(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x (b h n d) with its real tokens in front and zeros behind them, and their number (b 1), or (1 1) where all are real."""
-    n = x.shape[2]
+def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    """Move the real tokens of x (b h n d) to the front, zeros behind them; also their number (b 1), or (1 1) without padding."""
+    n, valid = x.shape[2], places.valid
     if valid is None:
         return x, torch.full((1, 1), n, device=x.device)
-    x, count = compact_queries(x, valid)[0], valid.sum(1, keepdim=True)
+    x, count = compact_queries(x, places)[0], valid.sum(1, keepdim=True)
     return x.masked_fill((torch.arange(n, device=x.device) >= count)[:, None, :, None], 0), count
 
 
 def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tensor:
-    """Means (b h s d) of tokens x (b h n d), real ones first: `sizes` (b s) of them from `starts` (b s) on, 0 where size is 0.
+    """Return means (b h s d) of tokens x (b h n d), real ones first: `sizes` (b s) of them from `starts` (b s), else 0.
 
-    Without starts the segments stand side by side, `longest` each. By gathering, not by scattering: sums in a fixed order come
+    Without starts the segments are adjacent, `longest` tokens each. By gathering, not by scattering: sums in a fixed order come
     out the same every time, on a GPU too.
     """
     (b, h, n, d), s = x.shape, sizes.shape[1]
@@ -48,10 +48,10 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
 
 
 class PooledQueries(Softmax):
-    """Queries are averaged, `rate` consecutive real tokens at a time, and every average looks at all keys.
+    """Queries are averaged, `rate` consecutive real tokens at a time, and every average attends to all keys.
 
     out_s = softmax(q~_s k^T / sqrt(d)) v with q~_s the mean of queries s rate .. s rate + rate - 1: ceil(n / rate) answers, for
-    models that end in one label. Real tokens come to the front first, so with rate > 1 the real answers stand in front too.
+    models that end in one label. Real tokens come to the front first, so with rate > 1 the real outputs are in front too.
     A block adds them to `shortened(x, valid, rate)`, the mean of the same tokens, and goes on with its valid.
     Cost: (d + e) n^2 / rate, memory n. Dai et al. 2020, arXiv:2006.03236 (where the tokens are averaged before they are
     projected, which is the same for a linear projection, and the decoder that brings the length back is a layer of its own).
@@ -70,7 +70,7 @@ class PooledQueries(Softmax):
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if self.rate > 1:
-            x, count = real_first(q, places.valid)
+            x, count = real_first(q, places)
             sizes = (count - torch.arange(0, q.shape[2], self.rate, device=q.device)).clamp(0, self.rate)
             q = means(upcast(x), None, sizes, self.rate).to(q.dtype)
         return super().answer(log, q, places, causal)
@@ -93,7 +93,7 @@ class Nystrom(CachedCore):
     the real tokens of a row, as equal in length as can be. With no more keys than landmarks the keys are their own landmarks,
     and it is exact attention. Time n landmarks (d + e) + landmarks^3, memory n. Xiong et al. 2021, arXiv:2102.03902.
 
-    S^+ = (S^T S + ridge)^-1 S^T, solved in float64: a ridge solve, not the paper's iteration. Segments that look alike make S
+    S^+ = (S^T S + ridge)^-1 S^T, solved in float64: a ridge solve, not the paper's iteration. Segments that are alike make S
     nearly singular, and a true pseudo-inverse then answers with noise a hundred times larger than its values. A smaller ridge
     (1e-3 unless given) is closer to softmax where there are landmarks enough for the data, and further away where there are not.
     iterations=6 is the published form, which cuts off about where the default ridge does: so many times, in float64,
@@ -132,28 +132,28 @@ class Nystrom(CachedCore):
             out = sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
         else:
             out = self._estimate(log, upcast(q), places)
-        return (out if self.conv is None else out + self._skip(log, q, places)).to(log.v.dtype)
+        return (out if self.conv is None else out + self._skip(log, places)).to(log.v.dtype)
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
         k, v, valid = upcast(log.keys), upcast(log.values), log.places.valid
-        few_q, there_q, _ = self._landmarks(q, places.valid)
-        few_k, there_k, count = self._landmarks(k, valid)
+        few_q, there_q, _ = self._landmarks(q, places)
+        few_k, there_k, count = self._landmarks(k, log.places)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         s = (few_q.double() * self.scale @ few_k.double().mT).masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
         s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
         found = self._solve(s, sdpa(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
         if valid is not None:  # the landmarks of a short row are its tokens
-            own = self._landmarks(v, valid)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            own = self._landmarks(v, log.places)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
             found = torch.where((count <= self.landmarks)[..., None, None], own, found)
         return sdpa(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
 
-    def _landmarks(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _landmarks(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
         most = min(self.landmarks, x.shape[2])
-        x, count = real_first(x, valid)
+        x, count = real_first(x, places)
         few, order = count.clamp(1, most), torch.arange(most + 1, device=x.device)
         edges = torch.minimum((order * count + few - 1) // few, count)  # token p belongs to segment p * few // count
-        even = valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
+        even = places.valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
         sizes = edges.diff(dim=1)
         return means(x, None if even else edges[:, :-1], sizes, -(-x.shape[2] // most)), sizes > 0, count
 
@@ -165,13 +165,10 @@ class Nystrom(CachedCore):
         square = square + self.ridge * torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
         return torch.linalg.solve_ex(square, s.mT @ answers.double())[0].to(answers.dtype)
 
-    def _skip(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
+    def _skip(self, log: KVCache, places: Places) -> Tensor:
+        """The convolution (b h n e) over the values, which belong to the queries themselves."""
         assert self.conv is not None
-        if q.shape[2] != log.size:
-            raise ValueError(
-                f"conv slides over the values of the queries themselves: {q.shape[2]} queries, but {log.size} values"
-            )
-        v, _ = real_first(upcast(log.values), log.places.valid)
+        v, _ = real_first(upcast(log.values), log.places)
         v = v.permute(0, 3, 1, 2)  # (b e g m)
         kernel = self.conv.to(v.dtype).unsqueeze(1)
         out = conv1d(v.flatten(0, 1), kernel, padding=kernel.shape[-1] // 2, groups=v.shape[2])

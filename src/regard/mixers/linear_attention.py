@@ -1,4 +1,4 @@
-"""Change the order of multiplication: kernels whose memory is a sum over tokens, of a size that never grows.
+"""Kernelized attention: products of features, so that the memory is a sum over tokens, of a size that never grows.
 
     out_i = phi(q_i) S / phi(q_i) . z,   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)
 
@@ -20,7 +20,6 @@ from regard.mixers.base import Can, Core, Dims, Places, needed_length
 from regard.mixers.estimation import Estimator
 from regard.mixers.feature_math import (
     concat_chunks,
-    decay_to_end,
     elu_plus_one,
     empty_sums,
     log_gate,
@@ -30,9 +29,9 @@ from regard.mixers.feature_math import (
     upcast,
     where_valid,
 )
-from regard.ops.linear import torch as chunks
-
-CPU_RUN, GPU_RUN = 1 << 20, 1 << 26  # numbers in the features of one run: they fit a CPU's caches, or keep a GPU busy
+from regard.ops.linear.api import decayed_prefix_sum, linear_write, normalized_linear_attention
+from regard.ops.linear.prefix import decay_to_end
+from regard.ops.strip import token_runs
 
 
 class Sums(NamedTuple):
@@ -47,13 +46,14 @@ class WeighedSums(NamedTuple):
 
 
 class Kernel(Core):
-    """What the kernels share. Long sequences pass in runs, so that the features of all tokens never exist at once.
+    """Base of kernelized attention. Long sequences pass in runs, so that the features of all tokens never exist at once.
 
-    The methods with an underscore see one run, in the dtype of the sums, and where its tokens stand.
+    The methods with an underscore take one run, in the dtype of the sums, and the places of its tokens.
     """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
     positional = False
+    operations = ("linear",)
     f: int  # features of a token
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
@@ -85,18 +85,18 @@ class Kernel(Core):
         raise NotImplementedError
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        asked = self._queries(q, places)
-        return safe_ratio(read_state(asked, memory.s), read_state(asked, memory.z.unsqueeze(-1)))
+        queries = self._queries(q, places)
+        return safe_ratio(read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1)))
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Tokens (b h n ...) and their places, a run at a time."""
         b, h, n, _ = tensors[0].shape
-        room = CPU_RUN if tensors[0].device.type == "cpu" else GPU_RUN
-        size = max(room // max(b * h * self.f, 1) // chunks.CHUNK, 1) * chunks.CHUNK
-        if n <= size or torch.compiler.is_compiling():  # one graph for any number of runs
-            return [(*map(upcast, tensors), places)]
-        here = [places.part(low, low + size) for low in range(0, n, size)]
-        return list(zip(*(upcast(x).split(size, 2) for x in tensors), here, strict=True))
+        runs = token_runs([upcast(x) for x in tensors], b * h * self.f)
+        if len(runs) == 1:
+            return [(*runs[0], places)]
+        size = runs[0][0].shape[2]
+        parts = [places.part(low, low + size) for low in range(0, n, size)]
+        return [(*run, part) for run, part in zip(runs, parts, strict=True)]
 
 
 class Linear(Kernel):
@@ -115,14 +115,15 @@ class Linear(Kernel):
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
         keys = where_valid(self._queries(k, places), places.valid, 0)
-        return Sums(memory.s + keys.mT @ v, memory.z + keys.sum(2))
+        return Sums(linear_write(keys, v, memory.s, backend=self.dims.backend), memory.z + keys.sum(2))
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
         keys = where_valid(self._queries(k, places), places.valid, 0)
-        out, norm, s, z = chunks.linear_scan_normalized(self._queries(q, places), keys, v, memory.s, memory.z)
+        queries = self._queries(q, places)
+        out, norm, s, z = normalized_linear_attention(queries, keys, v, memory.s, memory.z, backend=self.dims.backend)
         return safe_ratio(out, norm), Sums(s, z)
 
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return elu_plus_one(q)
 
 
@@ -160,7 +161,7 @@ class RFA(Estimator, Kernel):
 
     phi(x) = [sin(W x'), cos(W x')] / sqrt(features), x' = x / |x|, W with `features` rows drawn from N(0, scale I), so that
     the mean of phi(q) . phi(k) is exp(scale (cos(q, k) - 1)). orthogonal=True draws rows that are orthogonal in blocks of d:
-    the same mean, and at scale 1 half the error; the paper's independent rows learned to look things up in fewer steps.
+    the same mean, and at scale 1 half the error; the paper's independent rows learned retrieval in fewer steps.
     gated: S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z alike, g_t = sigmoid(gate_t + b): one gate of each token and
     key-value head, a linear map of the layer's input that comes behind the key. It has an order even where it is not causal:
     the tokens are written one after the other, and every query reads what is left at the end.
@@ -210,28 +211,25 @@ class RFA(Estimator, Kernel):
 
     def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
         keys, weight, decay = self._keys(k, places)
-        if decay is not None:
+        if decay is not None:  # one factor for the three sums, which are then plain ones
             later = decay_to_end(decay)
             keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
             memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
+        s = linear_write(keys, v, memory.s, backend=self.dims.backend)
         even = torch.cat([weight.mT @ self._spread(v), weight.sum(2, keepdim=True)], -1).squeeze(2)
-        return WeighedSums(memory.s + keys.mT @ v, memory.z + keys.sum(2), memory.even + even)
+        return WeighedSums(s, memory.z + keys.sum(2), memory.even + even)
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
-        asked = self._queries(q, places)
-        return self._lifted(read_state(asked, memory.s), read_state(asked, memory.z.unsqueeze(-1)), memory.even.unsqueeze(2))
+        queries = self._queries(q, places)
+        out, norm = read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1))
+        return self._lifted(out, norm, memory.even.unsqueeze(2))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
-        out, norm, s, z = chunks.linear_scan_normalized(self._queries(q, places), keys, v, memory.s, memory.z, decay)
+        queries, backend = self._queries(q, places), self.dims.backend
+        out, norm, s, z = normalized_linear_attention(queries, keys, v, memory.s, memory.z, log_decay=decay, backend=backend)
         each = torch.cat([weight * self._spread(v), weight], -1)
-        if decay is None:
-            even = each.cumsum(2) + memory.even.unsqueeze(2)
-        elif torch.compiler.is_compiling():  # a scan of ones has far fewer steps to write down
-            one = torch.ones_like(weight)
-            even = chunks.linear_scan(one, one, each, memory.even.unsqueeze(2), decay)[0]
-        else:
-            even = chunks.prefix_sum(each, memory.even, decay.exp())
+        even = decayed_prefix_sum(each, memory.even, log_decay=decay, backend=backend)
         return self._lifted(out, norm, even), WeighedSums(s, z, even[:, :, -1])
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -244,7 +242,7 @@ class RFA(Estimator, Kernel):
         weight = weight * torch.sigmoid(-gate)
         return keys * weight, weight, log_gate(gate, places.valid)
 
-    def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - they look the same everywhere
+    def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - the same at every position
         angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
         return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
 

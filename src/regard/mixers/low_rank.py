@@ -1,4 +1,4 @@
-"""Representative keys: a fixed number of slots stands for all keys and values, each a learned mixture of positions."""
+"""Low-rank attention: a fixed number of slots in place of all keys and values, each a learned mixture of positions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from regard.checks import WIDEST, need
-from regard.mixers.base import Core, Dims, Places, needed_length, token_count
+from regard.mixers.base import Core, Dims, Places, needed_length
 from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, where_valid
-from regard.mixers.linear_attention import CPU_RUN, GPU_RUN
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.dense import sdpa
-from regard.ops.linear import torch as chunks
+from regard.ops.linear.api import linear_attention
+from regard.ops.strip import token_runs
 from regard.ops.tile.attention import MASKED_SCORE
 
 SHARES = ("none", "head", "kv", "layer")
@@ -27,7 +27,7 @@ class LinformerState(NamedTuple):
 
 
 class Linformer(Core):
-    """Keys and values are mixed over positions into `rank` slots, and queries look at the slots.
+    """Keys and values are mixed over positions into `rank` slots, and queries attend to the slots.
 
     K' = E K, V' = F V, out = softmax(q K'^T / sqrt(d)) V', with a column of E and F for every position up to max_len: n tokens
     use the first n. E and F are learned: of each key-value head (share="none"), one E and one F for all heads ("head"), one
@@ -42,6 +42,7 @@ class Linformer(Core):
 
     can = SOFTMAX_CLAIMS
     positional = False
+    operations = ("linear",)  # of the causal form
 
     def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
         super().__init__(dims)
@@ -78,15 +79,9 @@ class Linformer(Core):
         if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places), memory
-        b, h, n, _ = q.shape
-        room = CPU_RUN if q.device.type == "cpu" else GPU_RUN
-        size = max(room // max(b * h * self.rank, 1) // chunks.CHUNK, 1) * chunks.CHUNK
         tokens = (upcast(q), upcast(k), upcast(v), *self._columns(places, upcast(k).dtype))
-        compiling = torch.compiler.is_compiling()  # one graph for any number of runs
-        # split, not sliced run by run: the gradient of a slice is as long as the whole
-        runs = zip(*(x.split(size, 2) for x in tokens), strict=True) if n > size and not compiling else [tokens]
         out = []
-        for run in runs:
+        for run in token_runs(tokens, q.shape[0] * q.shape[1] * self.rank):
             y, memory = self._scan(memory, *run)
             out.append(y.to(v.dtype))
         return concat_chunks(out), memory
@@ -95,13 +90,13 @@ class Linformer(Core):
         self, memory: LinformerState, q: Tensor, k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor
     ) -> tuple[Tensor, LinformerState]:
         """Two scans in linear time: q_i . K'_i sums E_j over the past by q_i . k_j, the answer sums v_j by p_i . F_j."""
-        shape = (*k.shape[:3], self.rank)
-        scores, new_k = chunks.linear_scan(q * self.scale, k, to_k.expand(shape), memory.k.mT)
+        shape, backend = (*k.shape[:3], self.rank), self.dims.backend
+        scores, new_k = linear_attention(q * self.scale, k, to_k.expand(shape), memory.k.mT, backend=backend)
         seen = memory.seen.unsqueeze(2) | _so_far(_writes(to_k, to_v))
         lost = ~seen.any(-1, keepdim=True)
         hidden, lost = (x if x.shape[1] == 1 else per_query_head(x, q) for x in (~seen, lost))
         weights = dropout(scores.masked_fill(hidden, MASKED_SCORE).softmax(-1), self.drop)
-        out, new_v = chunks.linear_scan(weights, to_v.expand(shape), v, memory.v)
+        out, new_v = linear_attention(weights, to_v.expand(shape), v, memory.v, backend=backend)
         return out.masked_fill(lost, 0), LinformerState(new_k.mT, new_v, seen[:, :, -1])
 
     def _columns(self, places: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -113,7 +108,7 @@ class Linformer(Core):
         def columns(weight: Tensor) -> Tensor:
             if places.valid is None and start is not None:
                 return weight[None, :, start : start + n].to(dtype)
-            at = places.at.clamp_max(self.longest - 1)  # padding behind the last token stands beyond it
+            at = places.at.clamp_max(self.longest - 1)  # padding behind the last token has a later position
             found = weight.index_select(1, at.flatten()).unflatten(1, at.shape).transpose(0, 1)
             return where_valid(found.to(dtype), places.valid, 0)
 
@@ -121,7 +116,7 @@ class Linformer(Core):
         return to_k, to_k if self.project_v is None else columns(self.project_v)
 
     def _check(self, places: Places) -> None:
-        longest = token_count(places)
+        longest = places.longest
         if longest > self.longest:
             raise ValueError(f"{longest} tokens, but linformer was built for max_len={self.longest}: build it longer")
 

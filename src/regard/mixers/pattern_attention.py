@@ -1,4 +1,4 @@
-"""Softmax over the pairs of a pattern, for queries and keys wherever they stand: choosing how to compute it."""
+"""Softmax over the pairs of a pattern, for queries and keys at any positions: choosing how to compute it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache
+from regard.mixers.places import UnpadOrder
 from regard.mixers.position_interface import Positions
-from regard.mixers.unpad import UnpadOrder, unpad_order
+from regard.ops.backend import AUTO
+from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse
 from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias
@@ -18,32 +20,31 @@ from regard.ops.tile.attention import MASKED_SCORE, HeadPatterns, tile_attention
 from regard.patterns.tiles import Span
 from regard.transforms import needs_lengths, needs_plain_ops
 
-FEW_QUERIES = 16  # queries up to which all keys in the memory are simply looked at
-
 
 class PatternAttention(NamedTuple):
-    """What to compute: softmax(scale * q.k) over the pairs of a pattern, of the past alone if causal."""
+    """Softmax(scale * q.k) over the pairs of a pattern, of the past alone if causal."""
 
-    reach: HeadPatterns
+    patterns: HeadPatterns
     scale: float
     causal: bool
     dropout: float = 0.0
     positions: Positions | None = None  # of those that add to the scores
+    backend: str = AUTO
 
     def __call__(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """out (b h n e) and log-sum-exp (b h n); q (b h n d)."""
+        """Return out (b h n e) and log-sum-exp (b h n); q (b h n d), keys and values of g heads, a divisor of h."""
         if q.numel() == 0 or log.size == 0:
             return self._nothing(log, q)
-        if self.reach.bends:
+        if self.patterns.bends:
             return self._by_length(log, q, places)
-        if needs_plain_ops() and places.start is not None and log.start is not None:  # which can follow any number of queries
+        few = q.shape[2] <= budget(q.device).few_queries
+        known = places.start is not None and log.start is not None
+        if known and (not few or needs_plain_ops()):  # in plain operations the number of queries may be any
             return self._tiles(log, q, places)
-        if q.shape[2] <= FEW_QUERIES:
+        if few:
             return self._small(log, q, places)
         if places.start is None:
             return self._by_row(log, q, places)
-        if log.start is not None:
-            return self._tiles(log, q, places)
         return self._beside_memory(log, q, places)
 
     def _nothing(self, log: KVCache, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,40 +52,51 @@ class PatternAttention(NamedTuple):
         return out, torch.full(q.shape[:3], MASKED_SCORE, dtype=torch.float32, device=q.device)
 
     def _small(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        i, j = places.at[:, None, :, None], log.places.at[:, None, None]
-        one, *others = self.reach.each
+        """Compute the scores of all keys in the memory."""
+        there = log.places
+        i, j = places.at[:, None, :, None], there.at[:, None, None]
+        one, *others = self.patterns.each
         seen = one(0, i, j)
         if any(p is not one and p != one for p in others):
             seen = torch.cat([seen, *(p(0, i, j) for p in others)], 1)
-        if log.places.valid is not None:
-            seen = seen & log.places.valid[:, None, None]
+        if there.valid is not None:
+            seen = seen & there.valid[:, None, None]
         seen = seen & (i >= j) if self.causal else seen
-        k, v = expand_heads(log.keys, log.values, q.shape[1])
-        out, lse = few_queries_attention(q, k, v, seen, scale=self.scale, dropout=self.dropout, term=self._term(q), apart=i - j)
-        return self._finished(out, v), lse
+        out, lse = few_queries_attention(
+            q, log.keys, log.values, seen, scale=self.scale, dropout=self.dropout, term=self._bias(q), apart=i - j
+        )
+        return self._finished(out, log.v), lse
 
-    def _term(self, q: Tensor) -> ScoreBias | None:
+    def _bias(self, q: Tensor) -> ScoreBias | None:
         return None if self.positions is None else self.positions.term(q, self.scale)
 
     def _finished(self, out: Tensor, v: Tensor) -> Tensor:
         return out if self.positions is None else self.positions.finish(out, v.shape[-1])
 
     def _tiles(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Real tokens of every row side by side, in order: the plan of one row serves all."""
+        """Compute by tiles, with the real tokens of every row side by side, in order: one plan serves all rows."""
         assert places.start is not None and log.start is not None
-        k, v, valid = compact_keys(log.keys, log.values, log.places.valid)
-        q, back = compact_queries(q, places.valid)
-        k, v = expand_heads(k, v, q.shape[1])
-        span = Span(places.start, q.shape[2], log.start, k.shape[2])
+        k, v, valid, back = log.keys, log.values, log.places.valid, None
+        if valid is not None:
+            k, v, valid = compact_keys(k, v, log.places)
+        if places.valid is not None:
+            q, back = compact_queries(q, places)
         out, lse = tile_attention(
-            q, k, v, self.reach, span, scale=self.scale, causal=self.causal, valid=valid, dropout=self.dropout, term=self._term(q)
+            *(q, k, v, self.patterns, Span(places.start, q.shape[2], log.start, k.shape[2])),
+            scale=self.scale,
+            causal=self.causal,
+            valid=valid,
+            bias=None if self.positions is None else self._bias(q),
+            dropout=self.dropout,
+            backend=self.backend,
         )
-        return _unpacked(self._finished(out, v), lse, back)
+        out = out if self.positions is None else self._finished(out, v)
+        return (out, lse) if back is None else _in_order(out, lse, back)
 
     def _beside_memory(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """A chunk behind a memory with gaps, which is short because it forgets: the chunk by tiles, the memory in full."""
+        """Compute a chunk by tiles and the memory before it, which has gaps and is short because it forgets, in full."""
         old = log.size - q.shape[2] if self.causal else log.size
-        past = log._replace(size=old)
+        past = log._replace(size=old, whole=None)
         out = self._small(past, q, places)
         if not self.causal:
             return out
@@ -95,34 +107,35 @@ class PatternAttention(NamedTuple):
         return merge_by_lse(self._tiles(new, q, places), out)
 
     def _by_length(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """A pattern that depends on the length is bound to that of every row: real tokens only."""
+        """Bind a pattern that depends on the length to that of every row: real tokens only."""
         if log.start != 0 or places.start != 0:
-            raise ValueError(f"{self.reach.text} is drawn for one length: it cannot continue from a memory")
+            raise ValueError(f"{self.patterns.text} is drawn for one length: it cannot continue from a memory")
         if log.plain and places.valid is None:
             return self._tiles(log, q, places)
         return self._opaque(log, q, places) if torch.compiler.is_compiling() else self._by_row(log, q, places)
 
     def _opaque(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """The same for torch.compile, which knows no lengths: real tokens in front, and an operator that counts them."""
-        k, v, real = compact_keys(log.keys, log.values, log.places.valid)
-        q, back = compact_queries(q, places.valid)
-        k, v = expand_heads(k, v, q.shape[1])
+        """Compute the same under torch.compile, which has no lengths: real tokens in front, and an operator that counts them."""
+        k, v, real = compact_keys(log.keys, log.values, log.places)
+        q, back = compact_queries(q, places)
         asking, there = (
             torch.full((len(x),), x.shape[2], device=x.device) if valid is None else valid.sum(1)
             for x, valid in ((q, places.valid), (k, real))
         )
         out, lse = ragged_tile_attention(
-            *(q, k, v, torch.stack([asking, there], 1), self.reach),
+            *(q, k, v, torch.stack([asking, there], 1), self.patterns),
             scale=self.scale,
             causal=self.causal,
             dropout=self.dropout,
-            term=self._term(q),
+            bias=self._bias(q),
+            backend=self.backend,
         )
-        return _unpacked(self._finished(out, v), lse, back)
+        out = self._finished(out, v)
+        return (out, lse) if back is None else _in_order(out, lse, back)
 
     def _by_row(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Rows that stand at different positions or have lengths of their own: one after another, without their padding."""
-        needs_lengths(self.reach.text, places.valid)
+        """Compute rows at different positions or with lengths of their own one after another, without their padding."""
+        needs_lengths(self.patterns.text, places.valid)
         found = []
         for row in range(len(q)):
             out, lse = self._nothing(log, q[row : row + 1])
@@ -137,7 +150,7 @@ class PatternAttention(NamedTuple):
 
 
 def expand_heads(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Every query head its own key and value head."""
+    """Repeat keys and values so that every query head has its own."""
     share = heads // k.shape[1]
     return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
 
@@ -146,18 +159,18 @@ def _moved(x: Tensor, order: UnpadOrder) -> Tensor:
     return x.gather(2, order.there[:, None, :, None].expand_as(x))
 
 
-def _unpacked(out: Tensor, lse: Tensor, back: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Answers in the order in which queries came."""
-    if back is None:
-        return out, lse
+def _in_order(out: Tensor, lse: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs in the order of the queries before they were compacted."""
     return out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
 
 
-def compact_keys(k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    order = None if valid is None else unpad_order(valid)
-    return (k, v, valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
+def compact_keys(k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Move real keys and values to the front of their rows; return which places hold one."""
+    order = places.unpad_order
+    return (k, v, places.valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
 
 
-def compact_queries(q: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    order = None if valid is None else unpad_order(valid)
+def compact_queries(q: Tensor, places: Places) -> tuple[Tensor, Tensor | None]:
+    """Move real queries to the front of their rows; return where each came from, or None where none moved."""
+    order = places.unpad_order
     return (q, None) if order is None else (_moved(q, order), order.back)

@@ -1,4 +1,4 @@
-"""A learned module decides: blocks of tokens are sorted, and a query looks at its own block and at the one sorted to it."""
+"""Sinkhorn attention: blocks of keys are sorted by a learned module, and a query sees its own block and the one sorted to it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Sinkhorn(CachedCore):
     has no mass. A block counts itself once: with P the identity this is Blocks(block), with another permutation two whole blocks.
 
     form="sortcut": every query sees the first `top` sorted blocks and nothing else, R_tj = w_t . u_j. Whatever is sorted behind
-    them has no scores of its own, so that one row of mass (blocks - top) and R = 0 stands for it. What comes first depends on
-    the end of the sequence, so it cannot be causal; it does not depend on who asks, so it can be cross.
+    them has no scores of its own, so that one row of mass (blocks - top) and R = 0 replaces it. What comes first depends on
+    the end of the sequence, so it cannot be causal; it does not depend on the queries, so it can be cross.
 
     Causal: a block is sorted only to blocks that begin after it ends, and the one doubly stochastic matrix of that kind is the
     shift by a block. So rows are balanced in the order of time instead: P_i = softmax_(j < i)(R_ij - log(1 + sum_(l < i) P_lj)),
@@ -80,8 +80,6 @@ class Sinkhorn(CachedCore):
             k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in cut.sorted_by(self.shares(cut, causal)))
             each = math.prod(q.shape[:2]) * k.shape[3]
             out = in_strips(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
-        elif q.shape[2] > log.size:
-            raise ValueError(f"sinkhorn answers the tokens it has read: {q.shape[2]} queries, but {log.size} keys")
         else:
             out = self._own_and_sorted(cut, queries, places, causal)
         return out.to(log.v.dtype)
@@ -141,7 +139,7 @@ class _Cut(NamedTuple):
     @staticmethod
     def of(log: KVCache, q: Tensor, p: int) -> _Cut:
         c = _block_count(log.size, p)
-        k, v, real = compact_keys(log.keys, log.values, log.places.valid)
+        k, v, real = compact_keys(log.keys, log.values, log.places)
         if real is None:
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
         else:
@@ -176,7 +174,7 @@ class _Grid(NamedTuple):
         return _Grid(u, first, places.at - first * p)
 
     def rows(self, x: Tensor) -> Tensor:
-        """Of blocks x (b h c ...), those that are asked for (b h u ...)."""
+        """Select the blocks of the queries (b h u ...) from x (b h c ...)."""
         if self.first is None:
             return x[:, :, : self.u]
         block = (self.first + torch.arange(self.u, device=x.device)).clamp_max(x.shape[2] - 1)

@@ -1,28 +1,25 @@
-"""The yardstick: all pairs are looked at, and a score decides how much each one counts."""
+"""Softmax attention over all pairs, and other scores and normalisations over all pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
-from torch.utils.checkpoint import checkpoint
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.ops.budget import budget
 from regard.ops.dense import sdpa
-from regard.ops.strip import in_even_strips
+from regard.ops.strip import in_strips
 from regard.ops.tile.attention import HeadPatterns, accumulator
 from regard.patterns import Everything
-from regard.transforms import exporting, transformed
 
 SOFTMAX_CLAIMS = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
-DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # whatever looks at pairs through q.k and a softmax
-STRIP_ELEMENTS = 1 << 22  # elements of the largest tensor that a strip of queries makes
+DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # claims of scores q.k under a softmax
 
 
 def default_scale(scale: float | None, d: int) -> float:
@@ -34,7 +31,7 @@ def default_scale(scale: float | None, d: int) -> float:
 
 
 class Softmax(CachedCore):
-    """Every query looks at every key; similar pairs count more.
+    """Every query weighs every key by the softmax of their scaled dot product.
 
     A = softmax(scale q k^T), out = A v, with scale = 1/sqrt(d) unless given.
     Cost: (d + e) n^2, memory n. Vaswani et al. 2017, arXiv:1706.03762.
@@ -56,14 +53,15 @@ class Softmax(CachedCore):
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         if self.positions is not None:  # scores that the fused kernel cannot take
-            return PatternAttention(self.reach, self.scale, causal, drop, self.positions)(log, q, places)[0]
+            return PatternAttention(self.reach, self.scale, causal, drop, self.positions, self.dims.backend)(log, q, places)[0]
         if not causal or q.shape[2] == 1:  # the newest token sees all
-            alike = places.valid is log.valid  # the tokens themselves ask
-            return sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid, dropout=drop, alike=alike)
+            seen, own = log.places, places is log.places  # own: queries are padding where keys are
+            mask = seen.sdpa_mask(q.dtype)
+            return sdpa(q, log.keys, log.values, scale=self.scale, valid=mask, dropout=drop, keep_empty=own)
         if log.size > q.shape[2]:  # a chunk behind a memory
-            return PatternAttention(self.reach, self.scale, True, drop)(log, q, places)[0]
-        k, v, _ = compact_keys(log.keys, log.values, log.places.valid)
-        q, back = compact_queries(q, places.valid)  # with real tokens in front, none of them has padding in its past
+            return PatternAttention(self.reach, self.scale, True, drop, None, self.dims.backend)(log, q, places)[0]
+        k, v, _ = compact_keys(log.keys, log.values, log.places)
+        q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = sdpa(q, k, v, scale=self.scale, causal=True, dropout=drop)
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
 
@@ -99,38 +97,20 @@ class _Strips(CachedCore):
         j, valid = log.places.at, log.valid[:, : log.size]
         rate = self.drop
 
-        def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> Tensor:
-            apart = i[:, None, :, None] - j[:, None, None]
+        def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> tuple[Tensor]:
+            distance = i[:, None, :, None] - j[:, None, None]
             seen = valid[:, None, None]
-            seen = seen & (apart >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
+            seen = seen & (distance >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
             s, own = self.scores(q, k), term and term._replace(by_query=by_query)
-            a = dropout(self.normalise(own.add(s, apart) if own else s, seen), rate)
+            a = dropout(self.normalise(own.add(s, distance) if own else s, seen), rate)
             out = a @ v
-            return torch.cat([out, own.masses(a, apart)], -1) if own and own.mass else out
+            return (torch.cat([out, own.masses(a, distance)], -1) if own and own.mass else out,)
 
-        out = _attend_in_strips(strip, q, k, v, places.at, term and term.by_query, self.depth()).to(log.v.dtype)
+        tensors = (q, k, v, places.at, term and term.by_query)
+        each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
+        room = budget(q.device).softmax_strip
+        out = in_strips(strip, tensors, 2, each, dims=(2, None, None, 1, 2), room=room)[0].to(log.v.dtype)
         return out if positions is None else positions.finish(out, v.shape[-1])
-
-
-def _attend_in_strips(
-    strip: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, at: Tensor, by_query: Tensor | None, depth: int
-) -> Tensor:
-    if q.is_meta or exporting():  # without content nothing is too large; and an exported program is for any size
-        return strip(q, k, v, at, by_query)
-    if torch.compiler.is_compiling():
-        tensors = (q, k, v, at, by_query)
-        each = q.shape[0] * q.shape[1] * k.shape[2] * depth
-        return in_even_strips(lambda *x: (strip(*x),), tensors, (2, None, None, 1, 2), 2, q.shape[2], each, STRIP_ELEMENTS)[0]
-    rows = max(1, STRIP_ELEMENTS // max(1, q.shape[0] * q.shape[1] * k.shape[2] * depth))
-    if q.shape[2] <= rows:
-        return strip(q, k, v, at, by_query)
-    queries = q.split(rows, 2)
-    more = [None] * len(queries) if by_query is None else by_query.split(rows, 2)
-    again = torch.is_grad_enabled() and not transformed() and any(x.requires_grad for x in (q, k, v))
-    found = []
-    for x, i, y in zip(queries, at.split(rows, 1), more, strict=True):
-        found.append(checkpoint(strip, x, k, v, i, y, use_reentrant=False) if again else strip(x, k, v, i, y))
-    return torch.cat(found, 2)
 
 
 class Additive(_Strips):
@@ -207,10 +187,8 @@ class Identity(Core):
         return Values(torch.cat([memory.v.to(v.dtype), v], 2))
 
     def read(self, memory: Values, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002
-        n = q.shape[2]
-        if memory.v.shape[2] < n:
-            raise ValueError(f"identity answers a token with itself: {n} queries, but {memory.v.shape[2]} tokens in the memory")
-        return memory.v[:, :, memory.v.shape[2] - n :].repeat_interleave(q.shape[1] // memory.v.shape[1], 1)
+        own = memory.v[:, :, memory.v.shape[2] - q.shape[2] :]
+        return own.repeat_interleave(q.shape[1] // memory.v.shape[1], 1)
 
     def forget(self, memory: Values, t: Tensor) -> Values:  # noqa: ARG002
         return Values(memory.v[:, :, :0])

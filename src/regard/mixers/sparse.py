@@ -45,6 +45,7 @@ class Sparse(CachedCore):
     """
 
     can = DOTS
+    operations: tuple[str, ...] = ("tile",)
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, scale: float | None = None) -> None:
         super().__init__(dims)
@@ -70,7 +71,7 @@ class Sparse(CachedCore):
         return self.pattern.alive(j, t)
 
     def look(self, causal: bool) -> PatternAttention:
-        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions)
+        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self.look(causal)(log, q, places)[0]
@@ -172,6 +173,7 @@ class Longformer(Core):
     """
 
     can = SELF
+    operations: tuple[str, ...] = ("tile",)
 
     def __init__(
         self,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.checks import check_rows, check_rows_of
+from regard.mixers.places import Places
 
 
 def select(value: Any, rows: Tensor, within: bool = False) -> Any:
@@ -21,18 +19,38 @@ def select(value: Any, rows: Tensor, within: bool = False) -> Any:
     if isinstance(value, State):
         return value.select(rows, within)
     check_rows(rows)
-    return _taken(value, rows, within)
+    return _RowSelection(rows, within)(value)
 
 
-def _taken(value: Any, rows: Tensor, within: bool) -> Any:
+class _RowSelection:
+    """Rows of all tensors in a value. What several layers share is taken once, and shared afterwards too."""
+
+    def __init__(self, rows: Tensor, within: bool) -> None:
+        self.rows, self.within = rows, within
+        self.taken: dict[int, tuple[Any, Any]] = {}  # by the id of what it was taken of, which is kept too
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Tensor | Places):
+            return self._shared(value)
+        if self.within and isinstance(value, CrossState):
+            return value
+        if isinstance(value, tuple):
+            parts = [self(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
+    def _shared(self, value: Tensor | Places) -> Tensor | Places:
+        if torch.compiler.is_compiling():
+            return _rows_of(value, self.rows)
+        if id(value) not in self.taken:
+            self.taken[id(value)] = value, _rows_of(value, self.rows)
+        return self.taken[id(value)][1]
+
+
+def _rows_of(value: Tensor | Places, rows: Tensor) -> Tensor | Places:
     if isinstance(value, Tensor):
         return value.index_select(0, rows)
-    if within and isinstance(value, CrossState):
-        return value
-    if isinstance(value, tuple):
-        parts = [_taken(part, rows, within) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
+    return value.select(rows)
 
 
 def nbytes(value: Any) -> int:
@@ -60,7 +78,7 @@ class State(NamedTuple):
     def select(self, rows: Tensor, within: bool = False) -> State:
         """Take rows of the batch, in any order and number."""
         check_rows_of(rows, len(self.t), self.t.device)
-        return _taken(self, rows, within)
+        return _RowSelection(rows, within)(self)
 
     def fan(self, k: int) -> State:
         """Repeat every row k times, side by side: the beams that begin with it."""
@@ -77,30 +95,6 @@ class CrossState(State):
     """That of a mixer which reads a context and adds nothing to it: rows with the same context, as many tokens on, are alike."""
 
     __slots__ = ()
-
-
-class _DevicePositions(threading.local):
-    """A host bound on positions that only the device holds."""
-
-    bound: int | None = None
-
-
-_device_positions = _DevicePositions()
-
-
-@contextmanager
-def positions_below(bound: int) -> Iterator[None]:
-    """Declare that all positions in here are below `bound`, so that none has to be read from the device: for CUDA graphs."""
-    outer, _device_positions.bound = _device_positions.bound, bound
-    try:
-        yield
-    finally:
-        _device_positions.bound = outer
-
-
-def position_bound() -> int | None:
-    """Return the bound of `positions_below`; None: positions may be read from the device."""
-    return _device_positions.bound
 
 
 def check_state(state: Any, x: Tensor) -> None:

@@ -1,29 +1,27 @@
-"""Do we need queries and keys at all? Weights that are made up from one token, or from none."""
+"""Synthetic attention weights: made from one token each, or learned, without comparing queries and keys."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, relu
-from torch.utils.checkpoint import checkpoint
 
-import regard.mixers.softmax as family
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places, needed_length
 from regard.mixers.kv_cache import KVCache
-from regard.mixers.pattern_attention import FEW_QUERIES, PatternAttention, compact_keys, compact_queries, expand_heads
-from regard.ops.strip import in_even_strips
+from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries, expand_heads
+from regard.mixers.softmax import Softmax
+from regard.ops.budget import budget
+from regard.ops.strip import in_strips
 from regard.ops.tile.attention import MASKED_SCORE, accumulator
-from regard.transforms import exporting, transformed
 
 SYNTHESIZER_FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 
 
-class Synthesizer(family.Softmax):
-    """Synthesizer: how much each position counts for a token is made up without a look at the others.
+class Synthesizer(Softmax):
+    """Synthesizer: the weight of each position for a token is computed without the other tokens.
 
     A = softmax(S) over the positions j of real tokens, out = A v. Per head, S is one of the forms
     dense: S_i = W2 relu(W1 q_i + b1) + b2, a logit for every position; q_i is a linear image of the token (in the paper, itself)
@@ -111,17 +109,15 @@ class Synthesizer(family.Softmax):
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
-        self._fits(log, q)
+        self._check_length(log)
         if self.form in ("random", "dense_factorised"):
             return self._strips(log, q, places, causal).to(log.v.dtype)
         log, made = self._as_dots(log, q, places)
-        if q.shape[2] <= FEW_QUERIES:  # the fused kernel would first make values as wide as these keys
-            return PatternAttention(self.reach, 1.0, causal, self.drop)(log, made, places)[0]
+        if q.shape[2] <= budget(q.device).few_queries:  # the fused kernel would first make values as wide as these keys
+            return PatternAttention(self.reach, 1.0, causal, self.drop, None, self.dims.backend)(log, made, places)[0]
         return super().answer(log, made, places, causal)
 
-    def _fits(self, log: KVCache, q: Tensor) -> None:
-        if q.shape[2] > log.size:
-            raise ValueError(f"synthesizer answers the tokens it has read: {q.shape[2]} queries, but {log.size} tokens")
+    def _check_length(self, log: KVCache) -> None:
         if log.size <= self.longest:
             return
         real = log.size if log.plain else int(log.valid[:, : log.size].sum(1).max())
@@ -130,7 +126,7 @@ class Synthesizer(family.Softmax):
 
     def _as_dots(self, log: KVCache, q: Tensor, places: Places) -> tuple[KVCache, Tensor]:
         """Logits that are products: of a hidden layer, or of a row, with a column for each position. So these are the keys."""
-        acc, dtype, m = accumulator(q.dtype), log.v.dtype, log.size  # no real token stands at m or later
+        acc, dtype, m = accumulator(q.dtype), log.v.dtype, log.size  # no real token has a position of m or later
         if self.form == "dense":
             made = pad(self._hidden(q.to(acc)), (0, 1), value=1.0)
             columns = torch.cat([self.outer[:, :m], self.outer_bias[:, :m]], -1)
@@ -148,27 +144,29 @@ class Synthesizer(family.Softmax):
     def _strips(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """Logits that are no products: some queries at a time, and once more in the backward pass."""
         acc, m, back = accumulator(q.dtype), min(log.size, self.longest), None
-        k, v, real = compact_keys(log.keys, log.values, log.places.valid)  # a token's position is its index now
+        k, v, real = compact_keys(log.keys, log.values, log.places)  # a token's position is its index now
         k, v = expand_heads(k.to(acc), v.to(acc), q.shape[1])
         if places.start is not None:
-            q, back = compact_queries(q, places.valid)
+            q, back = compact_queries(q, places)
             places = Places.of(q[:1, 0], start=places.start)
         dot, own = self._weights()
-        rate = self.drop
+        rate, first = self.drop, places.start if causal else None
 
-        def strip(m: int, i: Tensor, q: Tensor, *made: Tensor) -> Tensor:
-            """Of queries at i that see none but the first m."""
-            s = self._scores(m, *made) * own
-            s = s if self.mix is None else s + (q * (q.shape[-1] ** -0.5 * dot)) @ k[:, :, :m].mT
-            seen = i >= torch.arange(m, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, m)
-            seen = seen if real is None else seen & real[:, None, None, :m]
+        def strip(end: int, k: Tensor, v: Tensor, i: Tensor, q: Tensor, *made: Tensor) -> tuple[Tensor]:
+            """Of queries at positions i, the last of which sees none but the first `last` keys."""
+            last = m if first is None else min(m, first + end)
+            s = self._scores(last, *made) * own
+            s = s if self.mix is None else s + (q * (q.shape[-1] ** -0.5 * dot)) @ k[:, :, :last].mT
+            seen = i >= torch.arange(last, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, last)
+            seen = seen if real is None else seen & real[:, None, None, :last]
             weights = s.masked_fill(~seen, MASKED_SCORE).softmax(-1)
             weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate) if rate else weights
-            return (weights @ v[:, :, :m]).masked_fill(~seen.any(-1, keepdim=True), 0)
+            return ((weights @ v[:, :, :last]).masked_fill(~seen.any(-1, keepdim=True), 0),)
 
-        asked = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
-        first = places.start if causal else None
-        out = _synthesize_in_strips(strip, asked, m, lambda n: m if first is None else min(m, first + n))
+        queries = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
+        dims, each = (None, None, *[2] * len(queries)), q.shape[0] * q.shape[1] * m
+        room = budget(q.device).softmax_strip
+        out = in_strips(strip, (k, v, *queries), 2, each, dims=dims, room=room, ends=True)[0]
         return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
 
     def _made(self, q: Tensor, places: Places) -> tuple[Tensor, ...]:
@@ -216,23 +214,4 @@ def _at(table: Tensor, places: Places) -> Tensor:
     (b, n), start = places.at.shape, places.start
     if start is not None and places.valid is None and start + n <= table.shape[1]:
         return table[:, start : start + n].expand(b, *[-1] * table.dim())
-    return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding stands further than that
-
-
-def _synthesize_in_strips(strip: Callable[..., Tensor], asked: tuple[Tensor, ...], m: int, reach: Callable[[int], int]) -> Tensor:
-    """strip(keys, *asked), which works on every query by itself, some at a time; the first n queries see reach(n) keys of m."""
-    b, h, n, _ = asked[1].shape
-    if exporting():  # of any size: a strip would fix it
-        return strip(reach(n), *asked)
-    if torch.compiler.is_compiling():
-        cut = (2,) * len(asked)
-        return in_even_strips(lambda *x: (strip(m, *x),), asked, cut, 2, n, b * h * m, family.STRIP_ELEMENTS)[0]
-    rows = max(1, family.STRIP_ELEMENTS // max(1, b * h * m))
-    if n <= rows:
-        return strip(reach(n), *asked)
-    again = torch.is_grad_enabled() and not transformed()  # for the values, if for nothing else
-    found = []
-    for x in zip(range(rows, n + rows, rows), *(x.split(rows, 2) for x in asked), strict=True):
-        part = (reach(x[0]), *x[1:])
-        found.append(checkpoint(strip, *part, use_reentrant=False) if again else strip(*part))
-    return torch.cat(found, 2)
+    return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding has a later position

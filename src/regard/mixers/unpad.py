@@ -1,30 +1,18 @@
-"""Real tokens to the front of their row and back: for whoever needs neighbours to stand side by side."""
+"""Mixers that need neighbouring real tokens side by side: padding is moved behind them, and back."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.checks import check_batch
-from regard.mixers.base import Can, Free, Places, State, need_claims
-from regard.transforms import may_read_data
-
-
-class UnpadOrder(NamedTuple):
-    there: Tensor  # (b n) which token comes to each place
-    back: Tensor  # (b n) where each token went
-    real: Tensor  # (b n) which places hold a real token
-
-
-def unpad_order(valid: Tensor) -> UnpadOrder | None:
-    """Real tokens to the front; None where they are there already, which only a CPU can see for free."""
-    if may_read_data(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
-        return None
-    there = (~valid).long().argsort(dim=1, stable=True)
-    return UnpadOrder(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
+from regard.mixers.base import Free
+from regard.mixers.dims import Can, need_claims
+from regard.mixers.places import Places, mask_padding
+from regard.mixers.state import State
 
 
 class UnpaddedMixer(Free):
@@ -47,53 +35,68 @@ class UnpaddedMixer(Free):
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         self.no_context(context)
         self.check(x)
-        return self._packed(self._nothing(x.shape[0], x.device), x, valid)[0]
+        self.check_padding(valid, x)
+        return self.forward_at(x, Places.of(x, valid))
+
+    def forward_at(
+        self,
+        x: Tensor,
+        places: Places,
+        *,
+        context: Tensor | None = None,
+        context_places: Places | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        self.no_context(context)
+        memory = self.empty(x.shape[0]) if self.dims.causal else None
+        return self._unpadded(memory, x, places)[0]
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
-        self._streams()
+        self._check_streams()
         if batch is None or context is not None or valid is not None:
             raise ValueError(f"a causal {self.name} starts from nothing: start(batch), with the number of sequences")
         check_batch(batch)
-        return self._nothing(batch, next(self.parameters()).device)._replace(maker=self.maker())
+        return self.start_at(torch.zeros(batch, dtype=torch.long, device=next(self.parameters()).device))
+
+    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:  # noqa: ARG002
+        self._check_streams()
+        return State(self.empty(len(t)), t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        self._streams()
+        self._check_streams()
         self.check(x)
         self.check_state(state, x)
-        return self._packed(state, x, valid)
+        self.check_padding(valid, x)
+        return self.extend_at(state, x, Places.of(x, valid, state.t, state.start))
 
-    def _streams(self) -> None:
+    def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
+        y, memory = self._unpadded(state.memory, x, places)
+        nothing = x.numel() == 0 or self._room(places) == 0
+        return y, state if nothing else self.later(state, memory, places)
+
+    def _check_streams(self) -> None:
         need_claims(self.name, self.can, Can.STREAM)
         if not self.dims.causal:
             raise ValueError(f"only a causal {self.name} can stream: build it with causal=True")
 
-    def _nothing(self, batch: int, device: torch.device) -> State:
-        memory = self.empty(batch) if self.dims.causal else None
-        return State(memory, torch.zeros(batch, dtype=torch.long, device=device), 0)
-
-    def _packed(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
-        self.check_padding(valid, x)
-        places = Places.of(x, valid, state.t, state.start)
+    def _unpadded(self, memory: Any, x: Tensor, places: Places) -> tuple[Tensor, Any]:
+        """Mix tokens with the real ones of every row in front, and bring the outputs back; zeros at padding."""
         self.check_length(places)
-        room = self._room(state, x.shape[1])
-        if x.numel() == 0 or room == 0:  # nothing, or nothing but padding
-            return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0), state
-        if valid is None:
-            y, memory = self._mixed(state.memory, x, places)
-            return y, self.later(state, memory, places)
-        order = unpad_order(valid)
-        tokens, real = (x, valid) if order is None else (x.gather(1, order.there[..., None].expand_as(x)), order.real)
-        tokens, real = tokens[:, :room].masked_fill(~real[:, :room, None], 0), real[:, :room]
-        front = Places.of(tokens, real, state.t, state.start)
-        y, memory = self._mixed(state.memory, tokens, front)
+        room = self._room(places)
+        if x.numel() == 0 or room == 0:  # no token, or padding alone
+            return x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0), memory
+        if places.valid is None:
+            return self._mixed(memory, x, places)
+        order, front = places.unpad_order, places.front(room)
+        tokens = x if order is None else x.gather(1, order.there[..., None].expand_as(x))
+        y, memory = self._mixed(memory, mask_padding(tokens[:, :room], front.valid), front)
         y = pad(y, (0, 0, 0, x.shape[1] - room))
         y = y if order is None else y.gather(1, order.back[..., None].expand_as(y))
-        return y.masked_fill(~valid[..., None], 0), self.later(state, memory, front)
+        return mask_padding(y, places.valid), memory
 
     def _mixed(self, memory: Any, x: Tensor, places: Places) -> tuple[Tensor, Any]:
         return self.scan(memory, x, places) if self.dims.causal else (self.mix(x, places), None)
 
-    def _room(self, state: State, n: int) -> int:
-        """How many packed tokens can be real: behind the longest sequence there is only padding, and no weight for it."""
-        limit = self.dims.max_len
-        return n if limit is None or state.start is None else min(n, limit - state.start)
+    def _room(self, places: Places) -> int:
+        """Return how many tokens of a row can be real: there are weights for max_len of them."""
+        n, limit = places.at.shape[1], self.dims.max_len
+        return n if limit is None or places.start is None else min(n, limit - places.start)

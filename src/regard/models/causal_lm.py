@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
-from regard.mixers.base import State
+from regard.mixers.state import State
 from regard.models.embedding import Embedding
 
 
@@ -28,16 +28,19 @@ class LanguageModel(nn.Module):
         self.embed, self.stack, self.head = embed, stack, head
 
     def forward(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        return self.head(self.stack(self.embed(tokens, valid), valid))
+        places = self.embed.places(tokens, valid)
+        return self.head(self.stack(self.embed(tokens, places), places))
 
     def start(self, batch: int) -> State:
         return self.stack.start(batch)
 
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        y, after = self.stack.extend(state, self.embed(tokens, valid, state), valid)
+        places = self.embed.places(tokens, valid, state)
+        y, after = self.stack.extend(state, self.embed(tokens, places), places)
         return self.head(y), after
 
     def last(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        """Scores (b v) of what follows the last real token alone: a prompt is not worth n times the vocabulary."""
-        y, after = self.stack.extend(state, self.embed(tokens, valid, state), valid)
+        """Return the scores (b v) of what follows the last real token alone: n times the vocabulary is not needed."""
+        places = self.embed.places(tokens, valid, state)
+        y, after = self.stack.extend(state, self.embed(tokens, places), places)
         return self.head(last_real(y, valid)[:, None])[:, 0], after

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import check_fraction
-from regard.checks import check_dense, need
-from regard.mixers.base import Can, Dims, Places, State, check_valid, mask_padding
+from regard.checks import check_dense, check_valid, need
+from regard.mixers.dims import Can, Dims
+from regard.mixers.places import PaddingMask, Places, mask_padding
 from regard.mixers.position_interface import Positions
+from regard.mixers.state import State, check_state
 from regard.positions import positions as make_positions
 
 WHOLE = (torch.long, torch.int)
@@ -47,21 +49,33 @@ class Embedding(nn.Module):
         """What each token is."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
-        """`after` is the state of a model that has read tokens already: positions go on from there."""
-        y = self.vectors(self.unpadded(x, valid))
+    def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Places:
+        """Make the places of checked tokens x (b n ...), which a model gives to the embedding and to its layers.
+
+        `after` is the state of a model that has read tokens already: positions go on from there.
+        """
+        check_dense(x, "tokens")
+        if x.dim() < 2:
+            self.vectors(x)  # which refuses it
+        check_valid(valid, x.shape[0], x.shape[1], "the tokens")
+        if after is None:
+            return Places.of(x, valid)
+        check_state(after, x)
+        return Places.of(x, valid, after.t, after.start)
+
+    def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:
+        """Return the vectors of tokens x (b n ...), with zeros at padding. `valid` is a mask (b n), or the `places` of x."""
+        places = valid if isinstance(valid, Places) else self.places(x, valid, after)
+        y = self.vectors(self.unpadded(x, places.valid))
         if self.positions is not None:
-            t, start = (None, 0) if after is None else (after.t, after.start)
-            y = self.positions.add(y, Places.of(y, valid, t, start))
-        return mask_padding(self.drop(y if self.norm is None else self.norm(y)), valid)
+            y = self.positions.add(y, places)
+        return mask_padding(self.drop(y if self.norm is None else self.norm(y)), places.valid)
 
     @staticmethod
     def unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
         """Set padding of x (b n ...) to zero. It may hold anything: NaN, or a token that is in no vocabulary."""
-        check_dense(x, "tokens")
-        if valid is None or x.dim() < 2:
-            return x  # which `vectors` refuses
-        check_valid(valid, x.shape[0], x.shape[1], "the tokens")
+        if valid is None:
+            return x
         return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
 
 
@@ -139,15 +153,21 @@ class Patches(Embedding):
     def vectors(self, x: Tensor) -> Tensor:
         return self.map(x).flatten(2).mT
 
-    def forward(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Tensor:
+    def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Places:
+        """Make the places of the patches of an image."""
         wrong = x.dim() != 4 or x.shape[1] != self.map.in_channels or x.shape[2] % self.side or x.shape[3] % self.side
         if wrong or not x.is_floating_point():
             wanted = f"(batch, {self.map.in_channels}, height, width), both divisible by {self.side}"
             raise ValueError(f"an image has numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
         if valid is not None or after is not None:
             raise ValueError("an image is read whole: it has no padding and nothing before it")
+        patches = x.shape[2] // self.side * (x.shape[3] // self.side)
+        return Places.of(x.new_empty(x.shape[0], patches))
+
+    def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:
+        places = valid if isinstance(valid, Places) else self.places(x, valid, after)
         y = self.vectors(x)
-        return self.drop(y if self.positions is None else self.positions.add(y, Places.of(y)))
+        return self.drop(y if self.positions is None else self.positions.add(y, places))
 
 
 class Spelled(Embedding):

@@ -8,16 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
-from regard.mixers.base import mask_padding, pooled_valid
+from regard.mixers.places import Places
 from regard.models.embedding import Embedding
 
 
 class Encoded(NamedTuple):
-    """What has been read: one vector a token."""
+    """The outputs of an encoder: one vector a token."""
 
     x: Tensor  # (b n w), behind the last block and its norm
-    valid: Tensor | None  # (b n)
-    layers: tuple[Tensor, ...] = ()  # behind every block, if asked for
+    places: Places
+    layers: tuple[Tensor, ...] = ()  # behind every block, if requested
+
+    @property
+    def valid(self) -> Tensor | None:
+        return self.places.valid
 
 
 class Encoder(nn.Module):
@@ -31,19 +35,16 @@ class Encoder(nn.Module):
         self.front = nn.Parameter(torch.randn(front, embed.width) * 0.02) if front else None
 
     def forward(self, x: Tensor, valid: Tensor | None = None, *, layers: bool = False) -> Encoded:
-        y = self.embed(x, valid)
+        places = self.embed.places(x, valid)
+        y = self.embed(x, places)
         if self.front is not None:
             y = torch.cat([self.front.to(y.dtype).expand(len(y), -1, -1), y], 1)
             if valid is not None:
                 valid = torch.cat([valid.new_ones(len(y), len(self.front)), valid], 1)
+            places = Places.of(y, valid)
         if not layers:
-            return Encoded(self.stack(y, valid), self.stack.valid(valid))
+            return Encoded(self.stack(y, places), self.stack.outputs(places))
         if self.stack.rate > 1:
             raise ValueError("layers of different lengths cannot be read side by side: use a mixer that answers every token")
-        behind = []
-        for block in self.stack:
-            y = block(y, valid)
-            behind.append(y)
-            valid = pooled_valid(valid, block.rate)
-        out = y if self.stack.final_norm is None else mask_padding(self.stack.final_norm(y), valid)
-        return Encoded(out, valid, tuple(behind))
+        *behind, out = self.stack.layers(y, places)
+        return Encoded(out, places, tuple(behind))

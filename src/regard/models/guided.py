@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 from regard.config import Config
 from regard.mixers.attention import no_autocast
-from regard.mixers.base import Can, Dims, Mixer, Places, State, mask_padding
+from regard.mixers.base import Mixer
+from regard.mixers.dims import Can, Dims
 from regard.mixers.feature_math import upcast
-from regard.mixers.unpad import unpad_order
+from regard.mixers.places import Places, mask_padding
+from regard.mixers.state import State
 from regard.models.build import translator
 from regard.models.translator import Translator
 from regard.text import unknown
@@ -68,40 +70,59 @@ class Aligner(Mixer):
     ) -> Tensor:
         return self.extend(self.start(context=context, valid=valid), x, query_valid)[0]
 
+    def forward_at(
+        self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
+    ) -> Tensor:
+        t = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        return self.extend_at(self.start_at(t, context=context, context_places=context_places), x, places)[0]
+
     def weights(self, x: Tensor, context: Tensor, *, valid: Tensor | None = None, query_valid: Tensor | None = None) -> Tensor:
-        """(b h m n): how much step i takes of token j; 0 at padding of either side."""
+        """Return (b h m n): how much step i takes of token j; 0 at padding of either side."""
         state = self.start(context=context, valid=valid)
-        return self._look(state, x, query_valid)[0]
+        return self._weights(state, *self._checked(state, x, query_valid))[0]
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
         if context is None or batch is not None:
             raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
         self.check(context, "context", self.dims.context_width)
         self.check_padding(valid, context)
-        self.check_length(Places.of(context, valid))
         context = mask_padding(context, valid)
+        t = torch.zeros(len(context), dtype=torch.long, device=context.device)
+        return self.start_at(t, context=context, context_places=Places.of(context, valid))
+
+    def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:
+        assert context is not None and context_places is not None
+        self.check_length(context_places)
+        valid, order = context_places.valid, context_places.unpad_order
         v = self.v(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
-        order = None if valid is None else unpad_order(valid)
         real = torch.ones(context.shape[:2], dtype=torch.bool, device=context.device) if valid is None else valid
         if order is not None:
             context, real = context.gather(1, order.there[..., None].expand_as(context)), order.real
         k = self.k(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
         sight = AlignerState(k, v, real, None if order is None else order.back, self.first(k))
-        return State(sight, torch.zeros(len(k), dtype=torch.long, device=k.device), 0, self.maker())
+        return State(sight, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        weights, after = self._look(state, x, valid)
+        y, after = self.extend_at(state, *self._checked(state, x, valid))
+        return mask_padding(y, valid), after
+
+    def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
+        weights, after = self._weights(state, x, places)
         weights = F.dropout(self.seen(weights), self.dims.dropout, self.training)
         with no_autocast(weights):
             y = weights @ upcast(state.memory.v)
-        y = self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
-        return y if valid is None else y.masked_fill(~valid[..., None], 0), after
+        return self.out(y.to(x.dtype).transpose(1, 2).flatten(2)), after
 
-    def _look(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, State]:
+    def _checked(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Places]:
+        """Return checked tokens (b m w) with zeros at padding, and their places."""
         self.check(x)
         self.check_state(state, x)
         self.check_padding(valid, x)
-        sight, x = state.memory, mask_padding(x, valid)
+        return mask_padding(x, valid), Places.of(x, valid, state.t, state.start)
+
+    def _weights(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
+        """Return the weights (b h m n) of tokens x (b m w), and the state after them."""
+        sight, valid = state.memory, places.valid
         q = self.q(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
         with no_autocast(q):
             weights, before = self.align(sight, upcast(q), valid)
@@ -109,7 +130,7 @@ class Aligner(Mixer):
             weights = weights.gather(-1, sight.back[:, None, None].expand_as(weights))
         if valid is not None:
             weights = weights.masked_fill(~valid[:, None, :, None], 0)
-        return weights, self.later(state, sight._replace(before=before), Places.of(x, valid, state.t, state.start))
+        return weights, self.later(state, sight._replace(before=before), places)
 
 
 def aligner_softmax(scores: Tensor, real: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from regard.blocks.stack import Stack
 from regard.checks import need
 from regard.config import Config
-from regard.mixers.base import Dims, Places, mask_padding, needed_length
-from regard.mixers.unpad import unpad_order
+from regard.mixers.dims import Dims, needed_length
+from regard.mixers.places import Places, mask_padding, unpad_order
 from regard.models.build import encoder as make_encoder
 from regard.models.build import glorot, stack, tokens
 from regard.models.embedding import Embedding

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
-from regard.checks import need
+from regard.checks import check_valid, need
 from regard.config import Config
 from regard.mixers.attention import no_autocast
-from regard.mixers.base import Places, State, check_valid, mask_padding
 from regard.mixers.feature_math import upcast
+from regard.mixers.places import Places, mask_padding
 from regard.mixers.position_interface import Positions
+from regard.mixers.state import State
 from regard.models import build
 from regard.models.embedding import Vectors
-from regard.models.encoder import Encoder
+from regard.models.encoder import Encoded, Encoder
 
 
 class PointerState(nn.Module):
@@ -82,34 +83,37 @@ class Pointer(nn.Module):
         self.begin, self.end = (nn.Parameter(torch.randn(encoder.width) * encoder.width**-0.5) for _ in range(2))
 
     def forward(self, source: Tensor, source_valid: Tensor | None, told: Tensor, told_valid: Tensor | None = None) -> Tensor:
-        choices, context = self._read(source, source_valid)
-        x = self._told(choices, told, told_valid, None)
-        return self._scores(self.decoder(x, told_valid, context=context, context_valid=source_valid), choices)
+        choices, read = self._read(source, source_valid)
+        x, places = self._told(choices, told, told_valid, None)
+        return self._scores(self.decoder(x, places, context=read.x, context_valid=read.places), choices)
 
     def start(self, source: Tensor, source_valid: Tensor | None = None) -> State:
-        choices, context = self._read(source, source_valid)
-        state = self.decoder.start(context=context, context_valid=source_valid)
+        choices, read = self._read(source, source_valid)
+        state = self.decoder.start(context=read.x, context_valid=read.places)
         return State((state, choices), state.t, state.start)
 
     def extend(self, state: State, told: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         before, choices = state.memory
-        y, after = self.decoder.extend(before, self._told(choices, told, valid, state), valid)
+        y, after = self.decoder.extend(before, *self._told(choices, told, valid, state))
         return self._scores(y, choices), State((after, choices), after.t, after.start)
 
-    def _read(self, source: Tensor, valid: Tensor | None) -> tuple[Choices, Tensor]:
-        x = self.encoder(source, valid).x
+    def _read(self, source: Tensor, valid: Tensor | None) -> tuple[Choices, Encoded]:
+        read = self.encoder(source, valid)
+        x = read.x
         begin, end = (part.to(x.dtype).expand(len(x), 1, -1) for part in (self.begin, self.end))
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         keys = self.point.keys(torch.cat([end, x], 1))
-        return Choices(torch.cat([begin, x], 1), keys, torch.cat([torch.ones_like(real[:, :1]), real], 1)), x
+        return Choices(torch.cat([begin, x], 1), keys, torch.cat([torch.ones_like(real[:, :1]), real], 1)), read
 
-    def _told(self, choices: Choices, told: Tensor, valid: Tensor | None, after: State | None) -> Tensor:
+    def _told(self, choices: Choices, told: Tensor, valid: Tensor | None, after: State | None) -> tuple[Tensor, Places]:
+        """Return the vectors (b m w) of the choices so far, and their places."""
         check_valid(valid, told.shape[0], told.shape[1], "what has been chosen")
         x = choices.vectors.gather(1, told[..., None].expand(-1, -1, choices.vectors.shape[-1]))
+        t, start = (None, 0) if after is None else (after.t, after.start)
+        places = Places.of(x, valid, t, start)
         if self.positions is not None:
-            t, start = (None, 0) if after is None else (after.t, after.start)
-            x = self.positions.add(x, Places.of(x, valid, t, start))
-        return mask_padding(self.drop(x), valid)
+            x = self.positions.add(x, places)
+        return mask_padding(self.drop(x), valid), places
 
     def _scores(self, y: Tensor, choices: Choices) -> Tensor:
         return self.point(y, choices.keys)[:, 0].masked_fill(~choices.real[:, None], -torch.inf)

@@ -121,13 +121,15 @@ class PointerGenerator(Translator):
 
     def start(self, source: Tensor, source_valid: Tensor | None = None, source_extended: Tensor | None = None) -> State:
         heard = self.hear(source, source_valid)
-        state = self.decoder.start(context=heard.contexts, context_valid=heard.valid)
+        state = self.decoder.start(context=heard.contexts, context_valid=heard.places)
         copied = self._copied(heard, source_extended, source)
         return State((state, copied), state.t, state.start)
 
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         before, copied = state.memory
-        y, after = self.decoder.extend(before, self.embed(self._known(tokens), valid, state), valid)
+        known = self._known(tokens)
+        places = self.embed.places(known, valid, state)
+        y, after = self.decoder.extend(before, self.embed(known, places), places)
         return self._scores(self._said(y, copied), copied), State((after, copied), after.t, after.start)
 
     def _known(self, tokens: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.blocks.stack import Stack
-from regard.mixers.base import State
+from regard.mixers.places import Places
+from regard.mixers.state import State
 from regard.models.embedding import Embedding
 from regard.models.encoder import Encoded, Encoder
 
@@ -19,10 +20,14 @@ WIRINGS = ("last", "each", "mixed")
 
 
 class SourceMemory(NamedTuple):
-    """What a decoder reads of the source, and all it needs to know of it."""
+    """What the blocks of a decoder read: the encoded source."""
 
-    contexts: tuple[Tensor, ...]  # (b n w): one for all of its blocks, or one for each
-    valid: Tensor | None  # (b n)
+    contexts: tuple[Tensor, ...]  # (b n w): one for all blocks, or one for each
+    places: Places
+
+    @property
+    def valid(self) -> Tensor | None:
+        return self.places.valid
 
 
 class CrossWiring(nn.Module):
@@ -69,12 +74,13 @@ class Translator(nn.Module):
     def hear(self, source: Tensor, source_valid: Tensor | None = None) -> SourceMemory:
         """The source, read once."""
         read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
-        return SourceMemory(self.wires(read), read.valid)
+        return SourceMemory(self.wires(read), read.places)
 
     def hidden(self, heard: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
         """What the decoder makes of the target (b m), before the head: (b m w)."""
-        x = self.embed(target, target_valid)
-        return self.decoder(x, target_valid, context=heard.contexts, context_valid=heard.valid)
+        places = self.embed.places(target, target_valid)
+        x = self.embed(target, places)
+        return self.decoder(x, places, context=heard.contexts, context_valid=heard.places)
 
     def forward(self, source: Tensor, source_valid: Tensor | None, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
         return self.head(self.hidden(self.hear(source, source_valid), target, target_valid))
@@ -82,8 +88,9 @@ class Translator(nn.Module):
     def start(self, source: Tensor, source_valid: Tensor | None = None) -> State:
         """The source has been read, nothing has been said."""
         heard = self.hear(source, source_valid)
-        return self.decoder.start(context=heard.contexts, context_valid=heard.valid)
+        return self.decoder.start(context=heard.contexts, context_valid=heard.places)
 
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        y, after = self.decoder.extend(state, self.embed(tokens, valid, state), valid)
+        places = self.embed.places(tokens, valid, state)
+        y, after = self.decoder.extend(state, self.embed(tokens, places), places)
         return self.head(y), after

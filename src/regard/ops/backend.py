@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+import torch
 
 AUTO = "auto"
 
@@ -33,13 +36,13 @@ _logged: set[tuple[str, str]] = set()
 
 
 def register_backend(operation: str, backend: Any, *, first: bool = False) -> None:
-    """Add a backend to an operation, behind those that are there or in front of them: `auto` asks them in this order."""
+    """Add a backend to an operation, behind those that are there or in front of them: `auto` tries them in this order."""
     every = _BACKENDS.setdefault(operation, {})
     _BACKENDS[operation] = {backend.name: backend, **every} if first else {**every, backend.name: backend}
 
 
 def backends(operation: str) -> list[str]:
-    """List the names of the backends of an operation, in the order in which `auto` asks them."""
+    """List the names of the backends of an operation, in the order in which `auto` tries them."""
     return list(_BACKENDS[operation])
 
 
@@ -51,8 +54,22 @@ def check_backend(name: str) -> str:
     return name
 
 
+def check_operations(name: str, operations: Sequence[str], backend: str) -> None:
+    """Refuse a backend that a mechanism made of these operations does not have; without any, it has one implementation."""
+    if backend == AUTO:
+        return
+    if not operations and backend != "torch":
+        raise ValueError(f"{name} has one implementation: leave out backend={backend!r}")
+    for operation in operations:
+        every = _BACKENDS.get(operation)
+        if every is not None and backend not in every:
+            raise ValueError(
+                f"{name} computes {operation} attention, which has no backend {backend!r}: there is {', '.join(every)}"
+            )
+
+
 def choose_backend(operation: str, name: str, *call: Any) -> Any:
-    """Return the backend that computes this call: the one that was asked for, or the first that does not refuse."""
+    """Return the backend that computes this call: the one of this name, or the first that does not refuse."""
     every = _BACKENDS[operation]
     if name != AUTO:
         if name not in every:
@@ -62,14 +79,17 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
         return every[name]
     for backend in every.values():
         if backend.refuses(*call) is None:
-            _log(operation, backend.name)
+            if "REGARD_LOG" in os.environ:
+                _log(operation, backend.name)
             return backend
     reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
     raise ValueError(f"no backend can compute this {operation} attention: {reasons}")
 
 
 def _log(operation: str, name: str) -> None:
-    if (operation, name) in _logged or "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
+    if torch.compiler.is_compiling() or (operation, name) in _logged:
+        return
+    if "kernels" not in os.environ.get("REGARD_LOG", "").split(","):
         return
     _logged.add((operation, name))
     print(f"regard: {operation} attention by backend {name!r}", file=sys.stderr)  # noqa: T201

@@ -1,10 +1,10 @@
-"""Softmax among tokens that carry the same label, in linear time: sorted by label, a token sees one stretch of the order.
+"""Softmax among tokens with the same label, in linear time: after sorting by label, a token sees one range of the order.
 
-A token may carry several labels, one a round. A pair counts in the first round that holds it and in no other, so that all
+A token may have several labels, one a round. A pair counts in the first round that holds it and in no other, so that all
 rounds together are one softmax over the union of their pairs. Shapes never depend on labels: no host waits, one graph compiles.
 
 Letters: x rows (batch and heads), n tokens, r rounds, c tiles of p places, d key dim, e value dim.
-Labels (x r n) are 0 .. count - 1; padding carries `count`, stands behind all others, sees nothing and is not seen.
+Labels (x r n) are 0 .. count - 1; padding has label `count`, is sorted behind all others, sees nothing and is not seen.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def sort_by_bucket(labels: Tensor, count: int) -> SortedTokens:
 
 
 def newest_per_bucket(labels: Tensor, count: int, window: int) -> SortedRange:
-    """Causal: a token sees the `window` newest of its label at its time, itself among them. No later token has a say in that."""
+    """Return what causal tokens see: the `window` newest of their label up to themselves, whatever comes later."""
     order, place, first, _ = sort_by_bucket(labels, count)
     n = labels.shape[-1]
-    p = min(max(window // 2, 16), 128, n)  # a tile of p queries looks at p + window keys; below 16 there is little left to save
+    p = min(max(window // 2, 16), 128, n)  # a tile of p queries has p + window keys; below 16 there is little left to save
     high = torch.where(labels < count, place, -1)
     return SortedRange(
         order, place, torch.maximum(first, place - window + 1), high, p, min(-(-(window - 1) // p), -(-n // p) - 1)
@@ -66,7 +66,7 @@ def newest_per_bucket(labels: Tensor, count: int, window: int) -> SortedRange:
 
 
 def chunk_stretch(labels: Tensor, count: int, chunk: int) -> SortedRange:
-    """The sorted order is cut into chunks: a token sees those of its label in its own chunk and in the one before."""
+    """Return what tokens see in chunks of the sorted order: those of their label in their own chunk and in the one before."""
     order, place, first, last = sort_by_bucket(labels, count)
     p = min(chunk, labels.shape[-1])
     start = place // p * p
@@ -75,7 +75,7 @@ def chunk_stretch(labels: Tensor, count: int, chunk: int) -> SortedRange:
 
 
 def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own: bool, drop: float = 0.0) -> BucketOutLse:
-    """Softmax of q . k over what each token sees in any round; own=False: nobody sees itself. q, k (x n d), v (x n e)."""
+    """Compute the softmax of q . k over what each token sees in any round, q, k (x n d), v (x n e); own=False: not itself."""
     (x, n, e), p, back = v.shape, sees.p, sees.back
     row, room = torch.arange(x, device=v.device)[:, None], -(-n // p) * p
     place = sees.place.transpose(0, 1).to(v.dtype)  # (r x n)
@@ -83,10 +83,10 @@ def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own:
     found = []
     for r in range(len(place)):
         # The orders of all rows lie one behind the other, `room` places each: a tile is a tile, whatever row it is of. A place
-        # behind the last token repeats the first: what is asked there is never read, and no stretch reaches that far.
-        asked = pad(sees.order[:, r], (0, room - n))
-        seen = pad((asked + row * n).flatten(), (back * p, 0))
-        spots = torch.cat([spans[r : r + 1], spans[:r]]).gather(-1, asked[:, None].expand(r + 1, -1, 2, -1))
+        # behind the last token repeats the first: its output is never read, and no range reaches that far.
+        order = pad(sees.order[:, r], (0, room - n))
+        seen = pad((order + row * n).flatten(), (back * p, 0))
+        spots = torch.cat([spans[r : r + 1], spans[:r]]).gather(-1, order[:, None].expand(r + 1, -1, 2, -1))
         spots[0, :, 0] -= torch.arange(room, device=v.device) // p * p  # in this round, places count from the tile
         at = place[:r].flatten(1).index_select(1, seen).unflatten(1, (-1, p)).transpose(0, 1)
         tiles = [y.flatten(0, 1).index_select(0, seen).unflatten(0, (-1, p)) for y in (q, k, v)]
@@ -101,9 +101,9 @@ def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own:
 
 def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) -> BucketOutLse:
     """Queries (c p d), the middle and half length of what they see in this round and those before it (c r+1 2 p), and tiles of
-    keys, of values and of where the keys stand in the rounds before.
+    keys, of values and of the places of the keys in the rounds before.
 
-    Which pairs are hidden is told by numbers, 0 where seen and 1 or more elsewhere: a CPU compares slowly. They are exact in
+    Hidden pairs are marked by numbers, 0 where seen and 1 or more elsewhere: a CPU compares slowly. They are exact in
     float32 for rows of up to 2**23 tokens.
     """
     tiles, p = len(windows) // 3, q.shape[1]
@@ -119,7 +119,7 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
 
 
 def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> BucketOutLse:
-    """Softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0."""
+    """Compute the softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0."""
     followed = transformed()
     s = q @ k.mT + MASKED_SCORE * hidden if followed else (q @ k.mT).add_(hidden, alpha=MASKED_SCORE)
     if followed or torch.compiler.is_compiling():  # which fuses these, and torch 2.11 compiles the Function into a wrong gradient
@@ -165,12 +165,12 @@ def _merged(found: list[BucketOutLse]) -> BucketOutLse:
 def few_queries(
     q: Tensor, k: Tensor, v: Tensor, labels: Tensor, count: int, window: int, *, own: bool, drop: float = 0.0
 ) -> BucketOutLse:
-    """As among the newest, for the last n of m tokens, from its definition and without sorting: n m pairs are looked at."""
+    """Compute what the last n of m tokens get from the newest of their label, without sorting: all n m pairs are compared."""
     n, m = q.shape[1], k.shape[1]
     j = torch.arange(m, device=k.device)
 
-    def strip(q: Tensor, asked: Tensor, i: Tensor) -> BucketOutLse:
-        same = (labels[:, :, None] == asked.mT[..., None]) & (j <= i.mT) & (labels < count)[:, :, None]
+    def strip(q: Tensor, own_labels: Tensor, i: Tensor) -> BucketOutLse:
+        same = (labels[:, :, None] == own_labels.mT[..., None]) & (j <= i.mT) & (labels < count)[:, :, None]
         upto = same.cumsum(-1, dtype=torch.int32)
         seen = (same & (upto[..., -1:] - upto < window)).any(1)  # fewer than `window` of them are newer
         return bucket_weights(q, k, v, (~(seen if own else seen & (j != i.mT))).to(q.dtype), drop)

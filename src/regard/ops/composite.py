@@ -1,10 +1,10 @@
-"""Attention over the pairs of a pattern, and along a list of pairs, in plain differentiable operations.
+"""Attention over the pairs of a pattern, and along an edge list, in plain differentiable operations.
 
-The meaning is that of `tiles.py` and `walk.py`, and so is the growth: time and memory follow the pairs, no n x m tensor is made.
-Nothing is written in place and no number is read, so that torch.func, forward-mode AD, a second backward pass and torch.export
-can follow. Gathering indices and masks are constants. It is slower than the fast kernels: they are used wherever they can be.
+The results are those of `tile_attention` and `edge_attention`, and so is the growth: time and memory follow the pairs, no n x m
+tensor is made. No tensor is written in place and no number is read, so that torch.func, forward-mode AD, a second backward pass
+and torch.export can follow. Gathering indices and masks are constants. It is slower than the kernels, which serve other calls.
 
-B = b * h rows of heads, T tiles, r queries and x keys in each.
+G = b * key heads, S query heads for each of them, B = G * S, T tiles, r queries and x keys in each.
 """
 
 from __future__ import annotations
@@ -17,172 +17,175 @@ import torch
 from torch import Tensor
 from torch.nn.functional import leaky_relu, pad
 
+from regard.ops.dropout_hash import head_numbers, kept_pairs_composite, key_keys, query_keys
 from regard.ops.score_bias import distance_class
-from regard.ops.tile.buffers import Blocked, accumulator
-from regard.ops.tile.torch import TileCall
+from regard.ops.tile.call import HeadPlans, TileCall, accumulator
+from regard.ops.tile.head_pieces import HeadPiece, split_heads
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import MASKED_SCORE, TileBatch, TilePart
 from regard.transforms import untraced
 
 COMPOSITE_SCORES = 1 << 26  # score elements of one head that are computed together
-Heads = list[int] | slice
-Dropout = Callable[[Tensor, int, int, int], Tensor]  # of weights, by the numbers of the piece, the part and the run of tiles
 PairOutLse = tuple[Tensor, Tensor]  # out (B n e) and log-sum-exp (B n)
 
 
-def tile_attention_composite(
-    pieces: Sequence[tuple[Plan, Heads]], asked: TileCall, drop: Dropout | None = None, room: int | None = None
-) -> PairOutLse:
-    """Compute what `tiled` does: out (b h n e), the term's columns behind it, and log-sum-exp (b h n).
-
-    pieces: heads that follow the same plan. `room` bounds the score elements that are computed together, as a Pass does.
-    """
+def tile_attention_composite(plans: HeadPlans, call: TileCall) -> PairOutLse:
+    """Compute tile attention: out (b h n e), the columns of the bias behind it, and log-sum-exp (b h n)."""
+    h, share = call.q.shape[1], call.q.shape[1] // call.k.shape[1]
     found, order = [], []
-    for number, (work, own) in enumerate(pieces):
-        every = list(range(asked.q.shape[1]))
-        heads = every[own] if isinstance(own, slice) else own
-        some = asked if heads == every else _select_heads(asked, heads)
-        most = COMPOSITE_SCORES if room is None else max(1, room // (asked.q.shape[0] * len(heads)))
-        found.append(_Piece(work, some, None if drop is None else _dropout_of(drop, number), most).answer())
-        order += heads
+    for plan, heads in plans:
+        for piece in split_heads(heads, share, h):
+            found.append(_CompositePass(plan, piece, call).outputs())
+            order += list(range(h))[piece.heads] if isinstance(piece.heads, slice) else piece.heads
     if len(found) == 1:
         out, lse = found[0]
     else:
-        back = [order.index(h) for h in range(len(order))]
+        back = [order.index(head) for head in range(h)]
         out, lse = (torch.cat(x, 1)[:, back] for x in zip(*found, strict=True))
-    return out.to(asked.v.dtype), lse
-
-
-def _dropout_of(drop: Dropout, number: int) -> Callable[[Tensor, int, int], Tensor]:
-    return lambda weights, part, turn: drop(weights, number, part, turn)
-
-
-def _select_heads(asked: TileCall, own: list[int]) -> TileCall:
-    q, k, v, by_query = (None if x is None else x[:, own] for x in asked[:4])
-    slopes = None if asked.slopes is None else asked.slopes[own]
-    return TileCall(q, k, v, by_query, slopes, *asked[5:])  # type: ignore[arg-type]
+    return out.to(call.v.dtype), lse
 
 
 class _Tiles(NamedTuple):
     """The tiles of one part, as constants."""
 
     part: TilePart
-    runs: list[tuple[TileBatch, Tensor, Tensor]]  # with what is hidden (T or 1, r, x), and i - j (T r x)
-    blocks: Tensor | None  # of every query block, its place among the tiles of all runs, or behind them; None: it is there
-    tokens: Tensor | None  # of every token, its place among those of the part, or behind them; None: it is there
+    batches: list[tuple[TileBatch, Tensor, Tensor]]  # with what is hidden (T or 1, 1, r, x), and i - j (T 1 r x)
+    blocks: Tensor | None  # of every query block, its place among the tiles of all batches, or behind them; None: in order
+    tokens: Tensor | None  # of every token, its place among those of the part, or behind them; None: in order
 
 
-def _tiles(part: TilePart, length: int, most: int, device: torch.device) -> _Tiles:
+def _tiles(part: TilePart, length: int, device: torch.device) -> _Tiles:
     with untraced():
-        runs = [(run, _hidden(part, run), _distance(part, run)) for run in part.runs(most, device)]
-        rows = torch.cat([run.rows for run, *_ in runs])
+        batches = [(batch, _hidden(part, batch), part.distances(batch)) for batch in part.batches(COMPOSITE_SCORES, device)]
+        rows = torch.cat([batch.rows for batch, *_ in batches])
         every = torch.arange(part.queries.blocks, device=device)
         blocks = None if torch.equal(rows, every) else _inverse_index(rows, len(every))
         for layout in (part.queries, part.keys):
             if layout.index is not None:
-                layout.moves(device)  # kept there from now on
+                layout.moves(device)  # cached there from now on
         index = part.queries.index
-        if index is None or part.queries.everyone:
-            return _Tiles(part, runs, blocks, None)
+        if index is None or part.queries.complete:
+            return _Tiles(part, batches, blocks, None)
         flat = index.flatten()
-        return _Tiles(part, runs, blocks, _inverse_index(flat[flat >= 0].to(device), length))
+        return _Tiles(part, batches, blocks, _inverse_index(flat[flat >= 0].to(device), length))
 
 
 def _inverse_index(index: Tensor, length: int) -> Tensor:
-    """(length) where each number stands in the index; behind it where it does not."""
+    """Return the place (length) of each number in the index; behind it where it does not occur."""
     where = torch.full((length,), len(index), device=index.device)
     where[index] = torch.arange(len(index), device=index.device)
     return where
 
 
-def _hidden(part: TilePart, run: TileBatch) -> Tensor:
-    wide = run.cols.shape[1] * part.keys.size
-    hidden = torch.zeros(1, 1, wide, dtype=torch.bool, device=run.rows.device)
-    for low, high, mask in run.hidden:
+def _hidden(part: TilePart, batch: TileBatch) -> Tensor:
+    wide = batch.cols.shape[1] * part.keys.size
+    hidden = torch.zeros(1, 1, 1, wide, dtype=torch.bool, device=batch.rows.device)
+    for low, high, mask in batch.hidden:
         hidden = hidden | pad(mask if mask.dtype == torch.bool else mask != 0, (low, wide - high))
     return hidden
 
 
-def _distance(part: TilePart, run: TileBatch) -> Tensor:
-    i, j = part.places(run.rows.device)
-    return i[run.rows][:, :, None] - j[run.cols].flatten(1)[:, None]
+class _CompositePass:
+    """One pass over the plan of a piece of heads."""
 
-
-class _Piece:
-    """Heads with one plan."""
-
-    def __init__(self, work: Plan, asked: TileCall, drop: Callable[[Tensor, int, int], Tensor] | None, most: int) -> None:
-        self.acc, self.device, self.drop = accumulator(asked.q.dtype), asked.q.device, drop
-        self.asked, self.h, self.width = asked, asked.q.shape[1], asked.width
-        self.q, self.k, self.v = (x.to(self.acc).flatten(0, 1) for x in asked[:3])
-        self.by_query = None if asked.by_query is None else asked.by_query.to(self.acc).flatten(0, 1)
-        self.gone = None if asked.valid is None else (~asked.valid).to(self.acc)[..., None]  # (b m 1)
+    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall) -> None:
+        self.acc, self.device = accumulator(call.q.dtype), call.q.device
+        self.call, self.piece, self.b = call, piece, call.q.shape[0]
+        q, k, v = call.q[:, piece.heads], call.k[:, piece.key_heads], call.v[:, piece.key_heads]
+        self.q, self.k, self.v = (x.to(self.acc).flatten(0, 1) for x in (q, k, v))
+        self.bias = None if call.bias is None else call.bias.heads(piece.heads)
+        by_query = None if self.bias is None else self.bias.by_query
+        self.by_query = None if by_query is None else by_query.to(self.acc).flatten(0, 1)
+        self.gone = None if call.valid is None else (~call.valid).to(self.acc)[..., None]  # (b m 1)
         length = self.q.shape[1]
-        self.parts = [_tiles(part, length, most, self.device) for part in work.parts if part.groups]
+        self.parts = [_tiles(part, length, self.device) for part in plan.parts if part.groups]
 
-    def answer(self) -> PairOutLse:
-        """out (b h n e) and log-sum-exp (b h n)."""
+    def outputs(self) -> PairOutLse:
+        """Return out (b heads n e) and log-sum-exp (b heads n)."""
         wholes = []
-        for _, several in groupby(enumerate(self.parts), lambda x: id(x[1].part.queries)):  # strips of keys for the same queries
+        for _, several in groupby(self.parts, lambda x: id(x.part.queries)):  # strips of keys for the same queries
             same = list(several)
-            out, lse = merge_outputs([self._part(tiles, number) for number, tiles in same])
-            blocked = Blocked(self.q, same[0][1].part.queries)
-            out, lse = blocked.back(out), blocked.back(lse)
-            tokens = same[0][1].tokens
+            layout, tokens = same[0].part.queries, same[0].tokens
+            out, lse = merge_outputs([self._part(tiles) for tiles in same])
+            out, lse = layout.join(out, self.q.shape[1]), layout.join(lse, self.q.shape[1])
             wholes.append((out, lse) if tokens is None else (_spread(out, tokens, 0.0), _spread(lse, tokens, MASKED_SCORE)))
         if not wholes:
-            wholes = [(self.q.new_zeros(*self.q.shape[:2], self.width), self.q.new_full(self.q.shape[:2], MASKED_SCORE))]
+            shape = self.q.shape[:2]
+            wholes = [(self.q.new_zeros(*shape, self.call.width), self.q.new_full(shape, MASKED_SCORE))]
         out, lse = merge_outputs(wholes)
         out, lse = out.masked_fill((lse < MASKED_SCORE / 2)[..., None], 0), lse.clamp_min(MASKED_SCORE)
-        return out.unflatten(0, (-1, self.h)), lse.unflatten(0, (-1, self.h))
+        return out.unflatten(0, (self.b, -1)), lse.unflatten(0, (self.b, -1))
 
-    def _part(self, tiles: _Tiles, number: int) -> PairOutLse:
-        """out (B blocks r e) and log-sum-exp (B blocks r) of one part, in its own layout."""
+    def _part(self, tiles: _Tiles) -> PairOutLse:
+        """Return out (B blocks r e) and log-sum-exp (B blocks r) of one part, in its own layout."""
         part, found = tiles.part, []
-        queries = Blocked(self.q, part.queries).blocks
-        keys, values = (Blocked(x, part.keys).blocks for x in (self.k, self.v))
-        gone = None if self.gone is None else Blocked(self.gone, part.keys).blocks
-        more = None if self.by_query is None else Blocked(self.by_query, part.queries).blocks
-        for turn, (run, hidden, apart) in enumerate(tiles.runs):
-            q, k, v = run.take(queries), _gathered(keys, run), _gathered(values, run)
-            s = self._with_term((q * self.asked.scale) @ k.mT, apart, None if more is None else run.take(more))
+        queries = self._by_head(part.queries.split(self.q))
+        keys, values = part.keys.split(self.k), part.keys.split(self.v)
+        gone = None if self.gone is None else part.keys.split(self.gone)
+        more = None if self.by_query is None else self._by_head(part.queries.split(self.by_query))
+        for batch, hidden, distance in tiles.batches:
+            q, k, v = _rows(queries, batch), _gathered(keys, batch), _gathered(values, batch)
+            s = ((q * self.call.scale).flatten(2, 3) @ k.mT).unflatten(2, (self.piece.share, -1))  # (G T S r x)
+            s = self._with_bias(s, distance, None if more is None else _rows(more, batch))
             s = s.masked_fill(hidden, MASKED_SCORE)
             if gone is not None:
-                lost = _gathered(gone, run).mT[:, None] > 0.5  # (b 1 T 1 x)
-                s = s.unflatten(0, (-1, self.h)).masked_fill(lost, MASKED_SCORE).flatten(0, 1)
+                missing = _gathered(gone, batch).mT[:, None, :, None] > 0.5  # (b 1 T 1 1 x)
+                s = s.unflatten(0, (self.b, -1)).masked_fill(missing, MASKED_SCORE).flatten(0, 1)
             lse = s.logsumexp(-1)
             weights = (s - lse[..., None]).exp()
-            weights = weights if self.drop is None else self.drop(weights, number, turn)
-            out = weights @ v
-            if self.asked.mass:
-                out = torch.cat([out, self._masses(weights, apart)], -1)
-            found.append((out, lse))
+            weights = weights if self.call.seed is None else self._dropped(weights, part, batch)
+            out = (weights.flatten(2, 3) @ v).unflatten(2, (self.piece.share, -1))
+            if self.bias is not None and self.bias.mass:
+                out = torch.cat([out, self._masses(weights, distance)], -1)
+            found.append((out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)))
         out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
         return (out, lse) if tiles.blocks is None else (_spread(out, tiles.blocks, 0.0), _spread(lse, tiles.blocks, MASKED_SCORE))
 
-    def _with_term(self, s: Tensor, apart: Tensor, by_query: Tensor | None) -> Tensor:
-        """Scores (B T r x) with what positions add."""
-        slopes = self.asked.slopes
-        if slopes is not None:
-            s = s.unflatten(0, (-1, self.h)) - slopes.to(self.acc)[:, None, None, None] * apart.abs()
-            s = s.flatten(0, 1)
+    def _by_head(self, x: Tensor) -> Tensor:
+        """View (B blocks r y) as (G S blocks r y)."""
+        return x.unflatten(0, (-1, self.piece.share))
+
+    def _with_bias(self, s: Tensor, distance: Tensor, by_query: Tensor | None) -> Tensor:
+        """Add what positions add to scores (G T S r x)."""
+        if self.bias is None:
+            return s
+        if self.bias.slopes is not None:
+            slopes = self.bias.slopes.to(self.acc).repeat(self.b).view(-1, 1, self.piece.share, 1, 1)
+            s = s - slopes * distance.abs()
         if by_query is not None:
-            s = s + by_query.gather(-1, distance_class(apart, self.asked.clip).expand(s.shape))
+            s = s + by_query.gather(-1, distance_class(distance, self.bias.clip).expand(s.shape))
         return s
 
-    def _masses(self, weights: Tensor, apart: Tensor) -> Tensor:
-        index = distance_class(apart, self.asked.clip).expand(weights.shape)
-        return weights.new_zeros(*weights.shape[:-1], 2 * self.asked.clip + 1).scatter_add(-1, index, weights)
+    def _dropped(self, weights: Tensor, part: TilePart, batch: TileBatch) -> Tensor:
+        """Drop the weights (G T S r x) that the seed drops in every backend."""
+        seed, rate = self.call.seed, self.call.dropout
+        assert seed is not None
+        i, j = part.positions(self.device)
+        heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device).reshape(-1, 1, self.piece.share, 1, 1)
+        query = query_keys(seed, heads, i[batch.rows][:, None, :, None])
+        key = key_keys(seed, j[batch.cols].flatten(1)[:, None, None])
+        return weights * kept_pairs_composite(query, key, rate) / (1 - rate)
+
+    def _masses(self, weights: Tensor, distance: Tensor) -> Tensor:
+        assert self.bias is not None
+        index = distance_class(distance, self.bias.clip).expand(weights.shape)
+        return weights.new_zeros(*weights.shape[:-1], self.bias.classes).scatter_add(-1, index, weights)
 
 
-def _gathered(blocks: Tensor, run: TileBatch) -> Tensor:
-    """(B blocks c y) -> (B T p*c y): the key blocks of every tile."""
-    return blocks.index_select(1, run.cols.flatten()).unflatten(1, run.cols.shape).flatten(2, 3)
+def _rows(x: Tensor, batch: TileBatch) -> Tensor:
+    """Select the query blocks of a batch of tiles: (G S blocks r y) -> (G T S r y)."""
+    x = x[:, :, batch.at] if isinstance(batch.at, slice) else x.index_select(2, batch.at)
+    return x.transpose(1, 2)
 
 
-def _spread(x: Tensor, where: Tensor, nobody: float) -> Tensor:
-    """x (B some ...) at the places (length), and a number where there is none."""
-    return torch.cat([x, torch.full_like(x[:, :1], nobody)], 1).index_select(1, where)
+def _gathered(blocks: Tensor, batch: TileBatch) -> Tensor:
+    """Collect the key blocks of every tile: (G blocks c y) -> (G T p*c y)."""
+    return blocks.index_select(1, batch.cols.flatten()).unflatten(1, batch.cols.shape).flatten(2, 3)
+
+
+def _spread(x: Tensor, where: Tensor, missing: float) -> Tensor:
+    """Put x (B some ...) at the places (length), and a number where there is none."""
+    return torch.cat([x, torch.full_like(x[:, :1], missing)], 1).index_select(1, where)
 
 
 def merge_outputs(found: Sequence[PairOutLse]) -> PairOutLse:
@@ -205,9 +208,9 @@ def edge_attention_composite(
     drop: Callable[[Tensor], Tensor] | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `walked` does, out (n B e): q (n B d), k (m B d), v (m B e), a (B d), pairs (2, pairs).
+    """Compute edge attention, out (n B e): q (n B d), k (m B d), v (m B e), a (B d), pairs (2, pairs).
 
-    seen (pairs B), or one that broadcasts to it: which of the pairs there are; None: all.
+    seen (pairs B), or one that broadcasts to it: which of the pairs exist; None: all.
     """
     i, j = pairs[0], pairs[1]
     s = (leaky_relu(q.index_select(0, i) + k.index_select(0, j), slope) * a).sum(-1)
@@ -223,5 +226,5 @@ def edge_attention_composite(
 
 
 def _summed(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
-    """total[i] + x, in the same order every time."""
+    """Add x to total[i], in the same order every time."""
     return total.index_add(0, i, x) if total.device.type == "cpu" else total.index_put((i,), x, accumulate=True)

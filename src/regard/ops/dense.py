@@ -1,18 +1,37 @@
-"""Attention where all pairs are looked at: PyTorch's fused kernel, and a small form that also returns the log-sum-exp."""
+"""Attention over all pairs: PyTorch's fused kernel, and a small form that also returns the log-sum-exp."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from regard.ops.once import once
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.buffers import accumulator
+from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE
 from regard.transforms import differentiable_grads, transformed
+
+
+class SdpaMask(NamedTuple):
+    """A padding mask in the form of the fused kernel. Rows without any key are shown all keys, and set to zero afterwards."""
+
+    bias: Tensor  # (b h or 1, 1, m) added to scores: 0, or -inf at padding
+    empty: Tensor  # (b 1 h or 1, 1) True: no key is real
+
+
+def sdpa_mask(valid: Tensor, dtype: torch.dtype) -> SdpaMask:
+    """Make the mask of keys from valid (b m), or (b h m) where heads have keys of their own.
+
+    As numbers, and with room at the end of each row, as a GPU needs it: else every call would make them of a mask once more.
+    """
+    valid = valid[:, None] if valid.dim() == 2 else valid
+    empty, m = ~valid.any(-1), valid.shape[-1]
+    room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler pads by itself
+    bias = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
+    gone, empty = ~(valid | empty[..., None])[:, :, None], empty[:, None, :, None]
+    return SdpaMask(bias.masked_fill(gone, -torch.inf) if transformed() else bias.masked_fill_(gone, -torch.inf), empty)
 
 
 def sdpa(
@@ -21,19 +40,19 @@ def sdpa(
     v: Tensor,
     *,
     scale: float,
-    valid: Tensor | None = None,
+    valid: Tensor | SdpaMask | None = None,
     causal: bool = False,
     dropout: float = 0.0,
-    alike: bool = False,
+    keep_empty: bool = False,
 ) -> Tensor:
-    """SDPA that takes any key and value widths and gives 0, with gradient 0, to rows that see nothing.
+    """Compute SDPA for any key and value widths; rows without a visible key are 0, with gradient 0.
 
-    valid (b m), or (b h m) where heads have keys of their own. alike: queries are padding where keys are, so that nobody looks at
-    the answers of a row that sees nothing: they are finite, and that is all.
+    valid (b m), or (b h m) where heads have keys of their own; or the mask that `sdpa_mask` made of it in the type of q.
+    keep_empty: outputs of a row that sees nothing are finite, and not set to zero, because they are not used.
     """
-    e, mask, lost = v.shape[-1], None, None
-    if valid is not None:
-        mask, lost = once(("mask", q.dtype), valid, lambda: _masks(valid, q.dtype))
+    e = v.shape[-1]
+    made = sdpa_mask(valid, q.dtype) if isinstance(valid, Tensor) else valid
+    mask, empty = (None, None) if made is None else made
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
     if q.is_cuda:
         wide = -(-wide // 8) * 8  # and on a GPU with odd ones too
@@ -48,15 +67,15 @@ def sdpa(
         if node is not None and node.name().startswith("ScaledDotProduct"):
             node.register_hook(_second_derivative)
         out = out[..., :e]
-    if lost is None or alike:
+    if empty is None or keep_empty:
         return out
-    return out.transpose(1, 2).masked_fill(lost, 0).transpose(1, 2)  # in the order that layers want: heads side by side
+    return out.transpose(1, 2).masked_fill(empty, 0).transpose(1, 2)  # in the memory order of layers: heads side by side
 
 
 def _sdpa_composite(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float = 0.0
 ) -> Tensor:
-    """SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
+    """Compute SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
 
     mask (b h n m): numbers to add, or True where a pair is seen.
     """
@@ -72,7 +91,7 @@ def _sdpa_composite(
 
 
 def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
-    """Replace the gradients that a fused kernel found by ones that can be differentiated, where create_graph=True wants that.
+    """Replace the gradients that a fused kernel found by ones that can be differentiated, for create_graph=True.
 
     A hook of the kernel's node: what the node saved is read there, so that nothing is kept alive.
     """
@@ -92,19 +111,6 @@ def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...])
     return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))  # as many as were wanted
 
 
-def _masks(valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What is added to scores (b h n m), and which rows see nothing, (b 1 h 1): those are shown everything, and silenced later.
-
-    As numbers, and with room at the end of each row, as a GPU wants it: else every call would make them of a mask once more.
-    """
-    valid = valid[:, None] if valid.dim() == 2 else valid
-    lost, m = ~valid.any(-1), valid.shape[-1]
-    room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler makes room where it wants it
-    mask = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
-    gone, lost = ~(valid | lost[..., None])[:, :, None], lost[:, None, :, None]
-    return (mask.masked_fill(gone, -torch.inf) if transformed() else mask.masked_fill_(gone, -torch.inf)), lost
-
-
 def few_queries_attention(
     q: Tensor,
     k: Tensor,
@@ -116,12 +122,14 @@ def few_queries_attention(
     term: ScoreBias | None = None,
     apart: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp (b h n) of few queries against all keys; seen broadcasts to (b h n m).
+    """Compute out and log-sum-exp (b h n) of few queries (b h n d) against all keys (b g m d); seen broadcasts to (b h n m).
 
+    Query heads that share a key head are further rows of one product: no key is repeated.
     With a term: of pairs that stand `apart` (b 1 n m); its columns come behind those of out.
     """
-    acc = accumulator(q.dtype)
-    s = (q.to(acc) * scale) @ k.to(acc).mT
+    acc, (b, h, n, _), g = accumulator(q.dtype), q.shape, k.shape[1]
+    s = (q.to(acc) * scale).reshape(b, g, h // g * n, -1) @ k.to(acc).mT
+    s = s.reshape(b, h, n, -1)
     if term is not None and apart is not None:
         s = term.add(s, apart)
     s = s.masked_fill(~seen, MASKED_SCORE)
@@ -129,7 +137,7 @@ def few_queries_attention(
     weights = (s - lse[..., None]).exp()
     weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
     lost = lse < MASKED_SCORE / 2
-    out = weights @ v.to(acc)
+    out = (weights.reshape(b, g, h // g * n, -1) @ v.to(acc)).reshape(b, h, n, -1)
     if term is not None and term.mass and apart is not None:
         out = torch.cat([out, term.masses(weights, apart)], -1)
     out = out.masked_fill(lost[..., None], 0)
@@ -137,7 +145,7 @@ def few_queries_attention(
 
 
 def merge_by_lse(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from the out and log-sum-exp of each."""
+    """Merge attention over two disjoint sets of keys into that over their union, from the out and log-sum-exp of each."""
     (a, la), (b, lb) = first, second
     # torch.logaddexp has no second derivative where one of them saw nothing: NaN
     lse = torch.stack([la, lb]).logsumexp(0) if torch.is_grad_enabled() else torch.logaddexp(la, lb)

@@ -1,9 +1,9 @@
-"""Attention along a list of pairs: time and memory follow the list, however unevenly the pairs are spread over the queries.
+"""Attention along a list of edges: time and memory follow the list, however unevenly the edges are spread over the queries.
 
     s_ij = sum_d a_d LeakyReLU(q_id + k_jd),   A = softmax over the pairs (i, j) of query i,   out = A v
 
 Nodes come first here: q (n B d), k (m B d), v (m B e), a (B d) with B heads of any batch. What is as large as pairs x d or
-pairs x e exists for a piece of the list at a time, and once more in the backward pass.
+pairs x e exists for a strip of the list at a time, and once more in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from torch import Tensor
 from torch.nn.functional import dropout as dropped
 from torch.utils.flop_counter import register_flop_formula
 
-from regard.cache import outlives_tracing
+from regard.cache import outlives_tracing, register_cache
+from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.patterns import Pattern
 from regard.patterns.edge_list import edge_list
 from regard.patterns.tiles import Span
 from regard.transforms import differentiable_grads, needs_plain_ops
 
-CPU, GPU = 1 << 18, 1 << 26  # elements of the largest tensor of a piece
-
 
 def edge_attention(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, pairs: Tensor, *, slope: float = 0.2, dropout: float = 0.0
 ) -> Tensor:
-    """out (n B e); pairs (2, pairs) are queries over keys, in order of the queries. A query without a pair gets 0."""
+    """Compute out (n B e); pairs (2, pairs) are queries over keys, in order of the queries. A query without a pair gets 0."""
     if needs_plain_ops():
         return edge_attention_composite(q, k, v, a, pairs, slope, partial(dropped, p=dropout) if dropout else None)
     return _edge_forward(q, k, v, a, pairs, _edge_dropout(dropout), "", [], False, slope, dropout)[0]
@@ -39,7 +38,7 @@ def edge_attention(
 def edge_attention_by_text(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, text: str, span: Span, *, causal: bool, slope: float = 0.2, dropout: float = 0.0
 ) -> Tensor:
-    """The same for a tracer, to whom a list of pairs is nothing to look at: they are those of a pattern of one head."""
+    """Compute the same under a tracer, which cannot read a list of pairs: they are those of a pattern of one head."""
     return _edge_forward(q, k, v, a, None, _edge_dropout(dropout), text, list(span), causal, slope, dropout)[0]
 
 
@@ -67,8 +66,8 @@ def _additive_scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slop
     return (bent[..., 0] * a[:, 0] if a.shape[1] == 1 else bent.mul_(a).sum(-1)), x
 
 
-def _edge_pieces(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    step = max(1, (CPU if pairs.device.type == "cpu" else GPU) // max(1, B * wide))
+def _edge_strips(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    step = max(1, budget(pairs.device).edge_strip // max(1, B * wide))
     for number, low in enumerate(range(0, pairs.shape[1], step)):
         here = slice(low, low + step)
         yield number, here, pairs[0, here], pairs[1, here]
@@ -93,6 +92,9 @@ def _parsed_pattern(text: str) -> Pattern:
     return Pattern.parse(text)
 
 
+register_cache(_parsed_pattern.cache_clear)
+
+
 @torch.library.custom_op("regard::walk", mutates_args=())
 def _edge_forward(
     q: Tensor,
@@ -111,11 +113,11 @@ def _edge_forward(
     pairs = _pairs_of(pairs, text, span, causal, q.device)
     n, B, wide = len(q), v.shape[1], max(q.shape[2], v.shape[2])
     s = q.new_empty(pairs.shape[1], B)
-    for _, here, i, j in _edge_pieces(pairs, B, wide):
+    for _, here, i, j in _edge_strips(pairs, B, wide):
         s[here] = _additive_scores(q, k, a, i, j, slope)[0]
     z, top = softmax_by_query(s, pairs[0], n)
     out = v.new_zeros(n, B, v.shape[2])
-    for number, here, i, j in _edge_pieces(pairs, B, wide):
+    for number, here, i, j in _edge_strips(pairs, B, wide):
         kept = _kept(s[here], dropout, seed, number)
         weights = s[here] if kept is None else kept.mul_(s[here])
         _add(out, i, v.index_select(0, j).mul_(weights.unsqueeze(-1)))
@@ -144,7 +146,7 @@ def _edge_grads(
     pairs = _pairs_of(pairs, text, span, causal, q.device)
     dq, dk, dv, da = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, a))
     pull = (d_out * out).sum(-1)  # what every weight of a query loses
-    for number, _, i, j in _edge_pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
+    for number, _, i, j in _edge_strips(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
         s, x = _additive_scores(q, k, a, i, j, slope)
         weights = s.sub_(lse.index_select(0, i)).exp_()
         up, kept = d_out.index_select(0, i), _kept(s, dropout, seed, number)
@@ -175,27 +177,27 @@ def _save_edge(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.rest = inputs[6:]
 
 
-def _edge_backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - nobody is given the log-sum-exp
+def _edge_backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - the log-sum-exp is no result
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: to be differentiated once more
-        return *_go_back_again(ctx.saved_tensors[:6], ctx.rest, d_out), *[None] * 7
+        return *_differentiable_backward(ctx.saved_tensors[:6], ctx.rest, d_out), *[None] * 7
     return *_edge_grads(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
-def _go_back_again(tensors: tuple, rest: tuple, d_out: Tensor) -> list[Tensor | None]:
+def _differentiable_backward(tensors: tuple, rest: tuple, d_out: Tensor) -> list[Tensor | None]:
     """The same gradients, as functions of everything they are made of."""
-    *asked, pairs, seed = tensors
+    *inputs, pairs, seed = tensors
     text, span, causal, slope, dropout = rest
     pairs = _pairs_of(pairs, text, span, causal, d_out.device)
-    q, _, v, _ = asked
+    q, _, v, _ = inputs
 
     def drop(weights: Tensor) -> Tensor:
-        pieces = _edge_pieces(pairs, v.shape[1], max(q.shape[2], v.shape[2]))
+        pieces = _edge_strips(pairs, v.shape[1], max(q.shape[2], v.shape[2]))
         return weights * torch.cat([_kept(weights[here], dropout, seed, number) for number, here, _, _ in pieces])  # type: ignore[misc]
 
     def f(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor]:
         return (edge_attention_composite(q, k, v, a, pairs, slope, drop if dropout else None),)
 
-    return differentiable_grads(f, asked, (d_out,))
+    return differentiable_grads(f, inputs, (d_out,))
 
 
 _edge_forward.register_autograd(_edge_backward, setup_context=_save_edge)

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 
 def fourier_mix(x: Tensor, norm: str) -> Tensor:
-    """Re(F_n x F_w) of x (b n w), in the type of x.
+    """Return Re(F_n x F_w) of x (b n w), in the type of x.
 
     The waves of real numbers come in pairs, (k, l) and (-k, -l), with one real part: half of the channels is all.
     """
@@ -21,7 +21,7 @@ def fourier_mix(x: Tensor, norm: str) -> Tensor:
 
 
 def fourier_mix_by_row(x: Tensor, count: Tensor, norm: str) -> Tensor:
-    """The same of the first count (b) tokens of each row, zeros behind them. Rows of one length are transformed together."""
+    """Transform the first count (b) tokens of each row, zeros behind them. Rows of one length are transformed together."""
     order = count.argsort()
     sizes, rows = count[order].unique_consecutive(return_counts=True)
     parts, n = x[order].split(rows.tolist()), x.shape[1]

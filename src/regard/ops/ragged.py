@@ -1,7 +1,7 @@
-"""Work whose plan depends on how many real tokens each row has, as opaque operators: under torch.compile only.
+"""Attention whose plan depends on the number of real tokens in each row, as opaque operators: under torch.compile only.
 
-A compiler knows no data, but a plan depends on the lengths of the rows. So lengths are counted inside of operators, which take
-tensors and the pattern's text. Real tokens come first in their row; rows are computed one by one.
+A compiler has no data, but a plan depends on the lengths of the rows. So lengths are counted inside of operators, which take
+tensors and the text of a pattern. Real tokens come first in their row; rows are computed one by one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from regard.ops import edge
+from regard.ops.backend import AUTO
+from regard.ops.dropout_hash import draw_seed, row_seed
 from regard.ops.fourier import fourier_mix_by_row
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile import attention
-from regard.ops.tile.torch import TileCall
+from regard.ops.tile.call import DIFFERENTIABLE, HeadPlans, TileCall, accumulator, unflatten_call
 from regard.patterns.edge_list import pairs_by_row
 from regard.patterns.tiles import MASKED_SCORE, Span
 
@@ -27,8 +29,8 @@ class _Row(NamedTuple):
     b: slice
     n: int
     m: int
-    asked: TileCall
-    work: tuple[attention.PlanHeads, ...]
+    call: TileCall
+    plans: HeadPlans
 
 
 def ragged_tile_attention(
@@ -36,32 +38,36 @@ def ragged_tile_attention(
     k: Tensor,
     v: Tensor,
     counts: Tensor,
-    reach: attention.HeadPatterns,
+    patterns: attention.HeadPatterns,
     *,
     scale: float,
     causal: bool,
     dropout: float = 0.0,
-    term: ScoreBias | None = None,
+    bias: ScoreBias | None = None,
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """As `tiled`, for a pattern that is drawn for the length of each row: counts (b 2) are its real queries and keys."""
-    term = term or ScoreBias()
-    seed = torch.randint(2**62, (), dtype=torch.long) if dropout else None
-    return _tiled(q, k, v, term.by_query, term.slopes, counts, seed, term.clip, term.mass, scale, dropout, reach.text, causal)
+    """Compute `tile_attention` of a pattern that is drawn for the length of each row: counts (b 2) are real queries and keys."""
+    call = TileCall(q, k, v, counts, bias, draw_seed(q.device) if dropout else None, scale, dropout)
+    return _ragged_tiles(*call.flat(), patterns.text, causal, backend)
 
 
-def _ragged_rows(asked: TileCall, counts: Tensor, pattern: str, causal: bool) -> Iterator[_Row]:
-    q, k, v, by_query = asked[:4]
+def _ragged_rows(call: TileCall, pattern: str, causal: bool) -> Iterator[_Row]:
+    """Cut a call into rows; counts (b 2) are in the place of `valid`."""
+    counts = call.valid
+    assert counts is not None
     for row, (n, m) in enumerate(counts.tolist()):
         if n and m:
-            b = slice(row, row + 1)
-            more = None if by_query is None else by_query[b, :, :n]
-            seed = None if asked.seed is None else (asked.seed + row * 1_000_000_000_061) % 2**62
-            own = TileCall(q[b, :, :n], k[b, :, :m], v[b, :, :m], more, asked.slopes, None, seed, *asked[7:])
-            yield _Row(b, n, m, own, attention._heads_by_plan(pattern, q.shape[1], Span(0, n, 0, m), causal))
+            b, bias = slice(row, row + 1), call.bias
+            if bias is not None and bias.by_query is not None:
+                bias = bias._replace(by_query=bias.by_query[b, :, :n])
+            seed = None if call.seed is None else row_seed(call.seed, row)
+            own = call._replace(q=call.q[b, :, :n], k=call.k[b, :, :m], v=call.v[b, :, :m], valid=None, bias=bias, seed=seed)
+            plans = attention.heads_by_plan_of_text(pattern, call.q.shape[1], Span(0, n, 0, m), causal)
+            yield _Row(b, n, m, own, plans)
 
 
-@torch.library.custom_op("regard::tiled_by_row", mutates_args=())
-def _tiled(
+@torch.library.custom_op("regard::ragged_tile_attention", mutates_args=())
+def _ragged_tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,17 +81,18 @@ def _tiled(
     dropout: float,
     pattern: str,
     causal: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    asked = TileCall(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
-    out = q.new_zeros(*q.shape[:3], asked.width, dtype=v.dtype)
-    lse = torch.full(q.shape[:3], MASKED_SCORE, dtype=attention.accumulator(q.dtype), device=q.device)
-    for row in _ragged_rows(asked, counts, pattern, causal):
-        out[row.b, :, : row.n], lse[row.b, :, : row.n] = attention._forward(row.work, row.asked)
+    call = unflatten_call(q, k, v, by_query, slopes, counts, seed, clip, mass, scale, dropout)
+    out = q.new_zeros(*q.shape[:3], call.width, dtype=v.dtype)
+    lse = torch.full(q.shape[:3], MASKED_SCORE, dtype=accumulator(q.dtype), device=q.device)
+    for row in _ragged_rows(call, pattern, causal):
+        out[row.b, :, : row.n], lse[row.b, :, : row.n] = attention.forward_by_name(row.call, row.plans, backend)
     return out, lse
 
 
-@torch.library.custom_op("regard::tiled_by_row_backward", mutates_args=())
-def _tiled_back(
+@torch.library.custom_op("regard::ragged_tile_attention_backward", mutates_args=())
+def _ragged_tiles_backward(
     d_out: Tensor,
     d_lse: Tensor,
     q: Tensor,
@@ -103,28 +110,29 @@ def _tiled_back(
     dropout: float,
     pattern: str,
     causal: bool,
+    backend: str,
 ) -> list[Tensor]:
-    asked = TileCall(q, k, v, by_query, slopes, None, seed, clip, mass, scale, dropout)
-    grads = [None if x is None else x.new_zeros(x.shape) for x in asked[:4]]
-    for row in _ragged_rows(asked, counts, pattern, causal):
-        up = (out.to(lse.dtype), lse, d_out, d_lse)
-        found = attention._backward(row.work, row.asked, tuple(x[row.b, :, : row.n] for x in up))
+    call = unflatten_call(q, k, v, by_query, slopes, counts, seed, clip, mass, scale, dropout)
+    grads = [None if x is None else x.new_zeros(x.shape) for x in (q, k, v, by_query)]
+    for row in _ragged_rows(call, pattern, causal):
+        results = [x[row.b, :, : row.n] for x in (out.to(lse.dtype), lse, d_out, d_lse)]
+        found = attention.backward_by_name(row.call, row.plans, backend, *results)
         for total, part, size in zip(grads, found, (row.n, row.m, row.m, row.n), strict=True):
             if total is not None and part is not None:
                 total[row.b, :, :size] = part
     return [x for x in grads if x is not None]
 
 
-_tiled.register_fake(attention.fake_tiled)  # shapes are those of `tiled`, whose arguments stand in the same order
-_tiled_back.register_fake(attention.fake_tiled_backward)
+_ragged_tiles.register_fake(attention.fake_tile_attention)  # the same shapes and order of arguments
+_ragged_tiles_backward.register_fake(attention.fake_tile_attention_backward)
 
 
-def _tiled_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
-    found = iter(_tiled_back(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
-    return *(None if x is None else next(found) for x in ctx.saved_tensors[:4]), *[None] * 9
+def _ragged_tiles_grads(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
+    found = iter(_ragged_tiles_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
+    return *(None if x is None else next(found) for x in ctx.saved_tensors[:DIFFERENTIABLE]), *[None] * 10
 
 
-_tiled.register_autograd(_tiled_go_back, setup_context=attention.keep_tensors)
+_ragged_tiles.register_autograd(_ragged_tiles_grads, setup_context=attention.keep_tensors)
 
 
 def ragged_edge_attention(

@@ -17,9 +17,9 @@ from regard.transforms import transformed
 def rnn_scan(
     x: Tensor, state: list[Tensor], weights: list[Tensor], *, both: bool = False, count: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """y (b n hidden), of two directions side by side, and the last state. Of x (b n w) the first `count` (b) tokens are real.
+    """Return y (b n hidden), of two directions side by side, and the last state, where x (b n w) has `count` (b) real tokens.
 
-    The state, (directions b hidden) each, says what it is: one tensor is a GRU's, two are an LSTM's.
+    The state is one tensor (directions b hidden) for a GRU, two for an LSTM.
     The weights are those of torch.nn.GRU and LSTM, in their order.
     """
     if any(h.shape[1] != x.shape[0] for h in state):  # native code would read beyond the end of the state

@@ -1,4 +1,4 @@
-"""What positions add to attention: to the score of a pair, and to its answer, by how far apart the two stand.
+"""What positions add to attention, by distance: to the score of a pair, and to its output.
 
     s_ij = scale q_i.k_j - slope |i - j| + by_query[i, c],   out_i = sum_j A_ij v_j,   mass[i, c] = sum of A_ij over j of class c
 
@@ -12,18 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.patterns.tiles import TileBatch, TilePart
 
-
-def distance_class(apart: Tensor, clip: int) -> Tensor:
-    return apart.clamp(-clip, clip) + clip
+def distance_class(distance: Tensor, clip: int) -> Tensor:
+    """Return the class of each distance i - j, from 0 to 2 clip."""
+    return distance.clamp(-clip, clip) + clip
 
 
 class ScoreBias(NamedTuple):
+    """A bias by distance, as data."""
+
     slopes: Tensor | None = None  # (h)
     clip: int = 0
     by_query: Tensor | None = None  # (b h n classes)
-    mass: bool = False  # is the weight of every class wanted? It comes as further columns behind the values
+    mass: bool = False  # return the weight of every class too, in further columns behind the values
 
     @property
     def classes(self) -> int:
@@ -31,76 +32,73 @@ class ScoreBias(NamedTuple):
 
     @property
     def more(self) -> int:
-        """Columns behind the values."""
+        """Return the number of columns behind the values."""
         return self.classes if self.mass else 0
 
-    def of(self, apart: Tensor) -> Tensor:
-        return distance_class(apart, self.clip)
+    def of(self, distance: Tensor) -> Tensor:
+        """Return the class of each distance."""
+        return distance_class(distance, self.clip)
 
     def heads(self, own: list[int] | slice) -> ScoreBias:
-        """The same for some of the heads."""
+        """Select query heads."""
         slopes, by_query = self.slopes, self.by_query
         return self._replace(
             slopes=None if slopes is None else slopes[own], by_query=None if by_query is None else by_query[:, own]
         )
 
-    def add(self, s: Tensor, apart: Tensor) -> Tensor:
-        """Scores (b h n m) with the term, of pairs that stand apart (b 1 n m)."""
+    def add(self, s: Tensor, distance: Tensor) -> Tensor:
+        """Add the bias to scores (b h n m); distance (b 1 n m)."""
         if self.slopes is not None:
-            s = s - self.slopes.to(s.dtype)[:, None, None] * apart.abs()
+            s = s - self.slopes.to(s.dtype)[:, None, None] * distance.abs()
         if self.by_query is not None:
-            s = s + self.by_query.to(s.dtype).gather(-1, self.of(apart).expand(s.shape))
+            s = s + self.by_query.to(s.dtype).gather(-1, self.of(distance).expand(s.shape))
         return s
 
-    def masses(self, weights: Tensor, apart: Tensor) -> Tensor:
-        """The weight of every class, (b h n m) -> (b h n classes)."""
-        return sum_by_class(weights, apart, self.clip)
+    def masses(self, weights: Tensor, distance: Tensor) -> Tensor:
+        """Sum the weights of every class, (b h n m) -> (b h n classes)."""
+        return sum_by_class(weights, distance, self.clip)
 
 
-def sum_by_class(x: Tensor, apart: Tensor, clip: int) -> Tensor:
-    """The sum of x (... m) over the keys of every distance class, (... classes); x is 0 where there is no pair."""
+def sum_by_class(x: Tensor, distance: Tensor, clip: int) -> Tensor:
+    """Sum x (... m) over the keys of every distance class, (... classes); x is 0 where there is no pair."""
     if x.device.type != "cpu":
-        return sum_by_class_ordered(x, apart, clip)
-    index = distance_class(apart, clip).expand(x.shape)
+        return sum_by_class_ordered(x, distance, clip)
+    index = distance_class(distance, clip).expand(x.shape)
     return x.new_zeros(*x.shape[:-1], 2 * clip + 1).scatter_add(-1, index, x)
 
 
-def sum_by_class_ordered(x: Tensor, apart: Tensor, clip: int) -> Tensor:
-    """The same where additions come in any order, as on a GPU, and two calls must be equal all the same.
+def sum_by_class_ordered(x: Tensor, distance: Tensor, clip: int) -> Tensor:
+    """Compute the same where additions come in any order, as on a GPU, and two calls must be equal nevertheless.
 
     Only the two outer classes hold more than one pair of a query: for all others the largest and the smallest are the sum.
     """
     if clip == 0:
         return x.sum(-1, keepdim=True)
-    index, none = distance_class(apart, clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
+    index, none = distance_class(distance, clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
     one = none.scatter_reduce(-1, index, x, "amax") + none.scatter_reduce(-1, index, x, "amin")
-    first, last = (torch.where(out, x, 0).sum(-1, keepdim=True) for out in (apart <= -clip, apart >= clip))
+    first, last = (torch.where(out, x, 0).sum(-1, keepdim=True) for out in (distance <= -clip, distance >= clip))
     return torch.cat([first, one[..., 1:-1], last], -1)
 
 
 class TileBias:
-    """A term inside the tiles of one pass. B = b * h rows of heads, T tiles, r queries and x keys each."""
+    """A bias inside the tiles of one pass: G = b * key heads, S query heads each, T tiles, r queries and x keys in each."""
 
-    def __init__(self, term: ScoreBias, b: int, acc: torch.dtype) -> None:
-        self.term, self.acc = term, acc
-        self.slopes = None if term.slopes is None else term.slopes.to(acc).repeat(b)[:, None, None, None]
-        self.by_query = None if term.by_query is None else term.by_query.flatten(0, 1).to(acc).contiguous()
+    def __init__(self, bias: ScoreBias, b: int, share: int, acc: torch.dtype) -> None:
+        self.bias, self.acc = bias, acc
+        self.slopes = None if bias.slopes is None else bias.slopes.to(acc).repeat(b).view(-1, 1, share, 1, 1)
+        self.by_query = None if bias.by_query is None else bias.by_query.flatten(0, 1).to(acc).contiguous()
 
-    def apart(self, part: TilePart, run: TileBatch) -> Tensor:
-        """i - j (T r x) of the pairs of these tiles."""
-        i, j = part.places(run.rows.device)
-        return i[run.rows][:, :, None] - j[run.cols].flatten(1)[:, None]
-
-    def add(self, s: Tensor, apart: Tensor, by_query: Tensor | None) -> None:
-        """To scores (B T r x), in place; by_query (B T r classes)."""
+    def add(self, s: Tensor, distance: Tensor, by_query: Tensor | None) -> None:
+        """Add to scores (G T S r x), in place; distance (T 1 r x), by_query (G T S r classes)."""
         if self.slopes is not None:
-            s.addcmul_(self.slopes, apart.abs().to(self.acc), value=-1)
+            s.addcmul_(self.slopes, distance.abs().to(self.acc), value=-1)
         if by_query is not None:
-            s.add_(by_query.gather(-1, self.index(apart, s)))
+            s.add_(by_query.gather(-1, self.index(distance, s)))
 
-    def index(self, apart: Tensor, like: Tensor) -> Tensor:
-        return self.term.of(apart).expand(like.shape)
+    def index(self, distance: Tensor, like: Tensor) -> Tensor:
+        """Return the distance class of every pair, in the shape of `like`."""
+        return self.bias.of(distance).expand(like.shape)
 
-    def sums(self, x: Tensor, apart: Tensor) -> Tensor:
-        """By class: (B T r x) -> (B T r classes)."""
-        return sum_by_class(x, apart, self.term.clip)
+    def sums(self, x: Tensor, distance: Tensor) -> Tensor:
+        """Sum by class: (G T S r x) -> (G T S r classes)."""
+        return sum_by_class(x, distance, self.bias.clip)

@@ -1,73 +1,124 @@
-"""Work on many tiles, some at a time: what a piece needs in between is forgotten, and computed once more in the backward pass."""
+"""Strip mining: work on a long dimension, a strip of it at a time, so that what it makes in between stays small.
+
+`in_strips` is for work on every index by itself: strips are computed once more in the backward pass, which keeps none of them.
+`token_runs` is for work that passes a state from one strip to the next.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from regard.ops.budget import budget
 from regard.transforms import exporting, transformed
 
-CPU, GPU = 1 << 21, 1 << 26  # elements of the largest tensor in between: it fits a CPU's caches, or keeps a GPU busy
-COMPILED_STRIPS = 4  # times as much in a graph of torch.compile, before it is one of several pieces
+Tensors = Sequence[Tensor | None]
+CutDims = Sequence[int | None]
 
 
 def in_strips(
-    f: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor | None, ...], dim: int, each: int
-) -> tuple[Tensor, ...]:
-    """f(*tensors), which works on every index of `dim` by itself, a few indices at a time; `each` elements are made per index.
-
-    A tensor that is None, or has size 1 in `dim`, goes whole to every piece. Results are joined in `dim`.
-    """
-    if exporting():  # of any size: a piece would fix it
-        return f(*tensors)
-    present = [x for x in tensors if x is not None]
-    room = CPU if present[0].device.type == "cpu" else GPU
-    if torch.compiler.is_compiling():
-        n = next((x.shape[dim] for x in present if x.shape[dim] != 1), 1)
-        return in_even_strips(f, tensors, (dim,) * len(tensors), dim, n, each, room)
-    n = max(x.shape[dim] for x in present)
-    size = max(1, room // max(1, each))
-    if n <= size:
-        return f(*tensors)
-    again = torch.is_grad_enabled() and any(x.requires_grad for x in present) and not transformed()
-    # split, not narrow: its backward pass writes every gradient once, where narrow's would fill it with zeros for every piece
-    parts = [[x] * -(-n // size) if x is None or x.shape[dim] == 1 else x.split(size, dim) for x in tensors]
-    found = [checkpoint(f, *x, use_reentrant=False) if again else f(*x) for x in zip(*parts, strict=True)]
-    return tuple(torch.cat(parts, dim) for parts in zip(*found, strict=True))
-
-
-def in_even_strips(
     f: Callable[..., tuple[Tensor, ...]],
-    tensors: Sequence[Tensor | None],
-    dims: Sequence[int | None],
+    tensors: Tensors,
     dim: int,
-    n: int,
     each: int,
-    room: int,
+    *,
+    dims: CutDims | None = None,
+    room: int | None = None,
+    ends: bool = False,
 ) -> tuple[Tensor, ...]:
-    """As in_pieces, for torch.compile: the number of pieces is a power of two, so that one graph serves many lengths n.
+    """Return f(*tensors), where f works on every index by itself, a strip of indices at a time. Results are joined in `dim`.
 
-    A tensor is cut in its own one of `dims`, None: it goes whole to every piece. Results are joined in `dim`. Pieces are filled
-    up with zeros.
+    each: elements of the largest tensor that f makes for one index; a strip makes at most `room`, by default the device's budget.
+    dims: where each tensor is cut, by default in `dim`; None: it goes whole to every strip, as does one of size 1 there.
+    ends: f takes one more argument in front, the index behind the last one of its strip or a later one.
     """
-    count = 1
-    while n * each > COMPILED_STRIPS * room * count:
+    dims = (dim,) * len(tensors) if dims is None else dims
+    sizes = [x.shape[own] for x, own in zip(tensors, dims, strict=True) if x is not None and own is not None]
+    first = next(x for x in tensors if x is not None)
+    room = budget(first.device).strip if room is None else room
+    if torch.compiler.is_compiling() and not exporting():
+        n = next((size for size in sizes if size != 1), 1)
+        return _in_even_strips(partial(f, n) if ends else f, tensors, dims, dim, n, each, room)
+    n = max(sizes)
+    size = max(1, room // max(1, each))
+    args: tuple = (n, *tensors) if ends else tuple(tensors)
+    if exporting() or first.is_meta or n <= size:  # a strip would fix the size of what is exported
+        return f(*args)
+    # split, not narrow: its backward pass writes every gradient once, where narrow's would fill it with zeros for every strip
+    strips: dict[int, Sequence] = {i + ends: x.split(size, own) for i, x, own in _to_cut(tensors, dims)}
+    if ends:
+        strips[0] = range(size, n + size, size)
+    again = torch.is_grad_enabled() and _any_grad(tensors) and not transformed()
+    found = _computed(f, args, strips, again)
+    return tuple(torch.cat(several, dim) for several in zip(*found, strict=True))
+
+
+def _in_even_strips(
+    f: Callable[..., tuple[Tensor, ...]], tensors: Tensors, dims: CutDims, dim: int, n: int, each: int, room: int
+) -> tuple[Tensor, ...]:
+    """As in_strips, for torch.compile: the number of strips is a power of two, so that one graph serves many lengths n.
+
+    Strips are filled up with zeros.
+    """
+    first = next(x for x in tensors if x is not None)
+    count, most = 1, budget(first.device).compiled_strips * room
+    while n * each > most * count:
         count *= 2
     if count == 1:
         return f(*tensors)
     size = n // count + 1  # always something to fill up: a graph without that would be another one
-    parts = [_even(x, own, count, size) for x, own in zip(tensors, dims, strict=True)]
-    again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    found = [checkpoint(f, *x, use_reentrant=False) if again else f(*x) for x in zip(*parts, strict=True)]
-    return tuple(torch.cat(parts, dim).narrow(dim, 0, n) for parts in zip(*found, strict=True))
+    strips = {i: _even(x, own, count, size) for i, x, own in _to_cut(tensors, dims)}
+    found = _computed(f, tensors, strips, torch.is_grad_enabled() and _any_grad(tensors))
+    return tuple(torch.cat(several, dim).narrow(dim, 0, n) for several in zip(*found, strict=True))
 
 
-def _even(x: Tensor | None, dim: int | None, count: int, size: int) -> Sequence[Tensor | None]:
-    if x is None or dim is None or x.shape[dim] == 1:
-        return [x] * count
+def _to_cut(tensors: Tensors, dims: CutDims) -> list[tuple[int, Tensor, int]]:
+    """The tensors that are cut: index, tensor and dimension of each. The others go whole to every strip."""
+    every = enumerate(zip(tensors, dims, strict=True))
+    return [(i, x, dim) for i, (x, dim) in every if x is not None and dim is not None and x.shape[dim] != 1]
+
+
+def _even(x: Tensor, dim: int, count: int, size: int) -> Sequence[Tensor]:
+    """Strips of one size, filled up with zeros."""
     more = (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, count * size - x.shape[dim])
     return pad(x, more).unflatten(dim, (count, size)).unbind(dim)
+
+
+def _any_grad(tensors: Tensors) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _computed(
+    f: Callable[..., tuple[Tensor, ...]], args: Sequence, strips: Mapping[int, Sequence], again: bool
+) -> list[tuple[Tensor, ...]]:
+    """f(*args) with some arguments replaced by each of their strips; again: computed once more in the backward pass.
+
+    What goes whole to every strip is bound, not passed to `checkpoint`, which would save it once for each.
+    """
+
+    def one(*parts: object) -> tuple[Tensor, ...]:
+        own = list(args)
+        for i, part in zip(strips, parts, strict=True):
+            own[i] = part
+        return f(*own)
+
+    every = zip(*strips.values(), strict=True)
+    return [checkpoint(one, *parts, use_reentrant=False) if again else one(*parts) for parts in every]
+
+
+def token_runs(tensors: Sequence[Tensor], each: int) -> list[tuple[Tensor, ...]]:
+    """Cut tensors (b h n ...) into runs of whole chunks of tokens, for a state that goes from run to run.
+
+    each: elements of the features of one token. One run under torch.compile: one graph serves any number of them.
+    """
+    limits, n = budget(tensors[0].device), tensors[0].shape[2]
+    size = max(limits.features // max(each, 1) // limits.chunk, 1) * limits.chunk
+    if n <= size or torch.compiler.is_compiling():
+        return [tuple(tensors)]
+    # split, not sliced run by run: the gradient of a slice is as long as the whole
+    return list(zip(*(x.split(size, 2) for x in tensors), strict=True))

@@ -1,43 +1,49 @@
-"""The likeliest of many: what is looked for in a whole vocabulary, at every step."""
+"""The largest of many scores, such as those of a vocabulary: on a CPU, the maxima of parts are found first."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-TOPK_PART = 64  # tokens of a part: a CPU finds the best of each eight times as fast as it finds the place of the best of all
+from regard.ops.budget import budget
 
-
-def _in_parts(scores: Tensor) -> bool:
-    return scores.device.type == "cpu" and scores.shape[1] >= 16 * TOPK_PART
-
-
-def _tops(scores: Tensor) -> Tensor:
-    """The best of every whole part, (x v) -> (x parts)."""
-    parts = scores.shape[1] // TOPK_PART
-    return scores[:, : parts * TOPK_PART].unflatten(1, (parts, TOPK_PART)).amax(-1)
-
-
-def _candidates(scores: Tensor, parts: Tensor) -> Tensor:
-    """The places of all tokens of these parts (x p), and those behind the last whole one."""
-    v, device = scores.shape[1], scores.device
-    inside = (parts[..., None] * TOPK_PART + torch.arange(TOPK_PART, device=device)).flatten(1)
-    return torch.cat([inside, torch.arange(v // TOPK_PART * TOPK_PART, v, device=device).expand(len(scores), -1)], 1)
+MIN_PARTS = 16  # fewer parts of the scores are no gain
 
 
 def argmax_first(scores: Tensor) -> Tensor:
-    """scores.argmax(-1) of (x v), the first where several are best."""
-    if not _in_parts(scores):
+    """Return scores.argmax(-1) of (x v), the first of equals."""
+    size = _part_size(scores)
+    if size is None:
         return scores.argmax(-1)
-    places = _candidates(scores, _tops(scores).argmax(-1, keepdim=True))
+    places = _candidates(scores, _part_maxima(scores, size).argmax(-1, keepdim=True), size)
     return places.gather(1, scores.gather(1, places).argmax(-1, keepdim=True))[:, 0]
 
 
 def topk_by_part(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of (x v), the best first, and where they stand: they are in the k parts whose best are best."""
-    if not _in_parts(scores) or k > scores.shape[1] // TOPK_PART:
+    """Return the k largest of (x v) in falling order, and their indices: they are in the k parts with the largest maxima."""
+    size = _part_size(scores)
+    if size is None or k > scores.shape[1] // size:
         best = scores.topk(k, dim=1)
         return best.values, best.indices
-    places = _candidates(scores, _tops(scores).topk(k, dim=1).indices)
+    places = _candidates(scores, _part_maxima(scores, size).topk(k, dim=1).indices, size)
     best = scores.gather(1, places).topk(k, dim=1)
     return best.values, places.gather(1, best.indices)
+
+
+def _part_size(scores: Tensor) -> int | None:
+    """Scores in a part; None where parts are no gain."""
+    size = budget(scores.device).topk_part
+    return None if size is None or scores.shape[1] < MIN_PARTS * size else size
+
+
+def _part_maxima(scores: Tensor, size: int) -> Tensor:
+    """The maximum of every whole part, (x v) -> (x parts)."""
+    parts = scores.shape[1] // size
+    return scores[:, : parts * size].unflatten(1, (parts, size)).amax(-1)
+
+
+def _candidates(scores: Tensor, parts: Tensor, size: int) -> Tensor:
+    """The indices of all scores of these parts (x p), and of those behind the last whole part."""
+    v, device = scores.shape[1], scores.device
+    inside = (parts[..., None] * size + torch.arange(size, device=device)).flatten(1)
+    return torch.cat([inside, torch.arange(v // size * size, v, device=device).expand(len(scores), -1)], 1)

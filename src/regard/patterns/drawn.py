@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.cache import outlives_tracing
+from regard.cache import outlives_tracing, register_cache
 from regard.checks import need
 from regard.patterns.algebra import Atom, Pattern, by_head, largest, unwrapped
 
@@ -37,6 +37,9 @@ def _draw_blocks(count: int, seed: int, rows: int, blocks: int | None) -> Tensor
             pick += pick >= earlier
         chosen[:, c] = np.where(c < room, pick, np.iinfo(np.int64).max)
     return torch.from_numpy(np.where(chosen == np.iinfo(np.int64).max, -1, chosen))
+
+
+register_cache(_draw_blocks.cache_clear)
 
 
 @dataclass(frozen=True, repr=False)

@@ -72,10 +72,10 @@ class SpecialTokens(Pattern):
         if self.at:
             at = torch.tensor(self.at, device=i.device)
             found = found | ((i[..., None] == at).any(-1) if transformed() else torch.isin(i, at))
-        return found | (i >= self._tail) if self.last else found
+        return found | (i >= self.tail) if self.last else found
 
     @property
-    def _tail(self) -> int:
+    def tail(self) -> int:
         """Where the last tokens begin."""
         if self.length is None:
             raise ValueError(f"the last tokens of {type(self).__name__} are those of a length: call .bound(n, m) first")
@@ -89,7 +89,7 @@ class SpecialTokens(Pattern):
         """The special positions in low <= position < high, in order."""
         runs: list[Iterable[int]] = [range(low, min(self.first, high)), [p for p in self.at if low <= p < high]]
         if self.last:
-            runs.append(range(max(self._tail, low), high))
+            runs.append(range(max(self.tail, low), high))
         return torch.tensor(sorted(set(chain(*runs))), dtype=torch.long)
 
     def _bound(self, length: int) -> Self:

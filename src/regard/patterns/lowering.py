@@ -1,4 +1,4 @@
-"""Which blocks of queries meet which blocks of keys, for each atom: the driver of a part."""
+"""From an atom, the driver of a part, to the blocks of queries and keys that meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Random, Rows, Tail
-from regard.patterns.tiles import Layout, Span, TileGroup, TilePart
+from regard.patterns.tiles import Layout, Span, TileGroup, Tiling
 
 TILE_SIZES = ((24, 16), (96, 32), (512, 64))  # a band that reaches less far than this: queries and keys per block
 WIDE_TILE = 128  # of all wider ones
@@ -16,7 +16,7 @@ LONG_TILE = 1024  # queries per tile when there are few keys, keys per tile when
 
 
 def estimated_pairs(atom: Atom, s: Span) -> float:
-    """About how many pairs an atom holds: enough to choose a driver."""
+    """Estimate how many pairs an atom holds: enough to choose a driver."""
     match atom:
         case Band(back, ahead, step):
             reach = (s.m if back is None else min(back, s.m)) + (s.m if ahead is None else min(ahead, s.m)) + 1
@@ -34,7 +34,8 @@ def estimated_pairs(atom: Atom, s: Span) -> float:
     raise NotImplementedError(f"no plan for {type(atom).__name__}")
 
 
-def lower_atom(driver: Atom, atoms: Alternative, s: Span) -> list[TilePart]:
+def lower_atom(driver: Atom, atoms: Alternative, s: Span) -> list[Tiling]:
+    """Enumerate the tiles of the driver of an alternative."""
     match driver:
         case Band():
             return _lower_band(driver, s)
@@ -53,7 +54,7 @@ def lower_atom(driver: Atom, atoms: Alternative, s: Span) -> list[TilePart]:
 
 
 def _grouped(rows: Tensor, low: Tensor, high: Tensor, base: Tensor | int, blocks: int) -> list[TileGroup]:
-    """Tiles whose key blocks are base + low .. base + high, those outside 0 .. blocks - 1 missing, grouped by their number."""
+    """Group tiles by their number of key blocks, which are base + low .. base + high, those outside 0 .. blocks - 1 missing."""
     groups = []
     for p in (high - low + 1).unique().tolist():
         if p > 0:
@@ -64,8 +65,8 @@ def _grouped(rows: Tensor, low: Tensor, high: Tensor, base: Tensor | int, blocks
     return groups
 
 
-def _lower_band(band: Band, s: Span) -> list[TilePart]:
-    """Per residue class, a run of query blocks each meeting a run of key blocks."""
+def _lower_band(band: Band, s: Span) -> list[Tiling]:
+    """Lower a band: per residue class, a run of query blocks each meeting a run of key blocks."""
     queries, first, many = _classes(s.t, s.n, band.step, s, band)
     keys, start, count = _classes(s.u, s.m, band.step, s, band)
     r, gap = queries.size, first - start  # a query block begins `gap` after the key block of the same number
@@ -79,13 +80,13 @@ def _lower_band(band: Band, s: Span) -> list[TilePart]:
         low = low.clamp_min(0)
     base = torch.arange(band.step).repeat_interleave(many)
     groups = _grouped(base * many + block.repeat(band.step), low.repeat(band.step), high.repeat(band.step), base * count, count)
-    return [TilePart(queries, keys, groups, s)]
+    return [Tiling(queries, keys, groups)]
 
 
 def _classes(start: int, length: int, step: int, s: Span, band: Band) -> tuple[Layout, int, int]:
-    """A layout by residue class; where a class begins, counted in steps; blocks per class."""
+    """Lay out tokens by residue class; return also where a class begins, counted in steps, and blocks per class."""
     first = start // step
-    many = -(-(start + length) // step) - first  # tokens per class, some at the ends nobody
+    many = -(-(start + length) // step) - first  # tokens per class, with empty slots at the ends
     reach = sum((s.m if x is None else min(x, s.m)) // step for x in (band.back, band.ahead))
     tile = next((size for most, size in TILE_SIZES if reach < most), WIDE_TILE)
     r = min(tile, max(-(-max(s.n, s.m) // step), 1))
@@ -98,7 +99,7 @@ def _classes(start: int, length: int, step: int, s: Span, band: Band) -> tuple[L
 
 
 def _aligned(start: int, length: int, size: int) -> tuple[Layout, int]:
-    """A layout in blocks that begin at multiples of size, and the number of the first of them."""
+    """Lay out tokens in blocks that begin at multiples of size; return also the number of the first block."""
     first = start // size
     blocks = -(-(start + length) // size) - first
     if start % size == 0:
@@ -107,8 +108,8 @@ def _aligned(start: int, length: int, size: int) -> tuple[Layout, int]:
     return Layout(size, blocks, torch.where((token >= 0) & (token < length), token, -1)), first
 
 
-def _lower_blocks(size: int, s: Span, meets: Callable[[Tensor], Tensor]) -> list[TilePart]:
-    """Query block number x meets the key blocks meets(x)."""
+def _lower_blocks(size: int, s: Span, meets: Callable[[Tensor], Tensor]) -> list[Tiling]:
+    """Lower blocks: query block number x meets the key blocks meets(x)."""
     queries, first = _aligned(s.t, s.n, size)
     keys, start = _aligned(s.u, s.m, size)
     cols = meets(first + torch.arange(queries.blocks)) - start
@@ -119,22 +120,22 @@ def _lower_blocks(size: int, s: Span, meets: Callable[[Tensor], Tensor]) -> list
         queries = Layout(size // pieces, queries.blocks * pieces)
         rows, cols = torch.arange(queries.blocks), cols.repeat_interleave(pieces, 0)
     some = (cols >= 0).any(1)
-    return [TilePart(queries, keys, [TileGroup(rows[some], cols[some])], s)] if some.any() else []
+    return [Tiling(queries, keys, [TileGroup(rows[some], cols[some])])] if some.any() else []
 
 
-def _lower_rows(index: Tensor, s: Span) -> list[TilePart]:
-    """A few queries, all keys, in strips of keys."""
+def _lower_rows(index: Tensor, s: Span) -> list[Tiling]:
+    """Lower rows: a few queries, all keys, in strips of keys."""
     if not len(index):
         return []
     queries, keys = _lower_listed(index, WIDE_TILE), Layout(min(LONG_TILE, s.m), -(-s.m // min(LONG_TILE, s.m)))
     rows, parts = torch.arange(queries.blocks), []
     for cols in torch.arange(keys.blocks).split(max(1, LONG_TILE // queries.size)):
-        parts.append(TilePart(queries, keys, [TileGroup(rows, cols.expand(len(rows), -1))], s))
+        parts.append(Tiling(queries, keys, [TileGroup(rows, cols.expand(len(rows), -1))]))
     return parts
 
 
-def _lower_columns(index: Tensor, band: Band, s: Span) -> list[TilePart]:
-    """All queries, a few keys, of which the band may rule out whole blocks."""
+def _lower_columns(index: Tensor, band: Band, s: Span) -> list[Tiling]:
+    """Lower columns: all queries, a few keys, of which the band may rule out whole blocks."""
     if not len(index):
         return []
     keys = _lower_listed(index, WIDE_TILE)
@@ -146,19 +147,20 @@ def _lower_columns(index: Tensor, band: Band, s: Span) -> list[TilePart]:
     highest = high + band.ahead if band.ahead is not None else torch.full_like(high, s.u + s.m)
     first = torch.searchsorted(index + s.u, lowest) // keys.size
     last = (torch.searchsorted(index + s.u, highest, right=True) - 1).div(keys.size, rounding_mode="floor")
-    return [TilePart(queries, keys, _grouped(rows, first, last, 0, keys.blocks), s)]
+    return [Tiling(queries, keys, _grouped(rows, first, last, 0, keys.blocks))]
 
 
 def _lower_listed(index: Tensor, most: int) -> Layout:
+    """Lay out the listed tokens alone."""
     size = min(len(index), most)
     blocks = -(-len(index) // size)
     padded = torch.full((blocks * size,), -1)
     padded[: len(index)] = index
-    return Layout(size, blocks, padded.view(blocks, size), everyone=False)
+    return Layout(size, blocks, padded.view(blocks, size), complete=False)
 
 
-def _lower_edges(edges: Edges, s: Span) -> list[TilePart]:
-    """One query and its neighbours to a tile; queries of similar degree together."""
+def _lower_edges(edges: Edges, s: Span) -> list[Tiling]:
+    """Lower edges: one query and its neighbours to a tile; queries of similar degree together."""
     i, j = edges.codes // max(edges.nodes, 1), edges.codes % max(edges.nodes, 1)
     here = (i >= s.t) & (i < s.t + s.n) & (j >= s.u) & (j < s.u + s.m)
     i, j = i[here] - s.t, j[here] - s.u
@@ -174,4 +176,4 @@ def _lower_edges(edges: Edges, s: Span) -> list[TilePart]:
         low = p
         if p >= s.m:
             break
-    return [TilePart(Layout(1, s.n), Layout(1, s.m), groups, s)]
+    return [Tiling(Layout(1, s.n), Layout(1, s.m), groups)]

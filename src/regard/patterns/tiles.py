@@ -1,8 +1,8 @@
-"""The pieces of a plan: how tokens are laid out in blocks, which blocks meet, and which pairs inside them count."""
+"""The parts of a plan: how tokens are laid out in blocks, which blocks meet, and which pairs inside them count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -10,27 +10,32 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard.cache import outlives_tracing
-from regard.patterns import Band
+from regard.patterns import Atom, Band, Columns, Rows, Tail
+from regard.patterns.condition import Condition
 
-MASK_CACHE = 1 << 25  # mask elements a plan remembers between calls
+MASK_CACHE = 1 << 25  # mask elements that a part keeps between calls
 MASKED_SCORE = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
 FLOAT_MASK = 1 << 18  # mask elements that may as well be floats
+BATCH_LISTS = 16  # complete lists of batches that a part keeps
+NO_CONDITION = Condition()
+FULL_MASK = 1 << 22  # mask elements that are made together to find full tiles
 
 
 @dataclass(eq=False)
 class Layout:
-    """Tokens arranged in blocks: `index` (blocks, size) into the sequence, -1 for nobody; None: as they come."""
+    """Tokens arranged in blocks: `index` (blocks, size) into the sequence, -1 for an empty slot; None: in order."""
 
     size: int
     blocks: int
     index: Tensor | None = None
-    everyone: bool = True  # every token of the sequence stands somewhere, once
-    there: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    complete: bool = True  # every token of the sequence has a slot, exactly one
+    moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def positions(self, start: int, length: int) -> Tensor:
-        """(blocks, size) positions of the tokens, -1 for nobody."""
+        """Return the positions of the tokens (blocks, size), -1 in empty slots."""
         index = self.index
         if index is None:
             index = torch.arange(self.blocks * self.size).view(self.blocks, self.size)
@@ -39,17 +44,39 @@ class Layout:
 
     @outlives_tracing
     def moves(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For a layout with an index: (slots) the token to put into each slot, and (tokens) the slot to find each token in.
+        """Return, for a layout with an index, (slots) the token of each slot, and (tokens) the slot of each token.
 
-        A slot for nobody takes any token. Without everyone, `tokens` are those of the first slots, in order.
+        An empty slot takes any token. In a layout that is not complete, `tokens` are those of the filled slots, in order.
         """
-        if device not in self.there:
+        if device not in self.moved:
             assert self.index is not None
             flat = self.index.flatten()
             slots = torch.nonzero(flat >= 0)[:, 0]
-            back = slots[flat[slots].argsort()] if self.everyone else slots
-            self.there[device] = (flat.clamp_min(0).to(device), back.to(device))
-        return self.there[device]
+            back = slots[flat[slots].argsort()] if self.complete else slots
+            self.moved[device] = (flat.clamp_min(0).to(device), back.to(device))
+        return self.moved[device]
+
+    def split(self, x: Tensor) -> Tensor:
+        """Cut a sequence into blocks: (B length y) -> (B blocks size y)."""
+        if self.index is not None:
+            x = x.index_select(1, self.moves(x.device)[0])
+        elif self.blocks * self.size > x.shape[1]:
+            x = pad(x, (0, 0, 0, self.blocks * self.size - x.shape[1]))
+        return x.unflatten(1, (self.blocks, self.size))
+
+    def join(self, blocks: Tensor, length: int) -> Tensor:
+        """Undo `split`: (B blocks size ...) -> (B tokens ...), with the tokens of `tokens`."""
+        flat = blocks.flatten(1, 2)
+        if self.index is None:
+            return flat[:, :length]
+        return flat.index_select(1, self.moves(flat.device)[1])
+
+    def tokens(self, device: torch.device) -> Tensor | None:
+        """Return which tokens `join` gives; None: all of them, in order."""
+        if self.index is None or self.complete:
+            return None
+        moves, back = self.moves(device)
+        return moves[back]
 
 
 class TileGroup(NamedTuple):
@@ -59,8 +86,16 @@ class TileGroup(NamedTuple):
     cols: Tensor  # (T, p)
 
 
+class Tiling(NamedTuple):
+    """Which blocks of queries meet which blocks of keys."""
+
+    queries: Layout
+    keys: Layout
+    groups: list[TileGroup]
+
+
 class Span(NamedTuple):
-    """Where queries and keys stand: n queries from position t, m keys from position u."""
+    """Positions of queries and keys: n queries from position t, m keys from position u."""
 
     t: int
     n: int
@@ -74,59 +109,98 @@ class TileBatch(NamedTuple):
     rows: Tensor  # (T)
     cols: Tensor  # (T, p), none below zero
     hidden: tuple[tuple[int, int, Tensor], ...]  # key columns low..high, and what hides pairs there: see `_mask_bias_or_bool`
-    first: int | None  # rows = first + (0 .. T - 1)
+    at: slice | Tensor  # the query blocks `rows`, as a slice where they are consecutive
     slides: int | None  # cols[t] = slides + t + (0 .. p - 1): key blocks move along with the queries
 
-    def take(self, blocks: Tensor) -> Tensor:
-        """(B blocks r ...) -> (B T r ...): the query blocks of these tiles."""
-        if self.first is None:
-            return blocks.index_select(1, self.rows)
-        return blocks[:, self.first : self.first + len(self.rows)]
 
-    def put(self, blocks: Tensor, found: Tensor) -> None:
-        """The inverse of take: what was found for these tiles goes to their query blocks."""
-        found = found.view(blocks.shape[0], len(self.rows), *blocks.shape[2:])
-        if self.first is None:
-            blocks.index_copy_(1, self.rows, found)
-        else:
-            blocks[:, self.first : self.first + len(self.rows)] = found
+class KeyBlocks(NamedTuple):
+    """Key blocks of every query block, as compressed rows: those of block x are offsets[x] .. offsets[x + 1] - 1."""
+
+    offsets: Tensor  # (query blocks + 1)
+    blocks: Tensor  # (tiles) number of the key block
+    full: Tensor  # (tiles) every pair of the tile belongs to the part: it needs no mask
 
 
 @dataclass(eq=False)
 class TilePart:
-    """One intersection of the pattern, as tiles. No query block comes twice."""
+    """One intersection of atoms of a pattern, as tiles: pure data. No query block occurs twice.
+
+    `driver` is the atom that enumerates the tiles. A pair of the tiles belongs to the part if both tokens exist and the
+    condition holds.
+    """
 
     queries: Layout
     keys: Layout
     groups: list[TileGroup]
     span: Span
-    seen: Callable[[Tensor, Tensor], Tensor] | None = None  # (i, j) -> bool; None: the tiles hold no other pair
-    relative: bool = False  # `seen` depends on i - j alone and tiles slide: those inside the sequence share a mask
-    band: Band | None = None  # the part is this band and nothing else
-    kept: dict[tuple[int, int, int, torch.device], TileBatch] = field(default_factory=dict)
+    driver: Atom
+    condition: Condition
+    batched: dict[tuple[int, int, int, torch.device], TileBatch] = field(default_factory=dict)
+    lists: dict[tuple[int, torch.device], tuple[TileBatch, ...]] = field(default_factory=dict)
     moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
     room: int = MASK_CACHE
 
-    def runs(self, most: int, device: torch.device) -> Iterator[TileBatch]:
-        """Tiles in batches of about `most` score elements, at least one tile each."""
-        for number, group in enumerate(self.groups):
-            step = max(1, most // (self.queries.size * group.cols.shape[1] * self.keys.size))
-            for at, end in self._cuts(group, step):
-                key = (number, at, end, device)
-                run = self.kept.get(key)
-                if run is None:
-                    run = self._run(group, at, end, device)
-                    cost = sum(mask.numel() for *_, mask in run.hidden)
-                    if cost <= self.room:
-                        self.room -= cost
-                        self.kept[key] = run
-                yield run
+    @property
+    def kind(self) -> str:
+        """Return how the tiles are enumerated.
+
+        "band": by lo = -ahead, hi = back and step of the driver; "rows", "columns": by the tokens of a layout that is not
+        complete; "list": by `key_blocks`.
+        """
+        match self.driver:
+            case Band():
+                return "band"
+            case Rows():
+                return "rows"
+            case Columns() | Tail():
+                return "columns"
+        return "list"
+
+    @property
+    def band(self) -> Band | None:
+        """Return the band that is the whole part, if it is one."""
+        return self.driver if isinstance(self.driver, Band) and self.condition == Condition((self.driver,)) else None
+
+    @cached_property
+    def relative(self) -> bool:
+        """Tell whether masks depend on i - j alone and tiles slide: those inside the sequence share a mask."""
+        return isinstance(self.driver, Band) and self.condition.relative
+
+    @cached_property
+    def whole(self) -> bool:
+        """Tell whether every query block has a tile."""
+        return sum(len(group.rows) for group in self.groups) == self.queries.blocks
 
     @property
     def size(self) -> int:
-        """How many numbers it holds: blocks that meet, and what is remembered of them."""
-        held = sum(run.rows.numel() + run.cols.numel() for run in list(self.kept.values()))
-        return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + held + MASK_CACHE - self.room
+        """Count the numbers it holds: blocks that meet, and what is cached of them."""
+        cached = sum(batch.rows.numel() + batch.cols.numel() for batch in list(self.batched.values()))
+        return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + cached + MASK_CACHE - self.room
+
+    def batches(self, limit: int, device: torch.device) -> Iterable[TileBatch]:
+        """Return the tiles in batches of about `limit` score elements, at least one tile each."""
+        made = self.lists.get((limit, device))
+        return self._batches(limit, device) if made is None else made
+
+    def _batches(self, limit: int, device: torch.device) -> Iterator[TileBatch]:
+        made, count = [], 0
+        for number, group in enumerate(self.groups):
+            step = max(1, limit // (self.queries.size * group.cols.shape[1] * self.keys.size))
+            for low, high in self._cuts(group, step):
+                count += 1
+                key = (number, low, high, device)
+                batch = self.batched.get(key)
+                if batch is None:
+                    batch = self._batch(group, low, high, device)
+                    cost = sum(mask.numel() for *_, mask in batch.hidden)
+                    if cost <= self.room:
+                        self.room -= cost
+                        self.batched[key] = batch
+                if key in self.batched:
+                    made.append(batch)
+                yield batch
+        if len(made) == count and len(self.lists) < BATCH_LISTS:
+            self.lists[limit, device] = tuple(made)
 
     def _cuts(self, group: TileGroup, step: int) -> Iterator[tuple[int, int]]:
         """Cut at the ends of the sequence too, so that the tiles inside can share a mask."""
@@ -139,14 +213,9 @@ class TilePart:
                 yield at, min(at + step, high)
 
     def _inside(self, group: TileGroup) -> Tensor:
-        """(T) tiles whose queries and keys all exist."""
+        """Tell which tiles (T) have queries and keys in all slots."""
         i, j = self._positions
         return (i >= 0).all(1)[group.rows] & ((group.cols >= 0) & (j >= 0).all(1)[group.cols.clamp_min(0)]).all(1)
-
-    @cached_property
-    def whole(self) -> bool:
-        """Does every query block have a tile?"""
-        return sum(len(group.rows) for group in self.groups) == self.queries.blocks
 
     @cached_property
     @outlives_tracing
@@ -154,45 +223,75 @@ class TilePart:
         return self.queries.positions(self.span.t, self.span.n), self.keys.positions(self.span.u, self.span.m)
 
     @outlives_tracing
-    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions of queries and keys, (blocks, size) each, where they are needed."""
+    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the positions of queries and keys, (blocks, size) each, on a device."""
         if device not in self.moved:
             self.moved[device] = tuple(x.to(device) for x in self._positions)  # type: ignore[assignment]
         return self.moved[device]
 
+    def distances(self, batch: TileBatch) -> Tensor:
+        """Return i - j of the pairs of a batch of tiles, (T 1 r x)."""
+        i, j = self.positions(batch.rows.device)
+        return (i[batch.rows][:, :, None] - j[batch.cols].flatten(1)[:, None]).unsqueeze(1)
+
     @outlives_tracing
-    def _run(self, group: TileGroup, at: int, end: int, device: torch.device) -> TileBatch:
-        rows, cols = group.rows[at:end], group.cols[at:end]
+    def _batch(self, group: TileGroup, low: int, high: int, device: torch.device) -> TileBatch:
+        rows, cols = group.rows[low:high], group.cols[low:high]
         hidden = () if device.type == "meta" else self._hidden(rows, cols, device)  # without numbers there is nothing to hide
         moves = cols[:1, :1] + torch.arange(len(cols))[:, None] + torch.arange(cols.shape[1])
         slides = int(cols[0, 0]) if bool((cols >= 0).all()) and torch.equal(cols, moves) else None
-        first = int(rows[0]) if torch.equal(rows, rows[0] + torch.arange(len(rows))) else None
-        return TileBatch(rows.to(device), cols.clamp_min(0).to(device), hidden, first, slides)
+        there = rows.to(device)
+        consecutive = torch.equal(rows, rows[0] + torch.arange(len(rows)))
+        at = slice(int(rows[0]), int(rows[0]) + len(rows)) if consecutive else there
+        return TileBatch(there, cols.clamp_min(0).to(device), hidden, at, slides)
 
     def _hidden(self, rows: Tensor, cols: Tensor, device: torch.device) -> tuple[tuple[int, int, Tensor], ...]:
+        """Return runs of key columns in which pairs are missing, with what hides those: (T or 1, 1, r, high - low)."""
         alike = self.relative and bool(self._inside(TileGroup(rows, cols)).all())
         mask = self.mask(rows[:1], cols[:1]) if alike else self.mask(rows, cols)
+        mask = mask.unsqueeze(1)
         return tuple(
             (low, high, _mask_bias_or_bool(mask[..., low:high]).to(device)) for low, high in _partial(mask, self.keys.size)
         )
 
     def mask(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """(T, r, p * c) pairs of these tiles that belong to the part."""
+        """Tell which pairs (T, r, p * c) of these tiles belong to the part."""
         i, j = self._positions
         i = i[rows][:, :, None]
         j = torch.where(cols[:, :, None] >= 0, j[cols.clamp_min(0)], -1).flatten(1)[:, None]
         real = (j >= 0) & (i >= 0)
-        return real if self.seen is None else real & self.seen(i.clamp_min(0), j.clamp_min(0))
+        return real if self.condition == NO_CONDITION else real & self.condition.mask(i.clamp_min(0), j.clamp_min(0))
+
+    @cached_property
+    @outlives_tracing
+    def key_blocks(self) -> KeyBlocks:
+        """List the key blocks of every query block, in order, and which tiles are full: for kernels that read lists."""
+        rows, cols, full = [], [], []
+        for group in self.groups:
+            p = group.cols.shape[1]
+            step = max(1, FULL_MASK // (self.queries.size * self.keys.size * p))
+            for some, theirs in zip(group.rows.split(step), group.cols.split(step), strict=True):
+                every = self.mask(some, theirs).unflatten(-1, (p, self.keys.size)).all(-1).all(1)  # (T, p)
+                there = theirs >= 0
+                rows.append(some[:, None].expand(there.shape)[there])
+                cols.append(theirs[there])
+                full.append(every[there])
+        none = torch.zeros(0, dtype=torch.long)
+        row, col = torch.cat([none, *rows]), torch.cat([none, *cols])
+        order = (row * self.keys.blocks + col).argsort()
+        counts = torch.bincount(row, minlength=self.queries.blocks)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        return KeyBlocks(offsets, col[order], torch.cat([none.bool(), *full])[order])
 
 
 def _mask_bias_or_bool(mask: Tensor) -> Tensor:
-    """What makes scores UNSEEN outside the mask (T, r, x): numbers to add (faster), or where to write it (smaller)."""
+    """Return what makes scores MASKED_SCORE outside the mask: numbers to add (faster), or where to write it (smaller)."""
     return torch.where(mask, 0.0, MASKED_SCORE) if mask.numel() <= FLOAT_MASK else ~mask
 
 
 def _partial(mask: Tensor, size: int) -> list[tuple[int, int]]:
-    """Runs of key columns, whole blocks of `size`, in which some pair is missing."""
-    lacks = (~mask).unflatten(-1, (-1, size)).any(-1).flatten(0, 1).any(0).tolist()
+    """Find runs of key columns, whole blocks of `size`, in which some pair is missing."""
+    lacks = (~mask).unflatten(-1, (-1, size)).any(-1).flatten(0, -2).any(0).tolist()
     found: list[tuple[int, int]] = []
     for block, lack in enumerate(lacks):
         if lack and found and found[-1][1] == block * size:

@@ -1,4 +1,4 @@
-"""All patterns and all mechanisms on one sheet, family by family: who looks at whom, and how the cost grows."""
+"""Draw all patterns and mechanisms on one sheet, family by family: attention matrices, and how cost grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from regard.analysis.cost import cost, pattern_of
 from regard.catalogue import CATALOGUE
-from regard.catalogue_row import growth
 from regard.mixers.base import Can, Dims
 from regard.patterns import (
     Blocks,
@@ -31,11 +30,14 @@ from regard.patterns import (
     Tail,
     Truncated,
 )
-from regard.plots.mechanism_plot import GREY, INK, LINE, NOTHING, Page, Scale, paint, scale_of, view
+from regard.plots.colours import GREY, INK, LINE, NOTHING
+from regard.plots.mechanism_plot import Page, Scale, paint, scale_of, view
 from regard.spec import Spec
+from regard.text import growth
 
-ACROSS, SIDE, GAP, MARGIN, TOP, BOTTOM = 8, 240, 44, 64, 190, 140  # cells in a row; the rest in pixels
-WORDS, HEADING, BETWEEN = 84, 88, 44  # pixels over a matrix, over the words of a family's first row, and under a row
+ACROSS = 8  # cells in a row
+CELL_SIDE, CELL_GAP, SHEET_MARGIN, SHEET_TOP, SHEET_BOTTOM = 240, 44, 64, 190, 140  # pixels
+CELL_WORDS, HEADING, BETWEEN = 84, 88, 44  # pixels above a matrix, above the words of a family's first row, and below a row
 TITLE_LETTERS = 22  # letters in the title of a cell
 _GRAPH = [[*range(40), *(i * i % 40 for i in range(40))], [*(i * i % 40 for i in range(40)), *range(40)]]
 SAMPLES: dict[str, tuple[Pattern, str]] = {
@@ -45,7 +47,7 @@ SAMPLES: dict[str, tuple[Pattern, str]] = {
     "Stride(6)": (Stride(6), "every 6th"),
     "Blocks(8)": (Blocks(8), "the same block"),
     "Tail(8, 2)": (Tail(8, 2), "the last 2 of a block"),
-    "Causal()": (Causal(), "nothing later"),
+    "Causal()": (Causal(), "no later keys"),
     "Everything()": (Everything(), "all pairs"),
     "Global(first=2)": (Global(first=2), "see all, seen by all"),
     "Rows(at=[20])": (Rows(at=(20,)), "see all"),
@@ -59,7 +61,7 @@ SAMPLES: dict[str, tuple[Pattern, str]] = {
 
 
 class _Cell(NamedTuple):
-    """A title, a line of words, and one matrix, or four where the heads differ."""
+    """Hold a title, a line of words, and one matrix, or four where the heads differ."""
 
     title: str
     words: str
@@ -71,31 +73,36 @@ class _Cell(NamedTuple):
 def sheet(
     specs: Iterable[Spec | str | Pattern] | None = None, *, length: int = 40, causal: bool = False, patterns: bool = True
 ) -> Figure:
-    """One figure of many mechanisms: all of the catalogue unless given, in their families. Save it with figure.savefig(path)."""
+    """Draw many mechanisms in one figure: the whole catalogue unless given, by family. Save it with figure.savefig(path)."""
     dims = Dims(width=256, heads=4, causal=causal, max_len=length)
-    families: dict[str, list[_Cell]] = {"patterns": [_pattern_cell(*entry) for entry in SAMPLES.items()]} if patterns else {}
+    families: dict[str, list[_Cell]] = {}
+    if patterns:
+        families["patterns"] = [_pattern_cell(*entry) for entry in SAMPLES.items()]
     for spec in _all(causal) if specs is None else map(Spec.of, specs):
         families.setdefault(spec.row.family, []).append(_mechanism(spec, dims, length))
     lines = _lines({family: len(cells) for family, cells in families.items()})
-    heights = [HEADING * any(run.first for run in line) + WORDS + SIDE + BETWEEN for line in lines]
-    page = Page(2 * MARGIN + ACROSS * (SIDE + GAP) - GAP, TOP + sum(heights) + BOTTOM)
-    page.write(MARGIN, 108, "Who looks at whom", 24, weight="bold", va="baseline")
-    page.write(MARGIN, 160, _gallery_caption(length, causal), 10, GREY, va="baseline")
-    y, left = TOP, {family: iter(cells) for family, cells in families.items()}
+    heights = [_line_height(line) for line in lines]
+    page = Page(_x(ACROSS) - CELL_GAP + SHEET_MARGIN, SHEET_TOP + sum(heights) + SHEET_BOTTOM)
+    page.write(SHEET_MARGIN, 98, "Attention patterns and mechanisms", 24, weight="bold", va="baseline")
+    page.write(SHEET_MARGIN, 160, _gallery_caption(length, causal), 10, GREY, va="baseline")
+    y = SHEET_TOP
+    remaining = {family: iter(cells) for family, cells in families.items()}
     for line, height in zip(lines, heights, strict=True):
+        cell_y = y + height - BETWEEN - CELL_SIDE
         for family, start, cells, first in line:
             if first:
                 _heading(page, family, _x(start), y, cells)
             for column in range(start, start + cells):
-                _draw_cell(page, next(left[family]), _x(column), y + height - BETWEEN - SIDE)
+                _draw_cell(page, next(remaining[family]), _x(column), cell_y)
         y += height
-    page.write(MARGIN, y, _gallery_legend(families), 9, GREY)
+    page.write(SHEET_MARGIN, y, _gallery_legend(families), 9, GREY)
     return page.figure
 
 
 def _all(causal: bool) -> list[Spec]:
-    """The first example of every row that can be drawn like this."""
-    return [Spec(row.name, **row.examples[0].options) for row in CATALOGUE.values() if not causal or Can.CAUSAL in row.can]
+    """Return the first example of every row of the catalogue, or of every causal one."""
+    rows = [row for row in CATALOGUE.values() if not causal or Can.CAUSAL in row.can]
+    return [Spec(row.name, **row.examples[0].options) for row in rows]
 
 
 def _pattern_cell(title: str, entry: tuple[Pattern, str]) -> _Cell:
@@ -108,41 +115,46 @@ def _pattern_cell(title: str, entry: tuple[Pattern, str]) -> _Cell:
 
 def _mechanism(spec: Spec, dims: Dims, length: int) -> _Cell:
     seen = view(spec, dims, length)
-    with torch.device("meta"):  # only to ask it, so that no dice are thrown
+    with torch.device("meta"):  # only for its pattern, so that no random numbers are drawn
         pattern = pattern_of(spec.build(dims))
     matrices = list(seen.matrices.values())
-    differ = pattern is not None and len({pattern.for_head(h, dims.heads) for h in range(dims.heads)}) > 1
-    shown = matrices if differ and len(matrices) == 4 else matrices[:1]
+    own = set() if pattern is None else {pattern.for_head(h, dims.heads) for h in range(dims.heads)}
+    shown = matrices if len(own) > 1 and len(matrices) == 4 else matrices[:1]
     mark = "" if seen.unit == "weight" else "∂"
-    return _Cell(_title(spec), _cost(spec, dims, length), shown, scale_of(torch.stack(shown)), mark)
+    return _Cell(_title(spec), _cost_label(spec, dims, length), shown, scale_of(torch.stack(shown)), mark)
 
 
 def _title(spec: Spec) -> str:
-    """Its name, where the catalogue's first example says the rest."""
+    """Return the title of a mechanism: its name alone where its options are those of the catalogue's first example."""
     if Spec(spec.name, **spec.row.examples[0].options) == spec:
         return spec.name
     text = str(spec.options["pattern"] if spec.name == "sparse" else spec)
     return text if len(text) <= TITLE_LETTERS else text[: TITLE_LETTERS - 1] + "…"
 
 
-def _cost(spec: Spec, dims: Dims, length: int) -> str:
-    """As the catalogue says it, where it speaks of these options; else as measured."""
-    time: float | None
-    memory: float | None
-    for example in spec.row.examples:
-        if Spec(spec.name, **example.options) == spec:
-            time, memory = example.cost, example.memory
-            break
-    else:
-        known = cost(spec, length, causal=dims.causal)
-        found = known.work.growth, known.state.growth if known.state else None
-        time, memory = (x if x is None else round(x, 1) for x in found)
-    parts = [f"time {growth(time, 'n')}"] * (time is not None) + [f"state {growth(memory, 't')}"] * (memory is not None)
+def _cost_label(spec: Spec, dims: Dims, length: int) -> str:
+    """Describe growth of time and state: that of the catalogue where it lists these options; else as measured."""
+    time, memory = _growth(spec, dims, length)
+    parts = []
+    if time is not None:
+        parts.append(f"time {growth(time, 'n')}")
+    if memory is not None:
+        parts.append(f"state {growth(memory, 't')}")
     return ", ".join(parts)
 
 
+def _growth(spec: Spec, dims: Dims, length: int) -> tuple[float | None, float | None]:
+    """Return exponents of time and of the streaming state."""
+    for example in spec.row.examples:
+        if Spec(spec.name, **example.options) == spec:
+            return example.cost, example.memory
+    measured = cost(spec, length, causal=dims.causal)
+    time, memory = measured.work.growth, measured.state.growth if measured.state else None
+    return None if time is None else round(time, 1), None if memory is None else round(memory, 1)
+
+
 class _FamilyCells(NamedTuple):
-    """Cells of one family side by side."""
+    """Describe adjacent cells of one family."""
 
     family: str
     start: int  # column
@@ -151,7 +163,7 @@ class _FamilyCells(NamedTuple):
 
 
 def _lines(sizes: dict[str, int]) -> list[list[_FamilyCells]]:
-    """Families in lines of ACROSS cells: each begins in the first line with room for all of it, or in a line of its own."""
+    """Arrange families in lines of ACROSS cells: each in the first line with room for all of it, or from a new line on."""
     lines: list[list[_FamilyCells]] = []
     for family, size in sizes.items():
         used = [sum(run.cells for run in line) for line in lines]
@@ -164,25 +176,31 @@ def _lines(sizes: dict[str, int]) -> list[list[_FamilyCells]]:
     return lines
 
 
+def _line_height(line: list[_FamilyCells]) -> int:
+    heading = HEADING if any(run.first for run in line) else 0
+    return heading + CELL_WORDS + CELL_SIDE + BETWEEN
+
+
 def _x(column: int) -> int:
-    return MARGIN + column * (SIDE + GAP)
+    return SHEET_MARGIN + column * (CELL_SIDE + CELL_GAP)
 
 
 def _heading(page: Page, family: str, x: int, y: int, cells: int) -> None:
     page.write(x, y + 54, family.replace("_", " "), 13, weight="bold", va="baseline")
-    page.rule(x, y + HEADING - 14, cells * (SIDE + GAP) - GAP)
+    page.rule(x, y + HEADING - 14, cells * (CELL_SIDE + CELL_GAP) - CELL_GAP)
 
 
 def _draw_cell(page: Page, cell: _Cell, x: int, y: int) -> None:
-    size = min(9.0, 148 / len(cell.title))  # points: a long name takes what room there is
+    size = min(9.0, 148 / len(cell.title))  # points: a long name is set smaller
     page.write(x, y - 53, cell.title, size, weight="bold", va="baseline")
     page.write(x, y - 15, cell.words, 7.5, GREY, va="baseline")
     if cell.mark:
-        page.write(x + SIDE - 20, y - 53, cell.mark, 9.5, GREY, va="baseline")
+        page.write(x + CELL_SIDE - 20, y - 53, cell.mark, 9.5, GREY, va="baseline")
     half = 1 if len(cell.matrices) == 1 else 2
+    side = CELL_SIDE / half
     for index, matrix in enumerate(cell.matrices):
         row, column = divmod(index, half)
-        axes = page.axes(x + column * SIDE / half, y + row * SIDE / half, SIDE / half, SIDE / half)
+        axes = page.axes(x + column * side, y + row * side, side, side)
         if cell.scale is None:
             axes.imshow(matrix.numpy(), cmap=ListedColormap([NOTHING, INK]), vmin=0, vmax=1, interpolation="none", aspect="auto")
             axes.set(xticks=[], yticks=[])
@@ -199,11 +217,14 @@ def _gallery_caption(length: int, causal: bool) -> str:
 
 
 def _gallery_legend(families: dict[str, list[_Cell]]) -> str:
-    """Two lines: the colours, and the marks that are there."""
+    """Explain in two lines the colours and the marks that occur."""
     cells = [cell for family in families.values() for cell in family]
-    first = "Dark: much weight. Grey: none at all."
-    first += "  Green and blue: negative weights." * any(cell.scale is not None and cell.scale.signed for cell in cells)
+    first = "Dark: large weight. Grey: exactly zero."
+    if any(cell.scale is not None and cell.scale.signed for cell in cells):
+        first += "  Green and blue: negative weights."
+    if any(len(cell.matrices) > 1 for cell in cells):
+        first += "  Four squares: heads that differ."
     second = "Time of a pass over n tokens, streaming state after t tokens."
-    first += "  Four squares: heads that differ." * any(len(cell.matrices) > 1 for cell in cells)
-    second += "  ∂: no weights to see, but how much token j moves output i." * any(cell.mark != "" for cell in cells)
+    if any(cell.mark != "" for cell in cells):
+        second += "  ∂: no attention weights; shown is the influence of token j on output i."
     return f"{first}\n{second}"

@@ -1,4 +1,4 @@
-"""A figure of a mechanism for a slide: who looks at whom in each head, and what that costs."""
+"""Draw a mechanism: the attention matrix of each head, and its cost."""
 
 from __future__ import annotations
 
@@ -21,44 +21,49 @@ from regard.mixers.base import Dims
 from regard.mixers.sparse import Longformer, Sparse
 from regard.patterns import Causal, Pattern
 from regard.patterns.density import cells
+from regard.plots.colours import GREY, INK, LINE, NOTHING
 from regard.spec import Spec
 
 __all__ = ["Page", "Scale", "View", "attention_matrix", "draw", "influence", "paint", "picture", "scale_of", "view"]
 
 DPI, LONGEST, LONGEST_INFLUENCE, MOST_HEADS = 200, 256, 128, 4
-INK, GREY, LINE, NOTHING = "#16181d", "#6f7580", "#d9dce1", "#f3f4f6"
 MARGIN, GAP, TOP, FACTS, LEGEND, BOTTOM = 100, 70, 230, 780, 90, 180  # pixels
-SIDES = {1: 1040, 2: 720, 3: 600, 4: 500}  # of a matrix, in pixels, about, by the number of them
+SIDES = {1: 1040, 2: 720, 3: 600, 4: 500}  # approximate pixels of a matrix, by the number of matrices
 
 
 def draw(spec: Spec | str | Pattern, *, length: int = 64, causal: bool = False, heads: int = 4, width: int = 256) -> Figure:
-    """The figure of `regard show`. Save it with figure.savefig(path)."""
+    """Draw the figure of `regard show`. Save it with figure.savefig(path)."""
     return picture(cost(spec, length, causal=causal, heads=heads, width=width))
 
 
 def picture(known: Cost) -> Figure:
-    """Laid out in whole pixels, so that every cell of a matrix is as large and as sharp as the next."""
-    seen = view(known.spec, known.dims, known.length)
-    every = torch.stack(list(seen.matrices.values()))
+    """Draw the matrices and the cost of a mechanism, in whole pixels: all cells of a matrix have one size."""
+    shown = view(known.spec, known.dims, known.length)
+    every = torch.stack(list(shown.matrices.values()))
     count, _, n = every.shape
-    columns, side = (2 if count == 4 else count), n * max(1, round(SIDES[count] / n))
-    facts_at, high = MARGIN + columns * (side + GAP) + GAP, math.ceil(count / columns) * (side + GAP) - GAP
+    columns = 2 if count == 4 else count
+    rows = math.ceil(count / columns)
+    side = n * max(1, round(SIDES[count] / n))
+    step = side + GAP
     panel = [(label, textwrap.wrap(value, 44)) for label, value in known.lines()]
-    high = max(high, sum(_room(lines) for _, lines in panel) + LEGEND)
-    page, scale = Page(facts_at + FACTS + MARGIN, TOP + high + BOTTOM), scale_of(every)
+    panel_height = sum(_room(lines) for _, lines in panel) + LEGEND
+    panel_x = MARGIN + columns * step + GAP
+    height = max(rows * step - GAP, panel_height)
+    page = Page(panel_x + FACTS + MARGIN, TOP + height + BOTTOM)
+    scale = scale_of(every)
     _head(page, known)
-    for index, (title, matrix) in enumerate(seen.matrices.items()):
+    for index, (title, matrix) in enumerate(shown.matrices.items()):
         row, column = divmod(index, columns)
-        axes = page.axes(MARGIN + column * (side + GAP), TOP + row * (side + GAP), side, side)
-        _show(axes, matrix, scale, title, seen.block, first=column == 0, last=row == (count - 1) // columns)
-    _panel(page, facts_at, panel)
-    _plot_legend(page, facts_at, TOP + high, scale, seen.unit)
-    page.write(MARGIN, TOP + high + 110, _plot_caption(seen, known), 7.5, GREY)
+        axes = page.axes(MARGIN + column * step, TOP + row * step, side, side)
+        _show(axes, matrix, scale, title, shown.block, first=column == 0, last=row == rows - 1)
+    _panel(page, panel_x, panel)
+    _plot_legend(page, panel_x, TOP + height, scale, shown.unit)
+    page.write(MARGIN, TOP + height + 110, _plot_caption(shown, known), 7.5, GREY)
     return page.figure
 
 
 class Page:
-    """A figure measured in pixels from its top left corner."""
+    """Place axes and text on a figure, in pixels from its top left corner."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -80,16 +85,18 @@ class Page:
 
 
 class View(NamedTuple):
-    matrices: dict[str, Tensor]  # title: (n n), or fewer rows where queries share an answer
-    what: str
+    """Hold the matrices that a figure shows."""
+
+    matrices: dict[str, Tensor]  # title: (n n), or fewer rows where queries share an output
+    caption: str
     unit: str
     block: int = 1  # tokens of a row or column
 
 
 def view(spec: Spec, dims: Dims, length: int) -> View:
-    """A matrix per head where there are weights to see, or else one of influence."""
+    """Compute a matrix of attention weights per head, or one matrix of influence where a mechanism has no weights."""
     dims = replace(dims, max_len=length)
-    with torch.random.fork_rng(devices=[]):  # the same picture every time, and nobody else's numbers change
+    with torch.random.fork_rng(devices=[]):  # a fixed seed here, and the state of the caller's generator is kept
         torch.manual_seed(0)
         mixer = spec.build(dims).eval()
         if length > LONGEST and isinstance(mixer, Attention) and isinstance(mixer.core, Sparse | Longformer):
@@ -98,7 +105,7 @@ def view(spec: Spec, dims: Dims, length: int) -> View:
         if isinstance(mixer, Attention) and has_weights(mixer.core, n):
             return _weights(mixer, n)
         n = sample(mixer, length, LONGEST_INFLUENCE)
-        narrow = replace(dims, width=4 * dims.heads)  # the derivative is n w x n w
+        narrow = replace(dims, width=4 * dims.heads)  # the Jacobian is (n w) x (n w)
         matrix = influence(spec.build(narrow).eval(), torch.randn(n, narrow.width))
         return View({"": matrix[:LONGEST, :LONGEST]}, "Influence of token j on output i", "norm of the derivative")
 
@@ -113,8 +120,9 @@ def _weights(mixer: Attention, n: int) -> View:
 
 
 def _density_view(mixer: Attention, n: int) -> View:
-    """Which pairs a pattern has, however long it is: the share of them in each cell of block x block."""
-    pattern, heads, block = pattern_of(mixer), mixer.dims.heads, -(-n // LONGEST)
+    """Compute the density of a pattern: the share of pairs in each cell of block x block, for any length."""
+    pattern, heads = pattern_of(mixer), mixer.dims.heads
+    block = -(-n // LONGEST)
     assert pattern is not None
     drawn: dict[Pattern, Tensor] = {}
     matrices = {}
@@ -124,58 +132,66 @@ def _density_view(mixer: Attention, n: int) -> View:
         if own not in drawn:
             drawn[own] = cells(own, n, block)
         matrices[f"head {h + 1}" if heads > 1 else ""] = drawn[own]
-    return View(matrices, f"Pairs that are seen, in cells of {block} x {block}", "share of the pairs of a cell", block)
+    return View(matrices, f"Pairs of the pattern, in cells of {block} x {block}", "share of the pairs of a cell", block)
 
 
 def _shown_heads(heads: int) -> list[int]:
-    return sorted({round(x * (heads - 1) / (MOST_HEADS - 1)) for x in range(MOST_HEADS)})
+    step = (heads - 1) / (MOST_HEADS - 1)
+    return sorted({round(x * step) for x in range(MOST_HEADS)})
 
 
-def _plot_caption(seen: View, known: Cost) -> str:
-    n = seen.block * next(iter(seen.matrices.values())).shape[1]
+def _plot_caption(shown: View, known: Cost) -> str:
+    n = shown.block * next(iter(shown.matrices.values())).shape[1]
     cut = f" Drawn with {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
-    return f"{seen.what}.{cut}"
+    return f"{shown.caption}.{cut}"
 
 
 def _sequence(heads: int, n: int, d: int) -> Tensor:
-    """Queries and keys (1 h n d) that wander through a few directions, so that some tokens are alike."""
-    wander = torch.zeros(heads, n, 6)
+    """Draw queries and keys (1 h n d) as a random walk through six directions, so that some tokens are similar."""
+    walk = torch.zeros(heads, n, 6)
     step = torch.randn(heads, n, 6)
-    for t in range(n):
-        wander[:, t] = step[:, t] if t == 0 else 0.85 * wander[:, t - 1] + 0.53 * step[:, t]
-    return (wander @ torch.randn(heads, 6, d) / d**0.25 * 0.8)[None]
+    walk[:, :1] = step[:, :1]
+    for t in range(1, n):
+        walk[:, t] = 0.85 * walk[:, t - 1] + 0.53 * step[:, t]
+    directions = torch.randn(heads, 6, d)
+    return (walk @ directions / d**0.25 * 0.8)[None]
 
 
 class Scale(NamedTuple):
-    most: float  # the weight of the darkest colour
+    """Map weights to colours."""
+
+    darkest: float  # the weight of the darkest colour
     signed: bool
 
     @property
     def colours(self) -> Colormap:
-        """Even steps of lightness; negative weights, which random features have, in another hue. Exactly zero: no colour."""
+        """Build a map of even lightness; negative weights, as random features have, in another hue. Zero has no colour."""
         warm = colormaps["magma_r"](torch.linspace(0.04, 0.92, 256).numpy())
         cold = colormaps["GnBu"](torch.linspace(0.3, 1, 256).numpy())
-        return ListedColormap([*cold[::-1], *warm] if self.signed else list(warm)).with_extremes(bad=NOTHING)
+        colours = [*cold[::-1], *warm] if self.signed else list(warm)
+        return ListedColormap(colours).with_extremes(bad=NOTHING)
 
     @property
     def low(self) -> float:
         return -1.0 if self.signed else 0.0
 
     def shades(self, matrix: Tensor) -> Tensor:
-        """Between low and 1, by the root, so that small weights show; NaN for nothing at all."""
-        shades = (matrix.abs() / self.most).clamp_max(1).sqrt() * matrix.sign()
+        """Scale weights to low ... 1 by the square root, so that small ones are visible; exact zeros become NaN."""
+        sizes = (matrix.abs() / self.darkest).clamp_max(1)
+        shades = sizes.sqrt() * matrix.sign()
         return shades.masked_fill(matrix == 0, torch.nan)
 
 
 def scale_of(weights: Tensor) -> Scale:
-    """Up to nearly the largest, so that one outlier does not pale the rest, but far above the mean: equal weights are pale."""
+    """Choose a scale up to the 99.9th percentile, so that an outlier does not pale the rest, and far above the mean."""
     sizes = weights.abs().flatten()
     large = float(sizes.sort().values[int(0.999 * (len(sizes) - 1))])
-    return Scale(max(large, min(16 * float(sizes.mean()), 1.0)) or 1.0, bool((weights < 0).any()))
+    above_mean = min(16 * float(sizes.mean()), 1.0)
+    return Scale(max(large, above_mean) or 1.0, bool((weights < 0).any()))
 
 
 def paint(axes: Axes, matrix: Tensor, scale: Scale) -> None:
-    """A matrix in the colours of a scale, in a thin frame."""
+    """Draw a matrix in the colours of a scale, in a thin frame."""
     shades = scale.shades(matrix).numpy()
     axes.imshow(shades, cmap=scale.colours, vmin=scale.low, vmax=1, interpolation="none", aspect="auto")
     axes.set(xticks=[], yticks=[])
@@ -186,8 +202,10 @@ def _show(axes: Axes, matrix: Tensor, scale: Scale, title: str, block: int, *, f
     paint(axes, matrix, scale)
     axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
     rows, columns = ([0, n // 2, n - 1] if n > 2 else list(range(n)) for n in matrix.shape)
-    axes.set_xticks(columns if last else [], [_token_label(x * block) for x in columns] if last else [])
-    axes.set_yticks(rows if first else [], [_token_label(x * block) for x in rows] if first else [])
+    columns = columns if last else []
+    rows = rows if first else []
+    axes.set_xticks(columns, [_token_label(x * block) for x in columns])
+    axes.set_yticks(rows, [_token_label(x * block) for x in rows])
     axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
     axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
     axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
@@ -209,7 +227,7 @@ def _room(lines: list[str]) -> int:
 
 
 def _panel(page: Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
-    """Label and value, one under the other, with air between."""
+    """Write labels and values below each other."""
     y = TOP
     for label, lines in panel:
         page.write(x, y, label, 7, GREY)
@@ -219,13 +237,14 @@ def _panel(page: Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
 
 
 def _plot_legend(page: Page, x: float, bottom: float, scale: Scale, unit: str) -> None:
-    """The colours, with the numbers they stand for."""
+    """Draw a colour bar with the weights of its colours."""
     page.write(x, bottom - 52, unit, 7, GREY)
     axes = page.axes(x, bottom - 16, FACTS, 16)
     ramp = torch.linspace(scale.low, 1, 512)
     axes.imshow(ramp[None].numpy(), cmap=scale.colours, aspect="auto", extent=(scale.low, 1, 0, 1))
     marks = [mark for mark in (-1.0, -0.5, 0.0, 0.5, 1.0) if mark >= scale.low]
-    axes.set_xticks(marks, [f"{math.copysign(mark**2, mark) * scale.most:.2g}" for mark in marks])
+    weights = [math.copysign(mark**2, mark) * scale.darkest for mark in marks]
+    axes.set_xticks(marks, [f"{weight:.2g}" for weight in weights])
     axes.tick_params(length=0, pad=5, labelsize=7, labelcolor=GREY)
     axes.set_yticks([])
     axes.spines[:].set_visible(False)

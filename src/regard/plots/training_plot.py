@@ -1,4 +1,4 @@
-"""How a run went: its loss, and the score that chose its weights, over the updates."""
+"""Training curves of a run: loss and validation score over updates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-INK, GREY, LINE, LOSS, SCORE = "#16181d", "#6f7580", "#d9dce1", "#c2410c", "#1d4ed8"
+from regard.plots.colours import GREY, INK, LINE
+
+LOSS, SCORE = "#c2410c", "#1d4ed8"  # colours
 
 
 def training_plot(lines: Sequence[dict[str, Any]], score: str, title: str, chosen: int | None = None) -> Figure:
-    """Of the lines of metrics.jsonl; `chosen` is the update whose weights were kept, where there is one."""
+    """Draw loss and score from the lines of metrics.jsonl; `chosen` is the update whose weights were kept, if any."""
     figure = Figure(figsize=(9, 4.2), dpi=150, facecolor="white")
     left = figure.add_axes((0.09, 0.16, 0.82, 0.62))
     figure.text(0.09, 0.91, title, size=13, weight="bold", color=INK)
@@ -22,12 +24,13 @@ def training_plot(lines: Sequence[dict[str, Any]], score: str, title: str, chose
     _style_axes(left, "loss in training", LOSS)
     left.set_xlabel("updates", color=GREY, size=8.5)
     left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    seen = [(x["step"], x["val"][score]) for x in lines if score in x.get("val", {})]
-    if seen:
+    validations = [(x["step"], x["val"][score]) for x in lines if score in x.get("val", {})]
+    if validations:
         right: Any = left.twinx()
-        right.plot(*zip(*seen, strict=True), color=SCORE, lw=1.6, marker="o", ms=4, clip_on=False)
-        best = [point for point in seen if point[0] == chosen]
-        right.plot(*zip(*best, strict=True), "o", ms=10, mfc="none", mec=SCORE, mew=1.6, clip_on=False) if best else None
+        right.plot(*zip(*validations, strict=True), color=SCORE, lw=1.6, marker="o", ms=4, clip_on=False)
+        best = [point for point in validations if point[0] == chosen]
+        if best:
+            right.plot(*zip(*best, strict=True), "o", ms=10, mfc="none", mec=SCORE, mew=1.6, clip_on=False)
         _style_axes(right, f"{score} on validation", SCORE)
     return figure
 
@@ -43,6 +46,7 @@ def _style_axes(axes: Axes, label: str, colour: str) -> None:
     axes.set_ylabel(label, color=colour, size=8.5)
     axes.tick_params(colors=GREY, labelsize=8, length=0)
     axes.tick_params(axis="y", colors=colour)
-    axes.grid(axis="y", color=LINE, lw=0.6) if label.startswith("loss") else None
+    if label.startswith("loss"):
+        axes.grid(axis="y", color=LINE, lw=0.6)
     for spine in axes.spines.values():
         spine.set_visible(False)

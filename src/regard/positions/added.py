@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from regard.cache import outlives_tracing
 from regard.checks import WIDEST, need
 from regard.mixers.base import Dims, Places, needed_length
+from regard.mixers.places import position_bound
 from regard.mixers.position_interface import Positions
-from regard.mixers.state import position_bound
-from regard.ops.once import once
 from regard.positions.frequencies import check_base, inverse_frequencies
 
 
@@ -40,9 +39,10 @@ class AddedPositions(Positions):
     def add(self, x: Tensor, places: Places) -> Tensor:
         if x.shape[-1] != self.dims.width:
             raise ValueError(f"{self.name} was built for tokens of width {self.dims.width}, not {x.shape[-1]}")
-        return x if x.numel() == 0 else x + self._rows(places).to(x.dtype)
+        return x if x.numel() == 0 else x + self.rows(places).to(x.dtype)
 
-    def _rows(self, places: Places) -> Tensor:
+    def rows(self, places: Places) -> Tensor:
+        """Return the vectors of these positions, (b n w), or (n w) where all rows have the same."""
         n = places.at.shape[1]
         if places.start is not None:
             table = self._known(places.start + n, places.at.device)
@@ -157,14 +157,6 @@ class Floater(AddedPositions):
         if self.every_block:
             raise ValueError("floater(every_block=True) enters the blocks of a stack: Stack.of(..., positions=...)")
         return super().add(x, places)
-
-    def enter(self, x: Tensor, places: Places, number: int) -> Tensor:
-        """The tokens (b n w) of a block, with the positions of that block added."""
-        return x if x.numel() == 0 else x + self._rows(places)[..., number, :].to(x.dtype)
-
-    def _known(self, n: int, device: torch.device) -> Tensor:
-        solve = super()._known
-        return once(("floater", id(self), n, device), self.first, lambda: solve(n, device))  # for all blocks of a pass
 
 
 def _solver() -> Callable[..., Tensor]:

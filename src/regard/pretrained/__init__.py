@@ -1,15 +1,16 @@
-"""Weights of others: checkpoints of Hugging Face's transformers as models of ours, with the same scores.
+"""Load checkpoints of Hugging Face's transformers as regard models with the same scores.
 
-`load(folder)` reads BERT's, GPT-2's, BART's and Marian's; `special(folder)` says which tokens begin and end an answer, so that
+`load_pretrained(folder)` reads BERT, GPT-2, BART and Marian; `special_ids(folder)` reads the tokens that begin and end an answer:
 
-    model, tokens = load(folder), special(folder)
-    begin = torch.full((len(source), 1), tokens.begin)
-    beam(model, model.start(source, valid), begin, constraints=Rules(eos=tokens.end, max_new_tokens=60), width=5, penalty=1.0)
+    model, ids = load_pretrained(folder), special_ids(folder)
+    begin = torch.full((len(source), 1), ids.begin)
+    constraints = Constraints(eos=ids.end, max_new_tokens=60)
+    beam(model, model.start(source, valid), begin, constraints=constraints, width=5, penalty=1.0)
 
-finds what their `generate(num_beams=5, length_penalty=1.0, early_stopping="never", max_new_tokens=60, do_sample=False)` finds:
-both divide log-probabilities by (the number of new tokens, the end among them) ** penalty, and with "never" theirs, like ours
-always, stops only where nothing better can come; with early_stopping True or False it may stop sooner, and find less. What their
-generation settings force or forbid is not in the weights: give forced_eos_token_id=None there, or `Rules` here.
+finds the same as `generate(num_beams=5, length_penalty=1.0, early_stopping="never", max_new_tokens=60, do_sample=False)` of
+transformers: both divide log-probabilities by (the number of new tokens, the end included) ** penalty, and both stop only where
+no better hypothesis can follow. With early_stopping True or False transformers may stop sooner, with a lower score. Tokens that a
+generation configuration forces or forbids are not part of the weights: set forced_eos_token_id=None there, or use `Constraints`.
 """
 
 from __future__ import annotations
@@ -50,62 +51,65 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """The model of a folder with config.json and model.safetensors, whole or in shards, ready to be used: eval() is on.
+    """Load a model, in eval mode, from a folder with config.json and model.safetensors, in one file or in shards.
 
-    It scores as theirs does wherever there is a token; padding is as if absent, so positions count real tokens only, which is
-    what theirs does with padding behind. `dtype` is that of the checkpoint unless given.
+    Its scores of real tokens are those of transformers. Padding is ignored, and positions count real tokens only, as transformers
+    does with padding on the right. `dtype` is that of the checkpoint unless given.
 
-    `mixer` lets another mechanism, or several in turn, look through the q, k, v and out of every layer's self-attention, to go on
-    training from there: `load(folder, mixer="linear")`. What is new in it is as it starts; how a decoder reads its encoder stays.
-    A mechanism without attention weights drops none of them in training.
+    `mixer` replaces the mechanism of every self-attention, by one or by several in turn, and keeps the projections q, k, v and
+    out, for further training: `load_pretrained(folder, mixer="linear")`. Other parameters of the new mechanism keep their
+    initial values; cross-attention stays. A mechanism without attention weights has no dropout of them in training.
     """
     folder = Path(folder)
-    said = read_settings(folder / "config.json")
-    name = (said.get("architectures") or ["nothing"])[0]
+    settings = read_settings(folder / "config.json")
+    name = (settings.get("architectures") or ["nothing"])[0]
     if name not in FAMILIES:
         raise CheckpointError(unknown("regard cannot read the architecture", str(name), FAMILIES))
-    family, told = FAMILIES[name], HFConfig(said)
+    family, config = FAMILIES[name], HFConfig(settings)
     for key, allowed in family.only.items():
-        told.only(key, allowed)
-    with torch.device("meta"):  # shapes alone: no weight is made only to be overwritten
-        model = family.build(told)
+        config.only(key, allowed)
+    with torch.device("meta"):  # shapes alone: no weights are allocated only to be overwritten
+        model = family.build(config)
     checkpoint = CheckpointReader(folder, family.aliases)
-    _fill(model, checkpoint, family.names(told), dtype, torch.device(device))
+    _fill(model, checkpoint, family.names(config), dtype, torch.device(device))
     checkpoint.check_all_taken(family.unneeded)
     if mixer is not None:
-        _swap(model, mixer)
+        _replace_mixers(model, mixer)
     return model.eval()  # type: ignore[return-value]
 
 
 class SpecialIds(NamedTuple):
-    """Tokens with a meaning of their own; None where the checkpoint names none."""
+    """Hold ids of special tokens; None where the checkpoint names none."""
 
-    begin: int | None  # what an answer begins with
+    begin: int | None  # the first token of a decoder
     end: int | None
     pad: int | None
 
 
 def special_ids(folder: str | PathLike[str]) -> SpecialIds:
-    """The special tokens of a checkpoint, as generation_config.json says or else config.json."""
+    """Read the special tokens of a checkpoint from generation_config.json, or else from config.json."""
     folder = Path(folder)
-    said = read_settings(folder / "config.json")
-    if (folder / "generation_config.json").is_file():
-        said |= {key: value for key, value in read_settings(folder / "generation_config.json").items() if value is not None}
-    end = said.get("eos_token_id")
-    if isinstance(end, list) and len(end) != 1:
-        raise CheckpointError(f"{folder} has several tokens that end an answer, {end}: choose one of them yourself")
-    begin = said.get("decoder_start_token_id")
-    return SpecialIds(
-        said.get("bos_token_id") if begin is None else begin, end[0] if isinstance(end, list) else end, said.get("pad_token_id")
-    )
+    settings = read_settings(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        settings |= {key: value for key, value in read_settings(generation).items() if value is not None}
+    end = settings.get("eos_token_id")
+    if isinstance(end, list):
+        if len(end) != 1:
+            raise CheckpointError(f"{folder} has several tokens that end an answer, {end}: choose one of them yourself")
+        end = end[0]
+    begin = settings.get("decoder_start_token_id")
+    if begin is None:
+        begin = settings.get("bos_token_id")
+    return SpecialIds(begin, end, settings.get("pad_token_id"))
 
 
 def _fill(
     model: nn.Module, checkpoint: CheckpointReader, names: TensorNames, dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Every parameter from its tensor, one at a time; what was shared stays shared."""
+    """Fill every parameter from its tensor, one at a time; shared parameters stay shared."""
     shapes = dict(model.named_parameters())
-    if dtype is None:  # the embeddings decide
+    if dtype is None:  # that of the embeddings
         table = next(name for name in shapes if name.endswith("table.weight"))
         dtype = checkpoint.take(source(names, table), shapes[table].shape).dtype
     real: dict[nn.Parameter, nn.Parameter] = {}
@@ -113,24 +117,24 @@ def _fill(
         take = source(names, name)
         found = checkpoint.take(take, shape.shape)
         own = torch.empty(shape.shape, dtype=dtype, device=device).copy_(found)
-        real[shape] = nn.Parameter(own, requires_grad=not take.fixed)
+        real[shape] = nn.Parameter(own, requires_grad=not take.frozen)
     for module in model.modules():
         for name, shape in list(module.named_parameters(recurse=False)):
             setattr(module, name, real[shape])
 
 
-def _swap(model: nn.Module, mixer: Named | Sequence[Named]) -> None:
-    """Another mechanism in every block, behind the projections that are there."""
+def _replace_mixers(model: nn.Module, mixer: Named | Sequence[Named]) -> None:
+    """Replace the self-attention of every block by another mechanism with the same projections."""
     named = mixer if isinstance(mixer, Sequence) and not isinstance(mixer, str) else [mixer]
     specs = [Spec.of(one) for one in named]
     length = next(module.dims.max_len for module in model.modules() if isinstance(module, Learned))
     for stack in (module for module in model.modules() if isinstance(module, Stack)):
         for block, spec in zip(stack, cycle(specs), strict=False):
-            block.mixer = _behind(block.mixer, spec, replace(block.mixer.dims, max_len=length))
+            block.mixer = _with_projections(block.mixer, spec, replace(block.mixer.dims, max_len=length))
 
 
-def _behind(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
-    """The mechanism with the projections of the old one."""
+def _with_projections(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
+    """Build a mechanism with the projections of another one."""
     assert isinstance(old, Attention)
     like = old.v.weight
     with like.device:
@@ -141,8 +145,8 @@ def _behind(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
     same = all(_weight_shape(getattr(made, part, None)) == _weight_shape(getattr(old, part)) for part in parts)
     if not isinstance(made, Attention) or not same or made.shared_qk or made.rate > 1:
         raise CheckpointError(
-            f"{spec} cannot take over the weights of attention: it has no maps q, k, v and out of the same shapes, or does not "
-            "answer every token; softmax, linear, performer or a pattern such as Local(64) can"
+            f"{spec} cannot take over the weights of attention: it has no projections q, k, v and out of the same shapes, or its "
+            "output is shorter than its input; softmax, linear, performer or a pattern such as Local(64) can"
         )
     for part in parts:
         setattr(made, part, getattr(old, part))

@@ -1,4 +1,4 @@
-"""A folder with a checkpoint: what its configuration says, and its tensors, one at a time."""
+"""Read a checkpoint folder: its JSON settings, and its safetensors, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from regard.data.strict_json import read_value
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class CheckpointError(ValueError):
-    """A sentence about a checkpoint that cannot be used as it is, and what can be."""
+    """Report a checkpoint that cannot be used, and what can be used instead."""
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A file of settings."""
+    """Read a JSON object from a file."""
     try:
         found = read_value(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is not there: a checkpoint is a folder with config.json and {WHOLE}") from None
+        raise CheckpointError(f"{path} is missing: a checkpoint is a folder with config.json and {SINGLE_FILE}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
@@ -33,23 +33,24 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 class Take(NamedTuple):
-    """Where a parameter comes from."""
+    """Describe the tensor that a parameter is read from."""
 
-    names: tuple[str, ...]  # of its tensor; where it has several, one is enough, and all that are there must agree
-    turn: Callable[[Tensor], Tensor] = lambda x: x  # from their layout to ours
-    otherwise: Callable[[torch.Size], Tensor] | None = None  # what it is where the checkpoint does not say
-    fixed: bool = False  # not for training: theirs is no parameter
+    names: tuple[str, ...]  # of the tensor; of several names one is enough, and all that exist must hold equal tensors
+    convert: Callable[[Tensor], Tensor] = lambda x: x  # from the layout of the checkpoint to that of regard
+    default: Callable[[torch.Size], Tensor] | None = None  # the value where the checkpoint has no such tensor
+    frozen: bool = False  # without gradient: a buffer in transformers
 
 
 class CheckpointReader:
-    """The tensors of a folder, from one file or from several with an index. Knows which of them have been taken.
+    """Read the tensors of a folder, from one file or from several with an index, and record which have been taken.
 
-    Names are read after `aliases`, pairs of a regular expression and what stands for it, have been applied to them.
+    `aliases`, pairs of a regular expression and its replacement, are applied to all names first.
     """
 
     def __init__(self, folder: Path, aliases: Sequence[tuple[str, str]] = ()) -> None:
-        self.folder, self.taken = folder, set[str]()
-        self.where: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and what it is called there
+        self.folder = folder
+        self.taken: set[str] = set()
+        self.where: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and its name in that file
         self._open: dict[Path, Any] = {}
         for name, path in _shard_index(folder):
             plain = name
@@ -67,49 +68,50 @@ class CheckpointReader:
         return self._open[path].get_tensor(own)
 
     def take(self, source: Take, shape: torch.Size) -> Tensor:
-        """The tensor of a parameter of this shape, in our layout."""
-        there = [name for name in source.names if name in self.where]
-        if not there and source.otherwise is not None:
-            return source.otherwise(shape)
-        if not there:
+        """Return the tensor of a parameter of this shape, in the layout of regard."""
+        present = [name for name in source.names if name in self.where]
+        if not present and source.default is not None:
+            return source.default(shape)
+        if not present:
             raise CheckpointError(f"{self.folder} has no tensor {' or '.join(source.names)}: the checkpoint is not complete")
-        first, *others = (self[name] for name in there)
+        first, *others = (self[name] for name in present)
         if not all(torch.equal(first, other) for other in others):
-            raise CheckpointError(f"the configuration says that {' and '.join(there)} are one tensor, but they differ")
-        found = source.turn(first)
+            raise CheckpointError(f"by the configuration {' and '.join(present)} are one tensor, but they differ")
+        found = source.convert(first)
         if found.shape != shape:
             raise CheckpointError(
-                f"{there[0]} has shape {tuple(first.shape)}, which gives {tuple(found.shape)}, but the configuration "
-                f"asks for {tuple(shape)}"
+                f"{present[0]} has shape {tuple(first.shape)}, which gives {tuple(found.shape)}, but the configuration "
+                f"needs {tuple(shape)}"
             )
         return found
 
     def check_all_taken(self, unneeded: Iterable[str]) -> None:
-        """Nothing is left but what is known to be of no use, by regular expressions."""
-        left = [n for n in self.where if n not in self.taken and not any(re.fullmatch(u, n) for u in unneeded)]
+        """Raise if a tensor has not been taken, those that match a regular expression of `unneeded` excepted."""
+        left = [name for name in self.where if name not in self.taken]
+        left = [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unneeded)]
         if left:
-            some = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
-            raise CheckpointError(f"this checkpoint has tensors that regard does not know: {some}")
+            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+            raise CheckpointError(f"this checkpoint has tensors that the model does not use: {', '.join(left[:8])}{more}")
 
 
 def _shard_index(folder: Path) -> list[tuple[str, Path]]:
-    """Every tensor's name and the file it is in."""
-    if (folder / WHOLE).is_file():
-        return [(name, folder / WHOLE) for name in _opened(folder / WHOLE).keys()]  # noqa: SIM118 - no mapping
+    """List every tensor's name and its file."""
+    if (folder / SINGLE_FILE).is_file():
+        return [(name, folder / SINGLE_FILE) for name in _opened(folder / SINGLE_FILE).keys()]  # noqa: SIM118 - no mapping
     if not (folder / INDEX).is_file():
         if any(folder.glob("pytorch_model*.bin")):
             raise CheckpointError(
                 f"{folder} has its weights as pytorch_model.bin, a format that can run code: convert it to safetensors, "
                 "with save_pretrained of the transformers library, and load that"
             )
-        raise CheckpointError(f"{folder} has neither {WHOLE} nor {INDEX}")
+        raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}")
     names = read_settings(folder / INDEX).get("weight_map")
     if not isinstance(names, Mapping):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map, which says in which file each tensor is")
-    there = {path.name for path in folder.iterdir() if path.is_file()}
+        raise CheckpointError(f"{folder / INDEX} has no weight_map, the map from tensors to files")
+    present = {path.name for path in folder.iterdir() if path.is_file()}
     for file in names.values():
-        if not isinstance(file, str) or file not in there:
-            raise CheckpointError(f"{folder / INDEX} speaks of {str(file)[:80]}, which is not in the folder")
+        if not isinstance(file, str) or file not in present:
+            raise CheckpointError(f"{folder / INDEX} names {str(file)[:80]}, which is not in the folder")
     return [(name, folder / file) for name, file in names.items()]
 
 

@@ -1,7 +1,7 @@
-"""What regard can read: for every architecture how its model is built, and what its tensors are called.
+"""Architectures of transformers: how each model is built, and the names of its tensors.
 
-All differences between families are data. A name of ours is that of a module or of a parameter, and {i} stands for the number of
-a layer on both sides.
+All differences between families are data. A key is the name of a module or of a parameter in regard, a value the name in the
+checkpoint; {i} is the number of a layer in both.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from regard.pretrained.family import Family, HFConfig, TensorNames, conv, layers
 
 
 def body(width: int, heads: int, depth: int, ffn: Callable[[], nn.Module], *, eps: float = 1e-5, **options: Any) -> Stack:
-    return Stack.of(
-        "softmax", width=width, heads=heads, depth=depth, ffn=ffn, norm_class=partial(nn.LayerNorm, eps=eps), **options
-    )
+    """Build a stack of softmax attention with layer norms of this epsilon."""
+    norm = partial(nn.LayerNorm, eps=eps)
+    return Stack.of("softmax", width=width, heads=heads, depth=depth, ffn=ffn, norm_class=norm, **options)
 
 
-# GPT-2: a causal decoder with its norms in front.
+# GPT-2: a causal decoder, pre-norm.
 
 
-def gpt2(told: HFConfig) -> LanguageModel:
-    width, vocab = told.size("n_embd"), told.size("vocab_size")
-    where = Learned(Dims(width, 1, max_len=told.size("n_positions")))
-    embed = Tokens(vocab, width, positions=where, scale=False, dropout=told.get("embd_pdrop", 0.1))
-    channel = partial(
-        FeedForward, width, told.size("n_inner", 4 * width), activation=told.activation("activation_function", "gelu_new")
-    )
+def gpt2(config: HFConfig) -> LanguageModel:
+    width, vocab = config.size("n_embd"), config.size("vocab_size")
+    positions = Learned(Dims(width, 1, max_len=config.size("n_positions")))
+    embed = Tokens(vocab, width, positions=positions, scale=False, dropout=config.get("embd_pdrop", 0.1))
+    activation = config.activation("activation_function", "gelu_new")
+    channel = partial(FeedForward, width, config.size("n_inner", 4 * width), activation=activation)
     stack = body(
         width,
-        told.size("n_head"),
-        told.size("n_layer"),
+        config.size("n_head"),
+        config.size("n_layer"),
         channel,
-        eps=told.get("layer_norm_epsilon", 1e-5),
+        eps=config.get("layer_norm_epsilon", 1e-5),
         causal=True,
-        dropout=told.get("resid_pdrop", 0.1),
-        weight_dropout=told.get("attn_pdrop", 0.1),
+        dropout=config.get("resid_pdrop", 0.1),
+        weight_dropout=config.get("attn_pdrop", 0.1),
     )
     return LanguageModel(embed, stack, NextToken(width, vocab, table=embed.table))
 
@@ -77,43 +76,49 @@ GPT2: TensorNames = {
 }
 
 
-# BERT: an encoder with its norms behind, and one behind the embeddings.
+# BERT: an encoder, post-norm, with a norm after the embeddings.
 
 
-def bert(told: HFConfig) -> Encoder:
-    width, eps, drop = told.size("hidden_size"), told.get("layer_norm_eps", 1e-12), told.get("hidden_dropout_prob", 0.1)
+def bert(config: HFConfig) -> Encoder:
+    width = config.size("hidden_size")
+    eps = config.get("layer_norm_eps", 1e-12)
+    drop = config.get("hidden_dropout_prob", 0.1)
     embed = Tokens(
-        told.size("vocab_size"),
+        config.size("vocab_size"),
         width,
-        positions=Learned(Dims(width, 1, max_len=told.size("max_position_embeddings"))),
-        segments=told.size("type_vocab_size", 2),
+        positions=Learned(Dims(width, 1, max_len=config.size("max_position_embeddings"))),
+        segments=config.size("type_vocab_size", 2),
         scale=False,
         norm=nn.LayerNorm(width, eps=eps),
         dropout=drop,
     )
-    channel = partial(FeedForward, width, told.size("intermediate_size"), activation=told.activation("hidden_act", "gelu"))
+    activation = config.activation("hidden_act", "gelu")
+    channel = partial(FeedForward, width, config.size("intermediate_size"), activation=activation)
     stack = body(
         width,
-        told.size("num_attention_heads"),
-        told.size("num_hidden_layers"),
+        config.size("num_attention_heads"),
+        config.size("num_hidden_layers"),
         channel,
         eps=eps,
         norm="post",
         dropout=drop,
-        weight_dropout=told.get("attention_probs_dropout_prob", 0.1),
+        weight_dropout=config.get("attention_probs_dropout_prob", 0.1),
     )
     return Encoder(embed, stack)
 
 
-def masked(told: HFConfig) -> Reader:
-    encoder, act, eps = bert(told), told.activation("hidden_act", "gelu"), told.get("layer_norm_eps", 1e-12)
+def masked(config: HFConfig) -> Reader:
+    encoder = bert(config)
+    activation = config.activation("hidden_act", "gelu")
+    eps = config.get("layer_norm_eps", 1e-12)
     table: nn.Embedding = encoder.embed.table  # type: ignore[assignment]
-    return Reader(encoder, MaskedToken(encoder.width, len(table.weight), table=table, activation=act, eps=eps))
+    return Reader(encoder, MaskedToken(encoder.width, len(table.weight), table=table, activation=activation, eps=eps))
 
 
-def labelling(told: HFConfig, head: Callable[..., nn.Module]) -> Reader:
-    encoder, drop = bert(told), told.get("classifier_dropout", told.get("hidden_dropout_prob", 0.1))
-    return Reader(encoder, head(encoder.width, told.labels, dropout=drop))
+def labelling(config: HFConfig, head: Callable[..., nn.Module]) -> Reader:
+    encoder = bert(config)
+    drop = config.get("classifier_dropout", config.get("hidden_dropout_prob", 0.1))
+    return Reader(encoder, head(encoder.width, config.labels, dropout=drop))
 
 
 BERT: TensorNames = {
@@ -146,59 +151,63 @@ MASKED: TensorNames = {
 LABELS: TensorNames = {**READ, "head.change": "pooler.dense", "head.map": "classifier"}
 
 
-# BART and Marian: the Transformer of the paper, norms behind. BART learns positions, Marian has waves.
+# BART and Marian: the Transformer of the paper, post-norm. BART learns positions, those of Marian are sinusoidal.
 
 
-def seq2seq(told: HFConfig, *, normed: bool) -> Translator:
-    """`normed`: with a norm behind the embeddings."""
-    vocab, shared = told.size("vocab_size"), told.get("share_encoder_decoder_embeddings", True)
-    source, reader = _side(told, "encoder", vocab, normed)
-    target, writer = _side(told, "decoder", vocab if shared else told.size("decoder_vocab_size", vocab), normed)
+def seq2seq(config: HFConfig, *, normed: bool) -> Translator:
+    """Build an encoder and decoder; `normed`: with a norm after the embeddings."""
+    vocab = config.size("vocab_size")
+    shared = config.get("share_encoder_decoder_embeddings", True)
+    target_vocab = vocab if shared else config.size("decoder_vocab_size", vocab)
+    source, encoder = _side(config, "encoder", vocab, normed)
+    target, decoder = _side(config, "decoder", target_vocab, normed)
     if shared:
         target.table = source.table
     head = NextToken(target.width, target.vocab, table=target.table, bias=True)
-    return Translator(Encoder(source, reader), target, writer, head)
+    return Translator(Encoder(source, encoder), target, decoder, head)
 
 
-def _side(told: HFConfig, side: str, vocab: int, normed: bool) -> tuple[Tokens, Stack]:
-    width, drop, writes = told.size("d_model"), told.get("dropout", 0.1), side == "decoder"
+def _side(config: HFConfig, side: str, vocab: int, normed: bool) -> tuple[Tokens, Stack]:
+    """Build the embedding and the stack of one side, "encoder" or "decoder"."""
+    width, drop = config.size("d_model"), config.get("dropout", 0.1)
+    decodes = side == "decoder"
     embed = Tokens(
         vocab,
         width,
-        positions=Learned(Dims(width, 1, max_len=told.size("max_position_embeddings"))),
-        scale=told.get("scale_embedding", False),
+        positions=Learned(Dims(width, 1, max_len=config.size("max_position_embeddings"))),
+        scale=config.get("scale_embedding", False),
         norm=nn.LayerNorm(width) if normed else None,
         dropout=drop,
     )
     channel = partial(
         FeedForward,
         width,
-        told.size(f"{side}_ffn_dim"),
-        activation=told.activation("activation_function", "gelu"),
-        dropout=told.get("activation_dropout", 0.0),
+        config.size(f"{side}_ffn_dim"),
+        activation=config.activation("activation_function", "gelu"),
+        dropout=config.get("activation_dropout", 0.0),
     )
     stack = body(
         width,
-        told.size(f"{side}_attention_heads"),
-        told.size(f"{side}_layers"),
+        config.size(f"{side}_attention_heads"),
+        config.size(f"{side}_layers"),
         channel,
         norm="post",
-        causal=writes,
-        cross="softmax" if writes else None,
+        causal=decodes,
+        cross="softmax" if decodes else None,
         dropout=drop,
-        weight_dropout=told.get("attention_dropout", 0.0),
+        weight_dropout=config.get("attention_dropout", 0.0),
     )
     return embed, stack
 
 
-def seq2seq_names(told: HFConfig, places: Callable[[str], Take]) -> TensorNames:
+def seq2seq_names(config: HFConfig, positions: Callable[[str], Take]) -> TensorNames:
     own = {"mixer.q": "self_attn.q_proj", "mixer.k": "self_attn.k_proj", "mixer.v": "self_attn.v_proj"}
     own |= {"mixer.out": "self_attn.out_proj", "mixer_norm": "self_attn_layer_norm"}
     own |= {"channel.up": "fc1", "channel.down": "fc2", "channel_norm": "final_layer_norm"}
-    reads = {name.replace("mixer", "cross"): theirs.replace("self_attn", "encoder_attn") for name, theirs in own.items()}
-    writes = own | {name: theirs for name, theirs in reads.items() if name.startswith("cross")}
+    mixer = {name: theirs for name, theirs in own.items() if name.startswith("mixer")}
+    cross = {name.replace("mixer", "cross"): theirs.replace("self_attn", "encoder_attn") for name, theirs in mixer.items()}
     tables = [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
-    if told.get("share_encoder_decoder_embeddings", True):
+    if config.get("share_encoder_decoder_embeddings", True):
         table = {"encoder.embed.table.weight": Take(("shared.weight", *tables, "lm_head.weight"))}
     else:
         table = {
@@ -207,22 +216,22 @@ def seq2seq_names(told: HFConfig, places: Callable[[str], Take]) -> TensorNames:
         }
     return {
         **table,
-        "encoder.embed.positions.vectors": places("encoder"),
-        "embed.positions.vectors": places("decoder"),
+        "encoder.embed.positions.vectors": positions("encoder"),
+        "embed.positions.vectors": positions("decoder"),
         "encoder.embed.norm": "encoder.layernorm_embedding",
         "embed.norm": "decoder.layernorm_embedding",
         **layers("encoder.stack", "encoder.layers", own),
-        **layers("decoder", "decoder.layers", writes),
-        "head.map.bias": Take(("final_logits_bias",), lambda x: x[0], torch.zeros, fixed=True),
+        **layers("decoder", "decoder.layers", own | cross),
+        "head.map.bias": Take(("final_logits_bias",), lambda x: x[0], torch.zeros, frozen=True),
     }
 
 
-def bart_names(told: HFConfig) -> TensorNames:
-    return seq2seq_names(told, lambda side: Take((f"{side}.embed_positions.weight",), lambda x: x[2:]))  # 2 are never used
+def bart_names(config: HFConfig) -> TensorNames:
+    return seq2seq_names(config, lambda side: Take((f"{side}.embed_positions.weight",), lambda x: x[2:]))  # 2 are never used
 
 
-def marian_names(told: HFConfig) -> TensorNames:
-    return seq2seq_names(told, lambda side: Take((f"{side}.embed_positions.weight",), otherwise=sinusoidal_table, fixed=True))
+def marian_names(config: HFConfig) -> TensorNames:
+    return seq2seq_names(config, lambda side: Take((f"{side}.embed_positions.weight",), default=sinusoidal_table, frozen=True))
 
 
 def _berts(build: Callable[[HFConfig], nn.Module], names: TensorNames, *unneeded: str) -> Family:
@@ -237,7 +246,7 @@ def _berts(build: Callable[[HFConfig], nn.Module], names: TensorNames, *unneeded
     return Family(build, lambda _: names, {**only, **tied}, old, (r"embeddings\.position_ids", *unneeded))
 
 
-_PAPER = {  # what older configurations say of both
+_PAPER = {  # settings of older configurations of both
     "tie_word_embeddings": True,
     "normalize_before": False,
     "add_final_layer_norm": False,
@@ -257,7 +266,7 @@ _BART = Family(
 FAMILIES: dict[str, Family] = {
     "BertModel": _berts(bert, BERT, r"pooler\..*"),
     "BertForMaskedLM": _MASKED,
-    "BertForPreTraining": _MASKED,  # without its second head, which says whether two sentences follow each other
+    "BertForPreTraining": _MASKED,  # without its second head, for next-sentence prediction
     "BertForSequenceClassification": _berts(partial(labelling, head=partial(PerSequence, pool="token", deep=True)), LABELS),
     "BertForTokenClassification": _berts(partial(labelling, head=PerVector), LABELS, r"pooler\..*"),
     "GPT2LMHeadModel": Family(
@@ -273,7 +282,7 @@ FAMILIES: dict[str, Family] = {
         [r"h\.\d+\.attn\.(masked_)?bias"],  # masks
     ),
     "BartForConditionalGeneration": _BART,
-    "BartModel": _BART,  # its output layer is its table of embeddings, so nothing is missing
+    "BartModel": _BART,  # its output layer is its table of embeddings
     "MarianMTModel": Family(
         partial(seq2seq, normed=False),
         marian_names,

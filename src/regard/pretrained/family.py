@@ -1,4 +1,4 @@
-"""How a checkpoint is described: what its configuration says, and which of its tensors is which of our parameters."""
+"""Describe families of checkpoints: their configuration, and the map from parameters of regard to their tensors."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ TensorNames = Mapping[str, str | Take]
 
 
 class HFConfig:
-    """What a configuration says, by their names for it."""
+    """Access the settings of a config.json by the names of transformers."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.said = said
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
 
-    def get(self, key: str, otherwise: Any = None) -> Any:
-        value = self.said.get(key)
-        return otherwise if value is None else value
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.settings.get(key)
+        return default if value is None else value
 
-    def size(self, key: str, otherwise: int | None = None) -> int:
-        value = self.get(key, otherwise)
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"config.json must say {key}, a positive integer, not {value!r}")
+            raise CheckpointError(f"{key} in config.json must be a positive integer, not {value!r}")
         return value
 
-    def activation(self, key: str, otherwise: str) -> str:
-        name = self.get(key, otherwise)
+    def activation(self, key: str, default: str) -> str:
+        name = self.get(key, default)
         if name not in HF_ACTIVATIONS:
-            raise CheckpointError(f"{key}={name!r} is not supported: regard knows {', '.join(HF_ACTIVATIONS)}")
+            raise CheckpointError(f"{key}={name!r} is not supported: regard has {', '.join(HF_ACTIVATIONS)}")
         return HF_ACTIVATIONS[name]
 
     def only(self, key: str, allowed: Any) -> None:
-        """Refuse a value other than the one that is allowed, which is also what silence means."""
+        """Refuse a value other than the allowed one, which is also the default of an absent key."""
         value = self.get(key, allowed)
         if value != allowed:
             raise CheckpointError(f"{key}={value!r} is not supported: regard reads such checkpoints with {key}={allowed!r}")
@@ -56,17 +56,17 @@ class HFConfig:
 
 
 class Family(NamedTuple):
-    """Checkpoints that are alike."""
+    """Describe checkpoints of one architecture."""
 
     build: Callable[[HFConfig], nn.Module]
-    names: Callable[[HFConfig], TensorNames]  # where each parameter comes from
-    only: Mapping[str, Any]  # settings that must have this value if they are there
-    aliases: Sequence[tuple[str, str]] = ()  # names of tensors, made alike
-    unneeded: Sequence[str] = ()  # tensors that this model has no use for
+    names: Callable[[HFConfig], TensorNames]  # the tensor of each parameter
+    only: Mapping[str, Any]  # settings that must have this value where they are present
+    aliases: Sequence[tuple[str, str]] = ()  # regular expressions that unify tensor names, and replacements
+    unneeded: Sequence[str] = ()  # regular expressions of tensors that the model does not use
 
 
 def source(names: TensorNames, parameter: str) -> Take:
-    """Where a parameter of ours comes from."""
+    """Return the tensor that a parameter is read from."""
     layer = re.search(r"(?<=blocks\.)\d+", parameter)
     key = parameter if layer is None else f"{parameter[: layer.start()]}{{i}}{parameter[layer.end() :]}"
     module, _, leaf = key.rpartition(".")
@@ -74,11 +74,12 @@ def source(names: TensorNames, parameter: str) -> Take:
     found = names[key if whole else module]
     take = found if isinstance(found, Take) else Take((found,))
     i = layer and layer.group()
-    return take._replace(names=tuple((n if whole else f"{n}.{leaf}").format(i=i) for n in take.names))
+    full = take.names if whole else [f"{name}.{leaf}" for name in take.names]
+    return take._replace(names=tuple(name.format(i=i) for name in full))
 
 
 def layers(ours: str, theirs: str, names: TensorNames) -> dict[str, str | Take]:
-    """The names of every layer, behind what stands in front of them."""
+    """Prefix the names of a layer, for every layer {i} of a stack."""
     found: dict[str, str | Take] = {}
     for own, name in names.items():
         take = name if isinstance(name, Take) else Take((name,))
@@ -87,12 +88,13 @@ def layers(ours: str, theirs: str, names: TensorNames) -> dict[str, str | Take]:
 
 
 def conv(name: str, part: int = 0, parts: int = 1) -> Take:
-    """One of several linear maps that stand side by side, written as (in, out) instead of (out, in)."""
+    """Read one of several linear maps that are concatenated along their output, stored as (in, out) instead of (out, in)."""
     return Take((name,), lambda x: (x.mT if x.dim() == 2 else x).chunk(parts)[part])
 
 
 def sinusoidal_table(shape: torch.Size) -> Tensor:
-    """Positions as sines, then cosines: those of the paper in another order, with the digits of float32, as theirs have."""
+    """Build sinusoidal positions (n w), all sines before all cosines, rounded to float32 as in transformers."""
     n, w = shape
-    angle = torch.arange(n, dtype=torch.float64)[:, None] / 10_000 ** (torch.arange(0, w, 2, dtype=torch.float64) / w)
+    exponents = torch.arange(0, w, 2, dtype=torch.float64) / w
+    angle = torch.arange(n, dtype=torch.float64)[:, None] / 10_000**exponents
     return torch.cat([angle.sin(), angle[:, : w // 2].cos()], 1).float()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.mixers.state import positions_below
+from regard.mixers.places import positions_below
 from regard.runtime.cuda_graph import capture_graph, forbid_sync
 from regard.runtime.state_buffers import StateBuffers
 

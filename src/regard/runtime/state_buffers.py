@@ -2,7 +2,7 @@
 
 The state of any model is a tree of tuples. Tensors of constant shape get a buffer each. A KV cache that grows gets room for
 more tokens and becomes a `StaticKVCache`; a cache of a context gets room up to a multiple of `CONTEXT_MULTIPLE`, so that one
-graph serves many lengths. What the host counts (`start`, `size`) leaves the tree: in a graph positions are on the device alone.
+graph serves many lengths. Host counters (`start`, `size`) leave the tree: inside a graph, positions are on the device alone.
 """
 
 from __future__ import annotations

@@ -1,56 +1,76 @@
-"""Every task in one table: what to learn, from which data, with which settings to begin with."""
+"""Every task in one table: what to learn, from which data, with which settings to begin with.
+
+The table imports neither torch nor the tasks: a row names its class, which is imported when a task is made of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
 from regard.config import Config
-from regard.tasks.copying import CopyTask, acl_titles_config, wikisql_config
-from regard.tasks.language_modeling import LanguageTask, shakespeare_config
-from regard.tasks.sentiment import PolarityTask, ReviewTask, imdb_config, polarity_config
-from regard.tasks.tagging import SawTask, TaggingTask, ewt_config, saw_config
-from regard.tasks.task import Task
-from regard.tasks.translation import NumbersTask, ReverseTask, SayAgainTask, TranslationTask
+from regard.tasks.copying_config import acl_titles_config, wikisql_config
+from regard.tasks.language_modeling_config import shakespeare_config
+from regard.tasks.sentiment_config import imdb_config, polarity_config
+from regard.tasks.tagging_config import ewt_config, saw_config
 from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
 from regard.text import unknown
 
-__all__ = ["TASKS", "Entry", "Task", "task"]
+if TYPE_CHECKING:
+    from regard.tasks.task import Task
+
+__all__ = ["TASKS", "Entry", "config", "entry_of", "make_task"]
 
 
 class Entry(NamedTuple):
     """A row of the table."""
 
     config: Callable[[], Config]  # the settings it begins with
-    task: Callable[..., Task]
+    kind: str | Callable[..., Task]  # its class, or where it is: "package.module:Class"
+    best: tuple[str, str]  # the validation score that selects weights, and "min" or "max": the same as `Task.best`
     summary: str
     data: str | None = None  # the data set that it needs; None: it makes its own
 
+    def make(self, config: Config) -> Task:
+        """Make the task, importing its class first where only its place is given."""
+        if not isinstance(self.kind, str):
+            return self.kind(config)
+        module, _, name = self.kind.partition(":")
+        return getattr(import_module(module), name)(config)
+
+
+EXACT, ACCURACY, BLEU, ROUGE, LOSS = ("exact", "max"), ("accuracy", "max"), ("bleu", "max"), ("rouge_l", "max"), ("loss", "min")
+_TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
+_SENTIMENT, _LANGUAGE = "regard.tasks.sentiment", "regard.tasks.language_modeling"
 
 TASKS: dict[str, Entry] = {
-    "reverse": Entry(reverse_config, ReverseTask, "a string turned around"),
-    "copy": Entry(copy_config, SayAgainTask, "a string said again"),
-    "numbers": Entry(numbers_config, NumbersTask, "number words in another language"),
-    "saw": Entry(saw_config, SawTask, "tags for words that have several: I saw a saw"),
-    "polarity": Entry(polarity_config, PolarityTask, "good or bad, with negations"),
-    "multi30k": Entry(multi30k_config, TranslationTask, "captions, English to German", "multi30k"),
-    "ewt": Entry(ewt_config, TaggingTask, "part-of-speech tags of English", "ud_english_ewt"),
-    "imdb": Entry(imdb_config, ReviewTask, "film reviews, good or bad", "imdb"),
-    "shakespeare": Entry(shakespeare_config, LanguageTask, "the next character", "tinyshakespeare"),
-    "acl_titles": Entry(acl_titles_config, CopyTask, "the title of an abstract, with copying", "acl_titles"),
-    "wikisql": Entry(wikisql_config, CopyTask, "a query for a question, with copying", "wikisql"),
+    "reverse": Entry(reverse_config, f"{_TRANSLATION}:ReverseTask", EXACT, "a string turned around"),
+    "copy": Entry(copy_config, f"{_TRANSLATION}:RepeatTask", EXACT, "the same string again"),
+    "numbers": Entry(numbers_config, f"{_TRANSLATION}:NumbersTask", EXACT, "number words in another language"),
+    "saw": Entry(saw_config, f"{_TAGGING}:SawTask", ACCURACY, "tags for words that have several: I saw a saw"),
+    "polarity": Entry(polarity_config, f"{_SENTIMENT}:PolarityTask", ACCURACY, "good or bad, with negations"),
+    "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", BLEU, "captions, English to German", "multi30k"),
+    "ewt": Entry(ewt_config, f"{_TAGGING}:TaggingTask", ACCURACY, "part-of-speech tags of English", "ud_english_ewt"),
+    "imdb": Entry(imdb_config, f"{_SENTIMENT}:ReviewTask", ACCURACY, "film reviews, good or bad", "imdb"),
+    "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", LOSS, "the next character", "tinyshakespeare"),
+    "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", ROUGE, "title of an abstract, with copying", "acl_titles"),
+    "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", EXACT, "a query for a question, with copying", "wikisql"),
 }
 
 
-def config(name: str) -> Config:
-    """The settings that a task begins with."""
+def entry_of(name: str) -> Entry:
+    """Find the row of a task."""
     if name not in TASKS:
         raise ValueError(unknown("there is no task", name, TASKS))
-    return TASKS[name].config()
+    return TASKS[name]
 
 
-def task(settings: Config) -> Task:
-    """The task that these settings are of."""
-    if settings.task not in TASKS:
-        raise ValueError(unknown("there is no task", settings.task, TASKS))
-    return TASKS[settings.task].task(settings)
+def config(name: str) -> Config:
+    """Make the settings that a task begins with."""
+    return entry_of(name).config()
+
+
+def make_task(settings: Config) -> Task:
+    """Make the task that these settings are of."""
+    return entry_of(settings.task).make(settings)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from regard.checks import need
-from regard.config import Config
 from regard.data.batch import END, PAD, UNKNOWN, Batch, padded, shifted
 from regard.data.datasets import read_acl_titles as read_titles
 from regard.data.extended_vocab import extend_ids, extend_target_ids, extended_words
@@ -20,29 +18,19 @@ from regard.data.wikisql import read_wikisql as read_queries
 from regard.data.wikisql import split_words
 from regard.models.build import translator
 from regard.models.pointer_generator import coverage, pointer_generator
-from regard.tasks.support import check_vocab, device_under, in_order, learned, resting, spoken_by
-from regard.tasks.task import Step, Task
+from regard.tasks.copying_config import Copying
+from regard.tasks.support import check_vocab, device_under, generate_answers, in_order, learned, resting
+from regard.tasks.task import ENCODER_DECODER, GENERATION_SETTINGS, Task
 from regard.text import unknown
 from regard.training.decoder_inputs import heeded
 from regard.training.decoder_modes import teacher_forcing
+from regard.training.learnable import Step
 from regard.training.losses import Loss
 
 DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
 WATCHED = 500  # examples of validation that training looks at, here and there: a file may be in order of difficulty
 COPY_READERS: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
 BEST = {"acl_titles": ("rouge_l", "max"), "wikisql": ("exact", "max")}
-
-
-@dataclass
-class Copying(Config):
-    """Words in lower case, signs by themselves, one vocabulary for both sides."""
-
-    vocab: int = 20_000  # words at most
-    copy: bool = True  # without: the same model that can only say what its vocabulary has
-    pointers: int = 1  # heads of the pointer
-    coverage: float = 0.0  # how much it is punished for looking at the same words again
-    cut: int = 200  # words of a source that are read at most
-    most: int = 40  # words of an answer at most
 
 
 class CopyExample(NamedTuple):
@@ -60,7 +48,8 @@ class CopyTask(Task):
 
     config: Copying
     steady = True
-    answering = ("beam", "penalty", "most")
+    bodies = ENCODER_DECODER
+    answering = GENERATION_SETTINGS
 
     def __init__(self, config: Copying) -> None:
         super().__init__(config)
@@ -71,17 +60,17 @@ class CopyTask(Task):
         if not config.copy and (config.coverage or config.pointers != 1):
             raise ValueError("coverage and pointers are for copying, and with copy=false there is none: leave them out")
         check_vocab("words", config.vocab)
-        for name in ("pointers", "cut", "most"):
+        for name in ("pointers", "cut", "max_new_tokens"):
             need(name, getattr(config, name))
         if config.coverage < 0:
             raise ValueError(f"coverage is a weight, at least 0, not {config.coverage!r}")
-        self.best = BEST[config.task]  # type: ignore[misc]
+        self.best = BEST[config.task]
         self.vocabulary: Words | None = None
         self.wanted: dict[str, list[list[str]]] = {}
 
     def read(self, folder: Path | None = None) -> None:
         config, parts = self.config, COPY_READERS[self.config.task](find(self.config.task, folder))
-        longest = min(config.most, config.max_len)
+        longest = min(config.max_new_tokens, config.max_len)
         texts = {
             name: [(self._cut(pair.source), split_words(pair.target)) for pair in pairs]
             for name, pairs in zip(("train", "val", "test"), parts, strict=True)
@@ -180,7 +169,7 @@ class CopyTask(Task):
         batch = self.batch(rows).to(device_under(model))
         source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
         state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
-        return spoken_by(model, state, source, config=self.config, most=self.config.most, beams=beams)
+        return generate_answers(model, state, source, config=self.config, most=self.config.max_new_tokens, beams=beams)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """Of a line that is longer than `cut` words the first ones are read, as in training."""
@@ -195,55 +184,3 @@ def oov_recall(oov: Sequence[Sequence[str]], said: Sequence[Sequence[str]], want
         there = set(new) & set(target)
         asked, found = asked + len(there), found + len(there & set(answer))
     return 100 * found / asked if asked else None
-
-
-def acl_titles_config() -> Copying:
-    return Copying(
-        task="acl_titles",
-        precision="tf32",
-        vocab=8_000,
-        cut=200,
-        most=40,
-        width=256,
-        heads=4,
-        depth=4,
-        decoder_depth=3,
-        ffn=1024,
-        dropout=0.3,
-        steps=2000,
-        batch_tokens=16_384,
-        lr=1e-3,
-        schedule="cosine",
-        warmup=400,
-        validate_every=500,
-        save_every=250,
-        average=4,
-        beam=5,
-        max_len=256,
-    )
-
-
-def wikisql_config() -> Copying:
-    return Copying(
-        task="wikisql",
-        precision="tf32",
-        vocab=8_000,
-        cut=80,
-        most=80,
-        width=256,
-        heads=4,
-        depth=4,
-        decoder_depth=4,
-        ffn=1024,
-        dropout=0.2,
-        steps=2500,
-        batch_tokens=8_192,
-        lr=1e-3,
-        schedule="cosine",
-        warmup=400,
-        validate_every=500,
-        save_every=250,
-        average=4,
-        beam=1,
-        max_len=128,
-    )

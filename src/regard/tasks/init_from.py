@@ -18,10 +18,10 @@ SAME = ("heads", "norm", "activation", "positions", "units", "lower")  # weights
 
 
 def initialized_from(config: Any) -> SavedRun:
-    """The run that `begin_from` names, if its weights mean the same here."""
-    where = f"begin_from={config.begin_from}"
+    """The run that `init_from` names, if its weights mean the same here."""
+    where = f"init_from={config.init_from}"
     try:
-        run = load_run(Path(config.begin_from))
+        run = load_run(Path(config.init_from))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if "vocabulary.json" not in run.assets:

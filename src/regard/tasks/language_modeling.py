@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,17 @@ import torch
 from torch import nn
 
 from regard.checks import need
-from regard.config import Config
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
 from regard.data.datasets import read_shakespeare
 from regard.data.locate import find
 from regard.data.vocabulary import Characters, vocabulary
 from regard.decoding import Constraints, Sample, generate
 from regard.models.build import language_model
+from regard.tasks.language_modeling_config import Language
 from regard.tasks.support import device_under, resting
-from regard.tasks.task import Step, Task
+from regard.tasks.task import DECODER_ONLY, Task
+from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
-
-
-@dataclass
-class Language(Config):
-    """Windows of one long text."""
-
-    window: int = 256  # characters that a model sees at most
-    stride: int = 16  # between the beginnings of two windows of an epoch
-    most: int = 300  # characters that it goes on with
-    temperature: float = 0.8
 
 
 class LanguageTask(Task):
@@ -39,7 +29,8 @@ class LanguageTask(Task):
 
     best = ("loss", "min")
     steady = True
-    answering = ("most", "temperature")
+    bodies = DECODER_ONLY
+    answering = ("max_new_tokens", "temperature")
     config: Language
 
     def __init__(self, config: Language) -> None:
@@ -47,6 +38,8 @@ class LanguageTask(Task):
         need("stride", config.stride)
         if not 1 <= config.window <= config.max_len:
             raise ValueError(f"window must be from 1 to max_len={config.max_len}, not {config.window}")
+        if not config.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {config.temperature!r}")
         self.characters = Characters([])
         self.texts: dict[str, torch.Tensor] = {}
 
@@ -103,10 +96,10 @@ class LanguageTask(Task):
 
     def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
         """How the text goes on, drawn by chance with a fixed seed."""
-        constraints = Constraints(END, max_new_tokens=self.config.most, banned=(PAD, UNKNOWN, BEGIN, MASK))
+        constraints = Constraints(END, max_new_tokens=self.config.max_new_tokens, banned=(PAD, UNKNOWN, BEGIN, MASK))
         device, answers = device_under(model), []
         for line in lines:
-            prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.most) :]
+            prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.max_new_tokens) :]
             choice = Sample(temperature=self.config.temperature, seed=self.config.seed)
             with resting(model):
                 said = generate(
@@ -114,29 +107,3 @@ class LanguageTask(Task):
                 )[0]
             answers.append(line + self.characters.decode(said))
         return answers
-
-
-def shakespeare_config() -> Language:
-    return Language(
-        task="shakespeare",
-        precision="tf32",
-        width=384,
-        heads=6,
-        depth=6,
-        ffn=1536,
-        activation="gelu",
-        positions="rotary",
-        dropout=0.3,
-        weight_dropout=0.2,
-        steps=5000,
-        batch_tokens=16_384,
-        lr=1e-3,
-        betas=[0.9, 0.99],
-        decay=1.0,
-        schedule="cosine",
-        warmup=100,
-        validate_every=500,
-        save_every=250,
-        average=8,
-        max_len=2048,
-    )

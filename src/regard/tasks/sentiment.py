@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from regard.blocks.feedforward import check_fraction
 from regard.checks import need
-from regard.config import Config
 from regard.data import synthetic
 from regard.data.batch import BEGIN, MASK, Batch, padded
 from regard.data.datasets import LabelledText, read_imdb
@@ -23,27 +21,18 @@ from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabular
 from regard.models.build import encoder, tokens
 from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence
-from regard.tasks.support import check_vocab, choice_of, device_under, in_order, kept_labels, learned, resting
-from regard.tasks.task import Step, Task
+from regard.options import check_choice
+from regard.tasks.sentiment_config import Sentiment
+from regard.tasks.support import check_vocab, device_under, in_order, kept_labels, learned, resting
+from regard.tasks.task import Task
 from regard.text import unknown
+from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
 INFERENCE_TOKENS = 100_000  # tokens of a batch when nothing is kept for a backward pass
 REVIEW_UNITS = ("subwords", "words", "bytes")
 
 ReviewExample = tuple[list[int], int]
-
-
-@dataclass
-class Sentiment(Config):
-    """A text of subwords, words or bytes, and what is taken of it."""
-
-    units: str = "subwords"
-    vocab: int = 16_000  # units at most
-    lower: bool = True
-    cut: int = 1024  # units of a text that are read: its beginning and its end, half of it each
-    pool: str = "mean"  # token, mean, max
-    forget: float = 0.1  # share of units hidden in training
 
 
 class SentimentTask(Task):
@@ -59,8 +48,8 @@ class SentimentTask(Task):
 
     def __init__(self, config: Sentiment) -> None:
         super().__init__(config)
-        choice_of("units", config.units, REVIEW_UNITS)
-        choice_of("pool", config.pool, POOLS)
+        check_choice("units", config.units, REVIEW_UNITS)
+        check_choice("pool", config.pool, POOLS)
         need("cut", config.cut, 3)
         check_vocab(config.units, config.vocab)
         check_fraction("forget", config.forget)
@@ -172,47 +161,3 @@ class ReviewTask(SentimentTask):
 class PolarityTask(ReviewTask):
     def examples(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
         return synthetic.opinion_sentences()
-
-
-def imdb_config() -> Sentiment:
-    return Sentiment(
-        task="imdb",
-        precision="tf32",
-        mixer=["conv", "softmax"],
-        pool="max",
-        width=128,
-        heads=4,
-        depth=2,
-        ffn=256,
-        dropout=0.5,
-        steps=2000,
-        batch_tokens=32_768,
-        lr=1e-3,
-        schedule="cosine",
-        warmup=200,
-        decay=0.01,
-        validate_every=250,
-        save_every=250,
-        max_len=1024,
-    )
-
-
-def polarity_config() -> Sentiment:
-    return Sentiment(
-        task="polarity",
-        units="words",
-        forget=0.0,
-        width=64,
-        heads=4,
-        depth=2,
-        ffn=128,
-        dropout=0.1,
-        steps=800,
-        batch_tokens=2048,
-        lr=2e-3,
-        schedule="cosine",
-        warmup=50,
-        validate_every=200,
-        save_every=200,
-        max_len=256,
-    )

@@ -1,4 +1,4 @@
-"""What tasks do alike: batches of an inference pass, the device of a model, lines that are too long."""
+"""What tasks have in common: batches of inference, the device of a model, lines that are too long."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import FIRST_TEXT_ID
 from regard.decoding import Constraints, beam, generate
 from regard.runtime.static_decoder import StaticDecoder, why_not_static
-from regard.text import unknown
 from regard.training.decoder_inputs import resting
 
 __all__ = [
     "check_lengths",
-    "check_part",
     "check_vocab",
-    "choice_of",
     "constraints_of",
     "device_under",
+    "fast_decoder",
+    "generate_answers",
     "in_order",
     "kept_labels",
     "learned",
     "resting",
-    "speaker",
-    "spoken_by",
 ]
 
 V = TypeVar("V")
@@ -46,7 +43,7 @@ def device_under(model: nn.Module) -> torch.device:
 def in_order(
     examples: Sequence[ItemT], size: Callable[[ItemT], int], most: int, answer: Callable[[list[ItemT]], Sequence[R]]
 ) -> list[R]:
-    """An answer for every example, in their order, computed in batches of similar size, of at most `most` tokens with padding."""
+    """Answer every example, in their order, computed in batches of similar size, of at most `most` tokens with padding."""
     order = sorted(range(len(examples)), key=lambda i: -size(examples[i]))
     found: list[R | None] = [None] * len(examples)
     while order:
@@ -58,14 +55,14 @@ def in_order(
 
 
 def learned(vocabulary: V | None) -> V:
-    """The vocabulary, if there is one already."""
+    """Return the vocabulary; raise RuntimeError if there is none yet."""
     if vocabulary is None:
         raise RuntimeError("a task learns its vocabulary from data, or gets it from a run: call read() or restore() first")
     return vocabulary
 
 
 def kept_labels(assets: Mapping[str, str], name: str, key: str | None = None) -> list[Any]:
-    """The list of labels in an asset of JSON, or that of one key in it."""
+    """Read the list of labels in an asset of JSON, or that of one key in it."""
     try:
         found = read_value(assets[name])
         found = found if key is None else found[key]
@@ -80,22 +77,24 @@ def kept_labels(assets: Mapping[str, str], name: str, key: str | None = None) ->
 
 
 def constraints_of(config: Config, most: int) -> Constraints:
-    """Of an answer: `most` tokens, as far as the model reaches, and no special ones."""
+    """Limit an answer to `most` tokens, within the positions of the model, and to tokens that are not special."""
     return Constraints(END, max_new_tokens=min(most, config.max_len), banned=(PAD, UNKNOWN, BEGIN, MASK))
 
 
-def speaker(model: Any, most: int) -> Any:
-    """Who says `most` tokens for a model: on a CPU itself made ready, if it can be; on a GPU every shape would need a graph."""
+def fast_decoder(model: Any, most: int) -> Any:
+    """Give a model a static KV cache for `most` tokens, on a CPU if it can have one; on a GPU each shape would need a graph."""
     return model if device_under(model).type != "cpu" or why_not_static(model) else StaticDecoder(model, room=most + 1)
 
 
-def spoken_by(model: Any, state: Any, rows: Tensor, *, config: Config, most: int, beams: int, early: bool = False) -> Answers:
-    """What a decoder says from a state of as many rows: greedily, or the best of some beams."""
+def generate_answers(
+    model: Any, state: Any, rows: Tensor, *, config: Config, most: int, beams: int, early: bool = False
+) -> Answers:
+    """Generate the answers of a decoder from a state of as many rows: greedily, or by beam search."""
     constraints = constraints_of(config, most)
     begin = torch.full((len(rows), 1), BEGIN, device=rows.device)
     if beams == 1:
         return generate(model, state, begin, constraints=constraints)
-    best = beam(model, state, begin, constraints=constraints, width=beams, penalty=config.penalty, early=early)
+    best = beam(model, state, begin, constraints=constraints, width=beams, penalty=config.length_penalty, early=early)
     return [row[0] if row else [] for row in best.answers(END)]
 
 
@@ -109,18 +108,6 @@ def check_lengths(rows: Sequence[Sequence[Any]], most: int) -> None:
 
 
 def check_vocab(units: str, size: int) -> None:
-    """That there is room for what every vocabulary has."""
+    """Refuse a vocabulary without room for what every vocabulary has."""
     if units in ("subwords", "words"):
         need("vocab", size, FIRST_TEXT_ID + 256 if units == "subwords" else FIRST_TEXT_ID + 1)
-
-
-def check_part(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be from 0 to 1, not {value!r}")
-
-
-def choice_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    """The value, if it is one of those allowed."""
-    if value not in allowed:
-        raise ValueError(unknown(f"{name} cannot be", value, allowed))
-    return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from torch import nn
 
 from regard.blocks.feedforward import check_fraction
 from regard.checks import need
-from regard.config import Config
 from regard.data import synthetic
 from regard.data.batch import NO_LABEL, Batch, padded
 from regard.data.datasets import Tagged, read_ewt
@@ -27,21 +25,12 @@ from regard.models.encoder_head import Reader
 from regard.models.heads import PerVector
 from regard.tasks.init_from import short_enough
 from regard.tasks.support import check_lengths, device_under, in_order, kept_labels, resting
-from regard.tasks.task import Step, Task
+from regard.tasks.tagging_config import Tagging
+from regard.tasks.task import Task
+from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
 TAGGING_TOKENS = 20_000  # tokens of a batch when nothing is kept for a backward pass
-
-
-@dataclass
-class Tagging(Config):
-    """Words by what they are and how they are spelt."""
-
-    min_count: int = 2  # occurrences of a word that gets a vector of its own
-    letters: int = 20  # of a word, the first and the last of them
-    spelling: int = 128  # numbers that say how a word is spelt
-    forget: float = 0.2  # share of words hidden in training, so that spelling is learned
-    fine: float = 1.0  # weight of the finer tags of the data, which it learns beside the others; they are not scored
 
 
 class TaggedExample(NamedTuple):
@@ -178,51 +167,3 @@ class SawTask(TaggingTask):
 def _normalized_words(words: Sequence[str]) -> list[str]:
     """As a word is looked up: lower-cased, digits alike. Letters still show what was written."""
     return [re.sub(r"\d", "0", word.lower()) for word in words]
-
-
-def ewt_config() -> Tagging:
-    return Tagging(
-        task="ewt",
-        mixer=["rnn", "rnn", "softmax"],
-        width=320,
-        heads=8,
-        depth=3,
-        ffn=640,
-        dropout=0.4,
-        spelling=256,
-        forget=0.3,
-        fine=0.5,
-        steps=2200,
-        batch_tokens=2048,
-        lr=1.5e-3,
-        schedule="cosine",
-        warmup=200,
-        decay=0.01,
-        smoothing=0.1,
-        precision="tf32",
-        validate_every=200,
-        save_every=200,
-        average=4,
-        max_len=512,
-    )
-
-
-def saw_config() -> Tagging:
-    return Tagging(
-        task="saw",
-        width=64,
-        heads=4,
-        depth=2,
-        ffn=128,
-        dropout=0.1,
-        steps=700,
-        batch_tokens=1024,
-        lr=2e-3,
-        schedule="cosine",
-        warmup=50,
-        validate_every=250,
-        save_every=250,
-        min_count=1,
-        spelling=32,
-        max_len=128,
-    )

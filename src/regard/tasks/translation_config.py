@@ -1,37 +1,32 @@
-"""Settings of tasks that give a text for a text."""
+"""Settings of tasks that map a text to a text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from regard.config import Config
+from regard.options import Options
+from regard.tasks.decoder_options import DECODERS
+from regard.training.mode_options import MODES
 
 
 @dataclass
 class Translation(Config):
     """Two languages over one vocabulary."""
 
+    families: ClassVar[Mapping[str, Mapping[str, type[Options]]]] = {"decoder": DECODERS, "mode": MODES}
+
     units: str = "subwords"  # of the vocabulary: subwords, words, characters
     vocab: int = 10_000  # subwords or words at most; characters are all taken
     lower: bool = False  # texts are lower-cased
-    waver: float = 0.0  # subwords: how often a merge is left out while it learns (BPE-dropout); a text then has eight spellings
-    most: int = 100  # tokens of an answer at most
-    mode: str = "teacher"  # how it learns: teacher, agree, free, scheduled, two_pass, parallel, self_critical, minimum_risk
-    truth: str = "linear"  # scheduled sampling: how the share of true tokens falls: linear, exponential, inverse_sigmoid
-    floor: float = 0.5  # ... and how far
-    own: str = "argmax"  # ... and what it gets of itself: argmax, sample, or soft mixes of embeddings: softmax, gumbel
-    alpha: float = 1.0  # ... soft mixes: softmax(alpha scores)
-    through: bool = False  # ... soft mixes: gradients go back through them
-    agree: float = 5.0  # agree: how strongly two passes, each with a dropout of its own, are held together
-    samples: int = 8  # minimum_risk: answers that are compared
-    begin_from: str = ""  # a run whose weights it starts with; all but the slots of a decoder that says everything at once
-    decoder: str = "autoregressive"  # or one that says everything at once: ctc, masked, length, fixed
-    teacher: str = ""  # for those: a teacher's answers to the training sources, a file that `regard distil` wrote
-    upsample: int = 3  # ctc: slots for every source token
-    slots: str = "soft"  # length: what slots hold: soft or uniform copies of the source, none (one vector), begin (BEGIN tokens)
-    glance: float = 0.5  # ctc, length, fixed: the share of its mistakes that it is shown in training, at the start
-    iterations: int = 4  # masked: rounds of an answer
-    lengths: int = 4  # masked, length: lengths that are tried
+    bpe_dropout: float = 0.0  # subwords: probability that a merge is left out in training; a text then has eight spellings
+    max_new_tokens: int = 100  # tokens of an answer at most
+    decoder: str = "autoregressive"  # or one that generates all tokens at once: ctc, masked, length, fixed; options below
+    mode: str = "teacher_forcing"  # how the decoder is trained; options below
+    init_from: str = ""  # a finished run whose weights it starts with; a non-autoregressive decoder keeps its own slots
+    distilled: str = ""  # targets of the training sources by another model, a file that `regard distil` wrote
 
 
 def multi30k_config() -> Translation:
@@ -44,7 +39,7 @@ def multi30k_config() -> Translation:
         depth=4,
         ffn=512,
         dropout=0.3,
-        mode="agree",
+        mode="rdrop",
         steps=6000,
         batch_tokens=8192,
         lr=1.5e-3,

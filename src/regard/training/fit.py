@@ -6,11 +6,11 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from regard.data.batch import Batch
@@ -18,20 +18,21 @@ from regard.text import unknown
 from regard.training import atomic_files, checkpoints, rng, run_info
 from regard.training.averaging import average
 from regard.training.interrupts import Interrupted, Interrupts
+from regard.training.learnable import Learnable
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
+from regard.training.loop import device_of, matmul_precision, run_updates
 from regard.training.metrics_log import MetricsLog
 from regard.training.prefetch import prefetch_batches
-from regard.training.progress import Lines, Progress, progress
+from regard.training.progress import Progress, print_line, progress
 from regard.training.result import Result, finished
-from regard.training.trainer import device_of, rounded, trainer_in
 
-if TYPE_CHECKING:
-    from regard.tasks.task import Task
+if find_spec("safetensors") is None:  # found out now, not at the first checkpoint
+    raise ModuleNotFoundError("training needs safetensors: pip install 'regard[train]'", name="safetensors")
 
-LOOK = 50  # updates between two looks at the loss: each waits for the device
+MEASURE_EVERY = 50  # updates between two readings of the loss: each waits for the device
 
 
-def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto", quiet: bool = False) -> Result:
+def fit(task: Learnable, out: Path, *, resume: bool = True, accelerator: str = "auto", quiet: bool = False) -> Result:
     """Train what `task` describes in the folder `out`, or go on there: exactly as if it had never been interrupted (on a CPU).
 
     `weights.safetensors` then holds the weights that did best on validation, or the mean of the last `average` checkpoints if
@@ -50,8 +51,7 @@ def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto"
         grown = run_info.same_run(out, config, task.assets(), resume)
         if not grown and (result := finished(out)) is not None:
             if not quiet:
-                told = f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on"
-                Lines(0, console=Console()).note(told)
+                print_line(f"the run in {out} is finished: {result.sentence()}; with larger steps it goes on")
             return result
         return _TrainingRun(task, out, kind, quiet).finish()
 
@@ -59,13 +59,14 @@ def fit(task: Task, out: Path, *, resume: bool = True, accelerator: str = "auto"
 class _TrainingRun:
     """One process's part of a run."""
 
-    def __init__(self, task: Task, out: Path, kind: str, quiet: bool) -> None:
+    def __init__(self, task: Learnable, out: Path, kind: str, quiet: bool) -> None:
         self.task, self.out, self.config = task, out, task.config
         self.name, self.way = task.best
         rng.seed_all(self.config.seed)
         self.learner = Learner(task.model(), task.loss, self.config, kind)
         self.best: dict[str, Any] | None = None  # {"step": ..., "score": ...}
         self.waited, self.stopped, self.before, self.begun = 0, False, 0.0, time.monotonic()
+        self.halted = False  # no further update in this process
         self.interrupts = Interrupts(quiet)
         found = checkpoints.latest(out)
         self.start = checkpoints.load_checkpoint(found) if found else None
@@ -79,7 +80,7 @@ class _TrainingRun:
             self.progress.note(note)
 
     def _put(self, start: checkpoints.Checkpoint, found: Path) -> None:
-        """All but the optimiser and the dice, whose time has not come."""
+        """Restore a checkpoint, all but the optimiser and the RNG state, which `_restore` does."""
         state = start.state
         checkpoints.put_weights(self.learner.model, start.weights, found / checkpoints.WEIGHTS)
         self.learner.step, self.learner.skipped = start.step, state["skipped"]
@@ -98,15 +99,15 @@ class _TrainingRun:
             self.journal.close()
 
     def _train(self, batches: Iterator[list[Batch]]) -> None:
-        self.learner.begin, self.learner.after = self._go_on, self._after
-        with rounded(self.config.precision), trainer_in(self.learner.kind, self.out) as trainer:
-            self.trainer = trainer
-            trainer.fit(self.learner, batches)
+        with matmul_precision(self.config.precision):
+            self.learner.begin()
+            self._restore()
+            run_updates(self.learner, batches, after=self._after, stopped=lambda: self.halted)
         if self.interrupts.asked:
             self.interrupts.pass_on()
 
-    def _go_on(self) -> None:
-        """Just before the first update: what was saved of the optimiser, the scaler and the dice."""
+    def _restore(self) -> None:
+        """Restore the optimiser, the scaler and the RNG state of the checkpoint, just before the first update."""
         self.interrupts.install()
         if self.start is None:
             return
@@ -132,9 +133,9 @@ class _TrainingRun:
             self._look(step)
         except Interrupted:
             self._save(due)
-            self.trainer.should_stop = True
+            self.halted = True
         if self.stopped:
-            self.trainer.should_stop = True
+            self.halted = True
 
     def _validates(self, step: int) -> bool:
         return step == self.config.steps or step % self.config.validate_every == 0
@@ -142,7 +143,7 @@ class _TrainingRun:
     def _look(self, step: int) -> None:
         """Measure, validate, save: each if it is time for it."""
         validate, save = self._validates(step), step == self.config.steps or step % self.config.save_every == 0
-        if not (validate or save or step % LOOK == 0):
+        if not (validate or save or step % MEASURE_EVERY == 0):
             return
         line: dict[str, Any] = {"step": step, "time": self.seconds, **self.learner.measured(self._saved)}
         self.progress.measured(line["loss"])
@@ -252,8 +253,8 @@ class _TrainingRun:
         ).weights
 
     def _score_of(self, weights: dict[str, Tensor]) -> float:
-        """Of weights that are not the model's, in the model, on the device of training."""
-        self.learner.to(self.learner.kind)  # the Trainer takes it back to the CPU, and a resumed run never left it
+        """Score other weights in the model, on the device of training."""
+        self.learner.model.to(self.learner.device)  # a run that is resumed at its end has made no update
         checkpoints.put_weights(self.learner.model, weights, "the average")
         rng.set_rng_state(checkpoints.load_checkpoint(checkpoints.at(self.out, self.learner.step)).state["dice"])
         return float(self.score()[self.name])

@@ -1,10 +1,9 @@
-"""One update: some passes, one gradient, one step. What Lightning's Trainer calls, again and again."""
+"""One update: some passes, one gradient, one step of the optimiser."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -19,21 +18,12 @@ from regard.training.graphed_step import GraphedStep
 from regard.training.losses import Loss
 from regard.training.lr_schedule import lr_factor
 
-try:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what Lightning imports, in some versions
-        from pytorch_lightning import LightningModule, Trainer
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"training needs {error.name}: pip install 'regard[train]'", name=error.name) from None
-
-__all__ = ["Learner", "Trainer", "optimizer", "optimizer_state", "put_optimizer_state"]
-
 TYPES = {"32": None, "tf32": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-SKIPS = 25  # updates in a row that a scaler may skip while it looks for its scale; each halves it
+SKIPS = 25  # updates in a row that a scaler may skip while it searches its scale; each halves it
 
 
 class Update(NamedTuple):
-    """What is known of an update without looking at the device."""
+    """Sums of an update, still on the device."""
 
     total: Tensor
     over: Tensor
@@ -41,51 +31,37 @@ class Update(NamedTuple):
     parts: dict[str, Tensor]
 
 
-class Learner(LightningModule):
+class Learner:
     """A model, its optimiser, and how a list of batches becomes one update of it.
 
     The gradient of an update is that of sum(total) / sum(over) over all its passes, so how it is cut into passes does not matter.
-    Lightning's manual optimisation is used with torch's own autocast and scaler: around the forward pass only, and with a fused
-    optimiser that can still be clipped, neither of which Lightning's plugin does. `after` is called behind every update.
+    Autocast is around the forward pass only. Gradients are unscaled and clipped before the step of a fused optimiser. `begin`
+    comes before the first update.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch, Any], Loss], config: Config, kind: str) -> None:
-        super().__init__()
-        self.automatic_optimization = False
         self.model, self.loss, self.config, self.kind = model, loss, config, kind
-        self.after: Callable[[int], None] = lambda _: None
-        self.begin: Callable[[], None] = lambda: None
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.step = 0  # updates so far
-        self.skipped = 0  # the last so many of them were
+        self.skipped = 0  # the last so many of them had no finite gradient
         self.pending: list[Update] = []
         self.graphs: GraphedStep | None = None
         self.clock: Tensor | None = None  # the update that is being made, where captured passes can read it
         self.scaler = torch.amp.GradScaler(kind) if config.precision == "16-mixed" else None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Lightning notes the name of its hook twenty times a step, and a module looks for parameters each time: 0.1 ms."""
-        if name == "_current_fx_name":
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
     def autocast(self) -> AbstractContextManager:
         dtype = TYPES[self.config.precision]
         return nullcontext() if dtype is None else torch.autocast(self.kind, dtype=dtype)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def begin(self) -> None:
+        """Move the model to its device, make the optimiser of its parameters there, and switch dropout on."""
+        self.model.to(self.device)
         self.optimizer = optimizer(self.model, self.config)
         self.wanted = [p for p in self.model.parameters() if p.requires_grad]
-        return self.optimizer
-
-    def on_train_start(self) -> None:
         self.model.train()
-        self.begin()
 
-    def transfer_batch_to_device(self, batch: list[Batch], device: torch.device, dataloader_idx: int) -> list[Batch]:  # noqa: ARG002
-        return batch  # one pass after another, when its turn comes
-
-    def training_step(self, passes: list[Batch], index: int) -> None:  # noqa: ARG002 - the Trainer counts from 0 after a resume
+    def update(self, passes: list[Batch]) -> None:
+        """Make one update from the batches of its passes."""
         if self.config.graphs:
             return self._replayed(passes)
         step, unit, total, over = self.step + 1, None, None, None
@@ -107,7 +83,7 @@ class Learner(LightningModule):
         self.step = step
 
     def _replayed(self, passes: list[Batch]) -> None:
-        """The same update from captured passes."""
+        """Make the same update from passes captured as CUDA graphs."""
         if self.graphs is None:
             self.graphs = GraphedStep(self._forward, self.wanted, float(self.config.batch_tokens))
             self.clock = torch.zeros((), dtype=torch.long, device=self.wanted[0].device)
@@ -127,7 +103,7 @@ class Learner(LightningModule):
             return self.loss(self.model, batch, self.clock)
 
     def take(self, scale: Tensor | None) -> Tensor:
-        """The gradients, scaled to those of the mean, clipped, and the step taken; their norm before it was clipped."""
+        """Scale the gradients to those of the mean, clip them and take the step. Returns their norm before clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         grads = [p.grad for p in self.wanted if p.grad is not None]
@@ -149,14 +125,11 @@ class Learner(LightningModule):
 
     @property
     def rate(self) -> float:
-        """Of the update that is being made."""
+        """Learning rate of the update that is being made."""
         return self.config.lr * lr_factor(self.config, self.step + 1)
 
-    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:  # noqa: ARG002
-        self.after(self.step)
-
     def measured(self, saved: Callable[[], str]) -> dict[str, float]:
-        """Means over the updates since it was asked last: one look at the device. Raises where training has gone wrong."""
+        """Compute means over the updates since the last call: one synchronisation. Raises RunError if training has diverged."""
         updates, self.pending = self.pending, []
         totals, overs, norms = (torch.stack(xs).tolist() for xs in zip(*(u[:3] for u in updates), strict=True))
         for place, (total, norm) in enumerate(zip(totals, norms, strict=True)):
@@ -176,14 +149,14 @@ class Learner(LightningModule):
         }
 
     def unmeasured(self) -> list[dict[str, Any]]:
-        """Updates that `measured` has not seen yet, as JSON can hold them."""
+        """Write the updates that `measured` has not read yet as JSON values."""
         return [
             {"parts": {k: _tensor_json(x) for k, x in u.parts.items()}, "sums": [_tensor_json(x) for x in u[:3]]}
             for u in self.pending
         ]
 
     def put_unmeasured(self, kept: list[dict[str, Any]]) -> None:
-        """The opposite of `unmeasured`, on the device of training."""
+        """Read what `unmeasured` wrote, onto the device of training."""
         for update in kept:
             total, over, norm = (_json_tensor(x, self.device) for x in update["sums"])
             self.pending.append(Update(total, over, norm, {k: _json_tensor(x, self.device) for k, x in update["parts"].items()}))
@@ -195,7 +168,7 @@ class Learner(LightningModule):
 
 
 def _tensor_json(x: Tensor) -> list[Any]:
-    """A number and its type."""
+    """Write a tensor of one number as the number and its type."""
     return [x.item(), str(x.dtype).removeprefix("torch.")]
 
 
@@ -229,7 +202,7 @@ def _spared(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def optimizer_state(model: nn.Module, made: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """By parameter and name: "stack.0.weight/exp_avg"."""
+    """Collect the tensors of an optimiser by parameter and name: "stack.0.weight/exp_avg"."""
     return {f"{name}/{key}": x for name, p in model.named_parameters() for key, x in made.state.get(p, {}).items()}
 
 

@@ -32,7 +32,7 @@ from regard.training.losses import Loss, between, check_smoothing, cross_entropy
 Fraction = float | Tensor  # of 0 dimensions
 
 
-def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glance: Fraction = 0.0, agree: float = 0.0) -> Loss:
+def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glance: Fraction = 0.0, rdrop: float = 0.0) -> Loss:
     """Minus the log-probability of the targets, summed over them.
 
     With `glance` > 0 the model first answers without learning; then that share of the number of its mistakes is drawn from the
@@ -41,8 +41,8 @@ def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glan
     without smoothing; "length", what it loses at guessing lengths; and "unsayable", the number of targets that need more slots
     than there are and are left out.
 
-    With `agree` > 0 it answers twice, each time with a dropout of its own, and both must say the same: it loses the mean of what
-    both lose and agree / 4 (KL(p || q) + KL(q || p)), summed over the slots that are left to say; that sum is in `parts` as
+    With `rdrop` > 0 it answers twice, each time with a dropout of its own, and both must say the same: it loses the mean of what
+    both lose and rdrop / 4 (KL(p || q) + KL(q || p)), summed over the slots that are left to say; that sum is in `parts` as
     "apart". Wu et al. 2021, arXiv:2106.14448; for paths Yao et al. 2024, arXiv:2410.05101.
     """
     if glance.dim() > 0 if isinstance(glance, Tensor) else not 0 <= glance <= 1:
@@ -50,13 +50,13 @@ def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glan
     sequence(batch)
     if isinstance(model.slots, MaskedSlots) and _glances(glance):
         raise ValueError("masked is shown tokens by chance already: use glance=0")
-    if agree < 0:
-        raise ValueError(f"agree must not be below 0, but it is {agree!r}")
-    if agree:
+    if rdrop < 0:
+        raise ValueError(f"rdrop must not be below 0, but it is {rdrop!r}")
+    if rdrop:
         batch = twice(batch)
     read = model.hear(batch.source, batch.source_valid)
     lose = _by_paths if isinstance(model.slots, CtcSlots) else _by_slots
-    return lose(model, read, batch, smoothing, glance, agree)
+    return lose(model, read, batch, smoothing, glance, rdrop)
 
 
 def glancing(step: int | Tensor, steps: int, first: float = 0.5, last: float = 0.3) -> Fraction:
@@ -76,7 +76,7 @@ def random_slots(real: Tensor, count: Tensor) -> Tensor:
     return (dice.argsort(1).argsort(1) < count[:, None]) & real
 
 
-def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, agree: float) -> Loss:
+def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, rdrop: float) -> Loss:
     """A slot for every token."""
     assert batch.target is not None
     target, length = left_aligned(batch.target, batch.target_valid), length_targets(batch.target, batch.target_valid)
@@ -87,7 +87,7 @@ def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
         valid = None if batch.target_valid is None else torch.arange(target.shape[1], device=target.device) < length[:, None]
         seats = model.seats(read, target.shape[1], valid)
     real = torch.arange(target.shape[1], device=target.device) < length[:, None]
-    shown, one = None, _once(len(target), agree)
+    shown, one = None, _once(len(target), rdrop)
     if isinstance(model.slots, MaskedSlots):  # from one hidden slot to all of them, every number as likely as another
         hidden = 1 + (torch.rand(length[one].shape, device=length.device) * length[one]).long()
         shown = random_slots(real[one], length[one] - hidden)
@@ -95,27 +95,27 @@ def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
         with unlearned():
             wrong = (model.answer(read.at(one), seats.at(one)).argmax(-1) != target[one]) & real[one]
         shown = random_slots(real[one], (glance * wrong.sum(1)).round())
-    shown = torch.cat([shown, shown]) if agree and shown is not None else shown
+    shown = torch.cat([shown, shown]) if rdrop and shown is not None else shown
     scores = model.answer(read, seats, target, shown)
     asked = real if shown is None else real & ~shown
     lost = cross_entropy(scores, target, asked, smoothing=smoothing)
     if isinstance(model.slots, LengthSlots):
         surprise = model.slots.lengths.surprise(read.x, read.valid, length).sum()
         lost = Loss(lost.total + surprise, lost.over, {**lost.parts, "length": surprise.detach()})
-    return _held(lost, upcast(scores).log_softmax(-1), asked, agree) if agree else lost
+    return _held(lost, upcast(scores).log_softmax(-1), asked, rdrop) if rdrop else lost
 
 
-def _once(rows: int, agree: float) -> slice:
+def _once(rows: int, rdrop: float) -> slice:
     """Of rows that may stand twice, those that are not again."""
-    return slice(rows // 2 if agree else rows)
+    return slice(rows // 2 if rdrop else rows)
 
 
-def _held(lost: Loss, logs: Tensor, asked: Tensor, agree: float) -> Loss:
+def _held(lost: Loss, logs: Tensor, asked: Tensor, rdrop: float) -> Loss:
     """Both halves of a batch held together, where they are asked (b t), from their log-probabilities (b t v)."""
     one, other = logs.chunk(2)
     apart = between(one, other).masked_fill(~asked[: len(one)], 0).sum()
     parts = {name: x / 2 for name, x in lost.parts.items()}
-    return Loss(lost.total / 2 + agree / 4 * apart, lost.over // 2, {**parts, "apart": apart.detach()})
+    return Loss(lost.total / 2 + rdrop / 4 * apart, lost.over // 2, {**parts, "apart": apart.detach()})
 
 
 def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
@@ -125,7 +125,7 @@ def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
     return F.pad(target, (0, max(slots - target.shape[1], 0)))[:, :slots]
 
 
-def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, agree: float) -> Loss:
+def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, rdrop: float) -> Loss:
     """Every way to say the target, summed. What is shown of a path is certain, so the rest of every path goes through it."""
     assert batch.target is not None
     target = left_aligned(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
@@ -139,9 +139,9 @@ def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
     path = torch.zeros(seats.x.shape[:2], dtype=torch.long, device=target.device)
     shown = None
     if _glances(glance):
-        one = _once(len(target), agree)
+        one = _once(len(target), rdrop)
         path, shown = _glance(model, read.at(one), seats.at(one), target[one], classes[one], length[one], glance)
-        path, shown = (torch.cat([x, x]) if agree else x for x in (path, shown))
+        path, shown = (torch.cat([x, x]) if rdrop else x for x in (path, shown))
         fixed = shown if fixed is None else fixed | shown
     columns = F.pad(target, (1, 0), value=BLANK)
     scores = upcast(model.answer(read, seats, columns.gather(1, path), shown)).log_softmax(-1)
@@ -155,7 +155,7 @@ def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
         check_smoothing(smoothing)
         flat = -scores.mean(-1).masked_fill(~free, 0).sum(1) / free.sum(1).clamp_min(1)
         lost = lost._replace(total=(1 - smoothing) * nll + smoothing * (flat * length).sum())
-    return _held(lost, scores, free & sayable[:, None], agree) if agree else lost
+    return _held(lost, scores, free & sayable[:, None], rdrop) if rdrop else lost
 
 
 @unlearned()

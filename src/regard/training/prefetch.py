@@ -6,20 +6,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from regard.data.batch import Batch
 from regard.data.length_buckets import Batches
 from regard.training import rng
-
-if TYPE_CHECKING:
-    from regard.tasks.task import Task
+from regard.training.learnable import Learnable
 
 PREFETCHED = 4  # updates whose batches are made before their turn
 
 
 @contextmanager
-def prefetch_batches(task: Task, done: int, kind: str) -> Iterator[Iterator[list[Batch]]]:
+def prefetch_batches(task: Learnable, done: int, kind: str) -> Iterator[Iterator[list[Batch]]]:
     """The batches of every update to come, made by a thread while the device and the backward pass work.
 
     What they hold is a function of the update alone. `task.batch` must not draw from the global dice, which the model uses.

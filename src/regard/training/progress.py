@@ -1,18 +1,21 @@
-"""Where a run is and how long it will take: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a run, and how long it will take: a bar in a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from rich.console import Console
+try:
+    from rich.console import Console
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"progress needs {error.name}: pip install 'regard[train]'", name=error.name) from None
 
 LINE_SECONDS = 10.0  # seconds between two plain lines
-REDRAW = 0.2  # seconds between two looks of a bar
+REDRAW = 0.2  # seconds between two pictures of a bar
 
 
 class Progress:
-    """Says nothing: what both kinds have in common."""
+    """What both kinds have in common; by itself it prints nothing."""
 
     def __init__(self, total: int, done: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.first, self.done, self.clock = total, done, done, clock
@@ -21,7 +24,7 @@ class Progress:
         self.score: str = ""
 
     def step(self, done: int) -> None:
-        """After every update: cheap, and no look at the device."""
+        """Count an update: cheap, and without waiting for the device."""
         self.done = done
         if (now := self.clock()) - self.shown >= self.wait:
             self.shown = now
@@ -34,18 +37,18 @@ class Progress:
         self.score = f"val {name} {score:.4g}" + ("" if best is None or best == score else f" (best {best:.4g})")
 
     def note(self, text: str) -> None:
-        """A sentence that stays."""
+        """Print a line that stays."""
 
     def close(self) -> None:
-        """The end, good or bad."""
+        """End the display."""
 
     wait = float("inf")
 
     def show(self) -> None:
-        """The line or the bar, as it is now."""
+        """Print the line, or draw the bar."""
 
     def left(self) -> float:
-        """Seconds, if it goes on as it went since it was started."""
+        """Estimate the seconds that are left, from those since it was started."""
         made = self.done - self.first
         return (self.clock() - self.begun) / made * (self.total - self.done) if made > 0 else float("nan")
 
@@ -100,15 +103,20 @@ class Bar(Lines):
 
 
 def progress(total: int, done: int = 0, *, quiet: bool = False, console: Console | None = None) -> Progress:
-    """What suits where it is shown."""
+    """Make a bar for a terminal, lines for a pipe, and nothing if quiet."""
     if quiet:
         return Progress(total, done)
     console = console or Console()
     return (Bar if console.is_terminal else Lines)(total, done, console=console)
 
 
+def print_line(text: str) -> None:
+    """Print one line on stdout."""
+    Lines(0, console=Console()).note(text)
+
+
 def span(seconds: float) -> str:
-    """3 s, 2:05, 1:02:03."""
+    """Write seconds as 3 s, 2:05 or 1:02:03."""
     if seconds != seconds or seconds == float("inf"):
         return "?"
     whole = round(seconds)

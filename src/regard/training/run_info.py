@@ -6,10 +6,8 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +16,9 @@ from regard._version import version
 from regard.text import unknown
 from regard.training import atomic_files, checkpoints
 from regard.training.atomic_files import RunError
+from regard.training.learnable import Learnable
 from regard.training.learner import TYPES
 from regard.training.lr_schedule import lr_factor
-
-if TYPE_CHECKING:
-    from regard.tasks.task import Task
 
 POSITIVE = ("steps", "batch_tokens", "accumulate", "validate_every", "save_every", "average")
 NOT_NEGATIVE = ("warmup", "decay", "clip", "patience", "seed")
@@ -31,7 +27,7 @@ GROWS = ("steps", "patience")  # settings of a run that may become larger: it go
 ENDING = ("linear", "cosine")  # schedules that depend on the number of updates
 
 
-def check_task(task: Task) -> None:
+def check_task(task: Learnable) -> None:
     """Settings that training reads, and data to train on."""
     check_settings(task)
     for split in ("train", "val"):
@@ -43,7 +39,7 @@ def check_task(task: Task) -> None:
         raise ValueError(f"an example has {longest:,} tokens, but a batch has {room:,} at most: use batch_tokens={longest}")
 
 
-def check_settings(task: Task) -> None:
+def check_settings(task: Learnable) -> None:
     """Before there is data."""
     config = task.config
     for name, value in vars(config).items():
@@ -70,7 +66,7 @@ def check_settings(task: Task) -> None:
         raise ValueError(f"a score is better at its 'min' or its 'max', not at its {task.best[1]!r}")
 
 
-def config_json(task: Task) -> dict[str, Any]:
+def config_json(task: Learnable) -> dict[str, Any]:
     """The configuration as a file gives it back."""
     return json.loads(json.dumps(task.config.to_json()))
 
@@ -106,7 +102,7 @@ def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], re
     return larger
 
 
-def begin_run(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
+def begin_run(out: Path, task: Learnable, model: nn.Module, kind: str) -> list[str]:
     """Write what the run is; or, where it has begun already, sentences about what is different now."""
     now, there = _now(task, model, kind), checkpoints.load_config(out)
     if there is None:
@@ -126,7 +122,7 @@ def begin_run(out: Path, task: Task, model: nn.Module, kind: str) -> list[str]:
     ]
 
 
-def _stretched(out: Path, task: Task, there: Mapping[str, Any]) -> list[str]:
+def _stretched(out: Path, task: Learnable, there: Mapping[str, Any]) -> list[str]:
     """Write the settings that have grown into the run, and say what they change."""
     config = task.config
     larger = grown(there, config_json(task))
@@ -142,7 +138,7 @@ def _stretched(out: Path, task: Task, there: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _now(task: Task, model: nn.Module, kind: str) -> dict[str, Any]:
+def _now(task: Learnable, model: nn.Module, kind: str) -> dict[str, Any]:
     train = task.splits["train"]
     return {
         "task": task.config.task,
@@ -152,18 +148,10 @@ def _now(task: Task, model: nn.Module, kind: str) -> dict[str, Any]:
         "regard": version,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "lightning": _version("pytorch-lightning"),
         "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version_of(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -1,6 +1,8 @@
-"""One pass over a plan, forward or backward, in plain PyTorch on any device.
+"""The backend "torch": a pass over a plan, forward or backward, in plain PyTorch on any device.
 
-B = b * h rows of heads, T tiles, r queries and c keys per block, p key blocks per tile.
+G = b * key heads, S query heads for each of them, T tiles, r queries and c keys per block, p key blocks per tile, x = p * c.
+Tensors by query are (G S blocks r .), by key (G blocks c .), by tile (G T S r .): query heads that share a key head are further
+rows of the same tile, so keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -10,123 +12,183 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.score_bias import ScoreBias, TileBias
-from regard.ops.tile.buffers import Blocked, accumulator, kept_buffers, product
+from regard.ops.budget import Budget, budget
+from regard.ops.dropout_hash import head_numbers, kept_pairs, key_keys, query_keys
+from regard.ops.score_bias import TileBias
+from regard.ops.tile.buffers import scratch_buffers, softmax_in_place
+from regard.ops.tile.call import Gradients, HeadPlans, TileCall, accumulator
+from regard.ops.tile.head_pieces import HeadPiece, head_pieces
 from regard.patterns.plan import Plan
-from regard.patterns.tiles import MASKED_SCORE, TileBatch, TilePart
-
-CPU_SCORES = 1 << 20  # score elements at a time on a CPU, half as many in the backward pass: its buffers should stay in the cache
-DEVICE_SCORES = 1 << 26  # and on other devices
+from regard.patterns.tiles import MASKED_SCORE, Layout, TileBatch, TilePart
 
 
-class TileCall(NamedTuple):
-    """A question for the tiles; tensors first, as autograd and operators like them."""
+class TorchTiles:
+    """Tile attention in plain PyTorch."""
 
-    q: Tensor  # (b h n d)
-    k: Tensor  # (b h m d)
-    v: Tensor  # (b h m e)
-    by_query: Tensor | None  # what a Term holds
-    slopes: Tensor | None
-    valid: Tensor | None  # (b m)
-    seed: Tensor | None  # of dropout
-    clip: int
-    mass: bool
-    scale: float
-    dropout: float
+    name = "torch"
 
-    @property
-    def term(self) -> ScoreBias | None:
-        term = ScoreBias(self.slopes, self.clip, self.by_query, self.mass)
-        return None if self.slopes is None and self.by_query is None and not self.mass else term
+    def refuses(self, call: TileCall, plans: HeadPlans) -> str | None:  # noqa: ARG002
+        return None
 
-    @property
-    def width(self) -> int:
-        """Columns of the answers."""
-        return self.v.shape[-1] + (2 * self.clip + 1 if self.mass else 0)
+    def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
+        room = budget(call.q.device)
+        pieces = head_pieces(call, plans, room)
+        if len(pieces) == 1:
+            return TilePass(*pieces[0], call, room).forward()
+        shape, acc = call.q.shape[:3], accumulator(call.q.dtype)
+        out = torch.empty(*shape, call.width, dtype=acc, device=call.q.device)
+        lse = torch.empty(shape, dtype=acc, device=call.q.device)
+        for plan, piece in pieces:
+            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, room).forward()
+        return out, lse
+
+    def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
+        room = budget(call.q.device)
+        pieces = head_pieces(call, plans, room)
+        results = (out, lse, d_out, d_lse)
+        if len(pieces) == 1:
+            return TilePass(*pieces[0], call, room).backward(*results)
+        by_query = None if call.bias is None else call.bias.by_query
+        totals = [None if x is None else torch.zeros_like(x) for x in (call.q, call.k, call.v, by_query)]
+        for plan, piece in pieces:
+            found = TilePass(plan, piece, call, room).backward(*(x[:, piece.heads] for x in results))
+            own = (piece.heads, piece.key_heads, piece.key_heads, piece.heads)
+            for total, grad, heads in zip(totals, found, own, strict=True):
+                if total is not None and grad is not None:
+                    total[:, heads] += grad  # a key head may belong to several pieces
+        return tuple(totals)
+
+
+class _Operands(NamedTuple):
+    """What the tiles of a part are made of, in its layouts."""
+
+    queries: Tensor  # (G S blocks r d)
+    keys: Tensor  # (G blocks c d)
+    values: Tensor  # (G blocks c e)
+    gaps: Tensor | None  # (b blocks c) what hides keys that do not exist
+    by_query: Tensor | None  # (G S blocks r classes)
+    dropout_keys: tuple[Tensor, Tensor] | None  # (G S blocks r 1) of queries, (blocks c) of keys
 
 
 class TilePass:
-    """One pass over a plan."""
+    """One pass over the plan of a piece of heads."""
 
-    def __init__(self, work: Plan, asked: TileCall) -> None:
-        q, k, v, valid, seed = asked.q, asked.k, asked.v, asked.valid, asked.seed
-        self.b, self.h, self.plan, self.scale = q.shape[0], q.shape[1], work, asked.scale
-        self.dropout, self.seed, self.device = asked.dropout, 0 if seed is None else int(seed), q.device
-        self.types = [x.dtype for x in (q, k, v)]
+    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall, room: Budget) -> None:
+        q, k, v = call.q[:, piece.heads], call.k[:, piece.key_heads], call.v[:, piece.key_heads]
+        self.plan, self.piece, self.call, self.device = plan, piece, call, q.device
+        self.b, self.g, self.s = k.shape[0], k.shape[1], piece.share
         self.acc = accumulator(q.dtype)
-        # Half precision is for tensor cores; a CPU is as fast, and closer to the truth, in float32.
+        # Half precision is for tensor cores; a CPU is as fast, and more precise, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
         self.q, self.k, self.v = (x.flatten(0, 1).to(self.type).contiguous() for x in (q, k, v))
-        self.gap = None if valid is None else torch.where(valid, 0.0, MASKED_SCORE).to(self.acc)[..., None]  # (b m 1)
-        self.scratch, self.sums = (kept_buffers.scratch(*x, q.device) for x in (("operands", self.type), ("sums", self.acc)))
-        self.term = None if asked.term is None else TileBias(asked.term, self.b, self.acc)
-        self.width = asked.width
-        self.most = max(1, (CPU_SCORES if q.device.type == "cpu" else DEVICE_SCORES) // len(self.q))
+        self.gap = None
+        if call.valid is not None:
+            self.gap = torch.where(call.valid, 0.0, MASKED_SCORE).to(self.acc)[..., None]  # (b m 1)
+        self.bias = None if call.bias is None else TileBias(call.bias.heads(piece.heads), self.b, piece.share, self.acc)
+        self.scratch = scratch_buffers(q.device)
+        self.limit = max(1, room.tile_scores // len(self.q))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """out (b h n e), the term's columns behind it, and log-sum-exp (b h n), both in the accumulating type."""
+        """Return out (b heads n width) and log-sum-exp (b heads n), both in the accumulating type."""
         total: tuple[Tensor, Tensor] | None = None
-        for number, part in enumerate(self.plan.parts):
-            queries = Blocked(self.q, part.queries)
-            found = self._part(part, queries, number)
-            total = self._merged(total, queries, *(queries.back(x) for x in found))
-        out, lse = total or self._nothing()
-        lost = lse < MASKED_SCORE / 2
-        if self.device.type != "cpu" or bool(lost.any()):  # a look is cheaper than a pass over out, where looking is free
-            out.masked_fill_(lost[..., None], 0)
-        return out.unflatten(0, (self.b, self.h)), lse.clamp_min(MASKED_SCORE).unflatten(0, (self.b, self.h))
+        n = self.q.shape[1]
+        for part in self.plan.parts:
+            out, lse = self._part(part)
+            found = part.queries.join(out, n), part.queries.join(lse, n)
+            total = found if total is None and part.queries.complete else self._merge(total, part.queries, *found)
+        if total is None:
+            out = torch.zeros(*self.q.shape[:2], self.call.width, dtype=self.acc, device=self.device)
+            total = out, torch.full(out.shape[:2], MASKED_SCORE, dtype=self.acc, device=self.device)
+        out, lse = total
+        if self.call.dropout:
+            out = out * (1 / (1 - self.call.dropout))
+        empty = lse < MASKED_SCORE / 2
+        if self.device.type != "cpu" or bool(empty.any()):  # where reading is free it is cheaper than a pass over out
+            out.masked_fill_(empty[..., None], 0)
+        shape = (self.b, self.g * self.s)
+        return out.unflatten(0, shape), lse.clamp_min(MASKED_SCORE).unflatten(0, shape)
 
-    def _nothing(self) -> tuple[Tensor, Tensor]:
-        out = torch.zeros(*self.q.shape[:2], self.width, dtype=self.acc, device=self.device)
-        return out, torch.full(out.shape[:2], MASKED_SCORE, dtype=self.acc, device=self.device)
-
-    def _part(self, part: TilePart, queries: Blocked, number: int) -> tuple[Tensor, Tensor]:
-        """out and log-sum-exp of one part, in its own layout."""
-        keys, values, gaps = self._keys(part)
-        more = self._by_query(part)
-        out = torch.empty(*queries.blocks.shape[:3], self.width, dtype=self.acc, device=self.device)
-        lse = torch.empty(out.shape[:3], dtype=self.acc, device=self.device)
+    def _part(self, part: TilePart) -> tuple[Tensor, Tensor]:
+        """Return out (B blocks r width) and log-sum-exp (B blocks r) of one part, in its own layout."""
+        x = self._operands(part)
+        shape = x.queries.shape[:4]
+        out = torch.empty(*shape, self.call.width, dtype=self.acc, device=self.device)
+        lse = torch.empty(shape, dtype=self.acc, device=self.device)
         if not part.whole:
             out, lse = out.zero_(), lse.fill_(MASKED_SCORE)
-        for turn, run in enumerate(part.runs(self.most, self.device)):
-            s, _, v, _ = self._scores(run, queries.blocks, keys, values, gaps)
-            apart = self._add_term(s, part, run, more)
-            here = _softmax_in_place(s)
-            if self.dropout:
-                s *= self._kept(s, number, turn)
-            y = product(s.to(self.type), v, self.sums("y", *s.shape[:2], v.shape[-1]))
-            run.put(out, y if apart is None else self._with_mass(y, s, apart))
-            run.put(lse, here)
-        return out, lse
+        for batch in part.batches(self.limit, self.device):
+            s, _, v, _ = self._scores(batch, x)
+            distance = None if self.bias is None else self._add_bias(s, part, batch, x.by_query)
+            here = softmax_in_place(s)
+            if x.dropout_keys is not None:
+                s.mul_(self._kept(s, batch, x.dropout_keys))
+            y = self.scratch.bmm("y", s.to(self.type), v, self.acc)
+            if self.bias is not None and distance is not None and self.bias.bias.mass:
+                y = torch.cat([y, self.bias.sums(self._by_tile(s), distance).view(*y.shape[:2], -1)], -1)
+            by_tile = (shape[0], len(batch.rows), self.s, shape[3])  # G T S r
+            out[:, :, batch.at] = y.view(*by_tile, -1).transpose(1, 2)
+            lse[:, :, batch.at] = here.view(by_tile).transpose(1, 2)
+        return out.flatten(0, 1), lse.flatten(0, 1)
 
-    def _by_query(self, part: TilePart) -> Blocked | None:
-        """What the term adds by query and distance, in the layout of a part."""
-        return None if self.term is None or self.term.by_query is None else Blocked(self.term.by_query, part.queries)
+    def _operands(self, part: TilePart) -> _Operands:
+        split = part.queries.split
+        queries = split(self.q).unflatten(0, (-1, self.s))
+        keys, values = part.keys.split(self.k), part.keys.split(self.v)
+        gaps = None if self.gap is None else part.keys.split(self.gap)[..., 0]
+        by_query = None if self.bias is None or self.bias.by_query is None else self.bias.by_query
+        by_query = None if by_query is None else split(by_query).unflatten(0, (-1, self.s))
+        return _Operands(queries, keys, values, gaps, by_query, self._dropout_keys(part) if self.call.dropout else None)
 
-    def _add_term(self, s: Tensor, part: TilePart, run: TileBatch, more: Blocked | None) -> Tensor | None:
-        """Scores (B * T, r, x) get what positions add; returns how far apart the pairs stand, (T r x)."""
-        if self.term is None:
-            return None
-        apart = self.term.apart(part, run)
-        self.term.add(self._tiled(s), apart, None if more is None else run.take(more.blocks))
-        return apart
+    def _dropout_keys(self, part: TilePart) -> tuple[Tensor, Tensor]:
+        seed, (i, j) = self.call.seed, part.positions(self.device)
+        assert seed is not None
+        heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device)
+        return query_keys(seed, heads.reshape(-1, self.s, 1, 1, 1), i[..., None]), key_keys(seed, j)
 
-    def _with_mass(self, y: Tensor, weights: Tensor, apart: Tensor) -> Tensor:
-        if self.term is None or not self.term.term.mass:
-            return y
-        return torch.cat([y, self.term.sums(self._tiled(weights), apart).flatten(0, 1)], -1)
+    def _scores(self, batch: TileBatch, x: _Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return scores (G * T, S * r, x) of a batch of tiles, and the keys, values and queries they are made of."""
+        (G, S, _, r, d), tiles = x.queries.shape, len(batch.rows)
+        k, v = self.scratch.gather(x.keys, x.values, batch.cols)
+        q = self.scratch("q", self.type, G, tiles, S, r, d)
+        q = torch.mul(x.queries[:, :, batch.at].transpose(1, 2), self.call.scale, out=q).view(G * tiles, S * r, d)
+        s = self.scratch.bmm("s", q, k.mT, self.acc)
+        by_tile = s.view(G, tiles, S, r, -1)
+        for low, high, mask in batch.hidden:
+            if mask.dtype == torch.bool:
+                by_tile[..., low:high].masked_fill_(mask, MASKED_SCORE)
+            else:
+                by_tile[..., low:high].add_(mask)
+        if x.gaps is not None:
+            gap = x.gaps.index_select(1, batch.cols.flatten()).view(self.b, 1, tiles, 1, -1)
+            s.view(self.b, self.g, tiles, S * r, -1).add_(gap)
+        return s, k, v, q
 
-    def _tiled(self, x: Tensor) -> Tensor:
-        return x.view(len(self.q), -1, *x.shape[1:])
+    def _add_bias(self, s: Tensor, part: TilePart, batch: TileBatch, by_query: Tensor | None) -> Tensor:
+        """Add what positions add to scores, in place; return the distances (T 1 r x)."""
+        assert self.bias is not None
+        distance = part.distances(batch)
+        own = None if by_query is None else by_query[:, :, batch.at].transpose(1, 2)
+        self.bias.add(self._by_tile(s), distance, own)
+        return distance
 
-    @staticmethod
-    def _merged(total: tuple[Tensor, Tensor] | None, queries: Blocked, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention over all parts so far, from that over the earlier ones and over this one."""
-        at = queries.tokens
-        if total is None and at is None:
-            return out, lse
+    def _by_tile(self, x: Tensor) -> Tensor:
+        """View (G * T, S * r, y) as (G T S r y)."""
+        G = self.b * self.g
+        return x.view(G, len(x) // G, self.s, -1, x.shape[-1])
+
+    def _kept(self, s: Tensor, batch: TileBatch, keys: tuple[Tensor, Tensor]) -> Tensor:
+        """Return 1 for weights that dropout keeps and 0 for others, of the shape of s."""
+        query = keys[0][:, :, batch.at].transpose(1, 2)  # (G T S r 1)
+        key = keys[1][batch.cols].flatten(1)[:, None, None]  # (T 1 1 x)
+        shape = self._by_tile(s).shape
+        work = self.scratch("hash", torch.int32, *shape), self.scratch("shift", torch.int32, *shape)
+        return kept_pairs(query, key, self.call.dropout, self.scratch("kept", self.acc, *shape), work).view_as(s)
+
+    def _merge(self, total: tuple[Tensor, Tensor] | None, layout: Layout, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge the attention over the parts so far, (B n width) and (B n), with that over one more part, of some tokens."""
+        at = layout.tokens(self.device)
         if total is None:
-            whole = out.new_zeros(out.shape[0], queries.length, out.shape[2])
+            whole = out.new_zeros(out.shape[0], self.q.shape[1], out.shape[2])
             total = whole, torch.full_like(whole[..., 0], MASKED_SCORE)
         old, old_lse = total if at is None else (total[0][:, at], total[1][:, at])
         both = torch.logaddexp(old_lse, lse)
@@ -136,120 +198,83 @@ class TilePass:
         total[0][:, at], total[1][:, at] = merged, both
         return total
 
-    def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k, v and of what the term adds by query."""
+    def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
+        """Return the gradients of q, k, v and of what the bias adds by query."""
         d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
         pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
-        lse = torch.where(lse < MASKED_SCORE / 2, -MASKED_SCORE, lse)  # a row that saw nothing: all its weights come out 0
-        rows, d_out = torch.stack([pull, lse], -1), d_out.to(self.type)
+        lse = torch.where(lse < MASKED_SCORE / 2, -MASKED_SCORE, lse)  # a row without pairs: all its weights come out 0
+        if self.call.dropout:
+            d_out = d_out * (1 / (1 - self.call.dropout))
+        by_row = torch.stack([pull, lse], -1), d_out.to(self.type)
         grads: list[Tensor | None] = [None] * 4
-        for number, part in enumerate(self.plan.parts):
-            queries, up, row = (Blocked(x, part.queries) for x in (self.q, d_out, rows))
-            keys, values, gaps = self._keys(part)
-            found = self._part_back(part, (queries.blocks, up.blocks, row.blocks), (keys, values, gaps), number)
-            grads = [
-                x if z is None else _accumulate(x, y, z)
-                for x, y, z in zip(grads, (queries, keys, values, queries), found, strict=True)
-            ]
-        made = (self.q, self.k, self.v, None if self.term is None else self.term.by_query)
+        for part in self.plan.parts:
+            found = self._part_backward(part, *(part.queries.split(x).unflatten(0, (-1, self.s)) for x in by_row))
+            layouts = (part.queries, part.keys, part.keys, part.queries)
+            for number, (layout, grad) in enumerate(zip(layouts, found, strict=True)):
+                if grad is not None:
+                    grads[number] = _accumulate(grads[number], layout, grad, (self.k if layout is part.keys else self.q).shape[1])
+        return self._finished(grads)
+
+    def _finished(self, grads: list[Tensor | None]) -> Gradients:
+        """Return the sums over all parts in the shapes and types of the operands; zeros where there was no part."""
+        made = (self.q, self.k, self.v, None if self.bias is None else self.bias.by_query)
         grads = [torch.zeros_like(x) if g is None and x is not None else g for g, x in zip(grads, made, strict=True)]
         if grads[0] is not None:
-            grads[0].mul_(self.scale)
-        every = zip(grads, [*self.types, self.acc], strict=True)
-        return tuple(None if x is None else x.unflatten(0, (self.b, self.h)).to(t).contiguous() for x, t in every)
+            grads[0].mul_(self.call.scale)
+        types = (self.call.q.dtype, self.call.k.dtype, self.call.v.dtype, self.acc)
+        every = zip(grads, types, strict=True)
+        return tuple(None if x is None else x.unflatten(0, (self.b, -1)).to(t).contiguous() for x, t in every)
 
-    def _part_back(
-        self, part: TilePart, asked: tuple[Tensor, Tensor, Tensor], held: tuple[Blocked, Blocked, Tensor | None], number: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        queries, up, row = asked
-        e, more = self.v.shape[-1], self._by_query(part)
-        dm = None if more is None else torch.zeros_like(more.blocks)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=self.acc, device=self.device) for x in (queries, held[0].blocks, held[1].blocks))
-        most = self.most if self.dropout else self.most // 2  # the dice of dropout are thrown per batch of tiles
-        for turn, run in enumerate(part.runs(most, self.device)):
-            weights, k, v, q = self._scores(run, queries, *held)
-            apart = self._add_term(weights, part, run, more)
-            here, own = _softmax_in_place(weights), run.take(row).flatten(0, 1)
+    def _part_backward(self, part: TilePart, by_row: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of one part in its layouts; by_row (G S blocks r 2): pull and log-sum-exp, up: those of out."""
+        x, e = self._operands(part), self.v.shape[-1]
+        dq, dk, dv = (torch.zeros(y.shape, dtype=self.acc, device=self.device) for y in x[:3])
+        d_bias = None if x.by_query is None else torch.zeros_like(x.by_query)
+        for batch in part.batches(self.limit // 2, self.device):
+            weights, k, v, q = self._scores(batch, x)
+            distance = None if self.bias is None else self._add_bias(weights, part, batch, x.by_query)
+            here, own = softmax_in_place(weights), _rows_of_tiles(by_row, batch)
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
-            u = (run.take(up).flatten(0, 1) * share).to(self.type)
-            d = product(u[..., :e], v.mT, self.sums("d", *weights.shape))
-            if apart is not None and self.term is not None and u.shape[-1] > e:
-                d += self._tiled(u[..., e:]).gather(-1, self.term.index(apart, self._tiled(d))).flatten(0, 1)
-            kept = self._kept(weights, number, turn) if self.dropout else None
+            u = (_rows_of_tiles(up, batch) * share).to(self.type)
+            d = self.scratch.bmm("d", u[..., :e], v.mT, self.acc)
+            if self.bias is not None and distance is not None and u.shape[-1] > e:
+                by_tile = self._by_tile(d)
+                by_tile += self._by_tile(u)[..., e:].gather(-1, self.bias.index(distance, by_tile))
+            kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)
             d = d if kept is None else d.mul_(kept)
             d.sub_(own[..., :1] * share).mul_(weights)
             weights = weights if kept is None else weights.mul_(kept)
-            self._collect(dv, run, product(weights.to(self.type).mT, u[..., :e], self.sums("dv", *v.shape)))
+            self._add_by_key(dv, batch, self.scratch.bmm("dv", weights.to(self.type).mT, u[..., :e], self.acc))
             low = d.to(self.type)
-            self._collect(dk, run, product(low.mT, q, self.sums("dk", *k.shape)))
-            run.put(dq, product(low, k, self.sums("dq", *q.shape)))
-            if dm is not None and apart is not None and self.term is not None:
-                run.put(dm, self.term.sums(self._tiled(d), apart))
-        return dq, dk, dv, dm
+            self._add_by_key(dk, batch, self.scratch.bmm("dk", low.mT, q, self.acc))
+            dq[:, :, batch.at] = self._by_tile(self.scratch.bmm("dq", low, k, self.acc)).transpose(1, 2)
+            if d_bias is not None and self.bias is not None and distance is not None:
+                d_bias[:, :, batch.at] = self.bias.sums(self._by_tile(d), distance).transpose(1, 2)
+        return dq.flatten(0, 1), dk, dv, None if d_bias is None else d_bias.flatten(0, 1)
 
-    def _keys(self, part: TilePart) -> tuple[Blocked, Blocked, Tensor | None]:
-        gaps = None if self.gap is None else Blocked(self.gap, part.keys).blocks[..., 0]  # (b blocks c)
-        return Blocked(self.k, part.keys), Blocked(self.v, part.keys), gaps
-
-    def _scores(self, run: TileBatch, queries: Tensor, keys: Blocked, values: Blocked, gaps: Tensor | None):
-        """Scores (B * T, r, p * c) of a batch of tiles, and the keys, values and queries they are made of."""
-        B, (tiles, p) = len(self.q), run.cols.shape
-        k, v = (self._gather(name, x.blocks, run) for name, x in (("k", keys), ("v", values)))
-        q = torch.mul(run.take(queries), self.scale, out=self.scratch("q", B, tiles, *queries.shape[2:])).flatten(0, 1)
-        s = product(q, k.mT, self.sums("s", len(q), q.shape[1], k.shape[1]))
-        shaped = s.view(B, tiles, *s.shape[1:])
-        for low, high, mask in run.hidden:
-            if mask.dtype == torch.bool:
-                shaped[..., low:high].masked_fill_(mask, MASKED_SCORE)
-            else:
-                shaped[..., low:high].add_(mask)
-        if gaps is not None:
-            gap = gaps.index_select(1, run.cols.flatten()).view(self.b, 1, tiles, 1, p * keys.layout.size)
-            s.view(self.b, self.h, *shaped.shape[1:]).add_(gap)
-        return s, k, v, q
-
-    def _gather(self, name: str, blocks: Tensor, run: TileBatch) -> Tensor:
-        """(B * T, p * c, x): the key blocks of every tile."""
-        (B, _, c, x), (tiles, p) = blocks.shape, run.cols.shape
-        found = self.scratch(name, B * tiles, p * c, x)
-        torch.index_select(blocks, 1, run.cols.flatten(), out=found.view(B, tiles * p, c, x))
-        return found
-
-    def _collect(self, total: Tensor, run: TileBatch, found: Tensor) -> None:
-        """total (B blocks c x) += found (B * T, p * c, x), at the blocks it came from."""
-        tiles, p = run.cols.shape
-        found = found.view(len(self.q), tiles, p, *total.shape[2:])
-        if run.slides is None:
-            total.index_add_(1, run.cols.flatten(), found.flatten(1, 2))
+    @staticmethod
+    def _add_by_key(total: Tensor, batch: TileBatch, found: Tensor) -> None:
+        """Add what was found for the keys of the tiles (G * T, p * c, x) to their blocks, total (G blocks c x)."""
+        tiles, p = batch.cols.shape
+        found = found.view(len(total), tiles, p, *total.shape[2:])
+        if batch.slides is None:
+            total.index_add_(1, batch.cols.flatten(), found.flatten(1, 2))
             return
-        for x in range(run.slides, run.slides + p):
-            total[:, x : x + tiles] += found[:, :, x - run.slides]
-
-    def _kept(self, like: Tensor, number: int, turn: int) -> Tensor:
-        """The dropout of a batch of tiles: the same in forward and backward."""
-        return dropout_mask(like, self.dropout, self.seed + (number << 40) + turn)
+        for x in range(batch.slides, batch.slides + p):
+            total[:, x : x + tiles] += found[:, :, x - batch.slides]
 
 
-def dropout_mask(like: Tensor, dropout: float, seed: int) -> Tensor:
-    """Throw the dice of dropout: 0 or 1 / (1 - dropout) for every weight, the same for the same seed."""
-    g = torch.Generator(like.device).manual_seed(seed % 2**63)
-    kept = torch.rand(like.shape, generator=g, device=like.device) >= dropout
-    return kept.to(like.dtype).div_(1 - dropout)
+def _rows_of_tiles(x: Tensor, batch: TileBatch) -> Tensor:
+    """Collect rows by query (G S blocks r y) for a batch of tiles: (G * T, S * r, y)."""
+    return x[:, :, batch.at].transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
-def _softmax_in_place(s: Tensor) -> Tensor:
-    """Scores become weights, in place; returns their log-sum-exp."""
-    top = s.amax(-1)
-    torch.softmax(s, -1, out=s) if s.device.type == "cpu" else s.copy_(torch.softmax(s, -1))
-    return top - s.amax(-1).log()  # the largest weight is exp(top - lse)
-
-
-def _accumulate(total: Tensor | None, blocked: Blocked, grad: Tensor) -> Tensor:
-    """A gradient in the layout of a part, added to that of the whole sequence."""
-    found, at = blocked.back(grad), blocked.tokens
+def _accumulate(total: Tensor | None, layout: Layout, grad: Tensor, length: int) -> Tensor:
+    """Add a gradient in the layout of a part, (B blocks size y), to that of the whole sequence, (B length y)."""
+    found, at = layout.join(grad, length), layout.tokens(grad.device)
     if at is None:
         return found if total is None else total.add_(found)
     if total is None:
-        total = found.new_zeros(found.shape[0], blocked.length, found.shape[2])
+        total = found.new_zeros(found.shape[0], length, found.shape[2])
     return total.index_add_(1, at, found)

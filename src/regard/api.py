@@ -1,0 +1,71 @@
+"""Names of the package `regard` itself, which imports this module when one of them is first used."""
+
+from regard.cache import clear_caches
+from regard.catalogue import CATALOGUE
+from regard.catalogue_row import Example
+from regard.mixers.attention import Attention, attend
+from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
+from regard.mixers.feature_math import per_query_head
+from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
+from regard.mixers.graph_layer import GraphAttention
+from regard.mixers.low_rank import tie_linformer
+from regard.patterns import (
+    Blocks,
+    Causal,
+    Columns,
+    Dilated,
+    Edges,
+    Everything,
+    Global,
+    Local,
+    Pattern,
+    PerHead,
+    Random,
+    Rows,
+    Stride,
+    Tail,
+    Truncated,
+)
+from regard.positions import Positions
+from regard.spec import Spec, core, layer, register
+
+__all__ = [
+    "CATALOGUE",
+    "Attention",
+    "Blocks",
+    "Can",
+    "Causal",
+    "Columns",
+    "Core",
+    "Dilated",
+    "Dims",
+    "Edges",
+    "Everything",
+    "Example",
+    "Global",
+    "GraphAttention",
+    "Local",
+    "Mixer",
+    "Pattern",
+    "PerHead",
+    "Places",
+    "Positions",
+    "Random",
+    "Rows",
+    "Spec",
+    "State",
+    "Stride",
+    "Tail",
+    "Truncated",
+    "attend",
+    "clear_caches",
+    "core",
+    "disjoint",
+    "edge_weights",
+    "layer",
+    "on_graph",
+    "per_query_head",
+    "register",
+    "select",
+    "tie_linformer",
+]

@@ -1,0 +1,48 @@
+"""What `regard list` shows, read from a file: the catalogue itself would import torch, which takes seconds.
+
+python docs/make_list.py writes the file anew from the catalogue, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("mechanisms.json")
+
+
+def read_mechanisms() -> dict[str, Any]:
+    """Read the table: "mechanisms", a list of rows, and the names of "patterns" and "positions"."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def make_mechanisms() -> dict[str, Any]:
+    """Make the table from the catalogue."""
+    from regard.catalogue import CATALOGUE
+    from regard.patterns import PATTERNS
+    from regard.positions import POSITIONS
+
+    return {"mechanisms": [_row(row) for row in CATALOGUE.values()], "patterns": list(PATTERNS), "positions": list(POSITIONS)}
+
+
+def _row(row: Any) -> dict[str, Any]:
+    from regard.mixers.base import Can
+    from regard.spec import Spec
+
+    first, can = row.examples[0], row.can
+    return {
+        "name": row.name,
+        "family": row.family,
+        "summary": row.summary,
+        "claims": [c.name.lower() for c in Can if c in can and c.name],
+        "cost": first.cost,
+        "memory": first.memory,
+        "paper": row.paper,
+        "example": str(Spec(row.name, **first.options)),
+    }
+
+
+def write_mechanisms() -> None:
+    """Write the table into its file."""
+    TABLE.write_text(json.dumps(make_mechanisms(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,215 @@
+"""Positions and padding of the tokens of one pass, and the masks that are derived from them, each made once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from regard.ops.dense import SdpaMask, sdpa_mask
+from regard.transforms import may_read_data, transformed
+
+DerivedT = TypeVar("DerivedT")
+
+
+class _DevicePositions(threading.local):
+    """A host bound on positions that only the device holds."""
+
+    bound: int | None = None
+
+
+_device_positions = _DevicePositions()
+
+
+@contextmanager
+def positions_below(bound: int) -> Iterator[None]:
+    """Declare that all positions in here are below `bound`, so that none has to be read from the device: for CUDA graphs."""
+    outer, _device_positions.bound = _device_positions.bound, bound
+    try:
+        yield
+    finally:
+        _device_positions.bound = outer
+
+
+def position_bound() -> int | None:
+    """Return the bound of `positions_below`; None: positions may be read from the device."""
+    return _device_positions.bound
+
+
+class UnpadOrder(NamedTuple):
+    """The order that moves the real tokens of every row to its front."""
+
+    there: Tensor  # (b n) index of the token that comes to each place
+    back: Tensor  # (b n) new place of each token
+    real: Tensor  # (b n) True where a place holds a real token
+
+
+class Places:
+    """Positions of tokens (b n). They count real tokens only, so padding may lie anywhere and rows may differ in length.
+
+    A value: never changed after it is made. A model makes one for every sequence of a pass, and all layers receive it, so that
+    what is derived from it (`sdpa_mask`, `unpad_order`, `count` ...) is computed for the first layer and kept for the others.
+    """
+
+    def __init__(self, at: Tensor, valid: Tensor | None = None, start: int | None = None) -> None:
+        self.at = at  # (b n) position of each token; of a padding token, that of the next real one
+        self.valid = valid  # (b n), True: a real token; None: every token is real
+        self.start = start  # on the host: real tokens of every row are at start, start + 1, ...; None: rows differ
+        self._derived: dict[Hashable, tuple[bool, Any]] = {}
+
+    @staticmethod
+    def of(x: Tensor, valid: Tensor | None = None, t: Tensor | None = None, start: int | None = 0) -> Places:
+        """Make the places of tokens x (b n ...) that follow t (b) real ones; `start` is t where all rows agree."""
+        b, n = x.shape[:2]
+        if valid is None:
+            first = start or 0
+            at = torch.arange(first, first + n, device=x.device).expand(b, n)
+        else:
+            at = _tokens_before(valid)
+            at = at + start if start else at
+        if start is None and t is not None:
+            at = at + t[:, None]
+        return Places(at, valid, start)
+
+    def part(self, low: int, high: int) -> Places:
+        """Return the places of tokens low .. high - 1; `start` is kept where it is still true."""
+        start = self.start
+        if start is not None and low:
+            start = start + low if self.valid is None else None
+        return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
+
+    def select(self, rows: Tensor) -> Places:
+        """Return the places of these rows of the batch."""
+        valid = None if self.valid is None else self.valid.index_select(0, rows)
+        return Places(self.at.index_select(0, rows), valid, self.start)
+
+    def pooled(self, rate: int) -> Places:
+        """Return the places of the ceil(n / rate) outputs that `rate` neighbouring real tokens share."""
+        return self if rate == 1 else self.derived(("pooled", rate), lambda: self._pooled(rate))
+
+    def front(self, room: int) -> Places:
+        """Return the places of the real tokens in `unpad_order`, in rows of `room` tokens, with padding behind them."""
+        return self.derived(("front", room), lambda: self._front(room))
+
+    def derived(self, key: Hashable, make: Callable[[], DerivedT]) -> DerivedT:
+        """Return make(), a function of these places and of the key alone, computed once.
+
+        Not kept while a compiler or a transform of torch.func traces, and not beyond inference mode if it was made there.
+        """
+        if _traced():
+            return make()
+        inference = torch.is_inference_mode_enabled()
+        kept = self._derived.get(key)
+        if kept is None or (kept[0] and not inference):
+            kept = self._derived[key] = inference, make()
+        return kept[1]
+
+    @property
+    def count(self) -> Tensor | int:
+        """The number of real tokens: of each row (b), or n where all are real."""
+        valid = self.valid
+        return self.at.shape[1] if valid is None else self.derived("count", lambda: valid.sum(1))
+
+    @property
+    def longest(self) -> int:
+        """The largest position of a real token, plus 1. Reads the device, unless `positions_below` gives a bound."""
+        bound = position_bound()
+        return self.derived("longest", self._longest) if bound is None else bound
+
+    @property
+    def unpad_order(self) -> UnpadOrder | None:
+        """The order with real tokens in front; None where they are there already."""
+        valid = self.valid
+        return None if valid is None else self.derived("order", lambda: unpad_order(valid))
+
+    def sdpa_mask(self, dtype: torch.dtype) -> SdpaMask | None:
+        """Return what scores against these tokens get, in the form of the fused kernel; None where all tokens are real."""
+        valid = self.valid
+        return None if valid is None else self.derived(("sdpa", dtype), lambda: sdpa_mask(valid, dtype))
+
+    def after(self, t: Tensor) -> Tensor:
+        """Return the number of real tokens (b) of each row with these, where t (b) came before them."""
+        if _traced():
+            return t + self.count
+        return self.derived(("after", id(t)), lambda: (t, t + self.count))[1]  # with t, so that no other tensor gets its id
+
+    def behind(self, before: Places, make: Callable[[], Places]) -> Places:
+        """Return the places of `before` and of these tokens together, for all caches that hold the same tokens."""
+        return make() if _traced() else self.derived(("behind", id(before)), lambda: (before, make()))[1]
+
+    def _pooled(self, rate: int) -> Places:
+        groups = -(-self.at.shape[1] // rate)
+        return Places.of(self.at[:, :groups], pooled_valid(self.valid, rate))
+
+    def _front(self, room: int) -> Places:
+        assert self.valid is not None
+        order = self.unpad_order
+        real = (self.valid if order is None else order.real)[:, :room]
+        return Places(_tokens_before(real) + self.at[:, :1], real, self.start)
+
+    def _longest(self) -> int:
+        real = self.at + (1 if self.valid is None else self.valid.long())
+        return int(real.max()) if real.numel() else 0
+
+
+PaddingMask = Tensor | Places | None  # (b n), True: a real token; or the places of tokens that were checked already
+
+
+def _traced() -> bool:
+    """Tell whether tensors of now must not outlive the trace or the transform that they are made in."""
+    return torch.compiler.is_compiling() or transformed()
+
+
+def _tokens_before(valid: Tensor) -> Tensor:
+    """Count the real tokens before each, (b n)."""
+    count = valid.long()
+    return count.cumsum(1) - count
+
+
+def unpad_order(valid: Tensor) -> UnpadOrder | None:
+    """Return the order with real tokens in front; None where they are there already, which is found out on a CPU alone."""
+    if may_read_data(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
+        return None
+    there = (~valid).long().argsort(dim=1, stable=True)
+    return UnpadOrder(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
+
+
+def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Set padded tokens of x (b n w) to zero, whatever they hold: their gradient is zero too."""
+    return x if valid is None else x.masked_fill(~valid[..., None], 0)
+
+
+def pooled_valid(valid: Tensor | None, rate: int) -> Tensor | None:
+    """Return which of ceil(n / rate) outputs are real (b ceil(n / rate)): real tokens come to the front, so the first ones."""
+    if valid is None or rate == 1:
+        return valid
+    groups = torch.arange(-(-valid.shape[1] // rate), device=valid.device)
+    return groups * rate < valid.sum(1, keepdim=True)
+
+
+def pool_tokens(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Tensor | None]:
+    """Replace every `rate` real tokens of x (b n w) by their mean, (b ceil(n / rate) w); also return which of those are real.
+
+    A residual connection adds this around a mixer with fewer outputs than tokens. Real tokens come to the front first.
+    """
+    return (x, valid) if rate == 1 else (_means(x, Places.of(x, valid), rate), pooled_valid(valid, rate))
+
+
+def pool_at(x: Tensor, places: Places, rate: int) -> tuple[Tensor, Places]:
+    """Pool tokens x (b n w) as `pool_tokens` does; also return the places of the means."""
+    return (x, places) if rate == 1 else (_means(x, places, rate), places.pooled(rate))
+
+
+def _means(x: Tensor, places: Places, rate: int) -> Tensor:
+    b, n, w = x.shape
+    groups, valid = -(-n // rate), places.valid
+    at = places.at // rate
+    real = x.new_ones(b, n) if valid is None else valid.to(x.dtype)
+    count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
+    index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
+    sums = x.new_zeros(b, groups, w).scatter_add(1, index, mask_padding(x, valid))
+    return sums / count.clamp_min(1)[..., None]

@@ -1,0 +1,57 @@
+"""Linear attention as it is defined: one token after the other, in any dtype, differentiable in every way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.ops.linear.api import LinearCall, LinearResult, PrefixCall
+
+
+class ReferenceLinear:
+    """The recurrence, token by token."""
+
+    name = "reference"
+
+    def refuses(self, call: LinearCall | PrefixCall) -> str | None:  # noqa: ARG002 - it computes every call
+        return None
+
+    def forward(self, call: LinearCall) -> LinearResult:
+        assert call.q is not None
+        state, norm_state = call.state, call.norm_state
+        queries = call.q.unflatten(1, (call.k.shape[1], -1))  # (b g r n f): r query heads read one state
+        outs, norms = [], []
+        for i in range(call.k.shape[2]):
+            q, k, v = queries[:, :, :, i], call.k[:, :, i], call.v[:, :, i]
+            keep = _keep(call.log_decay, i)
+            state = state if keep is None else keep.unsqueeze(-1) * state
+            state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
+            outs.append((q @ state).flatten(1, 2))
+            if norm_state is not None:
+                norm_state = norm_state if keep is None else keep * norm_state
+                norm_state = norm_state + k
+                norms.append((q @ norm_state.unsqueeze(-1)).flatten(1, 2))
+        norm = torch.stack(norms, 2) if norms else None
+        return LinearResult(torch.stack(outs, 2), state, norm, norm_state)
+
+    def write(self, call: LinearCall) -> Tensor:
+        state = call.state
+        for i in range(call.k.shape[2]):
+            keep = _keep(call.log_decay, i)
+            state = state if keep is None else keep.unsqueeze(-1) * state
+            state = state + call.k[:, :, i].unsqueeze(-1) * call.v[:, :, i].unsqueeze(-2)
+        return state
+
+    def prefix_sum(self, call: PrefixCall) -> Tensor:
+        total, sums = call.first, []
+        for i in range(call.x.shape[2]):
+            keep = _keep(call.log_decay, i)
+            total = total if keep is None else keep * total
+            total = total + call.x[:, :, i]
+            sums.append(total)
+        return torch.stack(sums, 2)
+
+
+def _keep(log_decay: Tensor | None, i: int) -> Tensor | None:
+    """The share of the state that token i keeps, (b g 1) or (b g f)."""
+    return None if log_decay is None else log_decay[:, :, i].exp()

@@ -1,0 +1,92 @@
+"""What a backend of tile attention is given and what it returns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from regard.ops.score_bias import ScoreBias
+from regard.patterns.plan import Plan
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which sums are kept: float32 or better."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class TileCall(NamedTuple):
+    """One call of tile attention. Query heads x * h / g .. (x + 1) * h / g - 1 share key and value head x: none is repeated."""
+
+    q: Tensor  # (b h n d)
+    k: Tensor  # (b g m d)
+    v: Tensor  # (b g m e)
+    valid: Tensor | None  # (b m) keys that exist; None: all
+    bias: ScoreBias | None  # what positions add to scores and outputs
+    seed: Tensor | None  # () int64, of dropout: see `regard.ops.dropout_hash`
+    scale: float
+    dropout: float
+
+    @property
+    def width(self) -> int:
+        """Return the number of output columns: e, and those of the bias behind them."""
+        return self.v.shape[-1] + (0 if self.bias is None else self.bias.more)
+
+    def flat(self) -> tuple[Any, ...]:
+        """Return the fields as autograd and operators take them: q, k, v, by_query, slopes, valid, seed, then numbers."""
+        bias = self.bias or ScoreBias()
+        tensors = (self.q, self.k, self.v, bias.by_query, bias.slopes, self.valid, self.seed)
+        return *tensors, bias.clip, bias.mass, self.scale, self.dropout
+
+
+FLAT_TENSORS = 7  # the first fields of `TileCall.flat`; those up to DIFFERENTIABLE have gradients
+DIFFERENTIABLE = 4
+
+
+def unflatten_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    by_query: Tensor | None,
+    slopes: Tensor | None,
+    valid: Tensor | None,
+    seed: Tensor | None,
+    clip: int,
+    mass: bool,
+    scale: float,
+    dropout: float,
+) -> TileCall:
+    """Undo `TileCall.flat`."""
+    none = by_query is None and slopes is None and not mass
+    bias = None if none else ScoreBias(slopes, clip, by_query, mass)
+    return TileCall(q, k, v, valid, bias, seed, scale, dropout)
+
+
+class PlanHeads(NamedTuple):
+    """Query heads that compute the same plan."""
+
+    plan: Plan
+    heads: tuple[int, ...]
+
+
+HeadPlans = tuple[PlanHeads, ...]  # every query head in exactly one of them
+Gradients = tuple[Tensor | None, ...]  # of q, k, v and bias.by_query
+
+
+class TileBackend(Protocol):
+    """An implementation of tile attention."""
+
+    name: str
+
+    def refuses(self, call: TileCall, plans: HeadPlans) -> str | None:
+        """Return a sentence about what this backend cannot compute in a call, or None."""
+        ...
+
+    def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
+        """Return out (b h n width) and log-sum-exp (b h n) in float32 or better; 0 and MASKED_SCORE for rows without pairs."""
+        ...
+
+    def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
+        """Return the gradients of q, k, v and bias.by_query, from the results of `forward` and their gradients."""
+        ...

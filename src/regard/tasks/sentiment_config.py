@@ -1,0 +1,63 @@
+"""Settings of tasks with one label for a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from regard.config import Config
+
+
+@dataclass
+class Sentiment(Config):
+    """A text of subwords, words or bytes, and what is taken of it."""
+
+    units: str = "subwords"
+    vocab: int = 16_000  # units at most
+    lower: bool = True
+    cut: int = 1024  # units of a text that are read: its beginning and its end, half of it each
+    pool: str = "mean"  # token, mean, max
+    forget: float = 0.1  # share of units hidden in training
+
+
+def imdb_config() -> Sentiment:
+    return Sentiment(
+        task="imdb",
+        precision="tf32",
+        mixer=["conv", "softmax"],
+        pool="max",
+        width=128,
+        heads=4,
+        depth=2,
+        ffn=256,
+        dropout=0.5,
+        steps=2000,
+        batch_tokens=32_768,
+        lr=1e-3,
+        schedule="cosine",
+        warmup=200,
+        decay=0.01,
+        validate_every=250,
+        save_every=250,
+        max_len=1024,
+    )
+
+
+def polarity_config() -> Sentiment:
+    return Sentiment(
+        task="polarity",
+        units="words",
+        forget=0.0,
+        width=64,
+        heads=4,
+        depth=2,
+        ffn=128,
+        dropout=0.1,
+        steps=800,
+        batch_tokens=2048,
+        lr=2e-3,
+        schedule="cosine",
+        warmup=50,
+        validate_every=200,
+        save_every=200,
+        max_len=256,
+    )
