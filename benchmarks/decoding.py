@@ -2,8 +2,10 @@
 
 python benchmarks/decoding.py                    into results/decoding.json (three minutes on two cores)
 python benchmarks/decoding.py --device cuda      into results/decoding_gpu.json
+python benchmarks/decoding.py --only step        into results/decode_step.json: steps by mechanism, see decode_step.py
 
-Weights are random, and nobody may end, so that both say as many tokens. Greedy answers must be equal, or there is no result.
+Weights are random, and no answer ends early, so that both generate as many tokens. Greedy answers must be equal, or there is no
+result.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded: weights are made here
 
+import decode_step
 from common import Progress, save, seconds
 from regard.decoding import Constraints, StaticDecoder, beam, generate
-from regard.pretrained import load_pretrained
 
 WIDTH, HEADS, DEPTH, PROMPT, SEED = 512, 8, 6, 32, 0
 VOCAB = {"gpt2": 50_257, "marian": 32_000}
-NO_END = -1  # a token that nobody says
+NO_END = -1  # a token that is in no vocabulary
 SHAPES = [(1, 1), (1, 5), (32, 1), (32, 5)]  # rows, beams
 TOKENS = {  # new ones; a CPU is given fewer where a token takes it long
     "cuda": {"gpt2": dict.fromkeys(SHAPES, 128), "marian": dict.fromkeys(SHAPES, 64)},
@@ -56,7 +58,7 @@ def gpt2() -> Any:
         n_embd=WIDTH,
         n_layer=DEPTH,
         n_head=HEADS,
-        initializer_range=0.1,  # with smaller weights every model says one word for ever
+        initializer_range=0.1,  # with smaller weights a model repeats one token
     )
     return GPT2LMHeadModel(config)
 
@@ -85,7 +87,9 @@ def marian() -> Any:
 
 
 def both(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Theirs, and ours with its weights."""
+    """Return their model, and ours with its weights."""
+    from regard.pretrained import load_pretrained
+
     torch.manual_seed(SEED)
     theirs = {"gpt2": gpt2, "marian": marian}[name]().eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +109,7 @@ def theirs_generate(model: Any, case: Case, cache: str | None = None) -> Tensor:
     return out[:, -case.new :]
 
 
-def spoken(model: Any, case: Case) -> Tensor:
+def generated(model: Any, case: Case) -> Tensor:
     constraints, x = Constraints(NO_END, max_new_tokens=case.new), case.source
     state, prompt = (model.start(case.rows), x) if case.model == "gpt2" else (model.start(x), x.new_full((case.rows, 1), 2))
     if case.beams == 1:
@@ -114,9 +118,9 @@ def spoken(model: Any, case: Case) -> Tensor:
 
 
 def measured(case: Case, ways: dict[str, Callable[[], Tensor]], device: torch.device, rounds: int, exact: bool) -> list[dict]:
-    """Tokens per second of each way; what it says the first time is compared, and warms it up."""
-    said = {way: f() for way, f in ways.items()}
-    same = {way: (said[way] == said["transformers"]).float().mean().item() for way in ways}
+    """Return tokens per second of each way; its first answer is compared, and warms it up."""
+    tokens = {way: f() for way, f in ways.items()}
+    same = {way: (tokens[way] == tokens["transformers"]).float().mean().item() for way in ways}
     if exact and case.beams == 1 and min(same.values()) < 1:
         raise RuntimeError(f"{case.model}, {case.rows} rows: greedy answers differ from those of transformers: {same}")
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -142,14 +146,20 @@ def main() -> None:
     parser.add_argument(
         "--static", action="store_true", help="their static cache as well, which they compile on a GPU: slow to start"
     )
-    parser.add_argument("--only", default="", help="of the cases model/batch/beams, those that begin with this: gpt2/1")
+    parser.add_argument("--only", default="", help="of the cases model/batch/beams, those that begin with this: gpt2/1; or step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-save", action="store_true")
+    decode_step.add_options(parser)
     args = parser.parse_args()
+    if args.only == "step":
+        rows = decode_step.benchmark(args)
+        if not args.no_save:
+            print(decode_step.write(args, rows))
+        return
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     cases = [(m, b, k, n) for m, counts in TOKENS[args.device].items() for (b, k), n in counts.items()]
     cases = [case for case in cases if "/".join(map(str, case)).startswith(args.only)]
-    rows: list[dict[str, Any]] = []
+    rows = []
     progress, kept = Progress(len(cases)), ("", None, None)
     for name, b, k, new in cases:
         if kept[0] != name:
@@ -158,10 +168,10 @@ def main() -> None:
         fast = StaticDecoder(ours, room=new + (PROMPT if name == "gpt2" else 1))
         source = torch.randint(5, VOCAB[name], (b, PROMPT), generator=torch.Generator().manual_seed(SEED)).to(device)
         case = Case(name, b, k, new, source)
-        ways = {"transformers": partial(theirs_generate, theirs, case), "ready": partial(spoken, fast, case)}
+        ways = {"transformers": partial(theirs_generate, theirs, case), "ready": partial(generated, fast, case)}
         long = args.device == "cpu" and b * k > 32
         if not long:
-            ways["model"] = partial(spoken, ours, case)
+            ways["model"] = partial(generated, ours, case)
         if args.static:
             ways["transformers, static cache"] = partial(theirs_generate, theirs, case, "static")
         rows += measured(case, ways, device, 1 if long else min(args.rounds, 2) if b > 1 else args.rounds, dtype == torch.float32)
@@ -170,7 +180,7 @@ def main() -> None:
             f"{name} batch {b} beams {k}: " + ", ".join(f"{r['by']} {r['step_ms']:.2f} ms {r['ratio']:.2f} x" for r in here)
         )
     worst = math.inf if not rows else min(row["ratio"] for row in rows if row["by"] == "ready")
-    print(f"least ratio of a ready model: {worst:.2f} x")
+    print(f"least ratio of a StaticDecoder: {worst:.2f} x")
     settings = {"width": WIDTH, "heads": HEADS, "depth": DEPTH, "prompt": PROMPT, "dtype": args.dtype, "seed": SEED}
     if not args.no_save:
         settings |= {"rounds": args.rounds, "value": "fastest of the rounds; ratio is theirs / ours", "device": args.device}
