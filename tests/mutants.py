@@ -88,7 +88,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "outputs at padding are not silenced": (
         R + "mixers/attention.py",
-        "return mask_padding(y, pooled_valid(real, self.rate))",
+        "return y if real is None else mask_padding(y, pooled_valid(real, self.rate))",
         "return y",
     ),
     "padding counts in the normaliser of a kernel": (
