@@ -1,4 +1,4 @@
-"""Where a run is and how long it will take: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a run with the time left: a bar in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from rich.console import Console
 
 LINE_SECONDS = 10.0  # seconds between two plain lines
-REDRAW = 0.2  # seconds between two looks of a bar
+REDRAW = 0.2  # seconds between two updates of a bar
 
 
 class Progress:
-    """Says nothing: what both kinds have in common."""
+    """Track progress without output: the base of both kinds."""
 
     def __init__(self, total: int, done: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.first, self.done, self.clock = total, done, done, clock
@@ -21,9 +21,10 @@ class Progress:
         self.score: str = ""
 
     def step(self, done: int) -> None:
-        """After every update: cheap, and no look at the device."""
+        """Record an update: cheap, and without synchronisation with the device."""
         self.done = done
-        if (now := self.clock()) - self.shown >= self.wait:
+        now = self.clock()
+        if now - self.shown >= self.wait:
             self.shown = now
             self.show()
 
@@ -31,23 +32,26 @@ class Progress:
         self.loss = loss
 
     def validated(self, name: str, score: float, best: float | None) -> None:
-        self.score = f"val {name} {score:.4g}" + ("" if best is None or best == score else f" (best {best:.4g})")
+        suffix = "" if best is None or best == score else f" (best {best:.4g})"
+        self.score = f"val {name} {score:.4g}{suffix}"
 
     def note(self, text: str) -> None:
-        """A sentence that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
-        """The end, good or bad."""
+        """End the display, after success or failure."""
 
     wait = float("inf")
 
     def show(self) -> None:
-        """The line or the bar, as it is now."""
+        """Print the current line or draw the current bar."""
 
     def left(self) -> float:
-        """Seconds, if it goes on as it went since it was started."""
+        """Estimate the seconds left from the mean speed since the start."""
         made = self.done - self.first
-        return (self.clock() - self.begun) / made * (self.total - self.done) if made > 0 else float("nan")
+        if made <= 0:
+            return float("nan")
+        return (self.clock() - self.begun) / made * (self.total - self.done)
 
     def text(self) -> str:
         parts = [f"step {self.done}/{self.total}"]
@@ -57,7 +61,7 @@ class Progress:
 
 
 class Lines(Progress):
-    """For a file or a pipe."""
+    """Print lines, for a file or a pipe."""
 
     wait = LINE_SECONDS
 
@@ -78,7 +82,7 @@ class Lines(Progress):
 
 
 class Bar(Lines):
-    """For a terminal."""
+    """Draw a bar, for a terminal."""
 
     wait = REDRAW
 
@@ -100,7 +104,7 @@ class Bar(Lines):
 
 
 def progress(total: int, done: int = 0, *, quiet: bool = False, console: Console | None = None) -> Progress:
-    """What suits where it is shown."""
+    """Choose the kind of progress that fits the console."""
     if quiet:
         return Progress(total, done)
     console = console or Console()
@@ -108,7 +112,7 @@ def progress(total: int, done: int = 0, *, quiet: bool = False, console: Console
 
 
 def span(seconds: float) -> str:
-    """3 s, 2:05, 1:02:03."""
+    """Format a duration: 3 s, 2:05, 1:02:03."""
     if seconds != seconds or seconds == float("inf"):
         return "?"
     whole = round(seconds)
