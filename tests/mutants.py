@@ -177,8 +177,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "And takes the longer reach": (
         R + "patterns/relative.py",
-        "            min((x for x in two if x is not None), default=None)",
-        "            max((x for x in two if x is not None), default=None)",
+        "return min((x for x in bounds if x is not None), default=None)",
+        "return max((x for x in bounds if x is not None), default=None)",
     ),
     # sparse that is dense, or counts twice
     "a pair in two parts counts twice": (

@@ -32,8 +32,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "the gradient of slices is that of the last": (
         R + "training/losses.py",
-        "dw.addmm_(p.mT, heard[part])",
-        "torch.mm(p.mT, heard[part], out=dw)",
+        "dw.addmm_(p.mT, masked[part])",
+        "torch.mm(p.mT, masked[part], out=dw)",
         "losses",
     ),
     "the begin is told a step late": (R + "data/batch.py", "BEGIN), target[:, :-1]], 1)", "BEGIN), target[:, 1:]], 1)", "modes"),

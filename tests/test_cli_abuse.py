@@ -185,7 +185,7 @@ def test_a_run_whose_weights_are_lost_makes_them_again_from_its_checkpoints(fold
     [
         ("result.json", b"{}", "result.json is not as it was written: delete it, and the run ends once more"),
         ("result.json", b'{"steps": 4, "more": 1}', "result.json is not as it was written"),
-        ("result.json", b"\xff", "result.json is no whole JSON file (not UTF-8 at line 1, character 1): delete it"),
+        ("result.json", b"\xff", "result.json is not a whole JSON file (not UTF-8 at line 1, character 1): delete it"),
         ("run.json", b'{"sha256": 3}', "run.json is not as it was written"),
     ],
 )

@@ -132,7 +132,7 @@ def said(bias, dtype=torch.float64):
 def test_the_surprise_of_a_head_is_the_loss_of_its_scores(bias, smoothing, rows, monkeypatch):
     head, x, target, valid = said(bias)
     given = (x, *head.parameters())
-    whole = losses._plainly(head(x).flatten(0, 1), target.masked_fill(~valid, NO_LABEL).flatten(), smoothing)
+    whole = losses._plain_cross_entropy(head(x).flatten(0, 1), target.masked_fill(~valid, NO_LABEL).flatten(), smoothing)
     monkeypatch.setattr(losses, "SLICE", rows * V)
     for loss in (
         linear_cross_entropy(head, x, target, valid, smoothing=smoothing),

@@ -36,7 +36,7 @@ from regard.patterns import (
     Tail,
     Truncated,
 )
-from regard.patterns.density import cells, census, several_windows
+from regard.patterns.density import cells, count_pairs, several_windows
 from regard.patterns.plan import plan
 from regard.patterns.tiles import Span
 
@@ -181,7 +181,7 @@ def test_edges_are_the_definition(p, causal):
 @given(patterns, st.integers(1, 150), st.booleans(), st.sampled_from([1, 16, 64]))
 @budget(max_examples=120)
 def test_census_counts_what_is_there(p, n, causal, block):
-    found = census(p, n, causal=causal, heads=2, block=block)
+    found = count_pairs(p, n, causal=causal, heads=2, block=block)
     pairs = blocks = 0
     for h in range(2):
         own = p.for_head(h, 2).bound(n, n)
@@ -218,7 +218,7 @@ def test_a_picture_shows_several_windows():
 
 
 def test_census_of_a_million_tokens_is_quick():
-    found = census(Local(128) | Global(first=4), 1_000_000, causal=True, block=1024)
+    found = count_pairs(Local(128) | Global(first=4), 1_000_000, causal=True, block=1024)
     assert found.pairs == 128 * 1_000_000 - 127 * 64 + 4 * (1_000_000 - 128) - 6
 
 
@@ -250,7 +250,7 @@ def test_plans_do_not_cost_what_they_avoid():
         n = 16_384 if p != Causal() else 4096
         work = plan(p.bound(n, n), Span(0, n, 0, n))
         held = sum(part.queries.size * part.keys.size * group.cols.numel() for part in work.parts for group in part.groups)
-        assert held < 2.1 * census(p, n).pairs, p
+        assert held < 2.1 * count_pairs(p, n).pairs, p
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # uncompiled, FlexAttention says that it is slow

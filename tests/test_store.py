@@ -77,7 +77,7 @@ def test_a_header_that_lies_is_refused_even_if_its_digest_is_right(tmp_path):
     state["sha256"][checkpoints.WEIGHTS] = atomic_files.digest(data)
     del state["seal"]
     (path / checkpoints.STATE).write_text(json.dumps({**state, "seal": checkpoints._seal(state)}))
-    with pytest.raises(RunError, match="no whole safetensors file"):
+    with pytest.raises(RunError, match="not a whole safetensors file"):
         checkpoints.load_checkpoint(path)
 
 
@@ -219,7 +219,7 @@ def test_a_folder_that_is_no_finished_run_says_what_is_missing(tmp_path):
     with pytest.raises(RunError, match="is not finished, it has saved nothing yet"):
         checkpoints.load_run(tmp_path)
     checkpoints.save_checkpoint(tmp_path, checkpoint(20))
-    with pytest.raises(RunError, match="is not finished, it stands at step 20"):
+    with pytest.raises(RunError, match="is not finished, it is at step 20"):
         checkpoints.load_run(tmp_path)
     finished(tmp_path)
     flip(tmp_path / checkpoints.WEIGHTS)
@@ -229,7 +229,7 @@ def test_a_folder_that_is_no_finished_run_says_what_is_missing(tmp_path):
     with pytest.raises(RunError, match=r"weights\.safetensors cannot be read"):
         checkpoints.load_run(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(RunError, match=r"config\.json is no whole JSON file"):
+    with pytest.raises(RunError, match=r"config\.json is not a whole JSON file"):
         checkpoints.load_run(tmp_path)
 
 

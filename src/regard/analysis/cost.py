@@ -21,7 +21,7 @@ from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, nbytes
 from regard.mixers.estimation import Estimator, PoorEstimate
 from regard.mixers.softmax import Softmax
-from regard.mixers.sparse import Sparse, census
+from regard.mixers.sparse import Sparse, count_pairs
 from regard.patterns import Pattern
 from regard.spec import Spec
 from regard.text import growth
@@ -267,7 +267,7 @@ def _pair_count(pattern: Pattern | None, length: int, dims: Dims) -> Pairs | Non
     if pattern is None:
         return None
     block = 64 * -(-length // (64 * MAX_BLOCKS))
-    found = census(pattern, length, causal=dims.causal, heads=dims.heads, block=block)
+    found = count_pairs(pattern, length, causal=dims.causal, heads=dims.heads, block=block)
     return Pairs(found.pairs / dims.heads, found.density, block, found.block_density)
 
 

@@ -28,10 +28,10 @@ from regard.patterns import (
     Stride,
     Tail,
 )
-from regard.patterns.density import Census, census
+from regard.patterns.density import PairCount, count_pairs
 from regard.patterns.drawn import MAX_DRAWN
 
-__all__ = ["BigBird", "Census", "Longformer", "Sinks", "Sparse", "SparseTransformer", "census"]
+__all__ = ["BigBird", "Longformer", "PairCount", "Sinks", "Sparse", "SparseTransformer", "count_pairs"]
 
 SELF = DOTS & ~Can.CROSS
 
@@ -55,7 +55,7 @@ class Sparse(CachedCore):
     def place(self, pattern: Pattern | str) -> None:
         """From now on look at the pairs of this pattern."""
         pattern = Pattern.of(pattern)
-        lost = Can.STREAM if pattern.bends_with_length else Can.NOTHING  # a longer sequence would have had another past
+        lost = Can.STREAM if pattern.depends_on_length else Can.NOTHING  # a longer sequence would have had another past
         if (part := pattern.lookahead) is not None:
             lost = lost | Can.CAUSAL
         self.can = type(self).can & ~lost

@@ -1,7 +1,7 @@
-"""Which query may look at which key: patterns as values that print, parse, compare, hash and combine.
+"""Attention patterns: sets of pairs (query position i, key position j), as values that print, parse, compare, hash and combine.
 
-A pattern is a set of pairs (query position i, key position j). It is a predicate on index tensors, which is its definition;
-`alternatives` says the same thing as a union of intersections of atoms, which is what a plan is made from.
+A pattern is defined by its predicate on index tensors. `alternatives` gives the same set as a union of intersections of atoms,
+from which block-sparse plans and edge lists are built.
 """
 
 from regard.patterns.algebra import Alternative, And, Atom, Or, Pattern, PerHead

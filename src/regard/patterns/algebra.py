@@ -1,4 +1,4 @@
-"""What a pattern is, and how patterns combine."""
+"""The interface of patterns, and their combinations: `|`, `&` and PerHead."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch._C import _functorch as functorch
 
 from regard.checks import shown
 
-Alternative = tuple["Atom", ...]  # all of these hold
+Alternative = tuple["Atom", ...]  # their intersection
 
-ALTERNATIVES = 256  # in the pattern of one head: a plan compares them with each other
-PARTS = 1024  # patterns inside of one, however deep
+ALTERNATIVES = 256  # at most in the pattern of one head: a plan compares them with each other
+PARTS = 1024  # at most in one pattern, at all depths
 
 
 class Pattern:
-    """A set of pairs (i, j), possibly another one per head h."""
+    """Define a set of pairs (i, j), which may differ between heads h."""
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        """True where query i of head h may see key j; broadcasts.
+        """Return True where query i of head h attends to key j; arguments broadcast.
 
         Also the body of a FlexAttention mask_mod, whose indices are vmapped: `lambda b, h, i, j: pattern(h, i, j)`.
         A pattern that depends on the length is bound to it first, with `bound`.
@@ -32,36 +32,36 @@ class Pattern:
         raise NotImplementedError
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        """May a query at position `now` or later, in any head, still see key j?"""
+        """Return True where a query at position `now` or later, in any head, can attend to key j."""
         raise NotImplementedError
 
     def alternatives(self) -> tuple[Alternative, ...]:
-        """The same set as a union of intersections of atoms. Only for the pattern of one head."""
+        """Return the same set as a union of intersections of atoms. Only for the pattern of one head."""
         raise NotImplementedError
 
     def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002 - most patterns are the same in every head
         return self
 
     def bound(self, n: int, m: int) -> Pattern:  # noqa: ARG002 - most patterns hold for any length
-        """The pattern for exactly n queries and m keys."""
+        """Return the pattern for exactly n queries and m keys."""
         return self
 
     @property
-    def bends_with_length(self) -> bool:
-        """Does the pattern of a longer sequence change among its first tokens?"""
+    def depends_on_length(self) -> bool:
+        """Return whether the pairs among the first tokens change with the length of the sequence."""
         return False
 
-    ways: int = 1  # alternatives of the pattern of one head, counted without making them
-    inside: int = 1  # patterns it is written with
+    alternative_count: int = 1  # alternatives of the pattern of one head, counted without building them
+    part_count: int = 1  # patterns in its text
 
     @property
     def lookahead(self) -> Pattern | None:
-        """The part that names a number of later tokens to be seen, unless an `&` takes the future from it."""
+        """Return the part with an explicit look-ahead, None where there is none or an `&` removes it."""
         return None
 
     @property
     def backward(self) -> bool:
-        """Does it leave out the future by its own words, as Causal() does?"""
+        """Return whether the pattern by itself excludes future keys, as Causal() does."""
         return False
 
     def __or__(self, other: Pattern) -> Pattern:
@@ -72,7 +72,7 @@ class Pattern:
 
     @staticmethod
     def parse(text: str) -> Pattern:
-        from regard.patterns import PATTERNS  # all of them, which only the package knows
+        from regard.patterns import PATTERNS  # the package imports this module
         from regard.text import parse
 
         pattern = parse(text, PATTERNS)
@@ -90,34 +90,33 @@ class Pattern:
 
 
 class Atom(Pattern):
-    """A pattern that a plan can enumerate by itself."""
+    """Define a pattern that a plan can enumerate directly."""
 
     def alternatives(self) -> tuple[Alternative, ...]:
         return ((self,),)
 
-    def within(self, end: int) -> Atom:  # noqa: ARG002 - most atoms take no room for what lies behind the end
-        """The same pairs among positions below `end`, by numbers no larger than it: ten tokens need no block of a million."""
+    def within(self, end: int) -> Atom:  # noqa: ARG002 - most atoms allocate nothing beyond the end
+        """Return an atom with the same pairs among positions below `end` and sizes up to `end`."""
         return self
 
 
 @dataclass(frozen=True, repr=False)
 class Several(Pattern):
-    """Patterns combined."""
+    """Combine several patterns."""
 
     parts: tuple[Pattern, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ways", self._ways())
-        object.__setattr__(self, "inside", sum(p.inside for p in self.parts))
-        if self.inside > PARTS:
-            raise ValueError(f"a pattern may have {PARTS:,} parts, not {self.inside:,}")
-        if self.ways > ALTERNATIVES:
-            raise ValueError(
-                f"the pattern of a head may have {ALTERNATIVES} alternatives, not {shown(self.ways)}: take fewer parts"
-            )
+        object.__setattr__(self, "alternative_count", self._count_alternatives())
+        object.__setattr__(self, "part_count", sum(p.part_count for p in self.parts))
+        if self.part_count > PARTS:
+            raise ValueError(f"a pattern may have {PARTS:,} parts, not {self.part_count:,}")
+        if self.alternative_count > ALTERNATIVES:
+            count = shown(self.alternative_count)
+            raise ValueError(f"the pattern of a head may have {ALTERNATIVES} alternatives, not {count}: take fewer parts")
 
-    def _ways(self) -> int:
-        return sum(p.ways for p in self.parts)
+    def _count_alternatives(self) -> int:
+        return sum(p.alternative_count for p in self.parts)
 
     @property
     def lookahead(self) -> Pattern | None:
@@ -134,16 +133,18 @@ class Several(Pattern):
         return type(self)(tuple(p.bound(n, m) for p in self.parts))
 
     @property
-    def bends_with_length(self) -> bool:
-        return any(p.bends_with_length for p in self.parts)
+    def depends_on_length(self) -> bool:
+        return any(p.depends_on_length for p in self.parts)
 
 
 class Or(Several):
+    """Unite patterns."""
+
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        seen = self.parts[0](h, i, j)
+        visible = self.parts[0](h, i, j)
         for p in self.parts[1:]:
-            seen = seen | p(h, i, j)
-        return seen
+            visible = visible | p(h, i, j)
+        return visible
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return torch.stack([p.alive(j, now) for p in self.parts]).any(0)
@@ -156,8 +157,10 @@ class Or(Several):
 
 
 class And(Several):
-    def _ways(self) -> int:
-        return prod(p.ways for p in self.parts)
+    """Intersect patterns."""
+
+    def _count_alternatives(self) -> int:
+        return prod(p.alternative_count for p in self.parts)
 
     @property
     def lookahead(self) -> Pattern | None:
@@ -168,10 +171,10 @@ class And(Several):
         return any(p.backward for p in self.parts)
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        seen = self.parts[0](h, i, j)
+        visible = self.parts[0](h, i, j)
         for p in self.parts[1:]:
-            seen = seen & p(h, i, j)
-        return seen
+            visible = visible & p(h, i, j)
+        return visible
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return torch.stack([p.alive(j, now) for p in self.parts]).all(0)
@@ -187,7 +190,7 @@ class And(Several):
 
 
 class PerHead(Several):
-    """Another pattern in each head; with fewer patterns than heads, equal shares of neighbouring heads."""
+    """Give each head a pattern of its own; with fewer patterns than heads, each is for a group of neighbouring heads."""
 
     def __init__(self, parts: Sequence[Pattern]) -> None:
         try:
@@ -198,8 +201,8 @@ class PerHead(Several):
             raise ValueError("PerHead needs a list of patterns: PerHead([Local(8), Stride(4)])")
         super().__init__(parts)
 
-    def _ways(self) -> int:
-        return max(p.ways for p in self.parts)
+    def _count_alternatives(self) -> int:
+        return max(p.alternative_count for p in self.parts)
 
     def for_head(self, h: int, heads: int) -> Pattern:
         if heads % len(self.parts):
@@ -207,7 +210,7 @@ class PerHead(Several):
         return self.parts[h * len(self.parts) // heads].for_head(h, heads)
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
-        """Called as a predicate, it needs one pattern per head."""
+        """Evaluate the predicate, which needs one pattern per head."""
         if not torch.compiler.is_compiling() and largest(h) >= len(self._each):
             raise ValueError(f"as a predicate PerHead needs a pattern for every head: there is none for head {largest(h)}")
         return by_head(h, self._each, i, j)
@@ -224,33 +227,34 @@ class PerHead(Several):
 
 
 def by_head(h: Any, each: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
-    """What the pattern of head h sees, for heads that are a number or a tensor."""
+    """Evaluate the pattern of head h, where h is an integer or a tensor of heads."""
     if isinstance(h, int):
         return each[h](h, i, j)
-    seen = torch.zeros_like(h + i + j, dtype=torch.bool)
+    visible = torch.zeros_like(h + i + j, dtype=torch.bool)
     for x, pattern in enumerate(each):
-        seen = seen | ((h == x) & pattern(x, i, j))
-    return seen
+        visible = visible | ((h == x) & pattern(x, i, j))
+    return visible
 
 
 def largest(x: Any) -> int:
-    """The largest of some indices, -1 if there are none."""
-    there = unwrapped(torch.as_tensor(x))
-    return int(there.max()) if there.numel() else -1
+    """Return the largest of some indices, -1 if there are none."""
+    indices = unwrapped(torch.as_tensor(x))
+    return int(indices.max()) if indices.numel() else -1
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """The numbers in an index tensor: of a vmapped one, those of the whole batch. FlexAttention vmaps its mask_mod."""
+    """Return the values of an index tensor: of a vmapped one, those of the whole batch. FlexAttention vmaps its mask_mod."""
     while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
 
 
 def _join(kind: type[Several], *patterns: Pattern) -> Pattern:
-    """Flat and without repetition, so that equal expressions are equal values."""
+    """Combine patterns, flattened and without repetition, so that equal expressions are equal values."""
     flat: list[Pattern] = []
     for p in patterns:
         if not isinstance(p, Pattern):
             raise TypeError(f"patterns combine with patterns, not with {type(p).__name__}")
-        flat.extend(q for q in (p.parts if type(p) is kind else (p,)) if q not in flat)
+        parts = p.parts if type(p) is kind else (p,)
+        flat.extend(q for q in parts if q not in flat)
     return flat[0] if len(flat) == 1 else kind(tuple(flat))

@@ -1,4 +1,4 @@
-"""How many pairs and blocks a pattern has at a length, counted from its plan: never an n x n tensor."""
+"""Count the pairs and blocks of a pattern from its plan, without an n x n tensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from regard.patterns.tiles import Span, TilePart
 DENSITY_ELEMENTS = 1 << 24
 
 
-class Census(NamedTuple):
-    """Summed over heads."""
+class PairCount(NamedTuple):
+    """Hold numbers of pairs and blocks, summed over heads."""
 
     pairs: int
-    possible: int  # pairs of full attention; of causal full attention, if asked causally
+    possible: int  # pairs of full attention, causal if causal=True
     blocks: int  # blocks of queries x keys that hold at least one pair
     possible_blocks: int
 
@@ -34,7 +34,10 @@ class Census(NamedTuple):
         return self.blocks / max(self.possible_blocks, 1)
 
 
-def census(pattern: Pattern, n: int, m: int | None = None, *, causal: bool = False, heads: int = 1, block: int = 64) -> Census:
+def count_pairs(
+    pattern: Pattern, n: int, m: int | None = None, *, causal: bool = False, heads: int = 1, block: int = 64
+) -> PairCount:
+    """Count the pairs and the blocks of a pattern with n queries and m keys."""
     m = n if m is None else m
     span = Span(0, n, 0, m)
     whole = Band(None, 0 if causal else None)
@@ -44,30 +47,34 @@ def census(pattern: Pattern, n: int, m: int | None = None, *, causal: bool = Fal
         own = pattern.for_head(h, heads).bound(n, m)
         own = own & Causal() if causal else own
         if own not in counted:
-            counted[own] = _count_pairs(own, span, block)
-        pairs, blocks = pairs + counted[own][0], blocks + counted[own][1]
-    return Census(pairs, heads * _band_pairs(whole, span), blocks, heads * len(_band_blocks(whole, span, block)))
+            counted[own] = _pattern_pairs(own, span, block)
+        pairs += counted[own][0]
+        blocks += counted[own][1]
+    possible, possible_blocks = _band_pairs(whole, span), len(_band_blocks(whole, span, block))
+    return PairCount(pairs, heads * possible, blocks, heads * possible_blocks)
 
 
 def cells(pattern: Pattern, n: int, block: int) -> Tensor:
-    """The share of pairs that the pattern of one head, bound to n tokens, has in each cell of block x block pairs, (c c)."""
+    """Compute the density of the pattern of one head, bound to n tokens, in each cell of block x block pairs, (c c)."""
     span, wide = Span(0, n, 0, n), -(-n // block)
-    held = torch.zeros(wide * wide, dtype=torch.long)
+    counts = torch.zeros(wide * wide, dtype=torch.long)
     for part in plan(pattern, span).parts:
         if part.band is not None:
-            held += _band_cells(part.band, n, block).flatten()
+            counts += _band_cells(part.band, n, block).flatten()
         else:
             for code in _tile_codes(part, span, block):
-                held += torch.bincount(code, minlength=wide * wide)
+                counts += torch.bincount(code, minlength=wide * wide)
     sizes = torch.full((wide,), block)
     sizes[-1] = n - block * (wide - 1)
-    return held.view(wide, wide) / (sizes[:, None] * sizes)
+    return counts.view(wide, wide) / (sizes[:, None] * sizes)
 
 
 def several_windows(pattern: Pattern | None) -> int:
-    """A length at which a picture shows more than one window of a pattern: 1,024 to 32,768; of a graph, its own."""
-    atoms = [] if pattern is None else [atom for leaf in _leaves(pattern) for (atom,) in leaf.alternatives()]
-    if graphs := [atom.nodes for atom in atoms if isinstance(atom, Edges)]:
+    """Return a length at which a figure shows more than one window of a pattern: 1,024 to 32,768; of a graph, its nodes."""
+    leaves = [] if pattern is None else _leaves(pattern)
+    atoms = [atom for leaf in leaves for (atom,) in leaf.alternatives()]
+    graphs = [atom.nodes for atom in atoms if isinstance(atom, Edges)]
+    if graphs:
         return max(graphs[0], 1)
     reach = min(max((_reach(atom) for atom in atoms), default=1), 2**12)
     return max(1024, 8 << (reach - 1).bit_length())
@@ -78,7 +85,7 @@ def _leaves(pattern: Pattern) -> list[Pattern]:
 
 
 def _reach(atom: Atom) -> int:
-    """How far an atom goes before it repeats itself."""
+    """Return the largest distance or period of an atom."""
     match atom:
         case Band(back, ahead, step):
             return max(back or 1, ahead or 1, step)
@@ -93,21 +100,22 @@ def _reach(atom: Atom) -> int:
     return 1
 
 
-def _count_pairs(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
+def _pattern_pairs(pattern: Pattern, span: Span, block: int) -> tuple[int, int]:
+    """Count the pairs and the blocks of the pattern of one head."""
     pairs, codes = 0, []
     for part in plan(pattern, span).parts:
         if part.band is not None:
             pairs += _band_pairs(part.band, span)
             codes.append(_band_blocks(part.band, span, block))
         else:
-            found, where = _tile_pairs(part, span, block)
+            found, block_codes = _tile_pairs(part, span, block)
             pairs += found
-            codes.append(where)
+            codes.append(block_codes)
     return pairs, len(torch.cat(codes).unique()) if codes else 0
 
 
 def _tile_pairs(part: TilePart, span: Span, block: int) -> tuple[int, Tensor]:
-    """How many pairs a part has, and in which blocks."""
+    """Count the pairs of a part, and list their blocks."""
     pairs, codes = 0, []
     for code in _tile_codes(part, span, block):
         pairs += len(code)
@@ -116,18 +124,21 @@ def _tile_pairs(part: TilePart, span: Span, block: int) -> tuple[int, Tensor]:
 
 
 def _tile_codes(part: TilePart, span: Span, block: int) -> Iterator[Tensor]:
-    """The number of the block of each pair of a part, a few tiles at a time."""
+    """Iterate over the block numbers of the pairs of a part, a few tiles at a time."""
     wide = -(-span.m // block)
     i, j = part.queries.positions(span.t, span.n), part.keys.positions(span.u, span.m)
     for group in part.groups:
-        step = max(1, DENSITY_ELEMENTS // (part.queries.size * part.keys.size * group.cols.shape[1]))
+        elements = part.queries.size * part.keys.size * group.cols.shape[1]
+        step = max(1, DENSITY_ELEMENTS // elements)
         for rows, cols in zip(group.rows.split(step), group.cols.split(step), strict=True):
-            code = (i[rows] // block * wide)[:, :, None] + (j[cols.clamp_min(0)].flatten(1) // block)[:, None]
+            row = i[rows] // block * wide
+            column = j[cols.clamp_min(0)].flatten(1) // block
+            code = row[:, :, None] + column[:, None]
             yield code[part.mask(rows, cols)]
 
 
 def _band_cells(band: Band, n: int, block: int) -> Tensor:
-    """Pairs of a band in each cell: for every query in closed form, then summed over blocks of queries."""
+    """Count the pairs of a band in each cell: for every query in closed form, then summed over blocks of queries."""
     start = torch.arange(0, n, block)
     end = (start + block).clamp_max(n) - 1
     counts = []
@@ -141,20 +152,30 @@ def _band_cells(band: Band, n: int, block: int) -> Tensor:
 
 
 def _band_pairs(band: Band, s: Span) -> int:
-    """In closed form per query: a band is an arithmetic progression of keys."""
+    """Count the pairs of a band, in closed form per query: its keys are an arithmetic progression."""
     i = torch.arange(s.t, s.t + s.n)
+    end = s.u + s.m - 1
     low = torch.full_like(i, s.u) if band.back is None else (i - band.back).clamp_min(s.u)
-    high = torch.full_like(i, s.u + s.m - 1) if band.ahead is None else (i + band.ahead).clamp_max(s.u + s.m - 1)
-    first, last = -((i - low) // band.step), (high - i) // band.step  # in steps from the query itself
+    high = torch.full_like(i, end) if band.ahead is None else (i + band.ahead).clamp_max(end)
+    first = -((i - low) // band.step)  # in steps from the query itself
+    last = (high - i) // band.step
     return int((last - first + 1).clamp_min(0).sum())
 
 
 def _band_blocks(band: Band, s: Span, block: int) -> Tensor:
-    """Blocks in which some distance i - j is in the band: distances inside a block are an unbroken range."""
-    a, b = torch.arange(-(-s.n // block))[:, None] * block, torch.arange(-(-s.m // block)) * block
-    a_end, b_end = (a + block).clamp_max(s.n) - 1, (b + block).clamp_max(s.m) - 1
-    low, high = a - b_end, a_end - b
+    """List the blocks in which some distance i - j is in the band: the distances in a block are a contiguous range."""
+    a, a_end = _block_ends(s.n, block)
+    b, b_end = _block_ends(s.m, block)
+    low = a[:, None] - b_end
+    high = a_end[:, None] - b
     low = low if band.ahead is None else low.clamp_min(-band.ahead)
     high = high if band.back is None else high.clamp_max(band.back)
-    found = (low <= high) & (high.div(band.step, rounding_mode="floor") * band.step >= low)
+    multiple = high.div(band.step, rounding_mode="floor") * band.step  # the largest one in reach
+    found = (low <= high) & (multiple >= low)
     return found.flatten().nonzero()[:, 0]
+
+
+def _block_ends(n: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last position of every block."""
+    first = torch.arange(0, n, block)
+    return first, (first + block).clamp_max(n) - 1

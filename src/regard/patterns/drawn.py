@@ -1,4 +1,4 @@
-"""Patterns that are listed rather than ruled: random blocks, and the edges of a graph. They belong to a length."""
+"""Patterns given by lists: random blocks, and the edges of a graph. They are for one length."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from regard.cache import outlives_tracing, register_cache
 from regard.checks import need
 from regard.patterns.algebra import Atom, Pattern, by_head, largest, unwrapped
 
-MAX_DRAWN = 1024  # blocks for each block: drawing them takes the square of their number
-MAX_LISTED = 2**18  # nodes of a graph that is given in lists; larger ones in a tensor
+MAX_DRAWN = 1024  # key blocks per query block: drawing takes quadratic time in their number
+MAX_LISTED = 2**18  # nodes of a graph that is given as lists; larger ones as a tensor
 
 
 @lru_cache(maxsize=64)
 @outlives_tracing
 def _draw_blocks(count: int, seed: int, rows: int, blocks: int | None) -> Tensor:
-    """(rows, count) distinct key blocks per query block, -1 where there are fewer; blocks None: from those not after it.
+    """Draw (rows, count) distinct key blocks per query block, -1 where there are fewer; blocks None: from those not after it.
 
-    Row r depends only on (seed, r, how many blocks it may pick from), so a longer table starts like a shorter one.
+    Row r depends only on (seed, r, the number of candidate blocks), so a longer table starts with a shorter one.
     """
     picks = np.random.Generator(np.random.PCG64(seed)).random((rows, count))
     room = np.arange(rows) + 1 if blocks is None else np.full(rows, blocks)
     chosen = np.full((rows, count), np.iinfo(np.int64).max)
     for c in range(count):
         pick = np.floor(picks[:, c] * np.maximum(room - c, 0)).astype(np.int64)
-        for earlier in np.sort(chosen[:, :c], 1).T:  # the pick-th block among those not chosen yet
+        for earlier in np.sort(chosen[:, :c], 1).T:  # skip blocks that are already chosen
             pick += pick >= earlier
         chosen[:, c] = np.where(c < room, pick, np.iinfo(np.int64).max)
     return torch.from_numpy(np.where(chosen == np.iinfo(np.int64).max, -1, chosen))
@@ -44,7 +44,7 @@ register_cache(_draw_blocks.cache_clear)
 
 @dataclass(frozen=True, repr=False)
 class Random(Atom):
-    """`count` key blocks for each query block, drawn once from the seed: the same for a given seed and length.
+    """Draw `count` key blocks for each query block: a function of the seed and the length.
 
     With past=True the blocks of a query are drawn from those not after its own, whatever the length: the causal form.
     """
@@ -54,8 +54,8 @@ class Random(Atom):
     seed: int = 0
     per_head: bool = False
     past: bool = False
-    length: int | None = None  # the number of keys it is drawn for; set by `bound`
-    _noted = None
+    length: int | None = None  # number of keys; set by `bound`
+    _memo = None
 
     def __post_init__(self) -> None:
         need("the count of Random", self.count, 1, MAX_DRAWN)
@@ -68,7 +68,7 @@ class Random(Atom):
             need("length", self.length, 0)
 
     @property
-    def bends_with_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         return not self.past
 
     def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002
@@ -78,7 +78,7 @@ class Random(Atom):
         return self if self.past or self.length is not None else replace(self, length=m)
 
     def table(self, rows: int) -> Tensor:
-        """(rows, count) key blocks of the first query blocks, -1 where there are fewer."""
+        """Return (rows, count) key blocks of the first query blocks, -1 where there are fewer."""
         if self.past:
             return _draw_blocks(self.count, self.seed, rows, None)
         if self.length is None:
@@ -89,35 +89,43 @@ class Random(Atom):
         if self.per_head and isinstance(h, int):
             return self.for_head(h, 0)(h, i, j)
         if self.per_head:
-            return by_head(h, self._noted_for(h, lambda: tuple(self.for_head(x, 0) for x in range(largest(h) + 1))), i, j)
-        rows = self._noted_for(i, lambda: self.table(max(largest(i) // self.block + 1, 1)).to(unwrapped(i).device))
-        return (rows[i // self.block] == (j // self.block).unsqueeze(-1)).any(-1)
+            each = self._memoised(h, lambda: tuple(self.for_head(x, 0) for x in range(largest(h) + 1)))
+            return by_head(h, each, i, j)
+        table = self._memoised(i, lambda: self._table_for(i))
+        chosen = table[i // self.block]
+        return (chosen == (j // self.block).unsqueeze(-1)).any(-1)
 
-    def _noted_for(self, index: Tensor, make: Callable[[], Any]) -> Any:
-        """make(), noted where indices are vmapped: FlexAttention calls a mask once with numbers, then traces it without."""
-        if torch.compiler.is_compiling() and self._noted is not None:
-            return self._noted
+    def _table_for(self, i: Tensor) -> Tensor:
+        """Return the table of all rows that these queries need, on their device."""
+        rows = max(largest(i) // self.block + 1, 1)
+        return self.table(rows).to(unwrapped(i).device)
+
+    def _memoised(self, index: Tensor, make: Callable[[], Any]) -> Any:
+        """Return make(), stored where indices are vmapped: FlexAttention calls a mask with values once, then traces it."""
+        if torch.compiler.is_compiling() and self._memo is not None:
+            return self._memo
         made = make()
         if unwrapped(index) is not index:
-            object.__setattr__(self, "_noted", made)
+            object.__setattr__(self, "_memo", made)
         return made
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return torch.ones_like(j + now, dtype=torch.bool)  # a later block may draw any earlier one
 
     def within(self, end: int) -> Random:
-        return self if self.block <= end else replace(self, block=max(end, 1))  # all of them in the first block
+        return self if self.block <= end else replace(self, block=max(end, 1))  # all positions are in the first block
 
     def __repr__(self) -> str:
-        more = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
-        return f"Random({', '.join([str(self.count), str(self.block), *more])})"
+        given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        options = [f"{name}={getattr(self, name)}" for name in given]
+        return f"Random({', '.join([str(self.count), str(self.block), *options])})"
 
 
-MAX_WRITTEN = 4096  # edges that are written out in a text; larger graphs go by a name that this process knows
+MAX_WRITTEN = 4096  # edges that are written out in a text; larger graphs have a name, valid in this process
 
 
 class _Graph:
-    """What equal large graphs have in common, so that their name is known as long as one of them is alive."""
+    """Hold the edges shared by equal large graphs: their name is valid as long as one of them is alive."""
 
     def __init__(self, nodes: int, codes: Tensor) -> None:
         self.nodes, self.codes = nodes, codes
@@ -127,32 +135,35 @@ _named: WeakValueDictionary[str, _Graph] = WeakValueDictionary()
 
 
 class Edges(Atom):
-    """The edges of a graph, as PyTorch Geometric writes them: (2, edges), row 0 the key j (source), row 1 the query i (target).
+    """Attend along the edges of a graph, in PyTorch Geometric's form: (2, edges), row 0 the key j (source), row 1 the query i.
 
-    So an edge j -> i lets node i look at node j. A tensor, an array or two lists; an edge that is given twice counts once.
-    both=True adds the way back of every edge, loops=True an edge from every node to itself.
-    As text, a small graph is its edges. A large one is a name, which can be read back as long as the graph is alive.
+    With an edge j -> i node i attends to node j. A tensor, an array or two lists; duplicate edges count once.
+    both=True adds the reverse of every edge, loops=True an edge from every node to itself.
+    The text of a small graph holds its edges. That of a large one is a name, which can be parsed as long as the graph is alive.
     """
 
     nodes: int
     codes: Tensor  # i * nodes + j, in order, each once
-    _known: _Graph | None = None
+    _shared: _Graph | None = None
 
     def __init__(self, edges: Any, nodes: int | None = None, loops: bool = False, both: bool = False) -> None:
         if isinstance(edges, str):
-            if (known := _named.get(edges)) is None:
+            shared = _named.get(edges)
+            if shared is None:
                 raise ValueError(
                     f"the graph {edges!r} is too large to be written out, and not here: make it from its edges first"
                 )
-            self.nodes, self.codes, self._known = known.nodes, known.codes, known
+            self.nodes, self.codes, self._shared = shared.nodes, shared.codes, shared
             return
         pairs = _edge_tensor(edges)
         if nodes is None:
             nodes = int(pairs.max()) + 1 if pairs.numel() else 0
-        if need("the number of nodes", nodes, 0) > MAX_LISTED and loops and not isinstance(edges, Tensor | np.ndarray):
+        many = need("the number of nodes", nodes, 0) > MAX_LISTED
+        if many and loops and not isinstance(edges, Tensor | np.ndarray):
             raise ValueError(f"a graph given in lists may have {MAX_LISTED:,} nodes with loops, not {nodes:,}: give a tensor")
-        if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < nodes:
-            raise ValueError(f"edges name nodes {int(pairs.min())} to {int(pairs.max())}, but there are only {nodes}, from 0")
+        low, high = (int(pairs.min()), int(pairs.max())) if pairs.numel() else (0, -1)
+        if low < 0 or high >= nodes:
+            raise ValueError(f"edges name nodes {low} to {high}, but there are only {nodes}, from 0")
         for name, value in (("loops", loops), ("both", both)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
@@ -162,26 +173,28 @@ class Edges(Atom):
 
     @staticmethod
     def coded(codes: Tensor, nodes: int) -> Edges:
-        """From codes i * nodes + j that are in order, each once."""
+        """Build edges from sorted unique codes i * nodes + j."""
         made = Edges.__new__(Edges)
         made.nodes, made.codes = nodes, codes
         return made
 
     @property
     def index(self) -> Tensor:
-        """(2, edges) sources over targets, by target and then by source, each edge once."""
+        """Return unique edges (2, edges), sources over targets, sorted by target and then by source."""
         i = self.codes // max(self.nodes, 1)
         return torch.stack([self.codes - i * self.nodes, i])
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         if not len(self.codes):
             return torch.zeros_like(i + j, dtype=torch.bool)
-        codes, code = self.codes.to(i.device), i * self.nodes + j
+        codes = self.codes.to(i.device)
+        code = i * self.nodes + j
         found = torch.searchsorted(codes, code.contiguous()).clamp_max(len(codes) - 1)
-        return (codes[found] == code) & (i >= 0) & (i < self.nodes) & (j >= 0) & (j < self.nodes)
+        within = (i >= 0) & (i < self.nodes) & (j >= 0) & (j < self.nodes)
+        return (codes[found] == code) & within
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        last = torch.full((max(self.nodes, 1),), -1)  # the last query that sees each key
+        last = torch.full((max(self.nodes, 1),), -1)  # the last query of each key
         if len(self.codes):
             last.scatter_reduce_(0, self.codes % self.nodes, self.codes // self.nodes, "amax")
         return last.to(j.device)[j.clamp(0, max(self.nodes - 1, 0))] >= now
@@ -189,18 +202,19 @@ class Edges(Atom):
     def bound(self, n: int, m: int) -> Pattern:
         if n != self.nodes or m != self.nodes:
             raise ValueError(
-                f"these edges are of a graph with {self.nodes} nodes: they say nothing about {n} queries and {m} keys"
+                f"these edges are of a graph with {self.nodes} nodes: they cannot be used with {n} queries and {m} keys"
             )
         return self
 
     @property
-    def bends_with_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         return True
 
     @cached_property
     def name(self) -> str:
-        """The same for equal graphs, in every process."""
-        return blake2b(self.codes.numpy().tobytes(), digest_size=16, salt=str(self.nodes).encode()).hexdigest()
+        """Return a hash of the edges, the same for equal graphs in every process."""
+        content, salt = self.codes.numpy().tobytes(), str(self.nodes).encode()
+        return blake2b(content, digest_size=16, salt=salt).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -212,13 +226,13 @@ class Edges(Atom):
 
     def __repr__(self) -> str:
         if len(self.codes) > MAX_WRITTEN:
-            self._known = _named.setdefault(self.name, _Graph(self.nodes, self.codes))
+            self._shared = _named.setdefault(self.name, _Graph(self.nodes, self.codes))
             return f"Edges({self.name!r})"
         return f"Edges({self.index.tolist()}, nodes={self.nodes})"
 
 
 def _edge_tensor(edges: Any) -> Tensor:
-    """(2, edges) of whatever people keep edges in."""
+    """Convert edges of any accepted type to a tensor (2, edges)."""
     try:
         pairs = torch.as_tensor(np.array(edges) if isinstance(edges, np.ndarray) else edges).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

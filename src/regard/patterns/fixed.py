@@ -1,4 +1,4 @@
-"""Patterns of fixed places: blocks, and tokens singled out by position."""
+"""Patterns of absolute positions: blocks, and special tokens."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ class Blocks(Atom):
         return Blocks(size, min(self.around, max(end - 1, 0) // size))
 
     def __repr__(self) -> str:
-        return f"Blocks({self.size}{f', around={self.around}' if self.around else ''})"
+        around = f", around={self.around}" if self.around else ""
+        return f"Blocks({self.size}{around})"
 
 
 @dataclass(frozen=True, repr=False)
 class SpecialTokens(Pattern):
-    """Tokens singled out by position: the first few, those listed, or the last few of a sequence."""
+    """Select special tokens by position: the first few, those listed, or the last few of a sequence."""
 
     first: int = 0
     at: tuple[int, ...] = ()
     last: int = 0
-    length: int | None = None  # the number of tokens that the last ones belong to; set by `bound`
+    length: int | None = None  # of the sequence whose last tokens are special; set by `bound`
 
     def __post_init__(self) -> None:
         need("first", self.first, 0)
@@ -64,10 +65,11 @@ class SpecialTokens(Pattern):
             raise ValueError(f"{type(self).__name__} needs special tokens: first=1, last=1, or at=[0, 7]")
 
     @property
-    def bends_with_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         return self.last > 0
 
     def special(self, i: Tensor) -> Tensor:
+        """Return True at special positions."""
         found = i < self.first
         if self.at:
             at = torch.tensor(self.at, device=i.device)
@@ -76,18 +78,21 @@ class SpecialTokens(Pattern):
 
     @property
     def tail(self) -> int:
-        """Where the last tokens begin."""
+        """Return the position of the first of the last tokens."""
         if self.length is None:
             raise ValueError(f"the last tokens of {type(self).__name__} are those of a length: call .bound(n, m) first")
         return max(self.length - self.last, 0)
 
     def gone(self, now: Tensor) -> Tensor:
-        """Are all special positions before `now`? Never, where they are the last ones."""
-        return now > (2**62 if self.last else max(self.first - 1, *self.at, 0) if self.at else self.first - 1)
+        """Return True where all special positions are before `now`: never if the last tokens are special."""
+        if self.last:
+            return now > 2**62
+        return now > max([self.first - 1, *self.at])
 
     def positions(self, low: int, high: int) -> Tensor:
-        """The special positions in low <= position < high, in order."""
-        runs: list[Iterable[int]] = [range(low, min(self.first, high)), [p for p in self.at if low <= p < high]]
+        """Return the special positions in low <= position < high, in order."""
+        listed = [p for p in self.at if low <= p < high]
+        runs: list[Iterable[int]] = [range(low, min(self.first, high)), listed]
         if self.last:
             runs.append(range(max(self.tail, low), high))
         return torch.tensor(sorted(set(chain(*runs))), dtype=torch.long)
@@ -96,15 +101,15 @@ class SpecialTokens(Pattern):
         return replace(self, length=length) if self.last and self.length is None else self
 
     def __repr__(self) -> str:
-        parts = [
-            f"{f.name}={list(v) if f.name == 'at' else v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default
-        ]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = [f.name for f in fields(self) if values[f.name] != f.default]
+        parts = [f"{name}={list(self.at) if name == 'at' else values[name]}" for name in given]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
 @dataclass(frozen=True, repr=False)
 class Rows(SpecialTokens, Atom):
-    """i is special: it sees everything."""
+    """i is special: it attends to all keys."""
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         return self.special(i) & torch.ones_like(j, dtype=torch.bool)
@@ -118,7 +123,7 @@ class Rows(SpecialTokens, Atom):
 
 @dataclass(frozen=True, repr=False)
 class Columns(SpecialTokens, Atom):
-    """j is special: everything sees it (attention sinks, when they are the first tokens)."""
+    """j is special: all queries attend to it (attention sinks, when they are the first tokens)."""
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         return self.special(j) & torch.ones_like(i, dtype=torch.bool)
@@ -133,9 +138,9 @@ class Columns(SpecialTokens, Atom):
 
 @dataclass(frozen=True, repr=False)
 class Global(SpecialTokens):
-    """i or j is special: some tokens see everything and are seen by everything."""
+    """i or j is special: global tokens attend to all tokens, and all tokens attend to them."""
 
-    ways = 2
+    alternative_count = 2
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         return self.special(i) | self.special(j)
@@ -147,7 +152,7 @@ class Global(SpecialTokens):
         return tuple((half(self.first, self.at, self.last, self.length),) for half in (Rows, Columns))
 
     def bound(self, n: int, m: int) -> Pattern:
-        """Rows are counted from the end of the queries, columns from that of the keys."""
+        """Bind the last rows to the end of the queries, and the last columns to the end of the keys."""
         if not self.last or self.length is not None:
             return self
         return Rows(self.first, self.at, self.last, n) | Columns(self.first, self.at, self.last, m)

@@ -1,4 +1,4 @@
-"""Patterns of the distance between query and key. All of them come down to a band."""
+"""Patterns of the distance between query and key. Each is equivalent to a band."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Bounds = tuple[int | None, int | None, int]  # back, ahead and step of a band
 
 
 def within_bounds(gap: Tensor, back: int | None, ahead: int | None, step: int) -> Tensor:
-    """Tell which gaps i - j are multiples of step from -ahead to back; None: no bound."""
-    seen = gap % step == 0 if step > 1 else torch.ones_like(gap, dtype=torch.bool)
+    """Return True where a gap i - j is a multiple of step from -ahead to back; None: no bound."""
+    visible = gap % step == 0 if step > 1 else torch.ones_like(gap, dtype=torch.bool)
     if back is not None:
-        seen = seen & (gap <= back)
-    return seen if ahead is None else seen & (gap >= -ahead)
+        visible = visible & (gap <= back)
+    return visible if ahead is None else visible & (gap >= -ahead)
 
 
 @dataclass(frozen=True)
 class Band(Atom):
-    """-ahead <= i - j <= back and i - j a multiple of step; None: no bound. What every relative pattern comes down to."""
+    """-ahead <= i - j <= back and i - j a multiple of step; None: no bound. The atom of every relative pattern."""
 
     back: int | None
     ahead: int | None
@@ -38,21 +38,26 @@ class Band(Atom):
         return torch.ones_like(j + now, dtype=torch.bool) if self.back is None else j >= now - self.back
 
     def both(self, other: Band) -> Band:
-        back, ahead = (
-            min((x for x in two if x is not None), default=None) for two in ((self.back, other.back), (self.ahead, other.ahead))
-        )
-        return Band(back, ahead, min(math.lcm(self.step, other.step), FARTHEST**2 // 4))  # no distance is a multiple of more
+        """Intersect two bands."""
+        step = math.lcm(self.step, other.step)
+        farthest = FARTHEST**2 // 4  # no distance is a multiple of a larger step
+        return Band(_tighter(self.back, other.back), _tighter(self.ahead, other.ahead), min(step, farthest))
 
     def within(self, end: int) -> Band:
         back, ahead = (x if x is None else min(x, end) for x in (self.back, self.ahead))
         return Band(back, ahead, min(self.step, max(end, 1)))
 
     def covers(self, other: Band) -> bool:
+        """Return whether every pair of another band is in this one."""
         return other.step % self.step == 0 and self.both(other) == other
 
 
+def _tighter(*bounds: int | None) -> int | None:
+    return min((x for x in bounds if x is not None), default=None)
+
+
 class RelativePattern(Pattern):
-    """A pattern of the distance i - j alone."""
+    """Define a pattern of the distance i - j alone."""
 
     @property
     def bounds(self) -> Bounds:
@@ -64,7 +69,7 @@ class RelativePattern(Pattern):
         return Band(*self.bounds)
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
-        return within_bounds(i - j, *self.bounds)  # and no Band is made: a tracer need not follow that
+        return within_bounds(i - j, *self.bounds)  # without building a Band, which a tracer would have to follow
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
         return self.band.alive(j, now)
@@ -77,12 +82,13 @@ class RelativePattern(Pattern):
         return self.band.ahead == 0
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(repr(getattr(self, f.name)) for f in fields(self))})"  # type: ignore[arg-type]
+        values = [repr(getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(values)})"
 
 
 @dataclass(frozen=True, repr=False)
 class Local(RelativePattern):
-    """|i - j| < size: a causal query sees exactly `size` keys, itself among them."""
+    """|i - j| < size: a sliding window; in causal form `size` keys, the query's own included."""
 
     size: int
 
@@ -96,7 +102,7 @@ class Local(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Truncated(RelativePattern):
-    """-ahead <= i - j <= back: a bounded past and a bounded look-ahead, as speech uses."""
+    """-ahead <= i - j <= back: a bounded past and a bounded look-ahead, as in speech recognition."""
 
     back: int
     ahead: int
@@ -116,7 +122,7 @@ class Truncated(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Dilated(RelativePattern):
-    """i - j = step * t with |t| < size: a window with holes, `step` times as wide."""
+    """i - j = step * t with |t| < size: a dilated window, `step` times as wide."""
 
     size: int
     step: int
@@ -133,7 +139,7 @@ class Dilated(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Stride(RelativePattern):
-    """(i - j) mod step = 0, however far."""
+    """(i - j) mod step = 0 at any distance."""
 
     step: int
 
@@ -147,7 +153,7 @@ class Stride(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Causal(RelativePattern):
-    """i >= j: nothing from the future."""
+    """i >= j: no future keys."""
 
     @property
     def bounds(self) -> Bounds:

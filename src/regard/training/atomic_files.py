@@ -1,4 +1,4 @@
-"""Files that are whole or not there: every byte that a run keeps is written here."""
+"""Atomic, durable files: every file of a run is written through these functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from regard.data.strict_json import JsonError, read_value
 
 
 class RunError(ValueError):
-    """A sentence about a folder that cannot be used as it is, and what to do."""
+    """Report a run folder that cannot be used, and how to repair it."""
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """On the disk when this returns. It may be torn by a crash: give it a temporary name, or use `replace`."""
+    """Write a file and sync it to disk. A crash may leave a part of it: use a temporary name, or `replace`."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -28,7 +28,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes | str) -> None:
-    """The file with this content, whatever happens: the old one or the new one, never a part."""
+    """Write a file atomically: a crash leaves the old content or the new one, never a part."""
     torn = path.with_name(f".writing-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def replace(path: Path, data: bytes | str) -> None:
         os.replace(torn, path)
         sync(path.parent)
     except BaseException as error:
-        with suppress(OSError):  # it was never there, or its disk is gone
+        with suppress(OSError):  # it does not exist, or its disk failed
             torn.unlink()
         if isinstance(error, OSError):
             raise RunError(cannot_write(path, error)) from error
@@ -44,8 +44,8 @@ def replace(path: Path, data: bytes | str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """A name in a folder is on the disk only when the folder is."""
-    if os.name == "nt":  # there folders cannot be opened, and need not be
+    """Sync a folder to disk, which makes new names in it durable."""
+    if os.name == "nt":  # folders cannot be opened there, and need not be
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -69,36 +69,39 @@ def digest(data: bytes) -> str:
 def tensors_to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     from safetensors.torch import save
 
-    return save({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, dict(metadata or {}) or None)
+    plain = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    return save(plain, dict(metadata or {}) or None)
 
 
 def bytes_to_tensors(data: bytes, path: Path, advice: str) -> dict[str, Tensor]:
-    """The tensors in what was read from a file; `advice` says what to do when it is broken."""
+    """Decode the content of a safetensors file; `advice` is appended to error messages."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
         return load(data)
     except SafetensorError as error:
-        raise RunError(f"{path} is no whole safetensors file ({error}): {advice}") from None
+        raise RunError(f"{path} is not a whole safetensors file ({error}): {advice}") from None
 
 
 def read_bytes(path: Path, advice: str) -> bytes:
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as error:  # the second for a name that no file can have
-        raise RunError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}): {advice}") from None
+    except (OSError, ValueError) as error:  # ValueError for invalid file names
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{path} cannot be read ({why}): {advice}") from None
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
         found = read_value(read_bytes(path, advice))
     except JsonError as error:
-        raise RunError(f"{path} is no whole JSON file ({error}): {advice}") from None
+        raise RunError(f"{path} is not a whole JSON file ({error}): {advice}") from None
     if not isinstance(found, dict):
         raise RunError(f"{path} holds {type(found).__name__} where settings by name should be: {advice}")
     return found
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    return bytes_to_tensors(read_bytes(path, "is the path right?"), path, "it was cut off or changed, so take another")
+    data = read_bytes(path, "is the path right?")
+    return bytes_to_tensors(data, path, "it was cut off or changed, so take another")

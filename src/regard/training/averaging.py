@@ -1,4 +1,4 @@
-"""The mean of several states of one model: often better than each of them, and no slower."""
+"""Checkpoint averaging: the mean of several states of one model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Weights = Mapping[str, Tensor]
 
 
 def average(many: Sequence[Path | Weights]) -> dict[str, Tensor]:
-    """The mean of weights, (1/k) sum_i w_i, summed in float64: of files, of checkpoint folders, or of weights themselves.
+    """Average weights, (1/k) sum_i w_i, summed in float64: of files, of checkpoint folders, or of weights themselves.
 
     Integers have no mean: they must be the same in all. Polyak averaging, over saved states (Vaswani et al. 2017,
     arXiv:1706.03762, section 6.1).
@@ -45,12 +45,14 @@ def _has_mean(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """A copy in double precision, to sum in."""
-    return x.to(torch.complex128 if x.is_complex() else torch.float64, copy=True) if _has_mean(x) else x
+    """Copy to double precision, for sums; integers are returned as they are."""
+    if not _has_mean(x):
+        return x
+    return x.to(torch.complex128 if x.is_complex() else torch.float64, copy=True)
 
 
 def _check_same_model(first: Weights, other: Weights, which: str) -> None:
-    """That both are states of one model."""
+    """Refuse states of different models."""
     if different := sorted(set(first) ^ set(other)):
         raise ValueError(f"weights of different models have no mean: {which} and the first differ in {different[0]!r}")
     for name, x in other.items():

@@ -1,8 +1,8 @@
-"""What a run keeps: checkpoints that are whole or not there, and a folder that says all about the run.
+"""Checkpoints and the folder of a run, written atomically.
 
-OUT/config.json  run.json  assets/...      written when it begins
-OUT/metrics.jsonl  checkpoints/step-000400/{weights,optimizer}.safetensors + state.json      while it goes on
-OUT/weights.safetensors  result.json       when it is finished
+OUT/config.json  run.json  assets/...      written at the start
+OUT/metrics.jsonl  checkpoints/step-000400/{weights,optimizer}.safetensors + state.json      during training
+OUT/weights.safetensors  result.json       at the end
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from regard.training.atomic_files import RunError
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
 CONFIG, ABOUT, RESULT = "config.json", "run.json", "result.json"
-WRITING, REMOVING = ".writing-", ".removing-"  # names of folders that are not whole (any more)
+WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of incomplete folders
 NEEDED = ("step", "seconds", "best", "waited", "stopped", "skipped", "scaler", "dice", "sha256")
 
 
 class Checkpoint(NamedTuple):
-    """All that a run needs to go on as if nothing had happened."""
+    """Hold the complete state of a run: a resumed run continues exactly."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # by parameter: "stack.0.weight/exp_avg"
-    state: dict[str, Any]  # what JSON can hold: the step, the dice, the best score so far
+    state: dict[str, Any]  # JSON values: the step, the RNG state, the best score so far
 
     @property
     def step(self) -> int:
@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(out: Path, checkpoint: Checkpoint) -> Path:
-    """A folder of its own, written under another name and then renamed: it is whole, or it is not there."""
+    """Write a checkpoint folder atomically: under a temporary name, then renamed."""
     folder = out / "checkpoints"
     final = folder / f"step-{checkpoint.step:06d}"
     writing = folder / (WRITING + final.name)
@@ -69,7 +69,7 @@ def save_checkpoint(out: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load_checkpoint(path: Path, advice: str = "") -> Checkpoint:
-    """A checkpoint as it was saved; anything else is refused, with an advice what to do."""
+    """Load a checkpoint, and refuse one that is incomplete or changed; `advice` is appended to error messages."""
     advice = advice or f"delete the folder {path} to go on from the checkpoint before it"
     state = atomic_files.read_json(path / STATE, advice)
     if missing := [key for key in NEEDED if key not in state]:
@@ -90,10 +90,11 @@ def _seal(state: Mapping[str, Any]) -> str:
 
 
 def steps(out: Path) -> list[int]:
-    """Of the whole checkpoints, ascending."""
+    """List the steps of all complete checkpoints, ascending."""
     folder = out / "checkpoints"
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{6,})", name)))
+    matches = [re.fullmatch(r"step-(\d{6,})", name) for name in names]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def at(out: Path, step: int) -> Path:
@@ -106,7 +107,7 @@ def latest(out: Path) -> Path | None:
 
 
 def prune(out: Path, keep: Collection[int]) -> None:
-    """Remove the others. Each gets another name first, so that no crash leaves half of one behind as if it were whole."""
+    """Remove all checkpoints but those to keep. Each is renamed first: a crash leaves no incomplete one under a valid name."""
     try:
         for step in steps(out):
             if step not in keep:
@@ -116,7 +117,7 @@ def prune(out: Path, keep: Collection[int]) -> None:
 
 
 def clean(out: Path) -> None:
-    """Remove what was being written or removed when a process died."""
+    """Remove folders that were being written or removed when a process died."""
     for folder in (out, out / "checkpoints", out / "assets"):
         for path in [*folder.glob(WRITING + "*"), *folder.glob(REMOVING + "*")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -131,7 +132,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """One process a folder. The lock dies with its process, so a killed one leaves nothing behind."""
+    """Lock a folder for one process. The operating system releases the lock when the process ends."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -159,7 +160,7 @@ def _run_lock(handle: int, out: Path) -> None:
 
 
 class SavedRun(NamedTuple):
-    """What evaluation and prediction need of a finished run."""
+    """Hold the parts of a finished run that evaluation and prediction need."""
 
     config: dict[str, Any]
     assets: dict[str, str]
@@ -167,7 +168,7 @@ class SavedRun(NamedTuple):
 
 
 def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], about: Mapping[str, Any]) -> None:
-    """What is known when it begins, sealed in run.json. The configuration comes last: where it is, the rest is."""
+    """Write settings and assets at the start of a run, with their SHA-256 in run.json. The configuration is written last."""
     texts = {CONFIG: atomic_files.as_json(config)}
     for name, text in assets.items():
         if Path(name).name != name or name.startswith("."):
@@ -180,7 +181,7 @@ def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], ab
         atomic_files.replace(out / ABOUT, atomic_files.as_json({**about, "sha256": seals}))
         atomic_files.replace(out / CONFIG, texts[CONFIG])
     except BaseException:
-        if not (out / CONFIG).exists():  # Control-C, or no room: it has not begun
+        if not (out / CONFIG).exists():  # interrupted, or the disk is full: the run has not started
             for path in (out / ABOUT, *(out / "assets" / name for name in assets)):
                 path.unlink(missing_ok=True)
             with suppress(OSError):
@@ -189,12 +190,11 @@ def save_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], ab
 
 
 def change_run(out: Path, config: Mapping[str, Any]) -> None:
-    """Other settings for a run, which is unfinished then. Whenever this is cut off, the old ones or the new ones are sealed."""
-    about, text = (
-        atomic_files.read_json(out / ABOUT, "restore it, or train again in another folder"),
-        atomic_files.as_json(config),
-    )
-    seals, after = about.get("sha256", {}), atomic_files.digest(text.encode())
+    """Change the settings of a run and mark it as unfinished. Interrupted at any point, old or new settings match their hash."""
+    about = atomic_files.read_json(out / ABOUT, "restore it, or train again in another folder")
+    text = atomic_files.as_json(config)
+    seals = about.get("sha256", {})
+    after = atomic_files.digest(text.encode())
     before = seals.get(CONFIG, [])
     both = [*([before] if isinstance(before, str) else before), after]
     atomic_files.replace(out / ABOUT, atomic_files.as_json({**about, "sha256": {**seals, CONFIG: both}}))
@@ -204,20 +204,21 @@ def change_run(out: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_seals(out: Path) -> None:
-    """That settings and assets are those it began with: the weights would fit many others, and mean something else."""
-    if not (out / ABOUT).is_file():  # without it a finished run can still answer
+    """Refuse settings and assets that have changed since the start: the weights may fit others of the same shape."""
+    if not (out / ABOUT).is_file():  # a finished run can be used without it
         return
     advice = "restore it, or train again in another folder"
     seals = atomic_files.read_json(out / ABOUT, advice).get("sha256", {})
     if not isinstance(seals, dict):
         raise RunError(f"{out / ABOUT} is not as it was written: {advice}")
     for name, seal in seals.items():
-        if atomic_files.digest(atomic_files.read_bytes(out / name, advice)) not in (seal if isinstance(seal, list) else [seal]):
+        allowed = seal if isinstance(seal, list) else [seal]
+        if atomic_files.digest(atomic_files.read_bytes(out / name, advice)) not in allowed:
             raise RunError(f"{out / name} is not as it was written (its SHA-256 differs): {advice}")
 
 
 def load_run(out: Path) -> SavedRun:
-    """A finished run: its configuration as JSON, its assets by name, its chosen weights. See `usable` for others."""
+    """Load a finished run: its configuration as JSON, its assets by name, its chosen weights. See `run_weights` for others."""
     config = load_config(out)
     if config is None:
         raise RunError(f"{out} holds no run: it has no config.json")
@@ -225,8 +226,8 @@ def load_run(out: Path) -> SavedRun:
         result = atomic_files.read_json(out / RESULT, "delete it and train in the same folder again, and the run ends once more")
     else:
         found = steps(out)
-        where = f"stands at step {found[-1]}" if found else "has saved nothing yet"
-        raise RunError(f"the run in {out} is not finished, it {where}: train it in the same folder again, and it goes on")
+        progress = f"is at step {found[-1]}" if found else "has saved nothing yet"
+        raise RunError(f"the run in {out} is not finished, it {progress}: train it in the same folder again, and it continues")
     check_seals(out)
     again = "train in the same folder again, and its checkpoints give it back" if steps(out) else "train again in another folder"
     advice = f"{again}, or copy the file from where it is whole"
@@ -237,7 +238,7 @@ def load_run(out: Path) -> SavedRun:
 
 
 def load_config(out: Path) -> dict[str, Any] | None:
-    """None where no run has begun."""
+    """Load the configuration of a run; None where no run has started."""
     path = out / CONFIG
     return atomic_files.read_json(path, "restore it, or delete the folder and train again") if path.is_file() else None
 
@@ -248,14 +249,14 @@ def load_assets(out: Path) -> dict[str, str]:
     try:
         return {path.name: atomic_files.read_bytes(path, "restore it").decode() for path in paths}
     except UnicodeDecodeError:
-        raise RunError(f"an asset in {folder} is no text: restore it, or train again in another folder") from None
+        raise RunError(f"an asset in {folder} is not text: restore it, or train again in another folder") from None
 
 
 # Weights of a model as a flat dictionary
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that has several names (a shared table) under the first of them."""
+    """Return parameters and buffers by name; a shared tensor is listed under the first of its names."""
     seen: set[int] = set()
     found = {}
     for name, x in model.state_dict(keep_vars=True).items():
@@ -266,15 +267,15 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put_weights(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> None:
-    """Into a model of the same shape."""
-    there = weights_of(model)
-    if missing := [name for name in there if name not in weights]:
+    """Copy weights into a model; names and shapes must agree."""
+    own = weights_of(model)
+    if missing := [name for name in own if name not in weights]:
         raise RunError(f"{where} lacks {missing[0]!r}, which the model has: it is of another model or another version")
-    if strange := [name for name in weights if name not in there]:
-        raise RunError(f"{where} has {strange[0]!r}, which the model lacks: it is of another model or another version")
-    for name, x in there.items():
+    if extra := [name for name in weights if name not in own]:
+        raise RunError(f"{where} has {extra[0]!r}, which the model lacks: it is of another model or another version")
+    for name, x in own.items():
         given = weights[name]
         if given.shape != x.shape:
             raise RunError(f"{where} has {name!r} as {tuple(given.shape)}, but the model has it as {tuple(x.shape)}")
-    for name, x in there.items():
+    for name, x in own.items():
         x.copy_(weights[name])

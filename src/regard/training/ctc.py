@@ -1,8 +1,8 @@
-"""All ways to say a target in slots, of which some stay blank and some say a token again: their sum, and the best of them.
+"""Connectionist temporal classification (CTC): the total probability of all alignments of a target, and the best alignment.
 
-A path is a class for every slot. It says what is left when classes said in a row are taken as one and blanks are removed. So it
-walks through the states blank, first, blank, second, ..., blank; each slot stays, takes a step, or skips a blank that stands
-between two different tokens. Nothing here asks the device for a number: a pass of it can be captured.
+A path is a class for every slot. Its output is the path with repeated classes merged and blanks removed. A path goes through the
+states blank, first, blank, second, ..., blank; each slot stays, takes a step, or skips a blank between two different tokens.
+Nothing here synchronises with the device: a pass can be captured as a CUDA graph.
 
 Letters: b batch, l target tokens, t slots, v vocabulary, c classes: the blank and the l tokens of a row's own target,
 s = 2 l + 1 states.
@@ -17,57 +17,58 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-CTC_LOG_ZERO = -1e4  # a log-probability that is 0 to every float, and yet has finite gradients
+CTC_LOG_ZERO = -1e4  # its exponential is 0 in every float type, with finite gradients
 
 
 def same(target: Tensor) -> Tensor:
-    """The class of every token of a row (b l): 1 + where it stands for the first time, so that equal tokens are of one class."""
+    """Return the class of every token of a row (b l): 1 + the index of its first occurrence, so equal tokens share a class."""
     return 1 + (target[:, :, None] == target[:, None]).long().argmax(-1)
 
 
 def needed(classes: Tensor, length: Tensor) -> Tensor:
-    """Slots that a row's target needs (b): one a token, and a blank between two that are alike."""
-    again = (classes[:, 1:] == classes[:, :-1]) & (torch.arange(1, classes.shape[1], device=length.device) < length[:, None])
+    """Count the slots that each target needs (b): one a token, and a blank between two equal tokens."""
+    real = torch.arange(1, classes.shape[1], device=length.device) < length[:, None]
+    again = (classes[:, 1:] == classes[:, :-1]) & real
     return length + again.sum(1)
 
 
 def odds(logs: Tensor, columns: Tensor) -> Tensor:
-    """Log-probabilities (b t c) of the tokens `columns` (b c) of each row, of those of all (b t v)."""
+    """Gather log-probabilities (b t c) of the tokens `columns` (b c) of each row from those of the vocabulary (b t v)."""
     return logs.gather(2, columns[:, None].expand(-1, logs.shape[1], -1))
 
 
 def certain(path: Tensor, logs: Tensor) -> Tensor:
-    """Log-probabilities shaped as `logs` (b t c) of someone who is sure of the path (b t)."""
+    """Return log-probabilities shaped as `logs` (b t c) with all probability on a path (b t)."""
     here = path[..., None] == torch.arange(logs.shape[2], device=logs.device)
     return torch.where(here, 0.0, CTC_LOG_ZERO).to(logs.dtype)
 
 
 def ctc(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
-    """-log of the probability of all paths that say the first `length` (b) of these classes (b l), from logs (b t c): (b).
+    """Compute -log of the probability of all paths whose output is the first `length` (b) of the classes (b l): (b).
 
-    Only the classes of a row's own target are looked at, c of them and not v. Where there is no such path it is inf, and its
-    gradient 0. Graves et al. 2006.
+    `logs` (b t c) holds only the classes of each row's own target, c of them and not v. Without such a path the loss is inf
+    and its gradient 0. Graves et al. 2006.
     """
     if not logs.shape[1]:
         return logs.sum((1, 2)).masked_fill(length > 0, torch.inf)
-    return _Paths.apply(logs, classes, length)
+    return _CtcLoss.apply(logs, classes, length)
 
 
 @torch.no_grad()
 def best_path(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
-    """The likeliest of all paths that say the first `length` (b) of these classes (b l), by logs (b t c): a class a slot (b t).
+    """Find the most probable path whose output is the first `length` (b) of the classes (b l), by logs (b t c): (b t).
 
     Viterbi's algorithm.
     """
     if not logs.shape[1]:
         return classes.new_zeros(len(logs), 0)
     states, emit, skip = _ctc_states(logs, classes)
-    price = F.pad(skip[..., None], (0, 2))  # of coming from two states before, from one before, from itself
+    transition = F.pad(skip[..., None], (0, 2))  # scores from two states before, from one before, from itself
     front = torch.arange(states.shape[1], device=logs.device) < 2
     best = F.pad(front.to(logs.dtype).log() + emit[:, 0], (2, 0), value=-torch.inf)
     moves = []
     for here in emit.unbind(1)[1:]:
-        top = (best.unfold(1, 3, 1) + price).max(-1)
+        top = (best.unfold(1, 3, 1) + transition).max(-1)
         torch.add(top.values, here, out=best[:, 2:])
         moves.append(top.indices)
     last = 2 * length[:, None]
@@ -78,28 +79,30 @@ def best_path(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
 
 
 class States(NamedTuple):
-    """What paths walk through."""
+    """Hold the states of paths."""
 
     classes: Tensor  # (b s)
     emit: Tensor  # (b t s) log-probabilities
-    skip: Tensor  # (b s) what is added for coming from two states before: 0, or -inf where a blank must not be skipped
+    skip: Tensor  # (b s) score of a transition from two states before: 0, or -inf where a blank must not be skipped
 
 
 def _ctc_states(logs: Tensor, classes: Tensor) -> States:
     states = classes.new_zeros(len(classes), 2 * classes.shape[1] + 1)
     states[:, 1::2] = classes
-    alike = states == states.roll(2, 1)  # of the first two it means nothing: there is nobody before them
+    alike = states == states.roll(2, 1)  # irrelevant for the first two, which have no such transition
     skip = logs.new_zeros(states.shape).masked_fill(alike, -torch.inf)
     return States(states, logs.gather(2, states[:, None].expand(-1, logs.shape[1], -1)), skip)
 
 
-class _Paths(torch.autograd.Function):
-    """With the sums over all ways to a state and over all ways on from it,
+class _CtcLoss(torch.autograd.Function):
+    """Compute the loss by the forward-backward algorithm.
 
-        d lost / d logs[i, k] = -sum over states j of class k of to[i, j] p[i, j] on[i, j] / total,
+    With forward sums `to` over all paths to a state and backward sums `on` over all paths from it,
 
-    the share of paths that say k in slot i; total is that sum over all states, in every slot. The ways on are the ways to, seen
-    from the end: both are walked at once, in half as many steps. The gradient is made beside the loss.
+        d loss / d logs[i, k] = -sum over states j of class k of to[i, j] p[i, j] on[i, j] / total,
+
+    the share of paths with class k in slot i; total is that sum over all states, in every slot. The backward sums are forward
+    sums of the reversed problem: both are computed in one batch. The gradient is computed along with the loss.
     """
 
     @staticmethod
@@ -107,7 +110,7 @@ class _Paths(torch.autograd.Function):
         states, emit, skip = _ctc_states(logs, classes)
         here = torch.arange(states.shape[1], device=logs.device).expand_as(states)
         left = 2 * length[:, None] - here
-        front, end = here < 2, (left == 0) | (left == 1)  # where paths may begin and where they may end
+        front, end = here < 2, (left == 0) | (left == 1)  # first and last states of paths
         if not ctx.needs_input_grad[0]:
             return -_log_total(_path_sums(front, emit, skip)[-1] + emit[:, -1], end)
         both = zip((front, emit, skip), (end.flip(1), emit.flip(1, 2), skip.flip(1).roll(2, 1)), strict=True)
@@ -128,16 +131,18 @@ class _Paths(torch.autograd.Function):
 
 
 def _path_sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
-    """log of the sum over all ways from `front` (b s) to a state, before it says anything: (t b s)."""
+    """Compute logs of forward sums from the states `front` (b s), before the emission of each slot: (t b s)."""
     b, t, s = emit.shape
-    sums, now = emit.new_empty(t, b, s), emit.new_full((b, s + 2), -torch.inf)  # two more in front, where nobody comes from
+    sums = emit.new_empty(t, b, s)
+    now = emit.new_full((b, s + 2), -torch.inf)  # two unreachable states in front
     torch.log(front.to(emit.dtype), out=sums[0])
     for i in range(1, t):
         torch.add(sums[i - 1], emit[:, i - 1], out=now[:, 2:])
-        torch.logaddexp(torch.logaddexp(now[:, 2:], now[:, 1:-1]), now[:, :-2] + skip, out=sums[i])
+        stay_or_step = torch.logaddexp(now[:, 2:], now[:, 1:-1])
+        torch.logaddexp(stay_or_step, now[:, :-2] + skip, out=sums[i])
     return sums
 
 
 def _log_total(last: Tensor, end: Tensor) -> Tensor:
-    """log of the sum over all paths (b), from those to every state behind the last slot (b s)."""
+    """Compute the log of the sum over all paths (b) from the sums of all states after the last slot (b s)."""
     return last.masked_fill(~end, -torch.inf).logsumexp(1)

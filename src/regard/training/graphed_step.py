@@ -1,8 +1,8 @@
-"""A pass as one launch. On a GPU a small model spends its time in starting kernels, not in running them.
+"""CUDA graphs of training passes. On a GPU a small model spends most of its time on kernel launches.
 
-A forward and backward pass over a batch of some shape is always the same list of kernels. The first batch of a shape is run as it
-is, the second is captured as a CUDA graph, and every later one copies its tokens into the captured ones and starts the whole list
-at once. Dropout still falls anew: the random numbers of a graph move on with every replay.
+A forward and backward pass over a batch of one shape is always the same sequence of kernels. The first batch of a shape is run
+eagerly, the second is captured as a CUDA graph, and every later one is copied into the captured inputs and replayed. Dropout
+differs between replays: a graph advances the state of the generator.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ Shape = tuple[tuple[str, torch.Size, torch.dtype] | None, ...]
 
 
 class CapturedPass(NamedTuple):
+    """Hold a captured pass, its inputs and its outputs."""
+
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     loss: Loss  # overwritten by every replay
-    read: list[torch.UntypedStorage]  # memory from outside of the pass: a replay reads it where it was, so it must stay
+    read: list[torch.UntypedStorage]  # memory outside of the graph that replays read: kept alive
 
     def __call__(self, batch: Batch) -> Loss:
         for own, given in zip(self.inputs, _tensors(batch), strict=True):
             own.copy_(given, non_blocking=True)
         self.graph.replay()
-        return Loss(self.loss.total.clone(), self.loss.over.clone(), {name: x.clone() for name, x in self.loss.parts.items()})
+        parts = {name: x.clone() for name, x in self.loss.parts.items()}
+        return Loss(self.loss.total.clone(), self.loss.over.clone(), parts)
 
 
 class GraphedStep:
-    """Passes of a model: `graphs(batch)` adds the gradient of loss.total / unit to what `wanted` holds, and gives the loss.
+    """Run passes of a model: add the gradients of loss.total / unit to those of the parameters, and return the loss.
 
-    `forward` must not look at the device, and must draw its random numbers there. All work of training is done on the stream of
-    `on_stream`: a gradient that was made on another one could not be captured.
+    `forward` must not synchronise with the device, and must draw random numbers on it. All training is done on the stream of
+    `on_stream`: a gradient that was made on another stream could not be captured.
     """
 
-    def __init__(self, forward: Callable[[Batch], Loss], wanted: Sequence[nn.Parameter], unit: float) -> None:
-        self.forward, self.wanted, self.unit = forward, wanted, unit
-        self.device = wanted[0].device
+    def __init__(self, forward: Callable[[Batch], Loss], parameters: Sequence[nn.Parameter], unit: float) -> None:
+        self.forward, self.parameters, self.unit = forward, parameters, unit
+        self.device = parameters[0].device
         self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self.seen: set[Shape] = set()
         self.known: dict[Shape, CapturedPass] = {}
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """After what was asked for before, and before what is asked for later."""
+        """Run on the capture stream, ordered after earlier and before later work of the current stream."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             yield
@@ -67,8 +70,8 @@ class GraphedStep:
         return self.known[shape](batch)
 
     def _first(self, batch: Batch) -> Loss:
-        """As it is; whatever is made only once has been made then."""
-        for p in self.wanted:
+        """Run eagerly; one-time allocations happen here."""
+        for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         before = torch.get_rng_state()
@@ -85,9 +88,8 @@ class GraphedStep:
         try:  # without warm-ups: `_first` has run a batch of this shape
             graph, loss, read = capture_graph(lambda: self._run(own), self.device, warmups=0, pool=self.pool, stream=self.stream)
         except RuntimeError as error:
-            raise ValueError(
-                f"a pass of this model cannot be captured, use graphs=false: {str(error).splitlines()[0]}"
-            ) from error
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"a pass of this model cannot be captured, use graphs=false: {reason}") from error
         return CapturedPass(graph, _tensors(own), loss, read)
 
     def _run(self, batch: Batch) -> Loss:
@@ -101,6 +103,6 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def _batch_shape(batch: Batch) -> Shape:
-    """What makes two batches the same list of kernels."""
+    """Return a key that is equal for batches with the same sequence of kernels."""
     named = [*zip(Batch._fields, batch[:4], strict=False), *batch.extra.items()]
     return tuple(None if x is None else (name, x.shape, x.dtype) for name, x in named)

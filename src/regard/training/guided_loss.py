@@ -1,4 +1,4 @@
-"""What a model is told about where to look."""
+"""Guided attention loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from regard.training.losses import Loss
 def guided_attention_loss(
     weights: Tensor, source_valid: Tensor | None = None, target_valid: Tensor | None = None, *, sharpness: float = 0.2
 ) -> Loss:
-    """The guided attention loss: weight far from the diagonal costs. Tachibana et al. 2017, arXiv:1710.08969.
+    """Penalise attention weights far from the diagonal. Tachibana et al. 2017, arXiv:1710.08969.
 
     sum_ij a_ij (1 - exp(-(j / n - i / m)^2 / 2 g^2)), with weights a (b h m n), the mean over heads, g = `sharpness`; n and m
-    count the real tokens of each row, and i and j their places among them. Summed over real target tokens, as the surprise at
-    those is: add `weight * diagonal(...).total` to it. The paper divides by n as well.
+    count the real tokens of each row, and i and j their indices among them. Summed over real target tokens, as the
+    cross-entropy is: add `weight * guided_attention_loss(...).total` to it. The paper divides by n as well.
     """
     if not sharpness > 0:
         raise ValueError(f"sharpness is the width of the diagonal, above 0, not {sharpness!r}")
@@ -26,14 +26,15 @@ def guided_attention_loss(
     check_valid(target_valid, b, m, "the target")
     i, rows = _relative_positions(target_valid, weights, m)
     j, columns = _relative_positions(source_valid, weights, n)
-    cost = 1 - torch.exp(-((j[:, None] - i[..., None]) ** 2) / (2 * sharpness**2))
+    distance = j[:, None] - i[..., None]
+    cost = 1 - torch.exp(-(distance**2) / (2 * sharpness**2))
     cost = (cost * rows[..., None] * columns[:, None]).to(weights.dtype)
     with no_autocast(weights):
         return Loss(torch.einsum("bhmn,bmn->", weights, cost) / h, rows.sum())
 
 
 def _relative_positions(valid: Tensor | None, like: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Where tokens stand, from 0 to 1, and which are real: (b size) each."""
+    """Return relative positions of tokens, from 0 to 1, and the mask of real tokens: (b size) each."""
     real = torch.ones(len(like), size, dtype=torch.bool, device=like.device) if valid is None else valid
     at = real.cumsum(1) - real.long()
     return at.double() / real.sum(1, keepdim=True).clamp_min(1), real

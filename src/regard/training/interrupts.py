@@ -1,4 +1,4 @@
-"""SIGINT (Control-C) and SIGTERM (`kill`) while a run trains: it is saved first, and stops then."""
+"""Handle SIGINT (Control-C) and SIGTERM (`kill`) during training: save a checkpoint, then stop."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from types import FrameType
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-FIRST_MESSAGE = b"\nstopping behind this update, which is saved; once more stops at once and loses what is not saved\n"
+FIRST_MESSAGE = b"\nstopping after this update, which is saved; a second signal stops at once, without saving\n"
 
 
 class Interrupted(BaseException):
-    """Raised where training can stop at once and still save what it has."""
+    """Stop training at a point where the state can still be saved."""
 
 
 class Interrupts:
-    """A signal is noted, and acted on where nothing is lost by it.
+    """Record signals, and act on them where no progress is lost.
 
-    During an update the first one is noted: `asked` is True, and the loop of updates saves and stops. A second one is passed on
-    at once. While a checkpoint is written all of them are only noted, so that none is half-written. Inside `at_once()`, around
-    a validation that may take minutes, the first one raises Interrupted.
+    During an update the first signal is recorded: `asked` is True, and the training loop saves and stops. A second one is passed
+    on at once. While a checkpoint is written all signals are only recorded. Inside `at_once()`, around a validation that may take
+    minutes, the first one raises Interrupted.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -39,7 +39,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python sets no handlers
             found = {number: signal.getsignal(number) for number in SIGNALS}
-            self.previous = {number: handler for number, handler in found.items() if handler not in (None, signal.SIG_IGN)}
+            ignored = (None, signal.SIG_IGN)
+            self.previous = {number: handler for number, handler in found.items() if handler not in ignored}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,7 +48,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals, unless they are ignored: a job of a shell's background ignores Control-C."""
+        """Install the handlers, except for ignored signals: a background job of a shell ignores Control-C."""
         for number in self.previous:
             signal.signal(number, self._receive)
 
@@ -63,10 +64,10 @@ class Interrupts:
             self.pass_on(frame)
         if not self.quiet:
             with suppress(OSError):
-                os.write(2, FIRST_MESSAGE)  # a handler may run inside of a write to any stream of Python's
+                os.write(2, FIRST_MESSAGE)  # a handler may interrupt a write to any of Python's streams
 
     def pass_on(self, frame: FrameType | None = None) -> NoReturn:
-        """What the signal would have done without all this."""
+        """Call the previous handler of the signal."""
         assert self.received is not None
         handler = self.previous.get(self.received)
         if callable(handler):
@@ -77,7 +78,7 @@ class Interrupts:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """While a checkpoint is written."""
+        """Only record signals inside, while a checkpoint is written."""
         self.writing = True
         try:
             yield
@@ -86,7 +87,7 @@ class Interrupts:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """While nothing is changed that a checkpoint needs."""
+        """Raise Interrupted on a signal inside, where no state of a checkpoint is changed."""
         self.waiting = True
         try:
             if self.asked:

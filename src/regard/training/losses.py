@@ -1,4 +1,4 @@
-"""What a model loses: the surprise at what it should have said."""
+"""Losses: cross-entropy with label smoothing, fused with the output layer, and R-Drop."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from regard.mixers.attention import has_hooks, no_autocast
 from regard.mixers.feature_math import upcast
 from regard.models.heads import NextToken
 
-SLICE = 1 << 25  # scores that are looked at together
+SLICE = 1 << 25  # scores computed at once
 LossAndNll = tuple[Tensor, Tensor]
 LossNllKl = tuple[Tensor, Tensor, Tensor]
 
 
 class Loss(NamedTuple):
-    """A sum, and over how many things: passes of different sizes add up to one update without weighing the small ones more."""
+    """Hold a sum and its number of terms, so that passes of different sizes accumulate to one correctly weighted update."""
 
     total: Tensor  # summed
-    over: Tensor  # how many it is summed over
-    parts: dict[str, Tensor] = {}  # noqa: RUF012 - for the log: sums as well; never changed
+    over: Tensor  # number of terms
+    parts: dict[str, Tensor] = {}  # noqa: RUF012 - further sums, for the log; never changed in place
 
     @property
     def mean(self) -> Tensor:
@@ -33,29 +33,28 @@ class Loss(NamedTuple):
 
 
 def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0) -> Loss:
-    """Minus the log-probability of the target, summed over real ones: scores (... v), target (...).
+    """Compute minus the log-probability of the target, summed over real tokens: scores (... v), target (...).
 
-    With smoothing s the target is (1 - s) of the truth and s of a uniform choice among all v (Szegedy et al. 2015,
+    With label smoothing s the target distribution is (1 - s) of the label and s of the uniform one (Szegedy et al. 2015,
     arXiv:1512.00567). A target of NO_LABEL is not counted. `parts["nll"]` is the loss without smoothing.
     """
     check_smoothing(smoothing)
     target, scores = _real(scores, target, valid).flatten(), scores.flatten(0, -2)
     count = (target != NO_LABEL).sum()
-    if torch.compiler.is_compiling():  # it fuses the definition by itself
-        total, nll = _plainly(scores, target, smoothing)
+    if torch.compiler.is_compiling():  # the compiler fuses the definition
+        total, nll = _plain_cross_entropy(scores, target, smoothing)
     else:
-        total, nll = _Surprise.apply(scores, target, smoothing)
+        total, nll = _CrossEntropy.apply(scores, target, smoothing)
     return Loss(total, count, {"nll": nll.detach()})
 
 
 def linear_cross_entropy(
     head: nn.Module, x: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0
 ) -> Loss:
-    """cross_entropy(head(x), target, valid) of vectors x (... w), without ever holding the scores of all of them.
+    """Compute cross_entropy(head(x), target, valid) of vectors x (... w), without storing the scores of all tokens.
 
-    A vocabulary is wide: its scores are the largest tensor of a training step by far. They are made for some tokens at a time,
-    and their gradient at once, in the forward pass, so that they are walked over while they are near and then forgotten.
-    That is for a `NextToken` as it was built; any other head is asked for all of its scores.
+    The scores over a vocabulary are the largest tensor of a training step. They are computed for a slice of tokens at a time,
+    together with their gradient, in the forward pass. This needs an unmodified `NextToken`; any other head computes all scores.
     """
     made = _map(head, x)
     if made is None:
@@ -68,9 +67,9 @@ def linear_cross_entropy(
 def rdrop_loss(
     head: nn.Module, x: Tensor, y: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0, weight: float
 ) -> Loss:
-    """Of two answers x, y (... w) to one question: the mean of what they lose, and weight / 4 of how far they are `apart`.
+    """Compute the R-Drop loss of two passes x, y (... w) over one batch: their mean cross-entropy, and weight / 4 of `apart`.
 
-    Like `linear_cross_entropy`, without ever holding all scores. parts["apart"] is how far they are apart.
+    Like `linear_cross_entropy`, without storing all scores. parts["apart"] is the sum of the two divergences.
     """
     if not weight > 0:
         raise ValueError(f"the weight of an agreement must be above 0, not {weight!r}")
@@ -89,35 +88,35 @@ def rdrop_loss(
 
 
 def _map(head: nn.Module, x: Tensor) -> nn.Linear | None:
-    """The plain map of a `NextToken` as it was built, whose scores need not be held; of any other head there is none."""
+    """Return the linear map of an unmodified `NextToken`, which can be fused with the loss; None for any other head."""
     made = head.map if type(head) is NextToken and not has_hooks(head) else None
-    if torch.compiler.is_compiling() or type(made) is not nn.Linear or has_hooks(made) or _product(made.weight) != _product(x):
+    if torch.compiler.is_compiling() or type(made) is not nn.Linear:
         return None
-    return made
+    return None if has_hooks(made) or _product(made.weight) != _product(x) else made
 
 
-def _token_losses(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, held: float) -> LossNllKl:
+def _token_losses(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, kl_weight: float) -> LossNllKl:
     check_smoothing(smoothing)
     given: tuple[Tensor | None, ...] = (x, made.weight, made.bias)
-    if not torch.is_grad_enabled():  # which a Function is not told
+    if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores it
         given = tuple(None if y is None else y.detach() for y in given)
-    return _Said.apply(*given, target, smoothing, held)
+    return _LinearCrossEntropy.apply(*given, target, smoothing, kl_weight)
 
 
 def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Minus the log-probability at every step, shaped as the target (b m), 0 where there is none: what `cross_entropy` sums."""
+    """Compute minus the log-probability of every target (b m), 0 where there is none: the terms of `cross_entropy`."""
     target = _real(scores, target, valid)
     logs = upcast(scores).log_softmax(-1).flatten(0, -2)
     return F.nll_loss(logs, target.flatten(), ignore_index=NO_LABEL, reduction="none").view_as(target)
 
 
 def apart(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) + KL(q || p) = sum (p - q) (log p - log q) of two choices by their scores (... v), one for each (...)."""
+    """Compute KL(p || q) + KL(q || p) = sum (p - q) (log p - log q) of two distributions by their scores (... v): (...)."""
     return between(upcast(p).log_softmax(-1), upcast(q).log_softmax(-1))
 
 
 def between(p: Tensor, q: Tensor) -> Tensor:
-    """How far two choices are `apart`, by their log-probabilities."""
+    """Compute the same divergence from log-probabilities (... v)."""
     return ((p.exp() - q.exp()) * (p - q)).sum(-1)
 
 
@@ -126,7 +125,7 @@ def perplexity(loss: Loss) -> Tensor:
 
 
 def _real(scores: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
-    """The target, with NO_LABEL at padding."""
+    """Return the target with NO_LABEL at padding."""
     if scores.shape[:-1] != target.shape:
         raise ValueError(
             f"scores of shape {tuple(scores.shape)} need a target of shape {tuple(scores.shape[:-1])}, not {tuple(target.shape)}"
@@ -139,25 +138,26 @@ def check_smoothing(smoothing: float) -> None:
         raise ValueError(f"smoothing must be in [0, 1), not {smoothing!r}")
 
 
-def _plainly(scores: Tensor, target: Tensor, smoothing: float) -> LossAndNll:
-    """The definition: total and nll of scores (t v), target (t)."""
+def _plain_cross_entropy(scores: Tensor, target: Tensor, smoothing: float) -> LossAndNll:
+    """Compute total and nll of scores (t v), target (t) by their definition."""
     logs = upcast(scores).log_softmax(-1)
     nll = F.nll_loss(logs, target, ignore_index=NO_LABEL, reduction="sum")
     if not smoothing:
         return nll, nll
-    return (1 - smoothing) * nll - smoothing * logs.mean(-1).masked_fill(target == NO_LABEL, 0).sum(), nll
+    uniform = logs.mean(-1).masked_fill(target == NO_LABEL, 0).sum()
+    return (1 - smoothing) * nll - smoothing * uniform, nll
 
 
 def _slices(tokens: int, vocab: int, each: int = 1) -> Iterator[slice]:
-    """`each`: so many tokens stay together."""
+    """Iterate over slices of tokens with at most SLICE scores; their sizes are multiples of `each`."""
     rows = max(each, SLICE // max(1, vocab) // each * each)
     return (slice(i, i + rows) for i in range(0, tokens, rows))
 
 
-class _Surprise(torch.autograd.Function):
-    """The definition, with nothing of the size of the scores made beside them but their gradient.
+class _CrossEntropy(torch.autograd.Function):
+    """Compute cross-entropy without a temporary of the size of the scores but their gradient.
 
-    That is softmax(scores) - (1 - s) [w = truth] - s / v, from the scores themselves.
+    The gradient is softmax(scores) - (1 - s) [w = target] - s / v, recomputed from the scores.
     """
 
     @staticmethod
@@ -183,30 +183,34 @@ class _Surprise(torch.autograd.Function):
         truth, uniform = weight * (s - 1), weight * (-s / max(1, scores.shape[1]))
         for part in _slices(*scores.shape):
             p = scores[part].softmax(-1, dtype=up.dtype)
-            into = grad[part] if grad.dtype == p.dtype else p  # rounded only when all is added up
+            into = grad[part] if grad.dtype == p.dtype else p  # rounded once, after the sum
             torch.addcmul(uniform[part], p, weight[part], out=into).scatter_add_(1, at[part], truth[part])
             if into is p:
                 grad[part] = p
         return grad, None, None
 
 
-class _Said(torch.autograd.Function):
-    """_Surprise of the scores x W^T + b, (t w) -> (t v), and their gradient beside them, some tokens at a time.
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Compute cross-entropy of the scores x W^T + b, (t w) -> (t v), and its gradients, a slice of tokens at a time.
 
-    What smoothing takes from that gradient is s / v for every token of the vocabulary, so it is taken where those have been
-    summed over: mean(scores) = x mean(W) + mean(b), s mean(W) goes from the gradient of x, s / v sum(x) from every row of W's.
-    held > 0: tokens are pairs of answers to one question, and held times how far they are apart is lost as well.
+    Smoothing subtracts s / v from the gradient of every score. It is subtracted from the sums over the vocabulary instead:
+    mean(scores) = x mean(W) + mean(b), s mean(W) from the gradient of x, s / v sum(x) from every row of W's.
+    kl_weight > 0: adjacent tokens are pairs of two passes, and kl_weight times their divergence is added to the loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float, held: float) -> LossNllKl:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float, kl_weight: float
+    ) -> LossNllKl:
         real, acc, dtype = target != NO_LABEL, _sum_dtype(x), _product(x)
-        at, rest, b = target.where(real, 0)[:, None], real[:, None], None if bias is None else bias.to(dtype)
-        with no_autocast(x):  # what autocast would convert is converted here, once
-            own, truth, far, grads = _in_slices(ctx, x.to(dtype), weight.to(dtype), b, at, rest, s, held)
+        at, rest = target.where(real, 0)[:, None], real[:, None]
+        b = None if bias is None else bias.to(dtype)
+        with no_autocast(x):  # converted here, once, as autocast would
+            own, truth, far, grads = _in_slices(ctx, x.to(dtype), weight.to(dtype), b, at, rest, s, kl_weight)
             mean = own
             if s:
-                mean_w, mean_b = weight.to(acc).mean(0), 0 if bias is None else bias.to(acc).mean()
+                mean_w = weight.to(acc).mean(0)
+                mean_b = 0 if bias is None else bias.to(acc).mean()
                 mean = (x.to(acc) @ mean_w + mean_b)[:, None] + own - truth  # of the logs: lse = truth - own
             if s and any(ctx.needs_input_grad[:3]):
                 shares = (mean_w, real.to(acc) @ x.to(acc) / len(weight), real.sum(dtype=acc) / len(weight))
@@ -214,9 +218,9 @@ class _Said(torch.autograd.Function):
         ctx.save_for_backward(*grads, rest)
         ctx.types = x.dtype, weight.dtype, weight.dtype
         total, nll = _loss_and_nll(ctx, own, mean, real, s)
-        far = far.where(real[::2], 0).sum() if held else nll.new_zeros(())
+        far = far.where(real[::2], 0).sum() if kl_weight else nll.new_zeros(())
         ctx.mark_non_differentiable(nll, far)
-        return total + held * far, nll, far
+        return total + kl_weight * far, nll, far
 
     @staticmethod
     @once_differentiable
@@ -227,40 +231,38 @@ class _Said(torch.autograd.Function):
 
 
 def _in_slices(
-    ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, at: Tensor, real: Tensor, s: float, held: float
+    ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, at: Tensor, real: Tensor, s: float, kl_weight: float
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """The log-probability and the score of each truth, how far pairs are apart if they are held, and the gradients of x, w, b but
-    for what smoothing takes from them.
-    """
-    acc, wanted = _sum_dtype(x), [ctx.needs_input_grad[0], ctx.needs_input_grad[1], b is not None and ctx.needs_input_grad[2]]
+    """Compute log-probability and score of each target, divergences of pairs, and gradients of x, w, b without smoothing."""
+    acc = _sum_dtype(x)
+    needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     own, truth = (x.new_empty(len(x), 1, dtype=dtype) for dtype in (acc, x.dtype))
-    dx = torch.empty_like(x) if wanted[0] else None
-    dw, db = (
-        torch.zeros_like(y, dtype=acc) if y is not None and want else None for y, want in zip((w, b), wanted[1:], strict=True)
-    )
+    dx = torch.empty_like(x) if needs_x else None
+    dw = torch.zeros_like(w, dtype=acc) if needs_w else None
+    db = torch.zeros_like(b, dtype=acc) if b is not None and needs_b else None
     far = x.new_empty(len(x) // 2, dtype=acc)
-    heard, less = x * real, x.new_full((len(x), 1), s - 1, dtype=acc)
-    for part in _slices(len(x), len(w), 2 if held else 1):
+    masked, less = x * real, x.new_full((len(x), 1), s - 1, dtype=acc)
+    for part in _slices(len(x), len(w), 2 if kl_weight else 1):
         scores = F.linear(x[part], w, b)
         logs = scores.log_softmax(-1, dtype=acc)
         torch.gather(scores, 1, at[part], out=truth[part])
         torch.gather(logs, 1, at[part], out=own[part])
-        pull = _pull(logs, far[part.start // 2 : part.stop // 2]) if held else None
-        if not any(wanted):
+        pull = _kl_grad(logs, far[part.start // 2 : part.stop // 2]) if kl_weight else None
+        if dx is None and dw is None and db is None:
             continue
-        p = logs.exp_().scatter_add_(1, at[part], less[part])  # over the logs, which are of no more use
-        p = (p if pull is None else p.add_(pull, alpha=held)).to(x.dtype)
+        p = logs.exp_().scatter_add_(1, at[part], less[part])  # overwrites the logs
+        p = (p if pull is None else p.add_(pull, alpha=kl_weight)).to(x.dtype)
         if dx is not None:
             torch.mm(p, w, out=dx[part])
-        if dw is not None:  # summed up in float32 or better
-            dw.addmm_(p.mT, heard[part]) if dw.dtype == p.dtype else dw.add_(p.mT @ heard[part])
+        if dw is not None:  # summed in float32 or better
+            dw.addmm_(p.mT, masked[part]) if dw.dtype == p.dtype else dw.add_(p.mT @ masked[part])
         if db is not None:
             db += real[part, 0].to(p.dtype) @ p
     return own, truth, far, (dx, dw, db)
 
 
-def _pull(logs: Tensor, far: Tensor) -> Tensor:
-    """How far pairs are apart, by logs (2k v) into `far` (k), and its gradient (2k v).
+def _kl_grad(logs: Tensor, far: Tensor) -> Tensor:
+    """Write the divergences of pairs with logs (2k v) into `far` (k), and return their gradient (2k v).
 
     Of sum (p - q) (log p - log q) by the scores of p: p (d - sum p d) + p - q, with d = log p - log q.
     """
@@ -272,7 +274,7 @@ def _pull(logs: Tensor, far: Tensor) -> Tensor:
 
 
 def _loss_and_nll(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -> LossAndNll:
-    """The loss and nll, from the logs (t 1) of the truth and their mean over the vocabulary."""
+    """Sum the loss and nll, from the logs (t 1) of the target and their mean over the vocabulary."""
     nll = -own[:, 0].where(real, 0).sum()
     ctx.mark_non_differentiable(nll)
     if not s:
@@ -281,11 +283,12 @@ def _loss_and_nll(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
-    """The type to sum in: float32 or better."""
+    """Return the type for sums: float32 or better."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _product(x: Tensor) -> torch.dtype:
-    """The type of a product of x: its own, or what autocast makes of it."""
+    """Return the type of a matrix product of x: its own, or that of autocast."""
     kind = x.device.type if x.device.type != "meta" else "cpu"
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
+    cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else x.dtype

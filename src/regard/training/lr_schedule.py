@@ -1,4 +1,4 @@
-"""How fast to learn at which update: factors of the highest rate, pure functions of the update, so nothing has to be saved."""
+"""Learning-rate schedules: factors of the peak rate, as pure functions of the update, without state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from regard.text import unknown
 
 
 def lr_factor(config: Config, step: int) -> float:
-    """Of `lr`, at this update, counted from 1. All schedules rise in a straight line during `warmup` updates."""
+    """Return the factor of `lr` at an update, counted from 1. All schedules rise linearly during `warmup` updates."""
     if config.schedule not in LR_SCHEDULES:
         raise ValueError(unknown("there is no schedule", config.schedule, LR_SCHEDULES))
     if step < 1:
@@ -25,22 +25,22 @@ def _constant(config: Config, step: int) -> float:  # noqa: ARG001 - a schedule 
 
 
 def _linear(config: Config, step: int) -> float:
-    """Down to 0 at the last update."""
+    """Decay linearly to 0 at the last update."""
     return 1 - _past(config, step)
 
 
 def _cosine(config: Config, step: int) -> float:
-    """Down to 0 at the last update, slowly at both ends (Loshchilov and Hutter 2016, arXiv:1608.03983, without restarts)."""
+    """Decay to 0 at the last update by a half cosine (Loshchilov and Hutter 2016, arXiv:1608.03983, without restarts)."""
     return (1 + math.cos(math.pi * _past(config, step))) / 2
 
 
 def _inverse_sqrt(config: Config, step: int) -> float:
-    """min(step / warmup, sqrt(warmup / step)): the shape of Vaswani et al. 2017, arXiv:1706.03762, 1 at its highest."""
+    """Decay as min(step / warmup, sqrt(warmup / step)): the shape of Vaswani et al. 2017, arXiv:1706.03762, with peak 1."""
     return math.sqrt(max(config.warmup, 1) / step)
 
 
 def _past(config: Config, step: int) -> float:
-    """The share of the way from the end of the warm-up to the last update."""
+    """Return the fraction of updates done since the end of the warm-up."""
     return min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
 
 

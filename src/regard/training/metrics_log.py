@@ -1,4 +1,4 @@
-"""What happened, step by step: metrics.jsonl, and TensorBoard where it is installed."""
+"""Logs of metrics by step: metrics.jsonl, and TensorBoard where it is installed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from regard.data.strict_json import read_value
 from regard.training import atomic_files
 from regard.training.atomic_files import RunError
 
-TIMES = ("time",)  # what differs between two runs that are the same
+TIMES = ("time",)  # fields that differ between two equal runs
 
 
 class MetricsLog:
-    """One JSON object a line. A run that goes on after step s forgets the lines behind s, and writes them anew."""
+    """Append one JSON object a line. A run resumed after step s drops the lines of later steps."""
 
     def __init__(self, out: Path, after: int) -> None:
         path = out / "metrics.jsonl"
@@ -33,11 +33,12 @@ class MetricsLog:
         except OSError as error:
             raise RunError(atomic_files.cannot_write(self.path, error)) from error
         if self._board is not None:
-            for name, value in _flat_metrics({name: value for name, value in line.items() if name != "step"}):
+            values = {name: value for name, value in line.items() if name != "step"}
+            for name, value in _flat_metrics(values):
                 self._board.add_scalar(name, value, line["step"])
 
     def sync(self) -> None:
-        """On the disk: a checkpoint must not be there before the lines that led to it."""
+        """Sync to disk, before the checkpoint of the same step is written."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -47,7 +48,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; what a dying process left of a last one is none."""
+    """Read all complete lines; an incomplete last line, left by a crash, is dropped."""
     if not path.is_file():
         return []
     try:
@@ -61,7 +62,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _sound(line: Any) -> bool:
-    """As `write` writes them."""
+    """Return whether a line has the fields and types that `write` writes."""
     if not isinstance(line, dict) or not isinstance(line.get("val", {}), dict):
         return False
     return type(line.get("step")) is int and isinstance(line.get("time", 0.0), int | float)
@@ -72,7 +73,7 @@ def _json_line(line: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {name: _finite(x) for name, x in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -91,7 +92,7 @@ def _flat_metrics(line: dict[str, Any], prefix: str = "") -> list[tuple[str, flo
 def _board(folder: Path, after: int) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of what TensorBoard imports, in some of its versions
+            warnings.simplefilter("ignore", DeprecationWarning)  # from imports of some versions of TensorBoard
             from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None

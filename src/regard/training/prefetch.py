@@ -1,4 +1,4 @@
-"""Batches of the updates to come, made while the device works."""
+"""Prefetch batches of coming updates in a thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from regard.data.length_buckets import Batches
 from regard.training import rng
 from regard.training.learnable import Learnable
 
-PREFETCHED = 4  # updates whose batches are made before their turn
+PREFETCHED = 4  # updates whose batches are prepared in advance
 
 
 @contextmanager
 def prefetch_batches(task: Learnable, done: int, kind: str) -> Iterator[Iterator[list[Batch]]]:
-    """The batches of every update to come, made by a thread while the device and the backward pass work.
+    """Iterate over the batches of all coming updates, prepared by a thread while the device computes.
 
-    What they hold is a function of the update alone. `task.batch` must not draw from the global dice, which the model uses.
+    They are a function of the update alone. `task.batch` must not draw from the global random generators, which the model uses.
     """
     config, train = task.config, task.splits["train"]
     order = Batches([task.size(example) for example in train], config.batch_tokens, config.seed, True)

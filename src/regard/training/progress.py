@@ -1,4 +1,4 @@
-"""Progress of a run, and how long it will take: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a run with the time left: a bar in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"progress needs {error.name}: pip install 'regard[train]'", name=error.name) from None
 
 LINE_SECONDS = 10.0  # seconds between two plain lines
-REDRAW = 0.2  # seconds between two pictures of a bar
+REDRAW = 0.2  # seconds between two updates of a bar
 
 
 class Progress:
-    """What both kinds have in common; by itself it prints nothing."""
+    """Track progress without output: the base of both kinds."""
 
     def __init__(self, total: int, done: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.first, self.done, self.clock = total, done, done, clock
@@ -24,9 +24,10 @@ class Progress:
         self.score: str = ""
 
     def step(self, done: int) -> None:
-        """Count an update: cheap, and without waiting for the device."""
+        """Record an update: cheap, and without synchronisation with the device."""
         self.done = done
-        if (now := self.clock()) - self.shown >= self.wait:
+        now = self.clock()
+        if now - self.shown >= self.wait:
             self.shown = now
             self.show()
 
@@ -34,23 +35,26 @@ class Progress:
         self.loss = loss
 
     def validated(self, name: str, score: float, best: float | None) -> None:
-        self.score = f"val {name} {score:.4g}" + ("" if best is None or best == score else f" (best {best:.4g})")
+        suffix = "" if best is None or best == score else f" (best {best:.4g})"
+        self.score = f"val {name} {score:.4g}{suffix}"
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
-        """End the display."""
+        """End the display, after success or failure."""
 
     wait = float("inf")
 
     def show(self) -> None:
-        """Print the line, or draw the bar."""
+        """Print the current line or draw the current bar."""
 
     def left(self) -> float:
-        """Estimate the seconds that are left, from those since it was started."""
+        """Estimate the seconds left from the mean speed since the start."""
         made = self.done - self.first
-        return (self.clock() - self.begun) / made * (self.total - self.done) if made > 0 else float("nan")
+        if made <= 0:
+            return float("nan")
+        return (self.clock() - self.begun) / made * (self.total - self.done)
 
     def text(self) -> str:
         parts = [f"step {self.done}/{self.total}"]
@@ -60,7 +64,7 @@ class Progress:
 
 
 class Lines(Progress):
-    """For a file or a pipe."""
+    """Print lines, for a file or a pipe."""
 
     wait = LINE_SECONDS
 
@@ -81,7 +85,7 @@ class Lines(Progress):
 
 
 class Bar(Lines):
-    """For a terminal."""
+    """Draw a bar, for a terminal."""
 
     wait = REDRAW
 
@@ -103,7 +107,7 @@ class Bar(Lines):
 
 
 def progress(total: int, done: int = 0, *, quiet: bool = False, console: Console | None = None) -> Progress:
-    """Make a bar for a terminal, lines for a pipe, and nothing if quiet."""
+    """Choose the kind of progress that fits the console."""
     if quiet:
         return Progress(total, done)
     console = console or Console()
@@ -116,7 +120,7 @@ def print_line(text: str) -> None:
 
 
 def span(seconds: float) -> str:
-    """Write seconds as 3 s, 2:05 or 1:02:03."""
+    """Format a duration: 3 s, 2:05, 1:02:03."""
     if seconds != seconds or seconds == float("inf"):
         return "?"
     whole = round(seconds)

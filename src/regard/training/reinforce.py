@@ -1,6 +1,6 @@
-"""Learning from a reward for whole answers, such as BLEU: what is said by chance and does well is made likelier.
+"""Sequence-level training with a reward, such as BLEU: self-critical training and minimum risk training.
 
-A reward is any function of answers and truths, both lists of tokens without their ends, that gives a number for each pair.
+A reward is any function of answers and references, both lists of tokens without END, that returns a number for each pair.
 Letters: b examples, x answers, m tokens of an answer, v vocabulary.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -27,18 +28,19 @@ Reward = Callable[[Texts, Texts], Sequence[float]]
 def self_critical(
     model: Translator, batch: Batch, reward: Reward, *, constraints: Constraints, dice: torch.Generator | None = None
 ) -> Loss:
-    """An answer drawn by chance should beat the likeliest one: -(r(drawn) - r(likeliest)) log p(drawn), summed over examples.
+    """REINFORCE with the reward of greedy decoding as baseline: -(r(sampled) - r(greedy)) log p(sampled), summed over examples.
 
-    Its gradient is on average that of minus the expected reward. Rennie et al. 2016, arXiv:1612.00563. Answers are given without
-    dropout; their probability is that of a model as it learns, and of what the constraints allow.
+    The expectation of its gradient is that of minus the expected reward. Rennie et al. 2016, arXiv:1612.00563. Answers are
+    generated without dropout; their probability is computed in training mode, under the constraints.
     """
     truths = _truths(batch)
     with resting(model):
         state = model.start(batch.source, batch.source_valid)
         drawn = generate(model, state, _begin(batch), constraints=constraints, choice=_chance(dice))
-        likeliest = generate(model, state, _begin(batch), constraints=constraints)
+        greedy = generate(model, state, _begin(batch), constraints=constraints)
     logs = log_probability(model, batch, drawn, constraints=constraints)
-    got, base = _rewards(reward, drawn, truths, logs), _rewards(reward, likeliest, truths, logs)
+    got = _rewards(reward, drawn, truths, logs)
+    base = _rewards(reward, greedy, truths, logs)
     total = -((got - base) * logs).sum()
     return Loss(total, _reference_counts(truths, logs), {"reward": got.sum(), "greedy": base.sum()})
 
@@ -54,10 +56,10 @@ def minimum_risk(
     truth: bool = True,
     dice: torch.Generator | None = None,
 ) -> Loss:
-    """Minus the expected reward over a few answers S, by Q(y) = p(y)^alpha / sum over y' in S of p(y')^alpha.
+    """Compute minus the expected reward over a set S of answers, by Q(y) = p(y)^alpha / sum over y' in S of p(y')^alpha.
 
-    S is what is new among so many `samples`, and the truth if it is wanted and the constraints let it be said. Shen et al. 2015,
-    arXiv:1512.02433. With alpha=1 and every possible answer in S it is the expected reward itself.
+    S holds the distinct ones of `samples` sampled answers, and with `truth` the reference where the constraints allow it. Shen
+    et al. 2015, arXiv:1512.02433. With alpha=1 and every possible answer in S it is the expected reward itself.
     """
     if samples < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"samples must be at least 1 and alpha above 0, not {samples!r} and {alpha!r}")
@@ -67,10 +69,9 @@ def minimum_risk(
         drawn = generate(model, state, _begin(batch, samples), constraints=constraints, choice=_chance(dice))
     sets = [_distinct(drawn[i * samples : (i + 1) * samples]) for i in range(len(truths))]
     if truth:
-        sets = [
-            _distinct([*few, true] if len(true) <= constraints.max_new_tokens else few)
-            for few, true in zip(sets, truths, strict=True)
-        ]
+        longest = constraints.max_new_tokens
+        pairs = zip(sets, truths, strict=True)
+        sets = [_distinct([*few, true] if len(true) <= longest else few) for few, true in pairs]
     rows = [i for i, few in enumerate(sets) for _ in few]
     answers = [answer for few in sets for answer in few]
     logs = log_probability(model, batch, answers, constraints=constraints, rows=rows)
@@ -85,54 +86,56 @@ def minimum_risk(
 def log_probability(
     model: Translator, batch: Batch, answers: Texts, *, constraints: Constraints, rows: Sequence[int] | None = None
 ) -> Tensor:
-    """Of answers without their ends, (x): in one pass, with gradients. `rows`: the examples they answer, one each if not given.
+    """Compute log-probabilities (x) of answers without END in one pass, with gradients. `rows`: their examples, one each if None.
 
-    Under constraints: what may not be said has no share, and an answer of the most tokens was cut off, so nothing ends it.
+    Under the constraints: banned tokens have probability 0, and an answer of max_new_tokens was truncated, so it has no END.
     """
     ended = [[*answer, constraints.eos] if len(answer) < constraints.max_new_tokens else answer for answer in answers]
     target, valid = padded(ended)
     device = batch.source.device
     target, valid = target.to(device), None if valid is None else valid.to(device)
-    heard = model.hear(batch.source, batch.source_valid)
+    memory = model.hear(batch.source, batch.source_valid)
     if rows is not None:
-        heard = select(heard, torch.tensor(rows, device=device))
-    scores = model.head(model.hidden(heard, shifted(target), valid))
+        memory = select(memory, torch.tensor(rows, device=device))
+    scores = model.head(model.hidden(memory, shifted(target), valid))
     return -by_step(_allowed(scores, target, constraints), target, valid).sum(1)
 
 
 def sentence_bleu(answers: Texts, truths: Texts) -> list[float]:
-    """BLEU of every answer by itself, from 0 to 1: precisions of 1 to 4 tokens, with one more right beyond single ones.
+    """Compute BLEU of every answer by itself, from 0 to 1: precisions of n-grams up to 4, with add-one smoothing for n > 1.
 
-    Lin & Och 2004. An answer without a right token gets 0.
+    Lin & Och 2004. An answer without a matching token gets 0.
     """
     return [_bleu(answer, truth) for answer, truth in zip(answers, truths, strict=True)]
 
 
 def _bleu(answer: list[int], truth: list[int], most: int = 4) -> float:
-    left: dict[tuple[int, ...], int] = {}  # runs of the truth that nothing has matched yet
+    left: dict[tuple[int, ...], int] = {}  # unmatched n-grams of the reference
     for n in range(1, most + 1):
-        for run in _runs(truth, n):
+        for run in _ngrams(truth, n):
             left[run] = left.get(run, 0) + 1
     logs = 0.0
     for n in range(1, most + 1):
         right = 0
-        for run in _runs(answer, n):
+        for run in _ngrams(answer, n):
             if left.get(run):
                 left[run] -= 1
                 right += 1
         if n == 1 and not right:
             return 0.0
-        more = n > 1
-        logs += math.log((right + more) / (max(0, len(answer) - n + 1) + more))
-    return math.exp(logs / most + min(0.0, 1 - len(truth) / len(answer)))
+        smoothing = n > 1
+        total = max(0, len(answer) - n + 1)
+        logs += math.log((right + smoothing) / (total + smoothing))
+    brevity = min(0.0, 1 - len(truth) / len(answer))
+    return math.exp(logs / most + brevity)
 
 
-def _runs(tokens: list[int], n: int) -> Iterator[tuple[int, ...]]:
+def _ngrams(tokens: list[int], n: int) -> Iterator[tuple[int, ...]]:
     return zip(*(tokens[i:] for i in range(n)), strict=False)
 
 
 def _allowed(scores: Tensor, target: Tensor, constraints: Constraints) -> Tensor:
-    """Scores (x m v) as the constraints left them while the target (x m) was said."""
+    """Apply the constraints to scores (x m v) at every step of the target (x m)."""
     if constraints.min_new_tokens or constraints.no_repeat_ngram_size:
         begin = constraints.prompt(target.new_full((len(target), 1), BEGIN))
         return torch.stack([constraints(scores[:, i], target[:, :i], begin) for i in range(target.shape[1])], 1)
@@ -156,11 +159,11 @@ def _distinct(answers: Texts) -> Texts:
 
 
 def _truths(batch: Batch) -> Texts:
-    """The targets as lists, without their ends."""
-    target, valid = sequence(batch).tolist(), batch.target_valid
+    """Return the targets as lists, without END."""
+    rows, valid = sequence(batch).tolist(), batch.target_valid
     if valid is not None:
-        target = [[t for t, real in zip(*row, strict=True) if real] for row in zip(target, valid.tolist(), strict=True)]
-    return [before_eos(row, END) for row in target]
+        rows = [list(compress(row, real)) for row, real in zip(rows, valid.tolist(), strict=True)]
+    return [before_eos(row, END) for row in rows]
 
 
 def _rewards(reward: Reward, answers: Texts, truths: Texts, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a run ended, and what it says about that."""
+"""The result of a finished run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from regard.training.progress import span
 
 @dataclass
 class Result:
-    """How a run ended: what is in its weights.safetensors."""
+    """Describe the weights.safetensors of a finished run."""
 
     steps: int  # updates made
-    name: str  # of the score that chose
-    best: float | None  # the best single checkpoint's
+    name: str  # of the score of model selection
+    best: float | None  # score of the best single checkpoint
     best_step: int | None
-    averaged: float | None  # the score of the mean of the last checkpoints; None where there was none to make
+    averaged: float | None  # score of the average of the last checkpoints; None without an average
     chosen: str  # best, average, or last where no score was a number
     early: bool  # stopped by its patience
     seconds: float
@@ -36,7 +36,7 @@ class Result:
 
 
 def finished(out: Path) -> Result | None:
-    """How the run ended, if it has; where its weights are gone or changed, its checkpoints end it once more."""
+    """Return the result of a finished run, or None; None too where its weights can be made again from its checkpoints."""
     path = out / checkpoints.RESULT
     if not path.is_file():
         return None

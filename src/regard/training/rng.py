@@ -1,4 +1,4 @@
-"""The state of every source of chance, as JSON can hold it: a run that goes on throws the dice that it would have thrown."""
+"""State of all random generators (Python, NumPy, torch, CUDA) as JSON, for exact resumption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def seed_all(seed: int) -> None:
-    """Start all of them from one seed."""
+    """Seed all generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # and CUDA's

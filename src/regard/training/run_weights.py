@@ -1,4 +1,4 @@
-"""The weights of a run that answers: those it has chosen, or, where it is not finished, the best that it has saved."""
+"""Select the weights of a run for inference: the final ones, or the best checkpoint of an unfinished run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ TRIES = 5  # a run that is being trained removes checkpoints while they are read
 
 
 class RunWeights(NamedTuple):
+    """Hold a run and its selected weights."""
+
     run: SavedRun
     weights: Path  # the file of the weights
     update: int | None = None  # of the weights, where the run is not finished
-    note: str = ""  # a sentence about that
+    note: str = ""  # a sentence about an unfinished run
 
 
 def run_weights(out: Path) -> RunWeights:
-    """A finished run, or the checkpoint of an unfinished one that did best on validation: the newest if none was validated."""
+    """Load a finished run, or the best checkpoint of an unfinished one by validation: the newest if none was validated."""
     config = checkpoints.load_config(out)
     if config is None or (out / checkpoints.RESULT).is_file() or not checkpoints.steps(out):
         return RunWeights(checkpoints.load_run(out), out / checkpoints.WEIGHTS)

@@ -50,7 +50,7 @@ class HeadPatterns(NamedTuple):
     @staticmethod
     def of(pattern: Pattern, heads: int) -> HeadPatterns:
         each = tuple(pattern.for_head(h, heads) for h in range(heads))
-        return HeadPatterns(each, str(pattern), pattern.bends_with_length)
+        return HeadPatterns(each, str(pattern), pattern.depends_on_length)
 
 
 def tile_attention(
