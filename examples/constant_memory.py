@@ -48,7 +48,15 @@ def draw(found, prompt, length):
     for (spec, sizes), colour in zip(found.items(), SPECS.values(), strict=True):
         kept = [size / 1024 for size in sizes]
         axes.plot(range(prompt, length + 1), kept, color=colour, linewidth=1.6)
-        axes.text(length + (length - prompt) / 50, kept[-1], f"{spec}\n{kept[-1]:,.0f} KiB", color=colour, va="center", fontsize=11, linespacing=1.4)
+        axes.text(
+            length + (length - prompt) / 50,
+            kept[-1],
+            f"{spec}\n{kept[-1]:,.0f} KiB",
+            color=colour,
+            va="center",
+            fontsize=11,
+            linespacing=1.4,
+        )
     axes.set(yscale="log", xlim=(prompt, length))
     axes.set_xlabel("tokens", color=GREY, fontsize=11)
     axes.set_ylabel("KiB", color=GREY, fontsize=11)

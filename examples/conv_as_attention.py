@@ -47,7 +47,9 @@ for h, (weights, number) in enumerate(zip(heads, conv.weight.flatten().tolist(),
 most = outputs[0].abs().max().item()
 for i, (title, picture) in enumerate({"image": image, "convolution": outputs[0], "attention": outputs[1]}.items()):
     axes = figure.add_axes((0.375 + 0.207 * i, 0.2, 0.188, 0.188 * 12.8 / 5.4))
-    axes.imshow(picture[0, 0].detach().numpy(), **({"cmap": "Greys"} if i == 0 else {"cmap": "RdBu_r", "vmin": -most, "vmax": most}))
+    axes.imshow(
+        picture[0, 0].detach().numpy(), **({"cmap": "Greys"} if i == 0 else {"cmap": "RdBu_r", "vmin": -most, "vmax": most})
+    )
     shown[title] = axes
 for title, axes in shown.items():
     axes.set_title(title, fontsize=9.5, color=GREY, loc="left", pad=4)

@@ -265,7 +265,10 @@ def test_grouped_heads_are_repeated_heads(case):
 def test_cost_grows_as_claimed(case):
     for mode in modes(case):
         with torch.device("meta"):
-            m, cost = case.spec.build(Dims(WIDTH, HEADS, max_len=max(LENGTHS), **mode), positions=case.positions).double().eval(), []
+            m, cost = (
+                case.spec.build(Dims(WIDTH, HEADS, max_len=max(LENGTHS), **mode), positions=case.positions).double().eval(),
+                [],
+            )
         for n in (n // 2 if case.example.cost == 1 else n for n in LENGTHS):
             x = torch.empty(1, n, WIDTH, dtype=torch.float64, device="meta")
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
