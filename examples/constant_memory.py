@@ -17,14 +17,14 @@ PROMPT, LENGTH = 1000, 3000
 SPECS = {"softmax": "#d1495b", "Local(64) | Global(first=4)": "#2b6cb0", "linear": "#2a9d6f"}
 
 
-def streamed(spec, x):
+def streamed(spec, x, prompt):
     """The bytes of the state after the prompt and after every token behind it."""
     mixer = layer(spec, width=64, heads=4, causal=True)
     with torch.no_grad():
         whole, state = mixer(x), mixer.start(1)
-        _, state = mixer.extend(state, x[:, :PROMPT])  # the prompt at once
+        _, state = mixer.extend(state, x[:, :prompt])  # the prompt at once
         sizes = [state.nbytes]
-        for t in range(PROMPT, LENGTH):
+        for t in range(prompt, x.shape[1]):
             y, state = mixer.extend(state, x[:, t : t + 1])
             sizes.append(state.nbytes)
     error = (y - whole[:, -1:]).abs().max().item()
@@ -35,21 +35,29 @@ def streamed(spec, x):
     return sizes
 
 
-def draw(found):
+def draw(found, prompt, length):
     figure = Figure(figsize=(9.6, 5.0), dpi=150, facecolor="white")
     figure.text(0.09, 0.905, "What a layer remembers while it streams", fontsize=17, weight="bold", color=INK)
     figure.text(
         0.09,
         0.845,
-        f"Size of the state, spare room included, token by token behind a prompt of {PROMPT:,}; width 64, 4 heads.",
+        f"Size of the state, spare room included, token by token behind a prompt of {prompt:,}; width 64, 4 heads.",
         color=GREY,
     )
     axes = figure.add_axes((0.09, 0.13, 0.66, 0.66))
     for (spec, sizes), colour in zip(found.items(), SPECS.values(), strict=True):
         kept = [size / 1024 for size in sizes]
-        axes.plot(range(PROMPT, LENGTH + 1), kept, color=colour, linewidth=1.6)
-        axes.text(LENGTH + 40, kept[-1], f"{spec}\n{kept[-1]:,.0f} KiB", color=colour, va="center", fontsize=11, linespacing=1.4)
-    axes.set(yscale="log", xlim=(PROMPT, LENGTH))
+        axes.plot(range(prompt, length + 1), kept, color=colour, linewidth=1.6)
+        axes.text(
+            length + (length - prompt) / 50,
+            kept[-1],
+            f"{spec}\n{kept[-1]:,.0f} KiB",
+            color=colour,
+            va="center",
+            fontsize=11,
+            linespacing=1.4,
+        )
+    axes.set(yscale="log", xlim=(prompt, length))
     axes.set_xlabel("tokens", color=GREY, fontsize=11)
     axes.set_ylabel("KiB", color=GREY, fontsize=11)
     axes.tick_params(which="both", length=0, pad=6, labelsize=10, labelcolor=GREY)
@@ -61,8 +69,10 @@ def draw(found):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "constant_memory.png")
-    out = parser.parse_args().out
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens that are read at once")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens in all")
+    args = parser.parse_args()
     torch.manual_seed(0)
-    x = torch.randn(1, LENGTH, 64)
-    draw({spec: streamed(spec, x) for spec in SPECS}).savefig(out)
-    print(f"drawn into {out}")
+    x = torch.randn(1, args.length, 64)
+    draw({spec: streamed(spec, x, args.prompt) for spec in SPECS}, args.prompt, args.length).savefig(args.out)
+    print(f"drawn into {args.out}")

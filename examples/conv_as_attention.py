@@ -41,13 +41,15 @@ said = "Each head looks at one neighbour ■ of the query □; its output projec
 figure.text(0.03, 0.86, said, color=GREY)
 for h, (weights, number) in enumerate(zip(heads, conv.weight.flatten().tolist(), strict=True)):
     axes = figure.add_axes((0.03 + 0.104 * (h % 3), 0.565 - 0.256 * (h // 3), 0.087, 0.206))
-    axes.pcolormesh(weights.view(7, 7).flip(0), cmap="Greys", vmin=0, vmax=1.15, edgecolors=LINE, linewidth=0.4)
+    axes.pcolormesh(weights.view(7, 7).flip(0).numpy(), cmap="Greys", vmin=0, vmax=1.15, edgecolors=LINE, linewidth=0.4)
     axes.add_patch(Rectangle((3, 3), 1, 1, fill=False, edgecolor="#d1495b", linewidth=1.8))
     shown[f"head {h + 1}, times {number:.0f}"] = axes
 most = outputs[0].abs().max().item()
 for i, (title, picture) in enumerate({"image": image, "convolution": outputs[0], "attention": outputs[1]}.items()):
     axes = figure.add_axes((0.375 + 0.207 * i, 0.2, 0.188, 0.188 * 12.8 / 5.4))
-    axes.imshow(picture[0, 0].detach(), **({"cmap": "Greys"} if i == 0 else {"cmap": "RdBu_r", "vmin": -most, "vmax": most}))
+    axes.imshow(
+        picture[0, 0].detach().numpy(), **({"cmap": "Greys"} if i == 0 else {"cmap": "RdBu_r", "vmin": -most, "vmax": most})
+    )
     shown[title] = axes
 for title, axes in shown.items():
     axes.set_title(title, fontsize=9.5, color=GREY, loc="left", pad=4)

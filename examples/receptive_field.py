@@ -51,7 +51,7 @@ figure.text(0.04, 0.885, said, color=GREY, fontsize=11)
 for i, (name, (rows, reaches)) in enumerate(fields.items()):
     axes = figure.add_axes((0.04, 0.7 - 0.203 * i, 0.86, 0.125))
     shades = 0.12 + 0.8 * (rows / rows.amax(1, keepdim=True)).sqrt().masked_fill(rows == 0, torch.nan)
-    axes.pcolormesh(torch.arange(N + 1) - N / 2, torch.arange(LAYERS + 1), shades, cmap="magma_r", vmin=0, vmax=1)
+    axes.pcolormesh(torch.arange(N + 1).numpy() - N / 2, range(LAYERS + 1), shades.numpy(), cmap="magma_r", vmin=0, vmax=1)
     axes.set(ylim=(LAYERS, 0), xticks=[-40, -20, 0, 20, 40] if i == 3 else [], yticks=[])
     axes.set_title(name, fontsize=11, color=INK, loc="left", pad=4)
     axes.tick_params(length=0, pad=6, labelsize=9.5, labelcolor=GREY)

@@ -153,11 +153,14 @@ def at_once(kind, device, *, padding=True, rdrop=0.0, **changes):
     return loss, list(model.parameters())
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary"}, {"positions": "learned", "dropout": 0.1}], ids=str)
-@pytest.mark.parametrize("kind", AT_ONCE)
+LEARNED = {"positions": "learned", "dropout": 0.1}
+PASSES = [*((kind, {}) for kind in AT_ONCE), ("length", {"positions": "rotary"}), ("length", LEARNED), ("ctc", LEARNED)]
+
+
+@pytest.mark.parametrize(("kind", "changes"), PASSES, ids=str)  # positions and dropout are the same code for every kind
 def test_a_pass_that_says_all_at_once_asks_the_device_for_nothing(kind, changes):
     for padding, rdrop in ((True, 0.0), (False, 0.0), (True, 2.0)):
-        loss, _ = at_once(kind, "meta", padding=padding, rdrop=rdrop, **changes)
+        loss, _ = at_once(kind, "meta", padding=padding, rdrop=rdrop, depth=1, **changes)
         batch = next(iter(batches("meta")))
         loss(batch)  # whatever is made only once is made now
         with blind():

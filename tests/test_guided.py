@@ -305,7 +305,7 @@ def spelled(b, n=5):
 
 
 @pytest.mark.parametrize(
-    ("kind", "guide", "steps", "lr"), [("monotonic", 0.0, 300, 1.2e-2), ("location", 0.0, 200, 8e-3), ("plain", 1.0, 200, 8e-3)]
+    ("kind", "guide", "steps", "lr"), [("monotonic", 0.0, 200, 1.2e-2), ("location", 0.0, 130, 1e-2), ("plain", 1.0, 130, 1e-2)]
 )
 def test_an_aligned_task_is_learned_with_alignments_that_move_forwards(kind, guide, steps, lr):
     torch.manual_seed(0)

@@ -230,9 +230,10 @@ def largest(spec, n, causal):
 def test_nothing_quadratic_is_ever_held(spec, causal, set_limits):
     """Neither in the forward nor in the backward pass, not even a mask."""
     set_limits(softmax_strip=1 << 16, tile_scores=1 << 16)
-    n = 2048 if spec.startswith(("relu", "additive")) else 8192
-    assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal), spec
-    assert largest(spec, n, causal) < n**2 / 8
+    n = {"relu": 1024, "additive(hidden=4)": 1024}.get(spec, 4096)  # these make tensors of every pair, a strip at a time
+    most = largest(spec, n, causal)
+    assert most <= 2.2 * largest(spec, n // 2, causal), spec
+    assert most < n**2 / 8
 
 
 def test_edges_cost_what_the_edges_cost():

@@ -53,8 +53,16 @@ def laws(row: Row) -> Iterator[Any]:
             if name.startswith("test_") and hasattr(law, "fits") and law.fits(case):
                 marks = [mark.args for mark in law.pytestmark if mark.name == "parametrize" and mark.args[0] != "case"]
                 for values in product(*(mark[1] for mark in marks)):
-                    given = dict(zip([mark[0] for mark in marks], values, strict=True))
+                    given = given_by(marks, values)
                     yield pytest.param(row, law, given, id=f"{row.name}-{name}-{'-'.join(map(str, values))}")
+
+
+def given_by(marks: list[Any], values: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments of a law, from what each of its marks names: one of them, or several at once."""
+    given: dict[str, Any] = {}
+    for (names, *_), value in zip(marks, values, strict=True):
+        given |= {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
+    return given
 
 
 @pytest.mark.parametrize(("row", "law", "given"), [found for row in ROWS for found in laws(row)])

@@ -74,7 +74,7 @@ def test_a_prompt_may_hold_anything_at_padding(case):
     holds(m, x, valid, call)
 
 
-@claiming(Can.PADDING, cores=True)
+@claiming(Can.PADDING, core=True)
 def test_attend_ignores_what_padding_holds(case):
     made = core(case.spec, Dims(WIDTH, HEADS, max_len=128)).to(DEVICE).eval()
     g = torch.Generator().manual_seed(5)

@@ -446,13 +446,14 @@ def test_the_operator_behind_compile_is_well_made(dropout, term):
 @pytest.mark.parametrize("text", ["Local(7)", "Local(3) | Global(first=2)", "Stride(5) | Blocks(6)", "Dilated(3, 4) & Causal()"])
 def test_gradients_by_finite_differences(text, dropout):
     """Of outputs and log-sum-exps, with the dice of dropout thrown alike every time."""
-    inputs = [torch.randn(1, 2, 23, x, dtype=torch.float64, requires_grad=True) for x in (4, 4, 3)]
+    pattern = Pattern.parse(text)
+    inputs = [torch.randn(1, 2, 15, x, dtype=torch.float64, requires_grad=True) for x in (3, 3, 2)]
 
     def f(q, k, v):
         torch.manual_seed(1)
-        return tiled(q, k, v, Pattern.parse(text), Span(0, 23, 0, 23), scale=0.7, dropout=dropout)
+        return tiled(q, k, v, pattern, Span(0, 15, 0, 15), scale=0.7, dropout=dropout)
 
-    assert torch.autograd.gradcheck(f, inputs)
+    assert torch.autograd.gradcheck(f, inputs, fast_mode=dropout > 0)  # every number without dropout, a random sum with it
 
 
 @pytest.mark.parametrize("text", ["Local(40)", "Stride(3) | Local(9)", "Blocks(50) | Global(first=2)"])
