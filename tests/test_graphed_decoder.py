@@ -243,7 +243,9 @@ def test_a_state_in_buffers_goes_forwards_only_and_can_be_copied_out(decoder):
         wanted, _ = model.extend(model.extend(model.start(3), x)[1], torch.cat([one, one], 1))
         found, _ = model.extend(kept, one)
         torch.testing.assert_close(found[:, -1], wanted[:, -1])
-        assert kept.start == 10 and kept.memory[0].memory[0].memory.size == 10
+        caches = list(own_caches(kept))
+        assert kept.start == 10 and caches[0].size == 10 and caches[0].places.at.shape == (3, 10)
+        assert caches[0].places is caches[1].places  # layers share their masks again
         wide, _ = fast.extend(third.fan(2), one.repeat_interleave(2, 0))  # a chunk and a fan leave the buffers
         narrow, after = fast.extend(third, torch.cat([one, one], 1))
         torch.testing.assert_close(wide[::2], narrow[:, :1])
@@ -372,3 +374,20 @@ def test_contexts_of_beams_stay_where_they_are():
     own, cross = buffers.state.memory[0].memory
     assert isinstance(cross, CrossState)
     assert id(own.memory.k) in buffers.moved and id(cross.memory.k) not in buffers.moved
+    other = buffers.state.memory[1].memory[1]
+    assert cross.memory.places is other.memory.places  # layers share the mask of a source, and every step makes it anew
+    before = cross.memory.places
+    buffers.begin()
+    assert cross.memory.places is other.memory.places is not before
+
+
+def test_a_graph_masks_the_source_that_was_loaded_last(decoder):
+    model = sharp(translator(config(), VOCAB))
+    fast, first = decoder(model, room=16), torch.full((2, 1), 2, device=DEVICE)
+    constraints = Constraints(END, max_new_tokens=6)
+    for n in (9, 3, 12):
+        x = torch.randint(5, VOCAB, (2, n), device=DEVICE)
+        valid = torch.arange(n, device=DEVICE) < torch.tensor([[n], [n - 2]], device=DEVICE)
+        wanted = generate(model, model.start(x, valid), first, constraints=constraints)
+        assert generate(fast, fast.start(x, valid), first, constraints=constraints) == wanted
+    assert len(fast.steps) == 1

@@ -148,11 +148,11 @@ class StaticCursor:
     `write` is called by every cache that appends a token; the first call of a step writes the position and the mask.
     """
 
-    def __init__(self, at: Tensor, valid: Tensor) -> None:
-        self.at, self.valid = at, valid  # (b room)
+    def __init__(self, at: Tensor, valid: Tensor, start: int | None = None) -> None:
+        self.at, self.valid, self.start = at, valid, start  # (b room), (b room), and `Places.start` where it never changes
         self.slot = torch.zeros(1, dtype=torch.long, device=at.device)
         self.written = False  # in this step
-        self.places = Places(at, valid)  # of all slots, with the masks of this step
+        self.renew()
 
     def write(self, places: Places) -> None:
         if self.written:
@@ -160,7 +160,11 @@ class StaticCursor:
         self.at.index_copy_(1, self.slot, places.at)
         self.valid.index_fill_(1, self.slot, True)
         self.written = True
-        self.places = Places(self.at, self.valid)
+        self.renew()
+
+    def renew(self) -> None:
+        """Drop the masks that were made of the numbers before: those of a step belong to it alone."""
+        self.places = Places(self.at, self.valid, self.start)
 
     def advance(self) -> None:
         """End a step: the next token goes into the next slot."""
@@ -194,6 +198,22 @@ class StaticKVCache(KVCache):
         self.k.index_copy_(2, cursor.slot, k.to(self.k.dtype))
         self.v.index_copy_(2, cursor.slot, v.to(self.v.dtype))
         return self
+
+
+class StaticContextCache(KVCache):
+    """A cache of fixed room that nothing is appended to: of a context. `newest` is a `StaticCursor` whose mask layers share."""
+
+    __slots__ = ()
+
+    @property
+    def places(self) -> Places:
+        """The places of all slots, one object for the caches of all layers."""
+        return self.newest.places  # type: ignore[attr-defined]
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, cursor: StaticCursor) -> StaticContextCache:
+        room, start = k.shape[2], cursor.places.start
+        return StaticContextCache(k, v, cursor.at, cursor.valid, room, start, False, cursor, room)  # type: ignore[arg-type]
 
 
 class RollingKVCache(KVCache):

@@ -41,8 +41,8 @@ class DecodeGraph:
         """
         for watch in (nullcontext(), forbid_sync(self.device)):
             self.buffers.load(state)
-            with watch, positions_below(self.bound):
-                _, after = self.model.extend(self.buffers.state, self.tokens)
+            with watch:
+                _, after = self._extend()
             if why := self.buffers.why_not_static(after):
                 return why
         self.buffers.load(state)
@@ -52,10 +52,14 @@ class DecodeGraph:
         """Do one step without the host: what a graph captures."""
         if reorder:
             self.buffers.reorder(self.rows)
-        with positions_below(self.bound):
-            scores, after = self.model.extend(self.buffers.state, self.tokens)
+        scores, after = self._extend()
         self.buffers.store(after)
         return scores
+
+    def _extend(self) -> tuple[Tensor, Any]:
+        self.buffers.begin()
+        with positions_below(self.bound):
+            return self.model.extend(self.buffers.state, self.tokens)
 
     def capture(self, reorder: bool) -> Any:
         """Capture a step; the state in the buffers is the same afterwards."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.mixers.kv_cache import KVCache, RollingKVCache, StaticCursor, StaticKVCache, WriteCursor
+from regard.mixers.kv_cache import KVCache, RollingKVCache, StaticContextCache, StaticCursor, StaticKVCache, WriteCursor
 from regard.mixers.state import CrossState, State
 
 CONTEXT_MULTIPLE = 32  # tokens: with graphs a context gets room in multiples of so many
@@ -66,23 +66,29 @@ def host_facts(value: Any) -> Any:
     return value
 
 
-def own_caches(value: Any) -> Iterator[KVCache]:
-    """Yield the caches of a state that tokens are appended to."""
+def all_caches(value: Any, cross: bool = False) -> Iterator[tuple[KVCache, bool]]:
+    """Yield the caches of a state, and whether each is that of a context."""
     if isinstance(value, KVCache):
-        yield value
-    elif isinstance(value, tuple) and not isinstance(value, CrossState):
+        yield value, cross
+    elif isinstance(value, tuple):
         for part in value:
-            yield from own_caches(part)
+            yield from all_caches(part, cross or isinstance(value, CrossState))
+
+
+def own_caches(state: Any) -> Iterator[KVCache]:
+    """Yield the caches of a state that tokens are appended to."""
+    return (cache for cache, cross in all_caches(state) if not cross)
 
 
 def cache_groups(state: Any) -> tuple[int, ...]:
     """Number the caches of a state so that those with the same positions and padding have the same number."""
-    known: list[KVCache] = []
+    known: list[tuple[KVCache, bool]] = []
     groups = []
-    for cache in own_caches(state):
-        group = next((i for i, other in enumerate(known) if _same_places(cache, other)), len(known))
+    for cache, cross in all_caches(state):
+        alike = (cross == other_cross and _same_places(cache, other) for other, other_cross in known)
+        group = next((i for i, same in enumerate(alike) if same), len(known))
         if group == len(known):
-            known.append(cache)
+            known.append((cache, cross))
         groups.append(group)
     return tuple(groups)
 
@@ -96,7 +102,8 @@ class StateBuffers:
 
     def __init__(self, state: Any, room_for: RoomFor) -> None:
         self.room_for = room_for
-        self.cursors: dict[int, StaticCursor] = {}  # by number of the group
+        self.cursors: dict[int, StaticCursor] = {}  # of caches that grow, by number of their group
+        self.contexts: dict[int, StaticCursor] = {}  # of contexts
         self._groups = iter(cache_groups(state))
         self._counts: dict[int, Tensor] = {}  # buffers of `State.t`, which layers share
         self.state = self._static(state)
@@ -127,9 +134,15 @@ class StateBuffers:
         return RollingKVCache.of(*(_roomy(x, dim, room) for x, dim in zip(cache[:4], (2, 2, 1, 1), strict=True)))
 
     def _context(self, cache: KVCache) -> KVCache:
-        room = context_room(cache.size)
-        k, v, at, valid = (_roomy(x, dim, room) for x, dim in zip(cache[:4], (2, 2, 1, 1), strict=True))
-        return KVCache(k, v, at, valid, room, cache.start, False, WriteCursor(room), room)
+        room, group = context_room(cache.size), next(self._groups)
+        if group not in self.contexts:
+            self.contexts[group] = StaticCursor(_roomy(cache.at, 1, room), _roomy(cache.valid, 1, room), cache.start)
+        return StaticContextCache.of(_roomy(cache.k, 2, room), _roomy(cache.v, 2, room), self.contexts[group])
+
+    def begin(self) -> None:
+        """Begin a step: masks of contexts are made anew in it, so that a graph makes them of what was loaded."""
+        for cursor in self.contexts.values():
+            cursor.renew()
 
     def load(self, state: Any) -> None:
         """Copy a state into the buffers."""
@@ -160,14 +173,16 @@ class StateBuffers:
         """Return the ordinary state that the buffers hold, as a copy."""
         return self._value(self.state, self.facts, {})
 
-    def _value(self, own: Any, facts: Any, made: dict[int, Tensor]) -> Any:
+    def _value(self, own: Any, facts: Any, made: dict[int, Any]) -> Any:
+        """`made` holds copies by the id of their buffer, and places by the id of their cursor: layers share both."""
         if isinstance(own, Tensor):
             return made.setdefault(id(own), own.clone())
         if isinstance(own, KVCache):
-            size = facts.size + (self.steps if isinstance(own, StaticKVCache | RollingKVCache) else 0)
+            size = facts.size if isinstance(own, StaticContextCache) else facts.size + self.steps
             first = own.size - size if isinstance(own, RollingKVCache) else 0
-            new = [x.narrow(dim, first, size).clone() for x, dim in zip(own[:4], (2, 2, 1, 1), strict=True)]
-            return facts._replace(k=new[0], v=new[1], at=new[2], valid=new[3], size=size, newest=WriteCursor(size))
+            k, v, at, valid = (x.narrow(dim, first, size).clone() for x, dim in zip(own[:4], (2, 2, 1, 1), strict=True))
+            cache = facts._replace(k=k, v=v, at=at, valid=valid, size=size, newest=WriteCursor(size), whole=None)
+            return cache._replace(whole=made.setdefault(id(own.newest), cache.places))
         if isinstance(own, tuple):
             parts = [self._value(part, fact, made) for part, fact in zip(own, facts, strict=True)]
             value = type(own)(*parts) if hasattr(own, "_fields") else tuple(parts)
@@ -225,6 +240,8 @@ def _roomy(x: Tensor, dim: int, room: int) -> Tensor:
 
 def _same_places(a: KVCache, b: KVCache) -> bool:
     """Tell whether two caches hold the same positions and the same padding."""
+    if a.whole is not None and a.whole is b.whole:
+        return True
     if a.size != b.size or len(a.at) != len(b.at):
         return False
     if a.plain and b.plain and a.start is not None and b.start is not None:
