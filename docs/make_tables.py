@@ -91,7 +91,7 @@ def recall() -> str:
 
 def decoding(made: Made) -> str:
     """Beside Hugging Face's generate, with the same weights."""
-    names = {"transformers": "transformers", "ready": "regard, `Ready(model)`", "model": "regard, the model itself"}
+    names = {"transformers": "transformers", "ready": "regard, `fast_decoder(model)`", "model": "regard, the model itself"}
     body = [
         [
             r["model"],

@@ -369,6 +369,55 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "pass",
         "graphs",
     ),
+    # decoding steps in static buffers
+    "a static cache writes all tokens into one slot": (
+        R + "mixers/kv_cache.py",
+        "        self.slot += 1\n",
+        "        pass\n",
+        "graphed_decoder",
+    ),
+    "a static cache masks its newest token": (
+        R + "mixers/kv_cache.py",
+        "self.valid.index_fill_(1, self.slot, True)",
+        "pass",
+        "graphed_decoder",
+    ),
+    "a graph keeps the mask of an earlier context": (
+        R + "runtime/state_buffers.py",
+        "            cursor.renew()\n",
+        "            pass\n",
+        "graphed_decoder",
+    ),
+    "beams in buffers keep their places": (
+        R + "runtime/state_buffers.py",
+        "_copy_all(moved, [own.index_select(0, rows) for own in moved])",
+        "pass",
+        "graphed_decoder",
+    ),
+    "a capture leaves its own tokens in the buffers": (
+        R + "runtime/decode_graph.py",
+        "        self.buffers.load(state)\n        return captured\n",
+        "        return captured\n",
+        "graphed_decoder",
+    ),
+    "a full cache is written on": (
+        R + "runtime/graphed_decoder.py",
+        "return state.graph if state.graph.left > 0 else None",
+        "return state.graph",
+        "graphed_decoder",
+    ),
+    "an older state in buffers is extended": (
+        R + "runtime/graphed_decoder.py",
+        "self.graph.turn != self.turn",
+        "False",
+        "graphed_decoder",
+    ),
+    "keys of a fused product are its values": (
+        R + "runtime/packed_linear.py",
+        "setattr(attention, name, FusedPart(fused, number))",
+        "setattr(attention, name, FusedPart(fused, 0))",
+        "graphed_decoder",
+    ),
     # weights of others
     "maps of GPT-2 are not turned": (R + "pretrained/family.py", "(x.mT if x.dim() == 2 else x)", "(x)", "pretrained"),
     "positions of BART begin at its padding": (R + "pretrained/families.py", "lambda x: x[2:]", "lambda x: x[:-2]", "pretrained"),
