@@ -171,11 +171,12 @@ def register(
 
 def _spec_options(name: str) -> dict[str, inspect.Parameter]:
     """Return the options of a mechanism: all of its constructor but the dims, in a text also without their names."""
-    return _constructor_options(CATALOGUE[name].make)
+    make: Any = CATALOGUE[name].make
+    return _constructor_options(make)
 
 
 @cache
-def _constructor_options(make: type[Core] | type[Mixer]) -> dict[str, inspect.Parameter]:
+def _constructor_options(make: Any) -> dict[str, inspect.Parameter]:
     options = list(inspect.signature(make).parameters.values())[1:]
     options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
     return {p.name: p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options}
@@ -183,22 +184,23 @@ def _constructor_options(make: type[Core] | type[Mixer]) -> dict[str, inspect.Pa
 
 def _patterned(name: str) -> frozenset[str]:
     """Return the options that are patterns, so that a text can be given for them."""
-    return _constructor_patterns(CATALOGUE[name].make)
+    make: Any = CATALOGUE[name].make
+    return _constructor_patterns(make)
 
 
 @cache
-def _constructor_patterns(make: type[Core] | type[Mixer]) -> frozenset[str]:
+def _constructor_patterns(make: Any) -> frozenset[str]:
     hints = get_type_hints(make.__init__)
     return frozenset(o for o in _constructor_options(make) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
 
 
 @cache
-def _names(*rows: tuple[str, type]) -> dict[str, Callable[..., object]]:
+def _names(*rows: tuple[str, Any]) -> dict[str, Callable[..., object]]:
     """Return what a text may call: every pattern, and every mechanism of these names and classes."""
     return {**{name: _maker(name, own) for name, own in rows}, **PATTERNS}
 
 
-def _maker(name: str, own: type[Core] | type[Mixer]) -> Callable[..., Spec]:
+def _maker(name: str, own: Any) -> Callable[..., Spec]:
     signature = inspect.Signature(list(_constructor_options(own).values()))
 
     def make(*args: object, **options: object) -> Spec:

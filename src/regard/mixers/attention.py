@@ -41,7 +41,9 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
     x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
     """
     worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
-    weights, biases, sizes = [], [], []
+    weights: list[Tensor] = []
+    biases: list[Tensor] = []
+    sizes: list[int] = []
     for one in maps if worth else ():
         if type(one) is nn.Linear and not has_hooks(one):
             weights.append(one.weight)

@@ -74,9 +74,11 @@ class KVCache(NamedTuple):
         if self.size == 0:  # nothing to join with: take the tensors as they are
             return KVCache(k, v, places.at, valid, n, places.start, places.valid is None, WriteCursor(n), self.looked, places)
         both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
-        new = (torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both)
+        joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
         size, plain = self.size + n, self.plain and places.valid is None
-        log = KVCache(*new, size, self._joined(places), plain, WriteCursor(size), self.looked)
+        log = KVCache(
+            joined[0], joined[1], joined[2], joined[3], size, self._joined(places), plain, WriteCursor(size), self.looked
+        )
         return self._shared(log, places)
 
     def _written(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
