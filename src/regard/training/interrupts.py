@@ -21,8 +21,8 @@ class Interrupted(BaseException):
 class Interrupts:
     """A signal is noted, and acted on where nothing is lost by it.
 
-    During an update the first one is noted: `asked` is True, and the loop of updates saves and stops. A second one is passed on
-    at once. While a checkpoint is written all of them are only noted, so that none is half-written. Inside `at_once()`, around
+    During an update the first one is noted: `requested` is True, and the loop of updates saves and stops. A second one is passed
+    on at once. While a checkpoint is written all of them are only noted, so that none is half-written. Inside `at_once()`, around
     a validation that may take minutes, the first one raises Interrupted.
     """
 
@@ -33,7 +33,7 @@ class Interrupts:
         self.previous: dict[int, Any] = {}
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self.received is not None
 
     def __enter__(self) -> Interrupts:
@@ -52,7 +52,7 @@ class Interrupts:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        again = self.asked
+        again = self.requested
         if not again:
             self.received = number
         if self.writing:
@@ -89,7 +89,7 @@ class Interrupts:
         """While nothing is changed that a checkpoint needs."""
         self.waiting = True
         try:
-            if self.asked:
+            if self.requested:
                 raise Interrupted
             yield
         finally:
