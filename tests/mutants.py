@@ -102,7 +102,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(s.dtype)",
     ),
     # causal asked, something else done
-    "tiles ignore causal": (R + "ops/tile/attention.py", "p & Causal() if causal else p", "p"),
+    "tiles ignore causal": (R + "ops/tile/tile_op.py", "p & Causal() if causal else p", "p"),
     "a decoding step ignores causal": (
         R + "mixers/pattern_attention.py",
         "seen = seen & (i >= j) if self.causal else seen",
@@ -255,7 +255,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(UNBOUNDED if ahead is None else ahead, UNBOUNDED if back is None else back, step)",
     ),
     "a request for a backend is ignored": (
-        R + "ops/tile/attention.py",
+        R + "ops/tile/tile_op.py",
         'chosen = choose_backend("tile", backend, call, plans)\n    return _',
         'chosen = choose_backend("tile", AUTO, call, plans)\n    return _',
     ),

@@ -9,10 +9,10 @@ from regard.ops import edge
 from regard.ops.backend import _BACKENDS, backends, register_backend
 from regard.ops.dropout_hash import head_numbers, kept_pairs, kept_pairs_composite, key_keys, query_keys, row_seed
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.attention import HeadPatterns, heads_by_plan, tile_attention
 from regard.ops.tile.call import TileCall, unflatten_call
 from regard.ops.tile.head_pieces import split_heads
 from regard.ops.tile.reference import pairs_of_plan
+from regard.ops.tile.tile_op import HeadPatterns, heads_by_plan, tile_attention
 from regard.ops.tile.torch import TorchTiles
 from regard.patterns import Pattern
 from regard.patterns.condition import BAND, BLOCKS, COLUMNS, EDGES, RANDOM, ROWS, TAIL, UNBOUNDED

@@ -11,7 +11,7 @@ from conftest import CASES, DEVICE, HEADS, WIDTH, Case, data, every, modes, some
 from regard import Dims, Places, cache
 from regard.mixers.base import Can
 from regard.ops import edge
-from regard.ops.tile import attention, buffers, head_pieces
+from regard.ops.tile import buffers, head_pieces, tile_op
 from regard.patterns import Local, Random, drawn, edge_list, plan
 from regard.patterns.tiles import Span
 from regard.positions import POSITIONS, positions
@@ -25,16 +25,16 @@ def forget_all():
 def test_clear_caches_frees_plans_tables_and_buffers():
     """Of all threads; and results stay what they were."""
     q = torch.randn(1, 2, 64, 8)
-    patterns = attention.HeadPatterns.of(Local(5) | Random(1, 4, past=True), 2)
+    patterns = tile_op.HeadPatterns.of(Local(5) | Random(1, 4, past=True), 2)
 
     def run():
         edge._parsed_pattern("Local(3)")
         edge_list.edge_list(Local(3), Span(0, 9, 0, 9), True, torch.device("cpu"))
-        attention.heads_by_plan_of_text("Local(3)", 2, Span(0, 9, 0, 9), True)
-        return attention.tile_attention(q, q, q, patterns, Span(0, 64, 0, 64), scale=0.3)[0]
+        tile_op.heads_by_plan_of_text("Local(3)", 2, Span(0, 9, 0, 9), True)
+        return tile_op.tile_attention(q, q, q, patterns, Span(0, 64, 0, 64), scale=0.3)[0]
 
     def sizes():
-        plans = (plan.plan, edge_list.edge_list, attention.heads_by_plan, attention.heads_by_plan_of_text)
+        plans = (plan.plan, edge_list.edge_list, tile_op.heads_by_plan, tile_op.heads_by_plan_of_text)
         tables = (edge._parsed_pattern, drawn._draw_blocks, head_pieces.split_heads)
         scratch = sum(len(one.flat) for one in buffers._every_scratch)
         return [len(f.kept) for f in plans] + [f.cache_info().currsize for f in tables] + [scratch]

@@ -9,7 +9,7 @@ from torch import Tensor
 from conftest import DEVICE, close, data, some
 from regard import Dims, attend, core, layer
 from regard.mixers.base import Core, Places
-from regard.ops.delta.api import DeltaCall, delta_write
+from regard.ops.delta.delta_op import DeltaCall, delta_write
 from regard.ops.delta.reference import ReferenceDelta
 
 B, H, G, D, E = 2, 4, 2, 6, 3

@@ -13,7 +13,7 @@ from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.feature_math import EluPlusOne
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
-from regard.ops.linear.api import linear_attention, normalized_linear_attention
+from regard.ops.linear.linear_op import linear_attention, normalized_linear_attention
 from regard.ops.linear.prefix import cumulative_max
 
 B, H, G, D, E = 2, 4, 2, 5, 3

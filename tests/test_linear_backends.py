@@ -12,9 +12,9 @@ from regard.mixers.hybrid import far_kernels
 from regard.mixers.linear_attention import Kernel
 from regard.ops import backend as registry
 from regard.ops.backend import backends, choose_backend, register_backend
-from regard.ops.delta.api import DeltaCall, delta_rule, delta_write
+from regard.ops.delta.delta_op import DeltaCall, delta_rule, delta_write
 from regard.ops.delta.torch import TorchDelta
-from regard.ops.linear.api import (
+from regard.ops.linear.linear_op import (
     LinearCall,
     decayed_prefix_sum,
     linear_attention,
@@ -336,7 +336,7 @@ def test_operations_are_declared(case, monkeypatch) -> None:
         used.add(operation)
         return choose_backend(operation, name, *call)
 
-    for module in ("regard.ops.linear.api", "regard.ops.delta.api"):
+    for module in ("regard.ops.linear.linear_op", "regard.ops.delta.delta_op"):
         monkeypatch.setattr(f"{module}.choose_backend", choose)
     for causal in (False, True):
         try:

@@ -18,8 +18,8 @@ from conftest import small_budget
 from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard import Dims, attend, core, layer
 from regard.ops.tile import buffers
-from regard.ops.tile.attention import HeadPatterns
-from regard.ops.tile.attention import tile_attention as tiled_by_reach
+from regard.ops.tile.tile_op import HeadPatterns
+from regard.ops.tile.tile_op import tile_attention as tiled_by_reach
 from regard.patterns import (
     PATTERNS,
     Blocks,

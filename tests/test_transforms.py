@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from conftest import CASES, DEVICE, Case, claiming, close, data, each_path, modes, some
 from regard import layer
 from regard.mixers.base import Can
-from regard.ops.tile.attention import HeadPatterns, tile_attention
+from regard.ops.tile.tile_op import HeadPatterns, tile_attention
 from regard.patterns import Local, Pattern
 from regard.patterns.tiles import Span
 

@@ -10,7 +10,7 @@ from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.mixers.attention import attend
 from regard.mixers.base import Dims
 from regard.mixers.softmax import _Strips
-from regard.ops.tile.attention import accumulator
+from regard.ops.tile.tile_op import accumulator
 
 SHARP = 40.0  # e^-40 is 4e-18: all pixels but the target have weights below the rounding of float64
 

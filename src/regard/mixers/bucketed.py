@@ -21,7 +21,7 @@ from regard.ops.bucket import (
     newest_per_bucket,
     sort_by_bucket,
 )
-from regard.ops.tile.attention import accumulator
+from regard.ops.tile.tile_op import accumulator
 
 
 class BucketMemory(NamedTuple):

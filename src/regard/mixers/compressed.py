@@ -17,7 +17,7 @@ from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
 from regard.ops.strip import in_strips
-from regard.ops.tile.attention import HeadPatterns, tile_attention
+from regard.ops.tile.tile_op import HeadPatterns, tile_attention
 from regard.patterns import Blocks, Everything
 from regard.patterns.tiles import Span
 

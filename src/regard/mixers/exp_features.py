@@ -23,7 +23,7 @@ from regard.mixers.feature_math import (
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
-from regard.ops.linear.api import decayed_prefix_sum, linear_attention, linear_write, normalized_linear_attention
+from regard.ops.linear.linear_op import decayed_prefix_sum, linear_attention, linear_write, normalized_linear_attention
 from regard.ops.linear.prefix import cumulative_max
 
 

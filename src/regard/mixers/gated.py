@@ -18,10 +18,10 @@ from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, safe_ratio, where_valid
 from regard.mixers.linear_attention import Kernel
-from regard.ops.delta.api import delta_rule, delta_write
-from regard.ops.linear.api import linear_attention, linear_write
+from regard.ops.delta.delta_op import delta_rule, delta_write
+from regard.ops.linear.linear_op import linear_attention, linear_write
 
-ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
+GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
 
 
 class Matrix(NamedTuple):
@@ -141,7 +141,7 @@ class GLA(_Fading):
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         k, gate = k.split([self.dims.d, self.gates], -1)
-        return where_valid(k, places.valid, 0), log_gate(gate, places.valid, ROOT)
+        return where_valid(k, places.valid, 0), log_gate(gate, places.valid, GATE_ROOT)
 
 
 class Delta(Kernel):
@@ -188,7 +188,7 @@ class Delta(Kernel):
         """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
-        return self._queries(k, places), beta, log_gate(gate[..., 1:], places.valid, ROOT) if self.gates == 2 else None
+        return self._queries(k, places), beta, log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return F.normalize(F.silu(q) if self.activation == "silu" else q, dim=-1, eps=1e-6)

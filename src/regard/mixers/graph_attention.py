@@ -23,7 +23,7 @@ from regard.ops.composite import edge_attention_composite
 from regard.ops.edge import edge_attention, edge_attention_by_text
 from regard.ops.ragged import ragged_edge_attention
 from regard.ops.strip import in_strips
-from regard.ops.tile.attention import accumulator
+from regard.ops.tile.tile_op import accumulator
 from regard.patterns import Edges, Pattern
 from regard.patterns.edge_list import edge_list, pairs_by_row
 from regard.patterns.tiles import Span

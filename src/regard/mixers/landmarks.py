@@ -15,7 +15,7 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_queries
 from regard.mixers.softmax import Softmax
 from regard.ops.dense import sdpa
-from regard.ops.tile.attention import MASKED_SCORE
+from regard.ops.tile.tile_op import MASKED_SCORE
 
 
 def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from regard.mixers.feature_math import (
     upcast,
     where_valid,
 )
-from regard.ops.linear.api import decayed_prefix_sum, linear_write, normalized_linear_attention
+from regard.ops.linear.linear_op import decayed_prefix_sum, linear_write, normalized_linear_attention
 from regard.ops.linear.prefix import decay_to_end
 from regard.ops.strip import token_runs
 

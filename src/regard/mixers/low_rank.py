@@ -13,9 +13,9 @@ from regard.mixers.base import Core, Dims, Places, needed_length
 from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, where_valid
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.dense import sdpa
-from regard.ops.linear.api import linear_attention
+from regard.ops.linear.linear_op import linear_attention
 from regard.ops.strip import token_runs
-from regard.ops.tile.attention import MASKED_SCORE
+from regard.ops.tile.tile_op import MASKED_SCORE
 
 SHARES = ("none", "head", "kv", "layer")
 

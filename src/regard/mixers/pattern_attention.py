@@ -16,7 +16,7 @@ from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse
 from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.attention import MASKED_SCORE, HeadPatterns, tile_attention
+from regard.ops.tile.tile_op import MASKED_SCORE, HeadPatterns, tile_attention
 from regard.patterns.tiles import Span
 from regard.transforms import needs_lengths, needs_plain_ops
 

@@ -16,7 +16,7 @@ from regard.mixers.base import Can, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_keys, expand_heads
 from regard.ops.strip import in_strips
-from regard.ops.tile.attention import MASKED_SCORE, accumulator
+from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
 
 class Sinkhorn(CachedCore):

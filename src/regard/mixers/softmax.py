@@ -15,7 +15,7 @@ from regard.mixers.pattern_attention import PatternAttention, compact_keys, comp
 from regard.ops.budget import budget
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
-from regard.ops.tile.attention import HeadPatterns, accumulator
+from regard.ops.tile.tile_op import HeadPatterns, accumulator
 from regard.patterns import Everything
 
 SOFTMAX_CLAIMS = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT

@@ -13,7 +13,7 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import PatternAttention
 from regard.mixers.position_interface import Positions
 from regard.mixers.softmax import DOTS, default_scale
-from regard.ops.tile.attention import HeadPatterns
+from regard.ops.tile.tile_op import HeadPatterns
 from regard.patterns import (
     Blocks,
     Columns,

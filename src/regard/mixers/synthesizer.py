@@ -15,7 +15,7 @@ from regard.mixers.pattern_attention import PatternAttention, compact_keys, comp
 from regard.mixers.softmax import Softmax
 from regard.ops.budget import budget
 from regard.ops.strip import in_strips
-from regard.ops.tile.attention import MASKED_SCORE, accumulator
+from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
 SYNTHESIZER_FORMS = ("dense", "random", "dense_factorised", "random_factorised")
 

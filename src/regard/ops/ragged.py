@@ -17,7 +17,7 @@ from regard.ops.backend import AUTO
 from regard.ops.dropout_hash import draw_seed, row_seed
 from regard.ops.fourier import fourier_mix_by_row
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile import attention
+from regard.ops.tile import tile_op
 from regard.ops.tile.call import DIFFERENTIABLE, HeadPlans, TileCall, accumulator, unflatten_call
 from regard.patterns.edge_list import pairs_by_row
 from regard.patterns.tiles import MASKED_SCORE, Span
@@ -38,7 +38,7 @@ def ragged_tile_attention(
     k: Tensor,
     v: Tensor,
     counts: Tensor,
-    patterns: attention.HeadPatterns,
+    patterns: tile_op.HeadPatterns,
     *,
     scale: float,
     causal: bool,
@@ -62,7 +62,7 @@ def _ragged_rows(call: TileCall, pattern: str, causal: bool) -> Iterator[_Row]:
                 bias = bias._replace(by_query=bias.by_query[b, :, :n])
             seed = None if call.seed is None else row_seed(call.seed, row)
             own = call._replace(q=call.q[b, :, :n], k=call.k[b, :, :m], v=call.v[b, :, :m], valid=None, bias=bias, seed=seed)
-            plans = attention.heads_by_plan_of_text(pattern, call.q.shape[1], Span(0, n, 0, m), causal)
+            plans = tile_op.heads_by_plan_of_text(pattern, call.q.shape[1], Span(0, n, 0, m), causal)
             yield _Row(b, n, m, own, plans)
 
 
@@ -87,7 +87,7 @@ def _ragged_tiles(
     out = q.new_zeros(*q.shape[:3], call.width, dtype=v.dtype)
     lse = torch.full(q.shape[:3], MASKED_SCORE, dtype=accumulator(q.dtype), device=q.device)
     for row in _ragged_rows(call, pattern, causal):
-        out[row.b, :, : row.n], lse[row.b, :, : row.n] = attention.forward_by_name(row.call, row.plans, backend)
+        out[row.b, :, : row.n], lse[row.b, :, : row.n] = tile_op.forward_by_name(row.call, row.plans, backend)
     return out, lse
 
 
@@ -116,15 +116,15 @@ def _ragged_tiles_backward(
     grads = [None if x is None else x.new_zeros(x.shape) for x in (q, k, v, by_query)]
     for row in _ragged_rows(call, pattern, causal):
         results = [x[row.b, :, : row.n] for x in (out.to(lse.dtype), lse, d_out, d_lse)]
-        found = attention.backward_by_name(row.call, row.plans, backend, *results)
+        found = tile_op.backward_by_name(row.call, row.plans, backend, *results)
         for total, part, size in zip(grads, found, (row.n, row.m, row.m, row.n), strict=True):
             if total is not None and part is not None:
                 total[row.b, :, :size] = part
     return [x for x in grads if x is not None]
 
 
-_ragged_tiles.register_fake(attention.fake_tile_attention)  # the same shapes and order of arguments
-_ragged_tiles_backward.register_fake(attention.fake_tile_attention_backward)
+_ragged_tiles.register_fake(tile_op.fake_tile_attention)  # the same shapes and order of arguments
+_ragged_tiles_backward.register_fake(tile_op.fake_tile_attention_backward)
 
 
 def _ragged_tiles_grads(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
@@ -132,7 +132,7 @@ def _ragged_tiles_grads(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
     return *(None if x is None else next(found) for x in ctx.saved_tensors[:DIFFERENTIABLE]), *[None] * 10
 
 
-_ragged_tiles.register_autograd(_ragged_tiles_grads, setup_context=attention.keep_tensors)
+_ragged_tiles.register_autograd(_ragged_tiles_grads, setup_context=tile_op.keep_tensors)
 
 
 def ragged_edge_attention(
@@ -200,7 +200,7 @@ def _walk_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG
     return *_ragged_edge_grads(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
-_ragged_edge.register_autograd(_walk_go_back, setup_context=attention.keep_tensors)
+_ragged_edge.register_autograd(_walk_go_back, setup_context=tile_op.keep_tensors)
 
 
 @torch.library.custom_op("regard::waves_by_row", mutates_args=())

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from regard.plots.colours import GREY, INK, LINE
 
-LOSS, SCORE = "#c2410c", "#1d4ed8"  # colours
+LOSS_COLOUR, SCORE_COLOUR = "#c2410c", "#1d4ed8"  # colours
 
 
 def training_plot(lines: Sequence[dict[str, Any]], score: str, title: str, chosen: int | None = None) -> Figure:
@@ -20,18 +20,18 @@ def training_plot(lines: Sequence[dict[str, Any]], score: str, title: str, chose
     left = figure.add_axes((0.09, 0.16, 0.82, 0.62))
     figure.text(0.09, 0.91, title, size=13, weight="bold", color=INK)
     figure.text(0.09, 0.845, _plot_title(lines, score, chosen), size=8.5, color=GREY)
-    left.plot([x["step"] for x in lines], [x["loss"] for x in lines], color=LOSS, lw=1.6)
-    _style_axes(left, "loss in training", LOSS)
+    left.plot([x["step"] for x in lines], [x["loss"] for x in lines], color=LOSS_COLOUR, lw=1.6)
+    _style_axes(left, "loss in training", LOSS_COLOUR)
     left.set_xlabel("updates", color=GREY, size=8.5)
     left.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     validations = [(x["step"], x["val"][score]) for x in lines if score in x.get("val", {})]
     if validations:
         right: Any = left.twinx()
-        right.plot(*zip(*validations, strict=True), color=SCORE, lw=1.6, marker="o", ms=4, clip_on=False)
+        right.plot(*zip(*validations, strict=True), color=SCORE_COLOUR, lw=1.6, marker="o", ms=4, clip_on=False)
         best = [point for point in validations if point[0] == chosen]
         if best:
-            right.plot(*zip(*best, strict=True), "o", ms=10, mfc="none", mec=SCORE, mew=1.6, clip_on=False)
-        _style_axes(right, f"{score} on validation", SCORE)
+            right.plot(*zip(*best, strict=True), "o", ms=10, mfc="none", mec=SCORE_COLOUR, mew=1.6, clip_on=False)
+        _style_axes(right, f"{score} on validation", SCORE_COLOUR)
     return figure
 
 

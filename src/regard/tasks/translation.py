@@ -29,9 +29,9 @@ from regard.tasks.support import (
     check_lengths,
     check_vocab,
     constraints_of,
+    decoder_for,
     device_under,
     evaluating,
-    fast_decoder,
     generate_answers,
     in_order,
     learned,
@@ -46,7 +46,7 @@ from regard.training.mode_options import MinimumRisk, Mode, RDrop, SelfCritical
 from regard.training.nat_loss import glancing, nat_loss
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
 
-DECODING, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
+DECODED_TOKENS, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
 SPELLINGS = 8  # of every training text, with BPE dropout
 SOURCES_PER_CHUNK = 1000  # sources that are answered before their answers are kept
 TEXT_UNITS = ("subwords", "words", "characters")
@@ -239,8 +239,8 @@ class TranslationTask(Task):
         beams = self.config.beam if beams is None else beams
         with evaluating(model):
             sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # too long for its positions
-            fast, device = fast_decoder(model, self.config.max_new_tokens), device_under(model)
-            room = (IN_CACHE if device.type == "cpu" else DECODING) // max(1, beams)
+            fast, device = decoder_for(model, self.config.max_new_tokens), device_under(model)
+            room = (IN_CACHE if device.type == "cpu" else DECODED_TOKENS) // max(1, beams)
             return in_order(sources, len, room, lambda rows: self._generate(fast, rows, beams, device, early))
 
     def _generate(self, model: Any, rows: list[list[int]], beams: int, device: torch.device, early: bool) -> list[list[int]]:

@@ -21,9 +21,9 @@ class Interrupted(BaseException):
 class Interrupts:
     """Record signals, and act on them where no progress is lost.
 
-    During an update the first signal is recorded: `requested` is True, and the training loop saves and stops. A second one is passed
-    on at once. While a checkpoint is written all signals are only recorded. Inside `at_once()`, around a validation that may take
-    minutes, the first one raises Interrupted.
+    During an update the first signal is recorded: `requested` is True, and the training loop saves and stops. A second one is
+    passed on at once. While a checkpoint is written all signals are only recorded. Inside `at_once()`, around a validation that
+    may take minutes, the first one raises Interrupted.
     """
 
     def __init__(self, quiet: bool = False) -> None:

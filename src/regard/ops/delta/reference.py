@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.ops.delta.api import DeltaCall
+from regard.ops.delta.delta_op import DeltaCall
 
 
 class ReferenceDelta:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.budget import budget
-from regard.ops.delta.api import DeltaCall
+from regard.ops.delta.delta_op import DeltaCall
 from regard.ops.linear.prefix import pad_tokens, split_chunks
 from regard.ops.linear.torch import chunk_inputs, chunk_scores, join_chunks
 

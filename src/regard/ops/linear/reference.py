@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.ops.linear.api import LinearCall, LinearResult, PrefixCall
+from regard.ops.linear.linear_op import LinearCall, LinearResult, PrefixCall
 
 
 class ReferenceLinear:

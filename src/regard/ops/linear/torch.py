@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.budget import budget
-from regard.ops.linear.api import LinearCall, LinearResult, PrefixCall
+from regard.ops.linear.linear_op import LinearCall, LinearResult, PrefixCall
 from regard.ops.linear.prefix import decay_to_end, prefix_sum, shift_tokens, split_chunks
 
 
