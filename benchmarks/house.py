@@ -40,6 +40,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "regard"
+# A package (or top-level module) imports only what is in front of it here. `__init__` is that of regard itself.
+ORDER = (
+    *("_version", "checks", "text", "options", "transforms", "cache", "data"),
+    *("patterns", "ops", "mixers", "positions", "catalogue_row", "catalogue", "spec"),
+    *("blocks", "analysis", "config", "models", "runtime", "decoding"),
+    *("scores", "training", "tasks", "pretrained", "plots", "api", "__init__", "cli"),
+)
 REPEATABLE = {"__init__", "reference", "torch", "triton"}
 _WORDS = """
 ask asks asked asking hear hears heard hearing know knows knew knowing look looks looked looking mind minds

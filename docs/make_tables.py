@@ -5,6 +5,7 @@ make tables
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from regard.analysis.position_properties import positions_table
 from regard.catalogue import catalogue_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import house
 import tables_features
 import tables_tasks as real
 from tables_base import ROOT, Made, code, if_there, not_yet, result, short, table
@@ -147,7 +150,40 @@ def made_by(made: dict[str, Any]) -> str:
     return f"({size}, {s['dtype']}; {w['device']}, {w['threads']} threads, torch {w['torch']}, commit {w['commit']}.)"
 
 
+def files() -> str:
+    """Every file of the package with the first line of its docstring, by room in the order of imports."""
+
+    def place(path: Path) -> tuple[int, str]:
+        parts = path.relative_to(house.SOURCE).parts
+        return house.ORDER.index(parts[0].removesuffix(".py")), str(path)
+
+    rows = []
+    for path in sorted(house.modules(house.SOURCE), key=place):
+        if path.name != "__init__.py":
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            rows.append([code(path.relative_to(house.SOURCE).as_posix()), doc.split("\n")[0].replace("|", "\\|")])
+    return table(["file", "content"], rows)
+
+
+def decode_step(made: Made) -> str:
+    """Milliseconds of a decoding step by mechanism, and how much faster than `model.extend`."""
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for row in made["rows"]:
+        rows.setdefault((row["mixer"], row["batch"], row["dtype"]), {})[row["by"]] = row
+    body = []
+    for (mixer, batch, dtype), by in rows.items():
+        cells = []
+        for name in ("model.extend", "GraphedDecoder", "StaticDecoder", "older"):
+            found = by.get(name)
+            cells.append("" if found is None else f"{found['step_ms']:.2f} ({found['speedup']:.1f} x)")
+        body.append([code(mixer), str(batch), dtype, *cells])
+    head = ["mechanism", "batch", "type", "model.extend", "GraphedDecoder", "StaticDecoder", "the decoder before"]
+    text = f"Milliseconds of a step, and how many times as fast as `model.extend`. {made_by(made)}"
+    return f"{text}\n\n{table(head, body)}"
+
+
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "DESIGN.md": {"files": files},
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
     "docs/numbers.md": {
         "growth": growth,
@@ -161,6 +197,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "decoding_gpu": lambda: (
             decoding(made) if (made := if_there("decoding_gpu"))["rows"] else not_yet("decoding.py --device cuda")
         ),
+        "decode_step": lambda: decode_step(result("decode_step")),
         "step": lambda: step(if_there("step")),
         "translation": lambda: real.translation(if_there("tasks"), if_there("floors")),
         "decodings": lambda: real.decodings(if_there("tasks")),

@@ -252,12 +252,12 @@ def test_dropout_in_place_is_that_of_plain_operations():
     assert len({int(row_seed(seed, row)) for row in range(100)} | {9}) == 101
 
 
-def test_edges_drop_the_same_weights_however_the_list_is_cut(monkeypatch):
+def test_edges_drop_the_same_weights_however_the_list_is_cut(set_limits):
     q, k, v = (torch.randn(30, 2, 3, dtype=torch.float64) for _ in range(3))
     pairs = edge_list(Pattern.parse("Local(6)"), Span(0, 30, 0, 30), False, torch.device("cpu"))
     found = []
     for size in (1 << 18, 16):
-        monkeypatch.setattr(edge, "CPU", size)
+        set_limits(edge_strip=size)
         torch.manual_seed(3)
         found.append(edge.edge_attention(q, k, v, torch.ones(2, 3, dtype=torch.float64), pairs, dropout=0.4))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)

@@ -55,8 +55,8 @@ def of_any_length(n: int):
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=repr)
-def test_compiled_is_eager_padded_at_all_lengths_in_one_graph(case, monkeypatch):
-    monkeypatch.setattr("regard.ops.delta.torch.MIN_GRAPH_CHUNKS", 4)  # a graph with room for three chunks, not for seven
+def test_compiled_is_eager_padded_at_all_lengths_in_one_graph(case, set_limits):
+    set_limits(compiled_chunks=4)  # a graph with room for three chunks, not for seven
     torch._dynamo.reset()
     counters.clear()
     made, first = smaller(case).build(max_len=300, **turn(case)), case.example is case.row.examples[0] and not case.positions
@@ -139,10 +139,9 @@ def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, set_limits)
 
 
 @pytest.mark.parametrize("spec", ["linear", "efficient", "delta"])
-def test_long_sequences_compile_too(spec, monkeypatch):
+def test_long_sequences_compile_too(spec, set_limits):
     """More chunks than the shortest graph has steps for (which is made short here); twice as many need a second graph."""
-    monkeypatch.setattr("regard.ops.linear.torch.PREFIX_STEPS", 4)
-    monkeypatch.setattr("regard.ops.delta.torch.MIN_GRAPH_CHUNKS", 2)
+    set_limits(prefix_steps=4, compiled_chunks=2)
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = layer(spec, width=8, heads=2, causal=True).double().eval()
