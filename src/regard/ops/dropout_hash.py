@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GOLDEN, ROOT = 0x9E3779B97F4A7C15 - 2**64, 0x6A09E667F3BCC909  # as signed 64-bit integers
-GOLDEN32, ROOT32 = 0x9E3779B9 - 2**32, 0x6A09E667  # as signed 32-bit integers
+GOLDEN, SQRT2 = 0x9E3779B97F4A7C15 - 2**64, 0x6A09E667F3BCC909  # as signed 64-bit integers
+GOLDEN_32, SQRT2_32 = 0x9E3779B9 - 2**32, 0x6A09E667  # as signed 32-bit integers
 HIGH32 = (1 << 32) - 1
 
 
@@ -31,12 +31,12 @@ def row_seed(seed: Tensor, row: int) -> Tensor:
 
 def query_keys(seed: Tensor, head: Tensor, i: Tensor) -> Tensor:
     """Return the keys (int32) of queries at positions i of heads numbered over the batch; both broadcast."""
-    return (_mix64(_mix64(seed ^ (head * GOLDEN)) + i * ROOT) >> 32).to(torch.int32)
+    return (_mix64(_mix64(seed ^ (head * GOLDEN)) + i * SQRT2) >> 32).to(torch.int32)
 
 
 def key_keys(seed: Tensor, j: Tensor) -> Tensor:
     """Return the keys (int32) of keys at positions j, the same for all heads."""
-    return (_mix64(_mix64(~seed) + j * ROOT) >> 32).to(torch.int32)
+    return (_mix64(_mix64(~seed) + j * SQRT2) >> 32).to(torch.int32)
 
 
 def kept_pairs(query: Tensor, key: Tensor, rate: float, out: Tensor, work: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -46,16 +46,16 @@ def kept_pairs(query: Tensor, key: Tensor, rate: float, out: Tensor, work: tuple
     """
     x, y = (torch.empty(out.shape, dtype=torch.int32, device=out.device) for _ in range(2)) if work is None else work
     torch.bitwise_xor(query, key, out=x)
-    x.mul_(GOLDEN32)
+    x.mul_(GOLDEN_32)
     torch.bitwise_right_shift(x, 15, out=y).bitwise_and_(0x1FFFF)  # a logical shift
-    x.bitwise_xor_(y).mul_(ROOT32)
+    x.bitwise_xor_(y).mul_(SQRT2_32)
     return torch.ge(x, _threshold(rate), out=out)
 
 
 def kept_pairs_composite(query: Tensor, key: Tensor, rate: float) -> Tensor:
     """Return the same as booleans, in operations that every transform can follow."""
-    x = (query ^ key) * GOLDEN32
-    return (x ^ ((x >> 15) & 0x1FFFF)) * ROOT32 >= _threshold(rate)
+    x = (query ^ key) * GOLDEN_32
+    return (x ^ ((x >> 15) & 0x1FFFF)) * SQRT2_32 >= _threshold(rate)
 
 
 def head_numbers(rows: int, heads: int, chosen: list[int] | slice, device: torch.device) -> Tensor:
@@ -72,5 +72,5 @@ def _threshold(rate: float) -> int:
 def _mix64(x: Tensor) -> Tensor:
     """Mix 64 bits: every bit of the result depends on all bits of x."""
     for shift in (29, 32, 31):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (ROOT if shift == 32 else GOLDEN)
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (SQRT2 if shift == 32 else GOLDEN)
     return x ^ ((x >> 32) & HIGH32)

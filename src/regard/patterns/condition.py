@@ -45,7 +45,7 @@ class Condition(NamedTuple):
 
     @property
     def relative(self) -> bool:
-        """Tell whether the condition depends on i - j alone."""
+        """Return whether the condition depends on i - j alone."""
         return all(isinstance(atom, Band) for atoms in (self.inside, *self.outside) for atom in atoms)
 
     def codes(self, end: int) -> ConditionCodes:

@@ -76,7 +76,7 @@ def _ordered(pattern: Pattern, span: Span) -> list[Alternative]:
 
 
 def _inside(atoms: Alternative, other: Alternative) -> bool:
-    """Tell whether every atom of `other` is implied by `atoms`: then `atoms` adds no pair."""
+    """Return whether every atom of `other` is implied by `atoms`: then `atoms` adds no pair."""
 
     def implied(condition: Atom) -> bool:
         return any(a == condition or (isinstance(a, Band) and isinstance(condition, Band) and condition.covers(a)) for a in atoms)

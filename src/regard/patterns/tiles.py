@@ -163,12 +163,12 @@ class TilePart:
 
     @cached_property
     def relative(self) -> bool:
-        """Tell whether masks depend on i - j alone and tiles slide: those inside the sequence share a mask."""
+        """Return whether masks depend on i - j alone and tiles slide: those inside the sequence share a mask."""
         return isinstance(self.driver, Band) and self.condition.relative
 
     @cached_property
     def whole(self) -> bool:
-        """Tell whether every query block has a tile."""
+        """Return whether every query block has a tile."""
         return sum(len(group.rows) for group in self.groups) == self.queries.blocks
 
     @property
@@ -213,7 +213,7 @@ class TilePart:
                 yield at, min(at + step, high)
 
     def _inside(self, group: TileGroup) -> Tensor:
-        """Tell which tiles (T) have queries and keys in all slots."""
+        """Return which tiles (T) have queries and keys in all slots."""
         i, j = self._positions
         return (i >= 0).all(1)[group.rows] & ((group.cols >= 0) & (j >= 0).all(1)[group.cols.clamp_min(0)]).all(1)
 
@@ -255,7 +255,7 @@ class TilePart:
         )
 
     def mask(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Tell which pairs (T, r, p * c) of these tiles belong to the part."""
+        """Return which pairs (T, r, p * c) of these tiles belong to the part."""
         i, j = self._positions
         i = i[rows][:, :, None]
         j = torch.where(cols[:, :, None] >= 0, j[cols.clamp_min(0)], -1).flatten(1)[:, None]

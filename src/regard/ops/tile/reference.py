@@ -65,7 +65,7 @@ def positions_of_pairs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def seen_pairs(call: TileCall, plans: HeadPlans) -> Tensor:
-    """Tell which pairs are in the softmax, (b or 1, h, n, m)."""
+    """Return which pairs are in the softmax, (b or 1, h, n, m)."""
     seen = torch.empty(call.q.shape[1], call.q.shape[2], call.k.shape[2], dtype=torch.bool)
     for plan, heads in plans:
         seen[list(heads)] = pairs_of_plan(plan)
@@ -74,7 +74,7 @@ def seen_pairs(call: TileCall, plans: HeadPlans) -> Tensor:
 
 
 def pairs_of_plan(plan: Plan) -> Tensor:
-    """Tell which pairs the tiles of a plan hold, (n m)."""
+    """Return which pairs the tiles of a plan hold, (n m)."""
     seen = torch.zeros(plan.span.n, plan.span.m, dtype=torch.bool)
     for part in plan.parts:
         i, j = part.queries.positions(0, plan.span.n), part.keys.positions(0, plan.span.m)
