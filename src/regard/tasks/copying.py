@@ -27,7 +27,7 @@ from regard.training.decoder_modes import teacher_forcing
 from regard.training.learnable import Step
 from regard.training.losses import Loss
 
-DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
+COPY_TOKENS = 40_000  # tokens of a batch when nothing is kept for a backward pass
 WATCHED = 500  # examples of a validation, spread over the file: it may be in order of difficulty
 COPY_READERS: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
 BEST = {"acl_titles": ("rouge_l", "max"), "wikisql": ("exact", "max")}
@@ -159,7 +159,7 @@ class CopyTask(Task):
 
     def _answers(self, model: nn.Module, examples: Sequence[CopyExample], beams: int) -> list[list[str]]:
         with evaluating(model):
-            ids = in_order(examples, self.size, DECODING // beams, lambda rows: self._generate(model, rows, beams))
+            ids = in_order(examples, self.size, COPY_TOKENS // beams, lambda rows: self._generate(model, rows, beams))
         return [
             extended_words(row, self._words(), example.oov) if example.source else []  # the answer to an empty source is empty
             for row, example in zip(ids, examples, strict=True)
