@@ -36,7 +36,9 @@ def topics(monkeypatch: pytest.MonkeyPatch) -> type[SentimentTask]:
         def examples(self, folder):  # noqa: ARG002
             return [told(self.labels_of)] * 3
 
-    monkeypatch.setitem(tasks.TASKS, "polarity", tasks.Entry(polarity_config, Topics, tasks.ACCURACY, "what a text is about"))
+    monkeypatch.setitem(
+        tasks.TASKS, "polarity", tasks.Entry(polarity_config, Topics, ("accuracy", "max"), "what a text is about")
+    )
     return Topics
 
 

@@ -40,22 +40,23 @@ class Entry(NamedTuple):
         return getattr(import_module(module), name)(config)
 
 
-EXACT, ACCURACY, BLEU, ROUGE, LOSS = ("exact", "max"), ("accuracy", "max"), ("bleu", "max"), ("rouge_l", "max"), ("loss", "min")
+_EXACT, _ACCURACY, _BLEU = ("exact", "max"), ("accuracy", "max"), ("bleu", "max")
+_ROUGE, _LOSS = ("rouge_l", "max"), ("loss", "min")
 _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
 _SENTIMENT, _LANGUAGE = "regard.tasks.sentiment", "regard.tasks.language_modeling"
 
 TASKS: dict[str, Entry] = {
-    "reverse": Entry(reverse_config, f"{_TRANSLATION}:ReverseTask", EXACT, "a string turned around"),
-    "copy": Entry(copy_config, f"{_TRANSLATION}:RepeatTask", EXACT, "the same string again"),
-    "numbers": Entry(numbers_config, f"{_TRANSLATION}:NumbersTask", EXACT, "number words in another language"),
-    "saw": Entry(saw_config, f"{_TAGGING}:SawTask", ACCURACY, "tags for words that have several: I saw a saw"),
-    "polarity": Entry(polarity_config, f"{_SENTIMENT}:PolarityTask", ACCURACY, "good or bad, with negations"),
-    "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", BLEU, "captions, English to German", "multi30k"),
-    "ewt": Entry(ewt_config, f"{_TAGGING}:TaggingTask", ACCURACY, "part-of-speech tags of English", "ud_english_ewt"),
-    "imdb": Entry(imdb_config, f"{_SENTIMENT}:ReviewTask", ACCURACY, "film reviews, good or bad", "imdb"),
-    "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", LOSS, "the next character", "tinyshakespeare"),
-    "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", ROUGE, "title of an abstract, with copying", "acl_titles"),
-    "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", EXACT, "a query for a question, with copying", "wikisql"),
+    "reverse": Entry(reverse_config, f"{_TRANSLATION}:ReverseTask", _EXACT, "a string turned around"),
+    "copy": Entry(copy_config, f"{_TRANSLATION}:RepeatTask", _EXACT, "the same string again"),
+    "numbers": Entry(numbers_config, f"{_TRANSLATION}:NumbersTask", _EXACT, "number words in another language"),
+    "saw": Entry(saw_config, f"{_TAGGING}:SawTask", _ACCURACY, "tags for words that have several: I saw a saw"),
+    "polarity": Entry(polarity_config, f"{_SENTIMENT}:PolarityTask", _ACCURACY, "good or bad, with negations"),
+    "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", _BLEU, "captions, English to German", "multi30k"),
+    "ewt": Entry(ewt_config, f"{_TAGGING}:TaggingTask", _ACCURACY, "part-of-speech tags of English", "ud_english_ewt"),
+    "imdb": Entry(imdb_config, f"{_SENTIMENT}:ReviewTask", _ACCURACY, "film reviews, good or bad", "imdb"),
+    "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", _LOSS, "the next character", "tinyshakespeare"),
+    "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", _ROUGE, "title of an abstract, with copying", "acl_titles"),
+    "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
 }
 
 

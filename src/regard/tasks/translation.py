@@ -46,7 +46,7 @@ from regard.training.mode_options import MinimumRisk, Mode, RDrop, SelfCritical
 from regard.training.nat_loss import glancing, nat_loss
 from regard.training.reinforce import minimum_risk, self_critical, sentence_bleu
 
-DECODED_TOKENS, IN_CACHE = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
+DECODE_TOKENS, CPU_DECODE_TOKENS = 20_000, 5000  # tokens of a batch when nothing is kept for a backward pass; on a CPU
 SPELLINGS = 8  # of every training text, with BPE dropout
 SOURCES_PER_CHUNK = 1000  # sources that are answered before their answers are kept
 TEXT_UNITS = ("subwords", "words", "characters")
@@ -240,7 +240,7 @@ class TranslationTask(Task):
         with evaluating(model):
             sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # too long for its positions
             fast, device = decoder_for(model, self.config.max_new_tokens), device_under(model)
-            room = (IN_CACHE if device.type == "cpu" else DECODED_TOKENS) // max(1, beams)
+            room = (CPU_DECODE_TOKENS if device.type == "cpu" else DECODE_TOKENS) // max(1, beams)
             return in_order(sources, len, room, lambda rows: self._generate(fast, rows, beams, device, early))
 
     def _generate(self, model: Any, rows: list[list[int]], beams: int, device: torch.device, early: bool) -> list[list[int]]:
