@@ -292,7 +292,8 @@ def _speeds(made: Made) -> str:
         numbers = [mean([row["bleu"]]), short(row["ms_per_sentence"]), short(row["tokens_per_second"])]
         body.append([row["name"], row["way"], *numbers, f"{100 * row['same']:.1f}", *ratios])
     text = (
-        f"How fast one sentence is answered, the mean of {made['settings']['sentences']:,}; `ready` is `StaticDecoder` or `NatDecoder`, "
+        f"How fast one sentence is answered, the mean of {made['settings']['sentences']:,}; `ready` is "
+        f"`StaticDecoder` or `NatDecoder`, "
         f"with the BLEU of its model. ({w['device']}, torch {w['torch']}, commit {w['commit']}.)\n\n"
     )
     against = [f"times as fast as {key.removeprefix('speedup_').replace('_', ' ')}" for key in bases]

@@ -21,6 +21,7 @@ from regard.models import LanguageModel, NextToken, Tokens, guided_translator, l
 from regard.positions import Learned, Sinusoidal
 from regard.runtime.cuda_graph import CapturedGraph
 from regard.runtime.decode_graph import DecodeGraph
+from regard.runtime.packed_linear import fuse_qkv
 from regard.runtime.state_buffers import StateBuffers, buffer_key, cache_groups, context_room, own_caches, spare_room
 from test_graphs import blind
 
@@ -349,6 +350,22 @@ def test_on_a_cpu_weights_are_packed_and_states_are_values():
     assert generate(fast, fast.start(3), x, constraints=constraints) == generate(
         model, model.start(3), x, constraints=constraints
     )
+
+
+@pytest.mark.parametrize("spec", ["softmax", "gla", "reformer(rounds=2, buckets=4, chunk=6)", "synthesizer"])
+def test_queries_keys_and_values_are_one_product(spec):
+    body = Stack.of(spec, width=WIDTH, heads=4, depth=2, causal=True, max_len=64).to(DEVICE, torch.float64).eval()
+    fused, x = fuse_qkv(body), torch.randn(2, 5, WIDTH, device=DEVICE, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), body(x))
+    for one, other in ((a.mixer, b.mixer) for a, b in zip(fused, body, strict=True)):
+        assert one.out.weight is other.out.weight and type(other.v) is torch.nn.Linear
+        if type(other.q) is not torch.nn.Linear or type(other.k) is not torch.nn.Linear:
+            assert type(one.v) is torch.nn.Linear  # some of the maps are not there
+            continue
+        assert one.q.fused is one.k.fused is one.v.fused
+        for name in ("q", "k", "v"):
+            torch.testing.assert_close(getattr(one, name)(x), getattr(other, name)(x))
+            assert torch.equal(getattr(one, name).weight, getattr(other, name).weight)
 
 
 def test_the_benchmark_of_steps_compares_every_way_with_the_model(monkeypatch, tmp_path):
