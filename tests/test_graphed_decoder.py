@@ -382,6 +382,13 @@ def test_the_benchmark_of_steps_compares_every_way_with_the_model(monkeypatch, t
     assert all(row["same"] == 1 and row["tokens_per_second"] > 0 and not row["refused"] for row in rows)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="weights are packed for a CPU")
+@pytest.mark.parametrize("case", {case.row.name: case for case in STREAMS}.values(), ids=repr)
+def test_every_mechanism_decodes_with_packed_weights(case):
+    model = language(case).float()
+    compare(model, GraphedDecoder(model), (3,), 6, "behind", tol=1e-4)
+
+
 def test_contexts_of_beams_stay_where_they_are():
     model = sharp(translator(config(), VOCAB))
     x = torch.randint(5, VOCAB, (2, 6), device=DEVICE)
