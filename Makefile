@@ -1,4 +1,5 @@
-# make test      the whole suite on a fresh machine: makes .venv, installs, runs          (a few minutes on two cores)
+# make test      the whole suite on a fresh machine: makes .venv, installs, runs          (a few minutes on two cores);
+#                make test SLOWEST=20 also prints the twenty that took longest
 # make lint      ruff and mypy
 # make test-gpu  the laws on a CUDA device, with the python that has torch there
 # make bench     the growth, stream, peer and recall results, and the tables in the docs
@@ -20,7 +21,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 test: $(VENV)/ready
-	$(THREADS) $(PY) -m pytest -n $(JOBS) --dist worksteal
+	$(THREADS) $(PY) -m pytest -n $(JOBS) --dist worksteal $(if $(SLOWEST),--durations=$(SLOWEST))
 
 lint: $(VENV)/ready
 	$(PY) -m ruff check .

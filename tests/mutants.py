@@ -216,7 +216,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "dropout differs between forward and backward": (
         R + "ops/tile/torch.py",
         "kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)",
-        "kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys[::-1])",
+        "kept = None if x.dropout_keys is None else self._kept(weights, batch, [y + 1 for y in x.dropout_keys])",
     ),
     "all heads drop the same pairs": (R + "ops/dropout_hash.py", "return every[:, chosen]", "return every[:, chosen] * 0"),
     "dropout is not rescaled": (

@@ -139,13 +139,13 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "two answers weigh as much as two": (
         R + "training/nat_loss.py",
-        "Loss(lost.total / 2 + ",
-        "Loss(lost.total + ",
+        "Loss(loss.total / 2 + ",
+        "Loss(loss.total + ",
         "parallel_learning",
     ),
     "answers must agree where nobody asks": (
         R + "training/nat_loss.py",
-        ".masked_fill(~asked[: len(one)], 0).sum()",
+        ".masked_fill(~counted[: len(one)], 0).sum()",
         ".sum()",
         "parallel_learning",
     ),

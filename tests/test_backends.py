@@ -5,6 +5,7 @@ import torch
 
 from conftest import DEVICE, data, small_budget, some
 from regard import Dims, layer
+from regard.ops import edge
 from regard.ops.backend import _BACKENDS, backends, register_backend
 from regard.ops.dropout_hash import head_numbers, kept_pairs, kept_pairs_composite, key_keys, query_keys, row_seed
 from regard.ops.score_bias import ScoreBias
@@ -15,6 +16,7 @@ from regard.ops.tile.reference import pairs_of_plan
 from regard.ops.tile.torch import TorchTiles
 from regard.patterns import Pattern
 from regard.patterns.condition import BAND, BLOCKS, COLUMNS, EDGES, RANDOM, ROWS, TAIL, UNBOUNDED
+from regard.patterns.edge_list import edge_list
 from regard.patterns.plan import plan
 from regard.patterns.tiles import Span
 
@@ -248,6 +250,17 @@ def test_dropout_in_place_is_that_of_plain_operations():
     assert kept_pairs_composite(query, key, 0.0).all()
     assert torch.equal(head_numbers(2, 4, [1, 3], torch.device("cpu")), torch.tensor([[1, 3], [5, 7]]))
     assert len({int(row_seed(seed, row)) for row in range(100)} | {9}) == 101
+
+
+def test_edges_drop_the_same_weights_however_the_list_is_cut(monkeypatch):
+    q, k, v = (torch.randn(30, 2, 3, dtype=torch.float64) for _ in range(3))
+    pairs = edge_list(Pattern.parse("Local(6)"), Span(0, 30, 0, 30), False, torch.device("cpu"))
+    found = []
+    for size in (1 << 18, 16):
+        monkeypatch.setattr(edge, "CPU", size)
+        torch.manual_seed(3)
+        found.append(edge.edge_attention(q, k, v, torch.ones(2, 3, dtype=torch.float64), pairs, dropout=0.4))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 # plans that a kernel can read

@@ -207,7 +207,7 @@ def test_a_journal_that_was_edited_is_a_sentence(content: bytes, folder: Path) -
 def test_a_run_that_does_not_say_on_what_it_was_trained_does_not_go_on(folder: Path) -> None:
     (folder / "result.json").unlink()
     (folder / "run.json").write_text("{}")
-    assert "run.json does not say what it was trained on" in refused("train", "reverse", "--out", str(folder))
+    assert "run.json does not hold what it was trained on" in refused("train", "reverse", "--out", str(folder))
 
 
 # the end of a process

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import conftest
-from conftest import CASES, DEVICE, HEADS, LAW_CASES, WIDTH, close, data, modes, seed, some
+from conftest import CASES, DEVICE, DOUBLES, HEADS, LAW_CASES, WIDTH, close, data, modes, seed, some
 from regard import core as make_core
 from regard.analysis.probe import attention_matrix, has_weights
 from regard.blocks import Stack
@@ -23,6 +23,11 @@ SILENT = {"identity": ("q.", "k.")}  # the control row has queries and keys like
 claiming = partial(conftest.claiming, cases=LAW_CASES)
 every = conftest.asked(lambda _: True, LAW_CASES)
 every_core = claiming(Can.NOTHING, core=True)
+
+
+def test_what_covers_another_case_is_no_double_itself():
+    names = {repr(case) for case in CASES}
+    assert DOUBLES.keys() | set(DOUBLES.values()) <= names and not DOUBLES.keys() & set(DOUBLES.values())
 
 
 @every

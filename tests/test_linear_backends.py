@@ -353,3 +353,14 @@ def test_hybrid_takes_every_kernel_of_the_catalogue() -> None:
     rows = {row.name: row.make for row in CATALOGUE.values() if issubclass(row.make, Kernel)}
     assert rows.items() <= far_kernels().items()
     assert all(issubclass(kernel, Kernel) and not name.startswith("_") for name, kernel in far_kernels().items())
+
+
+def test_the_log_names_the_backend_that_auto_takes_once(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(registry, "_logged", set())
+    monkeypatch.setenv("REGARD_LOG", "kernels")
+    mixer = layer("gla", width=32, heads=4, causal=True).to(DEVICE)
+    for _ in range(2):
+        mixer(data(20).float())
+    assert capsys.readouterr().err.count("regard: linear attention by backend 'torch'") == 1
+    layer("gla", width=32, heads=4, causal=True, backend="reference").to(DEVICE)(data(20).float())
+    assert capsys.readouterr().err == "", "a request is no choice"

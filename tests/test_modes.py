@@ -8,7 +8,7 @@ from conftest import DEVICE, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN, Batch, padded, shifted
 from regard.options import parse_options
-from regard.training.decoder_inputs import told
+from regard.training.decoder_inputs import previous_tokens
 from regard.training.decoder_modes import free_running, mode_loss, rdrop, teacher_forcing
 from regard.training.losses import apart, cross_entropy
 from regard.training.mode_options import MODES, MinimumRisk, SelfCritical
@@ -67,7 +67,7 @@ def test_two_passes_that_do_not_agree_pay_for_it(padding):
     loss = rdrop(model, batch, smoothing=0.1, weight=3.0)
     torch.manual_seed(4)
     twice = Batch(*(None if x is None else torch.cat([x, x]) for x in batch[:4]))
-    heard = told(twice.target, twice.target_valid)
+    heard = previous_tokens(twice.target, twice.target_valid)
     logs = model(twice.source, twice.source_valid, heard, twice.target_valid).log_softmax(-1).chunk(2)
     real = torch.ones_like(batch.target, dtype=torch.bool) if batch.target_valid is None else batch.target_valid
     far = sum(F.kl_div(a[real], b[real], reduction="sum", log_target=True) for a, b in (logs, logs[::-1]))
@@ -139,13 +139,13 @@ def test_every_mode_teaches_every_weight_in_training_under_autocast_too(mode):
 
 def test_what_is_told_is_the_shifted_truth_with_padding_behind_or_without():
     target, valid = padded([[5, 6, 7, 3], [8, 3], [9, 9, 3]])
-    assert torch.equal(told(target), shifted(target))
-    assert torch.equal(told(target, valid)[valid], shifted(target)[valid])
+    assert torch.equal(previous_tokens(target), shifted(target))
+    assert torch.equal(previous_tokens(target, valid)[valid], shifted(target)[valid])
 
 
 def test_what_is_told_looks_past_padding():
     target, valid = torch.tensor([[0, 5, 0, 6, 3]]), torch.tensor([[False, True, False, True, True]])
-    assert told(target, valid)[valid].tolist() == [BEGIN, 5, 6]
+    assert previous_tokens(target, valid)[valid].tolist() == [BEGIN, 5, 6]
 
 
 @pytest.mark.parametrize("target", [None, torch.zeros(3, dtype=torch.long), torch.zeros(3, 0, dtype=torch.long)])

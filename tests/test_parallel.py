@@ -9,6 +9,8 @@ import torch
 from conftest import DEVICE, claiming, close
 from regard.config import Config
 from regard.data.batch import BEGIN, END, PAD, Batch, padded
+from regard.data.batch import BEGIN as SAID_FIRST
+from regard.data.batch import END as SAID_LAST
 from regard.decoding.nat_decoding import (
     NO_TOKEN,
     ctc_collapse,
@@ -20,9 +22,7 @@ from regard.decoding.nat_decoding import (
 )
 from regard.mixers.base import Can
 from regard.models.length_predictor import LengthPredictor
-from regard.models.nat import BEGIN as SAID_FIRST
 from regard.models.nat import BLANK, LengthSlots, NatTranslator, nat_translator, slots_for
-from regard.models.nat import END as SAID_LAST
 from regard.training.nat_loss import nat_loss
 
 KINDS = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import DEVICE, HEADS, WIDTH, close, data, every, modes, some
+from conftest import DEVICE, HEADS, WIDTH, close, data, each_path, modes, some
 from regard.blocks import Block, FeedForward, ReversibleStack, Stack
 from regard.mixers.base import Can, Dims, Free
 from test_blocks import stack
@@ -61,7 +61,7 @@ def test_running_backwards_gives_the_same_gradients(specs, dropout, padded):
             assert not torch.equal(made(x), made(x))
 
 
-@every
+@each_path
 def test_every_mechanism_runs_backwards(case):
     for mode in modes(case):
         if case.build(**mode).rate > 1:

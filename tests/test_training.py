@@ -1,18 +1,22 @@
 """Training: validation, patience, averages, what is said, and sentences for what cannot go on."""
 
+import ast
 import io
 import json
 import math
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from regard.training import checkpoints, metrics_log, rng
+from regard.training import checkpoints, loop, metrics_log, rng
 from regard.training.atomic_files import RunError
 from regard.training.fit import fit
+from regard.training.loop import run_updates
 from regard.training.losses import Loss
 from regard.training.prefetch import prefetch_batches
 from regard.training.progress import Bar, Lines, Progress, progress, span
@@ -348,3 +352,37 @@ def test_a_journal_forgets_what_is_behind_the_step_it_goes_on_from(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(RunError, match="not as it was written"):
         metrics_log.MetricsLog(tmp_path, 10)
+
+
+# the loop
+
+
+def test_a_loop_needs_no_gradients_around_it(tmp_path):
+    plain = train(tmp_path / "plain", steps=4)
+    with torch.no_grad():
+        inside = train(tmp_path / "inside", steps=4)
+    assert inside.sha256 == plain.sha256
+
+
+def test_updates_end_with_the_batches_or_when_they_are_stopped():
+    made, steps = SimpleNamespace(step=0), []
+
+    def update(passes):
+        made.step += len(passes)
+
+    made.update = update
+    run_updates(made, [[1]] * 3, after=steps.append, stopped=lambda: False)
+    assert steps == [1, 2, 3]
+    run_updates(made, [[1]] * 9, after=steps.append, stopped=lambda: made.step == 5)
+    run_updates(made, [[1]], after=steps.append, stopped=lambda: True)
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_training_imports_no_task():
+    """Not for types either: it works with any object that has the methods of `Learnable`."""
+    folder = Path(loop.__file__).parent
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith(("regard.tasks", "regard.cli")) for name in names), path

@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch.func import functional_call, grad, jvp, vmap
 
-from conftest import CASES, DEVICE, Case, claiming, close, data, every, modes, some
+from conftest import CASES, DEVICE, Case, claiming, close, data, each_path, modes, some
 from regard import layer
 from regard.mixers.base import Can
 from regard.ops.tile.attention import HeadPatterns, tile_attention
@@ -51,7 +51,7 @@ def _by_vmap(m, weights, x, valid):
     return [*vmap(grad(one), in_dims=(None, 0, None if valid is None else 0))(fixed, x, valid).values()]
 
 
-@every
+@each_path
 def test_func_grad_is_autograd(case):
     for mode in modes(case):
         (m, weights), x = _built(case, **mode), data(N)
@@ -62,7 +62,7 @@ def test_func_grad_is_autograd(case):
             close(a, b)
 
 
-@every
+@each_path
 def test_per_sample_gradients_are_those_of_a_loop(case):
     for mode in modes(case):
         (m, weights), x = _built(case, **mode), data(N)
@@ -91,7 +91,7 @@ def lengths(case: Case):
     return (9, N) if case.example is case.row.examples[0] else (N,)
 
 
-@every
+@each_path
 def test_forward_mode_is_two_backward_modes(case):
     """t -> J t is the gradient of u -> <J^T u, t>: both by different code, and finite differences for the first row."""
     for mode, n in product(modes(case), lengths(case)):
@@ -107,7 +107,7 @@ def test_forward_mode_is_two_backward_modes(case):
         assert got.abs().max() > 1e-3
 
 
-@every
+@each_path
 def test_second_derivatives_are_differences_of_first_ones(case):
     step = 1e-6
     for mode, n in product(modes(case), lengths(case)):
@@ -197,7 +197,7 @@ def test_the_rows_that_refuse_are_in_the_catalogue():
     assert {case.row.name for case in CASES} >= COUNTS_TOKENS
 
 
-@every
+@each_path
 def test_functional_call_leaves_the_layer_as_it_was(case):
     for mode in modes(case):
         (m, weights), x = _built(case, **mode), data(9)

@@ -201,7 +201,7 @@ def _constructor_patterns(make: Any) -> frozenset[str]:
 
 
 @cache
-def _names(*rows: tuple[str, type]) -> dict[str, Callable[..., object]]:
+def _names(*rows: tuple[str, Any]) -> dict[str, Callable[..., object]]:
     """Return what a text may call: every pattern, and every mechanism of these names and classes."""
     return {**{name: _maker(name, own) for name, own in rows}, **PATTERNS}
 

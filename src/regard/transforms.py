@@ -33,7 +33,9 @@ def needs_plain_ops() -> bool:
 
 def needs_lengths(name: str, valid: Tensor | None) -> None:
     """Refuse a mask whose values the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
-    if valid is not None and (torch.compiler.is_exporting() or _batched(valid)):
+    if valid is None:
+        return
+    if torch.compiler.is_exporting() or _batched(valid):
         raise NotImplementedError(
             f"{name} depends on the number of real tokens of every row, which vmap over valid and export cannot read: "
             "leave out valid and pass rows of equal length"

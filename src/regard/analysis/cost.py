@@ -169,7 +169,8 @@ def _work(spec: Spec, dims: Dims, length: int) -> FlopCount:
         count = partial(_parabola, count)
     grows = _holds(mixer, far) and _holds(mixer, far // 2)
     power = _exponent(count(far // 2).mixing, count(far).mixing) if grows else None
-    return FlopCount(sum(p.numel() for p in parameters.parameters()), count(length).all, power)
+    total = sum(p.numel() for p in parameters.parameters())
+    return FlopCount(total, count(length).all, power)
 
 
 @torch.no_grad()
@@ -210,7 +211,8 @@ def _state(mixer: Mixer, spec: Spec, length: int) -> StateSize | None:
         return None
     filled = min(length, MEASURED)
     far = min(max(length, GROWTH_LENGTH), MEASURED)
-    while far // 2 >= max(filled, 4 * SHORT) and _elements(spec, replace(mixer.dims, causal=True, max_len=far)) > HEAVY:
+    shortest = 2 * max(filled, 4 * SHORT)
+    while far >= shortest and _elements(spec, replace(mixer.dims, causal=True, max_len=far)) > HEAVY:
         far //= 2  # weights per position, or per pair of positions
     # the state of a core may depend on the content of its keys; all other sizes are measured on meta tensors
     with torch.device("cpu" if isinstance(mixer, Attention) else "meta"):
@@ -280,7 +282,8 @@ def _softmax_distance(core: Core, n: int) -> Distance:
     found = attention_matrix(core, sampled(core, q)[0], sampled(core, k)[1], causal=dims.causal)
     visible = torch.ones(n, n).tril() if dims.causal else torch.ones(n, n)
     uniform = visible / visible.sum(-1, keepdim=True)
-    return Distance(n, *(float((a - exact).norm() / exact.norm()) for a in (found, uniform)))
+    size = exact.norm()
+    return Distance(n, float((found - exact).norm() / size), float((uniform - exact).norm() / size))
 
 
 def _estimate(mixer: Mixer, n: int) -> Estimate | None:

@@ -57,7 +57,8 @@ def estimation_error(
 def _exact(core: Core, q: Tensor, k: Tensor, causal: bool, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the weights (b h n m) that a core estimates, and the mask of visible pairs; rows of padding are False."""
     k = k[..., : core.dims.d].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = core.exact(q, k) if isinstance(core, Estimator) else q @ k.mT * core.dims.d**-0.5
+    scale = core.dims.d**-0.5
+    scores = core.exact(q, k) if isinstance(core, Estimator) else q @ k.mT * scale
     visible = torch.ones_like(scores, dtype=torch.bool)
     visible = visible.tril() if causal else visible
     if valid is not None:

@@ -1,4 +1,6 @@
-"""The command line: mechanisms (`list`, `show`), tasks and their training (`tasks`, `train`), and what a run can do then."""
+"""The command line: mechanisms (`list`, `show`), tasks and training (`tasks`, `train`), trained runs (`evaluate`, `predict`,
+`distil`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from regard._version import version
 from regard.cli.console import aside, plain_warnings, screen
 from regard.cli.infer import distil, evaluate, predict
 from regard.cli.mechanisms import list_, show
-from regard.cli.signals import Stoppable, minded
+from regard.cli.signals import Stoppable, handled_signals
 from regard.cli.task_list import tasks
 from regard.cli.train import train
 
@@ -21,10 +23,10 @@ app = typer.Typer(cls=Stoppable, help="Every way of paying attention.", no_args_
 
 def main() -> None:
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever called: nobody listens
+        if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
-        with minded(), plain_warnings():
+        with handled_signals(), plain_warnings():
             app()
     except SystemExit as ended:
         sys.exit(_flushed() or ended.code)
@@ -35,7 +37,7 @@ def main() -> None:
 
 
 def _flushed() -> int:
-    """What is still on its way to stdout; 1 if it did not get there."""
+    """Flush stdout; returns 1 if that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -47,7 +49,7 @@ def _flushed() -> int:
 
 
 def _forget_stdout() -> None:
-    """Python would try again at its end, and complain."""
+    """Replace stdout: Python would flush it again at its end, and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

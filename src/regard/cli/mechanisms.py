@@ -98,7 +98,7 @@ def _print_cost(known: Cost, out: Path | None) -> None:
 
 
 def _check_out(out: Path | None) -> None:
-    """Before any work is done."""
+    """Check the name of the picture, before any work is done."""
     if out is None:
         return
     if out.suffix.lower() not in FORMATS:
@@ -108,7 +108,7 @@ def _check_out(out: Path | None) -> None:
 
 
 def _draw_picture(known: Cost, out: Path) -> None:
-    """Under another name first, so that a half-drawn picture never stands there."""
+    """Draw into another file first, so that no picture is half drawn."""
     picture = _painter()
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
@@ -121,7 +121,7 @@ def _draw_picture(known: Cost, out: Path) -> None:
 
 
 def _painter() -> Callable[[Cost], Figure]:
-    """Matplotlib is slow to load, an extra, and needed for this alone."""
+    """Import Matplotlib, which is an extra, slow to load, and needed for this alone."""
     try:
         from regard.plots.mechanism_plot import picture
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Control-C and `kill`, in every command: a sentence and the exit code of the signal, never a traceback."""
+"""Control-C and `kill`, in every command: a message and the exit code of the signal, never a traceback."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
 
 
 @contextmanager
-def minded() -> Iterator[None]:
+def handled_signals() -> Iterator[None]:
     """Take signals that do what Python does by itself: those that are ignored, or that have another handler, stay as they are."""
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     mine = [number for number, handler in usual.items() if signal.getsignal(number) is handler]

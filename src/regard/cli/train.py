@@ -1,4 +1,4 @@
-"""`regard train TASK` learns a task, with any mechanism."""
+"""`regard train TASK` trains a task, with any mechanism."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def train(
         _check_folder(out, config)
         made = known.make_task(config)
         settings.check_used(made, changes or [])
-        count, told = choose_threads(config, threads, kind, out)
+        count, note = choose_threads(config, threads, kind, out)
     check_model(made)
     with sentences():
         fit = _fitter()
         made.read(data)
         new = out is None or not out.exists()
         folder = _fresh(config) if out is None else out
-        aside(f"{task} with {_mixers(config, ', ')} in {folder}{told and ', ' + told}")
+        aside(f"{task} with {_mixers(config, ', ')} in {folder}{note and ', ' + note}")
     try:
         with sentences(), used(count):
             result = fit(made, folder, accelerator=kind)
@@ -74,7 +74,7 @@ def train(
 
 
 def _check_folder(out: Path | None, config: Config) -> None:
-    """A new one, or one with this very run, whose `steps` and `patience` may grow."""
+    """Check that a folder is new, or holds this very run, whose `steps` and `patience` may grow."""
     from regard.training.checkpoints import load_config
     from regard.training.run_info import GROWS, grown
 
@@ -90,13 +90,13 @@ def _check_folder(out: Path | None, config: Config) -> None:
     now = config.to_json()
     larger = grown(begun, now)
     if other := [key for key in now if now[key] != begun.get(key, now[key]) and key not in larger]:
-        told = "; ".join(f"{key} is {begun[key]!r} there, not {now[key]!r}" for key in other)
+        shown = "; ".join(f"{key} is {begun[key]!r} there, not {now[key]!r}" for key in other)
         may = f" ({' and '.join(GROWS)} may only grow)" if set(other) & set(GROWS) else ""
-        raise ValueError(f"{out} holds a run with other settings: {told}{may}. Choose another folder, or leave the settings out")
+        raise ValueError(f"{out} holds a run with other settings: {shown}{may}. Choose another folder, or leave the settings out")
 
 
 def _fitter() -> Callable[..., Result]:
-    """What trains: the library behind it is loaded, or missed, before the data is."""
+    """Import training: a package that it lacks is found out before data is read."""
     from regard.training.fit import fit
 
     return fit
@@ -112,7 +112,7 @@ def _mixers(config: Config, between: str = "+") -> str:
 
 
 def _fresh(config: Config) -> Path:
-    """A folder with a number that was never used, made at once: nobody else gets it."""
+    """Make a folder with a number that was never used."""
     RUNS.mkdir(exist_ok=True)
     stem = f"{config.task}-{_mixers(config)}-"
     taken = [int(found[1]) for path in RUNS.iterdir() if (found := re.fullmatch(re.escape(stem) + r"(\d+)", path.name))]
@@ -125,7 +125,7 @@ def _fresh(config: Config) -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """What could not even begin leaves no folder behind."""
+    """Remove the folder of a run that has not begun."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock"}:
         (folder / ".lock").unlink(missing_ok=True)
         folder.rmdir()
@@ -143,39 +143,39 @@ def _interrupted(task: str, folder: Path, data: Path | None) -> str:
 
 
 def _print_result(made: Task, folder: Path, result: Result, data: Path | None) -> None:
-    """What was reached, where it lies, and what to do with it."""
+    """Print the scores, the folder, and the commands to go on with."""
     from regard.training.metrics_log import read_metrics
 
-    told = read_metrics(folder / "metrics.jsonl")
-    best = next((line for line in told if line["step"] == result.best_step), {})
+    lines = read_metrics(folder / "metrics.jsonl")
+    best = next((line for line in lines if line["step"] == result.best_step), {})
     scores = {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
     where = ["--data", str(data)] if data else []
     shown = (f"{name} {number(value)}" for name, value in scores.items() if isinstance(value, int | float))
     rows = [("validation", "  ".join(shown) or "no score")]
-    rows += [("run", str(folder)), ("picture", _draw_curve(made, folder, result, told))]
+    rows += [("run", str(folder)), ("picture", _draw_curve(made, folder, result, lines))]
     rows += [("evaluate", shlex.join(["regard", "evaluate", str(folder), *where]))]
     rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder)])} {shlex.quote(_sample(made))}")]
     screen().print(labelled(rows), highlight=False)
 
 
-def _draw_curve(made: Task, folder: Path, result: Result, told: list[dict[str, Any]]) -> str:
-    """How it went, drawn into its folder; or what drawing needs."""
+def _draw_curve(made: Task, folder: Path, result: Result, lines: list[dict[str, Any]]) -> str:
+    """Draw the training curve into the folder; returns its path, or what drawing needs."""
     from regard.training import atomic_files
 
     try:
         from regard.plots.training_plot import training_plot
     except ModuleNotFoundError as error:
         return f"drawing needs {error.name}: pip install 'regard[draw]'"
-    told = [line for line in told if {"time", "loss"} <= line.keys()]
-    if not told:
+    lines = [line for line in lines if {"time", "loss"} <= line.keys()]
+    if not lines:
         return "nothing was measured"
     paper = BytesIO()
     kept = result.best_step if result.chosen == "best" else None
-    training_plot(told, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
+    training_plot(lines, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
     atomic_files.replace(folder / "curve.png", paper.getvalue())
     return str(folder / "curve.png")
 
 
 def _sample(made: Task) -> str:
-    """Something that it could be asked."""
+    """Shorten an input for `predict` to one line."""
     return textwrap.shorten(made.sample, 60, placeholder="") or "…"

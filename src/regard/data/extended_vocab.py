@@ -18,7 +18,9 @@ def extend_ids(words: Iterable[str], vocab: Words) -> tuple[list[int], list[str]
     ids = []
     for word in words:
         known = vocab.ids.get(word)
-        ids.append(new.setdefault(word, len(vocab) + len(new)) if known is None else known)
+        if known is None:
+            known = new.setdefault(word, len(vocab) + len(new))
+        ids.append(known)
     return ids, list(new)
 
 
@@ -36,6 +38,8 @@ def extended_words(ids: Iterable[int], vocab: Words, oov: list[str]) -> list[str
             raise ValueError(f"there is no id {number}: the vocabulary has {len(vocab):,} and this source adds {len(oov)}")
         if number == END:
             break
-        if number >= FIRST_TEXT_ID:
-            found.append(vocab.words[number - FIRST_TEXT_ID] if number < len(vocab) else oov[number - len(vocab)])
+        if number >= len(vocab):
+            found.append(oov[number - len(vocab)])
+        elif number >= FIRST_TEXT_ID:
+            found.append(vocab.words[number - FIRST_TEXT_ID])
     return found

@@ -28,7 +28,8 @@ class Batches:
             raise ValueError(f"batch_tokens must be at least 1, not {batch_tokens!r}")
         if seed < 0:
             raise ValueError(f"the seed must not be below 0, but it is {seed!r}")
-        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or (self.sizes < 0).any():
+        whole = not len(given) or given.dtype.kind in "iu"
+        if given.ndim != 1 or not whole or (self.sizes < 0).any():
             raise ValueError("sizes are one whole number for each example, none of them below 0")
         if not alone and len(self.sizes) and self.sizes.max() > batch_tokens:
             worst = int(self.sizes.argmax())

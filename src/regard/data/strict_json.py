@@ -25,7 +25,8 @@ def read_value(text: str | bytes) -> Any:
     except UnicodeDecodeError as error:
         assert isinstance(text, bytes)
         start = text.rfind(b"\n", 0, error.start) + 1
-        raise JsonError("not UTF-8", text.count(b"\n", 0, error.start) + 1, error.start - start + 1) from None
+        line = text.count(b"\n", 0, error.start) + 1
+        raise JsonError("not UTF-8", line, error.start - start + 1) from None
     except json.JSONDecodeError as error:
         raise JsonError(error.msg, error.lineno, error.colno) from None
     except RecursionError:
@@ -38,7 +39,8 @@ def read_value(text: str | bytes) -> Any:
 
 
 def _error(msg: str, text: str, at: int) -> JsonError:
-    return JsonError(msg, text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at))
+    line = text.count("\n", 0, at) + 1
+    return JsonError(msg, line, at - text.rfind("\n", 0, at))
 
 
 def _deepest(text: str) -> int:

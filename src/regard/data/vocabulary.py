@@ -270,8 +270,9 @@ def _frequent(counts: Counter[str], min_count: int, size: int | None) -> list[st
 
 
 def _ids_of(what: str, entries: list[str]) -> dict[str, int]:
-    if wrong := [entry for entry in entries if not isinstance(entry, str) or not entry or not check_unicode(entry)]:
-        raise ValueError(f"a {what} of a vocabulary is text, not {wrong[0]!r}")
+    for entry in entries:
+        if not isinstance(entry, str) or not entry or not check_unicode(entry):
+            raise ValueError(f"a {what} of a vocabulary is text, not {entry!r}")
     ids = {entry: number for number, entry in enumerate(entries, FIRST_TEXT_ID)}
     if len(ids) < len(entries):
         twice = next(entry for entry, count in Counter(entries).items() if count > 1)

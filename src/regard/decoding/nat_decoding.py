@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.data.batch import END
 from regard.mixers.feature_math import upcast
-from regard.models.nat import BLANK, END, CtcSlots, EncodedSource, LengthSlots, NatTranslator, SlotInputs, slots_for
+from regard.models.nat import BLANK, CtcSlots, EncodedSource, LengthSlots, NatTranslator, SlotInputs, slots_for
 
 NO_TOKEN = -1  # where an answer has no token
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from regard.blocks.stack import Stack
 from regard.checks import need
 from regard.config import Config
+from regard.data.batch import BEGIN
 from regard.mixers.dims import Dims, needed_length
 from regard.mixers.places import Places, mask_padding, unpad_order
 from regard.models.build import encoder as make_encoder
@@ -35,7 +36,6 @@ from regard.models.translator import CrossWiring
 from regard.text import parse_choice, unknown
 
 BLANK = 0  # nothing is said: the id of padding, which no answer holds
-BEGIN, END = 2, 3
 COPIES = ("soft", "uniform", "none", "begin")
 
 

@@ -8,18 +8,18 @@ pairs x e exists for a strip of the list at a time, and once more in the backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout as dropped
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.cache import outlives_tracing, register_cache
 from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
+from regard.ops.dropout_hash import draw_seed, kept_pairs, kept_pairs_composite, key_keys, query_keys
 from regard.patterns import Pattern
 from regard.patterns.edge_list import edge_list
 from regard.patterns.tiles import Span
@@ -30,16 +30,19 @@ def edge_attention(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, pairs: Tensor, *, slope: float = 0.2, dropout: float = 0.0
 ) -> Tensor:
     """Compute out (n B e); pairs (2, pairs) are queries over keys, in order of the queries. A query without a pair gets 0."""
+    seed = draw_seed(q.device) if dropout else None
     if needs_plain_ops():
-        return edge_attention_composite(q, k, v, a, pairs, slope, partial(dropped, p=dropout) if dropout else None)
-    return _edge_forward(q, k, v, a, pairs, _edge_dropout(dropout), "", [], False, slope, dropout)[0]
+        drop = None if seed is None else _dropout_composite(dropout, seed, pairs, v.shape[1])
+        return edge_attention_composite(q, k, v, a, pairs, slope, drop)
+    return _edge_forward(q, k, v, a, pairs, seed, "", [], False, slope, dropout)[0]
 
 
 def edge_attention_by_text(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, text: str, span: Span, *, causal: bool, slope: float = 0.2, dropout: float = 0.0
 ) -> Tensor:
     """Compute the same under a tracer, which cannot read a list of pairs: they are those of a pattern of one head."""
-    return _edge_forward(q, k, v, a, None, _edge_dropout(dropout), text, list(span), causal, slope, dropout)[0]
+    seed = draw_seed(q.device) if dropout else None
+    return _edge_forward(q, k, v, a, None, seed, text, list(span), causal, slope, dropout)[0]
 
 
 def softmax_by_query(s: Tensor, i: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -48,10 +51,6 @@ def softmax_by_query(s: Tensor, i: Tensor, n: int) -> tuple[Tensor, Tensor]:
     top = torch.full((n, s.shape[1]), -torch.inf, dtype=s.dtype, device=s.device).scatter_reduce_(0, index, s, "amax")
     s.sub_(top.index_select(0, i)).exp_()
     return _add(torch.zeros_like(top), i, s), top
-
-
-def _edge_dropout(dropout: float) -> Tensor | None:
-    return torch.randint(2**62, (), dtype=torch.long) if dropout else None
 
 
 def _add(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
@@ -66,20 +65,33 @@ def _additive_scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slop
     return (bent[..., 0] * a[:, 0] if a.shape[1] == 1 else bent.mul_(a).sum(-1)), x
 
 
-def _edge_strips(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+def _edge_strips(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     step = max(1, budget(pairs.device).edge_strip // max(1, B * wide))
-    for number, low in enumerate(range(0, pairs.shape[1], step)):
+    for low in range(0, pairs.shape[1], step):
         here = slice(low, low + step)
-        yield number, here, pairs[0, here], pairs[1, here]
+        yield here, pairs[0, here], pairs[1, here]
 
 
-def _kept(like: Tensor, dropout: float, seed: Tensor | None, number: int) -> Tensor | None:
-    """What dropout leaves of the weights of a piece: the same in forward and backward."""
-    if seed is None:
-        return None
-    dice = torch.Generator(like.device).manual_seed((int(seed) + number) % 2**63)
-    kept = torch.rand(like.shape, generator=dice, device=like.device) >= dropout
-    return kept.to(like.dtype).div_(1 - dropout)
+class _EdgeDropout:
+    """Dropout of the weights of a call: a function of the seed, the head and the two nodes of an edge."""
+
+    def __init__(self, rate: float, seed: Tensor, n: int, m: int, B: int) -> None:
+        self.rate = rate
+        heads, i, j = (torch.arange(size, device=seed.device) for size in (B, n, m))
+        self.query, self.key = query_keys(seed, heads, i[:, None]), key_keys(seed, j[:, None])  # (n B), (m 1)
+
+    def kept(self, i: Tensor, j: Tensor, like: Tensor) -> Tensor:
+        """Return what dropout leaves of the weights (pairs B) of some edges: 0 or 1 / (1 - rate)."""
+        out = torch.empty_like(like)
+        kept_pairs(self.query.index_select(0, i), self.key.index_select(0, j), self.rate, out)
+        return out.div_(1 - self.rate)
+
+
+def _dropout_composite(rate: float, seed: Tensor, pairs: Tensor, B: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that drops the same weights (pairs B) in plain operations."""
+    i, j = pairs
+    kept = kept_pairs_composite(query_keys(seed, torch.arange(B, device=i.device), i[:, None]), key_keys(seed, j[:, None]), rate)
+    return lambda weights: weights * kept / (1 - rate)
 
 
 def _pairs_of(pairs: Tensor | None, text: str, span: list[int], causal: bool, device: torch.device) -> Tensor:
@@ -113,13 +125,13 @@ def _edge_forward(
     pairs = _pairs_of(pairs, text, span, causal, q.device)
     n, B, wide = len(q), v.shape[1], max(q.shape[2], v.shape[2])
     s = q.new_empty(pairs.shape[1], B)
-    for _, here, i, j in _edge_strips(pairs, B, wide):
+    for here, i, j in _edge_strips(pairs, B, wide):
         s[here] = _additive_scores(q, k, a, i, j, slope)[0]
     z, top = softmax_by_query(s, pairs[0], n)
     out = v.new_zeros(n, B, v.shape[2])
-    for number, here, i, j in _edge_strips(pairs, B, wide):
-        kept = _kept(s[here], dropout, seed, number)
-        weights = s[here] if kept is None else kept.mul_(s[here])
+    drop = None if seed is None else _EdgeDropout(dropout, seed, n, len(k), B)
+    for here, i, j in _edge_strips(pairs, B, wide):
+        weights = s[here] if drop is None else drop.kept(i, j, s[here]).mul_(s[here])
         _add(out, i, v.index_select(0, j).mul_(weights.unsqueeze(-1)))
     alone = z == 0
     out.div_(z.masked_fill(alone, 1).unsqueeze(-1))
@@ -146,10 +158,12 @@ def _edge_grads(
     pairs = _pairs_of(pairs, text, span, causal, q.device)
     dq, dk, dv, da = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, a))
     pull = (d_out * out).sum(-1)  # what every weight of a query loses
-    for number, _, i, j in _edge_strips(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
+    drop = None if seed is None else _EdgeDropout(dropout, seed, len(q), len(k), v.shape[1])
+    for _, i, j in _edge_strips(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
         s, x = _additive_scores(q, k, a, i, j, slope)
         weights = s.sub_(lse.index_select(0, i)).exp_()
-        up, kept = d_out.index_select(0, i), _kept(s, dropout, seed, number)
+        up = d_out.index_select(0, i)
+        kept = None if drop is None else drop.kept(i, j, s)
         d = (up * v.index_select(0, j)).sum(-1)
         d = d if kept is None else d.mul_(kept)
         d.sub_(pull.index_select(0, i)).mul_(weights)
@@ -188,14 +202,10 @@ def _differentiable_backward(tensors: tuple, rest: tuple, d_out: Tensor) -> list
     *inputs, pairs, seed = tensors
     text, span, causal, slope, dropout = rest
     pairs = _pairs_of(pairs, text, span, causal, d_out.device)
-    q, _, v, _ = inputs
-
-    def drop(weights: Tensor) -> Tensor:
-        pieces = _edge_strips(pairs, v.shape[1], max(q.shape[2], v.shape[2]))
-        return weights * torch.cat([_kept(weights[here], dropout, seed, number) for number, here, _, _ in pieces])  # type: ignore[misc]
+    drop = None if seed is None else _dropout_composite(dropout, seed, pairs, inputs[2].shape[1])
 
     def f(q: Tensor, k: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor]:
-        return (edge_attention_composite(q, k, v, a, pairs, slope, drop if dropout else None),)
+        return (edge_attention_composite(q, k, v, a, pairs, slope, drop),)
 
     return differentiable_grads(f, inputs, (d_out,))
 

@@ -149,7 +149,8 @@ def ragged_edge_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """As `walked`, for the rows of a batch laid end to end: asking (b n) and there (b m) are the real queries and keys."""
-    return _ragged_edge(q, k, v, a, asking, there, edge._edge_dropout(dropout), text, causal, slope, dropout)[0]
+    seed = draw_seed(q.device) if dropout else None
+    return _ragged_edge(q, k, v, a, asking, there, seed, text, causal, slope, dropout)[0]
 
 
 @torch.library.custom_op("regard::walk_by_row", mutates_args=())

@@ -144,8 +144,11 @@ def _band_cells(band: Band, n: int, block: int) -> Tensor:
     counts = []
     for i in torch.arange(n).split(block):
         i = i[:, None]
-        low = start.expand(len(i), -1) if band.back is None else torch.maximum(start, i - band.back)
-        high = end.expand(len(i), -1) if band.ahead is None else torch.minimum(end, i + band.ahead)
+        low, high = start.expand(len(i), -1), end.expand(len(i), -1)
+        if band.back is not None:
+            low = torch.maximum(start, i - band.back)
+        if band.ahead is not None:
+            high = torch.minimum(end, i + band.ahead)
         steps = (high - i).div(band.step, rounding_mode="floor") + (i - low).div(band.step, rounding_mode="floor") + 1
         counts.append(torch.where(low <= high, steps, 0).sum(0))
     return torch.stack(counts)
@@ -155,8 +158,11 @@ def _band_pairs(band: Band, s: Span) -> int:
     """Count the pairs of a band, in closed form per query: its keys are an arithmetic progression."""
     i = torch.arange(s.t, s.t + s.n)
     end = s.u + s.m - 1
-    low = torch.full_like(i, s.u) if band.back is None else (i - band.back).clamp_min(s.u)
-    high = torch.full_like(i, end) if band.ahead is None else (i + band.ahead).clamp_max(end)
+    low, high = torch.full_like(i, s.u), torch.full_like(i, end)
+    if band.back is not None:
+        low = (i - band.back).clamp_min(s.u)
+    if band.ahead is not None:
+        high = (i + band.ahead).clamp_max(end)
     first = -((i - low) // band.step)  # in steps from the query itself
     last = (high - i) // band.step
     return int((last - first + 1).clamp_min(0).sum())

@@ -28,15 +28,17 @@ def _draw_blocks(count: int, seed: int, rows: int, blocks: int | None) -> Tensor
 
     Row r depends only on (seed, r, the number of candidate blocks), so a longer table starts with a shorter one.
     """
-    picks = np.random.Generator(np.random.PCG64(seed)).random((rows, count))
+    rng = np.random.Generator(np.random.PCG64(seed))
+    picks = rng.random((rows, count))
+    none = np.iinfo(np.int64).max
     room = np.arange(rows) + 1 if blocks is None else np.full(rows, blocks)
-    chosen = np.full((rows, count), np.iinfo(np.int64).max)
+    chosen = np.full((rows, count), none)
     for c in range(count):
         pick = np.floor(picks[:, c] * np.maximum(room - c, 0)).astype(np.int64)
         for earlier in np.sort(chosen[:, :c], 1).T:  # skip blocks that are already chosen
             pick += pick >= earlier
-        chosen[:, c] = np.where(c < room, pick, np.iinfo(np.int64).max)
-    return torch.from_numpy(np.where(chosen == np.iinfo(np.int64).max, -1, chosen))
+        chosen[:, c] = np.where(c < room, pick, none)
+    return torch.from_numpy(np.where(chosen == none, -1, chosen))
 
 
 register_cache(_draw_blocks.cache_clear)

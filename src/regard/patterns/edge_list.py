@@ -26,7 +26,8 @@ def edge_list(pattern: Pattern, span: Span, causal: bool, device: torch.device) 
     if len(ways) == 1 and any(isinstance(atom, Edges) for atom in ways[0]):
         return _on_graph(ways[0], span)
     codes = [code for part in plan(pattern, span).parts for code in _codes(part, span)]
-    code = torch.cat([torch.zeros(0, dtype=torch.long), *codes]).sort().values
+    empty = torch.zeros(0, dtype=torch.long)
+    code = torch.cat([empty, *codes]).sort().values
     return torch.stack([code // span.m, code % span.m])
 
 

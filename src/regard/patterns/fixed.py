@@ -73,7 +73,8 @@ class SpecialTokens(Pattern):
         found = i < self.first
         if self.at:
             at = torch.tensor(self.at, device=i.device)
-            found = found | ((i[..., None] == at).any(-1) if transformed() else torch.isin(i, at))
+            listed = (i[..., None] == at).any(-1) if transformed() else torch.isin(i, at)
+            found = found | listed
         return found | (i >= self.tail) if self.last else found
 
     @property
@@ -172,14 +173,18 @@ class Tail(Atom):
             raise ValueError(f"a block of {self.size} has no last {self.count}: count must be at most size")
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
-        return (j % self.size >= self.size - self.count) & torch.ones_like(i, dtype=torch.bool)
+        return self._last(j) & torch.ones_like(i, dtype=torch.bool)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return (j % self.size >= self.size - self.count) & torch.ones_like(now, dtype=torch.bool)
+        return self._last(j) & torch.ones_like(now, dtype=torch.bool)
 
     def positions(self, low: int, high: int) -> Tensor:
         j = torch.arange(low, max(low, high))
-        return j[j % self.size >= self.size - self.count]
+        return j[self._last(j)]
+
+    def _last(self, j: Tensor) -> Tensor:
+        """Return True at the last positions of a block."""
+        return j % self.size >= self.size - self.count
 
     def __repr__(self) -> str:
         return f"Tail({self.size}, {self.count})"

@@ -39,7 +39,8 @@ ACROSS = 8  # cells in a row
 CELL_SIDE, CELL_GAP, SHEET_MARGIN, SHEET_TOP, SHEET_BOTTOM = 240, 44, 64, 190, 140  # pixels
 CELL_WORDS, HEADING, BETWEEN = 84, 88, 44  # pixels above a matrix, above the words of a family's first row, and below a row
 TITLE_LETTERS = 22  # letters in the title of a cell
-_GRAPH = [[*range(40), *(i * i % 40 for i in range(40))], [*(i * i % 40 for i in range(40)), *range(40)]]
+_SQUARES = [i * i % 40 for i in range(40)]
+_GRAPH = [[*range(40), *_SQUARES], [*_SQUARES, *range(40)]]
 SAMPLES: dict[str, tuple[Pattern, str]] = {
     "Local(4)": (Local(4), "|i - j| < 4"),
     "Truncated(8, 2)": (Truncated(8, 2), "8 back, 2 ahead"),
@@ -167,7 +168,8 @@ def _lines(sizes: dict[str, int]) -> list[list[_FamilyCells]]:
     lines: list[list[_FamilyCells]] = []
     for family, size in sizes.items():
         used = [sum(run.cells for run in line) for line in lines]
-        fits = next((line for line, full in zip(lines, used, strict=True) if full + size <= ACROSS), None)
+        fitting = [line for line, full in zip(lines, used, strict=True) if full + size <= ACROSS]
+        fits = fitting[0] if fitting else None
         if fits is not None:
             fits.append(_FamilyCells(family, sum(run.cells for run in fits), size, True))
             continue

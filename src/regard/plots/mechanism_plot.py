@@ -70,7 +70,8 @@ class Page:
         self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
 
     def axes(self, x: float, y: float, w: float, h: float) -> Axes:
-        return self.figure.add_axes((x / self.width, 1 - (y + h) / self.height, w / self.width, h / self.height))
+        bottom = 1 - (y + h) / self.height
+        return self.figure.add_axes((x / self.width, bottom, w / self.width, h / self.height))
 
     def write(
         self, x: float, y: float, text: str, size: float, color: str = INK, weight: str = "normal", va: str = "top"
@@ -217,7 +218,8 @@ def _token_label(token: int) -> str:
 
 def _head(page: Page, known: Cost) -> None:
     lines = textwrap.wrap(str(known.spec), 110, max_lines=2, placeholder=" …")
-    size = min(17.0, (page.width - 2 * MARGIN) / (1.6 * len(lines[0])))  # a bold letter is about 1.6 pixels wide per point
+    width = 1.6 * len(lines[0])  # a bold letter is about 1.6 pixels wide per point
+    size = min(17.0, (page.width - 2 * MARGIN) / width)
     page.write(MARGIN, 60 if len(lines) == 1 else 40, "\n".join(lines), size, weight="bold")
     page.write(MARGIN, 136, known.spec.row.summary, 9.5, GREY)
 

@@ -142,7 +142,8 @@ def _with_projections(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
         if dims.dropout and Can.DROPOUT in made.can:
             made = spec.build(dims)
     parts = ("q", "k", "v", "out")
-    same = all(_weight_shape(getattr(made, part, None)) == _weight_shape(getattr(old, part)) for part in parts)
+    shapes = [[_weight_shape(getattr(mixer, part, None)) for part in parts] for mixer in (made, old)]
+    same = shapes[0] == shapes[1]
     if not isinstance(made, Attention) or not same or made.shared_qk or made.rate > 1:
         raise CheckpointError(
             f"{spec} cannot take over the weights of attention: it has no projections q, k, v and out of the same shapes, or its "

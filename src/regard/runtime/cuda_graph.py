@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,9 +62,22 @@ def capture_graph(
         if warmups:
             _warm_up(warm or run, warmups)
         graph, outside = torch.cuda.CUDAGraph(), ExternalReads()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), outside:
+        with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), outside:
             out = run()
     return CapturedGraph(graph, out, list(outside.read.values()))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and not until the end: a graph that is destroyed while another one is captured breaks the capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _warm_up(run: Callable[[], object], times: int) -> None:

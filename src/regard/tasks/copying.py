@@ -1,4 +1,4 @@
-"""A text from a text whose words it takes: the title of an abstract, a query for a question. Half of the art is to copy."""
+"""A text for a text with words of the source: the title of an abstract, a query for a question."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from regard.data.wikisql import split_words
 from regard.models.build import translator
 from regard.models.pointer_generator import coverage, pointer_generator
 from regard.tasks.copying_config import Copying
-from regard.tasks.support import check_vocab, device_under, generate_answers, in_order, learned, resting
+from regard.tasks.support import check_vocab, device_under, evaluating, generate_answers, in_order, learned
 from regard.tasks.task import ENCODER_DECODER, GENERATION_SETTINGS, Task
 from regard.text import unknown
-from regard.training.decoder_inputs import heeded
+from regard.training.decoder_inputs import needed_mask
 from regard.training.decoder_modes import teacher_forcing
 from regard.training.learnable import Step
 from regard.training.losses import Loss
 
 DECODING = 40_000  # tokens of a batch when nothing is kept for a backward pass
-WATCHED = 500  # examples of validation that training looks at, here and there: a file may be in order of difficulty
+WATCHED = 500  # examples of a validation, spread over the file: it may be in order of difficulty
 COPY_READERS: dict[str, Any] = {"acl_titles": read_titles, "wikisql": read_queries}
 BEST = {"acl_titles": ("rouge_l", "max"), "wikisql": ("exact", "max")}
 
@@ -43,7 +43,7 @@ class CopyExample(NamedTuple):
 
 class CopyTask(Task):
     """A short text for a long one; scored by ROUGE-L, by how many are exactly right, and by `oov_recall`: of the words of the
-    target that are not in the vocabulary but in the source, the share that is said.
+    target that are not in the vocabulary but in the source, the fraction in the answer.
     """
 
     config: Copying
@@ -56,7 +56,7 @@ class CopyTask(Task):
         if config.task not in COPY_READERS:
             raise ValueError(unknown("copying has no task", config.task, COPY_READERS))
         if config.copy and config.smoothing:
-            raise ValueError("smoothing gives some probability to every word, and a source cannot say them all: use copy=false")
+            raise ValueError("smoothing gives some probability to every word, which a copied word has not: use copy=false")
         if not config.copy and (config.coverage or config.pointers != 1):
             raise ValueError("coverage and pointers are for copying, and with copy=false there is none: leave them out")
         check_vocab("words", config.vocab)
@@ -77,7 +77,7 @@ class CopyTask(Task):
         }
         if self.vocabulary is None:
             self.vocabulary = Words.of((text for pair in texts["train"] for text in pair), size=config.vocab)
-        texts["train"] = [pair for pair in texts["train"] if len(pair[1]) < longest]  # what it may not say it need not learn
+        texts["train"] = [pair for pair in texts["train"] if len(pair[1]) < longest]  # longer targets cannot be generated
         self.wanted = {name: [target for _, target in pairs] for name, pairs in texts.items()}
         self.sample = parts[1][0].source if parts[1] else ""
         self.splits = {name: [self._coded(*pair) for pair in pairs] for name, pairs in texts.items()}
@@ -88,8 +88,8 @@ class CopyTask(Task):
     def _coded(self, source: list[str], target: list[str]) -> CopyExample:
         vocab = self._words()
         ids, oov = extend_ids(source, vocab)
-        said = extend_target_ids(target, vocab, oov) if self.config.copy else vocab.encode_words(target)
-        return CopyExample(ids, [*said, END], oov)
+        ids_out = extend_target_ids(target, vocab, oov) if self.config.copy else vocab.encode_words(target)
+        return CopyExample(ids, [*ids_out, END], oov)
 
     def _words(self) -> Words:
         return learned(self.vocabulary)
@@ -121,8 +121,8 @@ class CopyTask(Task):
         assert target is not None
         if not self.config.copy:
             return teacher_forcing(model, batch, smoothing=self.config.smoothing, behind=True)
-        told = heeded(model, target_valid)
-        logs, weights = model.likelihood(source, source_valid, shifted(target), told, extra["extended"], target)
+        mask = needed_mask(model, target_valid)
+        logs, weights = model.likelihood(source, source_valid, shifted(target), mask, extra["extended"], target)
         real = target != PAD if target_valid is None else target_valid
         total = -logs.masked_fill(~real, 0).sum()
         parts = {"nll": total.detach()}
@@ -132,7 +132,7 @@ class CopyTask(Task):
         return Loss(total, real.sum(), parts)
 
     def watch(self, model: nn.Module) -> dict[str, float]:
-        """Greedily, on a few."""
+        """Score greedy answers to a part of the validation split."""
         return self._scored(model, "val", WATCHED, beams=1)
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
@@ -143,44 +143,44 @@ class CopyTask(Task):
 
         apart = 1 if many is None else max(1, len(self.splits[split]) // many)
         examples, wanted = self.splits[split][::apart][:many], self.wanted[split][::apart][:many]
-        said = self._answers(model, examples, beams)
-        texts = [" ".join(row) for row in said], [" ".join(row) for row in wanted]
+        answers = self._answers(model, examples, beams)
+        texts = [" ".join(row) for row in answers], [" ".join(row) for row in wanted]
         scores = {"loss": self._loss(model, examples), "exact": exact_match(*texts), "rouge_l": float(rouge_l(*texts))}
-        if (share := oov_recall([example.oov for example in examples], said, wanted)) is not None:
+        if (share := oov_recall([example.oov for example in examples], answers, wanted)) is not None:
             scores["oov_recall"] = share
         return scores
 
     def _loss(self, model: nn.Module, examples: Sequence[CopyExample]) -> float:
         rows, device = sorted(examples, key=self.size), device_under(model)
         rows = [row for row in rows if len(row.target) <= self.config.max_len]  # longer ones cannot be followed to their end
-        with resting(model):
+        with evaluating(model):
             losses = [self.loss(model, self.batch(rows[i : i + 100]).to(device), 0) for i in range(0, len(rows), 100)]
         return sum(float(x.parts["nll"]) for x in losses) / max(1, sum(int(x.over) for x in losses))
 
     def _answers(self, model: nn.Module, examples: Sequence[CopyExample], beams: int) -> list[list[str]]:
-        with resting(model):
-            ids = in_order(examples, self.size, DECODING // beams, lambda rows: self._say(model, rows, beams))
+        with evaluating(model):
+            ids = in_order(examples, self.size, DECODING // beams, lambda rows: self._generate(model, rows, beams))
         return [
-            extended_words(row, self._words(), example.oov) if example.source else []  # nothing is said to nothing
+            extended_words(row, self._words(), example.oov) if example.source else []  # the answer to an empty source is empty
             for row, example in zip(ids, examples, strict=True)
         ]
 
-    def _say(self, model: Any, rows: list[CopyExample], beams: int) -> list[list[int]]:
+    def _generate(self, model: Any, rows: list[CopyExample], beams: int) -> list[list[int]]:
         batch = self.batch(rows).to(device_under(model))
         source, valid, copied = batch.source, batch.source_valid, batch.extra["extended"]
         state = model.start(source, valid, copied) if self.config.copy else model.start(source, valid)
         return generate_answers(model, state, source, config=self.config, most=self.config.max_new_tokens, beams=beams)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
-        """Of a line that is longer than `cut` words the first ones are read, as in training."""
+        """Answer every line; of a longer one the first `cut` words are read, as in training."""
         examples = [self._coded(self._cut(line), []) for line in lines]
         return [" ".join(row) for row in self._answers(model, examples, self.config.beam)]
 
 
-def oov_recall(oov: Sequence[Sequence[str]], said: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float | None:
-    """Of the words that a target has, and its source alone knows, the share that is said, in per cent; None if there are none."""
-    asked = found = 0
-    for new, answer, target in zip(oov, said, wanted, strict=True):
+def oov_recall(oov: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float | None:
+    """Compute the percentage of out-of-vocabulary target words of the source that are in the answers; None if there are none."""
+    total = found = 0
+    for new, answer, target in zip(oov, answers, wanted, strict=True):
         there = set(new) & set(target)
-        asked, found = asked + len(there), found + len(there & set(answer))
-    return 100 * found / asked if asked else None
+        total, found = total + len(there), found + len(there & set(answer))
+    return 100 * found / total if total else None

@@ -1,4 +1,4 @@
-"""What training starts from: another run's weights, examples that a model can read, targets that it can say."""
+"""Start of training: weights of another run, examples that fit the model, targets that fit its slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME = ("heads", "norm", "activation", "positions", "units", "lower")  # weights
 
 
 def initialized_from(config: Any) -> SavedRun:
-    """The run that `init_from` names, if its weights mean the same here."""
+    """Load the run that `init_from` names, if its weights mean the same here."""
     where = f"init_from={config.init_from}"
     try:
         run = load_run(Path(config.init_from))
@@ -33,12 +33,12 @@ def initialized_from(config: Any) -> SavedRun:
 
 
 def slots_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a decoder that says everything at once has beside one that goes from word to word: it keeps its own."""
+    """Collect the weights that a non-autoregressive model has beside an autoregressive one: it keeps its own."""
     return {name: x for name, x in weights_of(model).items() if name.startswith("slots.")}
 
 
 def short_enough(examples: Sequence[ExampleT], size: Callable[[ExampleT], int], config: Config) -> list[ExampleT]:
-    """Those that the model can read and say; how many are left out is said."""
+    """Keep the examples that fit max_len; warn about the number of the others."""
     kept = [example for example in examples if size(example) <= config.max_len]
     if examples and not kept:
         least = min(map(size, examples))
@@ -49,11 +49,11 @@ def short_enough(examples: Sequence[ExampleT], size: Callable[[ExampleT], int], 
 
 
 def check_slots(pairs: Sequence[tuple[list[int], list[int]]], upsample: int) -> None:
-    """Whether CTC can say the targets (without their END): a slot for each token, and a blank between two that are the same."""
+    """Check that targets (without END) fit their CTC slots: one for each token, and a blank between two equal ones."""
     gone = sum(len(target) - 1 + _repeats(target) > upsample * len(source) for source, target in pairs)
     why = f"they need more than upsample={upsample} slots for every source token"
     if pairs and gone == len(pairs):
-        raise ValueError(f"no training target can be said: {why}")
+        raise ValueError(f"no training target fits: {why}")
     if gone:
         _left_out(gone, len(pairs), why)
 

@@ -1,4 +1,4 @@
-"""What comes next: a language model of characters."""
+"""Language model of characters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from regard.data.vocabulary import Characters, vocabulary
 from regard.decoding import Constraints, Sample, generate
 from regard.models.build import language_model
 from regard.tasks.language_modeling_config import Language
-from regard.tasks.support import device_under, resting
+from regard.tasks.support import device_under, evaluating
 from regard.tasks.task import DECODER_ONLY, Task
 from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
 
 class LanguageTask(Task):
-    """The next character of a text; scored by its surprise, in nats a character. An example is where a window begins."""
+    """The next character of a text; scored by cross-entropy, in nats a character. An example is where a window begins."""
 
     best = ("loss", "min")
     steady = True
@@ -69,7 +69,7 @@ class LanguageTask(Task):
         return self.config.window
 
     def batch(self, examples: Sequence[tuple[str, int]]) -> Batch:
-        """Windows, and what follows each of their characters; one at the end of the text may be shorter, and then all are."""
+        """Cut windows, and the next character of each position; one at the end of the text may be shorter, and then all are."""
         window = self.config.window
         text = self.texts[examples[0][0]]
         window = min(window, len(text) - 1 - max(at for _, at in examples))
@@ -88,22 +88,22 @@ class LanguageTask(Task):
         if not self.splits[split]:
             raise ValueError(f"there is no {split} split of this text: it has train and val")
         whole, last = self.splits[split][:-1], self.splits[split][-1:]  # the last window may be shorter
-        with resting(model):
+        with evaluating(model):
             parts = [*(whole[i : i + 128] for i in range(0, len(whole), 128)), last]
             losses = [self.loss(model, self.batch(part).to(device_under(model)), 0) for part in parts]
         nll = sum(float(x.parts["nll"]) for x in losses) / sum(int(x.over) for x in losses)
         return {"loss": nll, "bits": nll / math.log(2)}
 
     def predict(self, model: Any, lines: Sequence[str]) -> list[str]:
-        """How the text goes on, drawn by chance with a fixed seed."""
+        """Continue every line, by sampling with a fixed seed."""
         constraints = Constraints(END, max_new_tokens=self.config.max_new_tokens, banned=(PAD, UNKNOWN, BEGIN, MASK))
         device, answers = device_under(model), []
         for line in lines:
             prompt = self.characters.encode(line or "\n")[-max(1, self.config.max_len - self.config.max_new_tokens) :]
             choice = Sample(temperature=self.config.temperature, seed=self.config.seed)
-            with resting(model):
-                said = generate(
+            with evaluating(model):
+                continuation = generate(
                     model, model.start(1), torch.tensor([prompt], device=device), constraints=constraints, choice=choice
                 )[0]
-            answers.append(line + self.characters.decode(said))
+            answers.append(line + self.characters.decode(continuation))
         return answers

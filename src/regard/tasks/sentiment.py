@@ -1,4 +1,4 @@
-"""A label for a whole text, of any number of labels: is this review a good one?"""
+"""One label for a whole text, of any number of labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence
 from regard.options import check_choice
 from regard.tasks.sentiment_config import Sentiment
-from regard.tasks.support import check_vocab, device_under, in_order, kept_labels, learned, resting
+from regard.tasks.support import check_vocab, device_under, evaluating, in_order, kept_labels, learned
 from regard.tasks.task import Task
 from regard.text import unknown
 from regard.training.learnable import Step
@@ -57,7 +57,7 @@ class SentimentTask(Task):
         self.labels: list[int | str] = []
 
     def examples(self, folder: Path | None) -> Any:
-        """The labelled texts of train, val and test."""
+        """Read the labelled texts of train, val and test."""
         raise NotImplementedError
 
     def read(self, folder: Path | None = None) -> None:
@@ -107,7 +107,7 @@ class SentimentTask(Task):
         return Batch(source, valid, torch.tensor([label for _, label in examples]))
 
     def model(self) -> nn.Module:
-        """Its first token is a BEGIN, which is what pool="token" looks at."""
+        """Build an encoder and a head; the first token is BEGIN, which pool="token" takes."""
         config = self.config
         head = PerSequence(config.width, len(self.labels), pool=config.pool, dropout=config.dropout)
         return Reader(encoder(config, tokens(config, len(self._units()))), head)
@@ -117,7 +117,7 @@ class SentimentTask(Task):
         return cross_entropy(model(self._hidden(batch.source), batch.source_valid), batch.target, smoothing=self.config.smoothing)
 
     def _hidden(self, source: Tensor) -> Tensor:
-        """Some units hidden, so that no single one decides."""
+        """Mask some units, so that no single one decides."""
         if not self.config.forget:
             return source
         return source.masked_fill((torch.rand(source.shape, device=source.device) < self.config.forget) & (source > MASK), MASK)
@@ -132,25 +132,25 @@ class SentimentTask(Task):
             batch = self.batch(part).to(device_under(model))
             return model(batch.source, batch.source_valid).argmax(-1).tolist()
 
-        with resting(model):
+        with evaluating(model):
             return in_order(examples, self.size, INFERENCE_TOKENS, answer)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
-        said = [(line, (row, 0)) for line, row in zip(lines, self._rows(lines), strict=True)]
-        found = iter(self._labelled(model, [coded for line, coded in said if line.strip()]))
+        coded_lines = [(line, (row, 0)) for line, row in zip(lines, self._rows(lines), strict=True)]
+        found = iter(self._labelled(model, [coded for line, coded in coded_lines if line.strip()]))
         named = [self.names.get(label, str(label)) for label in self.labels]
-        return [named[next(found)] if line.strip() else "" for line, _ in said]
+        return [named[next(found)] if line.strip() else "" for line, _ in coded_lines]
 
 
 def _sorted(labels: set[int | str]) -> list[int | str]:
-    """All of one kind, or there is no order."""
+    """Sort labels, which must be of one type."""
     if len({type(label) for label in labels}) > 1:
         raise DataError("labels are all integers or all texts, not some of each")
     return sorted(labels)
 
 
 class ReviewTask(SentimentTask):
-    """Is this review a good one?"""
+    """Film reviews, good or bad."""
 
     names: ClassVar[Mapping[int | str, str]] = {0: "bad", 1: "good"}
 

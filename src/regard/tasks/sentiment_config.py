@@ -16,7 +16,7 @@ class Sentiment(Config):
     lower: bool = True
     cut: int = 1024  # units of a text that are read: its beginning and its end, half of it each
     pool: str = "mean"  # token, mean, max
-    forget: float = 0.1  # share of units hidden in training
+    forget: float = 0.1  # fraction of units masked in training
 
 
 def imdb_config() -> Sentiment:

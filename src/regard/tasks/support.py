@@ -15,19 +15,19 @@ from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import FIRST_TEXT_ID
 from regard.decoding import Constraints, beam, generate
 from regard.runtime.static_decoder import StaticDecoder, why_not_static
-from regard.training.decoder_inputs import resting
+from regard.training.decoder_inputs import evaluating
 
 __all__ = [
     "check_lengths",
     "check_vocab",
     "constraints_of",
     "device_under",
+    "evaluating",
     "fast_decoder",
     "generate_answers",
     "in_order",
     "kept_labels",
     "learned",
-    "resting",
 ]
 
 V = TypeVar("V")

@@ -24,7 +24,7 @@ from regard.models.embedding import Spelled
 from regard.models.encoder_head import Reader
 from regard.models.heads import PerVector
 from regard.tasks.init_from import short_enough
-from regard.tasks.support import check_lengths, device_under, in_order, kept_labels, resting
+from regard.tasks.support import check_lengths, device_under, evaluating, in_order, kept_labels
 from regard.tasks.tagging_config import Tagging
 from regard.tasks.task import Task
 from regard.training.learnable import Step
@@ -95,7 +95,7 @@ class TaggingTask(Task):
         return [[number, *self._letters(word)] for number, word in zip(numbers, words, strict=True)]
 
     def _letters(self, word: str) -> list[int]:
-        """Of a long word the first and the last: endings say most."""
+        """Encode the letters of a word; of a long one the first and the last."""
         letters, half = self.characters.encode(word), self.config.letters // 2
         return letters if len(letters) <= 2 * half else letters[:half] + letters[-half:]
 
@@ -147,7 +147,7 @@ class TaggingTask(Task):
             best = model(batch.source, batch.source_valid)[..., : len(self.tags)].argmax(-1).tolist()
             return [row[: self.size(x)] for row, x in zip(best, part, strict=True)]
 
-        with resting(model):
+        with evaluating(model):
             return in_order(examples, self.size, TAGGING_TOKENS, answer)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
@@ -165,5 +165,5 @@ class SawTask(TaggingTask):
 
 
 def _normalized_words(words: Sequence[str]) -> list[str]:
-    """As a word is looked up: lower-cased, digits alike. Letters still show what was written."""
+    """Normalise words for the vocabulary: lower case, all digits 0. Their letters are encoded as written."""
     return [re.sub(r"\d", "0", word.lower()) for word in words]

@@ -13,8 +13,8 @@ class Tagging(Config):
 
     min_count: int = 2  # occurrences of a word that gets a vector of its own
     letters: int = 20  # of a word, the first and the last of them
-    spelling: int = 128  # numbers that say how a word is spelt
-    forget: float = 0.2  # share of words hidden in training, so that spelling is learned
+    spelling: int = 128  # width of the vector of its letters
+    forget: float = 0.2  # fraction of words masked in training, so that spelling is learned
     fine: float = 1.0  # weight of the finer tags of the data, which it learns beside the others; they are not scored
 
 

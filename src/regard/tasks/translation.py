@@ -30,11 +30,11 @@ from regard.tasks.support import (
     check_vocab,
     constraints_of,
     device_under,
+    evaluating,
     fast_decoder,
     generate_answers,
     in_order,
     learned,
-    resting,
 )
 from regard.tasks.task import ENCODER_DECODER, ENCODER_NAT_DECODER, GENERATION_SETTINGS, Task
 from regard.tasks.translation_config import Translation
@@ -199,7 +199,7 @@ class TranslationTask(Task):
 
     def watch(self, model: nn.Module) -> dict[str, float]:
         """Compute the loss of teacher forcing, and the scores of greedy answers."""
-        with resting(model):
+        with evaluating(model):
             losses = [self._nll(model, self.batch(part).to(device_under(model))) for part in self._parts("val")]
         total = sum(float(x.parts.get("nll", x.total)) for x in losses) / max(1, sum(int(x.over) for x in losses))
         return {"loss": total, **self._scored(model, "val", beams=1)}
@@ -237,7 +237,7 @@ class TranslationTask(Task):
     ) -> list[list[int]]:
         """Answer each source: by beam search of width `beams`, or all tokens at once where the decoder is non-autoregressive."""
         beams = self.config.beam if beams is None else beams
-        with resting(model):
+        with evaluating(model):
             sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # too long for its positions
             fast, device = fast_decoder(model, self.config.max_new_tokens), device_under(model)
             room = (IN_CACHE if device.type == "cpu" else DECODING) // max(1, beams)

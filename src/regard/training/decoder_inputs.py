@@ -1,4 +1,4 @@
-"""What a decoder is fed while it learns, and by whom.
+"""Inputs of a decoder in training.
 
 Letters: b examples, m target tokens, v vocabulary.
 """
@@ -19,22 +19,22 @@ DecoderInputs = Callable[[int, Tensor | None], Tensor]
 
 
 def sequence(batch: Batch) -> Tensor:
-    """The target (b m), or a sentence."""
+    """Return the target (b m); raise ValueError if there is none."""
     if batch.target is None or batch.target.dim() != 2 or not batch.target.shape[1]:
         found = "nothing" if batch.target is None else f"shape {tuple(batch.target.shape)}"
-        raise ValueError(f"a decoder learns to say sequences: the target needs shape (batch, length), END included, not {found}")
+        raise ValueError(f"a decoder learns sequences: the target needs shape (batch, length), END included, not {found}")
     return batch.target
 
 
 def twice(batch: Batch) -> Batch:
-    """Every row, and behind all of them every row again."""
+    """Repeat a batch: every row, and behind all of them every row again."""
     source, source_valid, target, valid = (None if x is None else torch.cat([x, x]) for x in batch[:4])
     assert source is not None
     return Batch(source, source_valid, target, valid)
 
 
 def before(x: Tensor, valid: Tensor | None = None) -> Tensor:
-    """x (b m ...) of the real token before each; where there is none, any."""
+    """Take x (b m ...) of the real token before each; where there is none, any."""
     if valid is None:
         return torch.cat([x[:, :1], x[:, :-1]], 1)
     at = _previous_real(valid).clamp_min(0)
@@ -42,38 +42,38 @@ def before(x: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def at_front(target: Tensor, valid: Tensor | None = None) -> Tensor:
-    """(b m): nothing real stands before it."""
+    """Mark tokens (b m) without a real one before them."""
     if valid is None:
         return (torch.arange(target.shape[1], device=target.device) == 0).expand_as(target)
     return _previous_real(valid) < 0
 
 
-def told(target: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The truth before each token (b m): the begin, and all but the last. Padding may lie anywhere."""
+def previous_tokens(target: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Take the true token before each (b m): BEGIN, and all but the last. Padding may lie anywhere."""
     return before(target, valid).masked_fill(at_front(target, valid), BEGIN)
 
 
 def _previous_real(valid: Tensor) -> Tensor:
-    """(b m): where the real token before each stands, -1 if nowhere."""
+    """Find the position (b m) of the real token before each, -1 if there is none."""
     at = torch.arange(valid.shape[1], device=valid.device)
     last = torch.where(valid, at, -1).cummax(1).values
     return torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
 
 
-def heeded(model: nn.Module, valid: Tensor | None) -> Tensor | None:
-    """What a causal decoder must be told of padding that stands behind its target: nothing, unless it takes notes of tokens."""
+def needed_mask(model: nn.Module, valid: Tensor | None) -> Tensor | None:
+    """Return the mask that a causal decoder needs for padding behind its target: none, unless a mixer learns from its tokens."""
     return valid if any(isinstance(module, Core) and module.learns for module in model.modules()) else None
 
 
 def step_by_step(model: Translator, batch: Batch, feed: DecoderInputs) -> Tensor:
-    """Scores (b m v) of a decoder that takes one token after another.
+    """Compute scores (b m v) of a decoder, one token after another.
 
     `feed(i, scores)` is its input i, tokens (b 1) or vectors (b 1 w), after the scores (b 1 v) of its last real step (None: there
     was none).
     """
     m, valid = sequence(batch).shape[1], batch.target_valid
     if valid is not None and bool((valid[:, 1:] <= valid[:, :-1]).all()):
-        valid = heeded(model, valid)  # all padding lies behind, where nobody looks
+        valid = needed_mask(model, valid)  # all padding lies behind
     state = model.start(batch.source, batch.source_valid)
     steps: list[Tensor] = []
     last: Tensor | None = None
@@ -86,8 +86,8 @@ def step_by_step(model: Translator, batch: Batch, feed: DecoderInputs) -> Tensor
 
 
 @contextmanager
-def unlearned() -> Iterator[None]:
-    """Without gradients; and whoever comes next gets them, under autocast too, which remembers weights it has converted."""
+def no_gradients() -> Iterator[None]:
+    """Compute without gradients, and clear what autocast has converted, so that later passes have gradients."""
     try:
         with torch.no_grad():
             yield
@@ -96,12 +96,12 @@ def unlearned() -> Iterator[None]:
 
 
 @contextmanager
-def resting(model: nn.Module) -> Iterator[None]:
-    """As when it counts: without dropout, without gradients. Afterwards all is as it was."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients; afterwards every module is as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with unlearned():
+        with no_gradients():
             yield
     finally:
         for module in training:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.data.batch import BEGIN, Batch, shifted
 from regard.mixers.attention import has_hooks
 from regard.models.translator import Translator
-from regard.training.decoder_inputs import at_front, heeded, sequence, step_by_step, told, twice
+from regard.training.decoder_inputs import at_front, needed_mask, previous_tokens, sequence, step_by_step, twice
 from regard.training.losses import Loss, cross_entropy, linear_cross_entropy, rdrop_loss
 from regard.training.mode_options import FreeRunning, Mode, Parallel, RDrop, Scheduled, TeacherForcing
 from regard.training.sampling_schedule import truth_probability
@@ -28,7 +28,7 @@ def teacher_forcing(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, b
 def _decode(model: nn.Module, batch: Batch, behind: bool) -> tuple[nn.Module, Tensor]:
     """Compute vectors and the head that makes scores of them; or scores, where a model overrides `forward` or has hooks."""
     target, valid = sequence(batch), batch.target_valid
-    inputs, real = (shifted(target), heeded(model, valid)) if behind else (told(target, valid), valid)
+    inputs, real = (shifted(target), needed_mask(model, valid)) if behind else (previous_tokens(target, valid), valid)
     if getattr(model.forward, "__func__", None) is not Translator.forward or has_hooks(model):
         return nn.Identity(), model(batch.source, batch.source_valid, inputs, real)
     assert isinstance(model, Translator)

@@ -103,7 +103,7 @@ class _TrainingRun:
             self.learner.begin()
             self._restore()
             run_updates(self.learner, batches, after=self._after, stopped=lambda: self.halted)
-        if self.interrupts.asked:
+        if self.interrupts.requested:
             self.interrupts.pass_on()
 
     def _restore(self) -> None:
@@ -123,12 +123,12 @@ class _TrainingRun:
     def _after(self, step: int) -> None:
         """Behind every update. What is due is a function of the step, so it is the same after a crash.
 
-        Where a signal asks it to stop, the step is saved with what is still due behind it.
+        Where a signal requests a stop, the step is saved with what is still due behind it.
         """
         self.progress.step(step)
-        due = self._state(step, due=True) if self.interrupts.asked or self._validates(step) else {}
+        due = self._state(step, due=True) if self.interrupts.requested or self._validates(step) else {}
         try:
-            if self.interrupts.asked:
+            if self.interrupts.requested:
                 raise Interrupted
             self._look(step)
         except Interrupted:

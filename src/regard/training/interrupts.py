@@ -21,7 +21,7 @@ class Interrupted(BaseException):
 class Interrupts:
     """Record signals, and act on them where no progress is lost.
 
-    During an update the first signal is recorded: `asked` is True, and the training loop saves and stops. A second one is passed
+    During an update the first signal is recorded: `requested` is True, and the training loop saves and stops. A second one is passed
     on at once. While a checkpoint is written all signals are only recorded. Inside `at_once()`, around a validation that may take
     minutes, the first one raises Interrupted.
     """
@@ -33,7 +33,7 @@ class Interrupts:
         self.previous: dict[int, Any] = {}
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self.received is not None
 
     def __enter__(self) -> Interrupts:
@@ -53,7 +53,7 @@ class Interrupts:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        again = self.asked
+        again = self.requested
         if not again:
             self.received = number
         if self.writing:
@@ -90,7 +90,7 @@ class Interrupts:
         """Raise Interrupted on a signal inside, where no state of a checkpoint is changed."""
         self.waiting = True
         try:
-            if self.asked:
+            if self.requested:
                 raise Interrupted
             yield
         finally:

@@ -1,6 +1,6 @@
 """Training modes of a decoder, as texts with options: `mode="rdrop(alpha=5)"`. Imports no torch; the losses are in decoder_modes.
 
-`Mode` tells by its attributes what a mode needs: whether the decoder must be autoregressive, and whether its loss does the same
+The attributes of `Mode` are what a mode needs: whether the decoder must be autoregressive, and whether its loss does the same
 work at every update.
 """
 

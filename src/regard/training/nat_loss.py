@@ -1,6 +1,6 @@
-"""What a model loses that says all tokens at once.
+"""Losses of non-autoregressive models.
 
-A pass of slots that come from a source or from a length asks the device for no number, so it can be captured (`Graphs`).
+A pass whose slots come from a source or from a length reads no number from the device, so it can be captured (`GraphedStep`).
 
 Letters: b batch, l target tokens, t slots, v vocabulary, c classes: the blank and the l tokens of a row's own target.
 """
@@ -26,23 +26,23 @@ from regard.models.nat import (
     left_aligned,
 )
 from regard.training.ctc import best_path, certain, ctc, needed, odds, same
-from regard.training.decoder_inputs import sequence, twice, unlearned
+from regard.training.decoder_inputs import no_gradients, sequence, twice
 from regard.training.losses import Loss, between, check_smoothing, cross_entropy
 
 Fraction = float | Tensor  # of 0 dimensions
 
 
 def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glance: Fraction = 0.0, rdrop: float = 0.0) -> Loss:
-    """Minus the log-probability of the targets, summed over them.
+    """Compute minus the log-probability of the targets, summed over them.
 
     With `glance` > 0 the model first answers without learning; then that share of the number of its mistakes is drawn from the
-    target and shown to it, and it loses what is left to say: the better it is, the less it sees. Qian et al. 2020,
-    arXiv:2008.07905. A share that only the device knows, a tensor, is taken as it is. `parts` are "nll", what it loses at slots,
-    without smoothing; "length", what it loses at guessing lengths; and "unsayable", the number of targets that need more slots
+    target and revealed to it, and the loss is that of the other tokens: the better it is, the less is revealed. Qian et al. 2020,
+    arXiv:2008.07905. A fraction on the device, a tensor, is taken as it is. `parts` are "nll", the loss of slots,
+    without smoothing; "length", the loss of predicted lengths; and "unsayable", the number of targets that need more slots
     than there are and are left out.
 
-    With `rdrop` > 0 it answers twice, each time with a dropout of its own, and both must say the same: it loses the mean of what
-    both lose and rdrop / 4 (KL(p || q) + KL(q || p)), summed over the slots that are left to say; that sum is in `parts` as
+    With `rdrop` > 0 there are two passes with different dropout: the loss is the mean of both losses and rdrop / 4
+    (KL(p || q) + KL(q || p)), summed over the slots that are not revealed; that sum is in `parts` as
     "apart". Wu et al. 2021, arXiv:2106.14448; for paths Yao et al. 2024, arXiv:2410.05101.
     """
     if glance.dim() > 0 if isinstance(glance, Tensor) else not 0 <= glance <= 1:
@@ -55,29 +55,29 @@ def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glan
     if rdrop:
         batch = twice(batch)
     read = model.hear(batch.source, batch.source_valid)
-    lose = _by_paths if isinstance(model.slots, CtcSlots) else _by_slots
-    return lose(model, read, batch, smoothing, glance, rdrop)
+    loss_of = _by_paths if isinstance(model.slots, CtcSlots) else _by_slots
+    return loss_of(model, read, batch, smoothing, glance, rdrop)
 
 
 def glancing(step: int | Tensor, steps: int, first: float = 0.5, last: float = 0.3) -> Fraction:
-    """The share to show at an update: from `first` to `last`, in a line. Of a step on the device, a share on the device."""
+    """Compute the fraction to reveal at an update: from `first` to `last`, in a line; on the device, if the step is there."""
     done = step / max(steps, 1)
     return first + (last - first) * (done.clamp(0, 1) if isinstance(done, Tensor) else min(max(done, 0.0), 1.0))
 
 
 def _glances(share: Fraction) -> bool:
-    """Whether anything may be shown: a share that only the device knows may be any."""
+    """Decide whether anything may be revealed: a fraction on the device may be any."""
     return isinstance(share, Tensor) or share > 0
 
 
 def random_slots(real: Tensor, count: Tensor) -> Tensor:
-    """`count` (b) of the real ones of every row, by chance, each choice as likely as another, (b m)."""
+    """Draw `count` (b) of the real slots of every row (b m), each choice as likely as another."""
     dice = torch.rand(real.shape, device=real.device).masked_fill(~real, 2)
     return (dice.argsort(1).argsort(1) < count[:, None]) & real
 
 
 def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, rdrop: float) -> Loss:
-    """A slot for every token."""
+    """Compute the loss of models with one slot for every token."""
     assert batch.target is not None
     target, length = left_aligned(batch.target, batch.target_valid), length_targets(batch.target, batch.target_valid)
     if isinstance(model.slots, FixedSlots):
@@ -92,44 +92,44 @@ def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
         hidden = 1 + (torch.rand(length[one].shape, device=length.device) * length[one]).long()
         shown = random_slots(real[one], length[one] - hidden)
     elif _glances(glance):
-        with unlearned():
+        with no_gradients():
             wrong = (model.answer(read.at(one), seats.at(one)).argmax(-1) != target[one]) & real[one]
         shown = random_slots(real[one], (glance * wrong.sum(1)).round())
     shown = torch.cat([shown, shown]) if rdrop and shown is not None else shown
     scores = model.answer(read, seats, target, shown)
-    asked = real if shown is None else real & ~shown
-    lost = cross_entropy(scores, target, asked, smoothing=smoothing)
+    counted = real if shown is None else real & ~shown
+    loss = cross_entropy(scores, target, counted, smoothing=smoothing)
     if isinstance(model.slots, LengthSlots):
         surprise = model.slots.lengths.surprise(read.x, read.valid, length).sum()
-        lost = Loss(lost.total + surprise, lost.over, {**lost.parts, "length": surprise.detach()})
-    return _held(lost, upcast(scores).log_softmax(-1), asked, rdrop) if rdrop else lost
+        loss = Loss(loss.total + surprise, loss.over, {**loss.parts, "length": surprise.detach()})
+    return _with_divergence(loss, upcast(scores).log_softmax(-1), counted, rdrop) if rdrop else loss
 
 
 def _once(rows: int, rdrop: float) -> slice:
-    """Of rows that may stand twice, those that are not again."""
+    """Select the rows of the first pass."""
     return slice(rows // 2 if rdrop else rows)
 
 
-def _held(lost: Loss, logs: Tensor, asked: Tensor, rdrop: float) -> Loss:
-    """Both halves of a batch held together, where they are asked (b t), from their log-probabilities (b t v)."""
+def _with_divergence(loss: Loss, logs: Tensor, counted: Tensor, rdrop: float) -> Loss:
+    """Add the divergence of the two passes, at the slots of `counted` (b t), from their log-probabilities (b t v)."""
     one, other = logs.chunk(2)
-    apart = between(one, other).masked_fill(~asked[: len(one)], 0).sum()
-    parts = {name: x / 2 for name, x in lost.parts.items()}
-    return Loss(lost.total / 2 + rdrop / 4 * apart, lost.over // 2, {**parts, "apart": apart.detach()})
+    apart = between(one, other).masked_fill(~counted[: len(one)], 0).sum()
+    parts = {name: x / 2 for name, x in loss.parts.items()}
+    return Loss(loss.total / 2 + rdrop / 4 * apart, loss.over // 2, {**parts, "apart": apart.detach()})
 
 
 def _fitted(target: Tensor, length: Tensor, slots: int) -> Tensor:
-    """Targets (b l) with as many columns as there are slots."""
+    """Pad or cut targets (b l) to as many columns as there are slots."""
     if target.shape[1] > slots and bool((length > slots).any()):
         raise ValueError(f"a target of {int(length.max())} tokens, its end counted, but {slots} slots: build it with more")
     return F.pad(target, (0, max(slots - target.shape[1], 0)))[:, :slots]
 
 
 def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing: float, glance: Fraction, rdrop: float) -> Loss:
-    """Every way to say the target, summed. What is shown of a path is certain, so the rest of every path goes through it."""
+    """Compute the CTC loss, the sum over all paths. A revealed slot is certain, so every path goes through it."""
     assert batch.target is not None
     target = left_aligned(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
-    length = (length_targets(batch.target, batch.target_valid) - 1).clamp_min(0)  # no end is said: blanks are what is left
+    length = (length_targets(batch.target, batch.target_valid) - 1).clamp_min(0)  # without END: all other slots are blanks
     seats = model.seats(read)
     room = length_targets(seats.x, seats.valid)
     classes = same(target)
@@ -150,15 +150,15 @@ def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
         logs = torch.where(fixed[..., None], certain(path, logs), logs)
     nll = ctc(logs, classes, length).masked_fill(~sayable, 0).sum()
     free = torch.ones_like(path, dtype=torch.bool) if fixed is None else ~fixed
-    lost = Loss(nll, (length * sayable).sum(), {"nll": nll.detach(), "unsayable": (~sayable).sum()})
+    loss = Loss(nll, (length * sayable).sum(), {"nll": nll.detach(), "unsayable": (~sayable).sum()})
     if smoothing:
         check_smoothing(smoothing)
         flat = -scores.mean(-1).masked_fill(~free, 0).sum(1) / free.sum(1).clamp_min(1)
-        lost = lost._replace(total=(1 - smoothing) * nll + smoothing * (flat * length).sum())
-    return _held(lost, scores, free & sayable[:, None], rdrop) if rdrop else lost
+        loss = loss._replace(total=(1 - smoothing) * nll + smoothing * (flat * length).sum())
+    return _with_divergence(loss, scores, free & sayable[:, None], rdrop) if rdrop else loss
 
 
-@unlearned()
+@no_gradients()
 def _glance(
     model: NatTranslator, read: EncodedSource, seats: SlotInputs, target: Tensor, classes: Tensor, length: Tensor, share: Fraction
 ) -> tuple[Tensor, Tensor]:

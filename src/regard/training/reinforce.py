@@ -18,7 +18,7 @@ from regard.decoding.constraints import Constraints
 from regard.decoding.generate import Sample, before_eos, generate
 from regard.mixers.base import select
 from regard.models.translator import Translator
-from regard.training.decoder_inputs import resting, sequence
+from regard.training.decoder_inputs import evaluating, sequence
 from regard.training.losses import Loss, by_step
 
 Texts = list[list[int]]
@@ -34,7 +34,7 @@ def self_critical(
     generated without dropout; their probability is computed in training mode, under the constraints.
     """
     truths = _truths(batch)
-    with resting(model):
+    with evaluating(model):
         state = model.start(batch.source, batch.source_valid)
         drawn = generate(model, state, _begin(batch), constraints=constraints, choice=_chance(dice))
         greedy = generate(model, state, _begin(batch), constraints=constraints)
@@ -64,7 +64,7 @@ def minimum_risk(
     if samples < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"samples must be at least 1 and alpha above 0, not {samples!r} and {alpha!r}")
     truths = _truths(batch)
-    with resting(model):
+    with evaluating(model):
         state = model.start(batch.source, batch.source_valid).fan(samples)
         drawn = generate(model, state, _begin(batch, samples), constraints=constraints, choice=_chance(dice))
     sets = [_distinct(drawn[i * samples : (i + 1) * samples]) for i in range(len(truths))]

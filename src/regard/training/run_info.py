@@ -1,4 +1,4 @@
-"""What a run is, before it begins: settings that make sense, the folder of this very run, and who made it with what."""
+"""Start of a run: its settings are checked, its folder compared with them, and versions and sizes written down."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDING = ("linear", "cosine")  # schedules that depend on the number of updates
 
 
 def check_task(task: Learnable) -> None:
-    """Settings that training reads, and data to train on."""
+    """Check the settings of training, and that there is data to train on."""
     check_settings(task)
     for split in ("train", "val"):
         if not task.splits.get(split):
@@ -40,7 +40,7 @@ def check_task(task: Learnable) -> None:
 
 
 def check_settings(task: Learnable) -> None:
-    """Before there is data."""
+    """Check the settings of training, before there is data."""
     config = task.config
     for name, value in vars(config).items():
         if isinstance(value, int) and abs(value) >= MAX_SEED:
@@ -59,7 +59,7 @@ def check_settings(task: Learnable) -> None:
     if config.precision not in TYPES:
         raise ValueError(unknown("there is no precision", config.precision, TYPES))
     if config.graphs and (config.precision == "16-mixed" or not task.steady):
-        unsteady = "its loss changes from update to update, or asks the device"
+        unsteady = "its loss changes from update to update, or reads from the device"
         why = "a scaler of 16-mixed decides on the host" if task.steady else unsteady
         raise ValueError(f"graphs=true cannot be used here, because {why}: leave it out")
     if task.best[1] not in ("min", "max"):
@@ -67,12 +67,12 @@ def check_settings(task: Learnable) -> None:
 
 
 def config_json(task: Learnable) -> dict[str, Any]:
-    """The configuration as a file gives it back."""
+    """Convert the configuration to what a JSON file gives back."""
     return json.loads(json.dumps(task.config.to_json()))
 
 
 def grown(there: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Settings that have become larger since the run began, of those that may; patience 0 is the largest."""
+    """List the settings that have become larger since the run began, of those that may; patience 0 is the largest."""
     known = [name for name in GROWS if type(there.get(name)) is int and type(config.get(name)) is int]
     size = {"steps": lambda x: x, "patience": lambda x: x or MAX_SEED}
     return [name for name in known if size[name](config[name]) > size[name](there[name])]
@@ -103,7 +103,7 @@ def same_run(out: Path, config: Mapping[str, Any], assets: Mapping[str, str], re
 
 
 def begin_run(out: Path, task: Learnable, model: nn.Module, kind: str) -> list[str]:
-    """Write what the run is; or, where it has begun already, sentences about what is different now."""
+    """Write the files of a new run; of one that has begun, return sentences about what is different now."""
     now, there = _now(task, model, kind), checkpoints.load_config(out)
     if there is None:
         checkpoints.save_run(out, config_json(task), task.assets(), now)
@@ -111,7 +111,7 @@ def begin_run(out: Path, task: Learnable, model: nn.Module, kind: str) -> list[s
     advice = "restore it, or delete the folder and train again"
     then = atomic_files.read_json(out / checkpoints.ABOUT, advice)
     if "data" not in then:
-        raise RunError(f"{out / checkpoints.ABOUT} does not say what it was trained on: {advice}")
+        raise RunError(f"{out / checkpoints.ABOUT} does not hold what it was trained on: {advice}")
     if then["data"] != now["data"]:
         raise RunError(f"{out} holds a run on other data: {then['data']} there and {now['data']} here")
     made = ("regard", "python", "torch", "device", *(["threads"] if kind == "cpu" else []))
@@ -123,7 +123,7 @@ def begin_run(out: Path, task: Learnable, model: nn.Module, kind: str) -> list[s
 
 
 def _stretched(out: Path, task: Learnable, there: Mapping[str, Any]) -> list[str]:
-    """Write the settings that have grown into the run, and say what they change."""
+    """Write the settings that have grown into the run, and describe what they change."""
     config = task.config
     larger = grown(there, config_json(task))
     if larger:
@@ -155,7 +155,7 @@ def _now(task: Learnable, model: nn.Module, kind: str) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the folder where it was started, if that is under git."""
+    """Find the commit of the working directory, if it is under git."""
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False)

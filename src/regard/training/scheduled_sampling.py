@@ -17,7 +17,7 @@ from regard.mixers.feature_math import upcast
 from regard.models.embedding import Tokens
 from regard.models.translator import Translator
 from regard.text import unknown
-from regard.training.decoder_inputs import at_front, before, sequence, step_by_step, told, unlearned
+from regard.training.decoder_inputs import at_front, before, no_gradients, previous_tokens, sequence, step_by_step
 from regard.training.losses import Loss, cross_entropy
 from regard.training.mode_options import HARD_FORMS, INPUT_FORMS
 
@@ -117,7 +117,7 @@ def parallel_passes(
     true, kept, noise = _mixture(batch, embed, share, inputs, dice)
     encoded, x = model.hear(batch.source, batch.source_valid), true
     for _ in range(passes - 1 if share < 1 else 0):
-        with nullcontext() if inputs.through else unlearned():
+        with nullcontext() if inputs.through else no_gradients():
             scores = model.head(model.hidden(encoded, x, valid))
         x = torch.where(kept, true, inputs.vectors(embed, before(scores, valid), noise))
     return cross_entropy(model.head(model.hidden(encoded, x, valid)), target, valid, smoothing=smoothing)
@@ -148,7 +148,7 @@ def _mixture(
     target, valid = sequence(batch), batch.target_valid
     kept = torch.rand(target.shape, device=target.device, generator=dice) < share
     kept = (kept | at_front(target, valid))[..., None]  # BEGIN is never predicted
-    return embed.vectors(told(target, valid)), kept, inputs.noise(target, embed, dice)
+    return embed.vectors(previous_tokens(target, valid)), kept, inputs.noise(target, embed, dice)
 
 
 def _vocabulary(model: Translator) -> Tokens:
