@@ -31,7 +31,7 @@ from regard.tasks.support import (
     constraints_of,
     device_under,
     evaluating,
-    fast_decoder,
+    task_decoder,
     generate_answers,
     in_order,
     learned,
@@ -239,7 +239,7 @@ class TranslationTask(Task):
         beams = self.config.beam if beams is None else beams
         with evaluating(model):
             sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # too long for its positions
-            fast, device = fast_decoder(model, self.config.max_new_tokens), device_under(model)
+            fast, device = task_decoder(model, self.config.max_new_tokens), device_under(model)
             room = (IN_CACHE if device.type == "cpu" else DECODING) // max(1, beams)
             return in_order(sources, len, room, lambda rows: self._generate(fast, rows, beams, device, early))
 
