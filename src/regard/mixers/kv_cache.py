@@ -143,7 +143,7 @@ class KVCache(NamedTuple):
 
 
 class StaticCursor:
-    """Hold the slot that static caches write to, one for all rows, on the device. Caches that share it share `at` and `valid` too.
+    """Hold the slot that static caches write to, one for all rows, on the device. Caches that share it share `at` and `valid`.
 
     `write` is called by every cache that appends a token; the first call of a step writes the position and the mask.
     """

@@ -23,11 +23,11 @@ __all__ = [
     "constraints_of",
     "device_under",
     "evaluating",
-    "task_decoder",
     "generate_answers",
     "in_order",
     "kept_labels",
     "learned",
+    "task_decoder",
 ]
 
 V = TypeVar("V")

@@ -31,10 +31,10 @@ from regard.tasks.support import (
     constraints_of,
     device_under,
     evaluating,
-    task_decoder,
     generate_answers,
     in_order,
     learned,
+    task_decoder,
 )
 from regard.tasks.task import ENCODER_DECODER, ENCODER_NAT_DECODER, GENERATION_SETTINGS, Task
 from regard.tasks.translation_config import Translation
