@@ -414,8 +414,8 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "keys of a fused product are its values": (
         R + "runtime/packed_linear.py",
-        "setattr(attention, name, FusedPart(fused, number))",
-        "setattr(attention, name, FusedPart(fused, 0))",
+        "return self.fused(x)[self.number]",
+        "return self.fused(x)[-1]",
         "graphed_decoder",
     ),
     # weights of others

@@ -21,6 +21,7 @@ from regard.models import LanguageModel, NextToken, Tokens, guided_translator, l
 from regard.positions import Learned, Sinusoidal
 from regard.runtime.cuda_graph import CapturedGraph
 from regard.runtime.decode_graph import DecodeGraph
+from regard.runtime.packed_linear import fuse_qkv
 from regard.runtime.state_buffers import StateBuffers, buffer_key, cache_groups, context_room, own_caches, spare_room
 from test_graphs import blind
 
@@ -351,6 +352,22 @@ def test_on_a_cpu_weights_are_packed_and_states_are_values():
     )
 
 
+@pytest.mark.parametrize("spec", ["softmax", "gla", "reformer(rounds=2, buckets=4, chunk=6)", "synthesizer"])
+def test_queries_keys_and_values_are_one_product(spec):
+    body = Stack.of(spec, width=WIDTH, heads=4, depth=2, causal=True, max_len=64).to(DEVICE, torch.float64).eval()
+    fused, x = fuse_qkv(body), torch.randn(2, 5, WIDTH, device=DEVICE, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), body(x))
+    for one, other in ((a.mixer, b.mixer) for a, b in zip(fused, body, strict=True)):
+        assert one.out.weight is other.out.weight and type(other.v) is torch.nn.Linear
+        if type(other.q) is not torch.nn.Linear or type(other.k) is not torch.nn.Linear:
+            assert type(one.v) is torch.nn.Linear  # some of the maps are not there
+            continue
+        assert one.q.fused is one.k.fused is one.v.fused
+        for name in ("q", "k", "v"):
+            torch.testing.assert_close(getattr(one, name)(x), getattr(other, name)(x))
+            assert torch.equal(getattr(one, name).weight, getattr(other, name).weight)
+
+
 def test_the_benchmark_of_steps_compares_every_way_with_the_model(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     import decode_step
@@ -363,6 +380,13 @@ def test_the_benchmark_of_steps_compares_every_way_with_the_model(monkeypatch, t
     ways = ["model.extend", "GraphedDecoder"]
     assert [row["by"] for row in rows] == [*ways, "StaticDecoder", *ways]
     assert all(row["same"] == 1 and row["tokens_per_second"] > 0 and not row["refused"] for row in rows)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="weights are packed for a CPU")
+@pytest.mark.parametrize("case", {case.row.name: case for case in STREAMS}.values(), ids=repr)
+def test_every_mechanism_decodes_with_packed_weights(case):
+    model = language(case).float()
+    compare(model, GraphedDecoder(model), (3,), 6, "behind", tol=1e-4)
 
 
 def test_contexts_of_beams_stay_where_they_are():

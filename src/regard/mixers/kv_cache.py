@@ -1,7 +1,7 @@
-"""The memory of mechanisms that keep keys and values: an append-only log with room to grow.
+"""KV caches: an append-only one with room to grow, and static ones of fixed room for CUDA graphs.
 
-Nothing written is ever overwritten, so a state stays what it was after it has been extended; whoever extends the newest state
-writes in place, whoever extends an older one gets a copy first.
+Nothing written into a `KVCache` is overwritten, so a state is a value: the newest state is extended in place, an older one is
+copied first.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ ROOM_MULTIPLE = 32  # room is made in multiples of this many tokens
 
 
 def with_spare_room(size: int) -> int:
-    """How far a log may grow before something is done about it: by a share of its size, so that doing it costs O(1) a token."""
+    """Return the growth after which a cache is enlarged or searched: a share of its size, so that this costs O(1) a token."""
     return max(ROOM_MULTIPLE, size // 4)
 
 
 class WriteCursor:
-    """How much of a buffer has been written, shared by all logs on it."""
+    """Count the written tokens of a buffer, for all caches on it."""
 
     def __init__(self, used: int) -> None:
         self.used = used
 
 
 class KVCache(NamedTuple):
-    """Keys and values with where they stand; only the first `size` are there."""
+    """Hold keys and values with their positions; only the first `size` slots are used."""
 
     k: Tensor  # (b g room d)
     v: Tensor  # (b g room e)
     at: Tensor  # (b room)
     valid: Tensor  # (b room)
     size: int
-    start: int | None  # on the host: the real tokens of every row stand at start, start + 1, ...
+    start: int | None  # on the host: the real tokens of every row are at start, start + 1, ...
     plain: bool  # every token is real
     newest: WriteCursor
     looked: int = 0  # its size when it was last searched for what can be dropped
@@ -64,7 +64,7 @@ class KVCache(NamedTuple):
         return Places(self.at[:, : self.size], None if self.plain else self.valid[:, : self.size], self.start)
 
     def append(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
-        """The log with more tokens."""
+        """Return the cache with more tokens."""
         n = k.shape[2]
         if n == 0:
             return self
@@ -81,7 +81,7 @@ class KVCache(NamedTuple):
         return self._shared(log, places)
 
     def _written(self, k: Tensor, v: Tensor, places: Places) -> KVCache:
-        """The log with more tokens in its spare room."""
+        """Return the cache with more tokens in its spare room."""
         n, log = k.shape[2], self
         full = self.size + n > self.at.shape[1] or self.newest.used != self.size or self.k.dtype != k.dtype
         if full or (self.k.is_inference() and not torch.is_inference_mode_enabled()):  # those cannot be written to any more
@@ -96,16 +96,16 @@ class KVCache(NamedTuple):
         return self._shared(log, places)
 
     def _shared(self, log: KVCache, places: Places) -> KVCache:
-        """Give a log, made of this one and of tokens at `places`, the places that the logs of other layers have."""
+        """Give a cache, made of this one and of tokens at `places`, the places that the caches of other layers have."""
         return log if self.whole is None else log._replace(whole=places.behind(self.whole, log._places))
 
     def _joined(self, places: Places) -> int | None:
-        """The start of the log with these tokens behind it, where it stays known."""
+        """Return the start of the cache with these tokens behind it; None where rows differ."""
         known = self.start is not None and places.start is not None and self.plain
         return self.start if known and self.start + self.size == places.start else None  # type: ignore[operator]
 
     def keep(self, alive: Tensor) -> KVCache:
-        """Only the living tokens (b size), in order; rows with fewer are filled up with padding."""
+        """Keep the tokens that are alive (b size), in order; rows with fewer get padding behind them."""
         alive = alive & self.valid[:, : self.size]
         count = alive.sum(1)
         size = int(count.max()) if count.numel() else 0
@@ -119,7 +119,7 @@ class KVCache(NamedTuple):
         return KVCache(k, v, at, there, size, int(at[0, 0]) if run else None, plain, WriteCursor(size), size)
 
     def row(self, row: int) -> KVCache:
-        """The real tokens of one row."""
+        """Return the real tokens of one row."""
         here = slice(None, self.size) if self.plain else self.valid[row, : self.size].nonzero()[:, 0]
         k, v, at = self.k[row : row + 1, :, here], self.v[row : row + 1, :, here], self.at[row : row + 1, here]
         size = at.shape[1]
@@ -129,7 +129,7 @@ class KVCache(NamedTuple):
         )
 
     def with_room(self, n: int, dtype: torch.dtype) -> KVCache:
-        """A copy with room for n more tokens and some to spare."""
+        """Return a copy with room for n more tokens and some to spare."""
         room = -(-(self.size + n + with_spare_room(self.size)) // ROOM_MULTIPLE) * ROOM_MULTIPLE
         new = []
         for x, dim in zip(self[:4], (2, 2, 1, 1), strict=True):
@@ -143,7 +143,7 @@ class KVCache(NamedTuple):
 
 
 class StaticCursor:
-    """Where static caches write: one slot for all rows, on the device. Caches that share it share `at` and `valid` too.
+    """Hold the slot that static caches write to, one for all rows, on the device. Caches that share it share `at` and `valid`.
 
     `write` is called by every cache that appends a token; the first call of a step writes the position and the mask.
     """
@@ -163,7 +163,7 @@ class StaticCursor:
         self.renew()
 
     def renew(self) -> None:
-        """Drop the masks that were made of the numbers before: those of a step belong to it alone."""
+        """Drop the masks derived from earlier contents: masks of a step belong to it alone."""
         self.places = Places(self.at, self.valid, self.start)
 
     def advance(self) -> None:
@@ -245,7 +245,7 @@ def _check_one_token(k: Tensor, places: Places) -> None:
 
 
 class CachedCore(Core):
-    """A core whose memory is a log of keys and values."""
+    """A core whose memory is a KV cache."""
 
     def empty(self, k: Tensor, v: Tensor) -> KVCache:
         return KVCache.empty(k, v)
@@ -254,16 +254,16 @@ class CachedCore(Core):
         return memory.append(k, v, places)
 
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
-        """May a query at position t or later still see the key at j?"""
+        """Tell whether a query at position t or later can still see the key at j."""
         return torch.ones_like(j + t, dtype=torch.bool)
 
     def forget(self, memory: KVCache, t: Tensor) -> KVCache:
         if memory.size - memory.looked < with_spare_room(memory.looked):
-            return memory  # looking costs as much as reading: only now and then
+            return memory  # a search costs as much as a read: only now and then
         return memory.keep(self.alive(memory.at[:, : memory.size], t[:, None]))
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        """What queries get from a log; causal: only from keys that do not stand after them."""
+        """Attend with queries to a cache; causal: only to keys that are not behind them."""
         raise NotImplementedError
 
     def read(self, memory: KVCache, q: Tensor, places: Places) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a mixer remembers between two calls: a value, whose rows can be taken in any order."""
+"""The state of a mixer between two calls: a value, whose rows can be taken in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def select(value: Any, rows: Tensor, within: bool = False) -> Any:
 
 
 class _RowSelection:
-    """Rows of all tensors in a value. What several layers share is taken once, and shared afterwards too."""
+    """Take rows of all tensors in a value. Tensors that layers share are taken once, and shared afterwards too."""
 
     def __init__(self, rows: Tensor, within: bool) -> None:
         self.rows, self.within = rows, within
@@ -54,21 +54,21 @@ def _rows_of(value: Tensor | Places, rows: Tensor) -> Tensor | Places:
 
 
 def nbytes(value: Any) -> int:
-    """Bytes held by a state, spare room included."""
+    """Count the bytes of a state, spare room included."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
 
 
 class StateOwner(NamedTuple):
-    """Which layer made a state: its mechanism and sizes as a text, and the type of its weights."""
+    """Identify the layer that made a state: its mechanism and sizes as a text, and the type of its weights."""
 
     layer: str
     dtype: torch.dtype
 
 
 class State(NamedTuple):
-    """A mixer between two calls of extend: a value. Extending it twice gives two independent futures."""
+    """Hold a mixer between two calls of extend: a value. Extended twice, it gives two independent continuations."""
 
     memory: Any
     t: Tensor  # (b) real tokens seen so far
@@ -92,13 +92,13 @@ class State(NamedTuple):
 
 
 class CrossState(State):
-    """That of a mixer which reads a context and adds nothing to it: rows with the same context, as many tokens on, are alike."""
+    """Hold a mixer that reads a context and adds nothing to it: rows with the same context and as many tokens are equal."""
 
     __slots__ = ()
 
 
 def check_state(state: Any, x: Tensor) -> None:
-    """Refuse what is no state of as many sequences, on the same device, as the tokens x (b n w)."""
+    """Raise where a value is no state of as many sequences, on the same device, as the tokens x (b n w)."""
     if not isinstance(state, State):
         raise TypeError(f"a state comes from start or from extend, and {type(state).__name__} does not: begin with start(batch)")
     held, given = state.t.shape[0], x.shape[0]
@@ -109,7 +109,7 @@ def check_state(state: Any, x: Tensor) -> None:
 
 
 def check_states(state: Any, x: Tensor, parts: int, what: str) -> None:
-    """Refuse what is no state of a `what` of so many parts."""
+    """Raise where a value is no state of a `what` of so many parts."""
     check_state(state, x)
     memory = state.memory
     if type(memory) is not tuple or len(memory) != parts or not all(part is None or isinstance(part, State) for part in memory):

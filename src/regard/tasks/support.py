@@ -21,13 +21,13 @@ __all__ = [
     "check_lengths",
     "check_vocab",
     "constraints_of",
-    "decoder_for",
     "device_under",
     "evaluating",
     "generate_answers",
     "in_order",
     "kept_labels",
     "learned",
+    "task_decoder",
 ]
 
 V = TypeVar("V")
@@ -81,7 +81,7 @@ def constraints_of(config: Config, most: int) -> Constraints:
     return Constraints(END, max_new_tokens=min(most, config.max_len), banned=(PAD, UNKNOWN, BEGIN, MASK))
 
 
-def decoder_for(model: Any, most: int) -> Any:
+def task_decoder(model: Any, most: int) -> Any:
     """Give a model a static KV cache for `most` tokens, on a CPU if it can have one; on a GPU each shape would need a graph."""
     return model if device_under(model).type != "cpu" or why_not_static(model) else StaticDecoder(model, room=most + 1)
 

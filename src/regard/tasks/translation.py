@@ -29,12 +29,12 @@ from regard.tasks.support import (
     check_lengths,
     check_vocab,
     constraints_of,
-    decoder_for,
     device_under,
     evaluating,
     generate_answers,
     in_order,
     learned,
+    task_decoder,
 )
 from regard.tasks.task import ENCODER_DECODER, ENCODER_NAT_DECODER, GENERATION_SETTINGS, Task
 from regard.tasks.translation_config import Translation
@@ -239,7 +239,7 @@ class TranslationTask(Task):
         beams = self.config.beam if beams is None else beams
         with evaluating(model):
             sources = [row if len(row) <= self.config.max_len else [] for row in sources]  # too long for its positions
-            fast, device = decoder_for(model, self.config.max_new_tokens), device_under(model)
+            fast, device = task_decoder(model, self.config.max_new_tokens), device_under(model)
             room = (CPU_DECODE_TOKENS if device.type == "cpu" else DECODE_TOKENS) // max(1, beams)
             return in_order(sources, len, room, lambda rows: self._generate(fast, rows, beams, device, early))
 
