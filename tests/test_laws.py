@@ -293,7 +293,7 @@ def test_memory_grows_as_claimed(case):
     with torch.no_grad():
         state = m.start(1)
         for t in range(0, 2048, 64):
-            for cut in [64] if t % 256 else [1] * 4 + [60]:
+            for cut in [64] if t % 256 else [1] * 16 + [48]:
                 _, state = m.extend(state, x[:, t : t + cut])
                 t += cut
             size[t] = max(state.nbytes, 1)
