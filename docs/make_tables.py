@@ -178,7 +178,9 @@ def decode_step(made: Made) -> str:
             cells.append("" if found is None else f"{found['step_ms']:.2f} ({found['speedup']:.1f} x)")
         body.append([code(mixer), str(batch), dtype, *cells])
     head = ["mechanism", "batch", "type", "model.extend", "GraphedDecoder", "StaticDecoder", "the decoder before"]
-    text = f"Milliseconds of a step, and how many times as fast as `model.extend`. {made_by(made)}"
+    made_with = made["made_with"]
+    source = f"({made_with['device']}, torch {made_with['torch']}, commit {made_with['commit']}.)"
+    text = f"Milliseconds of a step, and how many times as fast as `model.extend`. {source}"
     return f"{text}\n\n{table(head, body)}"
 
 
