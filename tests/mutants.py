@@ -47,8 +47,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a layer trusts what padding holds": (R + "mixers/attention.py", "x = mask_padding(x, real)", "x = x"),
     "a context is trusted at its padding": (
         R + "mixers/attention.py",
-        "            context = mask_padding(context, valid)\n",
-        "",
+        "            context = mask_padding(context, valid)\n            y = ",
+        "            y = ",
     ),
     "a prompt is trusted at its padding": (R + "mixers/attention.py", "        x = mask_padding(x, valid)\n", ""),
     "a stack trusts what padding holds": (
@@ -88,7 +88,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "outputs at padding are not silenced": (
         R + "mixers/attention.py",
-        "return y if real is None else mask_padding(y, pooled_valid(real, self.rate))",
+        "return mask_padding(y, pooled_valid(real, self.rate))",
         "return y",
     ),
     "padding counts in the normaliser of a kernel": (
@@ -105,8 +105,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "tiles ignore causal": (R + "ops/tile/tile_op.py", "p & Causal() if causal else p", "p"),
     "a decoding step ignores causal": (
         R + "mixers/pattern_attention.py",
-        "seen = seen & (i >= j) if self.causal else seen",
-        "seen = seen",
+        "            seen = seen & (i >= j)\n",
+        "            pass\n",
     ),
     "strips ignore causal": (
         R + "mixers/softmax.py",
@@ -351,8 +351,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "routing learns from padding": (
         R + "mixers/cluster.py",
-        "near = near if valid is None else near * valid[:, None, :, None]",
-        "near = near",
+        "near = near * valid[:, None, :, None]",
+        "pass",
     ),
     "routing learns in evaluation": (
         R + "mixers/cluster.py",

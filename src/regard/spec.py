@@ -87,7 +87,8 @@ class Spec:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Spec:
-        name, options = data.get("name"), data.get("options", {})
+        name = data.get("name")
+        options = data.get("options", {})
         more = set(data) - {"name", "options"}
         if not isinstance(name, str) or not isinstance(options, Mapping) or more:
             raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {shown(dict(data))}')
@@ -238,10 +239,14 @@ def _value(name: str, option: str, value: object, depth: int = 1) -> Value:
 def _literal(value: Value) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_literal, value)) + "]"
-    return str(value) if isinstance(value, Pattern) else repr(value)
+    if isinstance(value, Pattern):
+        return str(value)
+    return repr(value)
 
 
 def _json_value(value: Value) -> Any:
     if isinstance(value, tuple):
         return [_json_value(part) for part in value]
-    return str(value) if isinstance(value, Pattern) else value
+    if isinstance(value, Pattern):
+        return str(value)
+    return value

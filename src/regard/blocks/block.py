@@ -59,7 +59,8 @@ class Block(nn.Module):
         if cross is not None and (not cross.dims.cross or cross.rate > 1 or cross.dims.width != self.width):
             raise ValueError(f"cross= needs a mixer of width {self.width}, built with cross=True, with an answer for every token")
         self.mixer_norm, self.mixer = norm_class(self.width), mixer
-        self.cross_norm, self.cross = None if cross is None else norm_class(self.width), cross
+        self.cross_norm = None if cross is None else norm_class(self.width)
+        self.cross = cross
         self.channel_norm, self.channel = norm_class(self.width), channel
         self.drop = nn.Dropout(check_fraction("dropout", dropout))
 
@@ -155,8 +156,12 @@ class Block(nn.Module):
         return mask_padding(self._after(self.channel_norm, x, self.channel(self._before(self.channel_norm, x))), valid)
 
     def _before(self, norm: nn.Module | None, x: Tensor) -> Tensor:
-        return norm(x) if self.pre and norm is not None else x
+        if self.pre and norm is not None:
+            return norm(x)
+        return x
 
     def _after(self, norm: nn.Module | None, x: Tensor, y: Tensor) -> Tensor:
         x = x + (self.drop(y) if self.training else y)
-        return x if self.pre or norm is None else norm(x)
+        if self.pre or norm is None:
+            return x
+        return norm(x)

@@ -36,8 +36,13 @@ class PlacedBlock(Block):
 
     def rows(self, x: Tensor, places: Places) -> Tensor | None:
         """Return the positions (b n blocks w), or (n blocks w), that enter all blocks of a stack; None without tokens."""
-        return None if x.numel() == 0 else self._shared[0].rows(places)
+        if x.numel() == 0:
+            return None
+        return self._shared[0].rows(places)
 
     def _placed(self, x: Tensor, places: Places, rows: Tensor | None) -> Tensor:
-        rows = self.rows(x, places) if rows is None else rows
-        return x if rows is None else x + rows[..., self.number, :].to(x.dtype)
+        if rows is None:
+            rows = self.rows(x, places)
+        if rows is None:
+            return x
+        return x + rows[..., self.number, :].to(x.dtype)

@@ -70,7 +70,8 @@ class ReversibleStack(Stack):
     def run(self, x: Tensor, valid: PaddingMask = None, before: Callable[[], None] = lambda: None) -> TensorPair:
         """Return both streams behind the last block, by plain operations; `before` is called in front of each part."""
         places = valid if isinstance(valid, Places) else Places.of(x, valid)
-        one, two = upcast(x), upcast(x)
+        one = upcast(x)
+        two = upcast(x)
         for block in self:
             before()
             one = one + _mix(block, two, places, x.dtype)
@@ -120,9 +121,11 @@ class _Reversible(torch.autograd.Function):
         again = _Again(ctx.world)
         for block in reversed(list(ctx.stack)):
             y, d = again(_channel, block, one, d_two, grads)
-            two, d_one = two - y, d_one + d
+            two = two - y
+            d_one = d_one + d
             y, d = again(_mix, block, two, d_one, grads)
-            one, d_two = one - y, d_two + d
+            one = one - y
+            d_two = d_two + d
         d_x = (d_one + d_two).to(ctx.world.dtype) if ctx.needs_input_grad[1] else None
         return None, d_x, None, *(grads.get(w) for w in ctx.weights)
 
@@ -157,7 +160,8 @@ class _Again:
     ) -> TensorPair:
         """part(block, x) and the gradient of x; those of the weights are added to `grads`."""
         world, (enabled, dtype, cached) = self.world, self.world.autocast
-        x, weights = x.detach().requires_grad_(), [w for w in block.parameters() if w.requires_grad]
+        x = x.detach().requires_grad_()
+        weights = [w for w in block.parameters() if w.requires_grad]
         with (
             torch.random.fork_rng([] if world.kind == "cpu" else [world.device], device_type=world.kind),
             torch.autocast(world.kind, dtype, enabled, cached),

@@ -78,18 +78,24 @@ class Stack(nn.Module):
             raise ValueError("context_width and context_len are for a stack that reads a context: say how with cross=...")
 
         def channel() -> nn.Module:
-            return ffn() if callable(ffn) else FeedForward(width, 4 * width if ffn is None else ffn, dropout=dropout)
+            if callable(ffn):
+                return ffn()
+            return FeedForward(width, 4 * width if ffn is None else ffn, dropout=dropout)
 
         def reader() -> Any:
             read = Dims(width, heads, kv_heads, None, None, context_width, False, True, context_len, weight_dropout)
-            return None if cross is None else Spec.of(cross).build(read)
+            if cross is None:
+                return None
+            return Spec.of(cross).build(read)
 
         enters = entering(positions, own, depth)
 
         def block(number: int, spec: Spec) -> Block:
             parts = spec.build(own, positions=None if enters else positions), channel()
             options = {"cross": reader(), "norm": norm, "norm_class": norm_class, "dropout": dropout}
-            return Block(*parts, **options) if enters is None else PlacedBlock(*parts, positions=enters, number=number, **options)
+            if enters is None:
+                return Block(*parts, **options)
+            return PlacedBlock(*parts, positions=enters, number=number, **options)
 
         blocks = [block(number, spec) for number, spec in enumerate(islice(cycle(names), depth))]
         if enters is not None and any(part.rate > 1 for part in blocks):
@@ -118,7 +124,8 @@ class Stack(nn.Module):
         (b m) may be `Places`, of tokens that were checked and hold finite numbers at padding.
         """
         x, places = self._tokens(x, valid)
-        contexts, more = self._contexts(context, context_valid), self._entering(x, places)
+        contexts = self._contexts(context, context_valid)
+        more = self._entering(x, places)
         for read, _ in contexts[:1]:
             if read is not None:
                 check_same_batch(x, read)
@@ -145,7 +152,8 @@ class Stack(nn.Module):
             raise ValueError(f"the context has {rows} sequences, not {batch}: leave out the batch")
         if batch is None and rows is None:
             raise ValueError("a stack starts from nothing: start(batch), with the number of sequences")
-        batch = rows if batch is None else batch
+        if batch is None:
+            batch = rows
         check_batch(batch)
         weight = next(self.parameters(), None)
         t = torch.zeros(batch, dtype=torch.long, device=None if weight is None else weight.device)  # type: ignore[arg-type]

@@ -21,7 +21,9 @@ from regard.mixers.state import CrossState, State
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
     kind = x.device.type if x.device.type != "meta" else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 class UnmadeProjection(nn.Module):
@@ -88,7 +90,8 @@ class Attention(Mixer):
             self._honour(positions)
         reads = dims.context_width or dims.width
         many = core.streams
-        asks, keys = dims.heads * dims.d * many, dims.g * (dims.d * many + core.gates)
+        asks = dims.heads * dims.d * many
+        keys = dims.g * (dims.d * many + core.gates)
         self.q = UnmadeProjection(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
         if shared_qk and "k" not in core.ignores:
             refer(self, "k", self.q)
@@ -127,7 +130,9 @@ class Attention(Mixer):
         else:
             context = mask_padding(context, valid)
             y = self.forward_at(x, places, context=context, context_places=Places.of(context, valid))
-        return y if real is None else mask_padding(y, pooled_valid(real, self.rate))
+        if real is None:
+            return y
+        return mask_padding(y, pooled_valid(real, self.rate))
 
     def forward_at(
         self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
@@ -154,7 +159,8 @@ class Attention(Mixer):
                 raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
             self.check(context, "context", self.dims.context_width)
             self.check_padding(valid, context)
-            t, context = self._zero(len(context)), mask_padding(context, valid)
+            t = self._zero(len(context))
+            context = mask_padding(context, valid)
             return self.start_at(t, context=context, context_places=Places.of(context, valid))
         if batch is None or context is not None or valid is not None:
             raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
@@ -244,7 +250,8 @@ class Attention(Mixer):
         """Return a memory of the whole context (b m w)."""
         self.check_length(places)
         k, v = fused_linear(context, self.k, self.v)
-        k, v = self._turned(k, self.dims.g, places), v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
+        k = self._turned(k, self.dims.g, places)
+        v = v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 
@@ -291,7 +298,9 @@ def attend(
     first = _checked_offset(offset, n, m, core, causal)
     real = query_valid if not causal else valid if valid is None or n == m else valid[:, first : first + n]
     check_valid(real, b, n, "queries")
-    k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
+    k = _unpadded(k, valid)
+    v = _unpadded(v, valid)
+    q = _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
     with no_autocast(q):
         core.watch(q, k, valid)
@@ -300,24 +309,31 @@ def attend(
             if first:
                 memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
             if n != m:
-                k, v, places = k[:, :, first : first + n], v[:, :, first : first + n], places.part(first, first + n)
+                k = k[:, :, first : first + n]
+                v = v[:, :, first : first + n]
+                places = places.part(first, first + n)
             out = core.scan(memory, q, k, v, places)[0]
         else:
             out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
     real = pooled_valid(real, core.rate)
-    return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
+    if real is None:
+        return out
+    return out.masked_fill(~real[:, None, :, None], 0)
 
 
 def _unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
     """x (b h n d) with zeros at padding, whatever it holds."""
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
+    if valid is None:
+        return x
+    return x.masked_fill(~valid[:, None, :, None], 0)
 
 
 def _checked_offset(offset: int | None, n: int, m: int, core: Core, causal: bool) -> int:
     """Return the index of the first of n queries among m keys; refuse what is ambiguous or cannot be computed."""
     if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int) or offset < 0):
         raise ValueError(f"offset must be an integer from 0 on, the index of the first query among the keys, not {offset!r}")
-    first, inside = offset or 0, causal or Can.CROSS not in core.can
+    first = offset or 0
+    inside = causal or Can.CROSS not in core.can
     if inside and first + n > m:
         raise ValueError(f"queries are tokens among the {m} keys here: offset {first} and {n} queries are more than that")
     if offset is None and n != m and (causal or core.positional):

@@ -87,11 +87,14 @@ class GMLP(UnpaddedMixer):
 
     def __init__(self, dims: Dims, *, expand: int = 4, tiny: int = 0) -> None:
         super().__init__(dims)
-        longest, channels = self.need_length(), need("expand", expand, 1, 256) * dims.width
+        longest = self.need_length()
+        channels = need("expand", expand, 1, 256) * dims.width
         if channels % 2:
             raise ValueError(f"gmlp splits its channels in two halves: expand * width = {channels} is an odd number")
-        half, self.size = channels // 2, need("tiny", tiny, 0, WIDEST)
-        self.up, self.down = nn.Linear(dims.width, channels), nn.Linear(half, dims.width)
+        half = channels // 2
+        self.size = need("tiny", tiny, 0, WIDEST)
+        self.up = nn.Linear(dims.width, channels)
+        self.down = nn.Linear(half, dims.width)
         self.norm = nn.LayerNorm(half)
         self.weight = nn.Parameter(torch.empty(longest, longest).normal_(std=0.01 * longest**-0.5))  # a gate of 1 +- 0.01
         self.bias = nn.Parameter(torch.ones(longest))

@@ -190,7 +190,8 @@ class Mixer(nn.Module):
     def maker(self) -> StateOwner:
         """Return what the layer writes into its states, and expects to find in those it is given."""
         if self._described is None:
-            dims, use = self.dims, "causal " if self.dims.causal else "cross " if self.dims.cross else ""
+            dims = self.dims
+            use = "causal " if self.dims.causal else "cross " if self.dims.cross else ""
             sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
             self._described = f"{use}{self.spec or self.name}, {sizes}"
         weight = self.like()
@@ -210,7 +211,9 @@ class Mixer(nn.Module):
     def like(self) -> Tensor | None:
         """One of its weights, if it has any: tokens have its device and type."""
         own = next(iter(self._parameters.values()), None)  # without the walk through all modules, where it has one of its own
-        return next(self.parameters(), None) if own is None else own
+        if own is None:
+            return next(self.parameters(), None)
+        return own
 
     def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
         """Refuse tokens of another shape, device or type than the layer's."""

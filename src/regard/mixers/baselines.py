@@ -62,7 +62,9 @@ class _Window(UnpaddedMixer):
 
     def _real(self, x: Tensor, places: Places) -> Tensor:
         tokens = self.prepare(x)
-        return tokens if places.valid is None else tokens.masked_fill(~places.valid[..., None], 0)
+        if places.valid is None:
+            return tokens
+        return tokens.masked_fill(~places.valid[..., None], 0)
 
 
 def _centred(name: str, size: int, dims: Dims) -> int:
@@ -98,12 +100,14 @@ class Conv(_Window):
         super().__init__(dims)
         if not isinstance(depthwise, bool):
             raise ValueError(f"depthwise must be True or False, not {depthwise!r}")
-        self.dilation, self.groups = need("dilation", dilation), dims.width if depthwise else 1
+        self.dilation = need("dilation", dilation)
+        self.groups = dims.width if depthwise else 1
         self.reach = (_centred("kernel", kernel, dims) - 1) * dilation
         if self.reach >= WIDEST:
             raise ValueError(f"a token may depend on {WIDEST:,} others, not on {self.reach:,}: take a smaller kernel or dilation")
         fan = dims.width // self.groups * kernel
-        self.into, self.out = nn.Linear(dims.width, dims.width), nn.Linear(dims.width, dims.width)
+        self.into = nn.Linear(dims.width, dims.width)
+        self.out = nn.Linear(dims.width, dims.width)
         self.filter = nn.Parameter(torch.randn(dims.width, dims.width // self.groups, kernel) * fan**-0.5)  # oldest tap first
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -165,7 +169,8 @@ class RNN(UnpaddedMixer):
         self.both = not dims.causal if both is None else both
         self.hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST // 4)
         make: Callable[..., nn.RNNBase] = nn.GRU if cell == "gru" else nn.LSTM
-        self.cell, self.parts = make(dims.width, self.hidden, bidirectional=self.both), 1 if cell == "gru" else 2
+        self.cell = make(dims.width, self.hidden, bidirectional=self.both)
+        self.parts = 1 if cell == "gru" else 2
         self.out = nn.Linear(self.hidden * (1 + self.both), dims.width)
 
     def like(self) -> Tensor:

@@ -38,7 +38,9 @@ class BucketMemory(NamedTuple):
     def labels(self, padding: int) -> Tensor:
         """(b h rounds m), with a label of its own for padding."""
         marks, valid = self.marks.keys.transpose(2, 3), self.log.places.valid
-        return marks if valid is None else marks.masked_fill(~valid[:, None, None], padding)
+        if valid is None:
+            return marks
+        return marks.masked_fill(~valid[:, None, None], padding)
 
 
 class BucketedCore(Core):

@@ -42,7 +42,9 @@ class Reformer(BucketedCore):
         need("rounds", rounds, 1, 64)
         if need("buckets", buckets, 1, WIDEST) % 2 and buckets > 1:
             raise ValueError(f"buckets come in pairs, a direction and its opposite: use an even number or 1, not {buckets}")
-        self.labels, self.chunk, self.window = buckets, need("chunk", chunk), 2 * chunk
+        self.labels = buckets
+        self.chunk = need("chunk", chunk)
+        self.window = 2 * chunk
         self.rounds = rounds if buckets > 1 else 1  # without hashing all rounds are the same
         self.register_buffer("rotations", torch.empty(dims.heads, dims.d, self.rounds * (buckets // 2)))
         self.redraw(seed)
@@ -102,11 +104,9 @@ class Routing(BucketedCore):
         seed: int = 0,
     ) -> None:
         super().__init__(dims)
-        self.labels, self.window, self.scale = (
-            need("clusters", clusters, 1, WIDEST),
-            need("window", window),
-            default_scale(scale, dims.d),
-        )
+        self.labels = need("clusters", clusters, 1, WIDEST)
+        self.window = need("window", window)
+        self.scale = default_scale(scale, dims.d)
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ValueError(f"decay must be a number from 0 to 1, the share of a centroid that a pass leaves, not {decay!r}")
         self.decay, self.shared_qk = decay, dims.causal
@@ -184,10 +184,12 @@ class Routing(BucketedCore):
     def _learn(self, *tokens: tuple[Tensor, Tensor | None]) -> None:
         """Every centroid towards the mean direction of the tokens nearest to it; one without tokens stays."""
         old = upcast(self.centroids)
-        total, count = torch.zeros_like(old), torch.zeros_like(old[..., :1])
+        total = torch.zeros_like(old)
+        count = torch.zeros_like(old[..., :1])
         for x, valid in tokens:
             near = one_hot(self._similar(upcast(x)).argmax(-1), self.labels).to(old.dtype)
-            near = near if valid is None else near * valid[:, None, :, None]
+            if valid is not None:
+                near = near * valid[:, None, :, None]
             total += (near.mT @ normalize(upcast(x), dim=-1, eps=SHORTEST).to(old.dtype)).sum(0)
             count += near.sum((0, 2)).unsqueeze(-1)
         moved = normalize(self.decay * old + (1 - self.decay) * total / count.clamp_min(1), dim=-1)

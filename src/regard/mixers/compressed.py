@@ -50,7 +50,9 @@ class Compressed(Core):
         super().__init__(dims)
         if kernel not in ("taps", "full"):
             raise ValueError(f"kernel must be 'taps' or 'full', not {kernel!r}")
-        self.stride, self.near, self.scale = need("rate", rate, 1, 1024), need("near", near, 0), dims.d**-0.5
+        self.stride = need("rate", rate, 1, 1024)
+        self.near = need("near", near, 0)
+        self.scale = dims.d**-0.5
         self.full = kernel == "full"
         mean = torch.full((dims.g, rate), 1 / rate)
         self.kernel_k = nn.Parameter(mean[..., None, None] * torch.eye(dims.d) if self.full else mean)
@@ -70,7 +72,9 @@ class Compressed(Core):
         return memory if later else self._settled(memory, 0)
 
     def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the cache has the positions
-        return memory if memory.raw.size < (self.near + 1) * self.stride else self._settled(memory, self.near)
+        if memory.raw.size < (self.near + 1) * self.stride:
+            return memory
+        return self._settled(memory, self.near)
 
     def read(self, memory: Strides, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
@@ -83,7 +87,8 @@ class Compressed(Core):
             last_k, last_v, there = self._compressed(raw)
             if not (slots.plain and raw.plain) or torch.compiler.is_compiling():
                 valid = torch.cat([slots.valid[:, : slots.size], there], 1)
-            k, v = torch.cat([k, last_k], 2), torch.cat([v, last_v], 2)
+            k = torch.cat([k, last_k], 2)
+            v = torch.cat([v, last_v], 2)
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
         return sdpa(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
@@ -141,7 +146,8 @@ class Compressed(Core):
 
         def strip(q: Tensor, behind: Tensor) -> OutLse:
             seen = number[:, None, None] < behind
-            seen = seen if valid is None else seen & valid[:, None, None]
+            if valid is not None:
+                seen = seen & valid[:, None, None]
             out, lse = few_queries_attention(q, k, v, seen, scale=self.scale, dropout=self.drop)
             return out, lse.unsqueeze(-1)
 
@@ -151,7 +157,9 @@ class Compressed(Core):
     def _settled(self, memory: Strides, near: int) -> Strides:
         """The memory with all strides turned into slots but the last `near` full ones, and the one that is not full."""
         slots, raw = memory
-        rate, size, room = self.stride, raw.size, (near + 1) * self.stride
+        rate = self.stride
+        size = raw.size
+        room = (near + 1) * self.stride
         if not size:
             return memory
         if raw.plain and raw.start is not None:
@@ -165,7 +173,8 @@ class Compressed(Core):
             return Strides(slots, KVCache(k, v, at, valid, size - done, raw.start + done, True, WriteCursor(size - done)))
         valid = raw.valid[:, :size]
         k, v, real = compact_keys(raw.keys, raw.values, Places(raw.at[:, :size], valid))
-        real = valid if real is None else real
+        if real is None:
+            real = valid
         count, first = real.sum(1, keepdim=True), raw.at[:, :1]
         gone = ((count // rate - near) * rate).clamp_min(0)  # of each row
         new_k, new_v, _ = self._convolved(k[:, :, : size // rate * rate], v[:, :, : size // rate * rate], None)
@@ -186,7 +195,8 @@ class Compressed(Core):
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As above, of tokens with the real ones in front."""
         (b, _, n, _), rate = k.shape, self.stride
-        strides, missing = -(-n // rate), -n % rate
+        strides = -(-n // rate)
+        missing = -n % rate
         if torch.compiler.is_compiling():  # two or more, the last never full: graphs differ for sizes of 0 and 1
             strides = max(n // rate + 1, 2)
             missing = strides * rate - n
@@ -200,7 +210,8 @@ class Compressed(Core):
         scale = None if real is None else rate / count.clamp_min(1).to(upcast(k).dtype)
         found = []
         for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
-            y, form = pad(upcast(x), (0, 0, 0, missing)).unflatten(2, (strides, rate)), "gu,bgsux->bgsx"
+            y = pad(upcast(x), (0, 0, 0, missing)).unflatten(2, (strides, rate))
+            form = "gu,bgsux->bgsx"
             y = torch.einsum(form if kernel.dim() == 2 else "guxy,bgsux->bgsy", kernel.to(y.dtype), y)
             found.append((y if scale is None else y * scale[:, None, :, None]).to(x.dtype))
         return found[0], found[1], count > 0

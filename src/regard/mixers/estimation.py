@@ -62,10 +62,12 @@ class Estimator(Core):
     def _compared(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[float, float]:
         """The relative errors of a few weights of the first sequence, and of equal weights; zeros if it is too short."""
         k = k[:1, :, :, : self.dims.d]
-        k = k if valid is None else k[:, :, valid[0]]
+        if valid is not None:
+            k = k[:, :, valid[0]]
         if k.shape[2] < FEW:
             return 0.0, 0.0
-        q, k = upcast(q[:1, :, :: -(-q.shape[2] // QUERIES)]), upcast(k[:, :, :: -(-k.shape[2] // KEYS)])
+        q = upcast(q[:1, :, :: -(-q.shape[2] // QUERIES)])
+        k = upcast(k[:, :, :: -(-k.shape[2] // KEYS)])
         k = per_query_head(k, q)
         exact = torch.softmax(self.exact(q, k), -1)
         return relative_errors(self.estimated(q, k), exact, torch.ones_like(exact))

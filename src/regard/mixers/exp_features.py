@@ -55,7 +55,8 @@ class _ExpFeatures(Kernel):
             return memory
         logs, tops = self._keys(k, places)
         top = torch.maximum(memory.top, tops.amax(2))
-        keys, kept = (logs - finite_max(top).unsqueeze(2)).exp(), (memory.top - finite_max(top)).exp()
+        keys = (logs - finite_max(top).unsqueeze(2)).exp()
+        kept = (memory.top - finite_max(top)).exp()
         s = linear_write(keys, v, kept.unsqueeze(-1) * memory.s, backend=self.dims.backend)
         return ExpSums(s, kept * memory.z + keys.sum(2), top)
 
@@ -167,7 +168,8 @@ class Performer(Estimator, _ExpFeatures):
         square = x.square().sum(-1, keepdim=True)
         if (most := self._most(x)) is not None:
             over = (square / most).clamp_min(1)  # by how much a squared norm is too large
-            x, square = x * over.rsqrt(), square / over
+            x = x * over.rsqrt()
+            square = square / over
         directions = self.directions.to(x.dtype)
         if self.pairs:
             directions = torch.cat([directions, -directions])[: self.f]
@@ -178,9 +180,12 @@ class Performer(Estimator, _ExpFeatures):
     def _most(self, x: Tensor) -> Tensor | None:
         """The largest squared norm of tokens x (b h n d): one number, or (h 1 1)."""
         if self.log_norm is None:
-            return None if self.max_norm is None else x.new_tensor(self.max_norm**2)
+            if self.max_norm is None:
+                return None
+            return x.new_tensor(self.max_norm**2)
         most = (2 * self.log_norm.to(x.dtype)).exp()
-        most = most if x.shape[1] == len(most) else most.repeat_interleave(x.shape[1] // len(most))
+        if x.shape[1] != len(most):
+            most = most.repeat_interleave(x.shape[1] // len(most))
         return most[:, None, None]
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:

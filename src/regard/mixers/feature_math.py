@@ -19,7 +19,9 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def concat_chunks(runs: list[Tensor]) -> Tensor:
-    return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat(runs, 2)
 
 
 def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +31,9 @@ def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
 
 def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
     """Replace x (b g m ...) at padding."""
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
+    if valid is None:
+        return x
+    return x.masked_fill(~valid[:, None, :, None], otherwise)
 
 
 def finite_max(top: Tensor) -> Tensor:
@@ -45,7 +49,9 @@ def read_state(q: Tensor, state: Tensor) -> Tensor:
 
 def per_query_head(x: Tensor, like: Tensor) -> Tensor:
     """Repeat x (b g ...) to (b h ...): each key-value head serves a run of query heads."""
-    return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
+    if x.shape[1] == like.shape[1]:
+        return x
+    return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
 def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:

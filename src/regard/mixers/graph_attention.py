@@ -106,7 +106,8 @@ class GAT(Sparse):
         known = places.start is not None and log.start is not None and (places.start == 0 or n > budget(q.device).few_queries)
         if known and log.plain and places.valid is None:  # the pairs of one row serve all
             assert places.start is not None and log.start is not None
-            span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)
+            span = Span(places.start, n, log.start, log.size)
+            a = a.repeat(b, 1)
             q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for x in (q, k, v))
             if torch.compiler.is_compiling() and not exporting():
                 out = edge_attention_by_text(q, k, v, a, share.text, span, causal=causal, slope=self.slope, dropout=drop)
@@ -161,7 +162,8 @@ def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) ->
     for low in range(0, n, step):
         i = places.at[:, low : low + step, None]
         seen = pattern(0, i, j) & log.valid[:, None, :m]
-        seen = seen & (i >= j) if causal else seen
+        if causal:
+            seen = seen & (i >= j)
         row, x, y = seen.nonzero(as_tuple=True)
         found.append(torch.stack([row * n + x + low, row * m + y]))
     return torch.cat(found, 1)
@@ -221,7 +223,8 @@ def disjoint(graphs: Sequence[Edges]) -> DisjointGraphs:
     if not graphs or not all(isinstance(graph, Edges) for graph in graphs):
         raise ValueError("disjoint needs a list of graphs: [Edges(...), Edges(...)], each with its number of nodes")
     sizes = [graph.nodes for graph in graphs]
-    total, many = sum(sizes), torch.tensor([len(graph.codes) for graph in graphs])
+    total = sum(sizes)
+    many = torch.tensor([len(graph.codes) for graph in graphs])
     size = torch.tensor(sizes)
     first, size = ((x).repeat_interleave(many) for x in (size.cumsum(0) - size, size))
     codes = torch.cat([graph.codes for graph in graphs])

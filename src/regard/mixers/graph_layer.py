@@ -59,5 +59,8 @@ class GraphAttention(nn.Module):
         h = self.w(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
         y = attend(h, h, h, self.core, valid=valid, query_valid=valid).to(x.dtype)
         y = y.transpose(1, 2).flatten(2) if self.concat else y.mean(1)
-        y = y if self.bias is None else y + self.bias
-        return y if valid is None else y.masked_fill(~valid[..., None], 0)
+        if self.bias is not None:
+            y = y + self.bias
+        if valid is None:
+            return y
+        return y.masked_fill(~valid[..., None], 0)

@@ -35,7 +35,8 @@ class Hybrid(Core):
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str = "Local(64)", far: str = "linear") -> None:
         super().__init__(dims)
-        self.near, self.far = Sparse(dims, pattern=pattern), _kernel(far, dims)
+        self.near = Sparse(dims, pattern=pattern)
+        self.far = _kernel(far, dims)
         self.operations = (*self.near.operations, *self.far.operations)
         self.can = self.can & self.near.can & self.far.can
         self.gates, self.positional = self.far.gates, self.near.positional or self.far.positional
@@ -67,7 +68,8 @@ class Hybrid(Core):
         return k[..., : self.dims.d]
 
     def _merged(self, near: Tensor, far: Tensor) -> Tensor:
-        a, b = upcast(near), upcast(far)
+        a = upcast(near)
+        b = upcast(far)
         return torch.lerp(a, b, self.gate.to(a.dtype).sigmoid()[:, None, None]).to(near.dtype)
 
 

@@ -58,7 +58,9 @@ class KVCache(NamedTuple):
     @property
     def places(self) -> Places:
         """The places of its tokens, with the masks that layers share."""
-        return self._places() if self.whole is None else self.whole
+        if self.whole is None:
+            return self._places()
+        return self.whole
 
     def _places(self) -> Places:
         return Places(self.at[:, : self.size], None if self.plain else self.valid[:, : self.size], self.start)
@@ -76,7 +78,8 @@ class KVCache(NamedTuple):
         both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
         joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
         keys, values, at, there = joined
-        size, plain = self.size + n, self.plain and places.valid is None
+        size = self.size + n
+        plain = self.plain and places.valid is None
         log = KVCache(keys, values, at, there, size, self._joined(places), plain, WriteCursor(size), self.looked)
         return self._shared(log, places)
 
@@ -97,7 +100,9 @@ class KVCache(NamedTuple):
 
     def _shared(self, log: KVCache, places: Places) -> KVCache:
         """Give a log, made of this one and of tokens at `places`, the places that the logs of other layers have."""
-        return log if self.whole is None else log._replace(whole=places.behind(self.whole, log._places))
+        if self.whole is None:
+            return log
+        return log._replace(whole=places.behind(self.whole, log._places))
 
     def _joined(self, places: Places) -> int | None:
         """The start of the log with these tokens behind it, where it stays known."""
@@ -114,14 +119,17 @@ class KVCache(NamedTuple):
         order = alive.long().argsort(dim=1, descending=True, stable=True)[:, :size]
         there = torch.arange(size, device=order.device) < count[:, None]
         k, v = (x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values))
-        at, plain = self.at.gather(1, order), bool(there.all())
+        at = self.at.gather(1, order)
+        plain = bool(there.all())
         run = plain and self.start is not None and size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
         return KVCache(k, v, at, there, size, int(at[0, 0]) if run else None, plain, WriteCursor(size), size)
 
     def row(self, row: int) -> KVCache:
         """The real tokens of one row."""
         here = slice(None, self.size) if self.plain else self.valid[row, : self.size].nonzero()[:, 0]
-        k, v, at = self.k[row : row + 1, :, here], self.v[row : row + 1, :, here], self.at[row : row + 1, here]
+        k = self.k[row : row + 1, :, here]
+        v = self.v[row : row + 1, :, here]
+        at = self.at[row : row + 1, here]
         size = at.shape[1]
         run = size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
         return KVCache(

@@ -23,7 +23,8 @@ def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
     n, valid = x.shape[2], places.valid
     if valid is None:
         return x, torch.full((1, 1), n, device=x.device)
-    x, count = compact_queries(x, places)[0], valid.sum(1, keepdim=True)
+    x = compact_queries(x, places)[0]
+    count = valid.sum(1, keepdim=True)
     return x.masked_fill((torch.arange(n, device=x.device) >= count)[:, None, :, None], 0), count
 
 
@@ -39,7 +40,8 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
         sums = pad(x, (0, 0, 0, (s + 1) * longest - n)).unflatten(2, (s + 1, longest)).sum(3)[:, :, :s]
         return sums / sizes.clamp_min(1)[:, None, :, None]
     if starts is None:
-        x = pad(x, (0, 0, 0, s * longest - n)) if n < s * longest else x
+        if n < s * longest:
+            x = pad(x, (0, 0, 0, s * longest - n))
     else:
         index = (starts.unsqueeze(-1) + steps).clamp_max(n - 1).flatten(1)
         x = x.gather(2, index[:, None, :, None].expand(b, h, -1, d))
@@ -110,13 +112,16 @@ class Nystrom(CachedCore):
     ) -> None:
         if need("iterations", iterations, 0, 64) and ridge is not None:
             raise ValueError("iterations take the place of a ridge: leave one of them out")
-        ridge = 1e-3 if ridge is None else ridge
+        if ridge is None:
+            ridge = 1e-3
         if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 < ridge < math.inf:
             raise ValueError(f"ridge must be a positive number, not {ridge!r}")
         if need("conv", conv, 0, WIDEST - 1) % 2 == 0 and conv:
             raise ValueError(f"conv is as wide to the left as to the right: {conv} is an even number")
         super().__init__(dims)
-        self.landmarks, self.ridge, self.scale = need("landmarks", landmarks, 1, 4096), float(ridge), dims.d**-0.5
+        self.landmarks = need("landmarks", landmarks, 1, 4096)
+        self.ridge = float(ridge)
+        self.scale = dims.d**-0.5
         self.iterations = iterations
         self.conv = nn.Parameter(torch.zeros(dims.heads, conv)) if conv else None
         if conv:
@@ -135,7 +140,9 @@ class Nystrom(CachedCore):
         return (out if self.conv is None else out + self._skip(log, places)).to(log.v.dtype)
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
-        k, v, valid = upcast(log.keys), upcast(log.values), log.places.valid
+        k = upcast(log.keys)
+        v = upcast(log.values)
+        valid = log.places.valid
         few_q, there_q, _ = self._landmarks(q, places)
         few_k, there_k, count = self._landmarks(k, log.places)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -151,7 +158,8 @@ class Nystrom(CachedCore):
         """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
         most = min(self.landmarks, x.shape[2])
         x, count = real_first(x, places)
-        few, order = count.clamp(1, most), torch.arange(most + 1, device=x.device)
+        few = count.clamp(1, most)
+        order = torch.arange(most + 1, device=x.device)
         edges = torch.minimum((order * count + few - 1) // few, count)  # token p belongs to segment p * few // count
         even = places.valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
         sizes = edges.diff(dim=1)

@@ -140,7 +140,8 @@ class Cosformer(Linear):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
-        self.f, self.longest = 2 * dims.d, needed_length(self.name, dims)
+        self.f = 2 * dims.d
+        self.longest = needed_length(self.name, dims)
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         start, n = places.start, places.at.shape[1]
@@ -193,7 +194,9 @@ class RFA(Estimator, Kernel):
         for name, value in (("gated", gated), ("orthogonal", orthogonal)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
-        self.scale, self.f, self.draw = scale, 2 * features, draws.orthogonal if orthogonal else draws.gaussian
+        self.scale = scale
+        self.f = 2 * features
+        self.draw = draws.orthogonal if orthogonal else draws.gaussian
         self.least = math.exp(-2 * min(scale, 1))  # share of its weight that a sum of waves must have
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
@@ -213,7 +216,9 @@ class RFA(Estimator, Kernel):
         keys, weight, decay = self._keys(k, places)
         if decay is not None:  # one factor for the three sums, which are then plain ones
             later = decay_to_end(decay)
-            keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
+            keys = keys * later
+            weight = weight * later
+            kept = decay.sum(2).exp()
             memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
         s = linear_write(keys, v, memory.s, backend=self.dims.backend)
         even = torch.cat([weight.mT @ self._spread(v), weight.sum(2, keepdim=True)], -1).squeeze(2)
@@ -221,7 +226,8 @@ class RFA(Estimator, Kernel):
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
         queries = self._queries(q, places)
-        out, norm = read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1))
+        out = read_state(queries, memory.s)
+        norm = read_state(queries, memory.z.unsqueeze(-1))
         return self._lifted(out, norm, memory.even.unsqueeze(2))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
@@ -235,7 +241,8 @@ class RFA(Estimator, Kernel):
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
-        keys, weight = self._queries(k, places), where_valid(torch.ones_like(k[..., :1]), places.valid, 0)
+        keys = self._queries(k, places)
+        weight = where_valid(torch.ones_like(k[..., :1]), places.valid, 0)
         if self.gate_bias is None:
             return where_valid(keys, places.valid, 0), weight, None
         gate = gate + self.gate_bias.to(k.dtype)[:, None, None]
@@ -253,7 +260,8 @@ class RFA(Estimator, Kernel):
     def _lifted(self, out: Tensor, norm: Tensor, even: Tensor) -> Tensor:
         """out / norm (b h n e), (b h n 1), with norm lifted to the least; even (b g n 1) or (b g n e + 1) sums over all."""
         even = per_query_head(even, norm)
-        values, mass = even[..., :-1], even[..., -1:]
+        values = even[..., :-1]
+        mass = even[..., -1:]
         lack = (self.least * mass - norm).relu()  # equal weights with this sum are lack / mass
         if self.scale > 1:
             out = torch.addcmul(out, safe_ratio(lack, mass), values)

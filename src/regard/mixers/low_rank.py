@@ -46,10 +46,12 @@ class Linformer(Core):
 
     def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
         super().__init__(dims)
-        self.rank, self.longest = need("rank", rank, 1, WIDEST), needed_length(self.name, dims)
+        self.rank = need("rank", rank, 1, WIDEST)
+        self.longest = needed_length(self.name, dims)
         if share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(map(repr, SHARES))}, not {share!r}")
-        self.share, self.scale = share, dims.d**-0.5
+        self.share = share
+        self.scale = dims.d**-0.5
         heads = dims.g if share == "none" else 1
         # position-major, so that the columns of some tokens lie side by side
         self.project_k = nn.Parameter(_first_weights(heads, self.longest, rank))
@@ -65,12 +67,16 @@ class Linformer(Core):
         )
 
     def read(self, memory: LinformerState, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
-        k, v, seen = memory.k.to(q.dtype), memory.v.to(q.dtype), memory.seen
-        seen = seen if seen.shape[1] == 1 else per_query_head(seen, q)
+        k = memory.k.to(q.dtype)
+        v = memory.v.to(q.dtype)
+        seen = memory.seen
+        if seen.shape[1] != 1:
+            seen = per_query_head(seen, q)
         return sdpa(q, k, v, scale=self.scale, valid=seen, dropout=self.drop)
 
     def push(self, memory: LinformerState, k: Tensor, v: Tensor, places: Places) -> LinformerState:
-        k, v = upcast(k), upcast(v)
+        k = upcast(k)
+        v = upcast(v)
         to_k, to_v = self._columns(places, k.dtype)
         new_k, new_v = (torch.einsum("bgnr,bgnx->bgrx", w, x) for w, x in ((to_k, k), (to_v, v)))
         return LinformerState(memory.k + new_k, memory.v + new_v, memory.seen | _writes(to_k, to_v).any(2))

@@ -54,14 +54,17 @@ class Sinkhorn(CachedCore):
         top: int | None = None,
     ) -> None:
         super().__init__(dims)
-        self.block, self.iterations = need("block", block, 1, WIDEST), need("iterations", iterations, 1, 1024)
+        self.block = need("block", block, 1, WIDEST)
+        self.iterations = need("iterations", iterations, 1, 1024)
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be a positive number, not {temperature!r}")
         if form not in ("full", "sortcut"):
             raise ValueError(f"form must be 'full' or 'sortcut', not {form!r}")
         if form == "full" and top is not None:
             raise ValueError("top is how many sorted blocks every query sees: it belongs to form='sortcut'")
-        self.temperature, self.form, self.top = float(temperature), form, need("top", 2 if top is None else top, 1, WIDEST)
+        self.temperature = float(temperature)
+        self.form = form
+        self.top = need("top", 2 if top is None else top, 1, WIDEST)
         if form == "sortcut":
             self.can, self.positional = Can.CROSS | Can.PADDING, False
         self.sort = nn.Parameter(torch.randn(dims.heads, dims.d if form == "full" else self.top, dims.d))
@@ -75,7 +78,8 @@ class Sinkhorn(CachedCore):
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
-        cut, queries = _Cut.of(log, q, self.block), q.to(accumulator(q.dtype)) * q.shape[-1] ** -0.5
+        cut = _Cut.of(log, q, self.block)
+        queries = q.to(accumulator(q.dtype)) * q.shape[-1] ** -0.5
         if self.form == "sortcut":
             k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in cut.sorted_by(self.shares(cut, causal)))
             each = math.prod(q.shape[:2]) * k.shape[3]
@@ -108,7 +112,8 @@ class Sinkhorn(CachedCore):
 
     def _balance(self, way: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
-        size, shape = 2 * self.iterations * math.prod(tensors[0].shape[2:]), tensors[0].shape[:2]
+        size = 2 * self.iterations * math.prod(tensors[0].shape[2:])
+        shape = tensors[0].shape[:2]
         found = in_strips(lambda *x: (way(self.iterations, *x),), tuple(x.flatten(0, 1) for x in tensors), 0, size)
         return found[0].unflatten(0, shape)
 
@@ -126,7 +131,9 @@ class Sinkhorn(CachedCore):
 
 def _block_count(n: int, p: int) -> int:
     """Blocks of p for n tokens. Under torch.compile two or more, the last never full: graphs differ for sizes of 0 and 1."""
-    return max(n // p + 1, 2) if torch.compiler.is_compiling() else -(-n // p)
+    if torch.compiler.is_compiling():
+        return max(n // p + 1, 2)
+    return -(-n // p)
 
 
 class _Cut(NamedTuple):
@@ -144,7 +151,8 @@ class _Cut(NamedTuple):
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
-        acc, more = accumulator(q.dtype), c * p - log.size
+        acc = accumulator(q.dtype)
+        more = c * p - log.size
         k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in expand_heads(k, v, q.shape[1]))
         return _Cut(k, v, pad(real, (0, more)).unflatten(1, (c, p)))
 
@@ -203,8 +211,10 @@ def balanced(iterations: int, logits: Tensor, mass: Tensor | None = None) -> Ten
     Rows come last and sum exactly. A row or a column whose logits are all UNSEEN is not there.
     """
     seen = logits > MASKED_SCORE / 2
-    row, col = seen.any(-1), seen.any(-2)
-    down, along = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits[..., 0, :])
+    row = seen.any(-1)
+    col = seen.any(-2)
+    down = torch.zeros_like(logits[..., 0])
+    along = torch.zeros_like(logits[..., 0, :])
     for _ in range(iterations):
         along = torch.where(col, (logits - down[..., None]).logsumexp(-2), 0)
         down = torch.where(row, (logits - along[..., None, :]).logsumexp(-1) - (0 if mass is None else mass), 0)
@@ -234,7 +244,8 @@ def _with_the_rest(logits: Tensor, some: Tensor) -> tuple[Tensor, Tensor, Tensor
 def _block_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, future: Tensor | None = None) -> Tensor:
     """q (b h u x d), k (b h u y d), v (b h u y e), bias (b h u 1 y) -> (b h u x e); a query that sees nothing gets 0."""
     s = q @ k.mT + bias
-    s = s if future is None else s.masked_fill(future, MASKED_SCORE)
+    if future is not None:
+        s = s.masked_fill(future, MASKED_SCORE)
     return (s.softmax(-1) @ v).masked_fill(bias.amax(-1, keepdim=True) < MASKED_SCORE / 2, 0)
 
 

@@ -63,7 +63,9 @@ class Softmax(CachedCore):
         k, v, _ = compact_keys(log.keys, log.values, log.places)
         q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = sdpa(q, k, v, scale=self.scale, causal=True, dropout=drop)
-        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
+        if back is None:
+            return out
+        return out.gather(2, back[:, None, :, None].expand_as(out))
 
 
 class _Strips(CachedCore):
@@ -101,7 +103,8 @@ class _Strips(CachedCore):
             distance = i[:, None, :, None] - j[:, None, None]
             seen = valid[:, None, None]
             seen = seen & (distance >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
-            s, own = self.scores(q, k), term and term._replace(by_query=by_query)
+            s = self.scores(q, k)
+            own = term and term._replace(by_query=by_query)
             a = dropout(self.normalise(own.add(s, distance) if own else s, seen), rate)
             out = a @ v
             return (torch.cat([out, own.masses(a, distance)], -1) if own and own.mass else out,)
@@ -110,7 +113,9 @@ class _Strips(CachedCore):
         each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
         room = budget(q.device).softmax_strip
         out = in_strips(strip, tensors, 2, each, dims=(2, None, None, 1, 2), room=room)[0].to(log.v.dtype)
-        return out if positions is None else positions.finish(out, v.shape[-1])
+        if positions is None:
+            return out
+        return positions.finish(out, v.shape[-1])
 
 
 class Additive(_Strips):

@@ -62,7 +62,8 @@ class Sparse(CachedCore):
         instead = f"{part} sees later tokens: write Truncated(back, 0) or & Causal(), or build it with causal=False"
         need_claims(self.name, self.can, Can.CAUSAL if part is not None and self.dims.causal else Can.NOTHING, instead)
         self.pattern, self.reach = pattern, HeadPatterns.of(pattern, self.dims.heads)
-        self.joint, self.positional = self.reach.bends, any(own != Everything() for own in self.reach.each)
+        self.joint = self.reach.bends
+        self.positional = any(own != Everything() for own in self.reach.each)
 
     def extra_repr(self) -> str:
         return str(self.pattern)
@@ -197,7 +198,8 @@ class Longformer(Core):
         if dilation > 1 and not dilated_heads:
             raise ValueError("a dilation needs dilated_heads: say how many heads are to use it")
         near: Pattern = PerHead([Local(window)] * (dims.heads - dilated_heads) + [Dilated(window, dilation)] * dilated_heads)
-        near = near if dilated_heads else Local(window)
+        if not dilated_heads:
+            near = Local(window)
         self.streams = 1 if shared else 2
         self.rows = Rows(first, at) if first or at else None  # type: ignore[arg-type]
         self.local = Sparse(dims, pattern=near | Columns(self.rows.first, self.rows.at) if self.rows else near)
@@ -251,7 +253,9 @@ class Longformer(Core):
 def _one_side(window: int | None, attention_window: int | None) -> int:
     """The keys of a window on one side, the query itself among them; 256 if nothing else is given."""
     if attention_window is None:
-        return 256 if window is None else need("window", window)
+        if window is None:
+            return 256
+        return need("window", window)
     if window is not None:
         raise ValueError("window counts the tokens on one side, attention_window those on both: give one of them")
     if need("attention_window", attention_window, 2) % 2:

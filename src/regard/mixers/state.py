@@ -36,7 +36,9 @@ class _RowSelection:
             return value
         if isinstance(value, tuple):
             parts = [self(part) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            if hasattr(value, "_fields"):
+                return type(value)(*parts)
+            return tuple(parts)
         return value
 
     def _shared(self, value: Tensor | Places) -> Tensor | Places:
@@ -57,7 +59,9 @@ def nbytes(value: Any) -> int:
     """Bytes held by a state, spare room included."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
+    if isinstance(value, tuple):
+        return sum(map(nbytes, value))
+    return 0
 
 
 class StateOwner(NamedTuple):

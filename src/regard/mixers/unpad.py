@@ -90,13 +90,18 @@ class UnpaddedMixer(Free):
         tokens = x if order is None else x.gather(1, order.there[..., None].expand_as(x))
         y, memory = self._mixed(memory, mask_padding(tokens[:, :room], front.valid), front)
         y = pad(y, (0, 0, 0, x.shape[1] - room))
-        y = y if order is None else y.gather(1, order.back[..., None].expand_as(y))
+        if order is not None:
+            y = y.gather(1, order.back[..., None].expand_as(y))
         return mask_padding(y, places.valid), memory
 
     def _mixed(self, memory: Any, x: Tensor, places: Places) -> tuple[Tensor, Any]:
-        return self.scan(memory, x, places) if self.dims.causal else (self.mix(x, places), None)
+        if self.dims.causal:
+            return self.scan(memory, x, places)
+        return self.mix(x, places), None
 
     def _room(self, places: Places) -> int:
         """Return how many tokens of a row can be real: there are weights for max_len of them."""
         n, limit = places.at.shape[1], self.dims.max_len
-        return n if limit is None or places.start is None else min(n, limit - places.start)
+        if limit is None or places.start is None:
+            return n
+        return min(n, limit - places.start)

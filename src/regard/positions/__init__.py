@@ -60,4 +60,6 @@ def entering(spec: str | Positions | None, dims: Dims, depth: int) -> Floater | 
         else getattr(spec, "every_block", False)
     )
     made = positions(spec, dims) if given and spec is not None else None
-    return made.begin(depth) if isinstance(made, Floater) else None
+    if isinstance(made, Floater):
+        return made.begin(depth)
+    return None

@@ -39,7 +39,9 @@ class AddedPositions(Positions):
     def add(self, x: Tensor, places: Places) -> Tensor:
         if x.shape[-1] != self.dims.width:
             raise ValueError(f"{self.name} was built for tokens of width {self.dims.width}, not {x.shape[-1]}")
-        return x if x.numel() == 0 else x + self.rows(places).to(x.dtype)
+        if x.numel() == 0:
+            return x
+        return x + self.rows(places).to(x.dtype)
 
     def rows(self, places: Places) -> Tensor:
         """Return the vectors of these positions, (b n w), or (n w) where all rows have the same."""
@@ -130,7 +132,8 @@ class Floater(AddedPositions):
         hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST)
         if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < math.inf:
             raise ValueError(f"step must be a positive number, not {step!r}")
-        self.step, self.every = float(step), need("every", every, 1, 1024)
+        self.step = float(step)
+        self.every = need("every", every, 1, 1024)
         if not isinstance(every_block, bool):
             raise ValueError(f"every_block must be True or False, not {every_block!r}")
         self.every_block = every_block

@@ -28,6 +28,7 @@ class Rotary(Positions):
         wide = torch.promote_types(x.dtype, torch.float32)
         # angles in double precision: far positions keep their digits
         angle = places.at[:, None, :, None].double() * inverse_frequencies(x.shape[-1], self.base, x.device)
-        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        cos = angle.cos().to(wide)
+        sin = angle.sin().to(wide)
         a, b = x.to(wide).chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
