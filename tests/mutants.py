@@ -294,8 +294,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # heads, numbers
     "grouped heads are dealt out in turn": (
         R + "mixers/pattern_attention.py",
-        "(k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))",
-        "(k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1))",
+        "return k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)",
+        "return k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1)",
     ),
     "a row that sees nothing takes the mean": (
         R + "ops/tile/torch.py",
@@ -335,8 +335,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "random features are not orthogonal": (
         R + "mixers/feature_math.py",
-        "    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:]",
-        "    return drawn[:rows] / drawn[:rows].norm(dim=-1, keepdim=True) * drawn[-rows:]",
+        "    directions = basis.mT.flatten(0, 1)[:rows]",
+        "    directions = drawn[:rows] / drawn[:rows].norm(dim=-1, keepdim=True)",
     ),
     # clusters, sorted blocks and summaries that look ahead, or count what is not there
     "causal reformer cuts the sorted order into chunks": (

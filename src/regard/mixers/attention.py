@@ -45,7 +45,8 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
     fused = getattr(maps[0], "fused", None)
     if fused is not None and all(getattr(one, "fused", None) is fused for one in maps):
         return fused(x)
-    worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
+    tokens = x.shape[0] * x.shape[1]
+    worth = torch.is_grad_enabled() and tokens >= x.shape[2]
     weights: list[Tensor] = []
     biases: list[Tensor | None] = []
     sizes: list[int] = []
@@ -55,10 +56,12 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
             biases.append(one.bias)
             sizes.append(one.out_features)
     given = [bias for bias in biases if bias is not None]
-    if len(sizes) < len(maps) or len(given) not in (0, len(maps)):
+    missing = len(sizes) < len(maps)
+    if missing or len(given) not in (0, len(maps)):
         return [one(x) for one in maps]
     bias = torch.cat(given) if given else None
-    return linear(x, torch.cat(weights), bias).split(sizes, -1)
+    weight = torch.cat(weights)
+    return linear(x, weight, bias).split(sizes, -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -171,7 +174,8 @@ class Attention(Mixer):
         self._check_streams()
         if context is not None and context_places is not None:
             return CrossState(self._remember(context, context_places), t, 0, self.maker())
-        return State(self._empty(len(t)), t, 0, self.maker())
+        memory = self._empty(len(t))
+        return State(memory, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self.check(x)
@@ -217,7 +221,8 @@ class Attention(Mixer):
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
         q, *k, v = fused_linear(x, self.q, self.v) if self.shared_qk else fused_linear(x, self.q, self.k, self.v)
-        v = v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
+        v = v.unflatten(-1, (self.dims.g, -1))
+        v = v.transpose(1, 2)
         q = self._turned(q, self.dims.heads, places)
         return q, self._turned(k[0], self.dims.g, places) if k else q, v
 
@@ -230,13 +235,16 @@ class Attention(Mixer):
 
     def _turned(self, x: Tensor, heads: int, places: Places) -> Tensor:
         """Queries or keys by heads, turned by their positions if they are to be; gates behind a key are not turned."""
-        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        x = x.unflatten(-1, (heads, -1))
+        x = x.transpose(1, 2)
         if self.positions is None:
             return x
         d, streams = self.dims.d, self.core.streams
-        parts = x.split([d] * streams + [x.shape[-1] - d * streams], -1)
+        gates = x.shape[-1] - d * streams
+        parts = x.split([d] * streams + [gates], -1)
         with no_autocast(x):
-            return torch.cat([*(self.positions.turn(part, places) for part in parts[:-1]), parts[-1]], -1)
+            turned = [self.positions.turn(part, places) for part in parts[:-1]]
+            return torch.cat([*turned, parts[-1]], -1)
 
     def _empty(self, batch: int) -> Any:
         zeros, (d, e) = self.v.weight.new_zeros, self.core.sizes
@@ -251,7 +259,8 @@ class Attention(Mixer):
         self.check_length(places)
         k, v = fused_linear(context, self.k, self.v)
         k = self._turned(k, self.dims.g, places)
-        v = v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
+        v = v.unflatten(-1, (self.dims.g, -1))
+        v = v.transpose(1, 2)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 
@@ -264,7 +273,8 @@ class Attention(Mixer):
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """Return outputs (b n w) of the heads (b h n e), in the type of x."""
-        return self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
+        y = y.to(x.dtype).transpose(1, 2)
+        return self.out(y.flatten(2))
 
 
 def attend(
@@ -296,7 +306,9 @@ def attend(
     if causal and query_valid is not None:
         raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
     first = _checked_offset(offset, n, m, core, causal)
-    real = query_valid if not causal else valid if valid is None or n == m else valid[:, first : first + n]
+    real = query_valid
+    if causal:
+        real = valid if valid is None or n == m else valid[:, first : first + n]
     check_valid(real, b, n, "queries")
     k = _unpadded(k, valid)
     v = _unpadded(v, valid)
@@ -350,7 +362,8 @@ def _among_keys(q: Tensor, query_valid: Tensor | None, first: int, valid: Tensor
     """Return the places of queries (b h n d) that begin at index `first` of the keys, counting real tokens only."""
     if not first or valid is None:
         return Places.of(q[:, 0], query_valid, start=first)
-    before = valid[:, :first].sum(1) + max(first - valid.shape[1], 0)
+    behind = max(first - valid.shape[1], 0)
+    before = valid[:, :first].sum(1) + behind
     return Places.of(q[:, 0], query_valid, before, start=None)
 
 

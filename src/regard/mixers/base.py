@@ -195,7 +195,8 @@ class Mixer(nn.Module):
             sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
             self._described = f"{use}{self.spec or self.name}, {sizes}"
         weight = self.like()
-        return StateOwner(self._described, torch.get_default_dtype() if weight is None else weight.dtype)
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        return StateOwner(self._described, dtype)
 
     def check_state(self, state: State, x: Tensor) -> None:
         """Refuse a state of another batch, device, layer or type of weights than that of the tokens x (b n w)."""
@@ -223,7 +224,8 @@ class Mixer(nn.Module):
             return
         if x.device != weight.device:
             raise ValueError(f"{what} is on {x.device} but the layer is on {weight.device}: move one of them with .to()")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type if x.device.type != "meta" else "cpu"):
+        kind = x.device.type if x.device.type != "meta" else "cpu"
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(kind):
             raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
 
     def check_padding(self, valid: Tensor | None, x: Tensor) -> None:

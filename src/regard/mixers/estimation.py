@@ -24,9 +24,12 @@ def relative_errors(found: Tensor, exact: Tensor, seen: Tensor) -> tuple[float, 
 
     `seen` is True at the pairs that may have a weight.
     """
-    equal = seen.to(exact.dtype) / seen.sum(-1, keepdim=True).clamp_min(1)
+    count = seen.sum(-1, keepdim=True)
+    equal = seen.to(exact.dtype) / count.clamp_min(1)
     size = exact.norm().clamp_min(torch.finfo(exact.dtype).tiny)
-    return float((found - exact).norm() / size), float((equal - exact).norm() / size)
+    error = (found - exact).norm() / size
+    error_of_equal = (equal - exact).norm() / size
+    return float(error), float(error_of_equal)
 
 
 class Estimator(Core):
@@ -66,8 +69,10 @@ class Estimator(Core):
             k = k[:, :, valid[0]]
         if k.shape[2] < FEW:
             return 0.0, 0.0
-        q = upcast(q[:1, :, :: -(-q.shape[2] // QUERIES)])
-        k = upcast(k[:, :, :: -(-k.shape[2] // KEYS)])
+        query_step = -(-q.shape[2] // QUERIES)
+        key_step = -(-k.shape[2] // KEYS)
+        q = upcast(q[:1, :, ::query_step])
+        k = upcast(k[:, :, ::key_step])
         k = per_query_head(k, q)
         exact = torch.softmax(self.exact(q, k), -1)
         return relative_errors(self.estimated(q, k), exact, torch.ones_like(exact))

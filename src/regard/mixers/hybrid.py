@@ -44,13 +44,16 @@ class Hybrid(Core):
         self.gate = nn.Parameter(torch.zeros(dims.heads))
 
     def empty(self, k: Tensor, v: Tensor) -> Halves:
-        return Halves(self.near.empty(self._plain(k), v), self.far.empty(k, v))
+        near = self.near.empty(self._plain(k), v)
+        return Halves(near, self.far.empty(k, v))
 
     def push(self, memory: Halves, k: Tensor, v: Tensor, places: Places) -> Halves:
-        return Halves(self.near.push(memory.near, self._plain(k), v, places), self.far.push(memory.far, k, v, places))
+        near = self.near.push(memory.near, self._plain(k), v, places)
+        return Halves(near, self.far.push(memory.far, k, v, places))
 
     def read(self, memory: Halves, q: Tensor, places: Places) -> Tensor:
-        return self._merged(self.near.read(memory.near, q, places), self.far.read(memory.far, q, places))
+        near = self.near.read(memory.near, q, places)
+        return self._merged(near, self.far.read(memory.far, q, places))
 
     def forget(self, memory: Halves, t: Tensor) -> Halves:
         return Halves(self.near.forget(memory.near, t), self.far.forget(memory.far, t))
@@ -70,7 +73,8 @@ class Hybrid(Core):
     def _merged(self, near: Tensor, far: Tensor) -> Tensor:
         a = upcast(near)
         b = upcast(far)
-        return torch.lerp(a, b, self.gate.to(a.dtype).sigmoid()[:, None, None]).to(near.dtype)
+        weight = self.gate.to(a.dtype).sigmoid()
+        return torch.lerp(a, b, weight[:, None, None]).to(near.dtype)
 
 
 def far_kernels() -> dict[str, type[Kernel]]:
@@ -78,7 +82,8 @@ def far_kernels() -> dict[str, type[Kernel]]:
     every = list(Kernel.__subclasses__())
     for kernel in every:  # grows
         every += kernel.__subclasses__()
-    return {kernel.__name__.lower(): kernel for kernel in every if not kernel.__name__.startswith("_")}
+    public = [kernel for kernel in every if not kernel.__name__.startswith("_")]
+    return {kernel.__name__.lower(): kernel for kernel in public}
 
 
 def _kernel(text: str, dims: Dims) -> Kernel:
