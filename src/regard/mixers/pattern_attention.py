@@ -87,8 +87,9 @@ class PatternAttention(NamedTuple):
             k, v, valid = compact_keys(k, v, log.places)
         if places.valid is not None:
             q, back = compact_queries(q, places)
+        span = Span(places.start, q.shape[2], log.start, k.shape[2])
         out, lse = tile_attention(
-            *(q, k, v, self.patterns, Span(places.start, q.shape[2], log.start, k.shape[2])),
+            *(q, k, v, self.patterns, span),
             scale=self.scale,
             causal=self.causal,
             valid=valid,
@@ -155,7 +156,8 @@ class PatternAttention(NamedTuple):
             here = slice(None) if places.valid is None else places.valid[row]
             mine, at = q[row : row + 1, :, here], places.at[row, here]
             if len(at):
-                some, sums = self(log.row(row), mine, Places.of(mine[:, 0], start=int(at[0])))
+                own = Places.of(mine[:, 0], start=int(at[0]))
+                some, sums = self(log.row(row), mine, own)
                 out = out.to(some.dtype)
                 lse = lse.to(sums.dtype)
                 out[:, :, here], lse[:, :, here] = some, sums
@@ -177,7 +179,8 @@ def _moved(x: Tensor, order: UnpadOrder) -> Tensor:
 
 def _in_order(out: Tensor, lse: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs in the order of the queries before they were compacted."""
-    return out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
+    out = out.gather(2, back[:, None, :, None].expand_as(out))
+    return out, lse.gather(2, back[:, None].expand_as(lse))
 
 
 def compact_keys(k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:

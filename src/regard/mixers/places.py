@@ -190,7 +190,9 @@ def unpad_order(valid: Tensor) -> UnpadOrder | None:
     if may_read_data(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
         return None
     there = (~valid).long().argsort(dim=1, stable=True)
-    return UnpadOrder(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
+    order = torch.arange(valid.shape[1], device=valid.device)
+    real = order < valid.sum(1, keepdim=True)
+    return UnpadOrder(there, there.argsort(dim=1), real)
 
 
 def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -204,7 +206,8 @@ def pooled_valid(valid: Tensor | None, rate: int) -> Tensor | None:
     """Return which of ceil(n / rate) outputs are real (b ceil(n / rate)): real tokens come to the front, so the first ones."""
     if valid is None or rate == 1:
         return valid
-    groups = torch.arange(-(-valid.shape[1] // rate), device=valid.device)
+    size = -(-valid.shape[1] // rate)
+    groups = torch.arange(size, device=valid.device)
     return groups * rate < valid.sum(1, keepdim=True)
 
 
@@ -231,7 +234,8 @@ def _means(x: Tensor, places: Places, rate: int) -> Tensor:
     valid = places.valid
     at = places.at // rate
     real = x.new_ones(b, n) if valid is None else valid.to(x.dtype)
-    count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
-    index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
+    group = at.clamp_max(max(groups - 1, 0))
+    count = x.new_zeros(b, groups).scatter_add(1, group, real)
+    index = group[..., None].expand(b, n, w)
     sums = x.new_zeros(b, groups, w).scatter_add(1, index, mask_padding(x, valid))
     return sums / count.clamp_min(1)[..., None]

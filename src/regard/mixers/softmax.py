@@ -25,7 +25,8 @@ DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # claims of scores q.k under 
 def default_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return d**-0.5
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not scale > 0:
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not number or not scale > 0:
         raise ValueError(f"scale must be a positive number, not {scale!r}")
     return float(scale)
 
@@ -105,9 +106,13 @@ class _Strips(CachedCore):
             seen = seen & (distance >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
             s = self.scores(q, k)
             own = term and term._replace(by_query=by_query)
-            a = dropout(self.normalise(own.add(s, distance) if own else s, seen), rate)
+            if own:
+                s = own.add(s, distance)
+            a = dropout(self.normalise(s, seen), rate)
             out = a @ v
-            return (torch.cat([out, own.masses(a, distance)], -1) if own and own.mass else out,)
+            if own and own.mass:
+                out = torch.cat([out, own.masses(a, distance)], -1)
+            return (out,)
 
         tensors = (q, k, v, places.at, term and term.by_query)
         each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
@@ -129,7 +134,8 @@ class Additive(_Strips):
         super().__init__(dims)
         self.hidden = dims.d if hidden is None else need("hidden", hidden, 1, WIDEST)
         self.wq, self.wk = (nn.Parameter(torch.randn(dims.heads, dims.d, self.hidden) * dims.d**-0.5) for _ in range(2))
-        self.w = nn.Parameter(torch.randn(dims.heads, self.hidden) * self.hidden**-0.5)
+        drawn = torch.randn(dims.heads, self.hidden)
+        self.w = nn.Parameter(drawn * self.hidden**-0.5)
 
     def depth(self) -> int:
         return self.hidden

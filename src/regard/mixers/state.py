@@ -88,7 +88,8 @@ class State(NamedTuple):
         """Repeat every row k times, side by side: the beams that begin with it."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a positive integer, the number of beams, not {k!r}")
-        return self.select(torch.arange(len(self.t), device=self.t.device).repeat_interleave(k))
+        rows = torch.arange(len(self.t), device=self.t.device)
+        return self.select(rows.repeat_interleave(k))
 
     @property
     def nbytes(self) -> int:
@@ -116,5 +117,6 @@ def check_states(state: Any, x: Tensor, parts: int, what: str) -> None:
     """Refuse what is no state of a `what` of so many parts."""
     check_state(state, x)
     memory = state.memory
-    if type(memory) is not tuple or len(memory) != parts or not all(part is None or isinstance(part, State) for part in memory):
+    right_number = type(memory) is tuple and len(memory) == parts
+    if not right_number or not all(part is None or isinstance(part, State) for part in memory):
         raise ValueError(f"the state belongs to another kind of module than this {what}: use the one that its start gave")

@@ -91,7 +91,8 @@ class Synthesizer(Softmax):
     def _weights(self) -> tuple[float | Tensor, float | Tensor]:
         """Of the dot product and of S, numbers or (h 1 1)."""
         if isinstance(self.mix, str):
-            dot, own = self.balance.to(accumulator(self.balance.dtype)).softmax(-1)[..., None, None].unbind(1)
+            balance = self.balance.to(accumulator(self.balance.dtype))
+            dot, own = balance.softmax(-1)[..., None, None].unbind(1)
             return dot, own
         if self.mix is None:
             return 0.0, 1.0
@@ -123,7 +124,9 @@ class Synthesizer(Softmax):
     def _check_length(self, log: KVCache) -> None:
         if log.size <= self.longest:
             return
-        real = log.size if log.plain else int(log.valid[:, : log.size].sum(1).max())
+        real = log.size
+        if not log.plain:
+            real = int(log.valid[:, : log.size].sum(1).max())
         if real > self.longest:
             raise ValueError(f"{real} tokens, but synthesizer was built for max_len={self.longest}: build it longer")
 
@@ -139,12 +142,14 @@ class Synthesizer(Softmax):
         (dot, own), keys = self._weights(), _at(columns, log.places).to(acc)
         made, (k, values) = made * own, expand_heads(log.keys, log.values, q.shape[1])
         if self.mix is not None:
-            made = torch.cat([q.to(acc) * (q.shape[-1] ** -0.5 * dot), made], -1)
+            scaled = q.to(acc) * (q.shape[-1] ** -0.5 * dot)
+            made = torch.cat([scaled, made], -1)
             keys = torch.cat([k.to(acc), keys], -1)
         return log._replace(k=keys.to(dtype), v=values), made.to(dtype)
 
     def _hidden(self, q: Tensor) -> Tensor:
-        return relu(q @ self.inner.to(q.dtype) + self.inner_bias.to(q.dtype))
+        hidden = q @ self.inner.to(q.dtype)
+        return relu(hidden + self.inner_bias.to(q.dtype))
 
     def _strips(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """Logits that are no products: some queries at a time, and once more in the backward pass."""
@@ -164,14 +169,17 @@ class Synthesizer(Softmax):
             last = m if first is None else min(m, first + end)
             s = self._scores(last, *made) * own
             if self.mix is not None:
-                s = s + (q * (q.shape[-1] ** -0.5 * dot)) @ k[:, :, :last].mT
+                scaled = q * (q.shape[-1] ** -0.5 * dot)
+                s = s + scaled @ k[:, :, :last].mT
             seen = i >= torch.arange(last, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, last)
             if real is not None:
                 seen = seen & real[:, None, None, :last]
             weights = s.masked_fill(~seen, MASKED_SCORE).softmax(-1)
             if rate:
                 weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate)
-            return ((weights @ v[:, :, :last]).masked_fill(~seen.any(-1, keepdim=True), 0),)
+            out = weights @ v[:, :, :last]
+            nothing = ~seen.any(-1, keepdim=True)
+            return (out.masked_fill(nothing, 0),)
 
         queries = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
         dims = (None, None, *[2] * len(queries))
@@ -186,7 +194,9 @@ class Synthesizer(Softmax):
         """What the scores of each query are made of (b h n ...)."""
         if self.form == "random":
             return (_at(self.table, places),)
-        x, y = (self._hidden(q) @ self.factors.to(q.dtype) + self.factors_bias.to(q.dtype)).split(self._factors(), -1)
+        made = self._hidden(q) @ self.factors.to(q.dtype)
+        made = made + self.factors_bias.to(q.dtype)
+        x, y = made.split(self._factors(), -1)
         return x, y
 
     def _scores(self, m: int, x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -195,7 +205,8 @@ class Synthesizer(Softmax):
             return x[..., :m].to(accumulator(x.dtype))
         size = y.shape[-1]
         rows = m // size + 1 if torch.compiler.is_compiling() else -(-m // size)  # a graph that cuts nothing off is another one
-        return (x[..., :rows, None] * y.unsqueeze(-2)).flatten(-2)[..., :m]
+        products = x[..., :rows, None] * y.unsqueeze(-2)
+        return products.flatten(-2)[..., :m]
 
 
 def _check_options(form: str, mix: float | str | None, rank: int | None, frozen: bool, seed: int | None) -> None:

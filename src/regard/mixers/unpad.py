@@ -55,11 +55,13 @@ class UnpaddedMixer(Free):
         if batch is None or context is not None or valid is not None:
             raise ValueError(f"a causal {self.name} starts from nothing: start(batch), with the number of sequences")
         check_batch(batch)
-        return self.start_at(torch.zeros(batch, dtype=torch.long, device=next(self.parameters()).device))
+        t = torch.zeros(batch, dtype=torch.long, device=next(self.parameters()).device)
+        return self.start_at(t)
 
     def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:  # noqa: ARG002
         self._check_streams()
-        return State(self.empty(len(t)), t, 0, self.maker())
+        memory = self.empty(len(t))
+        return State(memory, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self._check_streams()
@@ -87,7 +89,9 @@ class UnpaddedMixer(Free):
         if places.valid is None:
             return self._mixed(memory, x, places)
         order, front = places.unpad_order, places.front(room)
-        tokens = x if order is None else x.gather(1, order.there[..., None].expand_as(x))
+        tokens = x
+        if order is not None:
+            tokens = x.gather(1, order.there[..., None].expand_as(x))
         y, memory = self._mixed(memory, mask_padding(tokens[:, :room], front.valid), front)
         y = pad(y, (0, 0, 0, x.shape[1] - room))
         if order is not None:
