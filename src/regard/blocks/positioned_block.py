@@ -28,11 +28,13 @@ class PlacedBlock(Block):
     def forward(self, x: Tensor, valid: PaddingMask = None, *, rows: Tensor | None = None, **given: Any) -> Tensor:
         """Run the block; `rows` (b n blocks w) are the positions of all blocks, which a stack computes once."""
         places = valid if isinstance(valid, Places) else Places.of(x, valid)
-        return super().forward(self._placed(x, places, rows), valid, **given)
+        x = self._placed(x, places, rows)
+        return super().forward(x, valid, **given)
 
     def extend(self, state: State, x: Tensor, valid: PaddingMask = None, *, rows: Tensor | None = None) -> tuple[Tensor, State]:
         places = valid if isinstance(valid, Places) else Places.of(x, valid, state.t, state.start)
-        return super().extend(state, self._placed(x, places, rows), valid)
+        x = self._placed(x, places, rows)
+        return super().extend(state, x, valid)
 
     def rows(self, x: Tensor, places: Places) -> Tensor | None:
         """Return the positions (b n blocks w), or (n blocks w), that enter all blocks of a stack; None without tokens."""

@@ -61,7 +61,8 @@ class ReversibleStack(Stack):
         one = two = upcast(x)
         states = []
         for block, before in zip(self, state.memory, strict=True):
-            y, own = block.mixer.extend_at(before.memory[0], block.mixer_norm(two.to(x.dtype)), places)
+            tokens = block.mixer_norm(two.to(x.dtype))
+            y, own = block.mixer.extend_at(before.memory[0], tokens, places)
             one = one + mask_padding(block.drop(y), places.valid)
             two = two + _channel(block, one, places, x.dtype)
             states.append(State((own, None), own.t, own.start))
@@ -80,16 +81,20 @@ class ReversibleStack(Stack):
         return one, two
 
     def _mean(self, streams: TensorPair, x: Tensor, valid: Tensor | None) -> Tensor:
-        return self._finish(((streams[0] + streams[1]) / 2).to(x.dtype), valid)
+        mean = (streams[0] + streams[1]) / 2
+        return self._finish(mean.to(x.dtype), valid)
 
 
 def _mix(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
-    y = mask_padding(mix_at(block.mixer, block.mixer_norm(x.to(dtype)), places), places.valid)
+    y = mix_at(block.mixer, block.mixer_norm(x.to(dtype)), places)
+    y = mask_padding(y, places.valid)
     return block.drop(y).to(x.dtype)
 
 
 def _channel(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
-    return mask_padding(block.drop(block.channel(block.channel_norm(x.to(dtype)))).to(x.dtype), places.valid)
+    y = block.channel(block.channel_norm(x.to(dtype)))
+    y = block.drop(y).to(x.dtype)
+    return mask_padding(y, places.valid)
 
 
 @torch.compiler.disable(reason="a reversible stack restores random numbers and inverts itself, which no graph can hold")
@@ -174,7 +179,9 @@ class _Again:
         for w, d in zip(weights, others, strict=True):
             if d is not None:
                 grads[w] = grads[w] + d if w in grads else d
-        return y.detach(), torch.zeros_like(x) if found is None else found
+        if found is None:
+            found = torch.zeros_like(x)
+        return y.detach(), found
 
     def _throw(self, host: Tensor, device: Tensor | None) -> None:
         torch.set_rng_state(host)

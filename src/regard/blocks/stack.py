@@ -72,7 +72,8 @@ class Stack(nn.Module):
         layer, `weight_dropout` for attention weights. Where norms stand in front, one more stands behind the last block.
         """
         names = [Spec.of(x) for x in (specs if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs])]
-        depth = need("depth", len(names) if depth is None else depth)
+        count = len(names) if depth is None else depth
+        depth = need("depth", count)
         own = Dims(width, heads, kv_heads, causal=causal, max_len=max_len, dropout=weight_dropout)
         if cross is None and not context_width is context_len is None:
             raise ValueError("context_width and context_len are for a stack that reads a context: say how with cross=...")
@@ -80,7 +81,8 @@ class Stack(nn.Module):
         def channel() -> nn.Module:
             if callable(ffn):
                 return ffn()
-            return FeedForward(width, 4 * width if ffn is None else ffn, dropout=dropout)
+            hidden = 4 * width if ffn is None else ffn
+            return FeedForward(width, hidden, dropout=dropout)
 
         def reader() -> Any:
             read = Dims(width, heads, kv_heads, None, None, context_width, False, True, context_len, weight_dropout)
@@ -97,10 +99,12 @@ class Stack(nn.Module):
                 return Block(*parts, **options)
             return PlacedBlock(*parts, positions=enters, number=number, **options)
 
-        blocks = [block(number, spec) for number, spec in enumerate(islice(cycle(names), depth))]
+        repeated = islice(cycle(names), depth)
+        blocks = [block(number, spec) for number, spec in enumerate(repeated)]
         if enters is not None and any(part.rate > 1 for part in blocks):
             raise ValueError("positions enter every block only where no block gives fewer answers than it has tokens")
-        return cls(blocks, norm_class(width) if norm == "pre" else None)
+        final_norm = norm_class(width) if norm == "pre" else None
+        return cls(blocks, final_norm)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.blocks)  # type: ignore[arg-type]
@@ -172,7 +176,8 @@ class Stack(nn.Module):
         for block, before in zip(self, state.memory, strict=True):
             x, after = block.extend(before, x, places, **more)
             states.append(after)
-        return self._finish(x, places.valid), State(tuple(states), states[0].t, states[0].start)
+        outputs = self._finish(x, places.valid)
+        return outputs, State(tuple(states), states[0].t, states[0].start)
 
     def _tokens(self, x: Tensor, valid: PaddingMask, after: State | None = None) -> tuple[Tensor, Places]:
         """Return checked tokens (b n w) with finite numbers at padding, and their places."""
@@ -204,8 +209,10 @@ class Stack(nn.Module):
             found.append(self._read(readers, read, valid, found))
         if not found:
             return [(None, None)] * len(self.blocks)
-        each = found if len(found) == len(self.blocks) else found * len(self.blocks)
-        return [pair if block.cross is not None else (None, None) for block, pair in zip(self, each, strict=True)]
+        if len(found) != len(self.blocks):
+            found = found * len(self.blocks)
+        pairs = zip(self, found, strict=True)
+        return [pair if block.cross is not None else (None, None) for block, pair in pairs]
 
     @staticmethod
     def _read(
@@ -219,7 +226,8 @@ class Stack(nn.Module):
             return read, valid
         reader.check_padding(valid, read)
         same = [places for _, places in others if places.at.shape == read.shape[:2]]
-        return mask_padding(read, valid), same[0] if same else Places.of(read, valid)
+        places = same[0] if same else Places.of(read, valid)
+        return mask_padding(read, valid), places
 
     def _entering(self, x: Tensor, places: Places) -> dict[str, Tensor]:
         """Compute the positions that enter every block, if they are of that kind."""
@@ -229,4 +237,6 @@ class Stack(nn.Module):
 
     def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Normalise outputs, and set those at padding to zero: blocks leave anything finite there."""
-        return mask_padding(x if self.final_norm is None else self.final_norm(x), valid)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return mask_padding(x, valid)

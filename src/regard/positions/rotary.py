@@ -27,8 +27,11 @@ class Rotary(Positions):
     def turn(self, x: Tensor, places: Places) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         # angles in double precision: far positions keep their digits
-        angle = places.at[:, None, :, None].double() * inverse_frequencies(x.shape[-1], self.base, x.device)
+        at = places.at[:, None, :, None].double()
+        frequencies = inverse_frequencies(x.shape[-1], self.base, x.device)
+        angle = at * frequencies
         cos = angle.cos().to(wide)
         sin = angle.sin().to(wide)
         a, b = x.to(wide).chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return turned.to(x.dtype)
