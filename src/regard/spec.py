@@ -54,16 +54,17 @@ class Spec:
     def __str__(self) -> str:
         if not self.items:
             return self.name
-        options = ", ".join(f"{option}={_literal(value)}" for option, value in self.items)
-        return f"{self.name}({options})"
+        options = [f"{option}={_literal(value)}" for option, value in self.items]
+        return f"{self.name}({', '.join(options)})"
 
     def __repr__(self) -> str:
         options = [f"{option}={value!r}" for option, value in self.items]
-        return f"Spec({', '.join([repr(self.name), *options])})"
+        parts = [repr(self.name), *options]
+        return f"Spec({', '.join(parts)})"
 
     @staticmethod
     def parse(text: str) -> Spec:
-        """`bigbird(window=3)`, `softmax`, or a pattern, which stands for sparse(pattern)."""
+        """`bigbird(window=3)`, `softmax`, or a pattern, which means sparse(pattern)."""
         rows = [(row.name, row.make) for row in CATALOGUE.values()]
         value = parse(text, _names(*rows))
         if not isinstance(value, Spec | Pattern):
@@ -85,7 +86,8 @@ class Spec:
         raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {shown(x)}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "options": {option: _json_value(value) for option, value in self.items}}
+        options = {option: _json_value(value) for option, value in self.items}
+        return {"name": self.name, "options": options}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Spec:
@@ -100,7 +102,8 @@ class Spec:
         """Return whether the mechanism can only be built with a max_len."""
         try:
             with torch.device("meta"):
-                self.row.make(replace(dims, max_len=None), **self.options)
+                unlimited = replace(dims, max_len=None)
+                self.row.make(unlimited, **self.options)
         except LengthNeeded:
             return True
         return False
@@ -179,7 +182,8 @@ def register(
         raise ValueError(f"{name} is taken: give your mechanism another name")
     if not isinstance(make, type) or not issubclass(make, Core | Mixer):
         raise TypeError(f"a mechanism is a class, a Core or a Mixer, not {shown(make)}")
-    CATALOGUE[name] = row = Row(name, make, family, summary, paper, tuple(examples), compiles)
+    row = Row(name, make, family, summary, paper, tuple(examples), compiles)
+    CATALOGUE[name] = row
     return row
 
 
@@ -222,7 +226,8 @@ def _maker(name: str, own: Any) -> Callable[..., Spec]:
     signature = inspect.Signature(list(options.values()))
 
     def make(*args: object, **options: object) -> Spec:
-        return Spec(name, **signature.bind(*args, **options).arguments)
+        bound = signature.bind(*args, **options)
+        return Spec(name, **bound.arguments)
 
     make.__signature__ = signature  # type: ignore[attr-defined]  # the parser checks options against it
     return make

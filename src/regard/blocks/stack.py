@@ -69,7 +69,7 @@ class Stack(nn.Module):
         `positions` act inside every mixer, as in `layer`, or enter every block: "floater(every_block=True)". `cross` reads a
         context in every block. `ffn` is the hidden size of the ReLU layer (4 * width unless given), or makes another:
         `ffn=lambda: FeedForward(64, 171, activation="silu", gated=True)`. `dropout` is for what layers add and for the hidden
-        layer, `weight_dropout` for attention weights. Where norms stand in front, one more stands behind the last block.
+        layer, `weight_dropout` for attention weights. Where norms are in front, one more is behind the last block.
         """
         names = [Spec.of(x) for x in (specs if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs])]
         count = len(names) if depth is None else depth

@@ -1,4 +1,4 @@
-"""The mixer of the q-k-v family: project, split into heads, ask a core, project back."""
+"""The mixer of the q-k-v family: project, split into heads, apply a core, project back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 class UnmadeProjection(nn.Module):
-    """Stands where a map would be that nobody looks at: zeros of the right shape, one number in memory."""
+    """Replace a projection that no score depends on: zeros of the right shape, one number in memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Must it be called to be what it is? Somebody wants to hear of its calls, or has compiled them."""
+    """Return whether a module must be called as a whole: it has hooks, or its call is compiled."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or module._compiled_call_impl is not None
 
@@ -73,7 +73,7 @@ def has_hooks(module: nn.Module) -> bool:
 class Attention(Mixer):
     """q, k, v = linear maps of the tokens, out = a linear map of what the core answers.
 
-    Every core gets the same projections, so that a comparison of cores compares cores, except those it says it never looks at.
+    Every core gets the same projections, so that a comparison of cores compares cores, except those in `core.ignores`.
     `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention.
     """
 

@@ -32,7 +32,7 @@ from regard.ops.backend import check_operations
 
 
 def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Give an owner the name of a module that stands elsewhere in the same model, where its weights are listed and saved.
+    """Give an owner the name of a module that is elsewhere in the same model, where its weights are listed and saved.
 
     A module listed under two names is left with other weights by torch.func.functional_call. Weights that were saved under
     this name too may still be loaded.
@@ -64,7 +64,7 @@ class Core(nn.Module):
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
     joint: bool = False  # what a query gets depends on which other queries come with it
     operations: tuple[str, ...] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta"
-    ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
+    ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -126,9 +126,9 @@ class Core(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Anything that mixes tokens, (b n w) -> (b n w): all that a model knows about attention.
+    """Anything that mixes tokens, (b n w) -> (b n w): the whole interface between a model and attention.
 
-    The one exception: with rate > 1 the output is ceil(n / rate) long, and `pool_tokens` gives the tokens it stands beside.
+    The one exception: with rate > 1 the output is ceil(n / rate) long, and `pool_tokens` gives the tokens it is added to.
     """
 
     can: Can
@@ -146,7 +146,7 @@ class Mixer(nn.Module):
         return type(self).__name__.lower()
 
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-        """Every token at once. `valid` (b m) speaks of the tokens that are read: x itself, or the context."""
+        """Every token at once. `valid` (b m) belongs to the tokens that are read: x itself, or the context."""
         raise NotImplementedError
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:  # noqa: ARG002

@@ -32,7 +32,7 @@ class BucketMemory(NamedTuple):
 
     @property
     def newest_last(self) -> bool:
-        """Tell static forms that queries belong to the last tokens of the caches."""
+        """Declare to static forms that queries belong to the last tokens of the caches."""
         return True
 
     def labels(self, padding: int) -> Tensor:
@@ -121,7 +121,7 @@ class BucketedCore(Core):
     def forget(self, memory: BucketMemory, t: Tensor) -> BucketMemory:  # noqa: ARG002 - labels decide what can be seen, not positions
         log, marks = memory
         if log.size - log.looked < with_spare_room(log.looked):
-            return memory  # looking costs as much as reading: only now and then
+            return memory  # a search costs as much as reading: only now and then
         _, place, _, last = sort_by_bucket(memory.labels(self.labels), self.labels)
         newer = last - place  # tokens of the same label behind each
         alive = (newer < self.window - 1).any(2).any(1)  # the next token of the label will be one of its window

@@ -135,7 +135,7 @@ class Compressed(Core):
         return torch.cat([out[:, :, :first], both], 2)
 
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
-        """What queries get, wherever they stand: from the raw tokens near them, and from the slots before those."""
+        """Compute the answers of queries at any positions: from the raw tokens near them, and from the slots before those."""
         slots, raw = memory
         found = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(raw, q, places)
         beyond = raw.size > (self.near + 1) * self.stride

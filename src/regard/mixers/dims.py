@@ -86,7 +86,7 @@ def need_claims(name: str, can: Can, asked: Can, instead: str = "") -> None:
 
 
 class LengthNeeded(ValueError):
-    """A mechanism with weights for every position was asked for without saying how many positions there are."""
+    """A mechanism with weights for every position was built without the number of positions."""
 
 
 def needed_length(name: str, dims: Dims) -> int:

@@ -79,7 +79,7 @@ class Estimator(Core):
 
 
 def _eager(x: Tensor) -> bool:
-    """Is it an ordinary tensor with numbers that may be looked at now?"""
+    """Return whether it is an ordinary tensor with numbers that can be read now."""
     if type(x) is not Tensor or x.device.type == "meta" or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):

@@ -1,4 +1,4 @@
-"""Tokens are the nodes of a graph, and who looks at whom is given by its edges."""
+"""Attention on a graph: tokens are its nodes, and queries attend along its edges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class HeadGroup(NamedTuple):
-    """Heads that look at the same pairs."""
+    """Heads with the same pairs."""
 
     pattern: Pattern
     text: str
@@ -142,7 +142,7 @@ class GAT(Sparse):
 def _masked(
     pattern: Pattern, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool, slope: float, drop: float
 ) -> Tensor:
-    """The same without reading which tokens are real: those come to the front, and a mask tells which pairs there are."""
+    """The same without reading which tokens are real: those come to the front, and a mask selects the pairs there are."""
     q, k, a, v = asked
     b, h, n, _ = q.shape
     real = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid, log.valid[:, : log.size]
@@ -162,7 +162,7 @@ def _masked(
 
 
 def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) -> Tensor:
-    """The same for tokens that stand anywhere behind a memory, which is short where the pattern lets it forget."""
+    """List the pairs of tokens anywhere behind a memory, which is short where the pattern lets it forget."""
     (b, n), m = places.at.shape, log.size
     j, found = log.at[:, None, :m], []
     room = budget(places.at.device).pair_strip
@@ -244,7 +244,7 @@ def disjoint(graphs: Sequence[Edges]) -> DisjointGraphs:
 
 
 def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Who looks at whom and how much: edges (2, edges), sources over targets, and their weights (edges, heads).
+    """Return the pairs of attention and their weights: edges (2, edges), sources over targets, and their weights (edges, heads).
 
     For a `sparse` or `gat` layer and the nodes x (1 n w) of one graph. With another pattern in each head the edges are those of
     any of them. Gradients flow.

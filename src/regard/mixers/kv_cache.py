@@ -1,7 +1,7 @@
 """The memory of mechanisms that keep keys and values: an append-only log with room to grow.
 
-Nothing written is ever overwritten, so a state stays what it was after it has been extended; whoever extends the newest state
-writes in place, whoever extends an older one gets a copy first.
+Nothing written is ever overwritten, so a state stays what it was after it has been extended. To extend the newest state
+writes in place, to extend an older one copies it first.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class WriteCursor:
 
 
 class KVCache(NamedTuple):
-    """Keys and values with where they stand; only the first `size` are there."""
+    """Keys and values with their positions; only the first `size` are there."""
 
     k: Tensor  # (b g room d)
     v: Tensor  # (b g room e)
     at: Tensor  # (b room)
     valid: Tensor  # (b room)
     size: int
-    start: int | None  # on the host: the real tokens of every row stand at start, start + 1, ...
+    start: int | None  # on the host: the real tokens of every row are at start, start + 1, ...
     plain: bool  # every token is real
     newest: WriteCursor
     looked: int = 0  # its size when it was last searched for what can be dropped
@@ -275,11 +275,11 @@ class CachedCore(Core):
 
     def forget(self, memory: KVCache, t: Tensor) -> KVCache:
         if memory.size - memory.looked < with_spare_room(memory.looked):
-            return memory  # looking costs as much as reading: only now and then
+            return memory  # a search costs as much as reading: only now and then
         return memory.keep(self.alive(memory.at[:, : memory.size], t[:, None]))
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        """What queries get from a log; causal: only from keys that do not stand after them."""
+        """Compute what queries get from a log; causal: only from keys that are not behind them."""
         raise NotImplementedError
 
     def read(self, memory: KVCache, q: Tensor, places: Places) -> Tensor:

@@ -175,7 +175,7 @@ PaddingMask = Tensor | Places | None  # (b n), True: a real token; or the places
 
 
 def _traced() -> bool:
-    """Tell whether tensors of now must not outlive the trace or the transform that they are made in."""
+    """Return whether tensors of now must not outlive the trace or the transform that they are made in."""
     return torch.compiler.is_compiling() or transformed()
 
 

@@ -53,7 +53,7 @@ class Sparse(CachedCore):
         self.place(pattern)
 
     def place(self, pattern: Pattern | str) -> None:
-        """From now on look at the pairs of this pattern."""
+        """Attend to the pairs of this pattern from now on."""
         pattern = Pattern.of(pattern)
         lost = Can.STREAM if pattern.depends_on_length else Can.NOTHING  # a longer sequence would have had another past
         if (part := pattern.lookahead) is not None:
@@ -94,7 +94,7 @@ class Sinks(Sparse):
 
 
 class SparseTransformer(Sparse):
-    """Half of the heads look nearby, the other half far away in steps, so that two layers connect everything.
+    """Half of the heads see what is near, the other half what is far in steps, so that two layers connect everything.
 
     strided: Local(stride) and Stride(stride); fixed: Blocks(stride) and the last `summary` tokens of every block.
     Cost: n^2 / stride + n stride, so n^1.5 with stride = sqrt(n). Child et al. 2019, arXiv:1904.10509.

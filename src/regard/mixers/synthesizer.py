@@ -29,7 +29,7 @@ class Synthesizer(Softmax):
     dense_factorised: S_ij = x_i[j // Y] y_i[j % Y], X and Y logits with X Y >= max_len, both from the hidden layer of dense
     random_factorised: S = R1 R2^T of that rank; it can be frozen as well
     and with mix it is w q k^T / sqrt(d) + (1 - w) S, where w is a number or mix="learned", one for each head; w = 1: softmax.
-    Cost: n^2, memory n. A layer projects no keys that are not looked at, nor queries. Tay et al. 2020, arXiv:2005.00743.
+    Cost: n^2, memory n. A layer projects no keys that are not used, nor queries. Tay et al. 2020, arXiv:2005.00743.
     """
 
     can = Can.CAUSAL | Can.PADDING | Can.STREAM | Can.DROPOUT

@@ -18,7 +18,7 @@ from regard.mixers.state import State
 class UnpaddedMixer(Free):
     """A mixer that sees the real tokens of a row side by side, so that padding anywhere is as if absent.
 
-    `mix` gets whole sequences, `scan` tokens that stand behind a memory, in causal order. Places are those of the packed tokens:
+    `mix` gets whole sequences, `scan` tokens that follow a memory, in causal order. Places are those of the packed tokens:
     behind the real ones of a row x is zero, and what comes out there is dropped. Neither ever gets an empty tensor.
     """
 

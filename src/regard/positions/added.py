@@ -55,7 +55,7 @@ class AddedPositions(Positions):
         return table[places.at]
 
     def _known(self, n: int, device: torch.device) -> Tensor:
-        """The table, remembered between decoding steps: they ask for one more row each."""
+        """The table, remembered between decoding steps, which need one more row each."""
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         if learning:
             return self.table(n, device)
@@ -161,7 +161,7 @@ class Floater(AddedPositions):
         self.flow = nn.Sequential(inward, nn.Tanh(), outward)
 
     def table(self, n: int, device: torch.device) -> Tensor:
-        if self.first.is_meta:  # a solver looks at its times
+        if self.first.is_meta:  # a solver reads its times
             return self.first.expand(n, *self.first.shape)
         distance = max(n - 1, 1)
         steps = -(-distance // self.every)  # whole steps only, or a longer path would begin otherwise

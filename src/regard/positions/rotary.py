@@ -11,7 +11,7 @@ from regard.positions.frequencies import check_base, inverse_frequencies
 
 
 class Rotary(Positions):
-    """Queries and keys are turned by angles that grow with their positions, so that q.k feels only how far apart they stand.
+    """Queries and keys are turned by angles that grow with their positions, so that q.k depends only on their distance.
 
     In every plane f of two coordinates by the angle p / base^(2f / d). Su et al. 2021, arXiv:2104.09864.
     """
