@@ -34,6 +34,7 @@ import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +75,12 @@ GOALS = {
 # Files and names
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Parse a file, once."""
+    return ast.parse(path.read_text())
+
+
 def modules(root: Path) -> list[Path]:
     """List the Python files below a folder."""
     return sorted(root.rglob("*.py"))
@@ -107,11 +114,12 @@ def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield node
 
 
+@cache
 def definitions(root: Path = SOURCE) -> dict[str, list[str]]:
     """Map each top-level name to the modules that define it."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in modules(root):
-        for name in top_level_names(ast.parse(path.read_text())):
+        for name in top_level_names(parsed(path)):
             found[name].append(str(path.relative_to(root)))
     return dict(found)
 
@@ -211,7 +219,7 @@ def _nested(node: ast.AST) -> bool:
 def density(root: Path = SOURCE) -> float:
     """Return operations per statement."""
     paths = modules(root) if root.is_dir() else [root]
-    trees = [ast.parse(path.read_text()) for path in paths]
+    trees = [parsed(path) for path in paths]
     count = sum(isinstance(node, OPERATIONS) for tree in trees for node in ast.walk(tree))
     return count / max(1, sum(len(statements(tree)) for tree in trees))
 
@@ -225,13 +233,14 @@ def line_length(root: Path = SOURCE, share: float = 0.9) -> int:
 # Imports
 
 
+@cache
 def imports(root: Path = SOURCE) -> dict[str, dict[str, set[str]]]:
     """Map each package to the packages it imports, and these to the files that do so."""
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path in modules(root):
         inside = path.relative_to(root)
         package = inside.parts[0].removesuffix(".py")
-        for name in _imported(ast.parse(path.read_text()), root.name):
+        for name in _imported(parsed(path), root.name):
             if name != package and ((root / name).is_dir() or (root / f"{name}.py").exists()):
                 found[package][name].add(str(inside))
     return {package: dict(names) for package, names in found.items()}
@@ -395,7 +404,7 @@ def show_list(kind: str) -> None:
                 print(f"{path.relative_to(ROOT)}:{line}: {word}")
     elif kind == "lines":
         for path in modules(SOURCE):
-            for node in statements(ast.parse(path.read_text())):
+            for node in statements(parsed(path)):
                 if operations(node) >= DENSE:
                     print(f"{path.relative_to(ROOT)}:{node.lineno}: {operations(node)}")
     else:

@@ -47,8 +47,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a layer trusts what padding holds": (R + "mixers/attention.py", "x = mask_padding(x, real)", "x = x"),
     "a context is trusted at its padding": (
         R + "mixers/attention.py",
-        "            context = mask_padding(context, valid)\n",
-        "",
+        "            context = mask_padding(context, valid)\n            y = ",
+        "            y = ",
     ),
     "a prompt is trusted at its padding": (R + "mixers/attention.py", "        x = mask_padding(x, valid)\n", ""),
     "a stack trusts what padding holds": (
@@ -88,7 +88,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "outputs at padding are not silenced": (
         R + "mixers/attention.py",
-        "return y if real is None else mask_padding(y, pooled_valid(real, self.rate))",
+        "return mask_padding(y, pooled_valid(real, self.rate))",
         "return y",
     ),
     "padding counts in the normaliser of a kernel": (
@@ -105,8 +105,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "tiles ignore causal": (R + "ops/tile/tile_op.py", "p & Causal() if causal else p", "p"),
     "a decoding step ignores causal": (
         R + "mixers/pattern_attention.py",
-        "seen = seen & (i >= j) if self.causal else seen",
-        "seen = seen",
+        "            seen = seen & (i >= j)\n",
+        "            pass\n",
     ),
     "strips ignore causal": (
         R + "mixers/softmax.py",
@@ -294,8 +294,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # heads, numbers
     "grouped heads are dealt out in turn": (
         R + "mixers/pattern_attention.py",
-        "(k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))",
-        "(k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1))",
+        "return k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)",
+        "return k.repeat(1, share, 1, 1), v.repeat(1, share, 1, 1)",
     ),
     "a row that sees nothing takes the mean": (
         R + "ops/tile/torch.py",
@@ -335,8 +335,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "random features are not orthogonal": (
         R + "mixers/feature_math.py",
-        "    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:]",
-        "    return drawn[:rows] / drawn[:rows].norm(dim=-1, keepdim=True) * drawn[-rows:]",
+        "    directions = basis.mT.flatten(0, 1)[:rows]",
+        "    directions = drawn[:rows] / drawn[:rows].norm(dim=-1, keepdim=True)",
     ),
     # clusters, sorted blocks and summaries that look ahead, or count what is not there
     "causal reformer cuts the sorted order into chunks": (
@@ -351,8 +351,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "routing learns from padding": (
         R + "mixers/cluster.py",
-        "near = near if valid is None else near * valid[:, None, :, None]",
-        "near = near",
+        "near = near * valid[:, None, :, None]",
+        "pass",
     ),
     "routing learns in evaluation": (
         R + "mixers/cluster.py",
@@ -371,8 +371,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "slots that nothing was written into are seen": (
         R + "mixers/low_rank.py",
-        "memory.seen | _writes(to_k, to_v).any(2))",
-        "torch.ones_like(memory.seen | _writes(to_k, to_v).any(2)))",
+        "seen = memory.seen | _writes(to_k, to_v).any(2)",
+        "seen = torch.ones_like(memory.seen | _writes(to_k, to_v).any(2))",
     ),
     "a stride is seen before it is finished": (
         R + "mixers/compressed.py",

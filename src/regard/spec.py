@@ -39,7 +39,8 @@ class Spec:
             if option not in allowed:
                 raise ValueError(unknown(f"{name} has no option", option, allowed))
         object.__setattr__(self, "name", name)
-        items = tuple((o, _value(name, o, options[o])) for o in allowed if o in options)
+        given = [option for option in allowed if option in options]
+        items = tuple((option, _value(name, option, options[option])) for option in given)
         object.__setattr__(self, "items", items)
 
     @property
@@ -53,17 +54,19 @@ class Spec:
     def __str__(self) -> str:
         if not self.items:
             return self.name
-        options = ", ".join(f"{option}={_literal(value)}" for option, value in self.items)
-        return f"{self.name}({options})"
+        options = [f"{option}={_literal(value)}" for option, value in self.items]
+        return f"{self.name}({', '.join(options)})"
 
     def __repr__(self) -> str:
         options = [f"{option}={value!r}" for option, value in self.items]
-        return f"Spec({', '.join([repr(self.name), *options])})"
+        parts = [repr(self.name), *options]
+        return f"Spec({', '.join(parts)})"
 
     @staticmethod
     def parse(text: str) -> Spec:
-        """`bigbird(window=3)`, `softmax`, or a pattern, which stands for sparse(pattern)."""
-        value = parse(text, _names(*((row.name, row.make) for row in CATALOGUE.values())))
+        """`bigbird(window=3)`, `softmax`, or a pattern, which means sparse(pattern)."""
+        rows = [(row.name, row.make) for row in CATALOGUE.values()]
+        value = parse(text, _names(*rows))
         if not isinstance(value, Spec | Pattern):
             raise TextError("this is a value, not a mechanism: write a name, such as softmax, or a pattern", text)
         return Spec.of(value)
@@ -83,11 +86,13 @@ class Spec:
         raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {shown(x)}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "options": {option: _json_value(value) for option, value in self.items}}
+        options = {option: _json_value(value) for option, value in self.items}
+        return {"name": self.name, "options": options}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Spec:
-        name, options = data.get("name"), data.get("options", {})
+        name = data.get("name")
+        options = data.get("options", {})
         more = set(data) - {"name", "options"}
         if not isinstance(name, str) or not isinstance(options, Mapping) or more:
             raise ValueError(f'a mechanism in JSON is {{"name": ..., "options": {{...}}}}, not {shown(dict(data))}')
@@ -97,7 +102,8 @@ class Spec:
         """Return whether the mechanism can only be built with a max_len."""
         try:
             with torch.device("meta"):
-                self.row.make(replace(dims, max_len=None), **self.options)
+                unlimited = replace(dims, max_len=None)
+                self.row.make(unlimited, **self.options)
         except LengthNeeded:
             return True
         return False
@@ -107,9 +113,13 @@ class Spec:
         check_flag("shared_qk", shared_qk)
         made = self.row.make(dims, **self.options)
         if isinstance(made, Core):
-            inside = None if positions is None else make_positions(positions, dims)
+            inside = None
+            if positions is not None:
+                inside = make_positions(positions, dims)
             mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, positions=inside)
-            mixer.spec = str(self) if inside is None else f"{self} with {inside.name} positions"
+            mixer.spec = str(self)
+            if inside is not None:
+                mixer.spec = f"{self} with {inside.name} positions"
             return mixer
         if positions is not None:
             raise ValueError(f"{self.name} has no queries and keys for positions to act on: add positions to the tokens")
@@ -165,13 +175,15 @@ def register(
     `make` is a `Core` or a `Mixer`, built as make(dims, *, options). `examples` are options to show and test it with, and how its
     cost grows with the number of tokens. A name that the catalogue or a pattern has already is refused.
     """
-    if not isinstance(name, str) or not name.isidentifier() or name != name.lower() or iskeyword(name):
+    named = isinstance(name, str) and name.isidentifier() and name == name.lower()
+    if not named or iskeyword(name):
         raise ValueError(f"a mechanism needs a name such as 'my_attention', lower case without spaces, not {shown(name)}")
     if name in CATALOGUE or name in PATTERNS:
         raise ValueError(f"{name} is taken: give your mechanism another name")
     if not isinstance(make, type) or not issubclass(make, Core | Mixer):
         raise TypeError(f"a mechanism is a class, a Core or a Mixer, not {shown(make)}")
-    CATALOGUE[name] = row = Row(name, make, family, summary, paper, tuple(examples), compiles)
+    row = Row(name, make, family, summary, paper, tuple(examples), compiles)
+    CATALOGUE[name] = row
     return row
 
 
@@ -183,7 +195,8 @@ def _spec_options(name: str) -> dict[str, inspect.Parameter]:
 
 @cache
 def _constructor_options(make: Any) -> dict[str, inspect.Parameter]:
-    options = list(inspect.signature(make).parameters.values())[1:]
+    parameters = inspect.signature(make).parameters
+    options = list(parameters.values())[1:]
     options.sort(key=lambda p: p.default is not p.empty)  # those that must be given come first
     return {p.name: p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in options}
 
@@ -197,20 +210,24 @@ def _patterned(name: str) -> frozenset[str]:
 @cache
 def _constructor_patterns(make: Any) -> frozenset[str]:
     hints = get_type_hints(make.__init__)
-    return frozenset(o for o in _constructor_options(make) if hints.get(o) is Pattern or Pattern in get_args(hints.get(o)))
+    kinds = {option: hints.get(option) for option in _constructor_options(make)}
+    return frozenset(option for option, kind in kinds.items() if kind is Pattern or Pattern in get_args(kind))
 
 
 @cache
 def _names(*rows: tuple[str, Any]) -> dict[str, Callable[..., object]]:
     """Return what a text may call: every pattern, and every mechanism of these names and classes."""
-    return {**{name: _maker(name, own) for name, own in rows}, **PATTERNS}
+    mechanisms = {name: _maker(name, own) for name, own in rows}
+    return {**mechanisms, **PATTERNS}
 
 
 def _maker(name: str, own: Any) -> Callable[..., Spec]:
-    signature = inspect.Signature(list(_constructor_options(own).values()))
+    options = _constructor_options(own)
+    signature = inspect.Signature(list(options.values()))
 
     def make(*args: object, **options: object) -> Spec:
-        return Spec(name, **signature.bind(*args, **options).arguments)
+        bound = signature.bind(*args, **options)
+        return Spec(name, **bound.arguments)
 
     make.__signature__ = signature  # type: ignore[attr-defined]  # the parser checks options against it
     return make
@@ -237,11 +254,16 @@ def _value(name: str, option: str, value: object, depth: int = 1) -> Value:
 
 def _literal(value: Value) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    return str(value) if isinstance(value, Pattern) else repr(value)
+        parts = ", ".join(map(_literal, value))
+        return f"[{parts}]"
+    if isinstance(value, Pattern):
+        return str(value)
+    return repr(value)
 
 
 def _json_value(value: Value) -> Any:
     if isinstance(value, tuple):
         return [_json_value(part) for part in value]
-    return str(value) if isinstance(value, Pattern) else value
+    if isinstance(value, Pattern):
+        return str(value)
+    return value

@@ -1,4 +1,4 @@
-"""What stands around a mixer in a model: feed-forward layers, residual blocks, stacks of them, and stacks that run backwards."""
+"""The parts around a mixer in a model: feed-forward layers, residual blocks, stacks of them, and stacks that run backwards."""
 
 from regard.blocks.block import Block
 from regard.blocks.feedforward import FeedForward

@@ -26,7 +26,8 @@ def mix_at(mixer: Mixer, x: Tensor, places: Places, **context: Any) -> Tensor:
 
 def check_context(reads: bool, context: Tensor | None, context_valid: PaddingMask) -> None:
     """Refuse a context where none is read, and padding of a context that is not there."""
-    if reads != (context is not None) or (context is None and context_valid is not None):
+    missing = context is None and context_valid is not None
+    if reads != (context is not None) or missing:
         raise ValueError("build it with cross=... and pass a context, or neither")
 
 
@@ -59,7 +60,8 @@ class Block(nn.Module):
         if cross is not None and (not cross.dims.cross or cross.rate > 1 or cross.dims.width != self.width):
             raise ValueError(f"cross= needs a mixer of width {self.width}, built with cross=True, with an answer for every token")
         self.mixer_norm, self.mixer = norm_class(self.width), mixer
-        self.cross_norm, self.cross = None if cross is None else norm_class(self.width), cross
+        self.cross_norm = None if cross is None else norm_class(self.width)
+        self.cross = cross
         self.channel_norm, self.channel = norm_class(self.width), channel
         self.drop = nn.Dropout(check_fraction("dropout", dropout))
 
@@ -84,14 +86,16 @@ class Block(nn.Module):
         if self.cross is not None:
             y = mix_at(self.cross, self._before(self.cross_norm, tokens), places, **read)
             tokens = self._after(self.cross_norm, tokens, y)
-        return self._channel(tokens, None if isinstance(valid, Places) else places.valid)
+        padding = None if isinstance(valid, Places) else places.valid
+        return self._channel(tokens, padding)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
         """Return the state before the first token: of so many sequences, or of those that will read the context."""
         check_context(self.cross is not None, context, context_valid)
         if context is not None and batch not in (None, len(context)):
             raise ValueError(f"the context has {len(context)} sequences, not {batch}: leave out the batch")
-        own = self.mixer.start(batch if context is None else len(context))
+        sequences = batch if context is None else len(context)
+        own = self.mixer.start(sequences)
         cross = None if self.cross is None else self.cross.start(context=context, valid=context_valid)
         return State((own, cross), own.t, own.start)
 
@@ -152,11 +156,19 @@ class Block(nn.Module):
             self.cross.check_padding(valid, x)
 
     def _channel(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        return mask_padding(self._after(self.channel_norm, x, self.channel(self._before(self.channel_norm, x))), valid)
+        y = self.channel(self._before(self.channel_norm, x))
+        x = self._after(self.channel_norm, x, y)
+        return mask_padding(x, valid)
 
     def _before(self, norm: nn.Module | None, x: Tensor) -> Tensor:
-        return norm(x) if self.pre and norm is not None else x
+        if self.pre and norm is not None:
+            return norm(x)
+        return x
 
     def _after(self, norm: nn.Module | None, x: Tensor, y: Tensor) -> Tensor:
-        x = x + (self.drop(y) if self.training else y)
-        return x if self.pre or norm is None else norm(x)
+        if self.training:
+            y = self.drop(y)
+        x = x + y
+        if self.pre or norm is None:
+            return x
+        return norm(x)

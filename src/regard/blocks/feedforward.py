@@ -27,7 +27,8 @@ def activate(activation: str) -> Callable[[Tensor], Tensor]:
 
 def check_fraction(name: str, value: float) -> float:
     """The value, if it is a share that may be dropped."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), not {value!r}")
     return float(value)
 
@@ -53,7 +54,8 @@ class FeedForward(nn.Module):
         need("width", width)
         need("hidden", hidden)
         self.activation, self.act, self.gated = activation, activate(activation), gated
-        self.up = nn.Linear(width, 2 * hidden if gated else hidden, bias=bias)  # gate and value in one product
+        inner = 2 * hidden if gated else hidden  # gate and value in one product
+        self.up = nn.Linear(width, inner, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
         self.drop = nn.Dropout(check_fraction("dropout", dropout))
 

@@ -28,16 +28,23 @@ class PlacedBlock(Block):
     def forward(self, x: Tensor, valid: PaddingMask = None, *, rows: Tensor | None = None, **given: Any) -> Tensor:
         """Run the block; `rows` (b n blocks w) are the positions of all blocks, which a stack computes once."""
         places = valid if isinstance(valid, Places) else Places.of(x, valid)
-        return super().forward(self._placed(x, places, rows), valid, **given)
+        x = self._placed(x, places, rows)
+        return super().forward(x, valid, **given)
 
     def extend(self, state: State, x: Tensor, valid: PaddingMask = None, *, rows: Tensor | None = None) -> tuple[Tensor, State]:
         places = valid if isinstance(valid, Places) else Places.of(x, valid, state.t, state.start)
-        return super().extend(state, self._placed(x, places, rows), valid)
+        x = self._placed(x, places, rows)
+        return super().extend(state, x, valid)
 
     def rows(self, x: Tensor, places: Places) -> Tensor | None:
         """Return the positions (b n blocks w), or (n blocks w), that enter all blocks of a stack; None without tokens."""
-        return None if x.numel() == 0 else self._shared[0].rows(places)
+        if x.numel() == 0:
+            return None
+        return self._shared[0].rows(places)
 
     def _placed(self, x: Tensor, places: Places, rows: Tensor | None) -> Tensor:
-        rows = self.rows(x, places) if rows is None else rows
-        return x if rows is None else x + rows[..., self.number, :].to(x.dtype)
+        if rows is None:
+            rows = self.rows(x, places)
+        if rows is None:
+            return x
+        return x + rows[..., self.number, :].to(x.dtype)

@@ -61,7 +61,8 @@ class ReversibleStack(Stack):
         one = two = upcast(x)
         states = []
         for block, before in zip(self, state.memory, strict=True):
-            y, own = block.mixer.extend_at(before.memory[0], block.mixer_norm(two.to(x.dtype)), places)
+            tokens = block.mixer_norm(two.to(x.dtype))
+            y, own = block.mixer.extend_at(before.memory[0], tokens, places)
             one = one + mask_padding(block.drop(y), places.valid)
             two = two + _channel(block, one, places, x.dtype)
             states.append(State((own, None), own.t, own.start))
@@ -70,7 +71,8 @@ class ReversibleStack(Stack):
     def run(self, x: Tensor, valid: PaddingMask = None, before: Callable[[], None] = lambda: None) -> TensorPair:
         """Return both streams behind the last block, by plain operations; `before` is called in front of each part."""
         places = valid if isinstance(valid, Places) else Places.of(x, valid)
-        one, two = upcast(x), upcast(x)
+        one = upcast(x)
+        two = upcast(x)
         for block in self:
             before()
             one = one + _mix(block, two, places, x.dtype)
@@ -79,16 +81,20 @@ class ReversibleStack(Stack):
         return one, two
 
     def _mean(self, streams: TensorPair, x: Tensor, valid: Tensor | None) -> Tensor:
-        return self._finish(((streams[0] + streams[1]) / 2).to(x.dtype), valid)
+        mean = (streams[0] + streams[1]) / 2
+        return self._finish(mean.to(x.dtype), valid)
 
 
 def _mix(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
-    y = mask_padding(mix_at(block.mixer, block.mixer_norm(x.to(dtype)), places), places.valid)
+    y = mix_at(block.mixer, block.mixer_norm(x.to(dtype)), places)
+    y = mask_padding(y, places.valid)
     return block.drop(y).to(x.dtype)
 
 
 def _channel(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Tensor:
-    return mask_padding(block.drop(block.channel(block.channel_norm(x.to(dtype)))).to(x.dtype), places.valid)
+    y = block.channel(block.channel_norm(x.to(dtype)))
+    y = block.drop(y).to(x.dtype)
+    return mask_padding(y, places.valid)
 
 
 @torch.compiler.disable(reason="a reversible stack restores random numbers and inverts itself, which no graph can hold")
@@ -120,9 +126,11 @@ class _Reversible(torch.autograd.Function):
         again = _Again(ctx.world)
         for block in reversed(list(ctx.stack)):
             y, d = again(_channel, block, one, d_two, grads)
-            two, d_one = two - y, d_one + d
+            two = two - y
+            d_one = d_one + d
             y, d = again(_mix, block, two, d_one, grads)
-            one, d_two = one - y, d_two + d
+            one = one - y
+            d_two = d_two + d
         d_x = (d_one + d_two).to(ctx.world.dtype) if ctx.needs_input_grad[1] else None
         return None, d_x, None, *(grads.get(w) for w in ctx.weights)
 
@@ -157,7 +165,8 @@ class _Again:
     ) -> TensorPair:
         """part(block, x) and the gradient of x; those of the weights are added to `grads`."""
         world, (enabled, dtype, cached) = self.world, self.world.autocast
-        x, weights = x.detach().requires_grad_(), [w for w in block.parameters() if w.requires_grad]
+        x = x.detach().requires_grad_()
+        weights = [w for w in block.parameters() if w.requires_grad]
         with (
             torch.random.fork_rng([] if world.kind == "cpu" else [world.device], device_type=world.kind),
             torch.autocast(world.kind, dtype, enabled, cached),
@@ -170,7 +179,9 @@ class _Again:
         for w, d in zip(weights, others, strict=True):
             if d is not None:
                 grads[w] = grads[w] + d if w in grads else d
-        return y.detach(), torch.zeros_like(x) if found is None else found
+        if found is None:
+            found = torch.zeros_like(x)
+        return y.detach(), found
 
     def _throw(self, host: Tensor, device: Tensor | None) -> None:
         torch.set_rng_state(host)

@@ -69,32 +69,42 @@ class Stack(nn.Module):
         `positions` act inside every mixer, as in `layer`, or enter every block: "floater(every_block=True)". `cross` reads a
         context in every block. `ffn` is the hidden size of the ReLU layer (4 * width unless given), or makes another:
         `ffn=lambda: FeedForward(64, 171, activation="silu", gated=True)`. `dropout` is for what layers add and for the hidden
-        layer, `weight_dropout` for attention weights. Where norms stand in front, one more stands behind the last block.
+        layer, `weight_dropout` for attention weights. Where norms are in front, one more is behind the last block.
         """
         names = [Spec.of(x) for x in (specs if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs])]
-        depth = need("depth", len(names) if depth is None else depth)
+        count = len(names) if depth is None else depth
+        depth = need("depth", count)
         own = Dims(width, heads, kv_heads, causal=causal, max_len=max_len, dropout=weight_dropout)
         if cross is None and not context_width is context_len is None:
             raise ValueError("context_width and context_len are for a stack that reads a context: say how with cross=...")
 
         def channel() -> nn.Module:
-            return ffn() if callable(ffn) else FeedForward(width, 4 * width if ffn is None else ffn, dropout=dropout)
+            if callable(ffn):
+                return ffn()
+            hidden = 4 * width if ffn is None else ffn
+            return FeedForward(width, hidden, dropout=dropout)
 
         def reader() -> Any:
             read = Dims(width, heads, kv_heads, None, None, context_width, False, True, context_len, weight_dropout)
-            return None if cross is None else Spec.of(cross).build(read)
+            if cross is None:
+                return None
+            return Spec.of(cross).build(read)
 
         enters = entering(positions, own, depth)
 
         def block(number: int, spec: Spec) -> Block:
             parts = spec.build(own, positions=None if enters else positions), channel()
             options = {"cross": reader(), "norm": norm, "norm_class": norm_class, "dropout": dropout}
-            return Block(*parts, **options) if enters is None else PlacedBlock(*parts, positions=enters, number=number, **options)
+            if enters is None:
+                return Block(*parts, **options)
+            return PlacedBlock(*parts, positions=enters, number=number, **options)
 
-        blocks = [block(number, spec) for number, spec in enumerate(islice(cycle(names), depth))]
+        repeated = islice(cycle(names), depth)
+        blocks = [block(number, spec) for number, spec in enumerate(repeated)]
         if enters is not None and any(part.rate > 1 for part in blocks):
             raise ValueError("positions enter every block only where no block gives fewer answers than it has tokens")
-        return cls(blocks, norm_class(width) if norm == "pre" else None)
+        final_norm = norm_class(width) if norm == "pre" else None
+        return cls(blocks, final_norm)
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self.blocks)  # type: ignore[arg-type]
@@ -118,7 +128,8 @@ class Stack(nn.Module):
         (b m) may be `Places`, of tokens that were checked and hold finite numbers at padding.
         """
         x, places = self._tokens(x, valid)
-        contexts, more = self._contexts(context, context_valid), self._entering(x, places)
+        contexts = self._contexts(context, context_valid)
+        more = self._entering(x, places)
         for read, _ in contexts[:1]:
             if read is not None:
                 check_same_batch(x, read)
@@ -145,7 +156,8 @@ class Stack(nn.Module):
             raise ValueError(f"the context has {rows} sequences, not {batch}: leave out the batch")
         if batch is None and rows is None:
             raise ValueError("a stack starts from nothing: start(batch), with the number of sequences")
-        batch = rows if batch is None else batch
+        if batch is None:
+            batch = rows
         check_batch(batch)
         weight = next(self.parameters(), None)
         t = torch.zeros(batch, dtype=torch.long, device=None if weight is None else weight.device)  # type: ignore[arg-type]
@@ -164,7 +176,8 @@ class Stack(nn.Module):
         for block, before in zip(self, state.memory, strict=True):
             x, after = block.extend(before, x, places, **more)
             states.append(after)
-        return self._finish(x, places.valid), State(tuple(states), states[0].t, states[0].start)
+        outputs = self._finish(x, places.valid)
+        return outputs, State(tuple(states), states[0].t, states[0].start)
 
     def _tokens(self, x: Tensor, valid: PaddingMask, after: State | None = None) -> tuple[Tensor, Places]:
         """Return checked tokens (b n w) with finite numbers at padding, and their places."""
@@ -196,8 +209,10 @@ class Stack(nn.Module):
             found.append(self._read(readers, read, valid, found))
         if not found:
             return [(None, None)] * len(self.blocks)
-        each = found if len(found) == len(self.blocks) else found * len(self.blocks)
-        return [pair if block.cross is not None else (None, None) for block, pair in zip(self, each, strict=True)]
+        if len(found) != len(self.blocks):
+            found = found * len(self.blocks)
+        pairs = zip(self, found, strict=True)
+        return [pair if block.cross is not None else (None, None) for block, pair in pairs]
 
     @staticmethod
     def _read(
@@ -211,7 +226,8 @@ class Stack(nn.Module):
             return read, valid
         reader.check_padding(valid, read)
         same = [places for _, places in others if places.at.shape == read.shape[:2]]
-        return mask_padding(read, valid), same[0] if same else Places.of(read, valid)
+        places = same[0] if same else Places.of(read, valid)
+        return mask_padding(read, valid), places
 
     def _entering(self, x: Tensor, places: Places) -> dict[str, Tensor]:
         """Compute the positions that enter every block, if they are of that kind."""
@@ -221,4 +237,6 @@ class Stack(nn.Module):
 
     def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Normalise outputs, and set those at padding to zero: blocks leave anything finite there."""
-        return mask_padding(x if self.final_norm is None else self.final_norm(x), valid)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return mask_padding(x, valid)

@@ -1,4 +1,4 @@
-"""The mixer of the q-k-v family: project, split into heads, ask a core, project back."""
+"""The mixer of the q-k-v family: project, split into heads, apply a core, project back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from regard.mixers.state import CrossState, State
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
     kind = x.device.type if x.device.type != "meta" else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 class UnmadeProjection(nn.Module):
-    """Stands where a map would be that nobody looks at: zeros of the right shape, one number in memory."""
+    """Replace a projection that no score depends on: zeros of the right shape, one number in memory."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -43,7 +45,8 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
     fused = getattr(maps[0], "fused", None)
     if fused is not None and all(getattr(one, "fused", None) is fused for one in maps):
         return fused(x)
-    worth = torch.is_grad_enabled() and x.shape[0] * x.shape[1] >= x.shape[2]
+    tokens = x.shape[0] * x.shape[1]
+    worth = torch.is_grad_enabled() and tokens >= x.shape[2]
     weights: list[Tensor] = []
     biases: list[Tensor | None] = []
     sizes: list[int] = []
@@ -53,14 +56,16 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
             biases.append(one.bias)
             sizes.append(one.out_features)
     given = [bias for bias in biases if bias is not None]
-    if len(sizes) < len(maps) or len(given) not in (0, len(maps)):
+    missing = len(sizes) < len(maps)
+    if missing or len(given) not in (0, len(maps)):
         return [one(x) for one in maps]
     bias = torch.cat(given) if given else None
-    return linear(x, torch.cat(weights), bias).split(sizes, -1)
+    weight = torch.cat(weights)
+    return linear(x, weight, bias).split(sizes, -1)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Must it be called to be what it is? Somebody wants to hear of its calls, or has compiled them."""
+    """Return whether a module must be called as a whole: it has hooks, or its call is compiled."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or module._compiled_call_impl is not None
 
@@ -68,7 +73,7 @@ def has_hooks(module: nn.Module) -> bool:
 class Attention(Mixer):
     """q, k, v = linear maps of the tokens, out = a linear map of what the core answers.
 
-    Every core gets the same projections, so that a comparison of cores compares cores, except those it says it never looks at.
+    Every core gets the same projections, so that a comparison of cores compares cores, except those in `core.ignores`.
     `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention.
     """
 
@@ -88,7 +93,8 @@ class Attention(Mixer):
             self._honour(positions)
         reads = dims.context_width or dims.width
         many = core.streams
-        asks, keys = dims.heads * dims.d * many, dims.g * (dims.d * many + core.gates)
+        asks = dims.heads * dims.d * many
+        keys = dims.g * (dims.d * many + core.gates)
         self.q = UnmadeProjection(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
         if shared_qk and "k" not in core.ignores:
             refer(self, "k", self.q)
@@ -127,7 +133,9 @@ class Attention(Mixer):
         else:
             context = mask_padding(context, valid)
             y = self.forward_at(x, places, context=context, context_places=Places.of(context, valid))
-        return y if real is None else mask_padding(y, pooled_valid(real, self.rate))
+        if real is None:
+            return y
+        return mask_padding(y, pooled_valid(real, self.rate))
 
     def forward_at(
         self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
@@ -154,7 +162,8 @@ class Attention(Mixer):
                 raise ValueError("cross attention starts from what it reads: start(context=..., valid=...)")
             self.check(context, "context", self.dims.context_width)
             self.check_padding(valid, context)
-            t, context = self._zero(len(context)), mask_padding(context, valid)
+            t = self._zero(len(context))
+            context = mask_padding(context, valid)
             return self.start_at(t, context=context, context_places=Places.of(context, valid))
         if batch is None or context is not None or valid is not None:
             raise ValueError("causal attention starts from nothing: start(batch), with the number of sequences")
@@ -165,7 +174,8 @@ class Attention(Mixer):
         self._check_streams()
         if context is not None and context_places is not None:
             return CrossState(self._remember(context, context_places), t, 0, self.maker())
-        return State(self._empty(len(t)), t, 0, self.maker())
+        memory = self._empty(len(t))
+        return State(memory, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self.check(x)
@@ -211,7 +221,8 @@ class Attention(Mixer):
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
         q, *k, v = fused_linear(x, self.q, self.v) if self.shared_qk else fused_linear(x, self.q, self.k, self.v)
-        v = v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
+        v = v.unflatten(-1, (self.dims.g, -1))
+        v = v.transpose(1, 2)
         q = self._turned(q, self.dims.heads, places)
         return q, self._turned(k[0], self.dims.g, places) if k else q, v
 
@@ -224,13 +235,16 @@ class Attention(Mixer):
 
     def _turned(self, x: Tensor, heads: int, places: Places) -> Tensor:
         """Queries or keys by heads, turned by their positions if they are to be; gates behind a key are not turned."""
-        x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        x = x.unflatten(-1, (heads, -1))
+        x = x.transpose(1, 2)
         if self.positions is None:
             return x
         d, streams = self.dims.d, self.core.streams
-        parts = x.split([d] * streams + [x.shape[-1] - d * streams], -1)
+        gates = x.shape[-1] - d * streams
+        parts = x.split([d] * streams + [gates], -1)
         with no_autocast(x):
-            return torch.cat([*(self.positions.turn(part, places) for part in parts[:-1]), parts[-1]], -1)
+            turned = [self.positions.turn(part, places) for part in parts[:-1]]
+            return torch.cat([*turned, parts[-1]], -1)
 
     def _empty(self, batch: int) -> Any:
         zeros, (d, e) = self.v.weight.new_zeros, self.core.sizes
@@ -244,7 +258,9 @@ class Attention(Mixer):
         """Return a memory of the whole context (b m w)."""
         self.check_length(places)
         k, v = fused_linear(context, self.k, self.v)
-        k, v = self._turned(k, self.dims.g, places), v.unflatten(-1, (self.dims.g, -1)).transpose(1, 2)
+        k = self._turned(k, self.dims.g, places)
+        v = v.unflatten(-1, (self.dims.g, -1))
+        v = v.transpose(1, 2)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 
@@ -257,7 +273,8 @@ class Attention(Mixer):
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """Return outputs (b n w) of the heads (b h n e), in the type of x."""
-        return self.out(y.to(x.dtype).transpose(1, 2).flatten(2))
+        y = y.to(x.dtype).transpose(1, 2)
+        return self.out(y.flatten(2))
 
 
 def attend(
@@ -289,9 +306,13 @@ def attend(
     if causal and query_valid is not None:
         raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
     first = _checked_offset(offset, n, m, core, causal)
-    real = query_valid if not causal else valid if valid is None or n == m else valid[:, first : first + n]
+    real = query_valid
+    if causal:
+        real = valid if valid is None or n == m else valid[:, first : first + n]
     check_valid(real, b, n, "queries")
-    k, v, q = _unpadded(k, valid), _unpadded(v, valid), _unpadded(q, real)
+    k = _unpadded(k, valid)
+    v = _unpadded(v, valid)
+    q = _unpadded(q, real)
     places = Places.of(k[:, 0], valid)
     with no_autocast(q):
         core.watch(q, k, valid)
@@ -300,24 +321,31 @@ def attend(
             if first:
                 memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
             if n != m:
-                k, v, places = k[:, :, first : first + n], v[:, :, first : first + n], places.part(first, first + n)
+                k = k[:, :, first : first + n]
+                v = v[:, :, first : first + n]
+                places = places.part(first, first + n)
             out = core.scan(memory, q, k, v, places)[0]
         else:
             out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
     real = pooled_valid(real, core.rate)
-    return out if real is None else out.masked_fill(~real[:, None, :, None], 0)
+    if real is None:
+        return out
+    return out.masked_fill(~real[:, None, :, None], 0)
 
 
 def _unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
     """x (b h n d) with zeros at padding, whatever it holds."""
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], 0)
+    if valid is None:
+        return x
+    return x.masked_fill(~valid[:, None, :, None], 0)
 
 
 def _checked_offset(offset: int | None, n: int, m: int, core: Core, causal: bool) -> int:
     """Return the index of the first of n queries among m keys; refuse what is ambiguous or cannot be computed."""
     if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int) or offset < 0):
         raise ValueError(f"offset must be an integer from 0 on, the index of the first query among the keys, not {offset!r}")
-    first, inside = offset or 0, causal or Can.CROSS not in core.can
+    first = offset or 0
+    inside = causal or Can.CROSS not in core.can
     if inside and first + n > m:
         raise ValueError(f"queries are tokens among the {m} keys here: offset {first} and {n} queries are more than that")
     if offset is None and n != m and (causal or core.positional):
@@ -334,7 +362,8 @@ def _among_keys(q: Tensor, query_valid: Tensor | None, first: int, valid: Tensor
     """Return the places of queries (b h n d) that begin at index `first` of the keys, counting real tokens only."""
     if not first or valid is None:
         return Places.of(q[:, 0], query_valid, start=first)
-    before = valid[:, :first].sum(1) + max(first - valid.shape[1], 0)
+    behind = max(first - valid.shape[1], 0)
+    before = valid[:, :first].sum(1) + behind
     return Places.of(q[:, 0], query_valid, before, start=None)
 
 

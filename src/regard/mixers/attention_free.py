@@ -87,19 +87,24 @@ class GMLP(UnpaddedMixer):
 
     def __init__(self, dims: Dims, *, expand: int = 4, tiny: int = 0) -> None:
         super().__init__(dims)
-        longest, channels = self.need_length(), need("expand", expand, 1, 256) * dims.width
+        longest = self.need_length()
+        channels = need("expand", expand, 1, 256) * dims.width
         if channels % 2:
             raise ValueError(f"gmlp splits its channels in two halves: expand * width = {channels} is an odd number")
-        half, self.size = channels // 2, need("tiny", tiny, 0, WIDEST)
-        self.up, self.down = nn.Linear(dims.width, channels), nn.Linear(half, dims.width)
+        half = channels // 2
+        self.size = need("tiny", tiny, 0, WIDEST)
+        self.up = nn.Linear(dims.width, channels)
+        self.down = nn.Linear(half, dims.width)
         self.norm = nn.LayerNorm(half)
-        self.weight = nn.Parameter(torch.empty(longest, longest).normal_(std=0.01 * longest**-0.5))  # a gate of 1 +- 0.01
+        std = 0.01 * longest**-0.5  # a gate of 1 +- 0.01
+        self.weight = nn.Parameter(torch.empty(longest, longest).normal_(std=std))
         self.bias = nn.Parameter(torch.ones(longest))
         self.qkv = nn.Linear(dims.width, 3 * tiny) if tiny else None
         self.answer = nn.Linear(tiny, half) if tiny else None
 
     def empty(self, batch: int) -> Gates:
-        return Gates(self.weight.new_zeros(batch, 0, self.down.in_features + 2 * self.size))
+        channels = self.down.in_features + 2 * self.size
+        return Gates(self.weight.new_zeros(batch, 0, channels))
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
         n = x.shape[1]
@@ -107,7 +112,8 @@ class GMLP(UnpaddedMixer):
         gate, k, v = self._split(tokens)
         mixture = self.weight[:n, :n] @ gate + self.bias[:n, None]
         if self.answer is not None:
-            mixture = mixture + self.answer(sdpa(q[:, None], k, v, scale=self.size**-0.5, valid=places.valid)[:, 0])
+            attended = sdpa(q[:, None], k, v, scale=self.size**-0.5, valid=places.valid)
+            mixture = mixture + self.answer(attended[:, 0])
         return self.down(u * mixture)
 
     def scan(self, memory: Gates, x: Tensor, places: Places) -> tuple[Tensor, Gates]:
@@ -121,12 +127,16 @@ class GMLP(UnpaddedMixer):
 
     def _parts(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project to what is gated (b n half), the query (b n tiny), and what later tokens need (b n f), 0 at padding."""
-        u, v = F.gelu(self.up(x)).chunk(2, -1)
+        channels = F.gelu(self.up(x))
+        u, v = channels.chunk(2, -1)
         q, shown = x[..., :0], self.norm(v)
         if self.qkv is not None:
-            q, both = self.qkv(x).split([self.size, 2 * self.size], -1)
+            qkv = self.qkv(x)
+            q, both = qkv.split([self.size, 2 * self.size], -1)
             shown = torch.cat([shown, both], -1)
-        return u, q, shown if valid is None else shown.masked_fill(~valid[..., None], 0)
+        if valid is not None:
+            shown = shown.masked_fill(~valid[..., None], 0)
+        return u, q, shown
 
     def _split(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gate (b m half), and with one head, the keys and values of tiny attention."""
@@ -140,7 +150,8 @@ class GMLP(UnpaddedMixer):
         old = memory.tokens
         room = min(old.shape[1] + new.shape[1], self.need_length())
         at = places.at.clamp_max(room - 1)[..., None].expand_as(new)
-        return Gates(F.pad(old, (0, 0, 0, room - old.shape[1])).scatter_add(1, at, new.to(old.dtype)))
+        padded = F.pad(old, (0, 0, 0, room - old.shape[1]))
+        return Gates(padded.scatter_add(1, at, new.to(old.dtype)))
 
     def _past(self, gate: Tensor, places: Places) -> Tensor:
         """S gate + b for tokens at these places, each with the row of its position, up to itself. gate (b m half)."""

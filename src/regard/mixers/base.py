@@ -32,7 +32,7 @@ from regard.ops.backend import check_operations
 
 
 def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Give an owner the name of a module that stands elsewhere in the same model, where its weights are listed and saved.
+    """Give an owner the name of a module that is elsewhere in the same model, where its weights are listed and saved.
 
     A module listed under two names is left with other weights by torch.func.functional_call. Weights that were saved under
     this name too may still be loaded.
@@ -64,7 +64,7 @@ class Core(nn.Module):
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
     joint: bool = False  # what a query gets depends on which other queries come with it
     operations: tuple[str, ...] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta"
-    ignores: tuple[str, ...] = ()  # "q" or "k", where it never looks at them: a layer does not project them
+    ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -126,9 +126,9 @@ class Core(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Anything that mixes tokens, (b n w) -> (b n w): all that a model knows about attention.
+    """Anything that mixes tokens, (b n w) -> (b n w): the whole interface between a model and attention.
 
-    The one exception: with rate > 1 the output is ceil(n / rate) long, and `pool_tokens` gives the tokens it stands beside.
+    The one exception: with rate > 1 the output is ceil(n / rate) long, and `pool_tokens` gives the tokens it is added to.
     """
 
     can: Can
@@ -146,7 +146,7 @@ class Mixer(nn.Module):
         return type(self).__name__.lower()
 
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-        """Every token at once. `valid` (b m) speaks of the tokens that are read: x itself, or the context."""
+        """Every token at once. `valid` (b m) belongs to the tokens that are read: x itself, or the context."""
         raise NotImplementedError
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:  # noqa: ARG002
@@ -190,11 +190,13 @@ class Mixer(nn.Module):
     def maker(self) -> StateOwner:
         """Return what the layer writes into its states, and expects to find in those it is given."""
         if self._described is None:
-            dims, use = self.dims, "causal " if self.dims.causal else "cross " if self.dims.cross else ""
+            dims = self.dims
+            use = "causal " if self.dims.causal else "cross " if self.dims.cross else ""
             sizes = f"width {dims.width}, {dims.heads} heads of {dims.d} and {dims.e}, {dims.g} for keys and values"
             self._described = f"{use}{self.spec or self.name}, {sizes}"
         weight = self.like()
-        return StateOwner(self._described, torch.get_default_dtype() if weight is None else weight.dtype)
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        return StateOwner(self._described, dtype)
 
     def check_state(self, state: State, x: Tensor) -> None:
         """Refuse a state of another batch, device, layer or type of weights than that of the tokens x (b n w)."""
@@ -210,7 +212,9 @@ class Mixer(nn.Module):
     def like(self) -> Tensor | None:
         """One of its weights, if it has any: tokens have its device and type."""
         own = next(iter(self._parameters.values()), None)  # without the walk through all modules, where it has one of its own
-        return next(self.parameters(), None) if own is None else own
+        if own is None:
+            return next(self.parameters(), None)
+        return own
 
     def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
         """Refuse tokens of another shape, device or type than the layer's."""
@@ -220,7 +224,8 @@ class Mixer(nn.Module):
             return
         if x.device != weight.device:
             raise ValueError(f"{what} is on {x.device} but the layer is on {weight.device}: move one of them with .to()")
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type if x.device.type != "meta" else "cpu"):
+        kind = x.device.type if x.device.type != "meta" else "cpu"
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(kind):
             raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
 
     def check_padding(self, valid: Tensor | None, x: Tensor) -> None:

@@ -57,17 +57,21 @@ class _Window(UnpaddedMixer):
             last = line[:, x.shape[1] :].clone()  # not a view: it would keep the whole line
         else:
             last = places.valid.sum(1)[:, None] + torch.arange(self.reach, device=x.device)
-            last = line.gather(1, last[..., None].expand(-1, -1, line.shape[2]))
+            index = last[..., None].expand(-1, -1, line.shape[2])
+            last = line.gather(1, index)
         return self.slide(line), Recent(last)
 
     def _real(self, x: Tensor, places: Places) -> Tensor:
         tokens = self.prepare(x)
-        return tokens if places.valid is None else tokens.masked_fill(~places.valid[..., None], 0)
+        if places.valid is None:
+            return tokens
+        return tokens.masked_fill(~places.valid[..., None], 0)
 
 
 def _centred(name: str, size: int, dims: Dims) -> int:
     """The size of a window, odd where it must have a middle."""
-    if need(name, size, 1, WEIGHED) % 2 == 0 and not dims.causal:
+    even = need(name, size, 1, WEIGHED) % 2 == 0
+    if even and not dims.causal:
         raise ValueError(f"{name} counts tokens, the own one in the middle: {size} is an even number, which needs causal=True")
     return size
 
@@ -81,8 +85,10 @@ def _cut(line: Tensor, reach: int, convolve: Callable[[Tensor], Tensor]) -> Tens
     size = budget(line.device).conv_tokens
     if n <= size:
         return convolve(line.mT).mT
-    strips = F.pad(line, (0, 0, 0, -n % size)).unfold(1, size + reach, size)  # (b strips w size + reach)
-    return convolve(strips.flatten(0, 1)).mT.reshape(b, -1, w)[:, :n]
+    padded = F.pad(line, (0, 0, 0, -n % size))
+    strips = padded.unfold(1, size + reach, size)  # (b strips w size + reach)
+    found = convolve(strips.flatten(0, 1)).mT
+    return found.reshape(b, -1, w)[:, :n]
 
 
 class Conv(_Window):
@@ -98,13 +104,16 @@ class Conv(_Window):
         super().__init__(dims)
         if not isinstance(depthwise, bool):
             raise ValueError(f"depthwise must be True or False, not {depthwise!r}")
-        self.dilation, self.groups = need("dilation", dilation), dims.width if depthwise else 1
+        self.dilation = need("dilation", dilation)
+        self.groups = dims.width if depthwise else 1
         self.reach = (_centred("kernel", kernel, dims) - 1) * dilation
         if self.reach >= WIDEST:
             raise ValueError(f"a token may depend on {WIDEST:,} others, not on {self.reach:,}: take a smaller kernel or dilation")
         fan = dims.width // self.groups * kernel
-        self.into, self.out = nn.Linear(dims.width, dims.width), nn.Linear(dims.width, dims.width)
-        self.filter = nn.Parameter(torch.randn(dims.width, dims.width // self.groups, kernel) * fan**-0.5)  # oldest tap first
+        self.into = nn.Linear(dims.width, dims.width)
+        self.out = nn.Linear(dims.width, dims.width)
+        drawn = torch.randn(dims.width, dims.width // self.groups, kernel)
+        self.filter = nn.Parameter(drawn * fan**-0.5)  # oldest tap first
 
     def prepare(self, x: Tensor) -> Tensor:
         return self.into(x)
@@ -113,7 +122,9 @@ class Conv(_Window):
         def convolve(x: Tensor) -> Tensor:
             return F.conv1d(x, self.filter, dilation=self.dilation, groups=self.groups)
 
-        return self.out(_cut(line, self.reach, convolve) if self.groups == 1 else convolve(line.mT).mT)
+        if self.groups == 1:
+            return self.out(_cut(line, self.reach, convolve))
+        return self.out(convolve(line.mT).mT)
 
 
 class WindowFC(_Window):
@@ -126,7 +137,8 @@ class WindowFC(_Window):
     def __init__(self, dims: Dims, *, window: int = 7) -> None:
         super().__init__(dims)
         self.reach = _centred("window", window, dims) - 1
-        self.filter = nn.Parameter(torch.randn(dims.width, window, dims.width) * (window * dims.width) ** -0.5)  # oldest first
+        fan = window * dims.width
+        self.filter = nn.Parameter(torch.randn(dims.width, window, dims.width) * fan**-0.5)  # oldest first
         self.bias = nn.Parameter(torch.zeros(dims.width))
 
     @property
@@ -165,7 +177,8 @@ class RNN(UnpaddedMixer):
         self.both = not dims.causal if both is None else both
         self.hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST // 4)
         make: Callable[..., nn.RNNBase] = nn.GRU if cell == "gru" else nn.LSTM
-        self.cell, self.parts = make(dims.width, self.hidden, bidirectional=self.both), 1 if cell == "gru" else 2
+        self.cell = make(dims.width, self.hidden, bidirectional=self.both)
+        self.parts = 1 if cell == "gru" else 2
         self.out = nn.Linear(self.hidden * (1 + self.both), dims.width)
 
     def like(self) -> Tensor:
@@ -173,7 +186,8 @@ class RNN(UnpaddedMixer):
 
     def empty(self, batch: int) -> Hidden:
         h = self._exact(self.out.weight).new_zeros(batch, self.hidden)
-        return Hidden(h, h.clone() if self.parts == 2 else None)
+        c = h.clone() if self.parts == 2 else None
+        return Hidden(h, c)
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
         zero = self._exact(self.out.weight).new_zeros(1 + self.both, x.shape[0], self.hidden)

@@ -32,13 +32,15 @@ class BucketMemory(NamedTuple):
 
     @property
     def newest_last(self) -> bool:
-        """Tell static forms that queries belong to the last tokens of the caches."""
+        """Declare to static forms that queries belong to the last tokens of the caches."""
         return True
 
     def labels(self, padding: int) -> Tensor:
         """(b h rounds m), with a label of its own for padding."""
         marks, valid = self.marks.keys.transpose(2, 3), self.log.places.valid
-        return marks if valid is None else marks.masked_fill(~valid[:, None, None], padding)
+        if valid is None:
+            return marks
+        return marks.masked_fill(~valid[:, None, None], padding)
 
 
 class BucketedCore(Core):
@@ -73,7 +75,8 @@ class BucketedCore(Core):
 
     def push(self, memory: BucketMemory, k: Tensor, v: Tensor, places: Places) -> BucketMemory:
         with torch.no_grad():
-            marks = self.label(upcast(expand_heads(k, k, self.dims.heads)[0])).int()
+            keys, _ = expand_heads(k, k, self.dims.heads)
+            marks = self.label(upcast(keys)).int()
         return BucketMemory(memory.log.append(k, v, places), memory.marks.append(marks, marks[..., :0], places))
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - its queries are the newest tokens
@@ -90,9 +93,11 @@ class BucketedCore(Core):
         out, lse = self._answer(*(x.flatten(0, 1) for x in (q, k, v, marks)))
         out = out.unflatten(0, q.shape[:2])
         if not self.own:
-            alone = bucket_lost(lse).unflatten(0, q.shape[:2]) & (marks[:, :, 0, m - n :] < self.labels)
+            real = marks[:, :, 0, m - n :] < self.labels
+            alone = bucket_lost(lse).unflatten(0, q.shape[:2]) & real
             itself = alone.to(acc).unsqueeze(-1)  # a softmax over one token
-            out = out + dropout(itself, self.dims.dropout, self.training) * v[:, :, m - n :]
+            weight = dropout(itself, self.dims.dropout, self.training)
+            out = out + weight * v[:, :, m - n :]
         return out.to(log.v.dtype)
 
     def _answer(self, q: Tensor, k: Tensor, v: Tensor, marks: Tensor) -> BucketOutLse:
@@ -101,7 +106,8 @@ class BucketedCore(Core):
         drop = self.drop
         if self.dims.causal and (n == 1 or 4 * n < m):  # to sort and answer the whole memory would cost more
             return few_queries(q, k, v, marks, self.labels, self.window, own=self.own, drop=drop)
-        out, lse = bucket_attention(pad(q, (0, 0, m - n, 0)), k, v, self.stretch(marks), own=self.own, drop=drop)
+        q = pad(q, (0, 0, m - n, 0))
+        out, lse = bucket_attention(q, k, v, self.stretch(marks), own=self.own, drop=drop)
         return out[:, m - n :], lse[:, m - n :]
 
     def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
@@ -115,7 +121,8 @@ class BucketedCore(Core):
     def forget(self, memory: BucketMemory, t: Tensor) -> BucketMemory:  # noqa: ARG002 - labels decide what can be seen, not positions
         log, marks = memory
         if log.size - log.looked < with_spare_room(log.looked):
-            return memory  # looking costs as much as reading: only now and then
+            return memory  # a search costs as much as reading: only now and then
         _, place, _, last = sort_by_bucket(memory.labels(self.labels), self.labels)
-        alive = (last - place < self.window - 1).any(2).any(1)  # the next token of the label will be one of its window
+        newer = last - place  # tokens of the same label behind each
+        alive = (newer < self.window - 1).any(2).any(1)  # the next token of the label will be one of its window
         return BucketMemory(log.keep(alive), marks.keep(alive))

@@ -40,11 +40,15 @@ class Reformer(BucketedCore):
     def __init__(self, dims: Dims, *, rounds: int = 4, buckets: int = 32, chunk: int = 64, seed: int = 0) -> None:
         super().__init__(dims)
         need("rounds", rounds, 1, 64)
-        if need("buckets", buckets, 1, WIDEST) % 2 and buckets > 1:
+        odd = need("buckets", buckets, 1, WIDEST) % 2
+        if odd and buckets > 1:
             raise ValueError(f"buckets come in pairs, a direction and its opposite: use an even number or 1, not {buckets}")
-        self.labels, self.chunk, self.window = buckets, need("chunk", chunk), 2 * chunk
+        self.labels = buckets
+        self.chunk = need("chunk", chunk)
+        self.window = 2 * chunk
         self.rounds = rounds if buckets > 1 else 1  # without hashing all rounds are the same
-        self.register_buffer("rotations", torch.empty(dims.heads, dims.d, self.rounds * (buckets // 2)))
+        directions = self.rounds * (buckets // 2)
+        self.register_buffer("rotations", torch.empty(dims.heads, dims.d, directions))
         self.redraw(seed)
 
     def redraw(self, seed: int) -> None:
@@ -61,9 +65,12 @@ class Reformer(BucketedCore):
         return in_strips(self._hash, (k,), 2, k.shape[0] * k.shape[1] * self.rotations.shape[2])[0]
 
     def _hash(self, k: Tensor) -> tuple[Tensor]:
-        turned = (k @ self.rotations.to(k.dtype)).unflatten(-1, (self.rounds, -1))
+        turned = k @ self.rotations.to(k.dtype)
+        turned = turned.unflatten(-1, (self.rounds, -1))
         far = turned.abs().argmax(-1, keepdim=True)  # the largest of [x, -x] without making -x
-        return ((far + (self.labels // 2) * (turned.gather(-1, far) < 0)).squeeze(-1),)
+        opposite = turned.gather(-1, far) < 0
+        bucket = far + (self.labels // 2) * opposite
+        return (bucket.squeeze(-1),)
 
     def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, normalize(k, dim=-1, eps=SHORTEST)
@@ -102,12 +109,11 @@ class Routing(BucketedCore):
         seed: int = 0,
     ) -> None:
         super().__init__(dims)
-        self.labels, self.window, self.scale = (
-            need("clusters", clusters, 1, WIDEST),
-            need("window", window),
-            default_scale(scale, dims.d),
-        )
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        self.labels = need("clusters", clusters, 1, WIDEST)
+        self.window = need("window", window)
+        self.scale = default_scale(scale, dims.d)
+        number = isinstance(decay, int | float) and not isinstance(decay, bool)
+        if not number or not 0 <= decay <= 1:
             raise ValueError(f"decay must be a number from 0 to 1, the share of a centroid that a pass leaves, not {decay!r}")
         self.decay, self.shared_qk = decay, dims.causal
         self.rounds = 1 if dims.causal else 0  # clusters that choose their members give no labels
@@ -128,7 +134,9 @@ class Routing(BucketedCore):
 
     def _similar(self, x: Tensor) -> Tensor:
         """Cosine of x (b h n d) and every centroid, (b h n c)."""
-        return normalize(x, dim=-1, eps=SHORTEST) @ normalize(self.centroids.to(x.dtype), dim=-1).mT
+        directions = normalize(x, dim=-1, eps=SHORTEST)
+        centroids = normalize(self.centroids.to(x.dtype), dim=-1)
+        return directions @ centroids.mT
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
@@ -158,8 +166,10 @@ class Routing(BucketedCore):
         if real is not None:
             out, times = (x.masked_fill(~real[:, None, :, None], 0) for x in (out, times))
         index = _flat_index(queries, n)
-        total, count = (_sum_by_row(x.flatten(0, 2), index, b * h * n) for x in (out, times))
-        return (total / count.clamp_min(1)).view(b, h, n, e).to(v.dtype)
+        rows = b * h * n
+        total, count = (_sum_by_row(x.flatten(0, 2), index, rows) for x in (out, times))
+        mean = total / count.clamp_min(1)
+        return mean.view(b, h, n, e).to(v.dtype)
 
     @torch.no_grad()
     def _members(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -168,13 +178,15 @@ class Routing(BucketedCore):
         w = min(self.window, n)
 
         def best(similar: Tensor, valid: Tensor | None) -> tuple[Tensor]:
-            code = (similar * FINE).long() * (1 << 32) - torch.arange(n, device=x.device)  # no two tokens are equal
+            rank = (similar * FINE).long()
+            code = rank * (1 << 32) - torch.arange(n, device=x.device)  # no two tokens are equal
             if valid is not None:
                 code = code.masked_fill(~valid, torch.iinfo(torch.long).min)
             return (code.topk(w, dim=-1).indices,)
 
         similar = self._similar(upcast(x)).mT
-        (index,) = in_strips(best, (similar, None if valid is None else valid[:, None, None]), 2, b * h * n)
+        mask = None if valid is None else valid[:, None, None]
+        (index,) = in_strips(best, (similar, mask), 2, b * h * n)
         if valid is None:
             return index.flatten(0, 1), None
         real = torch.arange(w, device=x.device) < valid.sum(1, keepdim=True)
@@ -184,24 +196,32 @@ class Routing(BucketedCore):
     def _learn(self, *tokens: tuple[Tensor, Tensor | None]) -> None:
         """Every centroid towards the mean direction of the tokens nearest to it; one without tokens stays."""
         old = upcast(self.centroids)
-        total, count = torch.zeros_like(old), torch.zeros_like(old[..., :1])
+        total = torch.zeros_like(old)
+        count = torch.zeros_like(old[..., :1])
         for x, valid in tokens:
-            near = one_hot(self._similar(upcast(x)).argmax(-1), self.labels).to(old.dtype)
-            near = near if valid is None else near * valid[:, None, :, None]
-            total += (near.mT @ normalize(upcast(x), dim=-1, eps=SHORTEST).to(old.dtype)).sum(0)
+            nearest = self._similar(upcast(x)).argmax(-1)
+            near = one_hot(nearest, self.labels).to(old.dtype)
+            if valid is not None:
+                near = near * valid[:, None, :, None]
+            directions = normalize(upcast(x), dim=-1, eps=SHORTEST)
+            total += (near.mT @ directions.to(old.dtype)).sum(0)
             count += near.sum((0, 2)).unsqueeze(-1)
-        moved = normalize(self.decay * old + (1 - self.decay) * total / count.clamp_min(1), dim=-1)
+        step = (1 - self.decay) * total / count.clamp_min(1)
+        moved = normalize(self.decay * old + step, dim=-1)
         self.centroids.copy_(torch.where(count > 0, moved, old))
 
 
 def _flat_index(index: Tensor, n: int) -> Tensor:
     """Tokens (x c w) of rows of n as tokens of all rows, one behind the other."""
-    return (index + n * torch.arange(index.shape[0], device=index.device)[:, None, None]).flatten()
+    rows = torch.arange(index.shape[0], device=index.device)
+    return (index + n * rows[:, None, None]).flatten()
 
 
 def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """The tokens (x c w) of x (b h n d): (x c w d)."""
-    return x.flatten(0, 2).index_select(0, _flat_index(index, x.shape[2])).unflatten(0, index.shape)
+    flat = _flat_index(index, x.shape[2])
+    rows = x.flatten(0, 2).index_select(0, flat)
+    return rows.unflatten(0, index.shape)
 
 
 def _sum_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:

@@ -50,10 +50,13 @@ class Compressed(Core):
         super().__init__(dims)
         if kernel not in ("taps", "full"):
             raise ValueError(f"kernel must be 'taps' or 'full', not {kernel!r}")
-        self.stride, self.near, self.scale = need("rate", rate, 1, 1024), need("near", near, 0), dims.d**-0.5
+        self.stride = need("rate", rate, 1, 1024)
+        self.near = need("near", near, 0)
+        self.scale = dims.d**-0.5
         self.full = kernel == "full"
         mean = torch.full((dims.g, rate), 1 / rate)
-        self.kernel_k = nn.Parameter(mean[..., None, None] * torch.eye(dims.d) if self.full else mean)
+        kernel_k = mean[..., None, None] * torch.eye(dims.d) if self.full else mean
+        self.kernel_k = nn.Parameter(kernel_k)
         self.kernel_v = nn.Parameter(mean.clone())
         self.local = HeadPatterns.of(Blocks(rate, near), dims.heads)
         self.every = HeadPatterns.of(Everything(), dims.heads * rate)
@@ -70,7 +73,9 @@ class Compressed(Core):
         return memory if later else self._settled(memory, 0)
 
     def forget(self, memory: Strides, t: Tensor) -> Strides:  # noqa: ARG002 - the cache has the positions
-        return memory if memory.raw.size < (self.near + 1) * self.stride else self._settled(memory, self.near)
+        if memory.raw.size < (self.near + 1) * self.stride:
+            return memory
+        return self._settled(memory, self.near)
 
     def read(self, memory: Strides, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
@@ -83,7 +88,8 @@ class Compressed(Core):
             last_k, last_v, there = self._compressed(raw)
             if not (slots.plain and raw.plain) or torch.compiler.is_compiling():
                 valid = torch.cat([slots.valid[:, : slots.size], there], 1)
-            k, v = torch.cat([k, last_k], 2), torch.cat([v, last_v], 2)
+            k = torch.cat([k, last_k], 2)
+            v = torch.cat([v, last_v], 2)
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
         return sdpa(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
@@ -93,12 +99,15 @@ class Compressed(Core):
         if n == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
         later = Strides(memory.slots, _extended(memory.raw, k, v, places))
-        if later.raw.size > n or memory.slots.size or n <= max(budget(q.device).few_queries, (self.near + 1) * self.stride):
+        few = max(budget(q.device).few_queries, (self.near + 1) * self.stride)
+        if later.raw.size > n or memory.slots.size or n <= few:
             return self._answer(later, q, places)[0], later
         k, v, _ = compact_keys(k, v, places)
         q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = self._all(q, k, v)
-        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out)), later
+        if back is not None:
+            out = out.gather(2, back[:, None, :, None].expand_as(out))
+        return out, later
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
@@ -113,21 +122,24 @@ class Compressed(Core):
         else:
             keys, values, _ = self._convolved(k[:, :, : slots * self.stride], v[:, :, : slots * self.stride], None)
         size = slots * self.stride
-        asked = pad(q[:, :, first:], (0, 0, 0, size + first - n)).unflatten(2, (slots, self.stride))
+        filled = pad(q[:, :, first:], (0, 0, 0, size + first - n))
+        asked = filled.unflatten(2, (slots, self.stride))
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
         span = Span(0, slots, 0, slots)
         far = tile_attention(
             asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop, backend=self.dims.backend
         )
-        y, y_lse = (x.unflatten(1, (h, self.stride)).transpose(2, 3).flatten(2, 3)[:, :, : n - first] for x in far)
+        by_stride = [x.unflatten(1, (h, self.stride)).transpose(2, 3) for x in far]
+        y, y_lse = (x.flatten(2, 3)[:, :, : n - first] for x in by_stride)
         both, _ = merge_by_lse((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
         return torch.cat([out[:, :, :first], both], 2)
 
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
-        """What queries get, wherever they stand: from the raw tokens near them, and from the slots before those."""
+        """Compute the answers of queries at any positions: from the raw tokens near them, and from the slots before those."""
         slots, raw = memory
         found = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(raw, q, places)
-        if raw.size > (self.near + 1) * self.stride or torch.is_grad_enabled():  # else all are near; but weights want a gradient
+        beyond = raw.size > (self.near + 1) * self.stride
+        if beyond or torch.is_grad_enabled():  # otherwise all are near; but the weights need a gradient
             k, v, there = self._compressed(raw)
             number = raw.at[:, :1] // self.stride + torch.arange(k.shape[2], device=k.device)
             found = merge_by_lse(found, self._look(q, places, k, v, number, there))
@@ -141,7 +153,8 @@ class Compressed(Core):
 
         def strip(q: Tensor, behind: Tensor) -> OutLse:
             seen = number[:, None, None] < behind
-            seen = seen if valid is None else seen & valid[:, None, None]
+            if valid is not None:
+                seen = seen & valid[:, None, None]
             out, lse = few_queries_attention(q, k, v, seen, scale=self.scale, dropout=self.drop)
             return out, lse.unsqueeze(-1)
 
@@ -151,32 +164,44 @@ class Compressed(Core):
     def _settled(self, memory: Strides, near: int) -> Strides:
         """The memory with all strides turned into slots but the last `near` full ones, and the one that is not full."""
         slots, raw = memory
-        rate, size, room = self.stride, raw.size, (near + 1) * self.stride
+        rate = self.stride
+        size = raw.size
+        room = (near + 1) * self.stride
         if not size:
             return memory
         if raw.plain and raw.start is not None:
-            done = max(0, (size // rate - near) * rate)
+            whole = size // rate - near
+            done = max(0, whole * rate)
             if not done:
                 return memory
             k, v, _ = self._convolved(raw.k[:, :, :done], raw.v[:, :, :done], None)
             slots = slots.append(k, v, Places.of(k[:, 0], start=raw.start // rate))
             # copies, or the rest would keep the whole buffer alive
-            k, v, at, valid = (x.narrow(dim, done, size - done).clone() for x, dim in zip(raw[:4], (2, 2, 1, 1), strict=True))
-            return Strides(slots, KVCache(k, v, at, valid, size - done, raw.start + done, True, WriteCursor(size - done)))
+            rest = size - done
+            dims = (2, 2, 1, 1)
+            k, v, at, valid = (x.narrow(dim, done, rest).clone() for x, dim in zip(raw[:4], dims, strict=True))
+            raw = KVCache(k, v, at, valid, rest, raw.start + done, True, WriteCursor(rest))
+            return Strides(slots, raw)
         valid = raw.valid[:, :size]
         k, v, real = compact_keys(raw.keys, raw.values, Places(raw.at[:, :size], valid))
-        real = valid if real is None else real
+        if real is None:
+            real = valid
         count, first = real.sum(1, keepdim=True), raw.at[:, :1]
-        gone = ((count // rate - near) * rate).clamp_min(0)  # of each row
-        new_k, new_v, _ = self._convolved(k[:, :, : size // rate * rate], v[:, :, : size // rate * rate], None)
+        settled = count // rate - near  # strides of each row
+        gone = (settled * rate).clamp_min(0)
+        full = size // rate * rate
+        new_k, new_v, _ = self._convolved(k[:, :, :full], v[:, :, :full], None)
         number = torch.arange(size // rate, device=k.device)
-        slots = slots.append(new_k, new_v, Places(first // rate + number, (number + 1) * rate <= gone))
-        if slots.size - slots.looked >= with_spare_room(slots.looked) and self.dims.causal:
+        finished = (number + 1) * rate <= gone
+        slots = slots.append(new_k, new_v, Places(first // rate + number, finished))
+        grown = slots.size - slots.looked
+        if grown >= with_spare_room(slots.looked) and self.dims.causal:
             slots = slots.keep(slots.valid[:, : slots.size])
         index = gone + torch.arange(room, device=k.device)
         take = index.clamp_max(size - 1)[:, None, :, None]
         k, v = (x.gather(2, take.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
-        return Strides(slots, KVCache(k, v, first + index, index < count, room, None, False, WriteCursor(room)))
+        raw = KVCache(k, v, first + index, index < count, room, None, False, WriteCursor(room))
+        return Strides(slots, raw)
 
     def _compressed(self, raw: KVCache) -> tuple[Tensor, Tensor, Tensor]:
         """Slots of the strides of raw tokens, full or not, and which of them there are (b s)."""
@@ -186,7 +211,8 @@ class Compressed(Core):
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As above, of tokens with the real ones in front."""
         (b, _, n, _), rate = k.shape, self.stride
-        strides, missing = -(-n // rate), -n % rate
+        strides = -(-n // rate)
+        missing = -n % rate
         if torch.compiler.is_compiling():  # two or more, the last never full: graphs differ for sizes of 0 and 1
             strides = max(n // rate + 1, 2)
             missing = strides * rate - n
@@ -197,12 +223,18 @@ class Compressed(Core):
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
             count = pad(real, (0, missing)).unflatten(1, (strides, rate)).sum(2)
-        scale = None if real is None else rate / count.clamp_min(1).to(upcast(k).dtype)
+        scale = None
+        if real is not None:
+            scale = rate / count.clamp_min(1).to(upcast(k).dtype)
         found = []
         for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
-            y, form = pad(upcast(x), (0, 0, 0, missing)).unflatten(2, (strides, rate)), "gu,bgsux->bgsx"
-            y = torch.einsum(form if kernel.dim() == 2 else "guxy,bgsux->bgsy", kernel.to(y.dtype), y)
-            found.append((y if scale is None else y * scale[:, None, :, None]).to(x.dtype))
+            y = pad(upcast(x), (0, 0, 0, missing))
+            y = y.unflatten(2, (strides, rate))
+            form = "gu,bgsux->bgsx" if kernel.dim() == 2 else "guxy,bgsux->bgsy"
+            y = torch.einsum(form, kernel.to(y.dtype), y)
+            if scale is not None:
+                y = y * scale[:, None, :, None]
+            found.append(y.to(x.dtype))
         return found[0], found[1], count > 0
 
 
@@ -213,7 +245,10 @@ def _extended(log: KVCache, k: Tensor, v: Tensor, places: Places) -> KVCache:
         return log.append(k, v, places)
     valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
     pairs = zip(log[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
-    k, v, at, valid = (torch.cat([x.narrow(dim, 0, log.size).to(y.dtype), y], dim) for x, y, dim in pairs)
+    joined = [torch.cat([x.narrow(dim, 0, log.size).to(y.dtype), y], dim) for x, y, dim in pairs]
+    k, v, at, valid = joined
     known = log.plain and log.start is not None and places.start == log.start + log.size
+    start = log.start if known else None
+    plain = log.plain and places.valid is None
     size = log.size + n
-    return KVCache(k, v, at, valid, size, log.start if known else None, log.plain and places.valid is None, WriteCursor(size))
+    return KVCache(k, v, at, valid, size, start, plain, WriteCursor(size))

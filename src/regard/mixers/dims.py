@@ -22,7 +22,8 @@ class Can(Flag):
     NOTHING = 0
 
     def __str__(self) -> str:
-        return ", ".join(c.name.lower() for c in Can if c in self and c.name) or "nothing"
+        names = [c.name.lower() for c in Can if c in self and c.name]
+        return ", ".join(names) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Dims:
             raise ValueError("a mixer is either causal over its own tokens or reads a context: a decoder has one mixer of each")
         if self.context_width is not None and not self.cross:
             raise ValueError("context_width is for cross attention: set cross=True, or leave it out")
-        if not isinstance(self.dropout, int | float) or isinstance(self.dropout, bool) or not 0 <= self.dropout < 1:
+        number = isinstance(self.dropout, int | float) and not isinstance(self.dropout, bool)
+        if not number or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
         check_backend(self.backend)
 
@@ -84,7 +86,7 @@ def need_claims(name: str, can: Can, asked: Can, instead: str = "") -> None:
 
 
 class LengthNeeded(ValueError):
-    """A mechanism with weights for every position was asked for without saying how many positions there are."""
+    """A mechanism with weights for every position was built without the number of positions."""
 
 
 def needed_length(name: str, dims: Dims) -> int:

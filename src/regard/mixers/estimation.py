@@ -24,9 +24,12 @@ def relative_errors(found: Tensor, exact: Tensor, seen: Tensor) -> tuple[float, 
 
     `seen` is True at the pairs that may have a weight.
     """
-    equal = seen.to(exact.dtype) / seen.sum(-1, keepdim=True).clamp_min(1)
+    count = seen.sum(-1, keepdim=True)
+    equal = seen.to(exact.dtype) / count.clamp_min(1)
     size = exact.norm().clamp_min(torch.finfo(exact.dtype).tiny)
-    return float((found - exact).norm() / size), float((equal - exact).norm() / size)
+    error = (found - exact).norm() / size
+    error_of_equal = (equal - exact).norm() / size
+    return float(error), float(error_of_equal)
 
 
 class Estimator(Core):
@@ -62,17 +65,21 @@ class Estimator(Core):
     def _compared(self, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[float, float]:
         """The relative errors of a few weights of the first sequence, and of equal weights; zeros if it is too short."""
         k = k[:1, :, :, : self.dims.d]
-        k = k if valid is None else k[:, :, valid[0]]
+        if valid is not None:
+            k = k[:, :, valid[0]]
         if k.shape[2] < FEW:
             return 0.0, 0.0
-        q, k = upcast(q[:1, :, :: -(-q.shape[2] // QUERIES)]), upcast(k[:, :, :: -(-k.shape[2] // KEYS)])
+        query_step = -(-q.shape[2] // QUERIES)
+        key_step = -(-k.shape[2] // KEYS)
+        q = upcast(q[:1, :, ::query_step])
+        k = upcast(k[:, :, ::key_step])
         k = per_query_head(k, q)
         exact = torch.softmax(self.exact(q, k), -1)
         return relative_errors(self.estimated(q, k), exact, torch.ones_like(exact))
 
 
 def _eager(x: Tensor) -> bool:
-    """Is it an ordinary tensor with numbers that may be looked at now?"""
+    """Return whether it is an ordinary tensor with numbers that can be read now."""
     if type(x) is not Tensor or x.device.type == "meta" or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):

@@ -48,21 +48,29 @@ class _ExpFeatures(Kernel):
 
     def empty(self, k: Tensor, v: Tensor) -> ExpSums:
         s, z = empty_sums(k, v, self.f)
-        return ExpSums(s, z, torch.full_like(z[..., :1] if self.one_top else z, -torch.inf))
+        like = z[..., :1] if self.one_top else z
+        return ExpSums(s, z, torch.full_like(like, -torch.inf))
 
     def _push(self, memory: ExpSums, k: Tensor, v: Tensor, places: Places) -> ExpSums:
         if k.shape[2] == 0:
             return memory
         logs, tops = self._keys(k, places)
         top = torch.maximum(memory.top, tops.amax(2))
-        keys, kept = (logs - finite_max(top).unsqueeze(2)).exp(), (memory.top - finite_max(top)).exp()
-        s = linear_write(keys, v, kept.unsqueeze(-1) * memory.s, backend=self.dims.backend)
-        return ExpSums(s, kept * memory.z + keys.sum(2), top)
+        unit = finite_max(top)
+        keys = (logs - unit.unsqueeze(2)).exp()
+        kept = (memory.top - unit).exp()
+        old = kept.unsqueeze(-1) * memory.s
+        s = linear_write(keys, v, old, backend=self.dims.backend)
+        z = kept * memory.z + keys.sum(2)
+        return ExpSums(s, z, top)
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
         logs = where_valid(self.logs(k), places.valid, -torch.inf)
-        return logs, logs.detach().amax(-1, keepdim=True) if self.one_top else logs.detach()
+        tops = logs.detach()
+        if self.one_top:
+            tops = tops.amax(-1, keepdim=True)
+        return logs, tops
 
     def _rising(self, memory: ExpSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Keys in units of the top at their own time, the log decay by which those units grow, and the last top."""
@@ -70,7 +78,9 @@ class _ExpFeatures(Kernel):
         top = cumulative_max(tops, memory.top)
         before = torch.cat([memory.top.unsqueeze(2), top[:, :, :-1]], 2)
         decay = (before - top).clamp(min=min_log_decay(k.dtype))
-        return (logs - finite_max(top)).exp(), decay.masked_fill(before == -torch.inf, 0), top[:, :, -1]
+        keys = (logs - finite_max(top)).exp()
+        decay = decay.masked_fill(before == -torch.inf, 0)
+        return keys, decay, top[:, :, -1]
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return torch.softmax(self.logs(q), -1)
@@ -104,7 +114,8 @@ class Efficient(_ExpFeatures):
 
     def _mix(self, q: Tensor, places: Places, z: Tensor) -> Tensor:
         """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
-        return self._queries(q, places) / per_query_head(z.clamp(min=1), q)
+        norm = per_query_head(z.clamp(min=1), q)
+        return self._queries(q, places) / norm
 
 
 PERFORMER_FEATURES = ("regularized", "positive", "hyperbolic")
@@ -148,18 +159,21 @@ class Performer(Estimator, _ExpFeatures):
         if kind not in PERFORMER_FEATURES:
             raise ValueError(f"kind must be one of {', '.join(map(repr, PERFORMER_FEATURES))}, not {kind!r}")
         self.f, self.kind, self.pairs = features, kind, kind == "hyperbolic"
-        self.register_buffer("directions", torch.empty(-(-features // 2) if self.pairs else features, dims.d))
+        drawn = -(-features // 2) if self.pairs else features
+        self.register_buffer("directions", torch.empty(drawn, dims.d))
         self.redraw(seed)
         self.max_norm, self.log_norm = _limit(max_norm), None
         if max_norm == "learned":
-            begin = math.log(math.log1p(features / 2) / 2) / 2  # exp(2 max_norm^2) = 1 + features / 2
+            square = math.log1p(features / 2) / 2  # exp(2 max_norm^2) = 1 + features / 2
+            begin = math.log(square) / 2
             self.log_norm = nn.Parameter(torch.full((dims.g,), begin))
 
     def redraw(self, seed: int) -> None:
         """Draw other random directions: another estimate of the same attention. Never done by a forward pass."""
         drawn = orthogonal(len(self.directions), self.dims.d, seed)
         if self.kind == "regularized":
-            drawn = F.normalize(drawn, dim=-1) * math.sqrt(self.dims.d)
+            drawn = F.normalize(drawn, dim=-1)
+            drawn = drawn * math.sqrt(self.dims.d)
         self.directions.copy_(drawn)
 
     def logs(self, x: Tensor) -> Tensor:
@@ -167,28 +181,36 @@ class Performer(Estimator, _ExpFeatures):
         square = x.square().sum(-1, keepdim=True)
         if (most := self._most(x)) is not None:
             over = (square / most).clamp_min(1)  # by how much a squared norm is too large
-            x, square = x * over.rsqrt(), square / over
+            x = x * over.rsqrt()
+            square = square / over
         directions = self.directions.to(x.dtype)
         if self.pairs:
             directions = torch.cat([directions, -directions])[: self.f]
         # the offset rides along as one more coordinate, which saves a pass over n f numbers
         offset = -square / 2 - math.log(self.f) / 2
-        return F.linear(torch.cat([x, offset], -1), F.pad(directions, (0, 1), value=1.0))
+        coordinates = torch.cat([x, offset], -1)
+        return F.linear(coordinates, F.pad(directions, (0, 1), value=1.0))
 
     def _most(self, x: Tensor) -> Tensor | None:
         """The largest squared norm of tokens x (b h n d): one number, or (h 1 1)."""
         if self.log_norm is None:
-            return None if self.max_norm is None else x.new_tensor(self.max_norm**2)
+            if self.max_norm is None:
+                return None
+            return x.new_tensor(self.max_norm**2)
         most = (2 * self.log_norm.to(x.dtype)).exp()
-        most = most if x.shape[1] == len(most) else most.repeat_interleave(x.shape[1] // len(most))
+        if x.shape[1] != len(most):
+            most = most.repeat_interleave(x.shape[1] // len(most))
         return most[:, None, None]
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT * self.dims.d**-0.5
+        scores = q @ k.mT
+        return scores * self.dims.d**-0.5
 
     def estimated(self, q: Tensor, k: Tensor) -> Tensor:
         logs = self.logs(k)
-        products = torch.softmax(self.logs(q), -1) @ (logs - logs.amax((-1, -2), keepdim=True)).exp().mT
+        top = logs.amax((-1, -2), keepdim=True)
+        queries = torch.softmax(self.logs(q), -1)
+        products = queries @ (logs - top).exp().mT
         return safe_ratio(products, products.sum(-1, keepdim=True))
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:

@@ -19,7 +19,9 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def concat_chunks(runs: list[Tensor]) -> Tensor:
-    return runs[0] if len(runs) == 1 else torch.cat(runs, 2)
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat(runs, 2)
 
 
 def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +31,9 @@ def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
 
 def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:
     """Replace x (b g m ...) at padding."""
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], otherwise)
+    if valid is None:
+        return x
+    return x.masked_fill(~valid[:, None, :, None], otherwise)
 
 
 def finite_max(top: Tensor) -> Tensor:
@@ -39,19 +43,23 @@ def finite_max(top: Tensor) -> Tensor:
 
 def read_state(q: Tensor, state: Tensor) -> Tensor:
     """Return q_i S, with the queries of a key-value head side by side: (b h n f), (b g f e) -> (b h n e)."""
-    answer = q.unflatten(1, (state.shape[1], -1)).flatten(2, 3) @ state
+    grouped = q.unflatten(1, (state.shape[1], -1))
+    answer = grouped.flatten(2, 3) @ state
     return answer.reshape(*q.shape[:3], state.shape[-1])
 
 
 def per_query_head(x: Tensor, like: Tensor) -> Tensor:
     """Repeat x (b g ...) to (b h ...): each key-value head serves a run of query heads."""
-    return x if x.shape[1] == like.shape[1] else x.repeat_interleave(like.shape[1] // x.shape[1], 1)
+    if x.shape[1] == like.shape[1]:
+        return x
+    return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
 def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:
     """Return out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
     limits = torch.finfo(norm.dtype)
-    return out / torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
+    enough = norm > limits.tiny / limits.eps
+    return out / torch.where(enough, norm, torch.inf)
 
 
 def min_log_decay(dtype: torch.dtype) -> float:
@@ -61,13 +69,17 @@ def min_log_decay(dtype: torch.dtype) -> float:
 
 def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
     """Return the log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0, and 0 at padding."""
-    return where_valid((F.logsigmoid(gate) / root).clamp(min=min_log_decay(gate.dtype)), valid, 0)
+    log = F.logsigmoid(gate) / root
+    log = log.clamp(min=min_log_decay(gate.dtype))
+    return where_valid(log, valid, 0)
 
 
 def gaussian(rows: int, d: int, seed: int) -> Tensor:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+    integer = isinstance(seed, int) and not isinstance(seed, bool)
+    if not integer or not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must be an integer, not {shown(seed)}: 64 bits is the limit")
-    return torch.randn(rows, d, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(rows, d, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def orthogonal(rows: int, d: int, seed: int) -> Tensor:
@@ -75,8 +87,11 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
     blocks = -(-rows // d)
     drawn = gaussian(blocks * d + rows, d, seed)
     basis, triangle = torch.linalg.qr(drawn[:-rows].unflatten(0, (blocks, d)))
-    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # else the factorisation favours one side
-    return basis.mT.flatten(0, 1)[:rows] * drawn[-rows:].norm(dim=-1, keepdim=True)
+    signs = triangle.diagonal(dim1=-2, dim2=-1).sign()
+    basis = basis * signs.unsqueeze(-2)  # else the factorisation favours one side
+    directions = basis.mT.flatten(0, 1)[:rows]
+    lengths = drawn[-rows:].norm(dim=-1, keepdim=True)
+    return directions * lengths
 
 
 def elu_plus_one(x: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class Retention(_Fading):
         return where_valid(k, places.valid, 0), where_valid(decay, places.valid, 0)
 
     def _push(self, memory: CountedMatrix, k: Tensor, v: Tensor, places: Places) -> CountedMatrix:
-        return super()._push(memory, k, v, places)._replace(tokens=self._counts(memory, places)[:, -1])
+        matrix = super()._push(memory, k, v, places)
+        tokens = self._counts(memory, places)[:, -1]
+        return matrix._replace(tokens=tokens)
 
     def _read(self, memory: CountedMatrix, q: Tensor, places: Places) -> Tensor:
         return self._normed(super()._read(memory, q, places), memory.tokens[:, None])
@@ -105,7 +107,8 @@ class Retention(_Fading):
 
     def _rate(self, like: Tensor) -> Tensor:
         """log gamma (g 1 1)."""
-        return torch.log1p(-torch.exp2(-self.powers.to(like.dtype)))[:, None, None]
+        share = torch.exp2(-self.powers.to(like.dtype))
+        return torch.log1p(-share)[:, None, None]
 
     @staticmethod
     def _counts(memory: CountedMatrix, places: Places) -> Tensor:
@@ -118,7 +121,8 @@ class Retention(_Fading):
         if not self.norm:
             return out
         rate = self._rate(out)
-        weight = torch.expm1(count[:, None, :, None] * rate) / torch.expm1(rate)
+        tokens = count[:, None, :, None]
+        weight = torch.expm1(tokens * rate) / torch.expm1(rate)
         return safe_ratio(out, per_query_head(weight, out).sqrt())
 
 
@@ -188,7 +192,10 @@ class Delta(Kernel):
         """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
-        return self._queries(k, places), beta, log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
+        alpha = log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
+        return self._queries(k, places), beta, alpha
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        return F.normalize(F.silu(q) if self.activation == "silu" else q, dim=-1, eps=1e-6)
+        if self.activation == "silu":
+            q = F.silu(q)
+        return F.normalize(q, dim=-1, eps=1e-6)

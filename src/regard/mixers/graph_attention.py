@@ -1,4 +1,4 @@
-"""Tokens are the nodes of a graph, and who looks at whom is given by its edges."""
+"""Attention on a graph: tokens are its nodes, and queries attend along its edges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class HeadGroup(NamedTuple):
-    """Heads that look at the same pairs."""
+    """Heads with the same pairs."""
 
     pattern: Pattern
     text: str
@@ -56,13 +56,15 @@ class GAT(Sparse):
     operations = ()  # edge attention has one implementation
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str, slope: float = 0.2, v2: bool = False) -> None:
-        if isinstance(slope, bool) or not isinstance(slope, int | float) or not 0 <= slope <= 1:
+        number = isinstance(slope, int | float) and not isinstance(slope, bool)
+        if not number or not 0 <= slope <= 1:
             raise ValueError(f"slope must be a number from 0 to 1, that of LeakyReLU below zero, not {slope!r}")
         if not isinstance(v2, bool):
             raise ValueError(f"v2 must be True or False, not {v2!r}")
         super().__init__(dims, pattern=pattern)
         self.slope = float(slope)
-        maps = [nn.Parameter(torch.randn(dims.heads, dims.d) * dims.d**-0.5) for _ in range(1 if v2 else 2)]
+        count = 1 if v2 else 2
+        maps = [nn.Parameter(torch.randn(dims.heads, dims.d) * dims.d**-0.5) for _ in range(count)]
         self.a, self.a_q, self.a_k = (maps[0], None, None) if v2 else (None, *maps)
 
     def place(self, pattern: Pattern | str) -> None:
@@ -78,7 +80,9 @@ class GAT(Sparse):
             assert self.a is not None
             return q, k, self.a.to(q.dtype)
         ones = torch.ones(q.shape[1], 1, dtype=q.dtype, device=q.device)
-        return q @ self.a_q.to(q.dtype).unsqueeze(-1), k @ self.a_k.to(q.dtype).unsqueeze(-1), ones
+        of_query = q @ self.a_q.to(q.dtype).unsqueeze(-1)
+        of_key = k @ self.a_k.to(q.dtype).unsqueeze(-1)
+        return of_query, of_key, ones
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
@@ -94,7 +98,8 @@ class GAT(Sparse):
             some = q[:, share.heads], k[:, share.heads], a[share.heads], v[:, share.heads]
             found.append(self._share(share, some, log, places, causal))
         order = [h for share in self.shares for h in share.heads]
-        return torch.cat(found, 1)[:, [order.index(h) for h in range(len(order))]].to(dtype)
+        back = [order.index(h) for h in range(len(order))]
+        return torch.cat(found, 1)[:, back].to(dtype)
 
     def _share(self, share: HeadGroup, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool) -> Tensor:
         """The answers (b h n e) of heads with one pattern."""
@@ -103,11 +108,14 @@ class GAT(Sparse):
         drop = self.drop
         if self.reach.bends and (log.start != 0 or places.start != 0):
             raise ValueError(f"{share.text} is drawn for one length: it cannot continue from a memory")
-        known = places.start is not None and log.start is not None and (places.start == 0 or n > budget(q.device).few_queries)
+        known = places.start is not None and log.start is not None
+        known = known and (places.start == 0 or n > budget(q.device).few_queries)
         if known and log.plain and places.valid is None:  # the pairs of one row serve all
             assert places.start is not None and log.start is not None
-            span, a = Span(places.start, n, log.start, log.size), a.repeat(b, 1)
-            q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2).contiguous() for x in (q, k, v))
+            span = Span(places.start, n, log.start, log.size)
+            a = a.repeat(b, 1)
+            by_token = [x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v)]
+            q, k, v = (x.contiguous() for x in by_token)
             if torch.compiler.is_compiling() and not exporting():
                 out = edge_attention_by_text(q, k, v, a, share.text, span, causal=causal, slope=self.slope, dropout=drop)
             else:
@@ -117,7 +125,8 @@ class GAT(Sparse):
         if needs_plain_ops() and fresh and not self.reach.bends:
             return _masked(share.pattern, asked, log, places, causal, self.slope, drop)
         needs_lengths(share.text, places.valid if needs_plain_ops() else None)
-        q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v))  # all rows as one graph
+        by_row = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # all rows as one graph
+        q, k, v = (x.contiguous() for x in by_row)
         if fresh:
             asking = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
             real = asking, log.valid[:, : log.size]
@@ -133,37 +142,39 @@ class GAT(Sparse):
 def _masked(
     pattern: Pattern, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool, slope: float, drop: float
 ) -> Tensor:
-    """The same without reading which tokens are real: those come to the front, and a mask tells which pairs there are."""
+    """The same without reading which tokens are real: those come to the front, and a mask selects the pairs there are."""
     q, k, a, v = asked
     b, h, n, _ = q.shape
     real = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid, log.valid[:, : log.size]
     there = [(~x).long().argsort(dim=1, stable=True) for x in real]
-    q, k, v = (
-        x.gather(2, order[:, None, :, None].expand_as(x)).permute(2, 0, 1, 3).flatten(1, 2)
-        for x, order in ((q, there[0]), (k, there[1]), (v, there[1]))
-    )
+    pairs_of = ((q, there[0]), (k, there[1]), (v, there[1]))
+    sorted_by_row = [x.gather(2, order[:, None, :, None].expand_as(x)) for x, order in pairs_of]
+    q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in sorted_by_row)
     pairs = edge_list(pattern, Span(0, n, 0, log.size), causal, q.device)
     counts = [x.sum(1) for x in real]
     seen = (pairs[0][:, None] < counts[0]) & (pairs[1][:, None] < counts[1])  # (pairs b)
-    out = edge_attention_composite(
-        q, k, v, a.repeat(b, 1), pairs, slope, (lambda x: dropout(x, drop)) if drop else None, seen.repeat_interleave(h, 1)
-    )
+    dropped = (lambda x: dropout(x, drop)) if drop else None
+    visible = seen.repeat_interleave(h, 1)
+    out = edge_attention_composite(q, k, v, a.repeat(b, 1), pairs, slope, dropped, visible)
     back = there[0].argsort(dim=1)[:, None, :, None]
     out = out.unflatten(1, (b, h)).permute(1, 2, 0, 3)
     return out.gather(2, back.expand_as(out))
 
 
 def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) -> Tensor:
-    """The same for tokens that stand anywhere behind a memory, which is short where the pattern lets it forget."""
+    """List the pairs of tokens anywhere behind a memory, which is short where the pattern lets it forget."""
     (b, n), m = places.at.shape, log.size
     j, found = log.at[:, None, :m], []
-    step = max(1, budget(places.at.device).pair_strip // max(1, b * m))
+    room = budget(places.at.device).pair_strip
+    step = max(1, room // max(1, b * m))
     for low in range(0, n, step):
         i = places.at[:, low : low + step, None]
         seen = pattern(0, i, j) & log.valid[:, None, :m]
-        seen = seen & (i >= j) if causal else seen
+        if causal:
+            seen = seen & (i >= j)
         row, x, y = seen.nonzero(as_tuple=True)
-        found.append(torch.stack([row * n + x + low, row * m + y]))
+        query = row * n + x + low
+        found.append(torch.stack([query, row * m + y]))
     return torch.cat(found, 1)
 
 
@@ -221,16 +232,19 @@ def disjoint(graphs: Sequence[Edges]) -> DisjointGraphs:
     if not graphs or not all(isinstance(graph, Edges) for graph in graphs):
         raise ValueError("disjoint needs a list of graphs: [Edges(...), Edges(...)], each with its number of nodes")
     sizes = [graph.nodes for graph in graphs]
-    total, many = sum(sizes), torch.tensor([len(graph.codes) for graph in graphs])
+    total = sum(sizes)
+    many = torch.tensor([len(graph.codes) for graph in graphs])
     size = torch.tensor(sizes)
-    first, size = ((x).repeat_interleave(many) for x in (size.cumsum(0) - size, size))
+    begin = size.cumsum(0) - size
+    first, size = (x.repeat_interleave(many) for x in (begin, size))
     codes = torch.cat([graph.codes for graph in graphs])
     i = codes // size.clamp_min(1)
-    return DisjointGraphs(Edges.coded((i + first) * total + codes - i * size + first, total), tuple(sizes))
+    coded = (i + first) * total + codes - i * size + first
+    return DisjointGraphs(Edges.coded(coded, total), tuple(sizes))
 
 
 def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Who looks at whom and how much: edges (2, edges), sources over targets, and their weights (edges, heads).
+    """Return the pairs of attention and their weights: edges (2, edges), sources over targets, and their weights (edges, heads).
 
     For a `sparse` or `gat` layer and the nodes x (1 n w) of one graph. With another pattern in each head the edges are those of
     any of them. Gradients flow.
@@ -242,16 +256,21 @@ def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"x has shape {tuple(x.shape)}, but the nodes of one graph, (1, nodes, {mixer.dims.width}), are needed")
     n, acc = x.shape[1], accumulator(x.dtype)
     each = [own.bound(n, n) for own in core.reach.each]
-    i, j = edge_list(reduce(or_, dict.fromkeys(each)), Span(0, n, 0, n), mixer.dims.causal, x.device)
+    anywhere = reduce(or_, dict.fromkeys(each))
+    i, j = edge_list(anywhere, Span(0, n, 0, n), mixer.dims.causal, x.device)
     q, k, v = mixer.heads(x, Places.of(x))
-    s = _edge_scores(core, q.to(acc), expand_heads(k, v, q.shape[1])[0].to(acc), i, j)
+    keys, _ = expand_heads(k, v, q.shape[1])
+    s = _edge_scores(core, q.to(acc), keys.to(acc), i, j)
     if len(set(each)) > 1:
-        s = s.masked_fill(~torch.stack([own(0, i, j) for own in each], 1), -torch.inf)
+        own_pairs = torch.stack([own(0, i, j) for own in each], 1)
+        s = s.masked_fill(~own_pairs, -torch.inf)
     top = torch.full((n, s.shape[1]), -1e30, dtype=acc, device=x.device)
     top = top.scatter_reduce(0, i[:, None].expand(s.shape), s.detach(), "amax")
     weights = (s - top[i]).exp()
     total = torch.zeros_like(top).index_add(0, i, weights)
-    return torch.stack([j, i]), (weights / total.masked_fill(total == 0, 1)[i]).to(x.dtype)
+    norm = total.masked_fill(total == 0, 1)
+    weights = weights / norm[i]
+    return torch.stack([j, i]), weights.to(x.dtype)
 
 
 def _edge_scores(core: Sparse, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -261,6 +280,7 @@ def _edge_scores(core: Sparse, q: Tensor, k: Tensor, i: Tensor, j: Tensor) -> Te
 
     def some(i: Tensor, j: Tensor) -> tuple[Tensor]:
         x, y = left[i], right[j]
-        return ((a * (nn.functional.leaky_relu(x + y, core.slope) if isinstance(core, GAT) else x * y)).sum(-1),)
+        products = nn.functional.leaky_relu(x + y, core.slope) if isinstance(core, GAT) else x * y
+        return ((a * products).sum(-1),)
 
     return in_strips(some, (i, j), 0, left.shape[1] * left.shape[2])[0]

@@ -41,13 +41,15 @@ class GraphAttention(nn.Module):
         self.dims, self.concat = Dims(width, heads, key_dim=out, value_dim=out, dropout=dropout), concat
         self.core = GAT(self.dims, pattern=pattern, slope=slope)
         self.w = nn.Linear(width, heads * out, bias=False)
-        self.bias = nn.Parameter(torch.zeros(heads * out if concat else out)) if bias else None
+        biases = heads * out if concat else out
+        self.bias = nn.Parameter(torch.zeros(biases)) if bias else None
         with torch.no_grad():
             for own in self.w.weight.view(heads, out, width):
                 nn.init.xavier_uniform_(own)
             for side in (self.core.a_q, self.core.a_k):
                 assert side is not None
-                side.uniform_(-1, 1).mul_((6 / (out + 1)) ** 0.5)
+                bound = (6 / (out + 1)) ** 0.5
+                side.uniform_(-1, 1).mul_(bound)
 
     def extra_repr(self) -> str:
         return f"concat={self.concat}"
@@ -56,8 +58,12 @@ class GraphAttention(nn.Module):
         """Return what the nodes x (b n width) collect from their neighbours; `valid` (b n) is False at padding."""
         if x.dim() != 3 or x.shape[-1] != self.dims.width:
             raise ValueError(f"x has shape {tuple(x.shape)}, but (batch, nodes, {self.dims.width}) is needed")
-        h = self.w(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
+        h = self.w(x).unflatten(-1, (self.dims.heads, -1))
+        h = h.transpose(1, 2)
         y = attend(h, h, h, self.core, valid=valid, query_valid=valid).to(x.dtype)
         y = y.transpose(1, 2).flatten(2) if self.concat else y.mean(1)
-        y = y if self.bias is None else y + self.bias
-        return y if valid is None else y.masked_fill(~valid[..., None], 0)
+        if self.bias is not None:
+            y = y + self.bias
+        if valid is None:
+            return y
+        return y.masked_fill(~valid[..., None], 0)

@@ -35,7 +35,8 @@ class Hybrid(Core):
 
     def __init__(self, dims: Dims, *, pattern: Pattern | str = "Local(64)", far: str = "linear") -> None:
         super().__init__(dims)
-        self.near, self.far = Sparse(dims, pattern=pattern), _kernel(far, dims)
+        self.near = Sparse(dims, pattern=pattern)
+        self.far = _kernel(far, dims)
         self.operations = (*self.near.operations, *self.far.operations)
         self.can = self.can & self.near.can & self.far.can
         self.gates, self.positional = self.far.gates, self.near.positional or self.far.positional
@@ -43,13 +44,16 @@ class Hybrid(Core):
         self.gate = nn.Parameter(torch.zeros(dims.heads))
 
     def empty(self, k: Tensor, v: Tensor) -> Halves:
-        return Halves(self.near.empty(self._plain(k), v), self.far.empty(k, v))
+        near = self.near.empty(self._plain(k), v)
+        return Halves(near, self.far.empty(k, v))
 
     def push(self, memory: Halves, k: Tensor, v: Tensor, places: Places) -> Halves:
-        return Halves(self.near.push(memory.near, self._plain(k), v, places), self.far.push(memory.far, k, v, places))
+        near = self.near.push(memory.near, self._plain(k), v, places)
+        return Halves(near, self.far.push(memory.far, k, v, places))
 
     def read(self, memory: Halves, q: Tensor, places: Places) -> Tensor:
-        return self._merged(self.near.read(memory.near, q, places), self.far.read(memory.far, q, places))
+        near = self.near.read(memory.near, q, places)
+        return self._merged(near, self.far.read(memory.far, q, places))
 
     def forget(self, memory: Halves, t: Tensor) -> Halves:
         return Halves(self.near.forget(memory.near, t), self.far.forget(memory.far, t))
@@ -67,8 +71,10 @@ class Hybrid(Core):
         return k[..., : self.dims.d]
 
     def _merged(self, near: Tensor, far: Tensor) -> Tensor:
-        a, b = upcast(near), upcast(far)
-        return torch.lerp(a, b, self.gate.to(a.dtype).sigmoid()[:, None, None]).to(near.dtype)
+        a = upcast(near)
+        b = upcast(far)
+        weight = self.gate.to(a.dtype).sigmoid()
+        return torch.lerp(a, b, weight[:, None, None]).to(near.dtype)
 
 
 def far_kernels() -> dict[str, type[Kernel]]:
@@ -76,7 +82,8 @@ def far_kernels() -> dict[str, type[Kernel]]:
     every = list(Kernel.__subclasses__())
     for kernel in every:  # grows
         every += kernel.__subclasses__()
-    return {kernel.__name__.lower(): kernel for kernel in every if not kernel.__name__.startswith("_")}
+    public = [kernel for kernel in every if not kernel.__name__.startswith("_")]
+    return {kernel.__name__.lower(): kernel for kernel in public}
 
 
 def _kernel(text: str, dims: Dims) -> Kernel:

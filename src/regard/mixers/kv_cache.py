@@ -58,7 +58,9 @@ class KVCache(NamedTuple):
     @property
     def places(self) -> Places:
         """The places of its tokens, with the masks that layers share."""
-        return self._places() if self.whole is None else self.whole
+        if self.whole is None:
+            return self._places()
+        return self.whole
 
     def _places(self) -> Places:
         return Places(self.at[:, : self.size], None if self.plain else self.valid[:, : self.size], self.start)
@@ -68,7 +70,8 @@ class KVCache(NamedTuple):
         n = k.shape[2]
         if n == 0:
             return self
-        if self.size and not (torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))):
+        traced = torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))
+        if self.size and not traced:
             return self._written(k, v, places)
         valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
         if self.size == 0:  # nothing to join with: take the tensors as they are
@@ -76,7 +79,8 @@ class KVCache(NamedTuple):
         both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
         joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
         keys, values, at, there = joined
-        size, plain = self.size + n, self.plain and places.valid is None
+        size = self.size + n
+        plain = self.plain and places.valid is None
         log = KVCache(keys, values, at, there, size, self._joined(places), plain, WriteCursor(size), self.looked)
         return self._shared(log, places)
 
@@ -92,7 +96,9 @@ class KVCache(NamedTuple):
         if places.valid is not None:  # spare room is as if every token were real
             log.valid.narrow(1, log.size, n).copy_(places.valid)
         size = log.newest.used = log.size + n
-        log = log._replace(size=size, start=self._joined(places), plain=self.plain and places.valid is None, whole=None)
+        start = self._joined(places)
+        plain = self.plain and places.valid is None
+        log = log._replace(size=size, start=start, plain=plain, whole=None)
         return self._shared(log, places)
 
     def _shared(self, log: KVCache, places: Places) -> KVCache:
@@ -113,20 +119,25 @@ class KVCache(NamedTuple):
             return self._replace(looked=size)
         order = alive.long().argsort(dim=1, descending=True, stable=True)[:, :size]
         there = torch.arange(size, device=order.device) < count[:, None]
-        k, v = (x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values))
-        at, plain = self.at.gather(1, order), bool(there.all())
+        index = order[:, None, :, None]
+        k, v = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (self.keys, self.values))
+        at = self.at.gather(1, order)
+        plain = bool(there.all())
         run = plain and self.start is not None and size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
-        return KVCache(k, v, at, there, size, int(at[0, 0]) if run else None, plain, WriteCursor(size), size)
+        start = int(at[0, 0]) if run else None
+        return KVCache(k, v, at, there, size, start, plain, WriteCursor(size), size)
 
     def row(self, row: int) -> KVCache:
         """Return the real tokens of one row."""
         here = slice(None, self.size) if self.plain else self.valid[row, : self.size].nonzero()[:, 0]
-        k, v, at = self.k[row : row + 1, :, here], self.v[row : row + 1, :, here], self.at[row : row + 1, here]
+        k = self.k[row : row + 1, :, here]
+        v = self.v[row : row + 1, :, here]
+        at = self.at[row : row + 1, here]
         size = at.shape[1]
         run = size > 0 and int(at[0, -1] - at[0, 0]) == size - 1
-        return KVCache(
-            k, v, at, torch.ones_like(at, dtype=torch.bool), size, int(at[0, 0]) if run else None, True, WriteCursor(size)
-        )
+        start = int(at[0, 0]) if run else None
+        there = torch.ones_like(at, dtype=torch.bool)
+        return KVCache(k, v, at, there, size, start, True, WriteCursor(size))
 
     def with_room(self, n: int, dtype: torch.dtype) -> KVCache:
         """Return a copy with room for n more tokens and some to spare."""
@@ -135,7 +146,8 @@ class KVCache(NamedTuple):
         for x, dim in zip(self[:4], (2, 2, 1, 1), strict=True):
             shape = list(x.shape)
             shape[dim] = room
-            y = x.new_ones(shape) if x.dtype == torch.bool else x.new_zeros(shape, dtype=dtype if dim == 2 else x.dtype)
+            kind = dtype if dim == 2 else x.dtype
+            y = x.new_ones(shape) if x.dtype == torch.bool else x.new_zeros(shape, dtype=kind)
             y.narrow(dim, 0, self.size).copy_(x.narrow(dim, 0, self.size))
             new.append(y)
         k, v, at, valid = new
@@ -235,7 +247,8 @@ class RollingKVCache(KVCache):
         new = (k, v, places.at, torch.ones_like(places.at, dtype=torch.bool))
         shifted = []
         for x, y, dim in zip(self[:4], new, (2, 2, 1, 1), strict=True):
-            shifted.append(torch.cat([x.narrow(dim, 1, self.size - 1), y.to(x.dtype)], dim))
+            kept = x.narrow(dim, 1, self.size - 1)
+            shifted.append(torch.cat([kept, y.to(x.dtype)], dim))
         return RollingKVCache.of(*shifted)
 
 

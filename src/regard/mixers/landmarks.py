@@ -23,8 +23,10 @@ def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
     n, valid = x.shape[2], places.valid
     if valid is None:
         return x, torch.full((1, 1), n, device=x.device)
-    x, count = compact_queries(x, places)[0], valid.sum(1, keepdim=True)
-    return x.masked_fill((torch.arange(n, device=x.device) >= count)[:, None, :, None], 0), count
+    x = compact_queries(x, places)[0]
+    count = valid.sum(1, keepdim=True)
+    behind = torch.arange(n, device=x.device) >= count
+    return x.masked_fill(behind[:, None, :, None], 0), count
 
 
 def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tensor:
@@ -36,15 +38,20 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
     (b, h, n, d), s = x.shape, sizes.shape[1]
     steps = torch.arange(longest, device=x.device)
     if starts is None and torch.compiler.is_compiling():  # always filled up: a graph without that would be another one
-        sums = pad(x, (0, 0, 0, (s + 1) * longest - n)).unflatten(2, (s + 1, longest)).sum(3)[:, :, :s]
+        filled = pad(x, (0, 0, 0, (s + 1) * longest - n))
+        sums = filled.unflatten(2, (s + 1, longest)).sum(3)[:, :, :s]
         return sums / sizes.clamp_min(1)[:, None, :, None]
     if starts is None:
-        x = pad(x, (0, 0, 0, s * longest - n)) if n < s * longest else x
+        if n < s * longest:
+            x = pad(x, (0, 0, 0, s * longest - n))
     else:
-        index = (starts.unsqueeze(-1) + steps).clamp_max(n - 1).flatten(1)
+        index = starts.unsqueeze(-1) + steps
+        index = index.clamp_max(n - 1).flatten(1)
         x = x.gather(2, index[:, None, :, None].expand(b, h, -1, d))
-        x = x.masked_fill((steps >= sizes.unsqueeze(-1)).flatten(1)[:, None, :, None], 0)
-    return x.unflatten(2, (s, longest)).sum(3) / sizes.clamp_min(1)[:, None, :, None]
+        outside = steps >= sizes.unsqueeze(-1)
+        x = x.masked_fill(outside.flatten(1)[:, None, :, None], 0)
+    sums = x.unflatten(2, (s, longest)).sum(3)
+    return sums / sizes.clamp_min(1)[:, None, :, None]
 
 
 class PooledQueries(Softmax):
@@ -78,11 +85,13 @@ class PooledQueries(Softmax):
 
 def newton_schulz(s: Tensor, iterations: int) -> Tensor:
     """About the pseudo-inverse of matrices s (... n m) of weights whose rows sum to 1, by a third-order iteration."""
-    z = s.mT / s.sum(-2).amax(-1)[..., None, None]
+    largest = s.sum(-2).amax(-1)
+    z = s.mT / largest[..., None, None]
     one = torch.eye(s.shape[-2], dtype=s.dtype, device=s.device)
     for _ in range(iterations):
         near = s @ z
-        z = z @ (13 * one - near @ (15 * one - near @ (7 * one - near))) / 4
+        inner = 15 * one - near @ (7 * one - near)
+        z = z @ (13 * one - near @ inner) / 4
     return z
 
 
@@ -110,13 +119,18 @@ class Nystrom(CachedCore):
     ) -> None:
         if need("iterations", iterations, 0, 64) and ridge is not None:
             raise ValueError("iterations take the place of a ridge: leave one of them out")
-        ridge = 1e-3 if ridge is None else ridge
-        if isinstance(ridge, bool) or not isinstance(ridge, int | float) or not 0 < ridge < math.inf:
+        if ridge is None:
+            ridge = 1e-3
+        number = isinstance(ridge, int | float) and not isinstance(ridge, bool)
+        if not number or not 0 < ridge < math.inf:
             raise ValueError(f"ridge must be a positive number, not {ridge!r}")
-        if need("conv", conv, 0, WIDEST - 1) % 2 == 0 and conv:
+        even = need("conv", conv, 0, WIDEST - 1) % 2 == 0
+        if even and conv:
             raise ValueError(f"conv is as wide to the left as to the right: {conv} is an even number")
         super().__init__(dims)
-        self.landmarks, self.ridge, self.scale = need("landmarks", landmarks, 1, 4096), float(ridge), dims.d**-0.5
+        self.landmarks = need("landmarks", landmarks, 1, 4096)
+        self.ridge = float(ridge)
+        self.scale = dims.d**-0.5
         self.iterations = iterations
         self.conv = nn.Parameter(torch.zeros(dims.heads, conv)) if conv else None
         if conv:
@@ -132,14 +146,19 @@ class Nystrom(CachedCore):
             out = sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
         else:
             out = self._estimate(log, upcast(q), places)
-        return (out if self.conv is None else out + self._skip(log, places)).to(log.v.dtype)
+        if self.conv is not None:
+            out = out + self._skip(log, places)
+        return out.to(log.v.dtype)
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
-        k, v, valid = upcast(log.keys), upcast(log.values), log.places.valid
+        k = upcast(log.keys)
+        v = upcast(log.values)
+        valid = log.places.valid
         few_q, there_q, _ = self._landmarks(q, places)
         few_k, there_k, count = self._landmarks(k, log.places)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        s = (few_q.double() * self.scale @ few_k.double().mT).masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
+        scores = few_q.double() * self.scale @ few_k.double().mT
+        s = scores.masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
         s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
         found = self._solve(s, sdpa(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
         if valid is not None:  # the landmarks of a short row are its tokens
@@ -151,19 +170,27 @@ class Nystrom(CachedCore):
         """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
         most = min(self.landmarks, x.shape[2])
         x, count = real_first(x, places)
-        few, order = count.clamp(1, most), torch.arange(most + 1, device=x.device)
-        edges = torch.minimum((order * count + few - 1) // few, count)  # token p belongs to segment p * few // count
-        even = places.valid is None and not torch.compiler.is_compiling() and x.shape[2] % most == 0
+        few = count.clamp(1, most)
+        order = torch.arange(most + 1, device=x.device)
+        edges = (order * count + few - 1) // few
+        edges = torch.minimum(edges, count)  # token p belongs to segment p * few // count
+        eager = places.valid is None and not torch.compiler.is_compiling()
+        even = eager and x.shape[2] % most == 0
         sizes = edges.diff(dim=1)
-        return means(x, None if even else edges[:, :-1], sizes, -(-x.shape[2] // most)), sizes > 0, count
+        starts = None if even else edges[:, :-1]
+        found = means(x, starts, sizes, -(-x.shape[2] // most))
+        return found, sizes > 0, count
 
     def _solve(self, s: Tensor, answers: Tensor) -> Tensor:
         """S^+ of what the landmarks among the queries get."""
         if self.iterations:
-            return (newton_schulz(s, self.iterations) @ answers.double()).to(answers.dtype)
+            inverse = newton_schulz(s, self.iterations)
+            return (inverse @ answers.double()).to(answers.dtype)
         square = s.mT @ s
-        square = square + self.ridge * torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
-        return torch.linalg.solve_ex(square, s.mT @ answers.double())[0].to(answers.dtype)
+        one = torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
+        square = square + self.ridge * one
+        solved = torch.linalg.solve_ex(square, s.mT @ answers.double())
+        return solved[0].to(answers.dtype)
 
     def _skip(self, log: KVCache, places: Places) -> Tensor:
         """The convolution (b h n e) over the values, which belong to the queries themselves."""
@@ -176,4 +203,5 @@ class Nystrom(CachedCore):
         if places.valid is None and log.plain:
             return out
         at = places.at.clamp_max(log.size - 1)
-        return out.gather(2, at[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[3]))
+        index = at[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[3])
+        return out.gather(2, index)

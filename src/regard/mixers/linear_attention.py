@@ -62,7 +62,8 @@ class Kernel(Core):
         return memory
 
     def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        return concat_chunks([self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)])
+        answers = [self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)]
+        return concat_chunks(answers)
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
@@ -86,12 +87,15 @@ class Kernel(Core):
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
         queries = self._queries(q, places)
-        return safe_ratio(read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1)))
+        out = read_state(queries, memory.s)
+        norm = read_state(queries, memory.z.unsqueeze(-1))
+        return safe_ratio(out, norm)
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         """Tokens (b h n ...) and their places, a run at a time."""
         b, h, n, _ = tensors[0].shape
-        runs = token_runs([upcast(x) for x in tensors], b * h * self.f)
+        wide = [upcast(x) for x in tensors]
+        runs = token_runs(wide, b * h * self.f)
         if len(runs) == 1:
             return [(*runs[0], places)]
         size = runs[0][0].shape[2]
@@ -115,7 +119,8 @@ class Linear(Kernel):
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
         keys = where_valid(self._queries(k, places), places.valid, 0)
-        return Sums(linear_write(keys, v, memory.s, backend=self.dims.backend), memory.z + keys.sum(2))
+        s = linear_write(keys, v, memory.s, backend=self.dims.backend)
+        return Sums(s, memory.z + keys.sum(2))
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
         keys = where_valid(self._queries(k, places), places.valid, 0)
@@ -140,18 +145,21 @@ class Cosformer(Linear):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
-        self.f, self.longest = 2 * dims.d, needed_length(self.name, dims)
+        self.f = 2 * dims.d
+        self.longest = needed_length(self.name, dims)
 
     def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
         start, n = places.start, places.at.shape[1]
         if start is not None and start + n > self.longest and places.at.shape[0]:  # where rows differ, the layer has counted
-            last = start + (n if places.valid is None else int(places.valid.sum(1).max()))
+            more = n if places.valid is None else int(places.valid.sum(1).max())
+            last = start + more
             if last > self.longest:
                 raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
         return super()._runs(places, *tensors)
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:
-        angle = places.at.to(q.dtype)[:, None, :, None] * (math.pi / 2 / self.longest)
+        at = places.at.to(q.dtype)
+        angle = at[:, None, :, None] * (math.pi / 2 / self.longest)
         q = q.relu()
         return torch.cat([q * angle.cos(), q * angle.sin()], -1)
 
@@ -188,12 +196,15 @@ class RFA(Estimator, Kernel):
     ) -> None:
         super().__init__(dims)
         need("features", features, 1, WIDEST)
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if not number or not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number, the sharpness of the softmax over cosines, not {scale!r}")
         for name, value in (("gated", gated), ("orthogonal", orthogonal)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
-        self.scale, self.f, self.draw = scale, 2 * features, draws.orthogonal if orthogonal else draws.gaussian
+        self.scale = scale
+        self.f = 2 * features
+        self.draw = draws.orthogonal if orthogonal else draws.gaussian
         self.least = math.exp(-2 * min(scale, 1))  # share of its weight that a sum of waves must have
         self.register_buffer("directions", torch.empty(features, dims.d))
         self.redraw(seed)
@@ -203,25 +214,33 @@ class RFA(Estimator, Kernel):
 
     def redraw(self, seed: int) -> None:
         """Draw other random directions: another estimate of the same attention. Never done by a forward pass."""
-        self.directions.copy_(math.sqrt(self.scale) * self.draw(len(self.directions), self.dims.d, seed))
+        drawn = self.draw(len(self.directions), self.dims.d, seed)
+        self.directions.copy_(math.sqrt(self.scale) * drawn)
 
     def empty(self, k: Tensor, v: Tensor) -> WeighedSums:
         s, z = empty_sums(k, v, self.f)
-        return WeighedSums(s, z, z.new_zeros(*z.shape[:2], self._spread(v).shape[-1] + 1))
+        channels = self._spread(v).shape[-1] + 1
+        return WeighedSums(s, z, z.new_zeros(*z.shape[:2], channels))
 
     def _push(self, memory: WeighedSums, k: Tensor, v: Tensor, places: Places) -> WeighedSums:
         keys, weight, decay = self._keys(k, places)
         if decay is not None:  # one factor for the three sums, which are then plain ones
             later = decay_to_end(decay)
-            keys, weight, kept = keys * later, weight * later, decay.sum(2).exp()
-            memory = WeighedSums(kept.unsqueeze(-1) * memory.s, kept * memory.z, kept * memory.even)
+            keys = keys * later
+            weight = weight * later
+            kept = decay.sum(2).exp()
+            s = kept.unsqueeze(-1) * memory.s
+            memory = WeighedSums(s, kept * memory.z, kept * memory.even)
         s = linear_write(keys, v, memory.s, backend=self.dims.backend)
-        even = torch.cat([weight.mT @ self._spread(v), weight.sum(2, keepdim=True)], -1).squeeze(2)
-        return WeighedSums(s, memory.z + keys.sum(2), memory.even + even)
+        even = weight.mT @ self._spread(v)
+        even = torch.cat([even, weight.sum(2, keepdim=True)], -1).squeeze(2)
+        z = memory.z + keys.sum(2)
+        return WeighedSums(s, z, memory.even + even)
 
     def _read(self, memory: WeighedSums, q: Tensor, places: Places) -> Tensor:
         queries = self._queries(q, places)
-        out, norm = read_state(queries, memory.s), read_state(queries, memory.z.unsqueeze(-1))
+        out = read_state(queries, memory.s)
+        norm = read_state(queries, memory.z.unsqueeze(-1))
         return self._lifted(out, norm, memory.even.unsqueeze(2))
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
@@ -235,7 +254,8 @@ class RFA(Estimator, Kernel):
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
-        keys, weight = self._queries(k, places), where_valid(torch.ones_like(k[..., :1]), places.valid, 0)
+        keys = self._queries(k, places)
+        weight = where_valid(torch.ones_like(k[..., :1]), places.valid, 0)
         if self.gate_bias is None:
             return where_valid(keys, places.valid, 0), weight, None
         gate = gate + self.gate_bias.to(k.dtype)[:, None, None]
@@ -243,8 +263,10 @@ class RFA(Estimator, Kernel):
         return keys * weight, weight, log_gate(gate, places.valid)
 
     def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - the same at every position
-        angle = F.linear(F.normalize(q, dim=-1, eps=1e-6), self.directions.to(q.dtype))
-        return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
+        directions = F.normalize(q, dim=-1, eps=1e-6)
+        angle = F.linear(directions, self.directions.to(q.dtype))
+        waves = torch.cat([angle.sin(), angle.cos()], -1)
+        return waves / math.sqrt(angle.shape[-1])
 
     def _spread(self, v: Tensor) -> Tensor:
         """The values that equal weights need: above scale 1, where sums of waves are often too small."""
@@ -253,17 +275,22 @@ class RFA(Estimator, Kernel):
     def _lifted(self, out: Tensor, norm: Tensor, even: Tensor) -> Tensor:
         """out / norm (b h n e), (b h n 1), with norm lifted to the least; even (b g n 1) or (b g n e + 1) sums over all."""
         even = per_query_head(even, norm)
-        values, mass = even[..., :-1], even[..., -1:]
+        values = even[..., :-1]
+        mass = even[..., -1:]
         lack = (self.least * mass - norm).relu()  # equal weights with this sum are lack / mass
         if self.scale > 1:
             out = torch.addcmul(out, safe_ratio(lack, mass), values)
         return safe_ratio(out, norm + lack)
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:
-        return self.scale * (F.normalize(q, dim=-1, eps=1e-6) @ F.normalize(k, dim=-1, eps=1e-6).mT)
+        q = F.normalize(q, dim=-1, eps=1e-6)
+        k = F.normalize(k, dim=-1, eps=1e-6)
+        return self.scale * (q @ k.mT)
 
     def estimated(self, q: Tensor, k: Tensor) -> Tensor:
         weights = self._queries(q) @ self._queries(k).mT
         total = weights.sum(-1, keepdim=True)
-        lack = (self.least * weights.shape[-1] - total).relu()
-        return safe_ratio(weights + lack / weights.shape[-1] * (self.scale > 1), total + lack)
+        count = weights.shape[-1]
+        lack = (self.least * count - total).relu()
+        lifted = weights + lack / count * (self.scale > 1)
+        return safe_ratio(lifted, total + lack)

@@ -46,10 +46,12 @@ class Linformer(Core):
 
     def __init__(self, dims: Dims, *, rank: int = 64, share: str = "none") -> None:
         super().__init__(dims)
-        self.rank, self.longest = need("rank", rank, 1, WIDEST), needed_length(self.name, dims)
+        self.rank = need("rank", rank, 1, WIDEST)
+        self.longest = needed_length(self.name, dims)
         if share not in SHARES:
             raise ValueError(f"share must be one of {', '.join(map(repr, SHARES))}, not {share!r}")
-        self.share, self.scale = share, dims.d**-0.5
+        self.share = share
+        self.scale = dims.d**-0.5
         heads = dims.g if share == "none" else 1
         # position-major, so that the columns of some tokens lie side by side
         self.project_k = nn.Parameter(_first_weights(heads, self.longest, rank))
@@ -65,21 +67,27 @@ class Linformer(Core):
         )
 
     def read(self, memory: LinformerState, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - every query sees every slot
-        k, v, seen = memory.k.to(q.dtype), memory.v.to(q.dtype), memory.seen
-        seen = seen if seen.shape[1] == 1 else per_query_head(seen, q)
+        k = memory.k.to(q.dtype)
+        v = memory.v.to(q.dtype)
+        seen = memory.seen
+        if seen.shape[1] != 1:
+            seen = per_query_head(seen, q)
         return sdpa(q, k, v, scale=self.scale, valid=seen, dropout=self.drop)
 
     def push(self, memory: LinformerState, k: Tensor, v: Tensor, places: Places) -> LinformerState:
-        k, v = upcast(k), upcast(v)
+        k = upcast(k)
+        v = upcast(v)
         to_k, to_v = self._columns(places, k.dtype)
         new_k, new_v = (torch.einsum("bgnr,bgnx->bgrx", w, x) for w, x in ((to_k, k), (to_v, v)))
-        return LinformerState(memory.k + new_k, memory.v + new_v, memory.seen | _writes(to_k, to_v).any(2))
+        seen = memory.seen | _writes(to_k, to_v).any(2)
+        return LinformerState(memory.k + new_k, memory.v + new_v, seen)
 
     def scan(self, memory: LinformerState, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, LinformerState]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places), memory
-        tokens = (upcast(q), upcast(k), upcast(v), *self._columns(places, upcast(k).dtype))
+        columns = self._columns(places, upcast(k).dtype)
+        tokens = (upcast(q), upcast(k), upcast(v), *columns)
         out = []
         for run in token_runs(tokens, q.shape[0] * q.shape[1] * self.rank):
             y, memory = self._scan(memory, *run)
@@ -92,10 +100,12 @@ class Linformer(Core):
         """Two scans in linear time: q_i . K'_i sums E_j over the past by q_i . k_j, the answer sums v_j by p_i . F_j."""
         shape, backend = (*k.shape[:3], self.rank), self.dims.backend
         scores, new_k = linear_attention(q * self.scale, k, to_k.expand(shape), memory.k.mT, backend=backend)
-        seen = memory.seen.unsqueeze(2) | _so_far(_writes(to_k, to_v))
+        written = _so_far(_writes(to_k, to_v))
+        seen = memory.seen.unsqueeze(2) | written
         lost = ~seen.any(-1, keepdim=True)
         hidden, lost = (x if x.shape[1] == 1 else per_query_head(x, q) for x in (~seen, lost))
-        weights = dropout(scores.masked_fill(hidden, MASKED_SCORE).softmax(-1), self.drop)
+        weights = scores.masked_fill(hidden, MASKED_SCORE).softmax(-1)
+        weights = dropout(weights, self.drop)
         out, new_v = linear_attention(weights, to_v.expand(shape), v, memory.v, backend=backend)
         return out.masked_fill(lost, 0), LinformerState(new_k.mT, new_v, seen[:, :, -1])
 
@@ -109,7 +119,8 @@ class Linformer(Core):
             if places.valid is None and start is not None:
                 return weight[None, :, start : start + n].to(dtype)
             at = places.at.clamp_max(self.longest - 1)  # padding behind the last token has a later position
-            found = weight.index_select(1, at.flatten()).unflatten(1, at.shape).transpose(0, 1)
+            found = weight.index_select(1, at.flatten())
+            found = found.unflatten(1, at.shape).transpose(0, 1)
             return where_valid(found.to(dtype), places.valid, 0)
 
         to_k = columns(self.project_k)
@@ -123,8 +134,10 @@ class Linformer(Core):
 
 def _first_weights(heads: int, length: int, rank: int) -> Tensor:
     at = torch.arange(length)
-    own = (at[:, None] % rank == torch.arange(rank)).to(torch.get_default_dtype())
-    return (own / (1 + at // rank)[:, None]).repeat(heads, 1, 1)
+    own = at[:, None] % rank == torch.arange(rank)
+    own = own.to(torch.get_default_dtype())
+    count = 1 + at // rank
+    return (own / count[:, None]).repeat(heads, 1, 1)
 
 
 def _writes(to_k: Tensor, to_v: Tensor) -> Tensor:
@@ -135,7 +148,8 @@ def _writes(to_k: Tensor, to_v: Tensor) -> Tensor:
 def _so_far(writes: Tensor) -> Tensor:
     """Has any token up to this one written? (b g n r) in time."""
     first = writes.to(torch.uint8).argmax(2, keepdim=True)  # of equals, the first
-    return writes.any(2, keepdim=True) & (torch.arange(writes.shape[2], device=writes.device)[:, None] >= first)
+    token = torch.arange(writes.shape[2], device=writes.device)
+    return writes.any(2, keepdim=True) & (token[:, None] >= first)
 
 
 def tie_linformer(model: nn.Module) -> nn.Module:
@@ -144,7 +158,8 @@ def tie_linformer(model: nn.Module) -> nn.Module:
     Layers built from one spec have matrices of their own until they are tied. The state_dict keeps a name for each layer, all
     of them the same weight, so it loads into tied and untied models alike. Copies stay tied, and so does what `.to()` moves.
     """
-    cores = [part for part in model.modules() if isinstance(part, Linformer) and part.share == "layer"]
+    every = [part for part in model.modules() if isinstance(part, Linformer)]
+    cores = [part for part in every if part.share == "layer"]
     if not cores:
         raise ValueError("there is nothing to tie: no linformer(share='layer') in this model")
     first = cores[0].project_k

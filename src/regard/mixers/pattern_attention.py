@@ -62,17 +62,22 @@ class PatternAttention(NamedTuple):
             seen = torch.cat([seen, *(p(0, i, j) for p in others)], 1)
         if there.valid is not None:
             seen = seen & there.valid[:, None, None]
-        seen = seen & (i >= j) if self.causal else seen
+        if self.causal:
+            seen = seen & (i >= j)
         out, lse = few_queries_attention(
             q, log.keys, log.values, seen, scale=self.scale, dropout=self.dropout, term=self._bias(q), apart=i - j
         )
         return self._finished(out, log.v), lse
 
     def _bias(self, q: Tensor) -> ScoreBias | None:
-        return None if self.positions is None else self.positions.term(q, self.scale)
+        if self.positions is None:
+            return None
+        return self.positions.term(q, self.scale)
 
     def _finished(self, out: Tensor, v: Tensor) -> Tensor:
-        return out if self.positions is None else self.positions.finish(out, v.shape[-1])
+        if self.positions is None:
+            return out
+        return self.positions.finish(out, v.shape[-1])
 
     def _tiles(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute by tiles, with the real tokens of every row side by side, in order: one plan serves all rows."""
@@ -82,8 +87,9 @@ class PatternAttention(NamedTuple):
             k, v, valid = compact_keys(k, v, log.places)
         if places.valid is not None:
             q, back = compact_queries(q, places)
+        span = Span(places.start, q.shape[2], log.start, k.shape[2])
         out, lse = tile_attention(
-            *(q, k, v, self.patterns, Span(places.start, q.shape[2], log.start, k.shape[2])),
+            *(q, k, v, self.patterns, span),
             scale=self.scale,
             causal=self.causal,
             valid=valid,
@@ -91,8 +97,11 @@ class PatternAttention(NamedTuple):
             dropout=self.dropout,
             backend=self.backend,
         )
-        out = out if self.positions is None else self._finished(out, v)
-        return (out, lse) if back is None else _in_order(out, lse, back)
+        if self.positions is not None:
+            out = self._finished(out, v)
+        if back is None:
+            return out, lse
+        return _in_order(out, lse, back)
 
     def _beside_memory(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute a chunk by tiles and the memory before it, which has gaps and is short because it forgets, in full."""
@@ -113,7 +122,9 @@ class PatternAttention(NamedTuple):
             raise ValueError(f"{self.patterns.text} is drawn for one length: it cannot continue from a memory")
         if log.plain and places.valid is None:
             return self._tiles(log, q, places)
-        return self._opaque(log, q, places) if torch.compiler.is_compiling() else self._by_row(log, q, places)
+        if torch.compiler.is_compiling():
+            return self._opaque(log, q, places)
+        return self._by_row(log, q, places)
 
     def _opaque(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute the same under torch.compile, which has no lengths: real tokens in front, and an operator that counts them."""
@@ -132,7 +143,9 @@ class PatternAttention(NamedTuple):
             backend=self.backend,
         )
         out = self._finished(out, v)
-        return (out, lse) if back is None else _in_order(out, lse, back)
+        if back is None:
+            return out, lse
+        return _in_order(out, lse, back)
 
     def _by_row(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute rows at different positions or with lengths of their own one after another, without their padding."""
@@ -143,8 +156,10 @@ class PatternAttention(NamedTuple):
             here = slice(None) if places.valid is None else places.valid[row]
             mine, at = q[row : row + 1, :, here], places.at[row, here]
             if len(at):
-                some, sums = self(log.row(row), mine, Places.of(mine[:, 0], start=int(at[0])))
-                out, lse = out.to(some.dtype), lse.to(sums.dtype)
+                own = Places.of(mine[:, 0], start=int(at[0]))
+                some, sums = self(log.row(row), mine, own)
+                out = out.to(some.dtype)
+                lse = lse.to(sums.dtype)
                 out[:, :, here], lse[:, :, here] = some, sums
             found.append((out, lse))
         return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
@@ -153,7 +168,9 @@ class PatternAttention(NamedTuple):
 def expand_heads(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Repeat keys and values so that every query head has its own."""
     share = heads // k.shape[1]
-    return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
+    if share == 1:
+        return k, v
+    return k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
 
 
 def _moved(x: Tensor, order: UnpadOrder) -> Tensor:
@@ -162,16 +179,21 @@ def _moved(x: Tensor, order: UnpadOrder) -> Tensor:
 
 def _in_order(out: Tensor, lse: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs in the order of the queries before they were compacted."""
-    return out.gather(2, back[:, None, :, None].expand_as(out)), lse.gather(2, back[:, None].expand_as(lse))
+    out = out.gather(2, back[:, None, :, None].expand_as(out))
+    return out, lse.gather(2, back[:, None].expand_as(lse))
 
 
 def compact_keys(k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
     """Move real keys and values to the front of their rows; return which places hold one."""
     order = places.unpad_order
-    return (k, v, places.valid) if order is None else (_moved(k, order), _moved(v, order), order.real)
+    if order is None:
+        return k, v, places.valid
+    return _moved(k, order), _moved(v, order), order.real
 
 
 def compact_queries(q: Tensor, places: Places) -> tuple[Tensor, Tensor | None]:
     """Move real queries to the front of their rows; return where each came from, or None where none moved."""
     order = places.unpad_order
-    return (q, None) if order is None else (_moved(q, order), order.back)
+    if order is None:
+        return q, None
+    return _moved(q, order), order.back

@@ -70,7 +70,8 @@ class Places:
             at = torch.arange(first, first + n, device=x.device).expand(b, n)
         else:
             at = _tokens_before(valid)
-            at = at + start if start else at
+            if start:
+                at = at + start
         if start is None and t is not None:
             at = at + t[:, None]
         return Places(at, valid, start)
@@ -89,7 +90,9 @@ class Places:
 
     def pooled(self, rate: int) -> Places:
         """Return the places of the ceil(n / rate) outputs that `rate` neighbouring real tokens share."""
-        return self if rate == 1 else self.derived(("pooled", rate), lambda: self._pooled(rate))
+        if rate == 1:
+            return self
+        return self.derived(("pooled", rate), lambda: self._pooled(rate))
 
     def front(self, room: int) -> Places:
         """Return the places of the real tokens in `unpad_order`, in rows of `room` tokens, with padding behind them."""
@@ -112,24 +115,32 @@ class Places:
     def count(self) -> Tensor | int:
         """The number of real tokens: of each row (b), or n where all are real."""
         valid = self.valid
-        return self.at.shape[1] if valid is None else self.derived("count", lambda: valid.sum(1))
+        if valid is None:
+            return self.at.shape[1]
+        return self.derived("count", lambda: valid.sum(1))
 
     @property
     def longest(self) -> int:
         """The largest position of a real token, plus 1. Reads the device, unless `positions_below` gives a bound."""
         bound = position_bound()
-        return self.derived("longest", self._longest) if bound is None else bound
+        if bound is None:
+            return self.derived("longest", self._longest)
+        return bound
 
     @property
     def unpad_order(self) -> UnpadOrder | None:
         """The order with real tokens in front; None where they are there already."""
         valid = self.valid
-        return None if valid is None else self.derived("order", lambda: unpad_order(valid))
+        if valid is None:
+            return None
+        return self.derived("order", lambda: unpad_order(valid))
 
     def sdpa_mask(self, dtype: torch.dtype) -> SdpaMask | None:
         """Return what scores against these tokens get, in the form of the fused kernel; None where all tokens are real."""
         valid = self.valid
-        return None if valid is None else self.derived(("sdpa", dtype), lambda: sdpa_mask(valid, dtype))
+        if valid is None:
+            return None
+        return self.derived(("sdpa", dtype), lambda: sdpa_mask(valid, dtype))
 
     def after(self, t: Tensor) -> Tensor:
         """Return the number of real tokens (b) of each row with these, where t (b) came before them."""
@@ -139,7 +150,9 @@ class Places:
 
     def behind(self, before: Places, make: Callable[[], Places]) -> Places:
         """Return the places of `before` and of these tokens together, for all caches that hold the same tokens."""
-        return make() if _traced() else self.derived(("behind", id(before)), lambda: (before, make()))[1]
+        if _traced():
+            return make()
+        return self.derived(("behind", id(before)), lambda: (before, make()))[1]
 
     def _pooled(self, rate: int) -> Places:
         groups = -(-self.at.shape[1] // rate)
@@ -153,14 +166,16 @@ class Places:
 
     def _longest(self) -> int:
         real = self.at + (1 if self.valid is None else self.valid.long())
-        return int(real.max()) if real.numel() else 0
+        if real.numel():
+            return int(real.max())
+        return 0
 
 
 PaddingMask = Tensor | Places | None  # (b n), True: a real token; or the places of tokens that were checked already
 
 
 def _traced() -> bool:
-    """Tell whether tensors of now must not outlive the trace or the transform that they are made in."""
+    """Return whether tensors of now must not outlive the trace or the transform that they are made in."""
     return torch.compiler.is_compiling() or transformed()
 
 
@@ -175,19 +190,24 @@ def unpad_order(valid: Tensor) -> UnpadOrder | None:
     if may_read_data(valid) and bool((valid[:, 1:] <= valid[:, :-1]).all()):
         return None
     there = (~valid).long().argsort(dim=1, stable=True)
-    return UnpadOrder(there, there.argsort(dim=1), torch.arange(valid.shape[1], device=valid.device) < valid.sum(1, keepdim=True))
+    order = torch.arange(valid.shape[1], device=valid.device)
+    real = order < valid.sum(1, keepdim=True)
+    return UnpadOrder(there, there.argsort(dim=1), real)
 
 
 def mask_padding(x: Tensor, valid: Tensor | None) -> Tensor:
     """Set padded tokens of x (b n w) to zero, whatever they hold: their gradient is zero too."""
-    return x if valid is None else x.masked_fill(~valid[..., None], 0)
+    if valid is None:
+        return x
+    return x.masked_fill(~valid[..., None], 0)
 
 
 def pooled_valid(valid: Tensor | None, rate: int) -> Tensor | None:
     """Return which of ceil(n / rate) outputs are real (b ceil(n / rate)): real tokens come to the front, so the first ones."""
     if valid is None or rate == 1:
         return valid
-    groups = torch.arange(-(-valid.shape[1] // rate), device=valid.device)
+    size = -(-valid.shape[1] // rate)
+    groups = torch.arange(size, device=valid.device)
     return groups * rate < valid.sum(1, keepdim=True)
 
 
@@ -196,20 +216,26 @@ def pool_tokens(x: Tensor, valid: Tensor | None, rate: int) -> tuple[Tensor, Ten
 
     A residual connection adds this around a mixer with fewer outputs than tokens. Real tokens come to the front first.
     """
-    return (x, valid) if rate == 1 else (_means(x, Places.of(x, valid), rate), pooled_valid(valid, rate))
+    if rate == 1:
+        return x, valid
+    return _means(x, Places.of(x, valid), rate), pooled_valid(valid, rate)
 
 
 def pool_at(x: Tensor, places: Places, rate: int) -> tuple[Tensor, Places]:
     """Pool tokens x (b n w) as `pool_tokens` does; also return the places of the means."""
-    return (x, places) if rate == 1 else (_means(x, places, rate), places.pooled(rate))
+    if rate == 1:
+        return x, places
+    return _means(x, places, rate), places.pooled(rate)
 
 
 def _means(x: Tensor, places: Places, rate: int) -> Tensor:
     b, n, w = x.shape
-    groups, valid = -(-n // rate), places.valid
+    groups = -(-n // rate)
+    valid = places.valid
     at = places.at // rate
     real = x.new_ones(b, n) if valid is None else valid.to(x.dtype)
-    count = x.new_zeros(b, groups).scatter_add(1, at.clamp_max(max(groups - 1, 0)), real)
-    index = at.clamp_max(max(groups - 1, 0))[..., None].expand(b, n, w)
+    group = at.clamp_max(max(groups - 1, 0))
+    count = x.new_zeros(b, groups).scatter_add(1, group, real)
+    index = group[..., None].expand(b, n, w)
     sums = x.new_zeros(b, groups, w).scatter_add(1, index, mask_padding(x, valid))
     return sums / count.clamp_min(1)[..., None]

@@ -1,4 +1,4 @@
-"""How a mechanism is told where tokens stand. The interface; the kinds of positions are in `regard/positions.py`."""
+"""The interface of positions to a mechanism; the kinds of positions are in `regard/positions`."""
 
 from __future__ import annotations
 

@@ -54,17 +54,22 @@ class Sinkhorn(CachedCore):
         top: int | None = None,
     ) -> None:
         super().__init__(dims)
-        self.block, self.iterations = need("block", block, 1, WIDEST), need("iterations", iterations, 1, 1024)
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        self.block = need("block", block, 1, WIDEST)
+        self.iterations = need("iterations", iterations, 1, 1024)
+        number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+        if not number or not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be a positive number, not {temperature!r}")
         if form not in ("full", "sortcut"):
             raise ValueError(f"form must be 'full' or 'sortcut', not {form!r}")
         if form == "full" and top is not None:
             raise ValueError("top is how many sorted blocks every query sees: it belongs to form='sortcut'")
-        self.temperature, self.form, self.top = float(temperature), form, need("top", 2 if top is None else top, 1, WIDEST)
+        self.temperature = float(temperature)
+        self.form = form
+        self.top = need("top", 2 if top is None else top, 1, WIDEST)
         if form == "sortcut":
             self.can, self.positional = Can.CROSS | Can.PADDING, False
-        self.sort = nn.Parameter(torch.randn(dims.heads, dims.d if form == "full" else self.top, dims.d))
+        rows = dims.d if form == "full" else self.top
+        self.sort = nn.Parameter(torch.randn(dims.heads, rows, dims.d))
 
     def forget(self, memory: KVCache, t: Tensor) -> KVCache:  # noqa: ARG002 - every finished block may be sorted to a later one
         return memory
@@ -75,9 +80,12 @@ class Sinkhorn(CachedCore):
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
-        cut, queries = _Cut.of(log, q, self.block), q.to(accumulator(q.dtype)) * q.shape[-1] ** -0.5
+        cut = _Cut.of(log, q, self.block)
+        queries = q.to(accumulator(q.dtype))
+        queries = queries * q.shape[-1] ** -0.5
         if self.form == "sortcut":
-            k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in cut.sorted_by(self.shares(cut, causal)))
+            mixed = cut.sorted_by(self.shares(cut, causal))
+            k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in mixed)
             each = math.prod(q.shape[:2]) * k.shape[3]
             out = in_strips(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
         else:
@@ -98,35 +106,45 @@ class Sinkhorn(CachedCore):
             ]  # not a sum less its last block: the future would round it
             rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)
             seen = seen & torch.ones_like(seen).tril(-1)
-        logits = self._noisy(rows @ self.sort.to(sums.dtype) @ cols.mT, seen)
+        scores = rows @ self.sort.to(sums.dtype) @ cols.mT
+        logits = self._noisy(scores, seen)
         return self._balance(balanced_in_time if causal else balanced, logits)
 
     def _noisy(self, logits: Tensor, seen: Tensor) -> Tensor:
         if self.training:
-            logits = logits - torch.empty_like(logits).exponential_().log()
+            noise = torch.empty_like(logits).exponential_().log()
+            logits = logits - noise
         return (logits / self.temperature).masked_fill(~seen, MASKED_SCORE)
 
     def _balance(self, way: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
-        size, shape = 2 * self.iterations * math.prod(tensors[0].shape[2:]), tensors[0].shape[:2]
-        found = in_strips(lambda *x: (way(self.iterations, *x),), tuple(x.flatten(0, 1) for x in tensors), 0, size)
+        size = 2 * self.iterations * math.prod(tensors[0].shape[2:])
+        shape = tensors[0].shape[:2]
+        flat = tuple(x.flatten(0, 1) for x in tensors)
+        found = in_strips(lambda *x: (way(self.iterations, *x),), flat, 0, size)
         return found[0].unflatten(0, shape)
 
     def _own_and_sorted(self, cut: _Cut, q: Tensor, places: Places, causal: bool) -> Tensor:
         grid, p = _Grid.of(places, self.block), self.block
         shares = self.shares(cut, causal)
-        shares = grid.rows(shares.masked_fill(torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device), 0))
+        own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
+        shares = grid.rows(shares.masked_fill(own, 0))
         k, v, bias = cut.sorted_by(shares)
-        own = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None].expand(q.shape[0], q.shape[1], -1, -1).to(bias.dtype)
-        bias = torch.cat([grid.rows(own), bias], -1).unsqueeze(-2)
+        own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
+        own_bias = own_bias.expand(q.shape[0], q.shape[1], -1, -1).to(bias.dtype)
+        bias = torch.cat([grid.rows(own_bias), bias], -1)
+        bias = bias.unsqueeze(-2)
         tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k, v, bias)
-        out = in_strips(partial(_two_blocks, causal), tensors, 2, math.prod(q.shape[:2]) * 2 * p * p)[0]
+        each = math.prod(q.shape[:2]) * 2 * p * p
+        out = in_strips(partial(_two_blocks, causal), tensors, 2, each)[0]
         return grid.back(out.flatten(2, 3), q.shape[2])
 
 
 def _block_count(n: int, p: int) -> int:
     """Blocks of p for n tokens. Under torch.compile two or more, the last never full: graphs differ for sizes of 0 and 1."""
-    return max(n // p + 1, 2) if torch.compiler.is_compiling() else -(-n // p)
+    if torch.compiler.is_compiling():
+        return max(n // p + 1, 2)
+    return -(-n // p)
 
 
 class _Cut(NamedTuple):
@@ -144,14 +162,17 @@ class _Cut(NamedTuple):
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
-        acc, more = accumulator(q.dtype), c * p - log.size
-        k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in expand_heads(k, v, q.shape[1]))
+        acc = accumulator(q.dtype)
+        more = c * p - log.size
+        k, v = expand_heads(k, v, q.shape[1])
+        k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in (k, v))
         return _Cut(k, v, pad(real, (0, more)).unflatten(1, (c, p)))
 
     def sorted_by(self, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks mixed by shares (b h u c): keys (b h u p d), values, and the log of their mass (b h u p), UNSEEN for none."""
         mass = shares @ self.there[:, None].to(shares.dtype)
-        some = mass > torch.finfo(mass.dtype).tiny / torch.finfo(mass.dtype).eps
+        limits = torch.finfo(mass.dtype)
+        some = mass > limits.tiny / limits.eps
         mass = torch.where(some, mass, 1)
         k, v = ((shares @ x.flatten(3)).unflatten(3, x.shape[3:]) / mass[..., None] for x in (self.k, self.v))
         return k, v, torch.where(some, mass.log(), MASKED_SCORE)
@@ -168,8 +189,10 @@ class _Grid(NamedTuple):
     def of(places: Places, p: int) -> _Grid:
         n = places.at.shape[1]
         if places.start == 0:
-            return _Grid(_block_count(n, p), None, None if places.valid is None else places.at)
-        u = -(-(n + (p - 1 if places.start is None else places.start % p)) // p)
+            slot = None if places.valid is None else places.at
+            return _Grid(_block_count(n, p), None, slot)
+        skipped = p - 1 if places.start is None else places.start % p
+        u = -(-(n + skipped) // p)
         first = places.at[:, :1] // p
         return _Grid(u, first, places.at - first * p)
 
@@ -177,14 +200,17 @@ class _Grid(NamedTuple):
         """Select the blocks of the queries (b h u ...) from x (b h c ...)."""
         if self.first is None:
             return x[:, :, : self.u]
-        block = (self.first + torch.arange(self.u, device=x.device)).clamp_max(x.shape[2] - 1)
-        index = block.view(len(block), 1, self.u, *[1] * (x.dim() - 3))
+        block = self.first + torch.arange(self.u, device=x.device)
+        block = block.clamp_max(x.shape[2] - 1)
+        ones = [1] * (x.dim() - 3)
+        index = block.view(len(block), 1, self.u, *ones)
         return x.gather(2, index.expand(*x.shape[:2], self.u, *x.shape[3:]))
 
     def laid(self, q: Tensor, places: Places, p: int) -> Tensor:
         """Queries (b h n d) in their blocks (b h u p d)."""
         if self.slot is None:
-            return pad(q, (0, 0, 0, self.u * p - q.shape[2])).unflatten(2, (self.u, p))
+            q = pad(q, (0, 0, 0, self.u * p - q.shape[2]))
+            return q.unflatten(2, (self.u, p))
         if places.valid is not None:  # padding lies where the next real token does
             q = q.masked_fill(~places.valid[:, None, :, None], 0)
         empty = q.new_zeros(*q.shape[:2], self.u * p, q.shape[3])
@@ -203,11 +229,15 @@ def balanced(iterations: int, logits: Tensor, mass: Tensor | None = None) -> Ten
     Rows come last and sum exactly. A row or a column whose logits are all UNSEEN is not there.
     """
     seen = logits > MASKED_SCORE / 2
-    row, col = seen.any(-1), seen.any(-2)
-    down, along = torch.zeros_like(logits[..., 0]), torch.zeros_like(logits[..., 0, :])
+    row = seen.any(-1)
+    col = seen.any(-2)
+    down = torch.zeros_like(logits[..., 0])
+    along = torch.zeros_like(logits[..., 0, :])
     for _ in range(iterations):
-        along = torch.where(col, (logits - down[..., None]).logsumexp(-2), 0)
-        down = torch.where(row, (logits - along[..., None, :]).logsumexp(-1) - (0 if mass is None else mass), 0)
+        columns = (logits - down[..., None]).logsumexp(-2)
+        along = torch.where(col, columns, 0)
+        sums = (logits - along[..., None, :]).logsumexp(-1)
+        down = torch.where(row, sums - (0 if mass is None else mass), 0)
     return (logits - down[..., None] - along[..., None, :]).exp()
 
 
@@ -226,16 +256,20 @@ def _with_the_rest(logits: Tensor, some: Tensor) -> tuple[Tensor, Tensor, Tensor
     top, count = logits.shape[2], some.sum(1, keepdim=True)
     place = torch.arange(top + 1, device=some.device)
     rest = place == top
-    seen = torch.where(rest, count > top, place < count)[:, None, :, None] & some[:, None, None]
-    mass = torch.where(rest, (count - top).clamp_min(1), 1).to(logits.dtype).log()
+    real = torch.where(rest, count > top, place < count)
+    seen = real[:, None, :, None] & some[:, None, None]
+    mass = torch.where(rest, (count - top).clamp_min(1), 1)
+    mass = mass.to(logits.dtype).log()
     return pad(logits, (0, 0, 0, 1)), seen, mass[:, None].expand(*logits.shape[:2], -1)
 
 
 def _block_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, future: Tensor | None = None) -> Tensor:
     """q (b h u x d), k (b h u y d), v (b h u y e), bias (b h u 1 y) -> (b h u x e); a query that sees nothing gets 0."""
     s = q @ k.mT + bias
-    s = s if future is None else s.masked_fill(future, MASKED_SCORE)
-    return (s.softmax(-1) @ v).masked_fill(bias.amax(-1, keepdim=True) < MASKED_SCORE / 2, 0)
+    if future is not None:
+        s = s.masked_fill(future, MASKED_SCORE)
+    nothing = bias.amax(-1, keepdim=True) < MASKED_SCORE / 2
+    return (s.softmax(-1) @ v).masked_fill(nothing, 0)
 
 
 def _all_at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:

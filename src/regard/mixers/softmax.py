@@ -25,7 +25,8 @@ DOTS = SOFTMAX_CLAIMS | Can.ROTARY | Can.RELATIVE  # claims of scores q.k under 
 def default_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return d**-0.5
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not scale > 0:
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not number or not scale > 0:
         raise ValueError(f"scale must be a positive number, not {scale!r}")
     return float(scale)
 
@@ -63,7 +64,9 @@ class Softmax(CachedCore):
         k, v, _ = compact_keys(log.keys, log.values, log.places)
         q, back = compact_queries(q, places)  # with real tokens in front, none of them has padding in its past
         out = sdpa(q, k, v, scale=self.scale, causal=True, dropout=drop)
-        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
+        if back is None:
+            return out
+        return out.gather(2, back[:, None, :, None].expand_as(out))
 
 
 class _Strips(CachedCore):
@@ -101,16 +104,23 @@ class _Strips(CachedCore):
             distance = i[:, None, :, None] - j[:, None, None]
             seen = valid[:, None, None]
             seen = seen & (distance >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
-            s, own = self.scores(q, k), term and term._replace(by_query=by_query)
-            a = dropout(self.normalise(own.add(s, distance) if own else s, seen), rate)
+            s = self.scores(q, k)
+            own = term and term._replace(by_query=by_query)
+            if own:
+                s = own.add(s, distance)
+            a = dropout(self.normalise(s, seen), rate)
             out = a @ v
-            return (torch.cat([out, own.masses(a, distance)], -1) if own and own.mass else out,)
+            if own and own.mass:
+                out = torch.cat([out, own.masses(a, distance)], -1)
+            return (out,)
 
         tensors = (q, k, v, places.at, term and term.by_query)
         each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
         room = budget(q.device).softmax_strip
         out = in_strips(strip, tensors, 2, each, dims=(2, None, None, 1, 2), room=room)[0].to(log.v.dtype)
-        return out if positions is None else positions.finish(out, v.shape[-1])
+        if positions is None:
+            return out
+        return positions.finish(out, v.shape[-1])
 
 
 class Additive(_Strips):
@@ -124,7 +134,8 @@ class Additive(_Strips):
         super().__init__(dims)
         self.hidden = dims.d if hidden is None else need("hidden", hidden, 1, WIDEST)
         self.wq, self.wk = (nn.Parameter(torch.randn(dims.heads, dims.d, self.hidden) * dims.d**-0.5) for _ in range(2))
-        self.w = nn.Parameter(torch.randn(dims.heads, self.hidden) * self.hidden**-0.5)
+        drawn = torch.randn(dims.heads, self.hidden)
+        self.w = nn.Parameter(drawn * self.hidden**-0.5)
 
     def depth(self) -> int:
         return self.hidden

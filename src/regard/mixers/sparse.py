@@ -53,16 +53,18 @@ class Sparse(CachedCore):
         self.place(pattern)
 
     def place(self, pattern: Pattern | str) -> None:
-        """From now on look at the pairs of this pattern."""
+        """Attend to the pairs of this pattern from now on."""
         pattern = Pattern.of(pattern)
         lost = Can.STREAM if pattern.depends_on_length else Can.NOTHING  # a longer sequence would have had another past
         if (part := pattern.lookahead) is not None:
             lost = lost | Can.CAUSAL
         self.can = type(self).can & ~lost
         instead = f"{part} sees later tokens: write Truncated(back, 0) or & Causal(), or build it with causal=False"
-        need_claims(self.name, self.can, Can.CAUSAL if part is not None and self.dims.causal else Can.NOTHING, instead)
+        claims = Can.CAUSAL if part is not None and self.dims.causal else Can.NOTHING
+        need_claims(self.name, self.can, claims, instead)
         self.pattern, self.reach = pattern, HeadPatterns.of(pattern, self.dims.heads)
-        self.joint, self.positional = self.reach.bends, any(own != Everything() for own in self.reach.each)
+        self.joint = self.reach.bends
+        self.positional = any(own != Everything() for own in self.reach.each)
 
     def extra_repr(self) -> str:
         return str(self.pattern)
@@ -87,11 +89,12 @@ class Sinks(Sparse):
     can = SELF
 
     def __init__(self, dims: Dims, *, window: int = 256, first: int = 4, scale: float | None = None) -> None:
-        super().__init__(dims, pattern=Local(need("window", window)) | Columns(need("first", first)), scale=scale)
+        pattern = Local(need("window", window)) | Columns(need("first", first))
+        super().__init__(dims, pattern=pattern, scale=scale)
 
 
 class SparseTransformer(Sparse):
-    """Half of the heads look nearby, the other half far away in steps, so that two layers connect everything.
+    """Half of the heads see what is near, the other half what is far in steps, so that two layers connect everything.
 
     strided: Local(stride) and Stride(stride); fixed: Blocks(stride) and the last `summary` tokens of every block.
     Cost: n^2 / stride + n stride, so n^1.5 with stride = sqrt(n). Child et al. 2019, arXiv:1904.10509.
@@ -146,14 +149,18 @@ class BigBird(Sparse):
                 f"special must be 'first' or 'ends', not {shown(special)}: for tokens of their own, put them in front"
             )
         if special == "ends" and dims.causal:
-            need_claims("bigbird", SELF & ~(Can.CAUSAL | Can.STREAM), Can.CAUSAL, "use special='first' with causal=True")
-        if need("globals", globals, 2 if special == "ends" else 0) % 2 and special == "ends":
+            whole_sequence = SELF & ~(Can.CAUSAL | Can.STREAM)
+            need_claims("bigbird", whole_sequence, Can.CAUSAL, "use special='first' with causal=True")
+        least = 2 if special == "ends" else 0
+        if need("globals", globals, least) % 2 and special == "ends":
             raise ValueError(f"special='ends' has as many global blocks first as last: {globals} is an odd number")
         pattern: Pattern = Blocks(block, window // 2)
         if need("random", random, 0, MAX_DRAWN):
             pattern = pattern | Random(random, block, seed, per_head=True, past=dims.causal)
         last = globals // 2 if special == "ends" else 0
-        super().__init__(dims, pattern=pattern | Global((globals - last) * block, last=last * block) if globals else pattern)
+        if globals:
+            pattern = pattern | Global((globals - last) * block, last=last * block)
+        super().__init__(dims, pattern=pattern)
         self.can = self.can & ~Can.CAUSAL if last else self.can
 
 
@@ -196,11 +203,14 @@ class Longformer(Core):
             raise ValueError("dilated_heads needs a dilation of at least 2: with 1 there is nothing dilated about them")
         if dilation > 1 and not dilated_heads:
             raise ValueError("a dilation needs dilated_heads: say how many heads are to use it")
-        near: Pattern = PerHead([Local(window)] * (dims.heads - dilated_heads) + [Dilated(window, dilation)] * dilated_heads)
-        near = near if dilated_heads else Local(window)
+        plain_heads = dims.heads - dilated_heads
+        near: Pattern = PerHead([Local(window)] * plain_heads + [Dilated(window, dilation)] * dilated_heads)
+        if not dilated_heads:
+            near = Local(window)
         self.streams = 1 if shared else 2
         self.rows = Rows(first, at) if first or at else None  # type: ignore[arg-type]
-        self.local = Sparse(dims, pattern=near | Columns(self.rows.first, self.rows.at) if self.rows else near)
+        seen = near | Columns(self.rows.first, self.rows.at) if self.rows else near
+        self.local = Sparse(dims, pattern=seen)
         self.special = Sparse(dims, pattern=self.rows) if self.rows else None
         if self.special is None and not shared:
             raise ValueError("without special tokens there is nothing to project apart: first=1, or shared=True")
@@ -221,7 +231,8 @@ class Longformer(Core):
         return (x, x) if self.streams == 1 else tuple(x.chunk(2, -1))  # type: ignore[return-value]
 
     def empty(self, k: Tensor, v: Tensor) -> Both:
-        return Both(*(KVCache.empty(a, b) for a, b in zip(self._apart(k), self._apart(v), strict=True)))
+        parts = zip(self._apart(k), self._apart(v), strict=True)
+        return Both(*(KVCache.empty(a, b) for a, b in parts))
 
     def push(self, memory: Both, k: Tensor, v: Tensor, places: Places) -> Both:
         (k, gk), (v, gv) = self._apart(k), self._apart(v)
@@ -251,7 +262,9 @@ class Longformer(Core):
 def _one_side(window: int | None, attention_window: int | None) -> int:
     """The keys of a window on one side, the query itself among them; 256 if nothing else is given."""
     if attention_window is None:
-        return 256 if window is None else need("window", window)
+        if window is None:
+            return 256
+        return need("window", window)
     if window is not None:
         raise ValueError("window counts the tokens on one side, attention_window those on both: give one of them")
     if need("attention_window", attention_window, 2) % 2:

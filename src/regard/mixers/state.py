@@ -36,7 +36,9 @@ class _RowSelection:
             return value
         if isinstance(value, tuple):
             parts = [self(part) for part in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            if hasattr(value, "_fields"):
+                return type(value)(*parts)
+            return tuple(parts)
         return value
 
     def _shared(self, value: Tensor | Places) -> Tensor | Places:
@@ -57,7 +59,9 @@ def nbytes(value: Any) -> int:
     """Count the bytes of a state, spare room included."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    return sum(map(nbytes, value)) if isinstance(value, tuple) else 0
+    if isinstance(value, tuple):
+        return sum(map(nbytes, value))
+    return 0
 
 
 class StateOwner(NamedTuple):
@@ -84,7 +88,8 @@ class State(NamedTuple):
         """Repeat every row k times, side by side: the beams that begin with it."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a positive integer, the number of beams, not {k!r}")
-        return self.select(torch.arange(len(self.t), device=self.t.device).repeat_interleave(k))
+        rows = torch.arange(len(self.t), device=self.t.device)
+        return self.select(rows.repeat_interleave(k))
 
     @property
     def nbytes(self) -> int:
@@ -112,5 +117,6 @@ def check_states(state: Any, x: Tensor, parts: int, what: str) -> None:
     """Raise where a value is no state of a `what` of so many parts."""
     check_state(state, x)
     memory = state.memory
-    if type(memory) is not tuple or len(memory) != parts or not all(part is None or isinstance(part, State) for part in memory):
+    right_number = type(memory) is tuple and len(memory) == parts
+    if not right_number or not all(part is None or isinstance(part, State) for part in memory):
         raise ValueError(f"the state belongs to another kind of module than this {what}: use the one that its start gave")

@@ -29,7 +29,7 @@ class Synthesizer(Softmax):
     dense_factorised: S_ij = x_i[j // Y] y_i[j % Y], X and Y logits with X Y >= max_len, both from the hidden layer of dense
     random_factorised: S = R1 R2^T of that rank; it can be frozen as well
     and with mix it is w q k^T / sqrt(d) + (1 - w) S, where w is a number or mix="learned", one for each head; w = 1: softmax.
-    Cost: n^2, memory n. A layer projects no keys that are not looked at, nor queries. Tay et al. 2020, arXiv:2005.00743.
+    Cost: n^2, memory n. A layer projects no keys that are not used, nor queries. Tay et al. 2020, arXiv:2005.00743.
     """
 
     can = Can.CAUSAL | Can.PADDING | Can.STREAM | Can.DROPOUT
@@ -56,7 +56,8 @@ class Synthesizer(Softmax):
         super().__init__(dims, scale=1.0)
         _check_options(form, mix, rank, frozen, seed)
         self.form, self.longest = form, needed_length(self.name, dims)
-        self.mix, self.positional = None if mix == 0 else mix, form.startswith("random")
+        self.mix = None if mix == 0 else mix
+        self.positional = form.startswith("random")
         if self.mix is None:
             self.ignores = ("k",) if form.startswith("dense") else ("q", "k")
         if mix == "learned":
@@ -90,9 +91,12 @@ class Synthesizer(Softmax):
     def _weights(self) -> tuple[float | Tensor, float | Tensor]:
         """Of the dot product and of S, numbers or (h 1 1)."""
         if isinstance(self.mix, str):
-            dot, own = self.balance.to(accumulator(self.balance.dtype)).softmax(-1)[..., None, None].unbind(1)
+            balance = self.balance.to(accumulator(self.balance.dtype))
+            dot, own = balance.softmax(-1)[..., None, None].unbind(1)
             return dot, own
-        return (0.0, 1.0) if self.mix is None else (self.mix, 1.0 - self.mix)
+        if self.mix is None:
+            return 0.0, 1.0
+        return self.mix, 1.0 - self.mix
 
     def empty(self, k: Tensor, v: Tensor) -> KVCache:
         return super().empty(self._kept(k), v)
@@ -120,7 +124,9 @@ class Synthesizer(Softmax):
     def _check_length(self, log: KVCache) -> None:
         if log.size <= self.longest:
             return
-        real = log.size if log.plain else int(log.valid[:, : log.size].sum(1).max())
+        real = log.size
+        if not log.plain:
+            real = int(log.valid[:, : log.size].sum(1).max())
         if real > self.longest:
             raise ValueError(f"{real} tokens, but synthesizer was built for max_len={self.longest}: build it longer")
 
@@ -131,19 +137,25 @@ class Synthesizer(Softmax):
             made = pad(self._hidden(q.to(acc)), (0, 1), value=1.0)
             columns = torch.cat([self.outer[:, :m], self.outer_bias[:, :m]], -1)
         else:
-            made, columns = _at(self.rows, places).to(acc), self.columns
+            made = _at(self.rows, places).to(acc)
+            columns = self.columns
         (dot, own), keys = self._weights(), _at(columns, log.places).to(acc)
         made, (k, values) = made * own, expand_heads(log.keys, log.values, q.shape[1])
         if self.mix is not None:
-            made, keys = torch.cat([q.to(acc) * (q.shape[-1] ** -0.5 * dot), made], -1), torch.cat([k.to(acc), keys], -1)
+            scaled = q.to(acc) * (q.shape[-1] ** -0.5 * dot)
+            made = torch.cat([scaled, made], -1)
+            keys = torch.cat([k.to(acc), keys], -1)
         return log._replace(k=keys.to(dtype), v=values), made.to(dtype)
 
     def _hidden(self, q: Tensor) -> Tensor:
-        return relu(q @ self.inner.to(q.dtype) + self.inner_bias.to(q.dtype))
+        hidden = q @ self.inner.to(q.dtype)
+        return relu(hidden + self.inner_bias.to(q.dtype))
 
     def _strips(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """Logits that are no products: some queries at a time, and once more in the backward pass."""
-        acc, m, back = accumulator(q.dtype), min(log.size, self.longest), None
+        acc = accumulator(q.dtype)
+        m = min(log.size, self.longest)
+        back = None
         k, v, real = compact_keys(log.keys, log.values, log.places)  # a token's position is its index now
         k, v = expand_heads(k.to(acc), v.to(acc), q.shape[1])
         if places.start is not None:
@@ -156,24 +168,35 @@ class Synthesizer(Softmax):
             """Of queries at positions i, the last of which sees none but the first `last` keys."""
             last = m if first is None else min(m, first + end)
             s = self._scores(last, *made) * own
-            s = s if self.mix is None else s + (q * (q.shape[-1] ** -0.5 * dot)) @ k[:, :, :last].mT
+            if self.mix is not None:
+                scaled = q * (q.shape[-1] ** -0.5 * dot)
+                s = s + scaled @ k[:, :, :last].mT
             seen = i >= torch.arange(last, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, last)
-            seen = seen if real is None else seen & real[:, None, None, :last]
+            if real is not None:
+                seen = seen & real[:, None, None, :last]
             weights = s.masked_fill(~seen, MASKED_SCORE).softmax(-1)
-            weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate) if rate else weights
-            return ((weights @ v[:, :, :last]).masked_fill(~seen.any(-1, keepdim=True), 0),)
+            if rate:
+                weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate)
+            out = weights @ v[:, :, :last]
+            nothing = ~seen.any(-1, keepdim=True)
+            return (out.masked_fill(nothing, 0),)
 
         queries = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
-        dims, each = (None, None, *[2] * len(queries)), q.shape[0] * q.shape[1] * m
+        dims = (None, None, *[2] * len(queries))
+        each = q.shape[0] * q.shape[1] * m
         room = budget(q.device).softmax_strip
         out = in_strips(strip, (k, v, *queries), 2, each, dims=dims, room=room, ends=True)[0]
-        return out if back is None else out.gather(2, back[:, None, :, None].expand_as(out))
+        if back is None:
+            return out
+        return out.gather(2, back[:, None, :, None].expand_as(out))
 
     def _made(self, q: Tensor, places: Places) -> tuple[Tensor, ...]:
         """What the scores of each query are made of (b h n ...)."""
         if self.form == "random":
             return (_at(self.table, places),)
-        x, y = (self._hidden(q) @ self.factors.to(q.dtype) + self.factors_bias.to(q.dtype)).split(self._factors(), -1)
+        made = self._hidden(q) @ self.factors.to(q.dtype)
+        made = made + self.factors_bias.to(q.dtype)
+        x, y = made.split(self._factors(), -1)
         return x, y
 
     def _scores(self, m: int, x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -182,7 +205,8 @@ class Synthesizer(Softmax):
             return x[..., :m].to(accumulator(x.dtype))
         size = y.shape[-1]
         rows = m // size + 1 if torch.compiler.is_compiling() else -(-m // size)  # a graph that cuts nothing off is another one
-        return (x[..., :rows, None] * y.unsqueeze(-2)).flatten(-2)[..., :m]
+        products = x[..., :rows, None] * y.unsqueeze(-2)
+        return products.flatten(-2)[..., :m]
 
 
 def _check_options(form: str, mix: float | str | None, rank: int | None, frozen: bool, seed: int | None) -> None:
@@ -206,7 +230,9 @@ def _random_weights(shape: tuple[int, ...], std: float, random: torch.Generator 
     if random is None:
         return table.normal_(0, std)
     # a table without content may be larger than any memory
-    return table if table.is_meta else table.copy_(torch.randn(shape, generator=random, device="cpu") * std)
+    if table.is_meta:
+        return table
+    return table.copy_(torch.randn(shape, generator=random, device="cpu") * std)
 
 
 def _at(table: Tensor, places: Places) -> Tensor:

@@ -18,7 +18,7 @@ from regard.mixers.state import State
 class UnpaddedMixer(Free):
     """A mixer that sees the real tokens of a row side by side, so that padding anywhere is as if absent.
 
-    `mix` gets whole sequences, `scan` tokens that stand behind a memory, in causal order. Places are those of the packed tokens:
+    `mix` gets whole sequences, `scan` tokens that follow a memory, in causal order. Places are those of the packed tokens:
     behind the real ones of a row x is zero, and what comes out there is dropped. Neither ever gets an empty tensor.
     """
 
@@ -55,11 +55,13 @@ class UnpaddedMixer(Free):
         if batch is None or context is not None or valid is not None:
             raise ValueError(f"a causal {self.name} starts from nothing: start(batch), with the number of sequences")
         check_batch(batch)
-        return self.start_at(torch.zeros(batch, dtype=torch.long, device=next(self.parameters()).device))
+        t = torch.zeros(batch, dtype=torch.long, device=next(self.parameters()).device)
+        return self.start_at(t)
 
     def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:  # noqa: ARG002
         self._check_streams()
-        return State(self.empty(len(t)), t, 0, self.maker())
+        memory = self.empty(len(t))
+        return State(memory, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         self._check_streams()
@@ -87,16 +89,23 @@ class UnpaddedMixer(Free):
         if places.valid is None:
             return self._mixed(memory, x, places)
         order, front = places.unpad_order, places.front(room)
-        tokens = x if order is None else x.gather(1, order.there[..., None].expand_as(x))
+        tokens = x
+        if order is not None:
+            tokens = x.gather(1, order.there[..., None].expand_as(x))
         y, memory = self._mixed(memory, mask_padding(tokens[:, :room], front.valid), front)
         y = pad(y, (0, 0, 0, x.shape[1] - room))
-        y = y if order is None else y.gather(1, order.back[..., None].expand_as(y))
+        if order is not None:
+            y = y.gather(1, order.back[..., None].expand_as(y))
         return mask_padding(y, places.valid), memory
 
     def _mixed(self, memory: Any, x: Tensor, places: Places) -> tuple[Tensor, Any]:
-        return self.scan(memory, x, places) if self.dims.causal else (self.mix(x, places), None)
+        if self.dims.causal:
+            return self.scan(memory, x, places)
+        return self.mix(x, places), None
 
     def _room(self, places: Places) -> int:
         """Return how many tokens of a row can be real: there are weights for max_len of them."""
         n, limit = places.at.shape[1], self.dims.max_len
-        return n if limit is None or places.start is None else min(n, limit - places.start)
+        if limit is None or places.start is None:
+            return n
+        return min(n, limit - places.start)

@@ -54,10 +54,13 @@ def positions(spec: str | Positions, dims: Dims) -> Positions:
 
 def entering(spec: str | Positions | None, dims: Dims, depth: int) -> Floater | None:
     """Make the positions that enter each of so many blocks, if they are of that kind."""
-    given = (
-        parse_choice(spec, POSITIONS).keywords.get("every_block")
-        if isinstance(spec, str)
-        else getattr(spec, "every_block", False)
-    )
-    made = positions(spec, dims) if given and spec is not None else None
-    return made.begin(depth) if isinstance(made, Floater) else None
+    given = getattr(spec, "every_block", False)
+    if isinstance(spec, str):
+        choice = parse_choice(spec, POSITIONS)
+        given = choice.keywords.get("every_block")
+    made = None
+    if given and spec is not None:
+        made = positions(spec, dims)
+    if isinstance(made, Floater):
+        return made.begin(depth)
+    return None

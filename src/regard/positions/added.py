@@ -39,7 +39,10 @@ class AddedPositions(Positions):
     def add(self, x: Tensor, places: Places) -> Tensor:
         if x.shape[-1] != self.dims.width:
             raise ValueError(f"{self.name} was built for tokens of width {self.dims.width}, not {x.shape[-1]}")
-        return x if x.numel() == 0 else x + self.rows(places).to(x.dtype)
+        if x.numel() == 0:
+            return x
+        rows = self.rows(places)
+        return x + rows.to(x.dtype)
 
     def rows(self, places: Places) -> Tensor:
         """Return the vectors of these positions, (b n w), or (n w) where all rows have the same."""
@@ -48,15 +51,22 @@ class AddedPositions(Positions):
             table = self._known(places.start + n, places.at.device)
             return table[places.start :] if places.valid is None else table[places.at]
         count = position_bound() or int(places.at.max()) + 1
-        return self._known(count, places.at.device)[places.at]
+        table = self._known(count, places.at.device)
+        return table[places.at]
 
     def _known(self, n: int, device: torch.device) -> Tensor:
-        """The table, remembered between decoding steps: they ask for one more row each."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+        """The table, remembered between decoding steps, which need one more row each."""
+        learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if learning:
             return self.table(n, device)
-        now = [device, *((None if p.is_inference() else p._version, p.data_ptr(), p.dtype) for p in self.parameters())]
+        versions = [None if p.is_inference() else p._version for p in self.parameters()]
+        weights = [(p.data_ptr(), p.dtype) for p in self.parameters()]
+        now = [device, *versions, *weights]
         if self._kept is None or self._kept[0] != now or len(self._kept[1]) < n:
-            self._kept = now, outlives_tracing(self.table)(max(n, min(2 * n, self.dims.max_len or 2 * n)), device)
+            most = self.dims.max_len or 2 * n
+            length = max(n, min(2 * n, most))
+            table = outlives_tracing(self.table)
+            self._kept = now, table(length, device)
         return self._kept[1][:n]
 
 
@@ -72,8 +82,11 @@ class Sinusoidal(AddedPositions):
 
     def table(self, n: int, device: torch.device) -> Tensor:
         w = self.dims.width
-        angle = torch.arange(n, dtype=torch.float64, device=device)[:, None] * inverse_frequencies(w, self.base, device)
-        return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :w]
+        at = torch.arange(n, dtype=torch.float64, device=device)
+        frequencies = inverse_frequencies(w, self.base, device)
+        angle = at[:, None] * frequencies
+        waves = torch.stack([angle.sin(), angle.cos()], -1)
+        return waves.flatten(1)[:, :w]
 
 
 class Learned(AddedPositions):
@@ -81,7 +94,9 @@ class Learned(AddedPositions):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
-        self.vectors = nn.Parameter(torch.randn(needed_length("learned", dims), dims.width) * 0.02)
+        longest = needed_length("learned", dims)
+        drawn = torch.randn(longest, dims.width)
+        self.vectors = nn.Parameter(drawn * 0.02)
 
     def table(self, n: int, device: torch.device) -> Tensor:  # noqa: ARG002
         if n > len(self.vectors):
@@ -100,8 +115,10 @@ class Recurrent(AddedPositions):
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
-        self.first = nn.Parameter(torch.randn(dims.width) * 0.5)
-        self.input = nn.Parameter(torch.randn(dims.width) * 0.5)
+        first = torch.randn(dims.width) * 0.5
+        self.first = nn.Parameter(first)
+        constant = torch.randn(dims.width) * 0.5
+        self.input = nn.Parameter(constant)
         self.cell = nn.GRU(dims.width, dims.width, batch_first=True)
 
     @property
@@ -109,7 +126,8 @@ class Recurrent(AddedPositions):
         return "rnn"
 
     def table(self, n: int, device: torch.device) -> Tensor:  # noqa: ARG002
-        states = self.cell(self.input.expand(1, n, -1), self.first[None, None])[0][0]
+        inputs = self.input.expand(1, n, -1)
+        states = self.cell(inputs, self.first[None, None])[0][0]
         return torch.cat([self.first[None], states])[:n]
 
 
@@ -128,29 +146,40 @@ class Floater(AddedPositions):
         super().__init__(dims)
         _solver()
         hidden = dims.width if hidden is None else need("hidden", hidden, 1, WIDEST)
-        if isinstance(step, bool) or not isinstance(step, int | float) or not 0 < step < math.inf:
+        number = isinstance(step, int | float) and not isinstance(step, bool)
+        if not number or not 0 < step < math.inf:
             raise ValueError(f"step must be a positive number, not {step!r}")
-        self.step, self.every = float(step), need("every", every, 1, 1024)
+        self.step = float(step)
+        self.every = need("every", every, 1, 1024)
         if not isinstance(every_block, bool):
             raise ValueError(f"every_block must be True or False, not {every_block!r}")
         self.every_block = every_block
-        self.first = nn.Parameter(torch.randn(dims.width) * 0.5)  # (w), or (blocks w)
-        self.flow = nn.Sequential(nn.Linear(dims.width + 1, hidden), nn.Tanh(), nn.Linear(hidden, dims.width))
+        first = torch.randn(dims.width) * 0.5
+        self.first = nn.Parameter(first)  # (w), or (blocks w)
+        inward = nn.Linear(dims.width + 1, hidden)
+        outward = nn.Linear(hidden, dims.width)
+        self.flow = nn.Sequential(inward, nn.Tanh(), outward)
 
     def table(self, n: int, device: torch.device) -> Tensor:
-        if self.first.is_meta:  # a solver looks at its times
+        if self.first.is_meta:  # a solver reads its times
             return self.first.expand(n, *self.first.shape)
-        steps = -(-max(n - 1, 1) // self.every)  # whole steps only, or a longer path would begin otherwise
-        times = torch.arange(steps * self.every + 1, device=device, dtype=self.first.dtype) * self.step
+        distance = max(n - 1, 1)
+        steps = -(-distance // self.every)  # whole steps only, or a longer path would begin otherwise
+        count = steps * self.every + 1
+        times = torch.arange(count, device=device, dtype=self.first.dtype) * self.step
         options = {"step_size": self.every * self.step, "interp": "cubic"}
-        return _solver()(self._slope, self.first, times, method="rk4", options=options)[:n]
+        solve = _solver()
+        path = solve(self._slope, self.first, times, method="rk4", options=options)
+        return path[:n]
 
     def _slope(self, t: Tensor, p: Tensor) -> Tensor:
-        return self.flow(torch.cat([p, t.to(p.dtype).expand(*p.shape[:-1], 1)], -1))
+        time = t.to(p.dtype).expand(*p.shape[:-1], 1)
+        return self.flow(torch.cat([p, time], -1))
 
     def begin(self, depth: int) -> Self:
         """Start a path for each of so many blocks."""
-        self.first = nn.Parameter(torch.randn(depth, self.dims.width) * 0.5)
+        first = torch.randn(depth, self.dims.width) * 0.5
+        self.first = nn.Parameter(first)
         return self
 
     def add(self, x: Tensor, places: Places) -> Tensor:

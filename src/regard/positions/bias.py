@@ -23,12 +23,16 @@ class Alibi(Positions):
 
     def term(self, q: Tensor, scale: float) -> ScoreBias:  # noqa: ARG002 - the same for all queries
         heads = q.shape[1]
-        power = 1 << (heads.bit_length() - 1)
-        first = torch.arange(1, power + 1, dtype=torch.float64, device=q.device) * (-8 / power)
+        bits = heads.bit_length()
+        power = 1 << (bits - 1)
+        number = torch.arange(1, power + 1, dtype=torch.float64, device=q.device)
+        first = number * (-8 / power)
         if heads == power:
             return ScoreBias(slopes=torch.exp2(first))
-        rest = torch.arange(1, 2 * (heads - power), 2, dtype=torch.float64, device=q.device) * (-4 / power)
-        return ScoreBias(slopes=torch.exp2(torch.cat([first, rest])))
+        odd = torch.arange(1, 2 * (heads - power), 2, dtype=torch.float64, device=q.device)
+        rest = odd * (-4 / power)
+        exponents = torch.cat([first, rest])
+        return ScoreBias(slopes=torch.exp2(exponents))
 
 
 class RelativePositions(Positions):
@@ -45,15 +49,21 @@ class RelativePositions(Positions):
         super().__init__(dims)
         classes = 2 * need("clip", clip, 0, WIDEST) + 1
         self.clip = clip
-        self.keys = nn.Parameter(torch.randn(classes, dims.d) * dims.d**-0.5)
-        self.values = nn.Parameter(torch.randn(classes, dims.e) * dims.e**-0.5) if values else None
+        keys = torch.randn(classes, dims.d) * dims.d**-0.5
+        self.keys = nn.Parameter(keys)
+        std = dims.e**-0.5
+        self.values = nn.Parameter(torch.randn(classes, dims.e) * std) if values else None
 
     def term(self, q: Tensor, scale: float) -> ScoreBias:
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        return ScoreBias(clip=self.clip, by_query=(q * scale) @ self.keys.to(q.dtype).mT, mass=self.values is not None)
+        keys = self.keys.to(q.dtype)
+        by_query = (q * scale) @ keys.mT
+        return ScoreBias(clip=self.clip, by_query=by_query, mass=self.values is not None)
 
     def finish(self, out: Tensor, e: int) -> Tensor:
         if self.values is None:
             return out
         wide = torch.promote_types(out.dtype, torch.float32)
-        return (out[..., :e].to(wide) + out[..., e:].to(wide) @ self.values.to(wide)).to(out.dtype)
+        added = out[..., e:].to(wide) @ self.values.to(wide)
+        total = out[..., :e].to(wide) + added
+        return total.to(out.dtype)

@@ -11,7 +11,7 @@ from regard.positions.frequencies import check_base, inverse_frequencies
 
 
 class Rotary(Positions):
-    """Queries and keys are turned by angles that grow with their positions, so that q.k feels only how far apart they stand.
+    """Queries and keys are turned by angles that grow with their positions, so that q.k depends only on their distance.
 
     In every plane f of two coordinates by the angle p / base^(2f / d). Su et al. 2021, arXiv:2104.09864.
     """
@@ -27,7 +27,11 @@ class Rotary(Positions):
     def turn(self, x: Tensor, places: Places) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         # angles in double precision: far positions keep their digits
-        angle = places.at[:, None, :, None].double() * inverse_frequencies(x.shape[-1], self.base, x.device)
-        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        at = places.at[:, None, :, None].double()
+        frequencies = inverse_frequencies(x.shape[-1], self.base, x.device)
+        angle = at * frequencies
+        cos = angle.cos().to(wide)
+        sin = angle.sin().to(wide)
         a, b = x.to(wide).chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return turned.to(x.dtype)
