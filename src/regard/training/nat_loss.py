@@ -54,7 +54,7 @@ def nat_loss(model: NatTranslator, batch: Batch, *, smoothing: float = 0.0, glan
         raise ValueError(f"rdrop must not be below 0, but it is {rdrop!r}")
     if rdrop:
         batch = twice(batch)
-    read = model.hear(batch.source, batch.source_valid)
+    read = model.encode(batch.source, batch.source_valid)
     loss_of = _by_paths if isinstance(model.slots, CtcSlots) else _by_slots
     return loss_of(model, read, batch, smoothing, glance, rdrop)
 
@@ -81,11 +81,11 @@ def _by_slots(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
     assert batch.target is not None
     target, length = left_aligned(batch.target, batch.target_valid), length_targets(batch.target, batch.target_valid)
     if isinstance(model.slots, FixedSlots):
-        seats = model.seats(read)
+        seats = model.slot_inputs(read)
         target = _fitted(target, length, seats.x.shape[1])
     else:
         valid = None if batch.target_valid is None else torch.arange(target.shape[1], device=target.device) < length[:, None]
-        seats = model.seats(read, target.shape[1], valid)
+        seats = model.slot_inputs(read, target.shape[1], valid)
     real = torch.arange(target.shape[1], device=target.device) < length[:, None]
     shown, one = None, _once(len(target), rdrop)
     if isinstance(model.slots, MaskedSlots):  # from one hidden slot to all of them, every number as likely as another
@@ -130,7 +130,7 @@ def _by_paths(model: NatTranslator, read: EncodedSource, batch: Batch, smoothing
     assert batch.target is not None
     target = left_aligned(batch.target, batch.target_valid)[:, : max(batch.target.shape[1] - 1, 1)]
     length = (length_targets(batch.target, batch.target_valid) - 1).clamp_min(0)  # without END: all other slots are blanks
-    seats = model.seats(read)
+    seats = model.slot_inputs(read)
     room = length_targets(seats.x, seats.valid)
     classes = same(target)
     sayable = needed(classes, length) <= room

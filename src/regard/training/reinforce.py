@@ -94,7 +94,7 @@ def log_probability(
     target, valid = padded(ended)
     device = batch.source.device
     target, valid = target.to(device), None if valid is None else valid.to(device)
-    memory = model.hear(batch.source, batch.source_valid)
+    memory = model.encode(batch.source, batch.source_valid)
     if rows is not None:
         memory = select(memory, torch.tensor(rows, device=device))
     scores = model.head(model.hidden(memory, shifted(target), valid))

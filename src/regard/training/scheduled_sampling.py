@@ -115,7 +115,7 @@ def parallel_passes(
         raise ValueError(f"passes must be at least 1, not {passes!r}")
     target, valid, embed = sequence(batch), batch.target_valid, _vocabulary(model)
     true, kept, noise = _mixture(batch, embed, share, inputs, dice)
-    encoded, x = model.hear(batch.source, batch.source_valid), true
+    encoded, x = model.encode(batch.source, batch.source_valid), true
     for _ in range(passes - 1 if share < 1 else 0):
         with nullcontext() if inputs.through else no_gradients():
             scores = model.head(model.hidden(encoded, x, valid))
