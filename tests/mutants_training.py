@@ -8,8 +8,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     # what a model loses
     "smoothing spares the truth in the gradient": (
         R + "training/losses.py",
-        "(-s / max(1, scores.shape[1]))",
-        "(-s / max(1, scores.shape[1] - 1))",
+        "vocab = max(1, scores.shape[1])",
+        "vocab = max(1, scores.shape[1] - 1)",
         "losses",
     ),
     "smoothing is spread over padding": (
@@ -26,8 +26,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "a surprise is divided by padded tokens": (
         R + "training/losses.py",
-        "return Loss(total, (target != NO_LABEL).sum(),",
-        "return Loss(total, (target == target).sum(),",
+        "over = (target != NO_LABEL).sum()",
+        "over = (target == target).sum()",
         "losses",
     ),
     "the gradient of slices is that of the last": (
@@ -388,8 +388,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "BLEU is blind to case": (R + "scores.py", "metrics.BLEU(lowercase=lower,", "metrics.BLEU(lowercase=True,", "scores"),
     "ROUGE divides by the answer alone": (
         R + "scores.py",
-        "/ (len(a) + len(b)) if a or b",
-        "/ (2 * len(a) or 1) if a or b",
+        "/ (len(a) + len(b))\n",
+        "/ (2 * len(a) or 1)\n",
         "scores",
     ),
     "true is a text": (R + "config.py", '{"true": True, "false": False}.get(text.lower())', "bool(text)", "config"),
