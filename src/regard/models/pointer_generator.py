@@ -200,8 +200,8 @@ class PointerGenerator(Translator):
         mass = mass.scatter_add(2, ids, mixture.attention.exp())
         tiny = torch.finfo(mass.dtype).tiny
         here = mass >= tiny
-        log_mass = mass.where(here, 1.0).log()
-        taken = torch.where(here, mixture.copy[..., None] + log_mass, LOG_ZERO)
+        taken = mixture.copy[..., None] + mass.where(here, 1.0).log()
+        taken = torch.where(here, taken, LOG_ZERO)
         logs = torch.logaddexp(generated, taken)
         absent = F.pad(~copied.own, (self.vocab, 0))[:, None]
         return logs.masked_fill(absent, -torch.inf)
