@@ -29,14 +29,14 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     # encoder and decoder
     "a decoder reads padding of its source": (
         R + "models/translator.py",
-        "self.decoder(x, places, context=heard.contexts, context_valid=heard.places)",
-        "self.decoder(x, places, context=heard.contexts)",
+        "self.decoder(x, places, context=memory.contexts, context_valid=memory.places)",
+        "self.decoder(x, places, context=memory.contexts)",
         "models",
     ),
     "a decoder that speaks reads padding of its source": (
         R + "models/translator.py",
-        "self.decoder.start(context=heard.contexts, context_valid=heard.places)",
-        "self.decoder.start(context=heard.contexts)",
+        "self.decoder.start(context=memory.contexts, context_valid=memory.places)",
+        "self.decoder.start(context=memory.contexts)",
         "models",
     ),
     "wiring each reads the last layer": (
@@ -87,8 +87,8 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     # copying and pointing
     "the gate of a copier is inverted": (
         R + "models/pointer_generator.py",
-        "F.logsigmoid(lean).masked_fill(nothing, 0), F.logsigmoid(-lean)",
-        "F.logsigmoid(-lean).masked_fill(nothing, 0), F.logsigmoid(lean)",
+        "generate = F.logsigmoid(lean).masked_fill(nothing, 0)\n        copy = F.logsigmoid(-lean)",
+        "generate = F.logsigmoid(-lean).masked_fill(nothing, 0)\n        copy = F.logsigmoid(lean)",
         "copying",
     ),
     "padding is copied": (
@@ -100,26 +100,26 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     "heads of a copier are summed": (R + "models/pointer_generator.py", " - math.log(self.point.heads)", "", "copying"),
     "a copier says words of other sources": (
         R + "models/pointer_generator.py",
-        "logs.masked_fill(lost, -torch.inf)",
+        "logs.masked_fill(absent, -torch.inf)",
         "logs",
         "copying",
     ),
     "coverage counts the step itself": (
         R + "models/pointer_generator.py",
-        "weights.cumsum(1) - weights)",
-        "weights.cumsum(1))",
+        "weights.cumsum(1) - weights\n",
+        "weights.cumsum(1)\n",
         "copying",
     ),
     "a pointer points at padding": (
         R + "models/pointer.py",
-        "[:, 0].masked_fill(~choices.real[:, None], -torch.inf)",
-        "[:, 0]",
+        "return scores.masked_fill(~choices.real[:, None], -torch.inf)",
+        "return scores",
         "pointer",
     ),
     "a monotonic reader goes back": (
         R + "models/guided.py",
         "return stop[:, :, i] * before\n\n        return scan_aligner(step,",
-        "return stop[:, :, i] * before\n\n        return scan_aligner(lambda i, _: step(i, sight.before),",
+        "return stop[:, :, i] * before\n\n        return scan_aligner(lambda i, _: step(i, source.before),",
         "guided",
     ),
     "the published energy forgets to divide by the length of v": (
@@ -131,14 +131,14 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     # all at once
     "a slot for every padded vector": (
         R + "models/nat.py",
-        "self.upsample * read.valid.sum(1, keepdim=True))",
-        "self.upsample * torch.full_like(read.valid.sum(1, keepdim=True), n))",
+        "count = self.upsample * read.valid.sum(1, keepdim=True)\n",
+        "count = self.upsample * torch.full_like(read.valid.sum(1, keepdim=True), n)\n",
         "parallel",
     ),
     "slots of a vector are as many as vectors": (
         R + "models/nat.py",
-        "self.upsample * read.valid.sum(1, keepdim=True))",
-        "read.valid.sum(1, keepdim=True))",
+        "count = self.upsample * read.valid.sum(1, keepdim=True)\n",
+        "count = read.valid.sum(1, keepdim=True)\n",
         "parallel",
     ),
     "the blank is another word": (R + "models/nat.py", "BLANK = 0", "BLANK = 1", "parallel"),
@@ -169,8 +169,8 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     ),
     "lengths are learned one too long": (
         R + "models/length_predictor.py",
-        "(length[:, None] - lengths[:, :1])",
-        "(length[:, None] - lengths[:, :1] + 1)",
+        "at = length[:, None] - lengths[:, :1]\n",
+        "at = length[:, None] - lengths[:, :1] + 1\n",
         "parallel",
     ),
     # beams

@@ -8,8 +8,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     # what a model loses
     "smoothing spares the truth in the gradient": (
         R + "training/losses.py",
-        "(-s / max(1, scores.shape[1]))",
-        "(-s / max(1, scores.shape[1] - 1))",
+        "vocab = max(1, scores.shape[1])",
+        "vocab = max(1, scores.shape[1] - 1)",
         "losses",
     ),
     "smoothing is spread over padding": (
@@ -26,8 +26,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "a surprise is divided by padded tokens": (
         R + "training/losses.py",
-        "return Loss(total, (target != NO_LABEL).sum(),",
-        "return Loss(total, (target == target).sum(),",
+        "over = (target != NO_LABEL).sum()",
+        "over = (target == target).sum()",
         "losses",
     ),
     "the gradient of slices is that of the last": (
@@ -39,7 +39,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "the begin is told a step late": (R + "data/batch.py", "BEGIN), target[:, :-1]], 1)", "BEGIN), target[:, 1:]], 1)", "modes"),
     "padding is told as if it were said": (
         R + "training/decoder_inputs.py",
-        "torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)",
+        "torch.cat([none, last[:, :-1]], 1)",
         "at.expand_as(last) - 1",
         "modes",
     ),
@@ -91,8 +91,8 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "a glance grows with what is right": (
         R + "training/nat_loss.py",
-        "argmax(-1) != target[one]) & real[one]",
-        "argmax(-1) == target[one]) & real[one]",
+        "argmax(-1) != target[one]\n",
+        "argmax(-1) == target[one]\n",
         "parallel_learning parallel",
     ),
     "two alike need no blank between them": (
@@ -121,7 +121,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "what cannot be said has gradients that are no numbers": (
         R + "training/ctc.py",
-        ".masked_fill((total == -torch.inf)[:, None, None], 0)",
+        "        share = share.masked_fill(impossible, 0)\n",
         "",
         "parallel_learning parallel",
     ),
@@ -133,14 +133,14 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "a glance is for one of two answers": (
         R + "training/nat_loss.py",
-        "shown = torch.cat([shown, shown]) if",
-        "shown = torch.cat([shown, torch.zeros_like(shown)]) if",
+        "    if rdrop and shown is not None:\n        shown = torch.cat([shown, shown])\n",
+        "    if rdrop and shown is not None:\n        shown = torch.cat([shown, torch.zeros_like(shown)])\n",
         "parallel_learning",
     ),
     "two answers weigh as much as two": (
         R + "training/nat_loss.py",
-        "Loss(loss.total / 2 + ",
-        "Loss(loss.total + ",
+        "total = loss.total / 2 + ",
+        "total = loss.total + ",
         "parallel_learning",
     ),
     "answers must agree where nobody asks": (
@@ -381,15 +381,15 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "the diagonal counts padding": (
         R + "training/guided_loss.py",
-        "real.sum(1, keepdim=True).clamp_min(1), real",
-        "size, real",
+        "count = real.sum(1, keepdim=True).clamp_min(1)",
+        "count = size",
         "guided",
     ),
     "BLEU is blind to case": (R + "scores.py", "metrics.BLEU(lowercase=lower,", "metrics.BLEU(lowercase=True,", "scores"),
     "ROUGE divides by the answer alone": (
         R + "scores.py",
-        "/ (len(a) + len(b)) if a or b",
-        "/ (2 * len(a) or 1) if a or b",
+        "/ (len(a) + len(b))\n",
+        "/ (2 * len(a) or 1)\n",
         "scores",
     ),
     "true is a text": (R + "config.py", '{"true": True, "false": False}.get(text.lower())', "bool(text)", "config"),

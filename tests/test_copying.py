@@ -44,7 +44,7 @@ def told():
 
 def by_loops(model, source, valid, target, extended):
     """p_gen times the vocabulary, plus (1 - p_gen) times what the source's words get, one word after another."""
-    heard = model.hear(source, valid)
+    heard = model.encode(source, valid)
     y = model.hidden(heard, target)
     x, b, n = heard.contexts[-1], *source.shape
     real = torch.ones_like(source, dtype=torch.bool) if valid is None else valid

@@ -124,7 +124,7 @@ def test_positions_of_every_kind_and_every_wiring_in_a_translator(kind, wiring):
     model = ready(translator(settings(positions=kind, wiring=wiring, depth=2), VOCAB))
     check_translator(model, words(N), words(M, seed=2), some(3, N), some(3, M, seed=5))
     swapped = words(N)[:, [1, 0, *range(2, N)]]
-    same = torch.allclose(model.hear(swapped).contexts[-1][:, 2:], model.hear(words(N)).contexts[-1][:, 2:], atol=1e-12)
+    same = torch.allclose(model.encode(swapped).contexts[-1][:, 2:], model.encode(words(N)).contexts[-1][:, 2:], atol=1e-12)
     assert same == (kind == "none")
 
 
@@ -153,10 +153,10 @@ def test_wirings_are_their_definitions(wiring, norm):
     if wiring == "last":
         contexts = [last] * depth
     else:
-        contexts = layers = [*(model.wires.norms[i](x) for i, x in enumerate(layers[:-1])), last]
+        contexts = layers = [*(model.wiring.norms[i](x) for i, x in enumerate(layers[:-1])), last]
     if wiring == "mixed":
-        nn.init.normal_(model.wires.weights)
-        contexts = [sum(w * x for w, x in zip(row.softmax(0), layers, strict=True)) for row in model.wires.weights]
+        nn.init.normal_(model.wiring.weights)
+        contexts = [sum(w * x for w, x in zip(row.softmax(0), layers, strict=True)) for row in model.wiring.weights]
     y = model.embed(target)
     for block, context in zip(model.decoder, contexts, strict=True):
         y = block(y, context=context, context_valid=real)

@@ -138,10 +138,10 @@ def test_a_row_of_begin_tokens_is_what_any_slots_say_that_hold_them_and_their_em
     other.load_state_dict({**other.state_dict(), **model.state_dict()})
     valid = torch.arange(5, device=DEVICE) < torch.tensor([[5], [3], [1], [4]], device=DEVICE)
     begin = torch.full_like(valid, BEGIN, dtype=torch.long)
-    read, heard = (x.hear(batch.source, batch.source_valid) for x in (model, other))
-    found = model.answer(read, model.seats(read, 5, valid))
-    close(found[valid], other.answer(heard, other.seats(heard, 5, valid), begin, torch.ones_like(valid))[valid])
-    (grad,) = torch.autograd.grad(model.seats(read, 5, valid).x.sum(), model.embed.table.weight)
+    read, heard = (x.encode(batch.source, batch.source_valid) for x in (model, other))
+    found = model.answer(read, model.slot_inputs(read, 5, valid))
+    close(found[valid], other.answer(heard, other.slot_inputs(heard, 5, valid), begin, torch.ones_like(valid))[valid])
+    (grad,) = torch.autograd.grad(model.slot_inputs(read, 5, valid).x.sum(), model.embed.table.weight)
     assert grad[BEGIN].any() and not grad[BEGIN + 1 :].any() and not grad[:BEGIN].any()
     assert not any(name.startswith("slots.empty") for name, _ in model.named_parameters())
 
@@ -171,7 +171,7 @@ def test_what_a_path_says_is_what_is_left_of_it():
 
 def refine_slowly(model, read, m, rounds):
     """One row, lists, a pass a round."""
-    seats = model.seats(read, m)
+    seats = model.slot_inputs(read, m)
     tokens, sure = slot_argmax(model.answer(read, seats))
     tokens, sure = tokens[0].tolist(), sure[0].tolist()
     for t in range(1, rounds):
@@ -190,16 +190,16 @@ def test_second_thoughts_and_the_best_length_are_those_of_a_slow_loop(kind, roun
     model, batch = made(kind), talk()
     said = generate_nat(model, batch.source, batch.source_valid, lengths=3, iterations=rounds)
     for i, answer in enumerate(said):
-        read = model.hear(alone(batch, i).source)
+        read = model.encode(alone(batch, i).source)
         tries = []
         for m, log in zip(*(x[0].tolist() for x in model.guess(read, 3)), strict=True):
             tokens, total = refine_slowly(model, read, m, rounds)
             tries.append(((log + total) / m, tokens))
         _, tokens = max(tries)
         assert answer == (tokens[: tokens.index(END)] if END in tokens else tokens)
-    read = model.hear(batch.source, batch.source_valid)
+    read = model.encode(batch.source, batch.source_valid)
     m, valid = slots_for(model.guess(read)[0][:, 0])
-    assert mask_predict(model, read, model.seats(read, m, valid), 1)[0].shape == (4, m)
+    assert mask_predict(model, read, model.slot_inputs(read, m, valid), 1)[0].shape == (4, m)
 
 
 def test_the_least_sure_are_hidden():
@@ -243,8 +243,8 @@ def test_lengths_are_guessed_around_the_source_and_learned():
         (lambda: generate_nat(made("masked"), talk().source, iterations=0), "at least 1"),
         (lambda: generate_nat(made("masked"), talk().source, lengths=99), "from 1 to 65 lengths"),
         (lambda: made("ctc").guess(None), "no length to guess"),
-        (lambda: made("ctc").seats(None, 3), "leave out m and valid"),
-        (lambda: made("length").seats(None), "must be told how many"),
+        (lambda: made("ctc").slot_inputs(None, 3), "leave out m and valid"),
+        (lambda: made("length").slot_inputs(None), "must be told how many"),
         (lambda: nat_loss(made("masked"), talk(), glance=0.5), "use glance=0"),
         (lambda: nat_loss(made("ctc"), talk(), glance=2), "from 0 to 1"),
         (lambda: nat_loss(made("ctc"), talk(), smoothing=1.0), "smoothing must be in"),
@@ -274,9 +274,9 @@ def test_what_stands_in_the_padding_of_an_empty_source_is_never_said(kind):
     valid[1] = False
     seen = []
     for other in (batch.source, torch.where(valid, batch.source, VOCAB - 1)):
-        read = model.hear(other, valid)
+        read = model.encode(other, valid)
         room = (3, torch.ones(2, 3, dtype=torch.bool, device=DEVICE)) if isinstance(model.slots, LengthSlots) else ()
-        seen.append(model.answer(read, model.seats(read, *room)))
+        seen.append(model.answer(read, model.slot_inputs(read, *room)))
     close(*seen)
 
 

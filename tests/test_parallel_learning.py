@@ -197,8 +197,8 @@ def test_what_is_shown_is_a_share_of_the_mistakes(monkeypatch):
     model, batch = made("length"), talk()
     lost = nat_loss(model, batch, glance=0.5)
     real, count = seen[0]
-    read = model.hear(batch.source, batch.source_valid)
-    wrong = (model.answer(read, model.seats(read, real.shape[1], real)).argmax(-1) != batch.target) & real
+    read = model.encode(batch.source, batch.source_valid)
+    wrong = (model.answer(read, model.slot_inputs(read, real.shape[1], real)).argmax(-1) != batch.target) & real
     assert count.tolist() == (0.5 * wrong.sum(1)).round().tolist()
     assert lost.over == real.sum() - count.sum()
     shown = random_slots(real.repeat(2000, 1), count.repeat(2000))
@@ -236,7 +236,7 @@ def test_masked_learns_what_is_hidden_from_what_is_not(monkeypatch):
     (shown,) = picked
     hidden = batch.target_valid & ~shown
     assert hidden.any(1).all()
-    read = model.hear(batch.source, batch.source_valid)
+    read = model.encode(batch.source, batch.source_valid)
     x = torch.where(shown[..., None], model.embed.vectors(batch.target), model.slots.empty)
     scores = model.answer(read, SlotInputs(x, batch.target_valid))
     wanted = cross_entropy(scores, batch.target, hidden, smoothing=0.1)
@@ -315,9 +315,9 @@ def test_two_answers_that_differ_pay_for_it_where_they_are_asked(kind):
         model, Batch(*(torch.cat([x, x]) for x in batch[:4])), smoothing=0.1
     )  # the same dropout: the same two answers
     torch.manual_seed(5)
-    read = model.hear(*(torch.cat([x, x]) for x in batch[:2]))
+    read = model.encode(*(torch.cat([x, x]) for x in batch[:2]))
     valid = torch.cat([batch.target_valid] * 2)
-    seats = model.seats(read, valid.shape[1], valid) if kind == "length" else model.seats(read)
+    seats = model.slot_inputs(read, valid.shape[1], valid) if kind == "length" else model.slot_inputs(read)
     p, q = model.answer(read, seats).softmax(-1).chunk(2)
     asked = seats.valid[:4] if seats.valid is not None else torch.arange(11, device=DEVICE) < batch.target_valid.sum(1)[:, None]
     apart = ((p * (p / q).log()).sum(-1) + (q * (q / p).log()).sum(-1))[asked].sum()

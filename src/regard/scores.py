@@ -20,13 +20,15 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = 
     metrics = _sacrebleu(hypotheses, references)
     if tokenize not in metrics.BLEU.TOKENIZERS:
         raise ValueError(unknown("sacrebleu has no tokenizer", tokenize, metrics.BLEU.TOKENIZERS))
-    return _score(metrics.BLEU(lowercase=lower, tokenize=tokenize), hypotheses, references)
+    metric = metrics.BLEU(lowercase=lower, tokenize=tokenize)
+    return _score(metric, hypotheses, references)
 
 
 def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False, words: int = 0) -> Score:
     """Compute chrF, the F-score of character n-grams (Popović 2015), by sacrebleu; words=2 adds word n-grams: chrF++."""
     metrics = _sacrebleu(hypotheses, references)
-    return _score(metrics.CHRF(lowercase=lower, word_order=words), hypotheses, references)
+    metric = metrics.CHRF(lowercase=lower, word_order=words)
+    return _score(metric, hypotheses, references)
 
 
 def rouge_l(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
@@ -35,19 +37,26 @@ def rouge_l(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool
     Words are separated by spaces; two empty texts have a score of 100.
     """
     _check_lengths(hypotheses, references)
-    pairs = [(_words(a, lower), _words(b, lower)) for a, b in zip(hypotheses, references, strict=True)]
-    scores = [_lcs_f1(a, b) for a, b in pairs]
-    return 100 * sum(scores) / len(scores)
+    found = [_words(text, lower) for text in hypotheses]
+    expected = [_words(text, lower) for text in references]
+    scores = [_lcs_f1(a, b) for a, b in zip(found, expected, strict=True)]
+    total = sum(scores)
+    return 100 * total / len(scores)
 
 
 def _lcs_f1(a: list[str], b: list[str]) -> float:
-    return 2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0
+    if not a and not b:
+        return 1.0
+    common = lcs(a, b)
+    return 2 * common / (len(a) + len(b))
 
 
 def exact_match(hypotheses: Sequence[str], references: Sequence[str], *, lower: bool = False) -> float:
     """Compute the share of texts that have the words of their reference in the same order, whatever the spaces."""
     _check_lengths(hypotheses, references)
-    return accuracy([_words(a, lower) for a in hypotheses], [_words(b, lower) for b in references])
+    found = [_words(text, lower) for text in hypotheses]
+    expected = [_words(text, lower) for text in references]
+    return accuracy(found, expected)
 
 
 def accuracy(predicted: Sequence[Any], true: Sequence[Any]) -> float:
@@ -61,7 +70,8 @@ def lcs(a: Sequence[str], b: Sequence[str]) -> int:
     """Compute the length of the longest common subsequence, with each row of the table as the bits of an integer. Hyyrö 2004."""
     where: dict[str, int] = {}
     for i, word in enumerate(a):
-        where[word] = where.get(word, 0) | 1 << i
+        bits = where.get(word, 0)
+        where[word] = bits | 1 << i
     all_ones = (1 << len(a)) - 1
     row = all_ones  # a bit is 0 where the length grows
     for word in b:
@@ -71,12 +81,15 @@ def lcs(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _words(text: str, lower: bool) -> list[str]:
-    return (text.lower() if lower else text).split()
+    if lower:
+        text = text.lower()
+    return text.split()
 
 
 def _score(metric: Any, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
     found = metric.corpus_score(list(hypotheses), [list(references)])
-    return Score(float(found.score), str(metric.get_signature()))
+    signature = str(metric.get_signature())
+    return Score(float(found.score), signature)
 
 
 def _sacrebleu(hypotheses: Sequence[str], references: Sequence[str]) -> Any:

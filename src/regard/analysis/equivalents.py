@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -28,22 +30,26 @@ class Offsets(_Strips):
         if offsets.shape != (dims.heads, dims.d):
             raise ValueError(f"offsets have shape {tuple(offsets.shape)}, but (heads, axes) = {(dims.heads, dims.d)} is needed")
         number = isinstance(sharpness, int | float) and not isinstance(sharpness, bool)
-        if not number or not 0 < sharpness < float("inf"):
+        positive = number and 0 < sharpness < math.inf
+        if not positive:
             raise ValueError(f"sharpness must be a positive number, not {sharpness!r}")
         self.offset = nn.Parameter(offsets.clone())
-        self.sharpness = nn.Parameter(torch.full_like(offsets[:, 0], sharpness))
+        every = torch.full_like(offsets[:, 0], sharpness)
+        self.sharpness = nn.Parameter(every)
 
     def depth(self) -> int:
         return 2 * self.dims.d  # a difference and its square, per axis
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q + self.offset.to(q.dtype)[:, None], k  # the target of each head and query
+        offset = self.offset.to(q.dtype)
+        return q + offset[:, None], k  # the target of each head and query
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         far = q.new_zeros(())
         for here, there in zip(q.unbind(-1), k.unbind(-1), strict=True):  # axes: differences are exact in any precision
             far = far + (there[:, :, None] - here[..., None]).square()
-        return far * -self.sharpness.to(q.dtype)[:, None, None]
+        sharpness = self.sharpness.to(q.dtype)
+        return far * -sharpness[:, None, None]
 
     def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
         return s.masked_fill(~seen, -1e30).softmax(-1) * seen
@@ -59,20 +65,27 @@ class ConvAttention(nn.Module):
     def __init__(self, conv: nn.Conv2d, *, sharpness: float = SHARP) -> None:
         super().__init__()
         check_convolution(conv)
-        weight, groups = conv.weight.detach(), conv.groups
-        (high, wide), (down, right) = conv.kernel_size, conv.dilation
-        self.channels, self.reach = conv.in_channels, (high // 2 * down, wide // 2 * right)
+        weight = conv.weight.detach()
+        groups = conv.groups
+        high, wide = conv.kernel_size
+        down, right = conv.dilation
+        self.channels = conv.in_channels
+        self.reach = (high // 2 * down, wide // 2 * right)
         self.ring = _ring(conv, self.reach)
-        rows, columns = (torch.arange(size, device=weight.device) - size // 2 for size in (high, wide))
+        rows = torch.arange(high, device=weight.device) - high // 2
+        columns = torch.arange(wide, device=weight.device) - wide // 2
         offsets = torch.cartesian_prod(rows * down, columns * right).to(weight.dtype)
-        dims = Dims(width=self.channels, heads=high * wide, kv_heads=1, key_dim=2, value_dim=self.channels)
+        heads = len(offsets)
+        dims = Dims(width=self.channels, heads=heads, kv_heads=1, key_dim=2, value_dim=self.channels)
         self.core = Offsets(dims, offsets, sharpness=sharpness)
-        self.out = nn.Linear(len(offsets) * self.channels, conv.out_channels, bias=conv.bias is not None).to(weight)
-        slices = weight.new_zeros(groups, conv.out_channels // groups, len(offsets), groups, self.channels // groups)
+        out = nn.Linear(heads * self.channels, conv.out_channels, bias=conv.bias is not None)
+        self.out = out.to(weight)
+        slices = weight.new_zeros(groups, conv.out_channels // groups, heads, groups, self.channels // groups)
         for g, kernel in enumerate(weight.chunk(groups)):  # block diagonal: zeros between different groups
             slices[g, :, :, g] = kernel.flatten(2).transpose(1, 2)
         with torch.no_grad():
-            self.out.weight.copy_(slices.flatten(0, 1).flatten(1))
+            joined = slices.flatten(0, 1).flatten(1)
+            self.out.weight.copy_(joined)
             if self.out.bias is not None and conv.bias is not None:
                 self.out.bias.copy_(conv.bias)
 
@@ -83,21 +96,28 @@ class ConvAttention(nn.Module):
         kind = accumulator(like.dtype)  # half precision cannot count to 1,000
         axes = [torch.arange(size, dtype=kind, device=like.device) for size in sizes]
         inner = [axis[reach : max(reach, len(axis) - reach)] for axis, reach in zip(axes, self.reach, strict=True)]
-        q, k = (torch.stack(torch.meshgrid(*both, indexing="ij"), -1).flatten(0, 1) for both in (inner, axes))
+        q = _grid(inner)
+        k = _grid(axes)
         return q.expand(1, self.core.dims.heads, -1, -1), k[None, None]
 
     def forward(self, x: Tensor) -> Tensor:
         b, c, height, width = self._shape(x)
         q, k = self.places(height, width)
         (up, side), (tall, broad) = self.ring, self.reach
-        size = height + 2 * (up - tall), width + 2 * (side - broad)
+        rows = height + 2 * (up - tall)
+        columns = width + 2 * (side - broad)
+        size = rows, columns
         if min(size) < 1:
             raise ValueError(f"an image of {height} x {width} is smaller than the kernel: pad it by {self.reach}, or enlarge it")
         # The weights do not depend on the content: the images of a batch are further channels of one sequence.
-        tokens = pad(x, (side, side, up, up)).flatten(2).permute(2, 0, 1).flatten(1)
-        heads = attend(q, k, tokens.to(q.dtype)[None, None], self.core)  # (1 h n b*c)
-        joined = heads[0].unflatten(-1, (b, c)).permute(2, 1, 0, 3).flatten(2)  # (b n h*c)
-        return self.out(joined.to(x.dtype)).transpose(1, 2).unflatten(2, size)
+        padded = pad(x, (side, side, up, up))
+        tokens = padded.flatten(2).permute(2, 0, 1).flatten(1)
+        values = tokens.to(q.dtype)[None, None]
+        heads = attend(q, k, values, self.core)  # (1 h n b*c)
+        images = heads[0].unflatten(-1, (b, c))
+        joined = images.permute(2, 1, 0, 3).flatten(2)  # (b n h*c)
+        y = self.out(joined.to(x.dtype))
+        return y.transpose(1, 2).unflatten(2, size)
 
     def _shape(self, x: Tensor) -> tuple[int, int, int, int]:
         if x.dim() != 4 or x.shape[1] != self.channels:
@@ -125,13 +145,16 @@ class PointwiseConv(nn.Module):
 
     def __init__(self, layer: FeedForward) -> None:
         super().__init__()
-        self.act, self.gated = ACTIVATIONS[layer.activation], layer.gated
-        self.up, self.down = _pointwise(layer.up), _pointwise(layer.down)
+        self.act = ACTIVATIONS[layer.activation]
+        self.gated = layer.gated
+        self.up = _pointwise(layer.up)
+        self.down = _pointwise(layer.down)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
         if not self.gated:
-            return self.down(self.act(self.up(x)))
-        gate, value = self.up(x).chunk(2, 1)
+            return self.down(self.act(y))
+        gate, value = y.chunk(2, 1)
         return self.down(self.act(gate) * value)
 
 
@@ -144,8 +167,15 @@ def feedforward_as_conv(layer: FeedForward) -> PointwiseConv:
     return PointwiseConv(layer)
 
 
+def _grid(axes: list[Tensor]) -> Tensor:
+    """Return all positions (n axes) of a grid, row by row."""
+    grid = torch.meshgrid(*axes, indexing="ij")
+    return torch.stack(grid, -1).flatten(0, 1)
+
+
 def _pointwise(linear: nn.Linear) -> nn.Conv1d:
-    conv = nn.Conv1d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None).to(linear.weight)
+    conv = nn.Conv1d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None)
+    conv = conv.to(linear.weight)
     with torch.no_grad():
         conv.weight.copy_(linear.weight[..., None])
         if conv.bias is not None:

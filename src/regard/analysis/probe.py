@@ -17,9 +17,11 @@ from regard.mixers.estimation import Estimator, relative_errors
 def attention_matrix(core: Core, q: Tensor, k: Tensor, *, causal: bool, valid: Tensor | None = None) -> Tensor:
     """Compute A (b h n m) with out = A v, for a core that is linear in v: with the identity for v, the output is A."""
     b, g, m, _ = k.shape
-    one = torch.eye(m, dtype=k.dtype, device=k.device).repeat(1, core.streams)  # sums over the streams of a token
+    one = torch.eye(m, dtype=k.dtype, device=k.device)
+    one = one.repeat(1, core.streams)  # sums over the streams of a token
     v = one.expand(b, g, *one.shape)
-    return attend(q, k, v, core, causal=causal, valid=valid, query_valid=None if causal else valid)
+    query_valid = None if causal else valid
+    return attend(q, k, v, core, causal=causal, valid=valid, query_valid=query_valid)
 
 
 class Estimation(NamedTuple):
@@ -39,32 +41,43 @@ def estimation_error(
     of q . k / sqrt(d); for a core that estimates another one, such as rfa (cosines), that one. `causal` is the mixer's own
     form unless given, `valid` (b m) is True at real tokens. Makes the whole matrix: n m numbers for each head.
     """
-    core, q = mixer.core if isinstance(mixer, Attention) else mixer, x
-    if isinstance(mixer, Attention):
+    if not isinstance(mixer, Attention):
+        core, q = mixer, x
+    else:
+        core = mixer.core
         if k is not None or mixer.dims.cross:
             raise ValueError("a layer takes the tokens x (b n w) alone; for cross attention give its core q and k")
-        q, k, _ = mixer.heads(x, Places.of(x, valid))
+        places = Places.of(x, valid)
+        q, k, _ = mixer.heads(x, places)
     if k is None:
         raise ValueError("a core takes queries (b h n d) and keys (b g m d): give k")
     if core.streams > 1 or core.rate > 1 or core.ignores:
         raise ValueError(f"{core.name} does not weigh keys by one query and one key per token: there is nothing to compare")
-    causal = core.dims.causal if causal is None else causal
+    if causal is None:
+        causal = core.dims.causal
     found = attention_matrix(core, q, k, causal=causal, valid=valid)
     exact, visible = _exact(core, q, k, causal, valid)
-    return Estimation(*relative_errors(found, exact, visible))
+    errors = relative_errors(found, exact, visible)
+    return Estimation(*errors)
 
 
 def _exact(core: Core, q: Tensor, k: Tensor, causal: bool, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the weights (b h n m) that a core estimates, and the mask of visible pairs; rows of padding are False."""
-    k = k[..., : core.dims.d].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scale = core.dims.d**-0.5
-    scores = core.exact(q, k) if isinstance(core, Estimator) else q @ k.mT * scale
+    group = q.shape[1] // k.shape[1]
+    k = k[..., : core.dims.d].repeat_interleave(group, 1)
+    if isinstance(core, Estimator):
+        scores = core.exact(q, k)
+    else:
+        scale = core.dims.d**-0.5
+        scores = q @ k.mT * scale
     visible = torch.ones_like(scores, dtype=torch.bool)
-    visible = visible.tril() if causal else visible
+    if causal:
+        visible = visible.tril()
     if valid is not None:
         visible = visible & valid[:, None, None] & valid[:, None, :, None]
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return weights.masked_fill(~visible, 0), visible
+    hidden = ~visible
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return weights.masked_fill(hidden, 0), visible
 
 
 @torch.no_grad()
@@ -72,9 +85,12 @@ def has_weights(core: Core, n: int = 4) -> bool:
     """Return whether the output of a core is a weighted sum of its values: with zero values it must be zero."""
     dims = core.dims
     own = next(chain(core.parameters(), core.buffers()), torch.empty(0))  # for the device and dtype
+    key_size, value_size = core.sizes
     q = torch.ones(1, dims.heads, n, dims.d * core.streams).to(own)
-    k, v = (make(1, dims.g, n, size).to(own) for make, size in zip((torch.ones, torch.zeros), core.sizes, strict=True))
-    return not attend(q, k, v, core, causal=dims.causal).any()
+    k = torch.ones(1, dims.g, n, key_size).to(own)
+    v = torch.zeros(1, dims.g, n, value_size).to(own)
+    y = attend(q, k, v, core, causal=dims.causal)
+    return not y.any()
 
 
 def sampled(core: Core, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,11 +107,15 @@ def influence(mixer: nn.Module, x: Tensor, *, rows: int = 64) -> Tensor:
     n, w = x.shape
     with torch.no_grad():
         outputs = mixer(x[None]).shape[1]  # fewer than n where queries share an output
-    copies = x.detach().expand(min(rows, outputs * w), n, w).clone().requires_grad_()
+    numbers = outputs * w
+    count = min(rows, numbers)
+    copies = x.detach().expand(count, n, w).clone()
+    copies.requires_grad_()
     squares = x.new_zeros(outputs, n, dtype=torch.float64)  # squares of small values do not underflow
-    for part in torch.arange(outputs * w, device=x.device).split(len(copies)):
+    for part in torch.arange(numbers, device=x.device).split(count):
         y = mixer(copies[: len(part)]).flatten(1)
-        (grad,) = torch.autograd.grad(y.gather(1, part[:, None]).sum(), copies)
+        chosen = y.gather(1, part[:, None])
+        (grad,) = torch.autograd.grad(chosen.sum(), copies)
         norms = grad[: len(part)].double().square().sum(-1)
         squares.index_add_(0, part // w, norms)
     return squares.sqrt().to(x.dtype)

@@ -89,10 +89,10 @@ def nat_tokens(
 
     wait=False: the host never waits for a predicted length; there are slots for the longest possible one.
     """
-    read = model.hear(source, source_valid)
+    read = model.encode(source, source_valid)
     if isinstance(model.slots, LengthSlots):
         return _best_length(model, read, lengths, iterations, None if wait else model.slots.lengths.longest(read.x.shape[1]))
-    seats = model.seats(read)
+    seats = model.slot_inputs(read)
     tokens = model.answer(read, seats).argmax(-1)
     return ctc_collapse(tokens, seats.valid) if isinstance(model.slots, CtcSlots) else cut_at_eos(tokens)
 
@@ -109,7 +109,7 @@ def _best_length(model: NatTranslator, read: EncodedSource, k: int, iterations: 
     m, valid = slots_for(guessed.flatten(), most)
     if k > 1:
         read = read.select(torch.arange(guessed.numel(), device=guessed.device) // k)
-    tokens, sure = mask_predict(model, read, model.seats(read, m, valid), iterations)
+    tokens, sure = mask_predict(model, read, model.slot_inputs(read, m, valid), iterations)
     tokens = cut_at_eos(tokens, valid)
     if k == 1:
         return tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import FeedForward
@@ -18,22 +20,24 @@ from regard.models.translator import Translator
 
 
 def stack(config: Config, *, causal: bool = False, reads: bool = False, depth: int | None = None) -> Stack:
-    """The body that a configuration describes: an encoder's, or a decoder's that is causal, reads a context, or both."""
-    inside = add_positions(config.positions, _dims(config))[1]
-    own = config.depth if not reads or config.decoder_depth is None else config.decoder_depth
+    """Build the stack that a configuration describes: an encoder's, or a decoder's that is causal, reads a context, or both."""
+    _, inside = add_positions(config.positions, _dims(config))
+    if depth is None:
+        depth = config.depth if not reads or config.decoder_depth is None else config.decoder_depth
+    feedforward = partial(
+        FeedForward, config.width, config.ffn, activation=config.activation, gated=config.gated, dropout=config.dropout
+    )
     return Stack.of(
         config.mixer,
         width=config.width,
         heads=config.heads,
-        depth=own if depth is None else depth,
+        depth=depth,
         causal=causal,
         max_len=config.max_len,
         positions=inside,
         cross=config.cross if reads else None,
         context_len=config.max_len if reads else None,
-        ffn=lambda: FeedForward(
-            config.width, config.ffn, activation=config.activation, gated=config.gated, dropout=config.dropout
-        ),
+        ffn=feedforward,
         norm=config.norm,
         dropout=config.dropout,
         weight_dropout=config.weight_dropout,
@@ -41,27 +45,31 @@ def stack(config: Config, *, causal: bool = False, reads: bool = False, depth: i
 
 
 def tokens(config: Config, vocab: int) -> Tokens:
-    """Embeddings of a vocabulary, and where its tokens stand."""
-    return Tokens(vocab, config.width, positions=added(config), dropout=config.dropout)
+    """Build the embedding of a vocabulary, with the positions that are added to tokens."""
+    positions = added(config)
+    return Tokens(vocab, config.width, positions=positions, dropout=config.dropout)
 
 
 def added(config: Config) -> Positions | None:
-    """The positions of the configuration, if they are of the kind that is added to tokens."""
-    return add_positions(config.positions, _dims(config))[0]
+    """Return the positions of the configuration, if they are of the kind that is added to tokens."""
+    outside, _ = add_positions(config.positions, _dims(config))
+    return outside
 
 
 def encoder(config: Config, embed: Embedding, *, front: int = 0) -> Encoder:
-    return Encoder(embed, glorot(stack(config)), front=front)
+    body = glorot(stack(config))
+    return Encoder(embed, body, front=front)
 
 
 def language_model(config: Config, vocab: int) -> LanguageModel:
     embed = tokens(config, vocab)
     head = NextToken(config.width, vocab, table=embed.table if config.share else None)
-    return LanguageModel(embed, glorot(stack(config, causal=True)), head)
+    body = glorot(stack(config, causal=True))
+    return LanguageModel(embed, body, head)
 
 
 def translator(config: Config, vocab: int, target_vocab: int | None = None) -> Translator:
-    """With one vocabulary for both sides, `config.share` makes one table of it for source, target and output."""
+    """Build an encoder-decoder; with one vocabulary, `config.share` gives source, target and output the same table."""
     source = tokens(config, vocab)
     target = tokens(config, vocab if target_vocab is None else target_vocab)
     if config.share and target_vocab is None:
@@ -72,14 +80,16 @@ def translator(config: Config, vocab: int, target_vocab: int | None = None) -> T
 
 
 def glorot(body: Stack) -> Stack:
-    """The weights of projections and feed-forward layers drawn as the Transformer's are. Glorot & Bengio 2010."""
+    """Draw the weights of projections and feed-forward layers as the Transformer does. Glorot & Bengio 2010."""
     for module in body.modules():
         maps: list[Tensor] = []
         if isinstance(module, Attention):
-            maps = [part.weight for part in (module.q, module.k, module.v, module.out) if isinstance(part, nn.Linear)]
+            projections = (module.q, module.k, module.v, module.out)
+            maps = [part.weight for part in projections if isinstance(part, nn.Linear)]
         elif isinstance(module, FeedForward):
-            gate_and_value = module.up.weight.detach().chunk(2 if module.gated else 1)  # two maps, not one of twice the size
-            maps = [*gate_and_value, module.down.weight]
+            count = 2 if module.gated else 1  # gate and value are two maps, not one of twice the size
+            up = module.up.weight.detach()
+            maps = [*up.chunk(count), module.down.weight]
         for weight in maps:
             nn.init.xavier_uniform_(weight)
     return body

@@ -1,4 +1,4 @@
-"""The way in: tokens, vectors or patches of an image become vectors of one width that know where they stand.
+"""Embeddings: tokens, vectors or patches of an image become vectors of one width, with positions added.
 
 Letters: b batch, n tokens, w width, v vocabulary, f features of a vector.
 """
@@ -22,17 +22,19 @@ WHOLE = (torch.long, torch.int)
 
 
 def add_positions(spec: str, dims: Dims) -> tuple[Positions | None, str | None]:
-    """Where positions belong: those that are added to tokens, and the text of those that act in every mixer or block."""
+    """Split positions by where they act: those added to tokens, and the text of those that act in every mixer or block."""
     made = make_positions(spec, dims)
     if made.needs != Can.NOTHING or made.every_block:
         return None, spec
-    return (None if made.name == "none" else made), None
+    if made.name == "none":
+        return None, None
+    return made, None
 
 
 class Embedding(nn.Module):
-    """(b n ...) -> (b n w): what each token is, and where it stands, if `positions` are of the kind that is added.
+    """Map (b n ...) to (b n w): the vector of each token plus that of its position, if `positions` are of the kind that is added.
 
-    A `norm` may stand behind their sum, as BERT's does.
+    A `norm` may follow their sum, as in BERT.
     """
 
     def __init__(
@@ -42,11 +44,14 @@ class Embedding(nn.Module):
         if positions is not None and (positions.needs != Can.NOTHING or positions.every_block):
             where = "enter every block" if positions.every_block else "act inside the mixers"
             raise ValueError(f"{positions.name} positions {where}: give them to the stack, not to the embedding")
-        self.width, self.positions, self.norm = need("width", width), positions, norm
-        self.drop = nn.Dropout(check_fraction("dropout", dropout))
+        self.width = need("width", width)
+        self.positions = positions
+        self.norm = norm
+        dropout = check_fraction("dropout", dropout)
+        self.drop = nn.Dropout(dropout)
 
     def vectors(self, x: Tensor) -> Tensor:
-        """What each token is."""
+        """Return the vectors of tokens x, without positions."""
         raise NotImplementedError
 
     def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Places:
@@ -66,24 +71,30 @@ class Embedding(nn.Module):
     def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:
         """Return the vectors of tokens x (b n ...), with zeros at padding. `valid` is a mask (b n), or the `places` of x."""
         places = valid if isinstance(valid, Places) else self.places(x, valid, after)
-        y = self.vectors(self.unpadded(x, places.valid))
+        x = self.unpadded(x, places.valid)
+        y = self.vectors(x)
         if self.positions is not None:
             y = self.positions.add(y, places)
-        return mask_padding(self.drop(y if self.norm is None else self.norm(y)), places.valid)
+        if self.norm is not None:
+            y = self.norm(y)
+        y = self.drop(y)
+        return mask_padding(y, places.valid)
 
     @staticmethod
     def unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
         """Set padding of x (b n ...) to zero. It may hold anything: NaN, or a token that is in no vocabulary."""
         if valid is None:
             return x
-        return x.masked_fill(~valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
+        inner = [1] * (x.dim() - 2)
+        padding = ~valid.view(*valid.shape, *inner)
+        return x.masked_fill(padding, 0)
 
 
 class Tokens(Embedding):
     """A learned vector for every token of a vocabulary, (b n) -> (b n w).
 
-    Scaled by sqrt(w), as in the paper, the vectors can be small enough to be an output layer as well, and yet be heard beside
-    their positions. With `segments` every token belongs to one of them, as in BERT's pairs of sentences, and x may be (b n 2):
+    The factor sqrt(w), as in the paper, allows vectors small enough for a shared output layer that still weigh as much as their
+    positions. With `segments` every token belongs to one of them, as in BERT's pairs of sentences, and x may be (b n 2):
     the token, then its segment; (b n) is all in segment 0.
     """
 
@@ -99,30 +110,42 @@ class Tokens(Embedding):
         dropout: float = 0.0,
     ) -> None:
         super().__init__(width, positions=positions, norm=norm, dropout=dropout)
-        self.vocab, self.scale = need("vocab", vocab), math.sqrt(width) if scale else 1.0
+        self.vocab = need("vocab", vocab)
+        self.scale = math.sqrt(width) if scale else 1.0
         self.table = nn.Embedding(vocab, width)
-        self.segments = nn.Embedding(segments, width) if need("segments", segments, 0) else None
-        nn.init.normal_(self.table.weight, std=width**-0.5)
+        segments = need("segments", segments, 0)
+        self.segments = nn.Embedding(segments, width) if segments else None
+        std = width**-0.5
+        nn.init.normal_(self.table.weight, std=std)
         if self.segments is not None:
             nn.init.normal_(self.segments.weight, std=0.02)
 
     def vectors(self, x: Tensor) -> Tensor:
-        """Vectors (b n w), as they come from here or from `mixed`, stay what they are."""
-        if x.is_floating_point() and x.dim() == 3 and x.shape[-1] == self.width:
+        """Embed tokens (b n) or (b n 2); vectors (b n w), as returned here or by `mixed`, are returned unchanged."""
+        wide = x.dim() == 3
+        if x.is_floating_point() and wide and x.shape[-1] == self.width:
             return x
-        paired = self.segments is not None and x.dim() == 3 and x.shape[-1] == 2
-        if not (x.dim() == 2 or paired) or x.dtype not in WHOLE:
-            wanted = "(batch, length)" + (" or (batch, length, 2)" if self.segments is not None else "")
-            raise ValueError(f"tokens are whole numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
-        y = self.table(x[..., 0] if paired else x) * self.scale
+        paired = self.segments is not None and wide and x.shape[-1] == 2
+        shaped = x.dim() == 2 or paired
+        if not shaped or x.dtype not in WHOLE:
+            needed = "(batch, length)"
+            if self.segments is not None:
+                needed += " or (batch, length, 2)"
+            raise ValueError(f"tokens are whole numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
+        ids = x[..., 0] if paired else x
+        y = self.table(ids) * self.scale
         if self.segments is None:
             return y
-        return y + (self.segments(x[..., 1]) if paired else self.segments.weight[0])
+        segment = self.segments(x[..., 1]) if paired else self.segments.weight[0]
+        return y + segment
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """Something between tokens: their vectors by weights over the vocabulary, (b n v) -> (b n w)."""
-        y = weights.to(self.table.weight.dtype) @ self.table.weight * self.scale
-        return y if self.segments is None else y + self.segments.weight[0]
+        """Average the vectors of tokens by weights over the vocabulary, (b n v) -> (b n w)."""
+        weights = weights.to(self.table.weight.dtype)
+        y = weights @ self.table.weight * self.scale
+        if self.segments is None:
+            return y
+        return y + self.segments.weight[0]
 
 
 class Vectors(Embedding):
@@ -130,12 +153,14 @@ class Vectors(Embedding):
 
     def __init__(self, features: int, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
         super().__init__(width, positions=positions, dropout=dropout)
-        self.map = nn.Linear(need("features", features), width)
+        features = need("features", features)
+        self.map = nn.Linear(features, width)
 
     def vectors(self, x: Tensor) -> Tensor:
-        if x.dim() != 3 or x.shape[-1] != self.map.in_features or not x.is_floating_point():
-            wanted = f"(batch, length, {self.map.in_features})"
-            raise ValueError(f"vectors are numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
+        shaped = x.dim() == 3 and x.shape[-1] == self.map.in_features
+        if not shaped or not x.is_floating_point():
+            needed = f"(batch, length, {self.map.in_features})"
+            raise ValueError(f"vectors are numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
         return self.map(x)
 
 
@@ -148,30 +173,37 @@ class Patches(Embedding):
     def __init__(self, channels: int, side: int, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
         super().__init__(width, positions=positions, dropout=dropout)
         self.side = need("side", side)
-        self.map = nn.Conv2d(need("channels", channels), width, side, stride=side)
+        channels = need("channels", channels)
+        self.map = nn.Conv2d(channels, width, side, stride=side)
 
     def vectors(self, x: Tensor) -> Tensor:
-        return self.map(x).flatten(2).mT
+        patches = self.map(x)  # (b w rows columns)
+        return patches.flatten(2).mT
 
     def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Places:
         """Make the places of the patches of an image."""
-        wrong = x.dim() != 4 or x.shape[1] != self.map.in_channels or x.shape[2] % self.side or x.shape[3] % self.side
-        if wrong or not x.is_floating_point():
-            wanted = f"(batch, {self.map.in_channels}, height, width), both divisible by {self.side}"
-            raise ValueError(f"an image has numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
+        shaped = x.dim() == 4 and x.shape[1] == self.map.in_channels
+        divisible = shaped and not any(size % self.side for size in x.shape[2:])
+        if not divisible or not x.is_floating_point():
+            needed = f"(batch, {self.map.in_channels}, height, width), both divisible by {self.side}"
+            raise ValueError(f"an image has numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
         if valid is not None or after is not None:
             raise ValueError("an image is read whole: it has no padding and nothing before it")
-        patches = x.shape[2] // self.side * (x.shape[3] // self.side)
-        return Places.of(x.new_empty(x.shape[0], patches))
+        rows = x.shape[2] // self.side
+        columns = x.shape[3] // self.side
+        tokens = x.new_empty(x.shape[0], rows * columns)
+        return Places.of(tokens)
 
     def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:
         places = valid if isinstance(valid, Places) else self.places(x, valid, after)
         y = self.vectors(x)
-        return self.drop(y if self.positions is None else self.positions.add(y, places))
+        if self.positions is not None:
+            y = self.positions.add(y, places)
+        return self.drop(y)
 
 
 class Spelled(Embedding):
-    """Words by what they are and how they are spelt: a word's own vector beside the maximum over a convolution of its letters.
+    """Embed words and their spelling: a word's own vector, and the maximum over a convolution of its letters.
 
     Takes words and letters in one tensor (b n 1 + c): the word, then its letters, PAD = 0 behind them. Windows of 3 letters.
     Ma & Hovy 2016, arXiv:1603.01354. In training a share `forget` of the words is hidden behind the unknown word, so that
@@ -191,21 +223,31 @@ class Spelled(Embedding):
         unknown: int = 1,
     ) -> None:
         super().__init__(width, positions=positions, dropout=dropout)
-        self.words, self.letters = nn.Embedding(vocab, width), nn.Embedding(letters, 64, padding_idx=0)
+        self.words = nn.Embedding(vocab, width)
+        self.letters = nn.Embedding(letters, 64, padding_idx=0)
         nn.init.normal_(self.words.weight, std=0.1)
         self.window = nn.Conv1d(64, spelling, 3, padding=1)
         self.map = nn.Linear(width + spelling, width)
-        self.forget, self.unknown = check_fraction("forget", forget), unknown
+        self.forget = check_fraction("forget", forget)
+        self.unknown = unknown
 
     def vectors(self, x: Tensor) -> Tensor:
-        if x.dim() != 3 or x.shape[-1] < 2 or x.dtype not in WHOLE:
-            wanted = "(batch, length, 1 + letters)"
-            raise ValueError(f"spelled words are whole numbers of shape {wanted}, not {x.dtype} of shape {tuple(x.shape)}")
-        words, letters = x[..., 0], x[..., 1:]
+        shaped = x.dim() == 3 and x.shape[-1] >= 2
+        if not shaped or x.dtype not in WHOLE:
+            needed = "(batch, length, 1 + letters)"
+            raise ValueError(f"spelled words are whole numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
+        words = x[..., 0]
+        letters = x[..., 1:].flatten(0, 1)
         if self.training and self.forget:
-            hidden = torch.rand(words.shape, device=words.device) < self.forget
-            words = words.masked_fill(hidden, self.unknown)
-        letters = letters.flatten(0, 1)
-        spelt = self.window(self.drop(self.letters(letters)).mT).relu()  # (b n, spelling, letters): never below 0
-        spelt = spelt.masked_fill((letters == 0)[:, None], 0).amax(-1).unflatten(0, words.shape)
-        return self.map(torch.cat([self.words(words), spelt], -1))
+            draws = torch.rand(words.shape, device=words.device)
+            words = words.masked_fill(draws < self.forget, self.unknown)
+        spelt = self._spelling(letters).unflatten(0, words.shape)
+        own = self.words(words)
+        return self.map(torch.cat([own, spelt], -1))
+
+    def _spelling(self, letters: Tensor) -> Tensor:
+        """Encode the letters (b n, c) of each word as one vector (b n, spelling)."""
+        x = self.drop(self.letters(letters))
+        y = self.window(x.mT).relu()  # (b n, spelling, letters): never below 0
+        padding = (letters == 0)[:, None]
+        return y.masked_fill(padding, 0).amax(-1)

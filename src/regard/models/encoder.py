@@ -1,4 +1,4 @@
-"""An encoder: what comes in, read by a stack of blocks, all at once."""
+"""An encoder: an embedding and a stack of blocks over all tokens at once."""
 
 from __future__ import annotations
 
@@ -25,22 +25,26 @@ class Encoded(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Embedding and stack. `front` learned vectors stand in front of the tokens, as BERT's [CLS] does, and come out in front."""
+    """Embedding and stack. `front` learned vectors precede the tokens, as BERT's [CLS] does, and precede the outputs."""
 
     def __init__(self, embed: Embedding, stack: Stack, *, front: int = 0) -> None:
         super().__init__()
         if stack.reads or any(block.mixer.dims.causal for block in stack):
             raise ValueError("an encoder reads all of its own tokens at once: its stack is not causal and reads no context")
-        self.embed, self.stack, self.width = embed, stack, embed.width
+        self.embed = embed
+        self.stack = stack
+        self.width = embed.width
         self.front = nn.Parameter(torch.randn(front, embed.width) * 0.02) if front else None
 
     def forward(self, x: Tensor, valid: Tensor | None = None, *, layers: bool = False) -> Encoded:
         places = self.embed.places(x, valid)
         y = self.embed(x, places)
         if self.front is not None:
-            y = torch.cat([self.front.to(y.dtype).expand(len(y), -1, -1), y], 1)
+            front = self.front.to(y.dtype)
+            y = torch.cat([front.expand(len(y), -1, -1), y], 1)
             if valid is not None:
-                valid = torch.cat([valid.new_ones(len(y), len(self.front)), valid], 1)
+                front_valid = valid.new_ones(len(y), len(self.front))
+                valid = torch.cat([front_valid, valid], 1)
             places = Places.of(y, valid)
         if not layers:
             return Encoded(self.stack(y, places), self.stack.outputs(places))

@@ -9,7 +9,7 @@ from regard.models.heads import Matching
 
 
 class Reader(nn.Module):
-    """A label per vector, per sequence, or a token behind each mask: whatever its head says of what its encoder read."""
+    """Predict a label per vector, a label per sequence, or the token at each mask, by the head on top of an encoder."""
 
     def __init__(self, encoder: Encoder, head: nn.Module) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Reader(nn.Module):
 
 
 class Matcher(nn.Module):
-    """Two sequences read by one encoder, and matched."""
+    """Encode two sequences by one encoder, and classify the pair."""
 
     def __init__(self, encoder: Encoder, head: Matching) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Readers that keep their place: attention from a target to a source whose weights depend on where it looked a step before.
+"""Guided cross attention: weights from a target to a source that depend on the weights of the step before.
 
-Each stands where a block's cross attention stands, streams like it, and shows its weights to whoever asks.
+Each aligner replaces the cross attention of a block, streams like it, and exposes its weights.
 Letters: b batch, h heads, n source tokens, m target tokens, d key dim, e value dim, w width.
 """
 
@@ -29,19 +29,19 @@ from regard.text import unknown
 
 
 class AlignerState(NamedTuple):
-    """The source as a reader sees it, and where it looked last. Keys and weights have real tokens in front, values do not."""
+    """The encoded source and the weights of the step before. Keys and weights have real tokens in front, values do not."""
 
     k: Tensor  # (b h n d)
     v: Tensor  # (b h n e)
     real: Tensor  # (b n) of the keys
-    back: Tensor | None  # (b n) where each token of the source went; None: they stand as they came
+    back: Tensor | None  # (b n) the column of each source token among the keys; None: their own columns
     before: Tensor  # (b h n) weights of the step before
 
 
 class Aligner(Mixer):
-    """Cross attention with weights that can be seen: out_i = sum_j a_ij v_j, a = `align`(queries, keys, the step before).
+    """Cross attention with recorded weights: out_i = sum_j a_ij v_j, a = `align`(queries, keys, the step before).
 
-    `forward` is `start` and one long `extend`. `watched(model)` collects the weights that pass through `seen`.
+    `forward` is `start` and one long `extend`. `record_alignments(model)` collects the weights that pass through `seen`.
     """
 
     can = Can.CROSS | Can.PADDING | Can.STREAM | Can.DROPOUT
@@ -50,36 +50,41 @@ class Aligner(Mixer):
         super().__init__(dims)
         if not dims.cross or dims.g != dims.heads:
             raise ValueError(f"{self.name} reads a context with keys for each head: build it with cross=True, without kv_heads")
-        reads, asks = dims.context_width or dims.width, dims.heads * dims.d
-        self.q, self.k = nn.Linear(dims.width, asks), nn.Linear(reads, asks)
-        self.v, self.out = nn.Linear(reads, dims.heads * dims.e), nn.Linear(dims.heads * dims.e, dims.width)
+        context_width = dims.context_width or dims.width
+        key_width = dims.heads * dims.d
+        value_width = dims.heads * dims.e
+        self.q, self.k = nn.Linear(dims.width, key_width), nn.Linear(context_width, key_width)
+        self.v, self.out = nn.Linear(context_width, value_width), nn.Linear(value_width, dims.width)
         for part in (self.q, self.k, self.v, self.out):
             nn.init.xavier_uniform_(part.weight)
         self.seen = nn.Identity()
 
-    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights (b h m n) of the queries (b h m d), and those of the last real one (b h n). Padded ones move nothing."""
+    def align(self, source: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return weights (b h m n) of queries (b h m d), and those of the last real one (b h n). Padded ones have no effect."""
         raise NotImplementedError
 
     def first(self, k: Tensor) -> Tensor:
-        """Where it looks before the first step (b h n): nowhere."""
+        """Return the weights before the first step (b h n): zeros."""
         return upcast(k).new_zeros(k.shape[:3])
 
     def forward(
         self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None, query_valid: Tensor | None = None
     ) -> Tensor:
-        return self.extend(self.start(context=context, valid=valid), x, query_valid)[0]
+        state = self.start(context=context, valid=valid)
+        return self.extend(state, x, query_valid)[0]
 
     def forward_at(
         self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None
     ) -> Tensor:
         t = torch.zeros(len(x), dtype=torch.long, device=x.device)
-        return self.extend_at(self.start_at(t, context=context, context_places=context_places), x, places)[0]
+        state = self.start_at(t, context=context, context_places=context_places)
+        return self.extend_at(state, x, places)[0]
 
     def weights(self, x: Tensor, context: Tensor, *, valid: Tensor | None = None, query_valid: Tensor | None = None) -> Tensor:
         """Return (b h m n): how much step i takes of token j; 0 at padding of either side."""
         state = self.start(context=context, valid=valid)
-        return self._weights(state, *self._checked(state, x, query_valid))[0]
+        x, places = self._checked(state, x, query_valid)
+        return self._weights(state, x, places)[0]
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
         if context is None or batch is not None:
@@ -88,30 +93,42 @@ class Aligner(Mixer):
         self.check_padding(valid, context)
         context = mask_padding(context, valid)
         t = torch.zeros(len(context), dtype=torch.long, device=context.device)
-        return self.start_at(t, context=context, context_places=Places.of(context, valid))
+        places = Places.of(context, valid)
+        return self.start_at(t, context=context, context_places=places)
 
     def start_at(self, t: Tensor, *, context: Tensor | None = None, context_places: Places | None = None) -> State:
         assert context is not None and context_places is not None
         self.check_length(context_places)
-        valid, order = context_places.valid, context_places.unpad_order
-        v = self.v(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
-        real = torch.ones(context.shape[:2], dtype=torch.bool, device=context.device) if valid is None else valid
+        real, order = context_places.valid, context_places.unpad_order
+        v = self._split(self.v(context))
+        if real is None:
+            real = torch.ones(context.shape[:2], dtype=torch.bool, device=context.device)
+        back = None
         if order is not None:
-            context, real = context.gather(1, order.there[..., None].expand_as(context)), order.real
-        k = self.k(context).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
-        sight = AlignerState(k, v, real, None if order is None else order.back, self.first(k))
-        return State(sight, t, 0, self.maker())
+            index = order.there[..., None].expand_as(context)
+            context, real, back = context.gather(1, index), order.real, order.back
+        k = self._split(self.k(context))
+        source = AlignerState(k, v, real, back, self.first(k))
+        return State(source, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        y, after = self.extend_at(state, *self._checked(state, x, valid))
+        x, places = self._checked(state, x, valid)
+        y, after = self.extend_at(state, x, places)
         return mask_padding(y, valid), after
 
     def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
         weights, after = self._weights(state, x, places)
-        weights = F.dropout(self.seen(weights), self.dims.dropout, self.training)
+        weights = self.seen(weights)
+        weights = F.dropout(weights, self.dims.dropout, self.training)
         with no_autocast(weights):
             y = weights @ upcast(state.memory.v)
-        return self.out(y.to(x.dtype).transpose(1, 2).flatten(2)), after
+        y = y.to(x.dtype).transpose(1, 2)
+        return self.out(y.flatten(2)), after
+
+    def _split(self, x: Tensor) -> Tensor:
+        """Split heads: (b n w) -> (b h n d)."""
+        heads = x.unflatten(-1, (self.dims.heads, -1))
+        return heads.transpose(1, 2)
 
     def _checked(self, state: State, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Places]:
         """Return checked tokens (b m w) with zeros at padding, and their places."""
@@ -122,38 +139,46 @@ class Aligner(Mixer):
 
     def _weights(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
         """Return the weights (b h m n) of tokens x (b m w), and the state after them."""
-        sight, valid = state.memory, places.valid
-        q = self.q(x).unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
+        source, valid = state.memory, places.valid
+        q = self._split(self.q(x))
         with no_autocast(q):
-            weights, before = self.align(sight, upcast(q), valid)
-        if sight.back is not None:
-            weights = weights.gather(-1, sight.back[:, None, None].expand_as(weights))
+            weights, before = self.align(source, upcast(q), valid)
+        if source.back is not None:
+            index = source.back[:, None, None].expand_as(weights)
+            weights = weights.gather(-1, index)
         if valid is not None:
             weights = weights.masked_fill(~valid[:, None, :, None], 0)
-        return weights, self.later(state, sight._replace(before=before), places)
+        return weights, self.later(state, source._replace(before=before), places)
 
 
 def aligner_softmax(scores: Tensor, real: Tensor) -> Tensor:
-    """Over real tokens (b n), scores (b h ... n); zeros where there are none."""
-    real = real.view(len(real), *[1] * (scores.dim() - 2), -1)
-    return scores.masked_fill(~real, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~real, 0)
+    """Normalize scores (b h ... n) over real tokens (b n); zeros where there are none."""
+    inner = [1] * (scores.dim() - 2)
+    padding = ~real.view(len(real), *inner, -1)
+    lowest = torch.finfo(scores.dtype).min
+    weights = scores.masked_fill(padding, lowest).softmax(-1)
+    return weights.masked_fill(padding, 0)
 
 
 def scan_aligner(step: Callable[[int, Tensor], Tensor], m: int, before: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """a_i = step(i, a_{i-1}) for i < m, as (b h m n), and the last of them; where a step is padding, nothing moves."""
+    """Compute a_i = step(i, a_{i-1}) for i < m, as (b h m n), and the last of them; a step at padding keeps a_{i-1}."""
     rows = [before[:, :, None][:, :, :0]]
     for i in range(m):
         now = step(i, before)
-        before = now if real is None else torch.where(real[:, i, None, None], now, before)
-        rows.append(before[:, :, None])
+        if real is not None:
+            now = torch.where(real[:, i, None, None], now, before)
+        rows.append(now[:, :, None])
+        before = now
     return torch.cat(rows, 2), before
 
 
 class SoftmaxAligner(Aligner):
-    """Softmax attention as everywhere, with weights to look at: it has no memory of where it looked."""
+    """Softmax attention with recorded weights, independent of the step before."""
 
-    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        return aligner_softmax(q @ upcast(sight.k).mT / math.sqrt(q.shape[-1]), sight.real), sight.before
+    def align(self, source: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        scores = q @ upcast(source.k).mT
+        scale = math.sqrt(q.shape[-1])
+        return aligner_softmax(scores / scale, source.real), source.before
 
 
 ENERGIES = ("dot", "additive")
@@ -171,14 +196,7 @@ class MonotonicAligner(Aligner):
     """
 
     def __init__(
-        self,
-        dims: Dims,
-        *,
-        hard: bool = True,
-        noise: float = 1.0,
-        keep: bool = True,
-        lean: float = -1.0,
-        energy: str = "dot",
+        self, dims: Dims, *, hard: bool = True, noise: float = 1.0, keep: bool = True, lean: float = -1.0, energy: str = "dot"
     ) -> None:
         super().__init__(dims)
         if noise < 0:
@@ -192,54 +210,68 @@ class MonotonicAligner(Aligner):
             self.gain = nn.Parameter(torch.full((dims.heads,), dims.d**-0.5))
 
     def first(self, k: Tensor) -> Tensor:
-        """At the first token: whoever has not begun begins there."""
-        return F.pad(super().first(k)[..., 1:], (1, 0), value=1.0) if k.shape[2] else super().first(k)
+        """Return weights before the first step (b h n): all on the first token."""
+        zeros = super().first(k)
+        if not k.shape[2]:
+            return zeros
+        return F.pad(zeros[..., 1:], (1, 0), value=1.0)
 
-    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = self._energy(q, upcast(sight.k)) + upcast(self.lean)[:, None, None]
+    def align(self, source: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = self._scores(source, q)
+        stop = scores.sigmoid()
+        jumps = _jumps((-scores).sigmoid())
+
+        def step(i: int, before: Tensor) -> Tensor:
+            for s, jump in jumps:
+                shifted = F.pad(before[..., :-s], (s, 0))
+                before = before + jump[:, :, i] * shifted
+            return stop[:, :, i] * before
+
+        return scan_aligner(step, q.shape[2], source.before, real)
+
+    def _scores(self, source: AlignerState, q: Tensor) -> Tensor:
+        """Return the logits (b h m n) of the probabilities to stop."""
+        energy = self._energy(q, upcast(source.k))
+        scores = energy + upcast(self.lean)[:, None, None]
         if self.training and self.noise:
             scores = scores + self.noise * torch.randn_like(scores)
         elif self.hard and not self.training:
             scores = torch.where(scores > 0, torch.inf, -torch.inf)
-        n = scores.shape[-1]
         if self.keep:
-            last = torch.arange(n, device=q.device) == sight.real.sum(1, keepdim=True) - 1
+            columns = torch.arange(scores.shape[-1], device=q.device)
+            last = columns == source.real.sum(1, keepdim=True) - 1
             scores = scores.masked_fill(last[:, None, None], torch.inf)
-        scores = scores.masked_fill(~sight.real[:, None, None], -torch.inf)
-        stop, jumps = scores.sigmoid(), _jumps((-scores).sigmoid())
-
-        def step(i: int, before: Tensor) -> Tensor:
-            for s, jump in jumps:
-                before = before + jump[:, :, i] * F.pad(before[..., :-s], (s, 0))
-            return stop[:, :, i] * before
-
-        return scan_aligner(step, q.shape[2], sight.before, real)
+        return scores.masked_fill(~source.real[:, None, None], -torch.inf)
 
     def _energy(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the energies (b h m n) of queries (b h m d) and keys (b h n d), without r."""
         if self.energy == "dot":
             return q @ k.mT / math.sqrt(q.shape[-1])
-        v = F.normalize(upcast(self.u), dim=-1) * upcast(self.gain)[:, None]
-        return ((q[:, :, :, None] + k[:, :, None]).tanh() @ v[:, None, :, None]).squeeze(-1)
+        direction = F.normalize(upcast(self.u), dim=-1)
+        v = direction * upcast(self.gain)[:, None]
+        hidden = (q[:, :, :, None] + k[:, :, None]).tanh()
+        return (hidden @ v[:, None, :, None]).squeeze(-1)
 
 
 def _jumps(on: Tensor) -> list[tuple[int, Tensor]]:
-    """What turns x into y_j = x_j + on_{j-1} y_{j-1} in log2(n) rounds x_j += jump_j x_{j-s}, s = 1, 2, 4, ...
+    """Return the factors of y_j = x_j + on_{j-1} y_{j-1} computed in log2(n) rounds x_j += jump_j x_{j-s}, s = 1, 2, 4, ...
 
-    Products of numbers from 0 to 1, never a quotient: where they vanish, so does what they stand for.
+    Products of numbers from 0 to 1, never a quotient: a factor that underflows to 0 belongs to a path of probability 0.
     """
-    jump, s, found = F.pad(on[..., :-1], (1, 0)), 1, []
+    found: list[tuple[int, Tensor]] = []
+    jump, s = F.pad(on[..., :-1], (1, 0)), 1
     while s < on.shape[-1]:
         found.append((s, jump))
-        jump, s = jump * F.pad(jump[..., :-s], (s, 0)), 2 * s
+        shifted = F.pad(jump[..., :-s], (s, 0))
+        jump, s = jump * shifted, 2 * s
     return found
 
 
 class LocationAligner(Aligner):
-    """Attention that sees where it looked last. Chorowski et al. 2015, arXiv:1506.07503.
+    """Location-aware attention: scores depend on the weights of the step before. Chorowski et al. 2015, arXiv:1506.07503.
 
     a_i = softmax_j(u.tanh(q_i + k_j + (W * a_{i-1})_j)), where W * is a convolution over `window` tokens. Before the first step
-    it has looked nowhere. The paper's filters and the matrix behind them are one W here.
+    all weights are 0. The paper's filters and the matrix behind them are one W here.
     """
 
     def __init__(self, dims: Dims, *, window: int = 15) -> None:
@@ -250,15 +282,18 @@ class LocationAligner(Aligner):
         self.near = nn.Conv1d(h, h * d, window, padding=window // 2, groups=h, bias=False)
         self.u = nn.Parameter(torch.randn(h, d) * 2 / math.sqrt(d))
 
-    def align(self, sight: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        k, u, w = upcast(sight.k), upcast(self.u)[:, None], upcast(self.near.weight)
+    def align(self, source: AlignerState, q: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        k, u, w = upcast(source.k), upcast(self.u)[:, None], upcast(self.near.weight)
         h = k.shape[1]
 
         def step(i: int, before: Tensor) -> Tensor:
-            near = F.conv1d(before, w, padding=self.near.padding, groups=h).unflatten(1, (h, -1)).mT
-            return aligner_softmax(((q[:, :, i, None] + k + near).tanh() * u).sum(-1), sight.real)
+            near = F.conv1d(before, w, padding=self.near.padding, groups=h)
+            near = near.unflatten(1, (h, -1)).mT
+            hidden = (q[:, :, i, None] + k + near).tanh()
+            scores = (hidden * u).sum(-1)
+            return aligner_softmax(scores, source.real)
 
-        return scan_aligner(step, q.shape[2], sight.before, real)
+        return scan_aligner(step, q.shape[2], source.before, real)
 
 
 ALIGNERS: dict[str, Callable[[Dims], Aligner]] = {
@@ -271,20 +306,21 @@ GUIDED_BLOCKS = ("all", "last")
 
 
 def guided(model: Translator, make: Callable[[Dims], Aligner], *, blocks: str = "all") -> Translator:
-    """The same model, whose decoder reads the source by such readers: in all of its blocks, or in the last one."""
+    """Replace the cross attention of a model's decoder by aligners, in all of its blocks or in the last one."""
     if blocks not in GUIDED_BLOCKS:
         raise ValueError(unknown("blocks cannot be", blocks, GUIDED_BLOCKS))
     reading = [block for block in model.decoder if block.cross is not None]
     for block in reading if blocks == "all" else reading[-1:]:
         assert block.cross is not None
-        block.cross = make(block.cross.dims).to(next(model.parameters())).train(block.training)
+        aligner = make(block.cross.dims).to(next(model.parameters()))
+        block.cross = aligner.train(block.training)
     return model
 
 
 def guided_translator(
     config: Config, vocab: int, kind: str = "monotonic", *, target_vocab: int | None = None, blocks: str = "all"
 ) -> Translator:
-    """Build the translator of a configuration whose decoder reads in one of these ways: plain, monotonic (its energy a dot
+    """Build the translator of a configuration whose decoder has aligners of one kind: plain, monotonic (its energy a dot
     product), monotonic-additive (the published energy), location.
     """
     if kind not in ALIGNERS:
@@ -298,9 +334,9 @@ def guided_translator(
 
 @contextmanager
 def record_alignments(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that collects the weights (b h m n) of every aligner in a model, block by block, in every pass inside the `with`.
+    """Collect the weights (b h m n) of every aligner in a model, block by block, in every pass inside the `with`.
 
-    They are those of that very pass, noise and all, and gradients go through them: what a guidance loss is computed from.
+    They are those of that very pass, noise included, and gradients flow through them, as a guidance loss needs.
     """
     found: list[Tensor] = []
     readers = [part for part in model.modules() if isinstance(part, Aligner)]

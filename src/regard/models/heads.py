@@ -1,4 +1,4 @@
-"""The way out: a label per vector, a label per sequence, the next token, a masked token, two sequences matched.
+"""Output heads: a label per vector, a label per sequence, the next token, a masked token, a label per pair of sequences.
 
 Letters: b batch, n tokens, w width, c classes, v vocabulary.
 """
@@ -16,28 +16,37 @@ POOLS = ("token", "mean", "max")
 
 
 def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
-    """One vector of a sequence (b n w): of its first token, the mean or the maximum over real ones; 0 if there is none."""
+    """Reduce a sequence (b n w) to one vector (b w): its first token, the mean or maximum of real ones; 0 if there is none."""
     _pool(pool)
     if x.shape[1] == 0:
         return x.new_zeros(len(x), x.shape[2])
-    if pool == "token":
-        if valid is None:
-            return x[:, 0]
-        first = x.take_along_dim(valid.long().argmax(1)[:, None, None], 1)[:, 0]
-        return first.masked_fill(~valid.any(1, keepdim=True), 0)
-    if pool == "mean":
-        if valid is None:
-            return x.mean(1)
-        total = upcast(x.masked_fill(~valid[..., None], 0)).sum(1)
-        return (total / valid.sum(1, keepdim=True).clamp_min(1)).to(x.dtype)
     if valid is None:
-        return x.amax(1)
-    top = x.masked_fill(~valid[..., None], -torch.inf).amax(1)
-    return top.masked_fill(~valid.any(1, keepdim=True), 0)
+        return _pooled_all(x, pool)
+    empty = ~valid.any(1, keepdim=True)
+    if pool == "token":
+        first = valid.long().argmax(1)
+        token = x.take_along_dim(first[:, None, None], 1)[:, 0]
+        return token.masked_fill(empty, 0)
+    padding = ~valid[..., None]
+    if pool == "mean":
+        real = x.masked_fill(padding, 0)
+        total = upcast(real).sum(1)
+        mean = total / valid.sum(1, keepdim=True).clamp_min(1)
+        return mean.to(x.dtype)
+    top = x.masked_fill(padding, -torch.inf).amax(1)
+    return top.masked_fill(empty, 0)
+
+
+def _pooled_all(x: Tensor, pool: str) -> Tensor:
+    if pool == "token":
+        return x[:, 0]
+    if pool == "mean":
+        return x.mean(1)
+    return x.amax(1)
 
 
 def _pool(name: str) -> str:
-    """The name, if it is one of a pool."""
+    """Check the name of a pool."""
     if name not in POOLS:
         raise ValueError(unknown("no pool is called", name, POOLS))
     return name
@@ -48,10 +57,13 @@ class PerVector(nn.Module):
 
     def __init__(self, width: int, classes: int, *, dropout: float = 0.0) -> None:
         super().__init__()
-        self.drop, self.map = nn.Dropout(check_fraction("dropout", dropout)), nn.Linear(width, classes)
+        dropout = check_fraction("dropout", dropout)
+        self.drop = nn.Dropout(dropout)
+        self.map = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002 - heads are called alike
-        return self.map(self.drop(x))
+        x = self.drop(x)
+        return self.map(x)
 
 
 class PerSequence(nn.Module):
@@ -63,11 +75,17 @@ class PerSequence(nn.Module):
     def __init__(self, width: int, classes: int, *, pool: str = "mean", deep: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.change = nn.Linear(width, width) if deep else None
-        self.pool, self.drop, self.map = _pool(pool), nn.Dropout(check_fraction("dropout", dropout)), nn.Linear(width, classes)
+        self.pool = _pool(pool)
+        dropout = check_fraction("dropout", dropout)
+        self.drop = nn.Dropout(dropout)
+        self.map = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         y = pooled(x, valid, self.pool)
-        return self.map(self.drop(y if self.change is None else self.change(y).tanh()))
+        if self.change is not None:
+            y = self.change(y).tanh()
+        y = self.drop(y)
+        return self.map(y)
 
 
 class NextToken(nn.Module):
@@ -90,22 +108,24 @@ class NextToken(nn.Module):
 
 
 class MaskedToken(nn.Module):
-    """What stood behind a mask: one more layer, then every token's score. Devlin et al. 2018, arXiv:1810.04805."""
+    """Predict masked tokens: one more layer, then every token's score. Devlin et al. 2018, arXiv:1810.04805."""
 
     def __init__(
         self, width: int, vocab: int, *, table: nn.Embedding | None = None, activation: str = "gelu", eps: float = 1e-5
     ) -> None:
         super().__init__()
         self.act = activate(activation)
-        self.change, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=eps)
+        self.change = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=eps)
         self.next = NextToken(width, vocab, table=table, bias=True)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        return self.next(self.norm(self.act(self.change(x))))
+        hidden = self.act(self.change(x))
+        return self.next(self.norm(hidden))
 
 
 class Matching(nn.Module):
-    """How two sequences go together: (b n w), (b m w) -> (b c), from u, v, u * v and |u - v| of their pooled vectors.
+    """Classify two sequences: (b n w), (b m w) -> (b c), from u, v, u * v and |u - v| of their pooled vectors.
 
     Mou et al. 2015, arXiv:1512.08422.
     """
@@ -113,10 +133,14 @@ class Matching(nn.Module):
     def __init__(self, width: int, classes: int, *, pool: str = "mean", dropout: float = 0.0) -> None:
         super().__init__()
         self.pool = _pool(pool)
-        self.map = nn.Sequential(
-            nn.Linear(4 * width, width), nn.ReLU(), nn.Dropout(check_fraction("dropout", dropout)), nn.Linear(width, classes)
-        )
+        dropout = check_fraction("dropout", dropout)
+        first = nn.Linear(4 * width, width)
+        second = nn.Linear(width, classes)
+        self.map = nn.Sequential(first, nn.ReLU(), nn.Dropout(dropout), second)
 
     def forward(self, x: Tensor, valid: Tensor | None, y: Tensor, y_valid: Tensor | None) -> Tensor:
-        u, v = pooled(x, valid, self.pool), pooled(y, y_valid, self.pool)
-        return self.map(torch.cat([u, v, u * v, (u - v).abs()], -1))
+        u = pooled(x, valid, self.pool)
+        v = pooled(y, y_valid, self.pool)
+        distance = (u - v).abs()
+        features = torch.cat([u, v, u * v, distance], -1)
+        return self.map(features)

@@ -1,11 +1,11 @@
-"""Sequence to sequence without waiting: all tokens of an answer are said at once, each from a slot of its own.
+"""Non-autoregressive sequence to sequence: all tokens of an output are predicted at once, each from a slot of its own.
 
-A decoder that is not causal gives scores for every slot. What differs is where the slots come from:
+A decoder that is not causal returns scores for every slot. The kinds differ in their slots:
 
-    ctc       several for every vector that was read; slots may be left blank, and a token may fill several
-    length    as many as a predicted length says, each a copy of the source near it, or all of them BEGIN tokens
-    masked    as many, all alike and empty; some are filled, the others are said, again and again
-    fixed     always the same number; what stands behind the end is not heard
+    ctc       several for every encoded vector; slots may be left blank, and a token may fill several
+    length    as many as the predicted length, each a copy of the source near it, or all of them BEGIN tokens
+    masked    as many, all alike and empty; some are filled, the others are predicted, repeatedly
+    fixed     always the same number; slots behind the end are ignored
 
 Letters: b batch, n source tokens, m slots, s slots per source vector, w width, v vocabulary.
 """
@@ -35,12 +35,12 @@ from regard.models.length_predictor import LengthPredictor, length_targets
 from regard.models.translator import CrossWiring
 from regard.text import parse_choice, unknown
 
-BLANK = 0  # nothing is said: the id of padding, which no answer holds
+BLANK = 0  # no token: the id of padding, which no output contains
 COPIES = ("soft", "uniform", "none", "begin")
 
 
 class EncodedSource(NamedTuple):
-    """The source, read once: what the decoder's blocks read, and what slots are made of."""
+    """The encoded source: the contexts of the decoder's blocks, and the vectors that slots are made of."""
 
     contexts: tuple[Tensor, ...]  # (b n w): one for all blocks, or one for each
     x: Tensor  # (b n w) behind the encoder
@@ -60,25 +60,29 @@ class EncodedSource(NamedTuple):
 
 
 class SlotInputs(NamedTuple):
-    """Slots before anything is said. The real ones of a row stand in front."""
+    """Vectors of the slots at the decoder's input. The real ones of a row come first."""
 
     x: Tensor  # (b m w)
     valid: Tensor | None  # (b m)
 
     def at(self, rows: slice) -> SlotInputs:
-        return SlotInputs(self.x[rows], None if self.valid is None else self.valid[rows])
+        valid = None if self.valid is None else self.valid[rows]
+        return SlotInputs(self.x[rows], valid)
 
 
 def left_aligned(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x (b n) or (b n w) with the real ones of each row in front, in their order."""
+    """Move the real ones of each row of x (b n) or (b n w) to the front, in their order."""
     order = None if valid is None else unpad_order(valid)
     if order is None:
         return x
-    return x.gather(1, order.there if x.dim() == 2 else order.there[..., None].expand_as(x))
+    index = order.there
+    if x.dim() == 3:
+        index = index[..., None].expand_as(x)
+    return x.gather(1, index)
 
 
 class SlotMaker(nn.Module):
-    """How many slots there are, and what stands in them at first."""
+    """Base class of slots: their number, and their vectors at the decoder's input."""
 
     name: str  # as in `SLOT_KINDS`
 
@@ -86,22 +90,22 @@ class SlotMaker(nn.Module):
     begins = False  # whether every slot holds the BEGIN token, which the model's table has
 
     def longest(self, n: int) -> int:
-        """The most slots for sources of up to n vectors."""
+        """Return the largest number of slots for sources of up to n vectors."""
         return n
 
     def forward(self, read: EncodedSource, m: int | None = None, valid: Tensor | None = None) -> SlotInputs:
-        """`m` slots, of which `valid` (b m) are real, where slots do not know that themselves."""
+        """Return `m` slots, of which `valid` (b m) are real; kinds that determine both themselves refuse the arguments."""
         raise NotImplementedError
 
-    def _knows(self, m: int | None, valid: Tensor | None) -> None:
+    def _refuse_count(self, m: int | None, valid: Tensor | None) -> None:
         if m is not None or valid is not None:
             raise ValueError(f"{self.name} knows how many slots it has: leave out m and valid")
 
 
 class FixedSlots(SlotMaker):
-    """Always `count` slots (max_len unless given), each with a learned vector; an answer ends in front of its first END.
+    """Always `count` slots (max_len unless given), each with a learned vector; an output ends in front of its first END.
 
-    p(y) = prod_i p_i(y_i), the end among them: what slots behind it say is neither learned nor heard.
+    p(y) = prod_i p_i(y_i), the end among them: slots behind it are neither trained nor read.
     """
 
     name = "fixed"
@@ -115,13 +119,14 @@ class FixedSlots(SlotMaker):
         return len(self.vectors)
 
     def forward(self, read: EncodedSource, m: int | None = None, valid: Tensor | None = None) -> SlotInputs:
-        self._knows(m, valid)
-        return SlotInputs(self.vectors.to(read.x.dtype).expand(len(read.x), -1, -1), None)
+        self._refuse_count(m, valid)
+        vectors = self.vectors.to(read.x.dtype)
+        return SlotInputs(vectors.expand(len(read.x), -1, -1), None)
 
 
 class CtcSlots(SlotMaker):
-    """`upsample` slots from every encoded vector, by a linear map each. An answer is what is left when tokens said in a row are
-    taken as one and blanks are removed, and its probability is summed over all ways to say it:
+    """`upsample` slots from every encoded vector, by a linear map each. A path over slots collapses to an output by merging
+    repeated tokens and removing blanks; the probability of an output is summed over its paths:
 
     p(y) = sum over paths that collapse to y of prod_i p_i(path_i). Graves et al. 2006; Libovicky & Helcl 2018, arXiv:1811.04719.
     """
@@ -137,13 +142,15 @@ class CtcSlots(SlotMaker):
         return self.upsample * n
 
     def forward(self, read: EncodedSource, m: int | None = None, valid: Tensor | None = None) -> SlotInputs:
-        self._knows(m, valid)
+        self._refuse_count(m, valid)
         x = left_aligned(read.x, read.valid)
         b, n, w = x.shape
         y = self.split(x).view(b, n * self.upsample, w)
         if read.valid is None:
             return SlotInputs(y, None)
-        return SlotInputs(y, torch.arange(y.shape[1], device=y.device) < self.upsample * read.valid.sum(1, keepdim=True))
+        count = self.upsample * read.valid.sum(1, keepdim=True)
+        valid = torch.arange(y.shape[1], device=y.device) < count
+        return SlotInputs(y, valid)
 
 
 class LengthSlots(SlotMaker):
@@ -160,34 +167,52 @@ class LengthSlots(SlotMaker):
         super().__init__()
         if copy not in COPIES:
             raise ValueError(unknown("slots cannot be filled by", copy, COPIES))
-        self.copy, self.copies, self.begins = copy, copy in ("soft", "uniform"), copy == "begin"
+        self.copy = copy
+        self.copies = copy in ("soft", "uniform")
+        self.begins = copy == "begin"
         self.lengths = LengthPredictor(dims.width, reach=reach, most=dims.max_len)
-        self.empty = nn.Parameter(torch.randn(dims.width)) if copy == "none" else None
+        self.empty = None
+        if copy == "none":
+            self.empty = nn.Parameter(torch.randn(dims.width))
 
     def forward(self, read: EncodedSource, m: int | None = None, valid: Tensor | None = None) -> SlotInputs:
         if m is None:
             raise ValueError(f"{self.name} must be told how many slots there are: m, and which are real")
-        if self.begins:  # `Parallel.seats` puts the token in
-            return SlotInputs(read.x.new_zeros(()).expand(len(read.x), m, read.x.shape[2]), valid)
+        b, _, w = read.x.shape
+        if self.begins:  # `NatTranslator.slot_inputs` adds the token
+            zero = read.x.new_zeros(())
+            return SlotInputs(zero.expand(b, m, w), valid)
         if self.empty is not None:
-            return SlotInputs(self.empty.to(read.x.dtype).expand(len(read.x), m, -1), valid)
+            empty = self.empty.to(read.x.dtype)
+            return SlotInputs(empty.expand(b, m, -1), valid)
+        return SlotInputs(self._copied(read, m, valid), valid)
+
+    def _copied(self, read: EncodedSource, m: int, valid: Tensor | None) -> Tensor:
+        """Copy source vectors into m slots, (b m w)."""
         assert read.vectors is not None
         x = left_aligned(read.vectors, read.vectors_valid)
-        have = length_targets(x, read.vectors_valid)[:, None]  # (b 1)
-        want = m if valid is None else valid.sum(1, keepdim=True).clamp_min(1)
+        n = x.shape[1]
+        length = length_targets(x, read.vectors_valid)[:, None]  # (b 1)
+        slots = m if valid is None else valid.sum(1, keepdim=True).clamp_min(1)
         twice = 2 * torch.arange(m, device=x.device) + 1
+        scaled = twice * length
         if self.copy == "uniform":
-            at = (twice * have // (2 * want)).clamp_max(x.shape[1] - 1)
-            return SlotInputs(x.gather(1, at[..., None].expand(-1, -1, x.shape[2])), valid)
-        places = torch.arange(x.shape[1], device=x.device)
-        far = (places - (twice * have / (2 * want) - 0.5)[..., None]).abs()
-        near = (-far).masked_fill(places >= have[..., None], -torch.inf).softmax(-1)
-        near = near.masked_fill(have[..., None] == 0, 0)  # nothing to copy
-        return SlotInputs(near.to(x.dtype) @ x, valid)
+            at = scaled // (2 * slots)
+            at = at.clamp_max(n - 1)
+            index = at[..., None].expand(-1, -1, x.shape[2])
+            return x.gather(1, index)
+        centre = scaled / (2 * slots) - 0.5
+        places = torch.arange(n, device=x.device)
+        distance = (places - centre[..., None]).abs()
+        padding = places >= length[..., None]
+        weights = (-distance).masked_fill(padding, -torch.inf).softmax(-1)
+        nothing = length[..., None] == 0
+        weights = weights.masked_fill(nothing, 0)
+        return weights.to(x.dtype) @ x
 
 
 class MaskedSlots(LengthSlots):
-    """Slots that are all alike; it learns to fill those that are empty from those that are not.
+    """Slots that are all alike: tokens of empty ones are predicted from those of filled ones.
 
     p(y) = p(m) prod over hidden i of p_i(y_i | the others, m). Ghazvininejad et al. 2019, arXiv:1904.09324. The learned vector of
     an empty slot is the paper's mask token.
@@ -208,9 +233,9 @@ SLOT_KINDS: dict[str, Callable[..., SlotMaker]] = {
 
 
 class NatTranslator(nn.Module):
-    """Encoder and decoder, all slots at once: `model(source, source_valid)` gives scores (b m v) and which slots are real (b m).
+    """Encoder and decoder, all slots at once: `model(source, source_valid)` returns scores (b m v) and the mask of slots (b m).
 
-    `hear` reads, `seats` lays out the slots, `answer` gives their scores, with tokens in some of them if one wishes.
+    `encode` encodes the source, `slot_inputs` makes the slots, `answer` returns their scores, optionally with tokens in some.
     """
 
     def __init__(
@@ -223,71 +248,97 @@ class NatTranslator(nn.Module):
             raise ValueError("slots are filled at once and see each other: the decoder's stack is not causal")
         if decoder.rate > 1:
             raise ValueError("every slot needs an answer: use a decoder whose mixers answer every token")
-        self.encoder, self.embed, self.decoder, self.head, self.slots = encoder, embed, decoder, head, slots
-        self.wires = CrossWiring(wiring, encoder.stack, decoder, encoder.width)
+        self.encoder = encoder
+        self.embed = embed
+        self.decoder = decoder
+        self.head = head
+        self.slots = slots
+        self.wiring = CrossWiring(wiring, encoder.stack, decoder, encoder.width)
 
-    def hear(self, source: Tensor, source_valid: Tensor | None = None) -> EncodedSource:
-        """The source, read once."""
-        read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
-        contexts = self.wires(read)
-        embed, vectors = self.encoder.embed, None
-        if self.slots.copies:
-            vectors = mask_padding(embed.vectors(embed.unpadded(source, source_valid)), source_valid)
-        return EncodedSource(contexts, read.x, read.valid, vectors, source_valid if self.slots.copies else None)
+    def encode(self, source: Tensor, source_valid: Tensor | None = None) -> EncodedSource:
+        """Encode the source (b n), once for all passes of the decoder."""
+        read = self.encoder(source, source_valid, layers=self.wiring.norms is not None)
+        contexts = self.wiring(read)
+        if not self.slots.copies:
+            return EncodedSource(contexts, read.x, read.valid, None, None)
+        embed = self.encoder.embed
+        tokens = embed.unpadded(source, source_valid)
+        vectors = mask_padding(embed.vectors(tokens), source_valid)
+        return EncodedSource(contexts, read.x, read.valid, vectors, source_valid)
 
     def guess(self, read: EncodedSource, k: int = 1) -> tuple[Tensor, Tensor]:
-        """The k likeliest lengths (b k), the end counted, and their log-probabilities, for slots that wait to be counted."""
+        """Return the k likeliest lengths (b k), the end counted, and their log-probabilities, for slots of predicted number."""
         if not isinstance(self.slots, LengthSlots):
             raise ValueError(f"{self.slots.name} has no length to guess: it knows how many slots it has")
         return self.slots.lengths.best(read.x, read.valid, k)
 
-    def seats(self, read: EncodedSource, m: int | None = None, valid: Tensor | None = None) -> SlotInputs:
+    def slot_inputs(self, read: EncodedSource, m: int | None = None, valid: Tensor | None = None) -> SlotInputs:
+        """Return the vectors of `m` slots, of which `valid` (b m) are real, where the kind does not determine both."""
         found: SlotInputs = self.slots(read, m, valid)
         if not self.slots.begins:
             return found
-        begin = self.embed.vectors(torch.full((1, 1), BEGIN, device=found.x.device))
+        token = torch.full((1, 1), BEGIN, device=found.x.device)
+        begin = self.embed.vectors(token)
         return found._replace(x=begin.expand_as(found.x))
 
-    def answer(self, read: EncodedSource, seats: SlotInputs, filled: Tensor | None = None, shown: Tensor | None = None) -> Tensor:
-        """Scores of every slot (b m v). Where `shown` (b m), the slot holds the token `filled` (b m) to begin with."""
-        x, valid = seats.x.to(read.x.dtype), seats.valid  # under autocast, what blocks add to stays as wide as an embedding is
+    def answer(self, read: EncodedSource, slots: SlotInputs, filled: Tensor | None = None, shown: Tensor | None = None) -> Tensor:
+        """Return scores of every slot (b m v). Where `shown` (b m), the slot holds the token `filled` (b m) instead."""
+        embed = self.embed
+        valid = slots.valid
+        x = slots.x.to(read.x.dtype)  # under autocast, the residual stream keeps the width of an embedding
         if filled is not None and shown is not None:
-            x = torch.where(shown[..., None], self.embed.vectors(filled).to(x.dtype), x)
-        if self.embed.positions is not None:
-            x = self.embed.positions.add(x, Places.of(x))  # real slots stand in front: places are those of the columns
-        x = mask_padding(self.embed.drop(x if self.embed.norm is None else self.embed.norm(x)), valid)
-        return self.head(self.decoder(x, valid, context=read.contexts, context_valid=read.valid))
+            vectors = embed.vectors(filled).to(x.dtype)
+            x = torch.where(shown[..., None], vectors, x)
+        if embed.positions is not None:
+            x = embed.positions.add(x, Places.of(x))  # real slots come first: places are those of the columns
+        if embed.norm is not None:
+            x = embed.norm(x)
+        x = mask_padding(embed.drop(x), valid)
+        y = self.decoder(x, valid, context=read.contexts, context_valid=read.valid)
+        return self.head(y)
 
     def forward(self, source: Tensor, source_valid: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        read = self.hear(source, source_valid)
-        room = slots_for(self.guess(read)[0][:, 0]) if isinstance(self.slots, LengthSlots) else ()
-        seats = self.seats(read, *room)
-        return self.answer(read, seats), seats.valid
+        read = self.encode(source, source_valid)
+        m, valid = None, None
+        if isinstance(self.slots, LengthSlots):
+            lengths, _ = self.guess(read)
+            m, valid = slots_for(lengths[:, 0])
+        slots = self.slot_inputs(read, m, valid)
+        return self.answer(read, slots), slots.valid
 
 
 def slots_for(lengths: Tensor, most: int | None = None) -> tuple[int, Tensor | None]:
-    """How many slots rows of these lengths (b) need, and which are real; the one place where the host must know a length.
+    """Return the number of slots for rows of these lengths (b), and a mask of real ones; the only copy of a length to the host.
 
-    With `most` slots, which must be enough, it need not.
+    With `most` slots, which must be enough, nothing is copied.
     """
-    m = most if most is not None else int(lengths.max()) if lengths.numel() else 0
-    return m, None if len(lengths) == 1 and most is None else torch.arange(m, device=lengths.device) < lengths[:, None]
+    m = most
+    if m is None:
+        m = int(lengths.max()) if lengths.numel() else 0
+        if len(lengths) == 1:
+            return m, None
+    slots = torch.arange(m, device=lengths.device)
+    return m, slots < lengths[:, None]
 
 
 def nat_translator(
     config: Config, vocab: int, target_vocab: int | None = None, *, kind: str = "ctc", upsample: int = 3
 ) -> NatTranslator:
-    """Built as `translator` is, from one configuration; `kind` is a text: "ctc", "length(copy='uniform')", "fixed(count=64)".
+    """Build the model of a configuration, as `translator` does; `kind` is "ctc", "length(copy='uniform')", "fixed(count=64)", ...
 
-    `upsample` is that of a ctc which does not say so itself. With one vocabulary for both sides, `config.share` makes one table
-    of it for source, slots and output.
+    `upsample` is that of a ctc whose text has none. With one vocabulary for both sides, `config.share` makes one table of it for
+    source, slots and output.
     """
     makers: dict[str, Callable[..., SlotMaker]] = {**SLOT_KINDS, "ctc": partial(CtcSlots, upsample=upsample)}
-    slots = parse_choice(kind, makers)(Dims(config.width, config.heads, max_len=config.max_len))
-    wider = replace(config, max_len=max(config.max_len, slots.longest(config.max_len)))
-    source, target = tokens(config, vocab), tokens(wider, vocab if target_vocab is None else target_vocab)
+    dims = Dims(config.width, config.heads, max_len=config.max_len)
+    slots = parse_choice(kind, makers)(dims)
+    max_len = max(config.max_len, slots.longest(config.max_len))
+    wider = replace(config, max_len=max_len)
+    source = tokens(config, vocab)
+    target = tokens(wider, vocab if target_vocab is None else target_vocab)
     if config.share and target_vocab is None:
         target.table = source.table
     head = NextToken(config.width, target.vocab, table=target.table if config.share else None)
     body = glorot(stack(wider, reads=True))
-    return NatTranslator(make_encoder(config, source), target, body, head, slots, wiring=config.wiring)
+    encoder = make_encoder(config, source)
+    return NatTranslator(encoder, target, body, head, slots, wiring=config.wiring)

@@ -1,4 +1,4 @@
-"""Sequence to sequence with words taken from the source: what the vocabulary does not have can still be said.
+"""Pointer-generator: sequence to sequence that can copy words of the source which the vocabulary lacks.
 
 Letters: b batch, h heads, n source tokens, m target tokens, w width, v vocabulary, o words that only sources of this batch have.
 """
@@ -27,10 +27,10 @@ LOG_ZERO = -1e30  # a log-probability of nothing that sums and gradients survive
 
 
 class CopySource(NamedTuple):
-    """What can be copied."""
+    """The source tokens that can be copied."""
 
     keys: Tensor  # (b h n d)
-    lean: Tensor  # (b n): how much looking at a token speaks for the vocabulary
+    lean: Tensor  # (b n): contribution of attention to a token to the logit of p_gen
     words: Tensor  # (b n): extended ids
     real: Tensor  # (b n)
     own: Tensor  # (b o): which of the ids behind the vocabulary a source has
@@ -41,12 +41,12 @@ class CopySource(NamedTuple):
 
 
 class GeneratorState(NamedTuple):
-    """Two ways to say a word, each in logs: from the vocabulary with probability p_gen, or from the source."""
+    """Two sources of a word, each in logs: the vocabulary with probability p_gen, or the source tokens."""
 
-    speak: Tensor  # (b m): log p_gen
+    generate: Tensor  # (b m): log p_gen
     copy: Tensor  # (b m): log(1 - p_gen)
     words: Tensor  # (b m v): scores of the vocabulary
-    look: Tensor  # (b m n): log of where it looks, summing to 1 over real tokens; NEVER at padding
+    attention: Tensor  # (b m n): log of the pointer's weights, which sum to 1 over real tokens; LOG_ZERO at padding
 
 
 class PointerGenerator(Translator):
@@ -74,9 +74,11 @@ class PointerGenerator(Translator):
     ) -> None:
         super().__init__(encoder, embed, decoder, head, wiring=wiring)
         check_each(encoder, "copies")
-        self.vocab, self.unknown = vocab, unknown
+        self.vocab = vocab
+        self.unknown = unknown
         self.point = PointerState(encoder.width, heads)
-        self.gate, self.lean = nn.Linear(encoder.width, 1), nn.Linear(encoder.width, 1, bias=False)
+        self.gate = nn.Linear(encoder.width, 1)
+        self.lean = nn.Linear(encoder.width, 1, bias=False)
 
     def forward(
         self,
@@ -86,10 +88,12 @@ class PointerGenerator(Translator):
         target_valid: Tensor | None = None,
         source_extended: Tensor | None = None,
     ) -> Tensor:
-        """Without `source_extended` only words of the vocabulary are copied."""
-        heard = self.hear(source, source_valid)
-        copied = self._copied(heard, source_extended, source)
-        return self._scores(self._said(self.hidden(heard, target, target_valid), copied), copied)
+        """Return log-probabilities (b m v + o). Without `source_extended` only words of the vocabulary are copied."""
+        memory = self.encode(source, source_valid)
+        copied = self._copied(memory, source_extended, source)
+        y = self.hidden(memory, target, target_valid)
+        mixture = self._mixture(y, copied)
+        return self._scores(mixture, copied)
 
     def likelihood(
         self,
@@ -100,93 +104,121 @@ class PointerGenerator(Translator):
         source_extended: Tensor | None,
         answer: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `answer` (b m), extended ids, and the weights of the pointer (b m n).
+        """Return log-probabilities of `answer` (b m), extended ids, and the weights of the pointer (b m n).
 
-        It is `forward` at the answer, without ever making (b m v + o): what training needs.
+        Equals `forward` at the answer, without the tensor (b m v + o): for training.
         """
-        heard = self.hear(source, source_valid)
-        copied = self._copied(heard, source_extended, source, count=False)
-        said = self._said(self.hidden(heard, target, target_valid), copied)
+        memory = self.encode(source, source_valid)
+        copied = self._copied(memory, source_extended, source, count=False)
+        y = self.hidden(memory, target, target_valid)
+        mixture = self._mixture(y, copied)
         known = answer < self.vocab
-        spoken = -F.cross_entropy(upcast(said.words).mT, answer.masked_fill(~known, self.unknown), reduction="none")
-        same = (answer[..., None] == copied.words[:, None]) & copied.real[:, None]  # (b m n)
+        ids = answer.masked_fill(~known, self.unknown)
+        generated = -F.cross_entropy(upcast(mixture.words).mT, ids, reduction="none")
+        same = answer[..., None] == copied.words[:, None]
+        same = same & copied.real[:, None]  # (b m n)
         found = same.any(-1)
-        mass = said.look.masked_fill(~same & found[..., None], -torch.inf).logsumexp(-1)
-        spoken = torch.where(known, said.speak + spoken, LOG_ZERO)
-        logs = torch.logaddexp(spoken, torch.where(found, said.copy + mass, LOG_ZERO))
-        return logs, said.look.exp()
+        other = ~same & found[..., None]
+        mass = mixture.attention.masked_fill(other, -torch.inf).logsumexp(-1)
+        generated = torch.where(known, mixture.generate + generated, LOG_ZERO)
+        taken = torch.where(found, mixture.copy + mass, LOG_ZERO)
+        logs = torch.logaddexp(generated, taken)
+        return logs, mixture.attention.exp()
 
-    def hidden(self, heard: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
-        return super().hidden(heard, self._known(target), target_valid)
+    def hidden(self, memory: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
+        known = self._known(target)
+        return super().hidden(memory, known, target_valid)
 
     def start(self, source: Tensor, source_valid: Tensor | None = None, source_extended: Tensor | None = None) -> State:
-        heard = self.hear(source, source_valid)
-        state = self.decoder.start(context=heard.contexts, context_valid=heard.places)
-        copied = self._copied(heard, source_extended, source)
+        memory = self.encode(source, source_valid)
+        state = self.decoder.start(context=memory.contexts, context_valid=memory.places)
+        copied = self._copied(memory, source_extended, source)
         return State((state, copied), state.t, state.start)
 
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         before, copied = state.memory
         known = self._known(tokens)
         places = self.embed.places(known, valid, state)
-        y, after = self.decoder.extend(before, self.embed(known, places), places)
-        return self._scores(self._said(y, copied), copied), State((after, copied), after.t, after.start)
+        x = self.embed(known, places)
+        y, after = self.decoder.extend(before, x, places)
+        mixture = self._mixture(y, copied)
+        return self._scores(mixture, copied), State((after, copied), after.t, after.start)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        return tokens.masked_fill(tokens >= self.vocab, self.unknown)
+        extended = tokens >= self.vocab
+        return tokens.masked_fill(extended, self.unknown)
 
-    def _copied(self, heard: SourceMemory, words: Tensor | None, source: Tensor, *, count: bool = True) -> CopySource:
-        """`count` how many words only the sources have: that waits for the device, and is for scores of all words alone."""
-        x, words = heard.contexts[-1], source if words is None else words
+    def _copied(self, memory: SourceMemory, words: Tensor | None, source: Tensor, *, count: bool = True) -> CopySource:
+        """Return what can be copied. `count` the words that only sources have, which synchronizes, for scores of all words."""
+        x = memory.contexts[-1]
+        if words is None:
+            words = source
         if words.shape != x.shape[:2] or words.is_floating_point():
             raise ValueError(
                 f"source_extended has shape {tuple(words.shape)}, {words.dtype}: ids of shape {tuple(x.shape[:2])} are needed"
             )
-        real = torch.ones_like(words, dtype=torch.bool) if heard.valid is None else heard.valid
+        real = torch.ones_like(words, dtype=torch.bool) if memory.valid is None else memory.valid
         words = words.masked_fill(~real, 0)
-        new = max(int(words.max()) + 1 - self.vocab, 0) if count and words.numel() else 0
-        own = (words[..., None] == torch.arange(self.vocab, self.vocab + new, device=words.device)).any(1)
-        return CopySource(self.point.keys(x), self.lean(x).squeeze(-1), words, real, own)
+        new = self._extended(words) if count else 0
+        ids = torch.arange(self.vocab, self.vocab + new, device=words.device)
+        own = (words[..., None] == ids).any(1)
+        keys = self.point.keys(x)
+        lean = self.lean(x).squeeze(-1)
+        return CopySource(keys, lean, words, real, own)
 
-    def _said(self, y: Tensor, copied: CopySource) -> GeneratorState:
+    def _extended(self, words: Tensor) -> int:
+        """Count the ids behind the vocabulary up to the highest one in use."""
+        if not words.numel():
+            return 0
+        highest = int(words.max())
+        return max(highest + 1 - self.vocab, 0)
+
+    def _mixture(self, y: Tensor, copied: CopySource) -> GeneratorState:
+        """Return both parts of the mixture for the decoder's outputs y (b m w)."""
         real = copied.real[:, None, None]
-        logs = self.point(y, copied.keys).masked_fill(~real, LOG_ZERO).log_softmax(-1)
-        look = logs.logsumexp(1) - math.log(self.point.heads)  # the mean over heads
-        look = look.masked_fill(~real[:, 0], LOG_ZERO)
+        scores = self.point(y, copied.keys)
+        logs = scores.masked_fill(~real, LOG_ZERO).log_softmax(-1)
+        attention = logs.logsumexp(1) - math.log(self.point.heads)  # the mean over heads
+        attention = attention.masked_fill(~real[:, 0], LOG_ZERO)
         gate = upcast(self.gate(y)).squeeze(-1)
-        with no_autocast(look):
-            lean = gate + torch.einsum("bmn,bn->bm", look.exp(), upcast(copied.lean))
+        with no_autocast(attention):
+            lean = gate + torch.einsum("bmn,bn->bm", attention.exp(), upcast(copied.lean))
         nothing = ~copied.any[:, None]
-        return GeneratorState(
-            F.logsigmoid(lean).masked_fill(nothing, 0), F.logsigmoid(-lean).masked_fill(nothing, LOG_ZERO), self.head(y), look
-        )
+        generate = F.logsigmoid(lean).masked_fill(nothing, 0)
+        copy = F.logsigmoid(-lean).masked_fill(nothing, LOG_ZERO)
+        words = self.head(y)
+        return GeneratorState(generate, copy, words, attention)
 
-    def _scores(self, said: GeneratorState, copied: CopySource) -> Tensor:
-        """The definition, all words at once: masses are summed as probabilities, then both ways to say a word as logs."""
-        (b, m, _), o = said.words.shape, copied.own.shape[1]
-        spoken = said.speak[..., None] + upcast(said.words).log_softmax(-1)
-        spoken = F.pad(spoken, (0, o), value=LOG_ZERO)
-        mass = spoken.new_zeros(b, m, self.vocab + o)
-        mass = mass.scatter_add(2, copied.words[:, None].expand(-1, m, -1), said.look.exp())
+    def _scores(self, mixture: GeneratorState, copied: CopySource) -> Tensor:
+        """Compute the definition for all words: masses are summed as probabilities, then the two parts of the mixture as logs."""
+        b, m, _ = mixture.words.shape
+        o = copied.own.shape[1]
+        generated = mixture.generate[..., None] + upcast(mixture.words).log_softmax(-1)
+        generated = F.pad(generated, (0, o), value=LOG_ZERO)
+        mass = generated.new_zeros(b, m, self.vocab + o)
+        ids = copied.words[:, None].expand(-1, m, -1)
+        mass = mass.scatter_add(2, ids, mixture.attention.exp())
         tiny = torch.finfo(mass.dtype).tiny
         here = mass >= tiny
-        taken = torch.where(here, said.copy[..., None] + mass.where(here, 1.0).log(), LOG_ZERO)
-        logs = torch.logaddexp(spoken, taken)
-        lost = F.pad(~copied.own, (self.vocab, 0))[:, None]
-        return logs.masked_fill(lost, -torch.inf)
+        taken = mixture.copy[..., None] + mass.where(here, 1.0).log()
+        taken = torch.where(here, taken, LOG_ZERO)
+        logs = torch.logaddexp(generated, taken)
+        absent = F.pad(~copied.own, (self.vocab, 0))[:, None]
+        return logs.masked_fill(absent, -torch.inf)
 
 
 def coverage(weights: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The coverage loss of the same paper, summed over real steps: sum_t sum_j min(a_tj, sum_{s < t} a_sj), weights (b m n).
+    """Sum the coverage loss of the same paper over real steps: sum_t sum_j min(a_tj, sum_{s < t} a_sj), weights (b m n).
 
-    What has been looked at is not to be looked at again. Only the loss: the pointer itself is not told, so steps need not wait.
+    It penalizes repeated attention to a token. Only the loss: coverage is no input of the pointer, so steps stay independent.
     """
     if valid is not None:
         weights = weights.masked_fill(~valid[..., None], 0)
-    return torch.minimum(weights, weights.cumsum(1) - weights).sum()
+    covered = weights.cumsum(1) - weights
+    return torch.minimum(weights, covered).sum()
 
 
 def pointer_generator(config: Config, vocab: int, *, heads: int = 1) -> PointerGenerator:
-    """The translator that a configuration describes, one vocabulary for both sides, with a pointer of so many heads."""
+    """Build a translator from a configuration, one vocabulary for both sides, with a pointer of `heads` heads."""
     made = translator(config, vocab)
     return PointerGenerator(made.encoder, made.embed, made.decoder, made.head, vocab=vocab, wiring=config.wiring, heads=heads)

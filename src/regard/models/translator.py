@@ -1,4 +1,4 @@
-"""Sequence to sequence: an encoder that reads, a decoder that says, and the wires between them.
+"""Sequence to sequence: an encoder, a causal decoder, and the wiring of cross attention between them.
 
 Letters: b batch, n source tokens, m target tokens, w width, v vocabulary, l layers.
 """
@@ -20,7 +20,7 @@ WIRINGS = ("last", "each", "mixed")
 
 
 class SourceMemory(NamedTuple):
-    """What the blocks of a decoder read: the encoded source."""
+    """The encoded source that the blocks of a decoder read."""
 
     contexts: tuple[Tensor, ...]  # (b n w): one for all blocks, or one for each
     places: Places
@@ -31,7 +31,7 @@ class SourceMemory(NamedTuple):
 
 
 class CrossWiring(nn.Module):
-    """Which of the encoder's layers the decoder's blocks read.
+    """Select the encoder's layers that the decoder's blocks read.
 
     last: all read the last one, as the Transformer does. each: block i reads layer i. mixed: block i reads a mean of all layers,
     by weights of its own that are learned (Bapna et al. 2018, arXiv:1808.07561). Layers other than the last get a norm.
@@ -45,8 +45,12 @@ class CrossWiring(nn.Module):
         if wiring == "each" and layers != blocks:
             raise ValueError(f"wiring='each' needs as many encoder as decoder layers, not {layers} and {blocks}")
         self.wiring = wiring
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers - 1)) if wiring != "last" else None
-        self.weights = nn.Parameter(torch.zeros(blocks, layers)) if wiring == "mixed" else None
+        self.norms = None
+        if wiring != "last":
+            self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers - 1))
+        self.weights = None
+        if wiring == "mixed":
+            self.weights = nn.Parameter(torch.zeros(blocks, layers))
 
     def forward(self, read: Encoded) -> tuple[Tensor, ...]:
         if self.norms is None:
@@ -55,42 +59,49 @@ class CrossWiring(nn.Module):
         if self.weights is None:
             return tuple(normed)
         stacked = torch.stack(normed)  # (l b n w)
-        mixed = torch.einsum("il,lbnw->ibnw", self.weights.softmax(-1).to(stacked.dtype), stacked)
+        weights = self.weights.softmax(-1).to(stacked.dtype)
+        mixed = torch.einsum("il,lbnw->ibnw", weights, stacked)
         return tuple(mixed.unbind())
 
 
 class Translator(nn.Module):
-    """Encoder and decoder. `model(source, source_valid, target)` gives scores (b m v) of what follows each target token, with
-    teacher forcing; `start` and `extend` give the same token by token.
+    """Encoder and decoder. `model(source, source_valid, target)` returns scores (b m v) of the token after each one, with
+    teacher forcing; `start` and `extend` return the same token by token.
     """
 
     def __init__(self, encoder: Encoder, embed: Embedding, decoder: Stack, head: nn.Module, *, wiring: str = "last") -> None:
         super().__init__()
         if not decoder.reads:
             raise ValueError("a decoder must read the encoder: build its stack with cross=...")
-        self.encoder, self.embed, self.decoder, self.head = encoder, embed, decoder, head
-        self.wires = CrossWiring(wiring, encoder.stack, decoder, encoder.width)
+        self.encoder = encoder
+        self.embed = embed
+        self.decoder = decoder
+        self.head = head
+        self.wiring = CrossWiring(wiring, encoder.stack, decoder, encoder.width)
 
-    def hear(self, source: Tensor, source_valid: Tensor | None = None) -> SourceMemory:
-        """The source, read once."""
-        read = self.encoder(source, source_valid, layers=self.wires.norms is not None)
-        return SourceMemory(self.wires(read), read.places)
+    def encode(self, source: Tensor, source_valid: Tensor | None = None) -> SourceMemory:
+        """Encode the source (b n), once for all target tokens."""
+        read = self.encoder(source, source_valid, layers=self.wiring.norms is not None)
+        return SourceMemory(self.wiring(read), read.places)
 
-    def hidden(self, heard: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
-        """What the decoder makes of the target (b m), before the head: (b m w)."""
+    def hidden(self, memory: SourceMemory, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
+        """Return the decoder's outputs (b m w) of the target (b m), before the head."""
         places = self.embed.places(target, target_valid)
         x = self.embed(target, places)
-        return self.decoder(x, places, context=heard.contexts, context_valid=heard.places)
+        return self.decoder(x, places, context=memory.contexts, context_valid=memory.places)
 
     def forward(self, source: Tensor, source_valid: Tensor | None, target: Tensor, target_valid: Tensor | None = None) -> Tensor:
-        return self.head(self.hidden(self.hear(source, source_valid), target, target_valid))
+        memory = self.encode(source, source_valid)
+        y = self.hidden(memory, target, target_valid)
+        return self.head(y)
 
     def start(self, source: Tensor, source_valid: Tensor | None = None) -> State:
-        """The source has been read, nothing has been said."""
-        heard = self.hear(source, source_valid)
-        return self.decoder.start(context=heard.contexts, context_valid=heard.places)
+        """Return the state of a decoder with an encoded source and no target tokens."""
+        memory = self.encode(source, source_valid)
+        return self.decoder.start(context=memory.contexts, context_valid=memory.places)
 
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
         places = self.embed.places(tokens, valid, state)
-        y, after = self.decoder.extend(state, self.embed(tokens, places), places)
+        x = self.embed(tokens, places)
+        y, after = self.decoder.extend(state, x, places)
         return self.head(y), after

@@ -79,13 +79,19 @@ def sheet(
     families: dict[str, list[_Cell]] = {}
     if patterns:
         families["patterns"] = [_pattern_cell(*entry) for entry in SAMPLES.items()]
-    for spec in _all(causal) if specs is None else map(Spec.of, specs):
-        families.setdefault(spec.row.family, []).append(_mechanism(spec, dims, length))
-    lines = _lines({family: len(cells) for family, cells in families.items()})
+    every = _all(causal) if specs is None else map(Spec.of, specs)
+    for spec in every:
+        family_cells = families.setdefault(spec.row.family, [])
+        family_cells.append(_mechanism(spec, dims, length))
+    sizes = {family: len(cells) for family, cells in families.items()}
+    lines = _lines(sizes)
     heights = [_line_height(line) for line in lines]
-    page = Page(_x(ACROSS) - CELL_GAP + SHEET_MARGIN, SHEET_TOP + sum(heights) + SHEET_BOTTOM)
+    page_width = _x(ACROSS) - CELL_GAP + SHEET_MARGIN
+    page_height = SHEET_TOP + sum(heights) + SHEET_BOTTOM
+    page = Page(page_width, page_height)
     page.write(SHEET_MARGIN, 98, "Attention patterns and mechanisms", 24, weight="bold", va="baseline")
-    page.write(SHEET_MARGIN, 160, _gallery_caption(length, causal), 10, GREY, va="baseline")
+    caption = _gallery_caption(length, causal)
+    page.write(SHEET_MARGIN, 160, caption, 10, GREY, va="baseline")
     y = SHEET_TOP
     remaining = {family: iter(cells) for family, cells in families.items()}
     for line, height in zip(lines, heights, strict=True):
@@ -94,9 +100,11 @@ def sheet(
             if first:
                 _heading(page, family, _x(start), y, cells)
             for column in range(start, start + cells):
-                _draw_cell(page, next(remaining[family]), _x(column), cell_y)
+                cell = next(remaining[family])
+                _draw_cell(page, cell, _x(column), cell_y)
         y += height
-    page.write(SHEET_MARGIN, y, _gallery_legend(families), 9, GREY)
+    legend = _gallery_legend(families)
+    page.write(SHEET_MARGIN, y, legend, 9, GREY)
     return page.figure
 
 
@@ -110,27 +118,41 @@ def _pattern_cell(title: str, entry: tuple[Pattern, str]) -> _Cell:
     pattern, words = entry
     at = torch.arange(40)
     heads = [pattern.for_head(h, 4) for h in range(4)]
-    found = [p.bound(40, 40)(0, at[:, None], at) for p in heads]
-    return _Cell(title, words, found if len(set(heads)) > 1 else found[:1])
+    bound = [p.bound(40, 40) for p in heads]
+    found = [p(0, at[:, None], at) for p in bound]
+    if len(set(heads)) == 1:
+        found = found[:1]
+    return _Cell(title, words, found)
 
 
 def _mechanism(spec: Spec, dims: Dims, length: int) -> _Cell:
     seen = view(spec, dims, length)
     with torch.device("meta"):  # only for its pattern, so that no random numbers are drawn
-        pattern = pattern_of(spec.build(dims))
-    matrices = list(seen.matrices.values())
-    own = set() if pattern is None else {pattern.for_head(h, dims.heads) for h in range(dims.heads)}
-    shown = matrices if len(own) > 1 and len(matrices) == 4 else matrices[:1]
+        mixer = spec.build(dims)
+        pattern = pattern_of(mixer)
+    shown = list(seen.matrices.values())
+    own: set[Pattern] = set()
+    if pattern is not None:
+        own = {pattern.for_head(h, dims.heads) for h in range(dims.heads)}
+    differ = len(own) > 1 and len(shown) == 4
+    if not differ:
+        shown = shown[:1]
     mark = "" if seen.unit == "weight" else "∂"
-    return _Cell(_title(spec), _cost_label(spec, dims, length), shown, scale_of(torch.stack(shown)), mark)
+    label = _cost_label(spec, dims, length)
+    scale = scale_of(torch.stack(shown))
+    return _Cell(_title(spec), label, shown, scale, mark)
 
 
 def _title(spec: Spec) -> str:
     """Return the title of a mechanism: its name alone where its options are those of the catalogue's first example."""
-    if Spec(spec.name, **spec.row.examples[0].options) == spec:
+    usual = Spec(spec.name, **spec.row.examples[0].options)
+    if spec == usual:
         return spec.name
-    text = str(spec.options["pattern"] if spec.name == "sparse" else spec)
-    return text if len(text) <= TITLE_LETTERS else text[: TITLE_LETTERS - 1] + "…"
+    shown = spec.options["pattern"] if spec.name == "sparse" else spec
+    text = str(shown)
+    if len(text) <= TITLE_LETTERS:
+        return text
+    return text[: TITLE_LETTERS - 1] + "…"
 
 
 def _cost_label(spec: Spec, dims: Dims, length: int) -> str:
@@ -150,8 +172,15 @@ def _growth(spec: Spec, dims: Dims, length: int) -> tuple[float | None, float | 
         if Spec(spec.name, **example.options) == spec:
             return example.cost, example.memory
     measured = cost(spec, length, causal=dims.causal)
-    time, memory = measured.work.growth, measured.state.growth if measured.state else None
-    return None if time is None else round(time, 1), None if memory is None else round(memory, 1)
+    time = measured.work.growth
+    memory = measured.state.growth if measured.state else None
+    return _rounded(time), _rounded(memory)
+
+
+def _rounded(exponent: float | None) -> float | None:
+    if exponent is None:
+        return None
+    return round(exponent, 1)
 
 
 class _FamilyCells(NamedTuple):
@@ -169,12 +198,14 @@ def _lines(sizes: dict[str, int]) -> list[list[_FamilyCells]]:
     for family, size in sizes.items():
         used = [sum(run.cells for run in line) for line in lines]
         fitting = [line for line, full in zip(lines, used, strict=True) if full + size <= ACROSS]
-        fits = fitting[0] if fitting else None
-        if fits is not None:
-            fits.append(_FamilyCells(family, sum(run.cells for run in fits), size, True))
+        if fitting:
+            line = fitting[0]
+            start = sum(run.cells for run in line)
+            line.append(_FamilyCells(family, start, size, True))
             continue
         for done in range(0, size, ACROSS):
-            lines.append([_FamilyCells(family, 0, min(ACROSS, size - done), done == 0)])
+            count = min(ACROSS, size - done)
+            lines.append([_FamilyCells(family, 0, count, done == 0)])
     return lines
 
 
@@ -188,8 +219,10 @@ def _x(column: int) -> int:
 
 
 def _heading(page: Page, family: str, x: int, y: int, cells: int) -> None:
-    page.write(x, y + 54, family.replace("_", " "), 13, weight="bold", va="baseline")
-    page.rule(x, y + HEADING - 14, cells * (CELL_SIDE + CELL_GAP) - CELL_GAP)
+    title = family.replace("_", " ")
+    page.write(x, y + 54, title, 13, weight="bold", va="baseline")
+    width = cells * (CELL_SIDE + CELL_GAP) - CELL_GAP
+    page.rule(x, y + HEADING - 14, width)
 
 
 def _draw_cell(page: Page, cell: _Cell, x: int, y: int) -> None:
@@ -204,7 +237,8 @@ def _draw_cell(page: Page, cell: _Cell, x: int, y: int) -> None:
         row, column = divmod(index, half)
         axes = page.axes(x + column * side, y + row * side, side, side)
         if cell.scale is None:
-            axes.imshow(matrix.numpy(), cmap=ListedColormap([NOTHING, INK]), vmin=0, vmax=1, interpolation="none", aspect="auto")
+            colours = ListedColormap([NOTHING, INK])
+            axes.imshow(matrix.numpy(), cmap=colours, vmin=0, vmax=1, interpolation="none", aspect="auto")
             axes.set(xticks=[], yticks=[])
             axes.spines[:].set(color=LINE, linewidth=0.6)
         else:

@@ -33,32 +33,39 @@ SIDES = {1: 1040, 2: 720, 3: 600, 4: 500}  # approximate pixels of a matrix, by 
 
 def draw(spec: Spec | str | Pattern, *, length: int = 64, causal: bool = False, heads: int = 4, width: int = 256) -> Figure:
     """Draw the figure of `regard show`. Save it with figure.savefig(path)."""
-    return picture(cost(spec, length, causal=causal, heads=heads, width=width))
+    known = cost(spec, length, causal=causal, heads=heads, width=width)
+    return picture(known)
 
 
 def picture(known: Cost) -> Figure:
     """Draw the matrices and the cost of a mechanism, in whole pixels: all cells of a matrix have one size."""
     shown = view(known.spec, known.dims, known.length)
-    every = torch.stack(list(shown.matrices.values()))
+    matrices = list(shown.matrices.values())
+    every = torch.stack(matrices)
     count, _, n = every.shape
     columns = 2 if count == 4 else count
     rows = math.ceil(count / columns)
-    side = n * max(1, round(SIDES[count] / n))
+    pixels = max(1, round(SIDES[count] / n))  # of a cell
+    side = n * pixels
     step = side + GAP
     panel = [(label, textwrap.wrap(value, 44)) for label, value in known.lines()]
     panel_height = sum(_room(lines) for _, lines in panel) + LEGEND
     panel_x = MARGIN + columns * step + GAP
     height = max(rows * step - GAP, panel_height)
-    page = Page(panel_x + FACTS + MARGIN, TOP + height + BOTTOM)
+    bottom = TOP + height
+    page = Page(panel_x + FACTS + MARGIN, bottom + BOTTOM)
     scale = scale_of(every)
     _head(page, known)
     for index, (title, matrix) in enumerate(shown.matrices.items()):
         row, column = divmod(index, columns)
-        axes = page.axes(MARGIN + column * step, TOP + row * step, side, side)
+        x = MARGIN + column * step
+        y = TOP + row * step
+        axes = page.axes(x, y, side, side)
         _show(axes, matrix, scale, title, shown.block, first=column == 0, last=row == rows - 1)
     _panel(page, panel_x, panel)
-    _plot_legend(page, panel_x, TOP + height, scale, shown.unit)
-    page.write(MARGIN, TOP + height + 110, _plot_caption(shown, known), 7.5, GREY)
+    _plot_legend(page, panel_x, bottom, scale, shown.unit)
+    caption = _plot_caption(shown, known)
+    page.write(MARGIN, bottom + 110, caption, 7.5, GREY)
     return page.figure
 
 
@@ -66,12 +73,15 @@ class Page:
     """Place axes and text on a figure, in pixels from its top left corner."""
 
     def __init__(self, width: int, height: int) -> None:
-        self.width, self.height = width, height
-        self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
+        self.width = width
+        self.height = height
+        inches = width / DPI, height / DPI
+        self.figure = Figure(figsize=inches, dpi=DPI, facecolor="white")
 
     def axes(self, x: float, y: float, w: float, h: float) -> Axes:
+        left = x / self.width
         bottom = 1 - (y + h) / self.height
-        return self.figure.add_axes((x / self.width, bottom, w / self.width, h / self.height))
+        return self.figure.add_axes((left, bottom, w / self.width, h / self.height))
 
     def write(
         self, x: float, y: float, text: str, size: float, color: str = INK, weight: str = "normal", va: str = "top"
@@ -100,40 +110,55 @@ def view(spec: Spec, dims: Dims, length: int) -> View:
     with torch.random.fork_rng(devices=[]):  # a fixed seed here, and the state of the caller's generator is kept
         torch.manual_seed(0)
         mixer = spec.build(dims).eval()
-        if length > LONGEST and isinstance(mixer, Attention) and isinstance(mixer.core, Sparse | Longformer):
-            return _density_view(mixer, length)
+        if isinstance(mixer, Attention) and length > LONGEST:
+            patterned = isinstance(mixer.core, Sparse | Longformer)
+            if patterned:
+                return _density_view(mixer, length)
         n = sample(mixer, length, LONGEST)
         if isinstance(mixer, Attention) and has_weights(mixer.core, n):
             return _weights(mixer, n)
         n = sample(mixer, length, LONGEST_INFLUENCE)
         narrow = replace(dims, width=4 * dims.heads)  # the Jacobian is (n w) x (n w)
-        matrix = influence(spec.build(narrow).eval(), torch.randn(n, narrow.width))
+        small = spec.build(narrow).eval()
+        x = torch.randn(n, narrow.width)
+        matrix = influence(small, x)
         return View({"": matrix[:LONGEST, :LONGEST]}, "Influence of token j on output i", "norm of the derivative")
 
 
 @torch.no_grad()
 def _weights(mixer: Attention, n: int) -> View:
-    heads, dims = mixer.dims.heads, mixer.dims
-    q, k = sampled(mixer.core, _sequence(heads, n, dims.d))
-    weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0, :, :LONGEST, :LONGEST]
-    matrices = {f"head {h + 1}" if heads > 1 else "": weights[h] for h in _shown_heads(heads)}
+    dims = mixer.dims
+    x = _sequence(dims.heads, n, dims.d)
+    q, k = sampled(mixer.core, x)
+    weights = attention_matrix(mixer.core, q, k, causal=dims.causal)[0]
+    weights = weights[:, :LONGEST, :LONGEST]
+    matrices = {_head_title(h, dims.heads): weights[h] for h in _shown_heads(dims.heads)}
     return View(matrices, "Attention on a smooth random sequence", "weight")
 
 
 def _density_view(mixer: Attention, n: int) -> View:
     """Compute the density of a pattern: the share of pairs in each cell of block x block, for any length."""
-    pattern, heads = pattern_of(mixer), mixer.dims.heads
+    pattern = pattern_of(mixer)
+    heads = mixer.dims.heads
     block = -(-n // LONGEST)
     assert pattern is not None
     drawn: dict[Pattern, Tensor] = {}
     matrices = {}
     for h in _shown_heads(heads):
         own = pattern.for_head(h, heads).bound(n, n)
-        own = own & Causal() if mixer.dims.causal else own
+        if mixer.dims.causal:
+            own = own & Causal()
         if own not in drawn:
             drawn[own] = cells(own, n, block)
-        matrices[f"head {h + 1}" if heads > 1 else ""] = drawn[own]
+        title = _head_title(h, heads)
+        matrices[title] = drawn[own]
     return View(matrices, f"Pairs of the pattern, in cells of {block} x {block}", "share of the pairs of a cell", block)
+
+
+def _head_title(head: int, heads: int) -> str:
+    if heads == 1:
+        return ""
+    return f"head {head + 1}"
 
 
 def _shown_heads(heads: int) -> list[int]:
@@ -142,7 +167,8 @@ def _shown_heads(heads: int) -> list[int]:
 
 
 def _plot_caption(shown: View, known: Cost) -> str:
-    n = shown.block * next(iter(shown.matrices.values())).shape[1]
+    first = next(iter(shown.matrices.values()))
+    n = shown.block * first.shape[1]
     cut = f" Drawn with {n:,} tokens; the numbers are for {known.length:,}." if n < known.length else ""
     return f"{shown.caption}.{cut}"
 
@@ -155,7 +181,9 @@ def _sequence(heads: int, n: int, d: int) -> Tensor:
     for t in range(1, n):
         walk[:, t] = 0.85 * walk[:, t - 1] + 0.53 * step[:, t]
     directions = torch.randn(heads, 6, d)
-    return (walk @ directions / d**0.25 * 0.8)[None]
+    scale = d**0.25
+    x = walk @ directions / scale * 0.8
+    return x[None]
 
 
 class Scale(NamedTuple):
@@ -167,10 +195,13 @@ class Scale(NamedTuple):
     @property
     def colours(self) -> Colormap:
         """Build a map of even lightness; negative weights, as random features have, in another hue. Zero has no colour."""
-        warm = colormaps["magma_r"](torch.linspace(0.04, 0.92, 256).numpy())
-        cold = colormaps["GnBu"](torch.linspace(0.3, 1, 256).numpy())
-        colours = [*cold[::-1], *warm] if self.signed else list(warm)
-        return ListedColormap(colours).with_extremes(bad=NOTHING)
+        warm_range = torch.linspace(0.04, 0.92, 256)
+        cold_range = torch.linspace(0.3, 1, 256)
+        warm = colormaps["magma_r"](warm_range.numpy())
+        cold = colormaps["GnBu"](cold_range.numpy())
+        shades = [*cold[::-1], *warm] if self.signed else list(warm)
+        colours = ListedColormap(shades)
+        return colours.with_extremes(bad=NOTHING)
 
     @property
     def low(self) -> float:
@@ -186,9 +217,13 @@ class Scale(NamedTuple):
 def scale_of(weights: Tensor) -> Scale:
     """Choose a scale up to the 99.9th percentile, so that an outlier does not pale the rest, and far above the mean."""
     sizes = weights.abs().flatten()
-    large = float(sizes.sort().values[int(0.999 * (len(sizes) - 1))])
-    above_mean = min(16 * float(sizes.mean()), 1.0)
-    return Scale(max(large, above_mean) or 1.0, bool((weights < 0).any()))
+    percentile = int(0.999 * (len(sizes) - 1))
+    large = float(sizes.sort().values[percentile])
+    mean = float(sizes.mean())
+    above_mean = min(16 * mean, 1.0)
+    darkest = max(large, above_mean) or 1.0
+    negative = (weights < 0).any()
+    return Scale(darkest, bool(negative))
 
 
 def paint(axes: Axes, matrix: Tensor, scale: Scale) -> None:
@@ -202,14 +237,19 @@ def paint(axes: Axes, matrix: Tensor, scale: Scale) -> None:
 def _show(axes: Axes, matrix: Tensor, scale: Scale, title: str, block: int, *, first: bool, last: bool) -> None:
     paint(axes, matrix, scale)
     axes.set_title(title, fontsize=8, color=GREY, loc="left", pad=4)
-    rows, columns = ([0, n // 2, n - 1] if n > 2 else list(range(n)) for n in matrix.shape)
-    columns = columns if last else []
-    rows = rows if first else []
+    rows = _tick_places(matrix.shape[0]) if first else []
+    columns = _tick_places(matrix.shape[1]) if last else []
     axes.set_xticks(columns, [_token_label(x * block) for x in columns])
     axes.set_yticks(rows, [_token_label(x * block) for x in rows])
     axes.tick_params(length=0, pad=4, labelsize=7, labelcolor=GREY)
     axes.set_xlabel("key j" if last else "", fontsize=8, color=GREY, labelpad=2)
     axes.set_ylabel("query i" if first else "", fontsize=8, color=GREY, labelpad=2)
+
+
+def _tick_places(n: int) -> list[int]:
+    if n <= 2:
+        return list(range(n))
+    return [0, n // 2, n - 1]
 
 
 def _token_label(token: int) -> str:
@@ -220,7 +260,9 @@ def _head(page: Page, known: Cost) -> None:
     lines = textwrap.wrap(str(known.spec), 110, max_lines=2, placeholder=" …")
     width = 1.6 * len(lines[0])  # a bold letter is about 1.6 pixels wide per point
     size = min(17.0, (page.width - 2 * MARGIN) / width)
-    page.write(MARGIN, 60 if len(lines) == 1 else 40, "\n".join(lines), size, weight="bold")
+    y = 60 if len(lines) == 1 else 40
+    text = "\n".join(lines)
+    page.write(MARGIN, y, text, size, weight="bold")
     page.write(MARGIN, 136, known.spec.row.summary, 9.5, GREY)
 
 
@@ -233,7 +275,8 @@ def _panel(page: Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
     y = TOP
     for label, lines in panel:
         page.write(x, y, label, 7, GREY)
-        page.write(x, y + 30, "\n".join(lines), 9)
+        text = "\n".join(lines)
+        page.write(x, y + 30, text, 9)
         y += _room(lines)
         page.rule(x, y - 14, FACTS)
 

@@ -28,16 +28,26 @@ def average(many: Sequence[Path | Weights]) -> dict[str, Tensor]:
             first = weights
             sums = {name: _wide(x) for name, x in weights.items()}
             continue
-        _check_same_model(first, weights, str(one) if isinstance(one, Path) else f"number {number + 1}")
+        which = str(one) if isinstance(one, Path) else f"number {number + 1}"
+        _check_same_model(first, weights, which)
         for name, x in weights.items():
             if _has_mean(x):
                 sums[name] += _wide(x)
     assert first is not None
-    return {name: (sums[name] / len(many)).to(x.dtype) if _has_mean(x) else x.clone() for name, x in first.items()}
+    means: dict[str, Tensor] = {}
+    for name, x in first.items():
+        if _has_mean(x):
+            mean = sums[name] / len(many)
+            means[name] = mean.to(x.dtype)
+        else:
+            means[name] = x.clone()
+    return means
 
 
 def _read_weights(path: Path) -> Weights:
-    return read_tensors(path / "weights.safetensors" if path.is_dir() else path)
+    if path.is_dir():
+        path = path / "weights.safetensors"
+    return read_tensors(path)
 
 
 def _has_mean(x: Tensor) -> bool:
@@ -48,7 +58,8 @@ def _wide(x: Tensor) -> Tensor:
     """Copy to double precision, for sums; integers are returned as they are."""
     if not _has_mean(x):
         return x
-    return x.to(torch.complex128 if x.is_complex() else torch.float64, copy=True)
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    return x.to(dtype, copy=True)
 
 
 def _check_same_model(first: Weights, other: Weights, which: str) -> None:

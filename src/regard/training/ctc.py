@@ -22,24 +22,29 @@ CTC_LOG_ZERO = -1e4  # its exponential is 0 in every float type, with finite gra
 
 def same(target: Tensor) -> Tensor:
     """Return the class of every token of a row (b l): 1 + the index of its first occurrence, so equal tokens share a class."""
-    return 1 + (target[:, :, None] == target[:, None]).long().argmax(-1)
+    equal = target[:, :, None] == target[:, None]
+    first = equal.long().argmax(-1)
+    return 1 + first
 
 
 def needed(classes: Tensor, length: Tensor) -> Tensor:
     """Count the slots that each target needs (b): one a token, and a blank between two equal tokens."""
     real = torch.arange(1, classes.shape[1], device=length.device) < length[:, None]
-    again = (classes[:, 1:] == classes[:, :-1]) & real
+    repeated = classes[:, 1:] == classes[:, :-1]
+    again = repeated & real
     return length + again.sum(1)
 
 
 def odds(logs: Tensor, columns: Tensor) -> Tensor:
     """Gather log-probabilities (b t c) of the tokens `columns` (b c) of each row from those of the vocabulary (b t v)."""
-    return logs.gather(2, columns[:, None].expand(-1, logs.shape[1], -1))
+    index = columns[:, None].expand(-1, logs.shape[1], -1)
+    return logs.gather(2, index)
 
 
 def certain(path: Tensor, logs: Tensor) -> Tensor:
     """Return log-probabilities shaped as `logs` (b t c) with all probability on a path (b t)."""
-    here = path[..., None] == torch.arange(logs.shape[2], device=logs.device)
+    classes = torch.arange(logs.shape[2], device=logs.device)
+    here = path[..., None] == classes
     return torch.where(here, 0.0, CTC_LOG_ZERO).to(logs.dtype)
 
 
@@ -65,17 +70,24 @@ def best_path(logs: Tensor, classes: Tensor, length: Tensor) -> Tensor:
     states, emit, skip = _ctc_states(logs, classes)
     transition = F.pad(skip[..., None], (0, 2))  # scores from two states before, from one before, from itself
     front = torch.arange(states.shape[1], device=logs.device) < 2
-    best = F.pad(front.to(logs.dtype).log() + emit[:, 0], (2, 0), value=-torch.inf)
+    start = front.to(logs.dtype).log()
+    best = F.pad(start + emit[:, 0], (2, 0), value=-torch.inf)
     moves = []
     for here in emit.unbind(1)[1:]:
-        top = (best.unfold(1, 3, 1) + transition).max(-1)
+        arriving = best.unfold(1, 3, 1) + transition
+        top = arriving.max(-1)
         torch.add(top.values, here, out=best[:, 2:])
         moves.append(top.indices)
     last = 2 * length[:, None]
-    path = [last - (best.gather(1, last + 1) > best.gather(1, last + 2)).long()]
+    token = best.gather(1, last + 1)
+    blank = best.gather(1, last + 2)
+    state = last - (token > blank).long()
+    path = [state]
     for move in reversed(moves):
-        path.append(path[-1] - 2 + move.gather(1, path[-1]))
-    return states.gather(1, torch.cat(path[::-1], 1))
+        state = state - 2 + move.gather(1, state)
+        path.append(state)
+    visited = torch.cat(path[::-1], 1)
+    return states.gather(1, visited)
 
 
 class States(NamedTuple):
@@ -87,11 +99,12 @@ class States(NamedTuple):
 
 
 def _ctc_states(logs: Tensor, classes: Tensor) -> States:
-    states = classes.new_zeros(len(classes), 2 * classes.shape[1] + 1)
+    count = 2 * classes.shape[1] + 1
+    states = classes.new_zeros(len(classes), count)
     states[:, 1::2] = classes
     alike = states == states.roll(2, 1)  # irrelevant for the first two, which have no such transition
     skip = logs.new_zeros(states.shape).masked_fill(alike, -torch.inf)
-    return States(states, logs.gather(2, states[:, None].expand(-1, logs.shape[1], -1)), skip)
+    return States(states, odds(logs, states), skip)
 
 
 class _CtcLoss(torch.autograd.Function):
@@ -110,16 +123,20 @@ class _CtcLoss(torch.autograd.Function):
         states, emit, skip = _ctc_states(logs, classes)
         here = torch.arange(states.shape[1], device=logs.device).expand_as(states)
         left = 2 * length[:, None] - here
-        front, end = here < 2, (left == 0) | (left == 1)  # first and last states of paths
+        front = here < 2  # first states of paths
+        end = (left == 0) | (left == 1)  # last states
         if not ctx.needs_input_grad[0]:
-            return -_log_total(_path_sums(front, emit, skip)[-1] + emit[:, -1], end)
-        both = zip((front, emit, skip), (end.flip(1), emit.flip(1, 2), skip.flip(1).roll(2, 1)), strict=True)
-        to, on = _path_sums(*(torch.cat(pair) for pair in both)).transpose(0, 1).chunk(2)  # (b t s) each
+            last = _path_sums(front, emit, skip)[-1]
+            return -_log_total(last + emit[:, -1], end)
+        to, on = _both_sums(front, end, emit, skip).chunk(2)  # (b t s) each
         to = to + emit
         total = _log_total(to[:, -1], end)
-        share = (to + on.flip(1, 2)).softmax(-1).masked_fill((total == -torch.inf)[:, None, None], 0)
+        impossible = (total == -torch.inf)[:, None, None]
+        share = (to + on.flip(1, 2)).softmax(-1)
+        share = share.masked_fill(impossible, 0)
         grad = torch.zeros_like(logs)
-        grad.scatter_add_(2, classes[:, None].expand(-1, logs.shape[1], -1), share[..., 1::2])
+        index = classes[:, None].expand(-1, logs.shape[1], -1)
+        grad.scatter_add_(2, index, share[..., 1::2])
         torch.sum(share[..., ::2], -1, out=grad[..., 0])
         ctx.save_for_backward(grad)
         return -total
@@ -127,7 +144,17 @@ class _CtcLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, up: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.saved_tensors[0] * -up[:, None, None], None, None
+        (grad,) = ctx.saved_tensors
+        return grad * -up[:, None, None], None, None
+
+
+def _both_sums(front: Tensor, end: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
+    """Compute logs of forward sums of the problem and, behind them, of the reversed problem: (2b t s)."""
+    fronts = torch.cat([front, end.flip(1)])
+    emits = torch.cat([emit, emit.flip(1, 2)])
+    backward = skip.flip(1).roll(2, 1)
+    skips = torch.cat([skip, backward])
+    return _path_sums(fronts, emits, skips).transpose(0, 1)
 
 
 def _path_sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
@@ -145,4 +172,5 @@ def _path_sums(front: Tensor, emit: Tensor, skip: Tensor) -> Tensor:
 
 def _log_total(last: Tensor, end: Tensor) -> Tensor:
     """Compute the log of the sum over all paths (b) from the sums of all states after the last slot (b s)."""
-    return last.masked_fill(~end, -torch.inf).logsumexp(1)
+    last = last.masked_fill(~end, -torch.inf)
+    return last.logsumexp(1)

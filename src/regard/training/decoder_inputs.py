@@ -20,10 +20,11 @@ DecoderInputs = Callable[[int, Tensor | None], Tensor]
 
 def sequence(batch: Batch) -> Tensor:
     """Return the target (b m); raise ValueError if there is none."""
-    if batch.target is None or batch.target.dim() != 2 or not batch.target.shape[1]:
-        found = "nothing" if batch.target is None else f"shape {tuple(batch.target.shape)}"
+    target = batch.target
+    if target is None or target.dim() != 2 or not target.shape[1]:
+        found = "nothing" if target is None else f"shape {tuple(target.shape)}"
         raise ValueError(f"a decoder learns sequences: the target needs shape (batch, length), END included, not {found}")
-    return batch.target
+    return target
 
 
 def twice(batch: Batch) -> Batch:
@@ -38,31 +39,38 @@ def before(x: Tensor, valid: Tensor | None = None) -> Tensor:
     if valid is None:
         return torch.cat([x[:, :1], x[:, :-1]], 1)
     at = _previous_real(valid).clamp_min(0)
-    return x.take_along_dim(at.view(*at.shape, *[1] * (x.dim() - 2)), 1)
+    inner = [1] * (x.dim() - 2)
+    at = at.view(*at.shape, *inner)
+    return x.take_along_dim(at, 1)
 
 
 def at_front(target: Tensor, valid: Tensor | None = None) -> Tensor:
     """Mark tokens (b m) without a real one before them."""
     if valid is None:
-        return (torch.arange(target.shape[1], device=target.device) == 0).expand_as(target)
+        at = torch.arange(target.shape[1], device=target.device)
+        return (at == 0).expand_as(target)
     return _previous_real(valid) < 0
 
 
 def previous_tokens(target: Tensor, valid: Tensor | None = None) -> Tensor:
     """Take the true token before each (b m): BEGIN, and all but the last. Padding may lie anywhere."""
-    return before(target, valid).masked_fill(at_front(target, valid), BEGIN)
+    previous = before(target, valid)
+    front = at_front(target, valid)
+    return previous.masked_fill(front, BEGIN)
 
 
 def _previous_real(valid: Tensor) -> Tensor:
     """Find the position (b m) of the real token before each, -1 if there is none."""
     at = torch.arange(valid.shape[1], device=valid.device)
     last = torch.where(valid, at, -1).cummax(1).values
-    return torch.cat([torch.full_like(last[:, :1], -1), last[:, :-1]], 1)
+    none = torch.full_like(last[:, :1], -1)
+    return torch.cat([none, last[:, :-1]], 1)
 
 
 def needed_mask(model: nn.Module, valid: Tensor | None) -> Tensor | None:
     """Return the mask that a causal decoder needs for padding behind its target: none, unless a mixer learns from its tokens."""
-    return valid if any(isinstance(module, Core) and module.learns for module in model.modules()) else None
+    learns = any(isinstance(module, Core) and module.learns for module in model.modules())
+    return valid if learns else None
 
 
 def step_by_step(model: Translator, batch: Batch, feed: DecoderInputs) -> Tensor:
@@ -71,7 +79,8 @@ def step_by_step(model: Translator, batch: Batch, feed: DecoderInputs) -> Tensor
     `feed(i, scores)` is its input i, tokens (b 1) or vectors (b 1 w), after the scores (b 1 v) of its last real step (None: there
     was none).
     """
-    m, valid = sequence(batch).shape[1], batch.target_valid
+    m = sequence(batch).shape[1]
+    valid = batch.target_valid
     if valid is not None and bool((valid[:, 1:] <= valid[:, :-1]).all()):
         valid = needed_mask(model, valid)  # all padding lies behind
     state = model.start(batch.source, batch.source_valid)
@@ -80,8 +89,10 @@ def step_by_step(model: Translator, batch: Batch, feed: DecoderInputs) -> Tensor
     for i in range(m):
         now = None if valid is None else valid[:, i : i + 1]
         scores, state = model.extend(state, feed(i, last), now)
-        last = scores if last is None or now is None else torch.where(now[..., None], scores, last)
         steps.append(scores)
+        if last is not None and now is not None:
+            scores = torch.where(now[..., None], scores, last)
+        last = scores
     return torch.cat(steps, 1)
 
 

@@ -32,7 +32,7 @@ def _decode(model: nn.Module, batch: Batch, behind: bool) -> tuple[nn.Module, Te
     if getattr(model.forward, "__func__", None) is not Translator.forward or has_hooks(model):
         return nn.Identity(), model(batch.source, batch.source_valid, inputs, real)
     assert isinstance(model, Translator)
-    return model.head, model.hidden(model.hear(batch.source, batch.source_valid), inputs, real)
+    return model.head, model.hidden(model.encode(batch.source, batch.source_valid), inputs, real)
 
 
 def rdrop(model: nn.Module, batch: Batch, *, smoothing: float = 0.0, weight: float = 5.0, behind: bool = False) -> Loss:

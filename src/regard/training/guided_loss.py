@@ -27,14 +27,20 @@ def guided_attention_loss(
     i, rows = _relative_positions(target_valid, weights, m)
     j, columns = _relative_positions(source_valid, weights, n)
     distance = j[:, None] - i[..., None]
-    cost = 1 - torch.exp(-(distance**2) / (2 * sharpness**2))
-    cost = (cost * rows[..., None] * columns[:, None]).to(weights.dtype)
+    width = 2 * sharpness**2
+    near = torch.exp(-(distance**2) / width)
+    cost = (1 - near) * rows[..., None] * columns[:, None]
+    cost = cost.to(weights.dtype)
     with no_autocast(weights):
-        return Loss(torch.einsum("bhmn,bmn->", weights, cost) / h, rows.sum())
+        total = torch.einsum("bhmn,bmn->", weights, cost)
+        return Loss(total / h, rows.sum())
 
 
 def _relative_positions(valid: Tensor | None, like: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return relative positions of tokens, from 0 to 1, and the mask of real tokens: (b size) each."""
-    real = torch.ones(len(like), size, dtype=torch.bool, device=like.device) if valid is None else valid
+    real = valid
+    if real is None:
+        real = torch.ones(len(like), size, dtype=torch.bool, device=like.device)
     at = real.cumsum(1) - real.long()
-    return at.double() / real.sum(1, keepdim=True).clamp_min(1), real
+    count = real.sum(1, keepdim=True).clamp_min(1)
+    return at.double() / count, real

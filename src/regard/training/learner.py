@@ -40,7 +40,10 @@ class Learner:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Batch, Any], Loss], config: Config, kind: str) -> None:
-        self.model, self.loss, self.config, self.kind = model, loss, config, kind
+        self.model = model
+        self.loss = loss
+        self.config = config
+        self.kind = kind
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.step = 0  # updates so far
         self.skipped = 0  # the last so many of them had no finite gradient
@@ -51,7 +54,9 @@ class Learner:
 
     def autocast(self) -> AbstractContextManager:
         dtype = TYPES[self.config.precision]
-        return nullcontext() if dtype is None else torch.autocast(self.kind, dtype=dtype)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.kind, dtype=dtype)
 
     def begin(self) -> None:
         """Move the model to its device, make the optimiser of its parameters there, and switch dropout on."""
@@ -76,9 +81,13 @@ class Learner:
                 total, over = total + loss.total.detach(), over + loss.over
                 parts = {name: x + loss.parts[name] for name, x in parts.items()}
             mean = loss.total / unit  # of this size, so that no half-precision gradient overflows
-            (mean if self.scaler is None else self.scaler.scale(mean)).backward()
+            scaled = mean if self.scaler is None else self.scaler.scale(mean)
+            scaled.backward()
         assert unit is not None and total is not None and over is not None
-        norm = self.take(unit.to(total.dtype) / over.clamp_min(1) if len(passes) > 1 else None)
+        scale = None
+        if len(passes) > 1:
+            scale = unit.to(total.dtype) / over.clamp_min(1)
+        norm = self.take(scale)
         self.pending.append(Update(total, over, norm, parts))
         self.step = step
 
@@ -94,7 +103,8 @@ class Learner:
             total, over = sum(x.total for x in losses), sum(x.over for x in losses)
             assert isinstance(total, Tensor) and isinstance(over, Tensor)
             parts = {name: torch.stack([x.parts[name] for x in losses]).sum(0) for name in losses[0].parts}
-            norm = self.take(self.config.batch_tokens / over.clamp_min(1).to(total.dtype))
+            count = over.clamp_min(1).to(total.dtype)
+            norm = self.take(self.config.batch_tokens / count)
         self.pending.append(Update(total, over, norm, parts))
         self.step += 1
 
@@ -131,15 +141,21 @@ class Learner:
     def measured(self, saved: Callable[[], str]) -> dict[str, float]:
         """Compute means over the updates since the last call: one synchronisation. Raises RunError if training has diverged."""
         updates, self.pending = self.pending, []
-        totals, overs, norms = (torch.stack(xs).tolist() for xs in zip(*(u[:3] for u in updates), strict=True))
+        columns = zip(*(u[:3] for u in updates), strict=True)
+        totals, overs, norms = (torch.stack(xs).tolist() for xs in columns)
+        most = SKIPS if self.scaler is not None else 0
         for place, (total, norm) in enumerate(zip(totals, norms, strict=True)):
             good = math.isfinite(total) and math.isfinite(norm)
             self.skipped = 0 if good else self.skipped + 1
-            if self.skipped > (SKIPS if self.scaler is not None else 0):
-                raise RunError(self._gone_wrong(self.step - len(updates) + place + 1, total, saved()))
+            if self.skipped > most:
+                step = self.step - len(updates) + place + 1
+                raise RunError(self._gone_wrong(step, total, saved()))
         count = max(1, sum(overs))
         finite = [norm for norm in norms if math.isfinite(norm)]
-        means = {name: sum(torch.stack([u.parts[name] for u in updates]).tolist()) / count for name in updates[-1].parts}
+        means: dict[str, float] = {}
+        for name in updates[-1].parts:
+            values = torch.stack([u.parts[name] for u in updates])
+            means[name] = sum(values.tolist()) / count
         return {
             "loss": sum(totals) / count,
             **{name: x for name, x in means.items() if name != "loss"},
@@ -159,7 +175,8 @@ class Learner:
         """Read what `unmeasured` wrote, onto the device of training."""
         for update in kept:
             total, over, norm = (_json_tensor(x, self.device) for x in update["sums"])
-            self.pending.append(Update(total, over, norm, {k: _json_tensor(x, self.device) for k, x in update["parts"].items()}))
+            parts = {k: _json_tensor(x, self.device) for k, x in update["parts"].items()}
+            self.pending.append(Update(total, over, norm, parts))
 
     def _gone_wrong(self, step: int, total: float, saved: str) -> str:
         what = f"the loss is {total}" if not math.isfinite(total) else "the gradient is not finite"
@@ -169,7 +186,8 @@ class Learner:
 
 def _tensor_json(x: Tensor) -> list[Any]:
     """Write a tensor of one number as the number and its type."""
-    return [x.item(), str(x.dtype).removeprefix("torch.")]
+    dtype = str(x.dtype)
+    return [x.item(), dtype.removeprefix("torch.")]
 
 
 def _json_tensor(kept: list[Any], device: torch.device) -> Tensor:
@@ -189,7 +207,8 @@ def optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         {"params": [p for p in every if id(p) in spared], "weight_decay": 0.0},
     ]
     first, second = config.betas
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(first, second), fused=True)
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=config.lr, betas=(first, second), fused=True)
 
 
 def _spared(model: nn.Module) -> Iterator[nn.Parameter]:

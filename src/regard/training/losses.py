@@ -29,7 +29,8 @@ class Loss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        return self.total / self.over.clamp_min(1)
+        over = self.over.clamp_min(1)
+        return self.total / over
 
 
 def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0) -> Loss:
@@ -39,7 +40,8 @@ def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *
     arXiv:1512.00567). A target of NO_LABEL is not counted. `parts["nll"]` is the loss without smoothing.
     """
     check_smoothing(smoothing)
-    target, scores = _real(scores, target, valid).flatten(), scores.flatten(0, -2)
+    target = _real(scores, target, valid).flatten()
+    scores = scores.flatten(0, -2)
     count = (target != NO_LABEL).sum()
     if torch.compiler.is_compiling():  # the compiler fuses the definition
         total, nll = _plain_cross_entropy(scores, target, smoothing)
@@ -59,9 +61,11 @@ def linear_cross_entropy(
     made = _map(head, x)
     if made is None:
         return cross_entropy(head(x), target, valid, smoothing=smoothing)
-    target, x = _real(x, target, valid).flatten(), x.flatten(0, -2)
+    target = _real(x, target, valid).flatten()
+    x = x.flatten(0, -2)
     total, nll, _ = _token_losses(made, x, target, smoothing, 0.0)
-    return Loss(total, (target != NO_LABEL).sum(), {"nll": nll.detach()})
+    over = (target != NO_LABEL).sum()
+    return Loss(total, over, {"nll": nll.detach()})
 
 
 def rdrop_loss(
@@ -73,26 +77,35 @@ def rdrop_loss(
     """
     if not weight > 0:
         raise ValueError(f"the weight of an agreement must be above 0, not {weight!r}")
-    made, real = _map(head, x), _real(x, target, valid)
+    made = _map(head, x)
+    real = _real(x, target, valid)
     over = (real != NO_LABEL).sum()
     if made is None:
         p, q = head(x), head(y)
-        both = [cross_entropy(scores, target, valid, smoothing=smoothing) for scores in (p, q)]
+        one = cross_entropy(p, target, valid, smoothing=smoothing)
+        two = cross_entropy(q, target, valid, smoothing=smoothing)
         far = apart(p, q).masked_fill(real == NO_LABEL, 0).sum()
-        total = both[0].total + both[1].total + weight / 2 * far
-        nll = both[0].parts["nll"] + both[1].parts["nll"]
+        total = one.total + two.total + weight / 2 * far
+        nll = one.parts["nll"] + two.parts["nll"]
     else:
-        pairs, truth = torch.stack([x, y], -2).flatten(0, -2), torch.stack([real, real], -1).flatten()
+        pairs = torch.stack([x, y], -2).flatten(0, -2)
+        truth = torch.stack([real, real], -1).flatten()
         total, nll, far = _token_losses(made, pairs, truth, smoothing, weight / 2)
-    return Loss(total / 2, over, {"nll": nll.detach() / 2, "apart": far.detach()})
+    parts = {"nll": nll.detach() / 2, "apart": far.detach()}
+    return Loss(total / 2, over, parts)
 
 
 def _map(head: nn.Module, x: Tensor) -> nn.Linear | None:
     """Return the linear map of an unmodified `NextToken`, which can be fused with the loss; None for any other head."""
-    made = head.map if type(head) is NextToken and not has_hooks(head) else None
+    if type(head) is not NextToken or has_hooks(head):
+        return None
+    made = head.map
     if torch.compiler.is_compiling() or type(made) is not nn.Linear:
         return None
-    return None if has_hooks(made) or _product(made.weight) != _product(x) else made
+    if has_hooks(made):
+        return None
+    same = _product(made.weight) == _product(x)
+    return made if same else None
 
 
 def _token_losses(made: nn.Linear, x: Tensor, target: Tensor, smoothing: float, kl_weight: float) -> LossNllKl:
@@ -107,21 +120,27 @@ def by_step(scores: Tensor, target: Tensor, valid: Tensor | None = None) -> Tens
     """Compute minus the log-probability of every target (b m), 0 where there is none: the terms of `cross_entropy`."""
     target = _real(scores, target, valid)
     logs = upcast(scores).log_softmax(-1).flatten(0, -2)
-    return F.nll_loss(logs, target.flatten(), ignore_index=NO_LABEL, reduction="none").view_as(target)
+    terms = F.nll_loss(logs, target.flatten(), ignore_index=NO_LABEL, reduction="none")
+    return terms.view_as(target)
 
 
 def apart(p: Tensor, q: Tensor) -> Tensor:
     """Compute KL(p || q) + KL(q || p) = sum (p - q) (log p - log q) of two distributions by their scores (... v): (...)."""
-    return between(upcast(p).log_softmax(-1), upcast(q).log_softmax(-1))
+    log_p = upcast(p).log_softmax(-1)
+    log_q = upcast(q).log_softmax(-1)
+    return between(log_p, log_q)
 
 
 def between(p: Tensor, q: Tensor) -> Tensor:
     """Compute the same divergence from log-probabilities (... v)."""
-    return ((p.exp() - q.exp()) * (p - q)).sum(-1)
+    difference = p.exp() - q.exp()
+    return (difference * (p - q)).sum(-1)
 
 
 def perplexity(loss: Loss) -> Tensor:
-    return torch.exp(loss.parts.get("nll", loss.total) / loss.over.clamp_min(1))
+    nll = loss.parts.get("nll", loss.total)
+    over = loss.over.clamp_min(1)
+    return torch.exp(nll / over)
 
 
 def _real(scores: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
@@ -130,7 +149,9 @@ def _real(scores: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
         raise ValueError(
             f"scores of shape {tuple(scores.shape)} need a target of shape {tuple(scores.shape[:-1])}, not {tuple(target.shape)}"
         )
-    return target if valid is None else target.masked_fill(~valid, NO_LABEL)
+    if valid is None:
+        return target
+    return target.masked_fill(~valid, NO_LABEL)
 
 
 def check_smoothing(smoothing: float) -> None:
@@ -144,13 +165,15 @@ def _plain_cross_entropy(scores: Tensor, target: Tensor, smoothing: float) -> Lo
     nll = F.nll_loss(logs, target, ignore_index=NO_LABEL, reduction="sum")
     if not smoothing:
         return nll, nll
-    uniform = logs.mean(-1).masked_fill(target == NO_LABEL, 0).sum()
+    padding = target == NO_LABEL
+    uniform = logs.mean(-1).masked_fill(padding, 0).sum()
     return (1 - smoothing) * nll - smoothing * uniform, nll
 
 
 def _slices(tokens: int, vocab: int, each: int = 1) -> Iterator[slice]:
     """Iterate over slices of tokens with at most SLICE scores; their sizes are multiples of `each`."""
-    rows = max(each, SLICE // max(1, vocab) // each * each)
+    fitting = SLICE // max(1, vocab)
+    rows = max(each, fitting // each * each)
     return (slice(i, i + rows) for i in range(0, tokens, rows))
 
 
@@ -162,9 +185,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, smoothing: float) -> LossAndNll:
-        real, acc = target != NO_LABEL, _sum_dtype(scores)
+        real = target != NO_LABEL
+        acc = _sum_dtype(scores)
         at = target.where(real, 0)[:, None]
-        own, mean = (scores.new_empty(len(target), 1, dtype=acc) for _ in range(2))
+        own = scores.new_empty(len(target), 1, dtype=acc)
+        mean = torch.empty_like(own)
         for part in _slices(*scores.shape):
             logs = scores[part].log_softmax(-1, dtype=acc)
             torch.gather(logs, 1, at[part], out=own[part])
@@ -178,13 +203,17 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, up: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         scores, at, real = ctx.saved_tensors
-        grad, s = torch.empty_like(scores), ctx.smoothing
+        s = ctx.smoothing
+        grad = torch.empty_like(scores)
+        vocab = max(1, scores.shape[1])
         weight = (up * real)[:, None]
-        truth, uniform = weight * (s - 1), weight * (-s / max(1, scores.shape[1]))
+        truth = weight * (s - 1)
+        uniform = weight * (-s / vocab)
         for part in _slices(*scores.shape):
             p = scores[part].softmax(-1, dtype=up.dtype)
             into = grad[part] if grad.dtype == p.dtype else p  # rounded once, after the sum
-            torch.addcmul(uniform[part], p, weight[part], out=into).scatter_add_(1, at[part], truth[part])
+            torch.addcmul(uniform[part], p, weight[part], out=into)
+            into.scatter_add_(1, at[part], truth[part])
             if into is p:
                 grad[part] = p
         return grad, None, None
@@ -202,8 +231,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, s: float, kl_weight: float
     ) -> LossNllKl:
-        real, acc, dtype = target != NO_LABEL, _sum_dtype(x), _product(x)
-        at, rest = target.where(real, 0)[:, None], real[:, None]
+        real = target != NO_LABEL
+        acc = _sum_dtype(x)
+        dtype = _product(x)
+        at = target.where(real, 0)[:, None]
+        rest = real[:, None]
         b = None if bias is None else bias.to(dtype)
         with no_autocast(x):  # converted here, once, as autocast would
             own, truth, far, grads = _in_slices(ctx, x.to(dtype), weight.to(dtype), b, at, rest, s, kl_weight)
@@ -211,10 +243,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if s:
                 mean_w = weight.to(acc).mean(0)
                 mean_b = 0 if bias is None else bias.to(acc).mean()
-                mean = (x.to(acc) @ mean_w + mean_b)[:, None] + own - truth  # of the logs: lse = truth - own
+                mean_score = x.to(acc) @ mean_w + mean_b
+                mean = mean_score[:, None] + own - truth  # of the logs: lse = truth - own
             if s and any(ctx.needs_input_grad[:3]):
-                shares = (mean_w, real.to(acc) @ x.to(acc) / len(weight), real.sum(dtype=acc) / len(weight))
-                grads = tuple(None if grad is None else grad.sub_(s * y) for grad, y in zip(grads, shares, strict=True))
+                share_w = real.to(acc) @ x.to(acc) / len(weight)
+                share_b = real.sum(dtype=acc) / len(weight)
+                shares = zip(grads, (mean_w, share_w, share_b), strict=True)
+                grads = tuple(None if grad is None else grad.sub_(s * y) for grad, y in shares)
         ctx.save_for_backward(*grads, rest)
         ctx.types = x.dtype, weight.dtype, weight.dtype
         total, nll = _loss_and_nll(ctx, own, mean, real, s)
@@ -226,8 +261,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, up: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *grads, rest = ctx.saved_tensors
-        found = zip(grads, (up * rest, up, up), ctx.types, strict=True)
-        return *(None if grad is None else (grad * one).to(dtype) for grad, one, dtype in found), None, None, None
+        parts = zip(grads, (up * rest, up, up), ctx.types, strict=True)
+        found = [None if grad is None else (grad * one).to(dtype) for grad, one, dtype in parts]
+        return *found, None, None, None
 
 
 def _in_slices(
@@ -236,28 +272,39 @@ def _in_slices(
     """Compute log-probability and score of each target, divergences of pairs, and gradients of x, w, b without smoothing."""
     acc = _sum_dtype(x)
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
-    own, truth = (x.new_empty(len(x), 1, dtype=dtype) for dtype in (acc, x.dtype))
+    tokens = len(x)
+    own = x.new_empty(tokens, 1, dtype=acc)
+    truth = x.new_empty(tokens, 1)
     dx = torch.empty_like(x) if needs_x else None
     dw = torch.zeros_like(w, dtype=acc) if needs_w else None
     db = torch.zeros_like(b, dtype=acc) if b is not None and needs_b else None
-    far = x.new_empty(len(x) // 2, dtype=acc)
-    masked, less = x * real, x.new_full((len(x), 1), s - 1, dtype=acc)
-    for part in _slices(len(x), len(w), 2 if kl_weight else 1):
+    far = x.new_empty(tokens // 2, dtype=acc)
+    masked = x * real
+    less = x.new_full((tokens, 1), s - 1, dtype=acc)
+    for part in _slices(tokens, len(w), 2 if kl_weight else 1):
         scores = F.linear(x[part], w, b)
         logs = scores.log_softmax(-1, dtype=acc)
         torch.gather(scores, 1, at[part], out=truth[part])
         torch.gather(logs, 1, at[part], out=own[part])
-        pull = _kl_grad(logs, far[part.start // 2 : part.stop // 2]) if kl_weight else None
+        pull = None
+        if kl_weight:
+            pairs = slice(part.start // 2, part.stop // 2)
+            pull = _kl_grad(logs, far[pairs])
         if dx is None and dw is None and db is None:
             continue
         p = logs.exp_().scatter_add_(1, at[part], less[part])  # overwrites the logs
-        p = (p if pull is None else p.add_(pull, alpha=kl_weight)).to(x.dtype)
+        if pull is not None:
+            p.add_(pull, alpha=kl_weight)
+        p = p.to(x.dtype)
         if dx is not None:
             torch.mm(p, w, out=dx[part])
-        if dw is not None:  # summed in float32 or better
-            dw.addmm_(p.mT, masked[part]) if dw.dtype == p.dtype else dw.add_(p.mT @ masked[part])
+        if dw is not None and dw.dtype == p.dtype:
+            dw.addmm_(p.mT, masked[part])
+        elif dw is not None:  # summed in float32 or better
+            dw.add_(p.mT @ masked[part])
         if db is not None:
-            db += real[part, 0].to(p.dtype) @ p
+            counted = real[part, 0].to(p.dtype)
+            db += counted @ p
     return own, truth, far, (dx, dw, db)
 
 
@@ -267,10 +314,12 @@ def _kl_grad(logs: Tensor, far: Tensor) -> Tensor:
     Of sum (p - q) (log p - log q) by the scores of p: p (d - sum p d) + p - q, with d = log p - log q.
     """
     pairs = logs.unflatten(0, (-1, 2))
-    p, d = pairs.exp(), pairs[:, 0] - pairs[:, 1]
+    p = pairs.exp()
+    d = pairs[:, 0] - pairs[:, 1]
     torch.sum((p[:, 0] - p[:, 1]) * d, -1, out=far)
-    apart = torch.stack([d, -d], 1)
-    return (p * (apart - (p * apart).sum(-1, keepdim=True)) + p - p.flip(1)).flatten(0, 1)
+    signed = torch.stack([d, -d], 1)
+    mean = (p * signed).sum(-1, keepdim=True)
+    return (p * (signed - mean) + p - p.flip(1)).flatten(0, 1)
 
 
 def _loss_and_nll(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -> LossAndNll:
@@ -279,7 +328,8 @@ def _loss_and_nll(ctx: Any, own: Tensor, mean: Tensor, real: Tensor, s: float) -
     ctx.mark_non_differentiable(nll)
     if not s:
         return nll.clone(), nll
-    return (1 - s) * nll - s * mean[:, 0].where(real, 0).sum(), nll
+    uniform = mean[:, 0].where(real, 0).sum()
+    return (1 - s) * nll - s * uniform, nll
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

@@ -42,7 +42,8 @@ def self_critical(
     got = _rewards(reward, drawn, truths, logs)
     base = _rewards(reward, greedy, truths, logs)
     total = -((got - base) * logs).sum()
-    return Loss(total, _reference_counts(truths, logs), {"reward": got.sum(), "greedy": base.sum()})
+    over = _reference_counts(truths, logs)
+    return Loss(total, over, {"reward": got.sum(), "greedy": base.sum()})
 
 
 def minimum_risk(
@@ -61,12 +62,14 @@ def minimum_risk(
     S holds the distinct ones of `samples` sampled answers, and with `truth` the reference where the constraints allow it. Shen
     et al. 2015, arXiv:1512.02433. With alpha=1 and every possible answer in S it is the expected reward itself.
     """
-    if samples < 1 or not 0 < alpha < math.inf:
+    positive = 0 < alpha < math.inf
+    if samples < 1 or not positive:
         raise ValueError(f"samples must be at least 1 and alpha above 0, not {samples!r} and {alpha!r}")
     truths = _truths(batch)
     with evaluating(model):
         state = model.start(batch.source, batch.source_valid).fan(samples)
-        drawn = generate(model, state, _begin(batch, samples), constraints=constraints, choice=_chance(dice))
+        begin = _begin(batch, samples)
+        drawn = generate(model, state, begin, constraints=constraints, choice=_chance(dice))
     sets = [_distinct(drawn[i * samples : (i + 1) * samples]) for i in range(len(truths))]
     if truth:
         longest = constraints.max_new_tokens
@@ -75,12 +78,18 @@ def minimum_risk(
     rows = [i for i, few in enumerate(sets) for _ in few]
     answers = [answer for few in sets for answer in few]
     logs = log_probability(model, batch, answers, constraints=constraints, rows=rows)
-    got = _rewards(reward, answers, [truths[i] for i in rows], logs)
-    at = torch.tensor([rows, [j for few in sets for j in range(len(few))]], device=logs.device).unbind()
-    table = logs.new_zeros(len(sets), max(map(len, sets)))
-    chosen = (table - torch.inf).index_put(at, alpha * logs).softmax(-1)
-    total = -(chosen * table.index_put(at, got)).sum()
-    return Loss(total, _reference_counts(truths, logs), {"reward": -total.detach()})
+    references = [truths[i] for i in rows]
+    got = _rewards(reward, answers, references, logs)
+    columns = [j for few in sets for j in range(len(few))]
+    at = torch.tensor([rows, columns], device=logs.device).unbind()
+    widest = max(map(len, sets))
+    table = logs.new_zeros(len(sets), widest)
+    empty = table - torch.inf
+    chosen = empty.index_put(at, alpha * logs).softmax(-1)
+    rewards = table.index_put(at, got)
+    total = -(chosen * rewards).sum()
+    over = _reference_counts(truths, logs)
+    return Loss(total, over, {"reward": -total.detach()})
 
 
 def log_probability(
@@ -93,12 +102,17 @@ def log_probability(
     ended = [[*answer, constraints.eos] if len(answer) < constraints.max_new_tokens else answer for answer in answers]
     target, valid = padded(ended)
     device = batch.source.device
-    target, valid = target.to(device), None if valid is None else valid.to(device)
-    memory = model.hear(batch.source, batch.source_valid)
+    target = target.to(device)
+    if valid is not None:
+        valid = valid.to(device)
+    memory = model.encode(batch.source, batch.source_valid)
     if rows is not None:
-        memory = select(memory, torch.tensor(rows, device=device))
-    scores = model.head(model.hidden(memory, shifted(target), valid))
-    return -by_step(_allowed(scores, target, constraints), target, valid).sum(1)
+        index = torch.tensor(rows, device=device)
+        memory = select(memory, index)
+    y = model.hidden(memory, shifted(target), valid)
+    scores = _allowed(model.head(y), target, constraints)
+    terms = by_step(scores, target, valid)
+    return -terms.sum(1)
 
 
 def sentence_bleu(answers: Texts, truths: Texts) -> list[float]:
@@ -114,6 +128,7 @@ def _bleu(answer: list[int], truth: list[int], most: int = 4) -> float:
     for n in range(1, most + 1):
         for run in _ngrams(truth, n):
             left[run] = left.get(run, 0) + 1
+    length = len(answer)
     logs = 0.0
     for n in range(1, most + 1):
         right = 0
@@ -124,28 +139,35 @@ def _bleu(answer: list[int], truth: list[int], most: int = 4) -> float:
         if n == 1 and not right:
             return 0.0
         smoothing = n > 1
-        total = max(0, len(answer) - n + 1)
-        logs += math.log((right + smoothing) / (total + smoothing))
-    brevity = min(0.0, 1 - len(truth) / len(answer))
+        total = max(0, length - n + 1)
+        precision = (right + smoothing) / (total + smoothing)
+        logs += math.log(precision)
+    brevity = min(0.0, 1 - len(truth) / length)
     return math.exp(logs / most + brevity)
 
 
 def _ngrams(tokens: list[int], n: int) -> Iterator[tuple[int, ...]]:
-    return zip(*(tokens[i:] for i in range(n)), strict=False)
+    shifts = [tokens[i:] for i in range(n)]
+    return zip(*shifts, strict=False)
 
 
 def _allowed(scores: Tensor, target: Tensor, constraints: Constraints) -> Tensor:
     """Apply the constraints to scores (x m v) at every step of the target (x m)."""
     if constraints.min_new_tokens or constraints.no_repeat_ngram_size:
         begin = constraints.prompt(target.new_full((len(target), 1), BEGIN))
-        return torch.stack([constraints(scores[:, i], target[:, :i], begin) for i in range(target.shape[1])], 1)
+        steps = range(target.shape[1])
+        allowed = [constraints(scores[:, i], target[:, :i], begin) for i in steps]
+        return torch.stack(allowed, 1)
     if constraints.banned:
-        return constraints(scores.flatten(0, 1), target.new_zeros(target.numel(), 0)).view_as(scores)
+        nothing = target.new_zeros(target.numel(), 0)
+        flat = constraints(scores.flatten(0, 1), nothing)
+        return flat.view_as(scores)
     return scores
 
 
 def _begin(batch: Batch, times: int = 1) -> Tensor:
-    return sequence(batch).new_full((times * len(batch.source), 1), BEGIN)
+    rows = times * len(batch.source)
+    return sequence(batch).new_full((rows, 1), BEGIN)
 
 
 def _chance(dice: torch.Generator | None) -> Sample:
@@ -155,19 +177,22 @@ def _chance(dice: torch.Generator | None) -> Sample:
 
 
 def _distinct(answers: Texts) -> Texts:
-    return [list(answer) for answer in dict.fromkeys(map(tuple, answers))]
+    distinct = dict.fromkeys(map(tuple, answers))
+    return [list(answer) for answer in distinct]
 
 
 def _truths(batch: Batch) -> Texts:
     """Return the targets as lists, without END."""
-    rows, valid = sequence(batch).tolist(), batch.target_valid
-    if valid is not None:
-        rows = [list(compress(row, real)) for row, real in zip(rows, valid.tolist(), strict=True)]
+    rows = sequence(batch).tolist()
+    if batch.target_valid is not None:
+        valid = batch.target_valid.tolist()
+        rows = [list(compress(row, real)) for row, real in zip(rows, valid, strict=True)]
     return [before_eos(row, END) for row in rows]
 
 
 def _rewards(reward: Reward, answers: Texts, truths: Texts, like: Tensor) -> Tensor:
-    found = torch.as_tensor(reward(answers, truths), dtype=like.dtype, device=like.device)
+    numbers = reward(answers, truths)
+    found = torch.as_tensor(numbers, dtype=like.dtype, device=like.device)
     if found.shape != (len(answers),):
         raise ValueError(f"a reward gives a number for each of {len(answers)} answers, not shape {tuple(found.shape)}")
     return found

@@ -51,19 +51,25 @@ class PredictedInputs:
         """Draw the noise of the scores (b m v), once, so that every pass over a step makes the same choice."""
         if self.form not in ("sample", "gumbel"):
             return None
-        waits = upcast(embed.table.weight).new_empty(*target.shape, embed.vocab).exponential_(generator=dice)
-        return -waits.clamp_min(torch.finfo(waits.dtype).tiny).log()
+        waits = upcast(embed.table.weight).new_empty(*target.shape, embed.vocab)
+        waits.exponential_(generator=dice)
+        tiny = torch.finfo(waits.dtype).tiny
+        return -waits.clamp_min(tiny).log()
 
     def vectors(self, embed: Tokens, scores: Tensor, noise: Tensor | None) -> Tensor:
         """Turn scores (b m v) into inputs (b m w)."""
-        scores = upcast(scores if self.through else scores.detach())
+        if not self.through:
+            scores = scores.detach()
+        scores = upcast(scores)
         if self.top_k is not None and self.top_k < scores.shape[-1]:
-            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[..., -1:], -torch.inf)
+            lowest = scores.topk(self.top_k).values[..., -1:]
+            scores = scores.masked_fill(scores < lowest, -torch.inf)
         if noise is not None:
             scores = scores + noise
         if self.form in HARD_FORMS:
             return embed.vectors(scores.argmax(-1))
-        return embed.mixed((self.alpha * scores).softmax(-1))
+        weights = (self.alpha * scores).softmax(-1)
+        return embed.mixed(weights)
 
 
 ARGMAX = PredictedInputs()
@@ -82,17 +88,20 @@ def token_by_token(
 
     Bengio et al. 2015, arXiv:1506.03099.
     """
-    target, embed = sequence(batch), _vocabulary(model)
+    target = sequence(batch)
+    embed = _vocabulary(model)
     true, kept, noise = _mixture(batch, embed, share, inputs, dice)
 
     def feed(i: int, last: Tensor | None) -> Tensor:
         one = slice(i, i + 1)
         if last is None:
             return true[:, one]
-        predicted = inputs.vectors(embed, last, None if noise is None else noise[:, one])
+        own_noise = None if noise is None else noise[:, one]
+        predicted = inputs.vectors(embed, last, own_noise)
         return torch.where(kept[:, one], true[:, one], predicted)
 
-    return cross_entropy(step_by_step(model, batch, feed), target, batch.target_valid, smoothing=smoothing)
+    scores = step_by_step(model, batch, feed)
+    return cross_entropy(scores, target, batch.target_valid, smoothing=smoothing)
 
 
 def parallel_passes(
@@ -113,14 +122,19 @@ def parallel_passes(
     """
     if passes < 1:
         raise ValueError(f"passes must be at least 1, not {passes!r}")
-    target, valid, embed = sequence(batch), batch.target_valid, _vocabulary(model)
+    target, valid = sequence(batch), batch.target_valid
+    embed = _vocabulary(model)
     true, kept, noise = _mixture(batch, embed, share, inputs, dice)
-    encoded, x = model.hear(batch.source, batch.source_valid), true
-    for _ in range(passes - 1 if share < 1 else 0):
+    encoded = model.encode(batch.source, batch.source_valid)
+    x = true
+    predictions = passes - 1 if share < 1 else 0
+    for _ in range(predictions):
         with nullcontext() if inputs.through else no_gradients():
             scores = model.head(model.hidden(encoded, x, valid))
-        x = torch.where(kept, true, inputs.vectors(embed, before(scores, valid), noise))
-    return cross_entropy(model.head(model.hidden(encoded, x, valid)), target, valid, smoothing=smoothing)
+        predicted = inputs.vectors(embed, before(scores, valid), noise)
+        x = torch.where(kept, true, predicted)
+    y = model.hidden(encoded, x, valid)
+    return cross_entropy(model.head(y), target, valid, smoothing=smoothing)
 
 
 def two_pass(
@@ -148,7 +162,9 @@ def _mixture(
     target, valid = sequence(batch), batch.target_valid
     kept = torch.rand(target.shape, device=target.device, generator=dice) < share
     kept = (kept | at_front(target, valid))[..., None]  # BEGIN is never predicted
-    return embed.vectors(previous_tokens(target, valid)), kept, inputs.noise(target, embed, dice)
+    true = embed.vectors(previous_tokens(target, valid))
+    noise = inputs.noise(target, embed, dice)
+    return true, kept, noise
 
 
 def _vocabulary(model: Translator) -> Tokens:
