@@ -262,8 +262,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # memories
     "a key is forgotten one step too early": (
         R + "patterns/relative.py",
-        "else j >= now - self.back",
-        "else j > now - self.back",
+        "return j >= now - self.back",
+        "return j > now - self.back",
     ),
     "special tokens are forgotten": (
         R + "patterns/fixed.py",

@@ -77,7 +77,8 @@ def chunk_stretch(labels: Tensor, count: int, chunk: int) -> SortedRange:
 def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own: bool, drop: float = 0.0) -> BucketOutLse:
     """Compute the softmax of q . k over what each token sees in any round, q, k (x n d), v (x n e); own=False: not itself."""
     (x, n, e), p, back = v.shape, sees.p, sees.back
-    row, room = torch.arange(x, device=v.device)[:, None], -(-n // p) * p
+    row = torch.arange(x, device=v.device)[:, None]
+    room = -(-n // p) * p
     place = sees.place.transpose(0, 1).to(v.dtype)  # (r x n)
     spans = torch.stack([sees.low + sees.high, sees.high - sees.low], -2).transpose(0, 1).to(v.dtype) / 2  # (r x 2 n)
     found = []
@@ -106,7 +107,8 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
     Hidden pairs are marked by numbers, 0 where seen and 1 or more elsewhere: a CPU compares slowly. They are exact in
     float32 for rows of up to 2**23 tokens.
     """
-    tiles, p = len(windows) // 3, q.shape[1]
+    tiles = len(windows) // 3
+    p = q.shape[1]
     k, v, at = (torch.cat(windows[j * tiles : (j + 1) * tiles], -2 if j < 2 else -1) for j in range(3))
     middle, half = spots[:, :, 0, :, None], spots[:, :, 1, :, None]
     here = torch.arange((1 - tiles) * p, p, device=q.device, dtype=q.dtype)
@@ -123,7 +125,8 @@ def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float)
     followed = transformed()
     s = q @ k.mT + MASKED_SCORE * hidden if followed else (q @ k.mT).add_(hidden, alpha=MASKED_SCORE)
     if followed or torch.compiler.is_compiling():  # which fuses these, and torch 2.11 compiles the Function into a wrong gradient
-        weights, lse = s.softmax(-1), s.logsumexp(-1)
+        weights = s.softmax(-1)
+        lse = s.logsumexp(-1)
     else:
         weights, lse = BucketWeights.apply(s)
     out = (dropout(weights, drop) if drop else weights) @ v

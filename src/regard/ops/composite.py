@@ -107,24 +107,29 @@ class _CompositePass:
             same = list(several)
             layout, tokens = same[0].part.queries, same[0].tokens
             out, lse = merge_outputs([self._part(tiles) for tiles in same])
-            out, lse = layout.join(out, self.q.shape[1]), layout.join(lse, self.q.shape[1])
+            out = layout.join(out, self.q.shape[1])
+            lse = layout.join(lse, self.q.shape[1])
             wholes.append((out, lse) if tokens is None else (_spread(out, tokens, 0.0), _spread(lse, tokens, MASKED_SCORE)))
         if not wholes:
             shape = self.q.shape[:2]
             wholes = [(self.q.new_zeros(*shape, self.call.width), self.q.new_full(shape, MASKED_SCORE))]
         out, lse = merge_outputs(wholes)
-        out, lse = out.masked_fill((lse < MASKED_SCORE / 2)[..., None], 0), lse.clamp_min(MASKED_SCORE)
+        out = out.masked_fill((lse < MASKED_SCORE / 2)[..., None], 0)
+        lse = lse.clamp_min(MASKED_SCORE)
         return out.unflatten(0, (self.b, -1)), lse.unflatten(0, (self.b, -1))
 
     def _part(self, tiles: _Tiles) -> PairOutLse:
         """Return out (B blocks r e) and log-sum-exp (B blocks r) of one part, in its own layout."""
         part, found = tiles.part, []
         queries = self._by_head(part.queries.split(self.q))
-        keys, values = part.keys.split(self.k), part.keys.split(self.v)
+        keys = part.keys.split(self.k)
+        values = part.keys.split(self.v)
         gone = None if self.gone is None else part.keys.split(self.gone)
         more = None if self.by_query is None else self._by_head(part.queries.split(self.by_query))
         for batch, hidden, distance in tiles.batches:
-            q, k, v = _rows(queries, batch), _gathered(keys, batch), _gathered(values, batch)
+            q = _rows(queries, batch)
+            k = _gathered(keys, batch)
+            v = _gathered(values, batch)
             s = ((q * self.call.scale).flatten(2, 3) @ k.mT).unflatten(2, (self.piece.share, -1))  # (G T S r x)
             s = self._with_bias(s, distance, None if more is None else _rows(more, batch))
             s = s.masked_fill(hidden, MASKED_SCORE)
@@ -133,13 +138,16 @@ class _CompositePass:
                 s = s.unflatten(0, (self.b, -1)).masked_fill(missing, MASKED_SCORE).flatten(0, 1)
             lse = s.logsumexp(-1)
             weights = (s - lse[..., None]).exp()
-            weights = weights if self.call.seed is None else self._dropped(weights, part, batch)
+            if self.call.seed is not None:
+                weights = self._dropped(weights, part, batch)
             out = (weights.flatten(2, 3) @ v).unflatten(2, (self.piece.share, -1))
             if self.bias is not None and self.bias.mass:
                 out = torch.cat([out, self._masses(weights, distance)], -1)
             found.append((out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)))
         out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
-        return (out, lse) if tiles.blocks is None else (_spread(out, tiles.blocks, 0.0), _spread(lse, tiles.blocks, MASKED_SCORE))
+        if tiles.blocks is None:
+            return out, lse
+        return _spread(out, tiles.blocks, 0.0), _spread(lse, tiles.blocks, MASKED_SCORE)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """View (B blocks r y) as (G S blocks r y)."""
@@ -214,17 +222,22 @@ def edge_attention_composite(
     """
     i, j = pairs[0], pairs[1]
     s = (leaky_relu(q.index_select(0, i) + k.index_select(0, j), slope) * a).sum(-1)
-    s = s if seen is None else s.masked_fill(~seen, MASKED_SCORE)
+    if seen is not None:
+        s = s.masked_fill(~seen, MASKED_SCORE)
     none = s.new_zeros(q.shape[:2])
     top = (none + MASKED_SCORE).scatter_reduce(0, i[:, None].expand(s.shape), s.detach(), "amax").detach()
     weights = (s - top.index_select(0, i)).exp()
-    weights = weights if seen is None else weights * seen
+    if seen is not None:
+        weights = weights * seen
     total = _summed(none, i, weights).index_select(0, i)
     weights = weights / torch.where(total > 0, total, 1)
-    weights = weights if drop is None else drop(weights)
+    if drop is not None:
+        weights = drop(weights)
     return _summed(v.new_zeros(*q.shape[:2], v.shape[2]), i, v.index_select(0, j) * weights.unsqueeze(-1))
 
 
 def _summed(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
     """Add x to total[i], in the same order every time."""
-    return total.index_add(0, i, x) if total.device.type == "cpu" else total.index_put((i,), x, accumulate=True)
+    if total.device.type == "cpu":
+        return total.index_add(0, i, x)
+    return total.index_put((i,), x, accumulate=True)

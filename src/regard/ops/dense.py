@@ -26,11 +26,14 @@ def sdpa_mask(valid: Tensor, dtype: torch.dtype) -> SdpaMask:
 
     As numbers, and with room at the end of each row, as a GPU needs it: else every call would make them of a mask once more.
     """
-    valid = valid[:, None] if valid.dim() == 2 else valid
-    empty, m = ~valid.any(-1), valid.shape[-1]
+    if valid.dim() == 2:
+        valid = valid[:, None]
+    empty = ~valid.any(-1)
+    m = valid.shape[-1]
     room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler pads by itself
     bias = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
-    gone, empty = ~(valid | empty[..., None])[:, :, None], empty[:, None, :, None]
+    gone = ~(valid | empty[..., None])[:, :, None]
+    empty = empty[:, None, :, None]
     return SdpaMask(bias.masked_fill(gone, -torch.inf) if transformed() else bias.masked_fill_(gone, -torch.inf), empty)
 
 
@@ -135,7 +138,8 @@ def few_queries_attention(
     s = s.masked_fill(~seen, MASKED_SCORE)
     lse = s.logsumexp(-1)
     weights = (s - lse[..., None]).exp()
-    weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
     lost = lse < MASKED_SCORE / 2
     out = weights.reshape(b, g, h // g * n, m) @ v.to(acc)
     out = out.reshape(b, h, n, v.shape[-1])

@@ -55,7 +55,9 @@ def softmax_by_query(s: Tensor, i: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def _add(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
     """total[i] += x, in the same order every time: on a GPU index_add_ would not be, and two calls would differ."""
-    return total.index_add_(0, i, x) if total.device.type == "cpu" else total.index_put_((i,), x, accumulate=True)
+    if total.device.type == "cpu":
+        return total.index_add_(0, i, x)
+    return total.index_put_((i,), x, accumulate=True)
 
 
 def _additive_scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slope: float) -> tuple[Tensor, Tensor]:
@@ -95,7 +97,9 @@ def _dropout_composite(rate: float, seed: Tensor, pairs: Tensor, B: int) -> Call
 
 
 def _pairs_of(pairs: Tensor | None, text: str, span: list[int], causal: bool, device: torch.device) -> Tensor:
-    return edge_list(_parsed_pattern(text), Span(*span), causal, device) if pairs is None else pairs
+    if pairs is None:
+        return edge_list(_parsed_pattern(text), Span(*span), causal, device)
+    return pairs
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +127,9 @@ def _edge_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (n B e) and log-sum-exp (n B)."""
     pairs = _pairs_of(pairs, text, span, causal, q.device)
-    n, B, wide = len(q), v.shape[1], max(q.shape[2], v.shape[2])
+    n = len(q)
+    B = v.shape[1]
+    wide = max(q.shape[2], v.shape[2])
     s = q.new_empty(pairs.shape[1], B)
     for here, i, j in _edge_strips(pairs, B, wide):
         s[here] = _additive_scores(q, k, a, i, j, slope)[0]
@@ -165,7 +171,8 @@ def _edge_grads(
         up = d_out.index_select(0, i)
         kept = None if drop is None else drop.kept(i, j, s)
         d = (up * v.index_select(0, j)).sum(-1)
-        d = d if kept is None else d.mul_(kept)
+        if kept is not None:
+            d = d.mul_(kept)
         d.sub_(pull.index_select(0, i)).mul_(weights)
         dv.index_add_(0, j, up.mul_((weights if kept is None else weights.mul_(kept)).unsqueeze(-1)))
         steep = torch.full_like(x, slope).masked_fill_(x > 0, 1).mul_(d.unsqueeze(-1))  # of the score, by x / a

@@ -80,7 +80,8 @@ def _plain_steps(
 def _cell(x: Tensor, state: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     """One step of a GRU or an LSTM: x (b w), state (b hidden) each."""
     w, u, b, c = weights
-    new, old = linear(x, w, b), linear(state[0], u, c)
+    new = linear(x, w, b)
+    old = linear(state[0], u, c)
     if len(state) == 2:
         i, f, g, o = (new + old).chunk(4, -1)
         memory = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()

@@ -74,7 +74,8 @@ def sum_by_class_ordered(x: Tensor, distance: Tensor, clip: int) -> Tensor:
     """
     if clip == 0:
         return x.sum(-1, keepdim=True)
-    index, none = distance_class(distance, clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
+    index = distance_class(distance, clip).expand(x.shape)
+    none = x.new_zeros(*x.shape[:-1], 2 * clip + 1)
     one = none.scatter_reduce(-1, index, x, "amax") + none.scatter_reduce(-1, index, x, "amin")
     first, last = (torch.where(out, x, 0).sum(-1, keepdim=True) for out in (distance <= -clip, distance >= clip))
     return torch.cat([first, one[..., 1:-1], last], -1)

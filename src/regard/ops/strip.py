@@ -37,10 +37,12 @@ def in_strips(
     dims: where each tensor is cut, by default in `dim`; None: it goes whole to every strip, as does one of size 1 there.
     ends: f takes one more argument in front, the index behind the last one of its strip or a later one.
     """
-    dims = (dim,) * len(tensors) if dims is None else dims
+    if dims is None:
+        dims = (dim,) * len(tensors)
     sizes = [x.shape[own] for x, own in zip(tensors, dims, strict=True) if x is not None and own is not None]
     first = next(x for x in tensors if x is not None)
-    room = budget(first.device).strip if room is None else room
+    if room is None:
+        room = budget(first.device).strip
     if torch.compiler.is_compiling() and not exporting():
         n = next((size for size in sizes if size != 1), 1)
         return _in_even_strips(partial(f, n) if ends else f, tensors, dims, dim, n, each, room)
@@ -66,7 +68,8 @@ def _in_even_strips(
     Strips are filled up with zeros.
     """
     first = next(x for x in tensors if x is not None)
-    count, most = 1, budget(first.device).compiled_strips * room
+    count = 1
+    most = budget(first.device).compiled_strips * room
     while n * each > most * count:
         count *= 2
     if count == 1:

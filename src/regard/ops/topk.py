@@ -33,7 +33,9 @@ def topk_by_part(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _part_size(scores: Tensor) -> int | None:
     """Scores in a part; None where parts are no gain."""
     size = budget(scores.device).topk_part
-    return None if size is None or scores.shape[1] < MIN_PARTS * size else size
+    if size is None or scores.shape[1] < MIN_PARTS * size:
+        return None
+    return size
 
 
 def _part_maxima(scores: Tensor, size: int) -> Tensor:

@@ -74,10 +74,14 @@ class Random(Atom):
         return not self.past
 
     def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002
-        return replace(self, seed=self.seed * 1_000_003 + h + 1, per_head=False) if self.per_head else self
+        if self.per_head:
+            return replace(self, seed=self.seed * 1_000_003 + h + 1, per_head=False)
+        return self
 
     def bound(self, n: int, m: int) -> Pattern:  # noqa: ARG002
-        return self if self.past or self.length is not None else replace(self, length=m)
+        if self.past or self.length is not None:
+            return self
+        return replace(self, length=m)
 
     def table(self, rows: int) -> Tensor:
         """Return (rows, count) key blocks of the first query blocks, -1 where there are fewer."""
@@ -171,7 +175,8 @@ class Edges(Atom):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
         j, i = torch.cat([pairs, pairs.flip(0)], 1) if both else pairs
         own = torch.arange(nodes if loops else 0) * (nodes + 1)
-        self.nodes, self.codes = nodes, torch.cat([i * nodes + j, own]).unique()
+        self.nodes = nodes
+        self.codes = torch.cat([i * nodes + j, own]).unique()
 
     @staticmethod
     def coded(codes: Tensor, nodes: int) -> Edges:
@@ -215,7 +220,8 @@ class Edges(Atom):
     @cached_property
     def name(self) -> str:
         """Return a hash of the edges, the same for equal graphs in every process."""
-        content, salt = self.codes.numpy().tobytes(), str(self.nodes).encode()
+        content = self.codes.numpy().tobytes()
+        salt = str(self.nodes).encode()
         return blake2b(content, digest_size=16, salt=salt).hexdigest()
 
     def __eq__(self, other: object) -> bool:

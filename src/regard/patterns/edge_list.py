@@ -21,7 +21,8 @@ def edge_list(pattern: Pattern, span: Span, causal: bool, device: torch.device) 
     if not span.n or not span.m:  # no pairs; `bound` may refuse this length
         return torch.zeros(2, 0, dtype=torch.long)
     pattern = pattern.bound(span.n, span.m)
-    pattern = pattern & Causal() if causal else pattern
+    if causal:
+        pattern = pattern & Causal()
     ways = pattern.alternatives()
     if len(ways) == 1 and any(isinstance(atom, Edges) for atom in ways[0]):
         return _on_graph(ways[0], span)
@@ -40,7 +41,8 @@ def _on_graph(atoms: Alternative, s: Span) -> Tensor:
     rows = (i >= s.t) & (i < s.t + s.n)
     kept = rows & (j >= s.u) & (j < s.u + s.m)
     for atom in atoms:
-        kept = kept if atom is edges else kept & atom(0, i, j)
+        if atom is not edges:
+            kept = kept & atom(0, i, j)
     return torch.stack([i - s.t, j - s.u])[:, kept]
 
 
@@ -50,7 +52,8 @@ def pairs_by_row(pattern: Pattern, query_valid: Tensor, key_valid: Tensor, causa
     query_valid (b n) and key_valid (b m) are the masks of queries and keys.
     """
     (b, n), m, device = query_valid.shape, key_valid.shape[1], query_valid.device
-    queries, keys = query_valid.sum(1), key_valid.sum(1)
+    queries = query_valid.sum(1)
+    keys = key_valid.sum(1)
     if pattern.depends_on_length:  # every row has a list of its own
         spans = zip(queries.tolist(), keys.tolist(), strict=True)
         each = [edge_list(pattern, Span(0, x, 0, y), causal, device) for x, y in spans]
@@ -68,7 +71,8 @@ def pairs_by_row(pattern: Pattern, query_valid: Tensor, key_valid: Tensor, causa
 
 def _codes(part: TilePart, s: Span) -> list[Tensor]:
     """List codes i * m + j of the pairs of one part, a few tiles at a time."""
-    i, j = part.queries.positions(s.t, s.n) - s.t, part.keys.positions(s.u, s.m) - s.u
+    i = part.queries.positions(s.t, s.n) - s.t
+    j = part.keys.positions(s.u, s.m) - s.u
     found = []
     for group in part.groups:
         elements = part.queries.size * part.keys.size * group.cols.shape[1]

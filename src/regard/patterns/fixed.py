@@ -75,7 +75,9 @@ class SpecialTokens(Pattern):
             at = torch.tensor(self.at, device=i.device)
             listed = (i[..., None] == at).any(-1) if transformed() else torch.isin(i, at)
             found = found | listed
-        return found | (i >= self.tail) if self.last else found
+        if self.last:
+            return found | (i >= self.tail)
+        return found
 
     @property
     def tail(self) -> int:
@@ -99,7 +101,9 @@ class SpecialTokens(Pattern):
         return torch.tensor(sorted(set(chain(*runs))), dtype=torch.long)
 
     def _bound(self, length: int) -> Self:
-        return replace(self, length=length) if self.last and self.length is None else self
+        if self.last and self.length is None:
+            return replace(self, length=length)
+        return self
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -118,16 +118,20 @@ def _lower_blocks(size: int, s: Span, meets: Callable[[Tensor], Tensor]) -> list
     pieces = -(-size // WIDE_TILE)
     if pieces > 1 and size % pieces == 0 and queries.index is None:  # a long block in shorter strips of queries
         queries = Layout(size // pieces, queries.blocks * pieces)
-        rows, cols = torch.arange(queries.blocks), cols.repeat_interleave(pieces, 0)
+        rows = torch.arange(queries.blocks)
+        cols = cols.repeat_interleave(pieces, 0)
     some = (cols >= 0).any(1)
-    return [Tiling(queries, keys, [TileGroup(rows[some], cols[some])])] if some.any() else []
+    if some.any():
+        return [Tiling(queries, keys, [TileGroup(rows[some], cols[some])])]
+    return []
 
 
 def _lower_rows(index: Tensor, s: Span) -> list[Tiling]:
     """Lower rows: a few queries, all keys, in strips of keys."""
     if not len(index):
         return []
-    queries, keys = _lower_listed(index, WIDE_TILE), Layout(min(LONG_TILE, s.m), -(-s.m // min(LONG_TILE, s.m)))
+    queries = _lower_listed(index, WIDE_TILE)
+    keys = Layout(min(LONG_TILE, s.m), -(-s.m // min(LONG_TILE, s.m)))
     rows, parts = torch.arange(queries.blocks), []
     for cols in torch.arange(keys.blocks).split(max(1, LONG_TILE // queries.size)):
         parts.append(Tiling(queries, keys, [TileGroup(rows, cols.expand(len(rows), -1))]))
@@ -142,7 +146,8 @@ def _lower_columns(index: Tensor, band: Band, s: Span) -> list[Tiling]:
     r = min(s.n, LONG_TILE if keys.blocks == 1 else WIDE_TILE)
     queries = Layout(r, -(-s.n // r))
     rows = torch.arange(queries.blocks)
-    low, high = s.t + rows * r, s.t + ((rows + 1) * r - 1).clamp_max(s.n - 1)
+    low = s.t + rows * r
+    high = s.t + ((rows + 1) * r - 1).clamp_max(s.n - 1)
     lowest = low - band.back if band.back is not None else torch.full_like(low, s.u)
     highest = high + band.ahead if band.ahead is not None else torch.full_like(high, s.u + s.m)
     first = torch.searchsorted(index + s.u, lowest) // keys.size
@@ -161,9 +166,11 @@ def _lower_listed(index: Tensor, most: int) -> Layout:
 
 def _lower_edges(edges: Edges, s: Span) -> list[Tiling]:
     """Lower edges: one query and its neighbours to a tile; queries of similar degree together."""
-    i, j = edges.codes // max(edges.nodes, 1), edges.codes % max(edges.nodes, 1)
+    i = edges.codes // max(edges.nodes, 1)
+    j = edges.codes % max(edges.nodes, 1)
     here = (i >= s.t) & (i < s.t + s.n) & (j >= s.u) & (j < s.u + s.m)
-    i, j = i[here] - s.t, j[here] - s.u
+    i = i[here] - s.t
+    j = j[here] - s.u
     degree = torch.bincount(i, minlength=s.n)
     first = degree.cumsum(0) - degree
     groups, low = [], 0

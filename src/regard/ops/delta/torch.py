@@ -44,7 +44,8 @@ class TorchDelta:
         x, y = _solved(k, v, split_chunks(call.beta, k.shape[3]), level)
         before, after = _delta_states(k, x, y, level, call.state)
         inside = chunk_scores(q, k, level)
-        q = q if level is None else q * level.exp().unsqueeze(4)
+        if level is not None:
+            q = q * level.exp().unsqueeze(4)
         out = q.flatten(3, 4) @ before + inside @ (x - y @ before)
         return join_chunks(out, n, k.shape[3]), after
 
@@ -75,8 +76,10 @@ def _delta_states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tens
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     if level is not None:
         last = level[:, :, :, -1:]
-        eye, k = last.exp() * eye, k * (last - level).exp()
-    turns, new = eye - k.mT @ y, k.mT @ x
+        eye = last.exp() * eye
+        k = k * (last - level).exp()
+    turns = eye - k.mT @ y
+    new = k.mT @ x
     if torch.compiler.is_compiling():
         return _states_of_any(turns, new, s)
     states = _turned(turns, new, s)

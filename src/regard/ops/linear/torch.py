@@ -70,7 +70,9 @@ def chunk_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> t
 def _chunk_size(k: Tensor) -> int:
     """Tokens in a chunk: a power of two, and not much longer than the sequence; one size for all in a graph for any length."""
     most = budget(k.device).chunk
-    return most if torch.compiler.is_compiling() else min(most, 1 << max(k.shape[2] - 1, 0).bit_length())
+    if torch.compiler.is_compiling():
+        return most
+    return min(most, 1 << max(k.shape[2] - 1, 0).bit_length())
 
 
 def join_chunks(x: Tensor, n: int, size: int) -> Tensor:
@@ -92,7 +94,8 @@ def _between(q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tenso
         before, after = _chunk_states(k.mT @ v, first)
         return q.flatten(3, 4) @ before, after
     last = level[:, :, :, -1:]
-    late, whole = (last - level).exp(), last.mT.exp()
+    late = (last - level).exp()
+    whole = last.mT.exp()
     if level.shape[-1] > 1:
         before, after = _chunk_states((k * late).mT @ v, first, whole)
         return (q * level.exp().unsqueeze(4)).flatten(3, 4) @ before, after

@@ -103,8 +103,10 @@ def _any_length(call: TileCall, patterns: HeadPatterns, span: Span, causal: bool
     i = torch.arange(span.n, device=device)[:, None] + span.t
     j = torch.arange(span.m, device=device) + span.u
     seen = torch.stack([p(0, i, j) for p in each]) if len(set(each)) > 1 else each[0](0, i, j)
-    seen = seen & (i >= j) if causal else seen
-    seen = seen if call.valid is None else seen & call.valid[:, None, None]
+    if causal:
+        seen = seen & (i >= j)
+    if call.valid is not None:
+        seen = seen & call.valid[:, None, None]
     return few_queries_attention(
         call.q, call.k, call.v, seen, scale=call.scale, dropout=call.dropout, term=call.bias, apart=i - j
     )

@@ -115,7 +115,8 @@ class TilePass:
         out = torch.empty(*shape, self.call.width, dtype=self.acc, device=self.device)
         lse = torch.empty(shape, dtype=self.acc, device=self.device)
         if not part.whole:
-            out, lse = out.zero_(), lse.fill_(MASKED_SCORE)
+            out = out.zero_()
+            lse = lse.fill_(MASKED_SCORE)
         for batch in part.batches(self.limit, self.device):
             s, _, v, _ = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(s, part, batch, x.by_query)
@@ -133,7 +134,8 @@ class TilePass:
     def _operands(self, part: TilePart) -> _Operands:
         split = part.queries.split
         queries = split(self.q).unflatten(0, (-1, self.s))
-        keys, values = part.keys.split(self.k), part.keys.split(self.v)
+        keys = part.keys.split(self.k)
+        values = part.keys.split(self.v)
         gaps = None if self.gap is None else part.keys.split(self.gap)[..., 0]
         by_query = None if self.bias is None or self.bias.by_query is None else self.bias.by_query
         by_query = None if by_query is None else split(by_query).unflatten(0, (-1, self.s))
@@ -200,7 +202,9 @@ class TilePass:
 
     def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
         """Return the gradients of q, k, v and of what the bias adds by query."""
-        d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
+        d_out = d_out.flatten(0, 1).to(self.acc)
+        out = out.flatten(0, 1)
+        lse = lse.flatten(0, 1)
         pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
         lse = torch.where(lse < MASKED_SCORE / 2, -MASKED_SCORE, lse)  # a row without pairs: all its weights come out 0
         if self.call.dropout:
@@ -227,13 +231,15 @@ class TilePass:
 
     def _part_backward(self, part: TilePart, by_row: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of one part in its layouts; by_row (G S blocks r 2): pull and log-sum-exp, up: those of out."""
-        x, e = self._operands(part), self.v.shape[-1]
+        x = self._operands(part)
+        e = self.v.shape[-1]
         dq, dk, dv = (torch.zeros(y.shape, dtype=self.acc, device=self.device) for y in x[:3])
         d_bias = None if x.by_query is None else torch.zeros_like(x.by_query)
         for batch in part.batches(self.limit // 2, self.device):
             weights, k, v, q = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(weights, part, batch, x.by_query)
-            here, own = softmax_in_place(weights), _rows_of_tiles(by_row, batch)
+            here = softmax_in_place(weights)
+            own = _rows_of_tiles(by_row, batch)
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
             u = (_rows_of_tiles(up, batch) * share).to(self.type)
@@ -242,9 +248,11 @@ class TilePass:
                 by_tile = self._by_tile(d)
                 by_tile += self._by_tile(u)[..., e:].gather(-1, self.bias.index(distance, by_tile))
             kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)
-            d = d if kept is None else d.mul_(kept)
+            if kept is not None:
+                d = d.mul_(kept)
             d.sub_(own[..., :1] * share).mul_(weights)
-            weights = weights if kept is None else weights.mul_(kept)
+            if kept is not None:
+                weights = weights.mul_(kept)
             self._add_by_key(dv, batch, self.scratch.bmm("dv", weights.to(self.type).mT, u[..., :e], self.acc))
             low = d.to(self.type)
             self._add_by_key(dk, batch, self.scratch.bmm("dk", low.mT, q, self.acc))
@@ -272,9 +280,12 @@ def _rows_of_tiles(x: Tensor, batch: TileBatch) -> Tensor:
 
 def _accumulate(total: Tensor | None, layout: Layout, grad: Tensor, length: int) -> Tensor:
     """Add a gradient in the layout of a part, (B blocks size y), to that of the whole sequence, (B length y)."""
-    found, at = layout.join(grad, length), layout.tokens(grad.device)
+    found = layout.join(grad, length)
+    at = layout.tokens(grad.device)
     if at is None:
-        return found if total is None else total.add_(found)
+        if total is None:
+            return found
+        return total.add_(found)
     if total is None:
         total = found.new_zeros(found.shape[0], length, found.shape[2])
     return total.index_add_(1, at, found)
