@@ -188,8 +188,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "tiles cover every key": (
         R + "patterns/lowering.py",
-        "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n",
-        "    low, high = low * 0, torch.full((many,), count - 1)\n",
+        "        high = top // r\n",
+        "        low, high = low * 0, torch.full((many,), count - 1)\n",
     ),
     "an alternative inside another is kept in its place": (
         R + "patterns/plan.py",

@@ -12,7 +12,7 @@ from regard.patterns import Atom, Band, Blocks, Causal, Edges, Pattern, Random, 
 from regard.patterns.algebra import Several
 from regard.patterns.fixed import SpecialTokens
 from regard.patterns.plan import plan
-from regard.patterns.tiles import Span, TilePart
+from regard.patterns.tiles import Span, TilePart, ceil_div
 
 DENSITY_ELEMENTS = 1 << 24
 
@@ -60,7 +60,7 @@ def count_pairs(
 def cells(pattern: Pattern, n: int, block: int) -> Tensor:
     """Compute the density of the pattern of one head, bound to n tokens, in each cell of block x block pairs, (c c)."""
     span = Span(0, n, 0, n)
-    wide = -(-n // block)
+    wide = ceil_div(n, block)
     counts = torch.zeros(wide * wide, dtype=torch.long)
     for part in plan(pattern, span).parts:
         if part.band is not None:
@@ -131,7 +131,7 @@ def _tile_pairs(part: TilePart, span: Span, block: int) -> tuple[int, Tensor]:
 
 def _tile_codes(part: TilePart, span: Span, block: int) -> Iterator[Tensor]:
     """Iterate over the block numbers of the pairs of a part, a few tiles at a time."""
-    wide = -(-span.m // block)
+    wide = ceil_div(span.m, block)
     i = part.queries.positions(span.t, span.n)
     j = part.keys.positions(span.u, span.m)
     for group in part.groups:

@@ -17,7 +17,8 @@ EDGE_LIST_ELEMENTS = 1 << 22  # mask elements evaluated at once
 def edge_list(pattern: Pattern, span: Span, causal: bool, device: torch.device) -> Tensor:
     """List the pairs (2, pairs) of the pattern of one head: queries over keys, relative to the span, sorted by query."""
     if device.type != "cpu":
-        return edge_list(pattern, span, causal, torch.device("cpu")).to(device)
+        pairs = edge_list(pattern, span, causal, torch.device("cpu"))
+        return pairs.to(device)
     if not span.n or not span.m:  # no pairs; `bound` may refuse this length
         return torch.zeros(2, 0, dtype=torch.long)
     pattern = pattern.bound(span.n, span.m)
@@ -26,7 +27,8 @@ def edge_list(pattern: Pattern, span: Span, causal: bool, device: torch.device) 
     ways = pattern.alternatives()
     if len(ways) == 1 and any(isinstance(atom, Edges) for atom in ways[0]):
         return _on_graph(ways[0], span)
-    codes = [code for part in plan(pattern, span).parts for code in _codes(part, span)]
+    parts = plan(pattern, span).parts
+    codes = [code for part in parts for code in _codes(part, span)]
     empty = torch.zeros(0, dtype=torch.long)
     code = torch.cat([empty, *codes]).sort().values
     return torch.stack([code // span.m, code % span.m])
@@ -65,8 +67,15 @@ def pairs_by_row(pattern: Pattern, query_valid: Tensor, key_valid: Tensor, causa
         inside = (i < queries[:, None]) & (j < keys[:, None])
         row, at = inside.nonzero(as_tuple=True)
         i, j = i[at], j[at]
-    query_index, key_index = ((~x).long().argsort(dim=1, stable=True) for x in (query_valid, key_valid))  # of valid tokens
-    return torch.stack([row * n + query_index[row, i], row * m + key_index[row, j]])
+    query = row * n + _valid_first(query_valid)[row, i]
+    key = row * m + _valid_first(key_valid)[row, j]
+    return torch.stack([query, key])
+
+
+def _valid_first(valid: Tensor) -> Tensor:
+    """Return the indices (b n) of the valid tokens of each row in order, then those of the others."""
+    padding = (~valid).long()
+    return padding.argsort(dim=1, stable=True)
 
 
 def _codes(part: TilePart, s: Span) -> list[Tensor]:
@@ -78,6 +87,8 @@ def _codes(part: TilePart, s: Span) -> list[Tensor]:
         elements = part.queries.size * part.keys.size * group.cols.shape[1]
         step = max(1, EDGE_LIST_ELEMENTS // elements)
         for rows, cols in zip(group.rows.split(step), group.cols.split(step), strict=True):
-            code = i[rows][:, :, None] * s.m + j[cols.clamp_min(0)].flatten(1)[:, None]
+            query = i[rows][:, :, None]
+            key = j[cols.clamp_min(0)].flatten(1)[:, None]
+            code = query * s.m + key
             found.append(code[part.mask(rows, cols)])
     return found

@@ -24,6 +24,11 @@ NO_CONDITION = Condition()
 FULL_MASK = 1 << 22  # mask elements that are made together to find full tiles
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return how many pieces of a size hold a count: the quotient, rounded up."""
+    return -(-count // size)
+
+
 @dataclass(eq=False)
 class Layout:
     """Tokens arranged in blocks: `index` (blocks, size) into the sequence, -1 for an empty slot; None: in order."""
