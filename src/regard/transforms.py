@@ -28,7 +28,9 @@ def exporting() -> bool:
 
 def needs_plain_ops() -> bool:
     """Return whether plain operations must be used, which every transform and every exporter can trace."""
-    return transformed() or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
+    if transformed():
+        return True
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def needs_lengths(name: str, valid: Tensor | None) -> None:
@@ -73,9 +75,11 @@ def differentiable_grads(
     with torch.enable_grad():
         own = [None if x is None else x.view_as(x) for x in inputs]
         variables = [x for x in own if x is not None and x.requires_grad]
-        made = [(y, g) for y, g in zip(f(*own), grads, strict=True) if y.requires_grad]
+        results = zip(f(*own), grads, strict=True)
+        made = [(y, g) for y, g in results if y.requires_grad]
         if not made:
             return [None] * len(own)
         outputs, upstream = zip(*made, strict=True)
-        found = iter(torch.autograd.grad(outputs, variables, upstream, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in own]
+        found = torch.autograd.grad(outputs, variables, upstream, create_graph=True, allow_unused=True)
+    each = iter(found)
+    return [next(each) if x is not None and x.requires_grad else None for x in own]
