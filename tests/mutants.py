@@ -346,7 +346,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a pair counts in every round that holds it": (
         R + "ops/bucket.py",
-        "        hidden -= distance.sub_(half[:, r] + 1).clamp_max_(0)\n",
+        "        hidden -= _outside(at[:, r - 1, None], middle[:, r], half[:, r] + 1).clamp_max_(0)\n",
         "        pass\n",
     ),
     "routing learns from padding": (

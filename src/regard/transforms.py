@@ -55,7 +55,9 @@ def _batched(x: Tensor) -> bool:
 
 def may_read_data(x: Tensor) -> bool:
     """Return whether the host can read the values of x now, without synchronisation."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+    if x.device.type != "cpu":
+        return False
+    return not torch.compiler.is_compiling() and not transformed()
 
 
 @contextmanager

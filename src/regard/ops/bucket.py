@@ -133,14 +133,18 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
     k, v, at = (torch.cat(windows[j * tiles : (j + 1) * tiles], -2 if j < 2 else -1) for j in range(3))
     middle, half = spots[:, :, 0, :, None], spots[:, :, 1, :, None]
     here = torch.arange((1 - tiles) * p, p, device=q.device, dtype=q.dtype)
-    distance = (here - middle[:, 0]).abs_()
-    hidden = distance.sub_(half[:, 0]).relu_()
+    hidden = _outside(here, middle[:, 0], half[:, 0]).relu_()
     if not own:
         hidden.diagonal((tiles - 1) * p, 1, 2).fill_(1)
     for r in range(1, spots.shape[1]):
-        distance = (at[:, r - 1, None] - middle[:, r]).abs_()
-        hidden -= distance.sub_(half[:, r] + 1).clamp_max_(0)
+        hidden -= _outside(at[:, r - 1, None], middle[:, r], half[:, r] + 1).clamp_max_(0)
     return bucket_weights(q, k, v, hidden, drop)
+
+
+def _outside(place: Tensor, middle: Tensor, half: Tensor) -> Tensor:
+    """Return how far places are outside of ranges, given by middle and half length; below zero inside."""
+    distance = (place - middle).abs_()
+    return distance.sub_(half)
 
 
 def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> BucketOutLse:
@@ -206,8 +210,8 @@ def few_queries(
         same = labels[:, :, None] == own_labels.mT[..., None]
         same = same & (j <= i.mT)
         same = same & (labels < count)[:, :, None]
-        upto = same.cumsum(-1, dtype=torch.int32)
-        newer = upto[..., -1:] - upto
+        newer = same.cumsum(-1, dtype=torch.int32)
+        newer = newer[..., -1:] - newer
         seen = (same & (newer < window)).any(1)
         if not own:
             seen = seen & (j != i.mT)

@@ -250,8 +250,9 @@ def edge_attention_composite(
     seen (pairs B), or one that broadcasts to it: which of the pairs exist; None: all.
     """
     i, j = pairs[0], pairs[1]
-    x = q.index_select(0, i) + k.index_select(0, j)
-    s = (leaky_relu(x, slope) * a).sum(-1)
+    s = q.index_select(0, i) + k.index_select(0, j)
+    s = leaky_relu(s, slope)
+    s = (s * a).sum(-1)
     if seen is not None:
         s = s.masked_fill(~seen, MASKED_SCORE)
     none = s.new_zeros(q.shape[:2])

@@ -149,8 +149,7 @@ def _edge_forward(
     drop = None if seed is None else _EdgeDropout(dropout, seed, n, len(k), B)
     for here, i, j in _edge_strips(pairs, B, wide):
         weights = s[here] if drop is None else drop.kept(i, j, s[here]).mul_(s[here])
-        values = v.index_select(0, j)
-        _add(out, i, values.mul_(weights.unsqueeze(-1)))
+        _add(out, i, v.index_select(0, j).mul_(weights.unsqueeze(-1)))
     alone = z == 0
     total = z.masked_fill(alone, 1)
     out.div_(total.unsqueeze(-1))

@@ -67,11 +67,11 @@ def _one_token(call: DeltaCall) -> Tensor:
 
 def _solved(k: Tensor, v: Tensor, beta: Tensor, level: Tensor | None) -> tuple[Tensor, Tensor]:
     """X (b g c p e) and Y (b g c p f) of every chunk."""
-    scores = chunk_scores(k.unsqueeze(4), k, level)
-    triangle = (beta * scores).tril(-1)
+    triangle = chunk_scores(k.unsqueeze(4), k, level)
+    triangle = (beta * triangle).tril(-1)
     eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
-    inverse = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False, unitriangular=True)
-    solve = inverse * beta.mT
+    solve = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False, unitriangular=True)
+    solve = solve * beta.mT
     x = solve @ v
     if level is not None:
         k = k * level.exp()

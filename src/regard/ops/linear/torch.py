@@ -132,8 +132,8 @@ def chunk_scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
     if level is None:
         hidden = future.repeat_interleave(q.shape[4], 0)
         return products.masked_fill_(hidden, 0)
-    exponent = (level - level.mT).masked_fill(future, -torch.inf)
-    weight = exponent.exp()
+    weight = (level - level.mT).masked_fill(future, -torch.inf)
+    weight = weight.exp()
     scores = products.unflatten(3, (size, -1)) * weight.unsqueeze(4)
     return scores.flatten(3, 4)
 
