@@ -37,7 +37,8 @@ def needs_lengths(name: str, valid: Tensor | None) -> None:
     """Refuse a mask whose values the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
     if valid is None:
         return
-    if torch.compiler.is_exporting() or _batched(valid):
+    unreadable = torch.compiler.is_exporting() or _batched(valid)
+    if unreadable:
         raise NotImplementedError(
             f"{name} depends on the number of real tokens of every row, which vmap over valid and export cannot read: "
             "leave out valid and pass rows of equal length"
@@ -77,11 +78,12 @@ def differentiable_grads(
     with torch.enable_grad():
         own = [None if x is None else x.view_as(x) for x in inputs]
         variables = [x for x in own if x is not None and x.requires_grad]
-        results = zip(f(*own), grads, strict=True)
-        made = [(y, g) for y, g in results if y.requires_grad]
+        results = f(*own)
+        made = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
         if not made:
             return [None] * len(own)
         outputs, upstream = zip(*made, strict=True)
         found = torch.autograd.grad(outputs, variables, upstream, create_graph=True, allow_unused=True)
     each = iter(found)
-    return [next(each) if x is not None and x.requires_grad else None for x in own]
+    wanted = [x is not None and x.requires_grad for x in own]
+    return [next(each) if has_grad else None for has_grad in wanted]
