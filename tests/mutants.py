@@ -188,8 +188,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "tiles cover every key": (
         R + "patterns/lowering.py",
-        "    high = torch.full((many,), count - 1) if band.ahead is None else top // r\n",
-        "    low, high = low * 0, torch.full((many,), count - 1)\n",
+        "        high = top // r\n",
+        "        low, high = low * 0, torch.full((many,), count - 1)\n",
     ),
     "an alternative inside another is kept in its place": (
         R + "patterns/plan.py",
@@ -262,8 +262,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # memories
     "a key is forgotten one step too early": (
         R + "patterns/relative.py",
-        "else j >= now - self.back",
-        "else j > now - self.back",
+        "return j >= now - self.back",
+        "return j > now - self.back",
     ),
     "special tokens are forgotten": (
         R + "patterns/fixed.py",
@@ -346,7 +346,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a pair counts in every round that holds it": (
         R + "ops/bucket.py",
-        "        hidden -= (at[:, r - 1, None] - middle[:, r]).abs_().sub_(half[:, r] + 1).clamp_max_(0)\n",
+        "        hidden -= _outside(at[:, r - 1, None], middle[:, r], half[:, r] + 1).clamp_max_(0)\n",
         "        pass\n",
     ),
     "routing learns from padding": (

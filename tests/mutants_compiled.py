@@ -32,8 +32,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "the norm of the reference backend does not decay": (
         R + "ops/linear/reference.py",
-        "norm_state if keep is None else keep * norm_state",
-        "norm_state",
+        "norm_state = keep * norm_state",
+        "norm_state = 1 * norm_state",
         "linear_backends",
     ),
     "a strip ends where it begins": (R + "ops/strip.py", "range(size, n + size, size)", "range(0, n, size)", "strip"),
@@ -46,8 +46,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     "a compiler is made to look at padding": (R + "transforms.py", "not torch.compiler.is_compiling() and ", "", "compile"),
     "a graph for every length of a kernel": (
         R + "ops/linear/torch.py",
-        "most if torch.compiler.is_compiling() else min",
-        "min",
+        "    if torch.compiler.is_compiling():\n        return most\n",
+        "",
         "compile",
     ),
     "one chunk is a graph of its own": (

@@ -28,14 +28,17 @@ def exporting() -> bool:
 
 def needs_plain_ops() -> bool:
     """Return whether plain operations must be used, which every transform and every exporter can trace."""
-    return transformed() or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling())
+    if transformed():
+        return True
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def needs_lengths(name: str, valid: Tensor | None) -> None:
     """Refuse a mask whose values the host has to read and cannot: under torch.func.vmap over it, and in torch.export."""
     if valid is None:
         return
-    if torch.compiler.is_exporting() or _batched(valid):
+    unreadable = torch.compiler.is_exporting() or _batched(valid)
+    if unreadable:
         raise NotImplementedError(
             f"{name} depends on the number of real tokens of every row, which vmap over valid and export cannot read: "
             "leave out valid and pass rows of equal length"
@@ -53,7 +56,9 @@ def _batched(x: Tensor) -> bool:
 
 def may_read_data(x: Tensor) -> bool:
     """Return whether the host can read the values of x now, without synchronisation."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+    if x.device.type != "cpu":
+        return False
+    return not torch.compiler.is_compiling() and not transformed()
 
 
 @contextmanager
@@ -73,9 +78,12 @@ def differentiable_grads(
     with torch.enable_grad():
         own = [None if x is None else x.view_as(x) for x in inputs]
         variables = [x for x in own if x is not None and x.requires_grad]
-        made = [(y, g) for y, g in zip(f(*own), grads, strict=True) if y.requires_grad]
+        results = f(*own)
+        made = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
         if not made:
             return [None] * len(own)
         outputs, upstream = zip(*made, strict=True)
-        found = iter(torch.autograd.grad(outputs, variables, upstream, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in own]
+        found = torch.autograd.grad(outputs, variables, upstream, create_graph=True, allow_unused=True)
+    each = iter(found)
+    wanted = [x is not None and x.requires_grad for x in own]
+    return [next(each) if has_grad else None for has_grad in wanted]

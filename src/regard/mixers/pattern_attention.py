@@ -82,8 +82,9 @@ class PatternAttention(NamedTuple):
     def _tiles(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute by tiles, with the real tokens of every row side by side, in order: one plan serves all rows."""
         assert places.start is not None and log.start is not None
-        k, v, valid, back = log.keys, log.values, log.places.valid, None
-        if valid is not None:
+        k, v = (x[:, :, : log.size] for x in (log.k, log.v))
+        valid = back = None
+        if not log.plain:
             k, v, valid = compact_keys(k, v, log.places)
         if places.valid is not None:
             q, back = compact_queries(q, places)

@@ -31,12 +31,15 @@ PairOutLse = tuple[Tensor, Tensor]  # out (B n e) and log-sum-exp (B n)
 
 def tile_attention_composite(plans: HeadPlans, call: TileCall) -> PairOutLse:
     """Compute tile attention: out (b h n e), the columns of the bias behind it, and log-sum-exp (b h n)."""
-    h, share = call.q.shape[1], call.q.shape[1] // call.k.shape[1]
-    found, order = [], []
+    h = call.q.shape[1]
+    share = h // call.k.shape[1]
+    found = []
+    order: list[int] = []
     for plan, heads in plans:
         for piece in split_heads(heads, share, h):
-            found.append(_CompositePass(plan, piece, call).outputs())
-            order += list(range(h))[piece.heads] if isinstance(piece.heads, slice) else piece.heads
+            composite = _CompositePass(plan, piece, call)
+            found.append(composite.outputs())
+            order += range(h)[piece.heads] if isinstance(piece.heads, slice) else piece.heads
     if len(found) == 1:
         out, lse = found[0]
     else:
@@ -56,7 +59,8 @@ class _Tiles(NamedTuple):
 
 def _tiles(part: TilePart, length: int, device: torch.device) -> _Tiles:
     with untraced():
-        batches = [(batch, _hidden(part, batch), part.distances(batch)) for batch in part.batches(COMPOSITE_SCORES, device)]
+        every_batch = part.batches(COMPOSITE_SCORES, device)
+        batches = [(batch, _hidden(part, batch), part.distances(batch)) for batch in every_batch]
         rows = torch.cat([batch.rows for batch, *_ in batches])
         every = torch.arange(part.queries.blocks, device=device)
         blocks = None if torch.equal(rows, every) else _inverse_index(rows, len(every))
@@ -67,7 +71,8 @@ def _tiles(part: TilePart, length: int, device: torch.device) -> _Tiles:
         if index is None or part.queries.complete:
             return _Tiles(part, batches, blocks, None)
         flat = index.flatten()
-        return _Tiles(part, batches, blocks, _inverse_index(flat[flat >= 0].to(device), length))
+        filled = flat[flat >= 0].to(device)
+        return _Tiles(part, batches, blocks, _inverse_index(filled, length))
 
 
 def _inverse_index(index: Tensor, length: int) -> Tensor:
@@ -81,7 +86,9 @@ def _hidden(part: TilePart, batch: TileBatch) -> Tensor:
     wide = batch.cols.shape[1] * part.keys.size
     hidden = torch.zeros(1, 1, 1, wide, dtype=torch.bool, device=batch.rows.device)
     for low, high, mask in batch.hidden:
-        hidden = hidden | pad(mask if mask.dtype == torch.bool else mask != 0, (low, wide - high))
+        if mask.dtype != torch.bool:
+            mask = mask != 0
+        hidden = hidden | pad(mask, (low, wide - high))
     return hidden
 
 
@@ -96,7 +103,9 @@ class _CompositePass:
         self.bias = None if call.bias is None else call.bias.heads(piece.heads)
         by_query = None if self.bias is None else self.bias.by_query
         self.by_query = None if by_query is None else by_query.to(self.acc).flatten(0, 1)
-        self.gone = None if call.valid is None else (~call.valid).to(self.acc)[..., None]  # (b m 1)
+        self.gone = None
+        if call.valid is not None:
+            self.gone = (~call.valid).to(self.acc)[..., None]  # (b m 1)
         length = self.q.shape[1]
         self.parts = [_tiles(part, length, self.device) for part in plan.parts if part.groups]
 
@@ -107,39 +116,58 @@ class _CompositePass:
             same = list(several)
             layout, tokens = same[0].part.queries, same[0].tokens
             out, lse = merge_outputs([self._part(tiles) for tiles in same])
-            out, lse = layout.join(out, self.q.shape[1]), layout.join(lse, self.q.shape[1])
-            wholes.append((out, lse) if tokens is None else (_spread(out, tokens, 0.0), _spread(lse, tokens, MASKED_SCORE)))
+            out = layout.join(out, self.q.shape[1])
+            lse = layout.join(lse, self.q.shape[1])
+            if tokens is not None:
+                out = _spread(out, tokens, 0.0)
+                lse = _spread(lse, tokens, MASKED_SCORE)
+            wholes.append((out, lse))
         if not wholes:
             shape = self.q.shape[:2]
-            wholes = [(self.q.new_zeros(*shape, self.call.width), self.q.new_full(shape, MASKED_SCORE))]
+            out = self.q.new_zeros(*shape, self.call.width)
+            wholes = [(out, self.q.new_full(shape, MASKED_SCORE))]
         out, lse = merge_outputs(wholes)
-        out, lse = out.masked_fill((lse < MASKED_SCORE / 2)[..., None], 0), lse.clamp_min(MASKED_SCORE)
+        empty = lse < MASKED_SCORE / 2
+        out = out.masked_fill(empty[..., None], 0)
+        lse = lse.clamp_min(MASKED_SCORE)
         return out.unflatten(0, (self.b, -1)), lse.unflatten(0, (self.b, -1))
 
     def _part(self, tiles: _Tiles) -> PairOutLse:
         """Return out (B blocks r e) and log-sum-exp (B blocks r) of one part, in its own layout."""
         part, found = tiles.part, []
         queries = self._by_head(part.queries.split(self.q))
-        keys, values = part.keys.split(self.k), part.keys.split(self.v)
+        keys = part.keys.split(self.k)
+        values = part.keys.split(self.v)
         gone = None if self.gone is None else part.keys.split(self.gone)
         more = None if self.by_query is None else self._by_head(part.queries.split(self.by_query))
         for batch, hidden, distance in tiles.batches:
-            q, k, v = _rows(queries, batch), _gathered(keys, batch), _gathered(values, batch)
-            s = ((q * self.call.scale).flatten(2, 3) @ k.mT).unflatten(2, (self.piece.share, -1))  # (G T S r x)
-            s = self._with_bias(s, distance, None if more is None else _rows(more, batch))
+            q = _rows(queries, batch)
+            k = _gathered(keys, batch)
+            v = _gathered(values, batch)
+            s = (q * self.call.scale).flatten(2, 3) @ k.mT
+            s = s.unflatten(2, (self.piece.share, -1))  # (G T S r x)
+            by_query = None if more is None else _rows(more, batch)
+            s = self._with_bias(s, distance, by_query)
             s = s.masked_fill(hidden, MASKED_SCORE)
             if gone is not None:
                 missing = _gathered(gone, batch).mT[:, None, :, None] > 0.5  # (b 1 T 1 1 x)
-                s = s.unflatten(0, (self.b, -1)).masked_fill(missing, MASKED_SCORE).flatten(0, 1)
+                s = s.unflatten(0, (self.b, -1)).masked_fill(missing, MASKED_SCORE)
+                s = s.flatten(0, 1)
             lse = s.logsumexp(-1)
             weights = (s - lse[..., None]).exp()
-            weights = weights if self.call.seed is None else self._dropped(weights, part, batch)
-            out = (weights.flatten(2, 3) @ v).unflatten(2, (self.piece.share, -1))
+            if self.call.seed is not None:
+                weights = self._dropped(weights, part, batch)
+            out = weights.flatten(2, 3) @ v
+            out = out.unflatten(2, (self.piece.share, -1))
             if self.bias is not None and self.bias.mass:
                 out = torch.cat([out, self._masses(weights, distance)], -1)
-            found.append((out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)))
+            out = out.transpose(1, 2).flatten(0, 1)
+            lse = lse.transpose(1, 2).flatten(0, 1)
+            found.append((out, lse))
         out, lse = (torch.cat(x, 1) for x in zip(*found, strict=True))
-        return (out, lse) if tiles.blocks is None else (_spread(out, tiles.blocks, 0.0), _spread(lse, tiles.blocks, MASKED_SCORE))
+        if tiles.blocks is None:
+            return out, lse
+        return _spread(out, tiles.blocks, 0.0), _spread(lse, tiles.blocks, MASKED_SCORE)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """View (B blocks r y) as (G S blocks r y)."""
@@ -150,10 +178,12 @@ class _CompositePass:
         if self.bias is None:
             return s
         if self.bias.slopes is not None:
-            slopes = self.bias.slopes.to(self.acc).repeat(self.b).view(-1, 1, self.piece.share, 1, 1)
+            slopes = self.bias.slopes.to(self.acc).repeat(self.b)
+            slopes = slopes.view(-1, 1, self.piece.share, 1, 1)
             s = s - slopes * distance.abs()
         if by_query is not None:
-            s = s + by_query.gather(-1, distance_class(distance, self.bias.clip).expand(s.shape))
+            index = distance_class(distance, self.bias.clip).expand(s.shape)
+            s = s + by_query.gather(-1, index)
         return s
 
     def _dropped(self, weights: Tensor, part: TilePart, batch: TileBatch) -> Tensor:
@@ -161,15 +191,18 @@ class _CompositePass:
         seed, rate = self.call.seed, self.call.dropout
         assert seed is not None
         i, j = part.positions(self.device)
-        heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device).reshape(-1, 1, self.piece.share, 1, 1)
+        heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device)
+        heads = heads.reshape(-1, 1, self.piece.share, 1, 1)
         query = query_keys(seed, heads, i[batch.rows][:, None, :, None])
         key = key_keys(seed, j[batch.cols].flatten(1)[:, None, None])
-        return weights * kept_pairs_composite(query, key, rate) / (1 - rate)
+        kept = kept_pairs_composite(query, key, rate)
+        return weights * kept / (1 - rate)
 
     def _masses(self, weights: Tensor, distance: Tensor) -> Tensor:
         assert self.bias is not None
         index = distance_class(distance, self.bias.clip).expand(weights.shape)
-        return weights.new_zeros(*weights.shape[:-1], self.bias.classes).scatter_add(-1, index, weights)
+        none = weights.new_zeros(*weights.shape[:-1], self.bias.classes)
+        return none.scatter_add(-1, index, weights)
 
 
 def _rows(x: Tensor, batch: TileBatch) -> Tensor:
@@ -180,12 +213,14 @@ def _rows(x: Tensor, batch: TileBatch) -> Tensor:
 
 def _gathered(blocks: Tensor, batch: TileBatch) -> Tensor:
     """Collect the key blocks of every tile: (G blocks c y) -> (G T p*c y)."""
-    return blocks.index_select(1, batch.cols.flatten()).unflatten(1, batch.cols.shape).flatten(2, 3)
+    found = blocks.index_select(1, batch.cols.flatten())
+    return found.unflatten(1, batch.cols.shape).flatten(2, 3)
 
 
 def _spread(x: Tensor, where: Tensor, missing: float) -> Tensor:
     """Put x (B some ...) at the places (length), and a number where there is none."""
-    return torch.cat([x, torch.full_like(x[:, :1], missing)], 1).index_select(1, where)
+    none = torch.full_like(x[:, :1], missing)
+    return torch.cat([x, none], 1).index_select(1, where)
 
 
 def merge_outputs(found: Sequence[PairOutLse]) -> PairOutLse:
@@ -195,7 +230,9 @@ def merge_outputs(found: Sequence[PairOutLse]) -> PairOutLse:
     each = torch.stack([lse for _, lse in found])
     lse = each.logsumexp(0)
     share = (each - lse).exp().unsqueeze(-1)
-    return sum(out * part for (out, _), part in zip(found, share.unbind(0), strict=True)), lse  # type: ignore[return-value]
+    pairs = zip(found, share.unbind(0), strict=True)
+    total = sum(out * part for (out, _), part in pairs)
+    return total, lse  # type: ignore[return-value]
 
 
 def edge_attention_composite(
@@ -213,18 +250,28 @@ def edge_attention_composite(
     seen (pairs B), or one that broadcasts to it: which of the pairs exist; None: all.
     """
     i, j = pairs[0], pairs[1]
-    s = (leaky_relu(q.index_select(0, i) + k.index_select(0, j), slope) * a).sum(-1)
-    s = s if seen is None else s.masked_fill(~seen, MASKED_SCORE)
+    s = q.index_select(0, i) + k.index_select(0, j)
+    s = leaky_relu(s, slope)
+    s = (s * a).sum(-1)
+    if seen is not None:
+        s = s.masked_fill(~seen, MASKED_SCORE)
     none = s.new_zeros(q.shape[:2])
-    top = (none + MASKED_SCORE).scatter_reduce(0, i[:, None].expand(s.shape), s.detach(), "amax").detach()
+    index = i[:, None].expand(s.shape)
+    top = (none + MASKED_SCORE).scatter_reduce(0, index, s.detach(), "amax").detach()
     weights = (s - top.index_select(0, i)).exp()
-    weights = weights if seen is None else weights * seen
+    if seen is not None:
+        weights = weights * seen
     total = _summed(none, i, weights).index_select(0, i)
     weights = weights / torch.where(total > 0, total, 1)
-    weights = weights if drop is None else drop(weights)
-    return _summed(v.new_zeros(*q.shape[:2], v.shape[2]), i, v.index_select(0, j) * weights.unsqueeze(-1))
+    if drop is not None:
+        weights = drop(weights)
+    out = v.new_zeros(*q.shape[:2], v.shape[2])
+    weighted = v.index_select(0, j) * weights.unsqueeze(-1)
+    return _summed(out, i, weighted)
 
 
 def _summed(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
     """Add x to total[i], in the same order every time."""
-    return total.index_add(0, i, x) if total.device.type == "cpu" else total.index_put((i,), x, accumulate=True)
+    if total.device.type == "cpu":
+        return total.index_add(0, i, x)
+    return total.index_put((i,), x, accumulate=True)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import accumulator
-from regard.patterns.tiles import MASKED_SCORE
+from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, transformed
 
 
@@ -26,12 +26,18 @@ def sdpa_mask(valid: Tensor, dtype: torch.dtype) -> SdpaMask:
 
     As numbers, and with room at the end of each row, as a GPU needs it: else every call would make them of a mask once more.
     """
-    valid = valid[:, None] if valid.dim() == 2 else valid
-    empty, m = ~valid.any(-1), valid.shape[-1]
-    room = m if torch.compiler.is_compiling() else -(-m // 8) * 8  # a compiler pads by itself
-    bias = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)[..., :m]
-    gone, empty = ~(valid | empty[..., None])[:, :, None], empty[:, None, :, None]
-    return SdpaMask(bias.masked_fill(gone, -torch.inf) if transformed() else bias.masked_fill_(gone, -torch.inf), empty)
+    if valid.dim() == 2:
+        valid = valid[:, None]
+    empty = ~valid.any(-1)
+    m = valid.shape[-1]
+    room = m if torch.compiler.is_compiling() else ceil_div(m, 8) * 8  # a compiler pads by itself
+    bias = torch.zeros(*valid.shape[:2], 1, room, dtype=dtype, device=valid.device)
+    bias = bias[..., :m]
+    shown = valid | empty[..., None]
+    gone = ~shown[:, :, None]
+    empty = empty[:, None, :, None]
+    bias = bias.masked_fill(gone, -torch.inf) if transformed() else bias.masked_fill_(gone, -torch.inf)
+    return SdpaMask(bias, empty)
 
 
 def sdpa(
@@ -51,17 +57,19 @@ def sdpa(
     keep_empty: outputs of a row that sees nothing are finite, and not set to zero, because they are not used.
     """
     e = v.shape[-1]
-    made = sdpa_mask(valid, q.dtype) if isinstance(valid, Tensor) else valid
-    mask, empty = (None, None) if made is None else made
+    if isinstance(valid, Tensor):
+        valid = sdpa_mask(valid, q.dtype)
+    mask, empty = (None, None) if valid is None else valid
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
     if q.is_cuda:
-        wide = -(-wide // 8) * 8  # and on a GPU with odd ones too
+        wide = ceil_div(wide, 8) * 8  # and on a GPU with odd ones too
     if transformed():
         out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
     else:
-        q, k, v = (pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
+        q, k, v = (_widened(x, wide) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped
         )
         node = None if torch.compiler.is_compiling() else out.grad_fn
         if node is not None and node.name().startswith("ScaledDotProduct"):
@@ -69,7 +77,14 @@ def sdpa(
         out = out[..., :e]
     if empty is None or keep_empty:
         return out
-    return out.transpose(1, 2).masked_fill(empty, 0).transpose(1, 2)  # in the memory order of layers: heads side by side
+    out = out.transpose(1, 2)  # the memory order of layers: heads side by side
+    return out.masked_fill(empty, 0).transpose(1, 2)
+
+
+def _widened(x: Tensor, wide: int) -> Tensor:
+    """Append columns of zeros up to a width."""
+    missing = wide - x.shape[-1]
+    return pad(x, (0, missing)) if missing > 0 else x
 
 
 def _sdpa_composite(
@@ -80,14 +95,18 @@ def _sdpa_composite(
     mask (b h n m): numbers to add, or True where a pair is seen.
     """
     share = q.shape[1] // k.shape[1]
-    k, v = (x if share == 1 else x.repeat_interleave(share, 1) for x in (k, v))
+    if share != 1:
+        k, v = (x.repeat_interleave(share, 1) for x in (k, v))
     s = (q * scale) @ k.mT
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -torch.inf)
+        future = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+        s = s.masked_fill(future, -torch.inf)
     weights = s.softmax(-1, dtype=accumulator(s.dtype)).to(s.dtype)
-    return (torch.nn.functional.dropout(weights, dropout) if dropout else weights) @ v
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
+    return weights @ v
 
 
 def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...]) -> tuple[Tensor | None, ...] | None:
@@ -100,7 +119,9 @@ def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...])
     node: Any = torch._C._current_autograd_node()
     if node._saved_dropout_p:
         raise RuntimeError("a fused kernel drops weights that cannot be found again: for second derivatives use dropout=0")
-    mask = next((getattr(node, x) for x in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, x)), None)
+    names = ("_saved_attn_mask", "_saved_attn_bias")
+    masks = (getattr(node, name) for name in names if hasattr(node, name))
+    mask = next(masks, None)
     q, k, v = node._saved_query, node._saved_key, node._saved_value
     scale = q.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
 
@@ -128,16 +149,19 @@ def few_queries_attention(
     With a term: of pairs that stand `apart` (b 1 n m); its columns come behind those of out.
     """
     acc, (b, h, n, d), (g, m) = accumulator(q.dtype), q.shape, k.shape[1:3]
-    s = (q.to(acc) * scale).reshape(b, g, h // g * n, d) @ k.to(acc).mT
+    rows = h // g * n  # of one key head
+    queries = (q.to(acc) * scale).reshape(b, g, rows, d)
+    s = queries @ k.to(acc).mT
     s = s.reshape(b, h, n, m)
     if term is not None and apart is not None:
         s = term.add(s, apart)
     s = s.masked_fill(~seen, MASKED_SCORE)
     lse = s.logsumexp(-1)
     weights = (s - lse[..., None]).exp()
-    weights = torch.nn.functional.dropout(weights, dropout) if dropout else weights
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
     lost = lse < MASKED_SCORE / 2
-    out = weights.reshape(b, g, h // g * n, m) @ v.to(acc)
+    out = weights.reshape(b, g, rows, m) @ v.to(acc)
     out = out.reshape(b, h, n, v.shape[-1])
     if term is not None and term.mass and apart is not None:
         out = torch.cat([out, term.masses(weights, apart)], -1)
@@ -150,5 +174,7 @@ def merge_by_lse(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) ->
     (a, la), (b, lb) = first, second
     # torch.logaddexp has no second derivative where one of them saw nothing: NaN
     lse = torch.stack([la, lb]).logsumexp(0) if torch.is_grad_enabled() else torch.logaddexp(la, lb)
-    out = a * (la - lse).exp()[..., None] + b * (lb - lse).exp()[..., None]
+    share_a = (la - lse).exp()[..., None]
+    share_b = (lb - lse).exp()[..., None]
+    out = a * share_a + b * share_b
     return out.to(a.dtype), lse

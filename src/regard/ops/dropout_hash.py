@@ -31,12 +31,16 @@ def row_seed(seed: Tensor, row: int) -> Tensor:
 
 def query_keys(seed: Tensor, head: Tensor, i: Tensor) -> Tensor:
     """Return the keys (int32) of queries at positions i of heads numbered over the batch; both broadcast."""
-    return (_mix64(_mix64(seed ^ (head * GOLDEN)) + i * SQRT2) >> 32).to(torch.int32)
+    start = _mix64(seed ^ (head * GOLDEN))
+    mixed = _mix64(start + i * SQRT2)
+    return (mixed >> 32).to(torch.int32)
 
 
 def key_keys(seed: Tensor, j: Tensor) -> Tensor:
     """Return the keys (int32) of keys at positions j, the same for all heads."""
-    return (_mix64(_mix64(~seed) + j * SQRT2) >> 32).to(torch.int32)
+    start = _mix64(~seed)
+    mixed = _mix64(start + j * SQRT2)
+    return (mixed >> 32).to(torch.int32)
 
 
 def kept_pairs(query: Tensor, key: Tensor, rate: float, out: Tensor, work: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -44,10 +48,15 @@ def kept_pairs(query: Tensor, key: Tensor, rate: float, out: Tensor, work: tuple
 
     work: two int32 tensors of that shape, which are overwritten.
     """
-    x, y = (torch.empty(out.shape, dtype=torch.int32, device=out.device) for _ in range(2)) if work is None else work
+    if work is None:
+        x = torch.empty(out.shape, dtype=torch.int32, device=out.device)
+        y = torch.empty_like(x)
+    else:
+        x, y = work
     torch.bitwise_xor(query, key, out=x)
     x.mul_(GOLDEN_32)
-    torch.bitwise_right_shift(x, 15, out=y).bitwise_and_(0x1FFFF)  # a logical shift
+    torch.bitwise_right_shift(x, 15, out=y)
+    y.bitwise_and_(0x1FFFF)  # a logical shift
     x.bitwise_xor_(y).mul_(SQRT2_32)
     return torch.ge(x, _threshold(rate), out=out)
 
@@ -55,7 +64,9 @@ def kept_pairs(query: Tensor, key: Tensor, rate: float, out: Tensor, work: tuple
 def kept_pairs_composite(query: Tensor, key: Tensor, rate: float) -> Tensor:
     """Return the same as booleans, in operations that every transform can follow."""
     x = (query ^ key) * GOLDEN_32
-    return (x ^ ((x >> 15) & 0x1FFFF)) * SQRT2_32 >= _threshold(rate)
+    y = (x >> 15) & 0x1FFFF  # a logical shift
+    x = (x ^ y) * SQRT2_32
+    return x >= _threshold(rate)
 
 
 def head_numbers(rows: int, heads: int, chosen: list[int] | slice, device: torch.device) -> Tensor:
@@ -66,11 +77,15 @@ def head_numbers(rows: int, heads: int, chosen: list[int] | slice, device: torch
 
 def _threshold(rate: float) -> int:
     """Return the smallest 32-bit integer that is kept: a share `rate` of all is smaller."""
-    return min(round(rate * 2**32), HIGH32) - 2**31
+    dropped = round(rate * 2**32)
+    return min(dropped, HIGH32) - 2**31
 
 
 def _mix64(x: Tensor) -> Tensor:
     """Mix 64 bits: every bit of the result depends on all bits of x."""
-    for shift in (29, 32, 31):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * (SQRT2 if shift == 32 else GOLDEN)
-    return x ^ ((x >> 32) & HIGH32)
+    for shift, factor in ((29, GOLDEN), (32, SQRT2), (31, GOLDEN)):
+        low_bits = (1 << (64 - shift)) - 1
+        shifted = (x >> shift) & low_bits  # a logical shift
+        x = (x ^ shifted) * factor
+    high = (x >> 32) & HIGH32
+    return x ^ high

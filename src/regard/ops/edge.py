@@ -48,25 +48,32 @@ def edge_attention_by_text(
 def softmax_by_query(s: Tensor, i: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Scores (pairs B), which become exp(s - top) in place; the sum of those (n B), and top (n B): -inf and 0 without pairs."""
     index = i[:, None].expand(s.shape)
-    top = torch.full((n, s.shape[1]), -torch.inf, dtype=s.dtype, device=s.device).scatter_reduce_(0, index, s, "amax")
+    lowest = torch.full((n, s.shape[1]), -torch.inf, dtype=s.dtype, device=s.device)
+    top = lowest.scatter_reduce_(0, index, s, "amax")
     s.sub_(top.index_select(0, i)).exp_()
-    return _add(torch.zeros_like(top), i, s), top
+    total = _add(torch.zeros_like(top), i, s)
+    return total, top
 
 
 def _add(total: Tensor, i: Tensor, x: Tensor) -> Tensor:
     """total[i] += x, in the same order every time: on a GPU index_add_ would not be, and two calls would differ."""
-    return total.index_add_(0, i, x) if total.device.type == "cpu" else total.index_put_((i,), x, accumulate=True)
+    if total.device.type == "cpu":
+        return total.index_add_(0, i, x)
+    return total.index_put_((i,), x, accumulate=True)
 
 
 def _additive_scores(q: Tensor, k: Tensor, a: Tensor, i: Tensor, j: Tensor, slope: float) -> tuple[Tensor, Tensor]:
     """(pairs B) scores of some pairs, and the sums they come from (pairs B d)."""
     x = q.index_select(0, i).add_(k.index_select(0, j))
     bent = torch.nn.functional.leaky_relu(x, slope)
-    return (bent[..., 0] * a[:, 0] if a.shape[1] == 1 else bent.mul_(a).sum(-1)), x
+    if a.shape[1] == 1:
+        return bent[..., 0] * a[:, 0], x
+    return bent.mul_(a).sum(-1), x
 
 
 def _edge_strips(pairs: Tensor, B: int, wide: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    step = max(1, budget(pairs.device).edge_strip // max(1, B * wide))
+    each = max(1, B * wide)
+    step = max(1, budget(pairs.device).edge_strip // each)
     for low in range(0, pairs.shape[1], step):
         here = slice(low, low + step)
         yield here, pairs[0, here], pairs[1, here]
@@ -78,24 +85,32 @@ class _EdgeDropout:
     def __init__(self, rate: float, seed: Tensor, n: int, m: int, B: int) -> None:
         self.rate = rate
         heads, i, j = (torch.arange(size, device=seed.device) for size in (B, n, m))
-        self.query, self.key = query_keys(seed, heads, i[:, None]), key_keys(seed, j[:, None])  # (n B), (m 1)
+        self.query = query_keys(seed, heads, i[:, None])  # (n B)
+        self.key = key_keys(seed, j[:, None])  # (m 1)
 
     def kept(self, i: Tensor, j: Tensor, like: Tensor) -> Tensor:
         """Return what dropout leaves of the weights (pairs B) of some edges: 0 or 1 / (1 - rate)."""
         out = torch.empty_like(like)
-        kept_pairs(self.query.index_select(0, i), self.key.index_select(0, j), self.rate, out)
+        query = self.query.index_select(0, i)
+        key = self.key.index_select(0, j)
+        kept_pairs(query, key, self.rate, out)
         return out.div_(1 - self.rate)
 
 
 def _dropout_composite(rate: float, seed: Tensor, pairs: Tensor, B: int) -> Callable[[Tensor], Tensor]:
     """Return a function that drops the same weights (pairs B) in plain operations."""
     i, j = pairs
-    kept = kept_pairs_composite(query_keys(seed, torch.arange(B, device=i.device), i[:, None]), key_keys(seed, j[:, None]), rate)
+    heads = torch.arange(B, device=i.device)
+    query = query_keys(seed, heads, i[:, None])
+    key = key_keys(seed, j[:, None])
+    kept = kept_pairs_composite(query, key, rate)
     return lambda weights: weights * kept / (1 - rate)
 
 
 def _pairs_of(pairs: Tensor | None, text: str, span: list[int], causal: bool, device: torch.device) -> Tensor:
-    return edge_list(_parsed_pattern(text), Span(*span), causal, device) if pairs is None else pairs
+    if pairs is None:
+        return edge_list(_parsed_pattern(text), Span(*span), causal, device)
+    return pairs
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +138,9 @@ def _edge_forward(
 ) -> tuple[Tensor, Tensor]:
     """out (n B e) and log-sum-exp (n B)."""
     pairs = _pairs_of(pairs, text, span, causal, q.device)
-    n, B, wide = len(q), v.shape[1], max(q.shape[2], v.shape[2])
+    n = len(q)
+    B = v.shape[1]
+    wide = max(q.shape[2], v.shape[2])
     s = q.new_empty(pairs.shape[1], B)
     for here, i, j in _edge_strips(pairs, B, wide):
         s[here] = _additive_scores(q, k, a, i, j, slope)[0]
@@ -134,8 +151,10 @@ def _edge_forward(
         weights = s[here] if drop is None else drop.kept(i, j, s[here]).mul_(s[here])
         _add(out, i, v.index_select(0, j).mul_(weights.unsqueeze(-1)))
     alone = z == 0
-    out.div_(z.masked_fill(alone, 1).unsqueeze(-1))
-    return out, z.log_().add_(top).masked_fill_(alone, 0)
+    total = z.masked_fill(alone, 1)
+    out.div_(total.unsqueeze(-1))
+    lse = z.log_().add_(top)
+    return out, lse.masked_fill_(alone, 0)
 
 
 @torch.library.custom_op("regard::walk_backward", mutates_args=())
@@ -159,16 +178,21 @@ def _edge_grads(
     dq, dk, dv, da = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, a))
     pull = (d_out * out).sum(-1)  # what every weight of a query loses
     drop = None if seed is None else _EdgeDropout(dropout, seed, len(q), len(k), v.shape[1])
-    for _, i, j in _edge_strips(pairs, v.shape[1], max(q.shape[2], v.shape[2])):
+    wide = max(q.shape[2], v.shape[2])
+    for _, i, j in _edge_strips(pairs, v.shape[1], wide):
         s, x = _additive_scores(q, k, a, i, j, slope)
         weights = s.sub_(lse.index_select(0, i)).exp_()
         up = d_out.index_select(0, i)
         kept = None if drop is None else drop.kept(i, j, s)
         d = (up * v.index_select(0, j)).sum(-1)
-        d = d if kept is None else d.mul_(kept)
+        if kept is not None:
+            d = d.mul_(kept)
         d.sub_(pull.index_select(0, i)).mul_(weights)
-        dv.index_add_(0, j, up.mul_((weights if kept is None else weights.mul_(kept)).unsqueeze(-1)))
-        steep = torch.full_like(x, slope).masked_fill_(x > 0, 1).mul_(d.unsqueeze(-1))  # of the score, by x / a
+        if kept is not None:
+            weights = weights.mul_(kept)
+        dv.index_add_(0, j, up.mul_(weights.unsqueeze(-1)))
+        steep = torch.full_like(x, slope).masked_fill_(x > 0, 1)
+        steep.mul_(d.unsqueeze(-1))  # of the score, by x / a
         da += (steep * x).sum(0)
         steep.mul_(a)
         dq.index_add_(0, i, steep)
@@ -216,5 +240,8 @@ _edge_forward.register_autograd(_edge_backward, setup_context=_save_edge)
 @register_flop_formula(torch.ops.regard.walk)
 def _flops(q, k, v, a, pairs, seed, text, span, causal, *rest, **more) -> int:  # noqa: ARG001
     """A multiplication and an addition for every number of every pair, as for a product of matrices."""
-    many = pairs[1] if pairs is not None else edge_list(_parsed_pattern(text), Span(*span), causal, torch.device("cpu")).shape[1]
-    return 2 * many * q[1] * (q[2] + v[2])
+    if pairs is None:
+        listed = edge_list(_parsed_pattern(text), Span(*span), causal, torch.device("cpu"))
+        pairs = listed.shape
+    each = q[1] * (q[2] + v[2])
+    return 2 * pairs[1] * each

@@ -24,6 +24,7 @@ def fourier_mix_by_row(x: Tensor, count: Tensor, norm: str) -> Tensor:
     """Transform the first count (b) tokens of each row, zeros behind them. Rows of one length are transformed together."""
     order = count.argsort()
     sizes, rows = count[order].unique_consecutive(return_counts=True)
-    parts, n = x[order].split(rows.tolist()), x.shape[1]
+    parts = x[order].split(rows.tolist())
+    n = x.shape[1]
     done = [pad(fourier_mix(part[:, :m], norm), (0, 0, 0, n - m)) for part, m in zip(parts, sizes.tolist(), strict=True)]
     return torch.cat(done)[order.argsort()]

@@ -57,7 +57,8 @@ def _ragged_rows(call: TileCall, pattern: str, causal: bool) -> Iterator[_Row]:
     assert counts is not None
     for row, (n, m) in enumerate(counts.tolist()):
         if n and m:
-            b, bias = slice(row, row + 1), call.bias
+            b = slice(row, row + 1)
+            bias = call.bias
             if bias is not None and bias.by_query is not None:
                 bias = bias._replace(by_query=bias.by_query[b, :, :n])
             seed = None if call.seed is None else row_seed(call.seed, row)

@@ -38,7 +38,8 @@ def rnn_scan(
     y, *after = _steps(before, weights, both)(packed.data, packed.batch_sizes)
     y, _ = pad_packed_sequence(packed._replace(data=y), batch_first=True, total_length=x.shape[1])
     last = [h.index_select(1, packed.unsorted_indices) for h in after]
-    return y, [torch.where(count[:, None] > 0, new, old) for new, old in zip(last, state, strict=True)]
+    some_token = count[:, None] > 0
+    return y, [torch.where(some_token, new, old) for new, old in zip(last, state, strict=True)]
 
 
 def _steps(state: list[Tensor], weights: list[Tensor], both: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -63,35 +64,45 @@ def _plain_steps(
     found, last = [], []
     for way in range(1 + both):
         held, out = [h[way] for h in state], []
-        for t in range(x.shape[1])[:: -1 if way else 1]:
-            after = _cell(x[:, t], held, weights[4 * way : 4 * way + 4])
+        step = -1 if way else 1
+        own = weights[4 * way : 4 * way + 4]
+        for t in range(x.shape[1])[::step]:
+            after = _cell(x[:, t], held, own)
             if count is not None:  # padding is as if absent
-                after = [torch.where((t < count)[:, None], new, old) for new, old in zip(after, held, strict=True)]
+                real = (t < count)[:, None]
+                after = [torch.where(real, new, old) for new, old in zip(after, held, strict=True)]
             held = after
             out.append(held[0])
-        found.append(torch.stack(out[:: -1 if way else 1], 1))
+        found.append(torch.stack(out[::step], 1))
         last.append(held)
     y = torch.cat(found, -1)
     if count is not None:
-        y = y * (torch.arange(x.shape[1], device=x.device) < count[:, None]).unsqueeze(-1)
+        valid = torch.arange(x.shape[1], device=x.device) < count[:, None]
+        y = y * valid.unsqueeze(-1)
     return y, [torch.stack(h) for h in zip(*last, strict=True)]
 
 
 def _cell(x: Tensor, state: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     """One step of a GRU or an LSTM: x (b w), state (b hidden) each."""
     w, u, b, c = weights
-    new, old = linear(x, w, b), linear(state[0], u, c)
+    new = linear(x, w, b)
+    old = linear(state[0], u, c)
     if len(state) == 2:
         i, f, g, o = (new + old).chunk(4, -1)
         memory = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         return [o.sigmoid() * memory.tanh(), memory]
-    (r, z, n), (hr, hz, hn) = new.chunk(3, -1), old.chunk(3, -1)
+    r, z, n = new.chunk(3, -1)
+    hr, hz, hn = old.chunk(3, -1)
     z = (z + hz).sigmoid()
-    return [(1 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * state[0]]
+    kept = 1 - z
+    reset = (r + hr).sigmoid()
+    proposed = (n + reset * hn).tanh()
+    return [kept * proposed + z * state[0]]
 
 
 def _counted(x: Tensor, state: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Tensors without content need not wait for each other: the products of all steps at once, which are just as many."""
     for matrix in (w for w in weights if w.dim() == 2):
         x.new_empty(*x.shape[:2], matrix.shape[1]) @ matrix.mT
-    return x.new_empty(*x.shape[:2], state[0].shape[0] * state[0].shape[2]), state
+    width = state[0].shape[0] * state[0].shape[2]
+    return x.new_empty(*x.shape[:2], width), state

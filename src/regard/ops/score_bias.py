@@ -42,16 +42,20 @@ class ScoreBias(NamedTuple):
     def heads(self, own: list[int] | slice) -> ScoreBias:
         """Select query heads."""
         slopes, by_query = self.slopes, self.by_query
-        return self._replace(
-            slopes=None if slopes is None else slopes[own], by_query=None if by_query is None else by_query[:, own]
-        )
+        if slopes is not None:
+            slopes = slopes[own]
+        if by_query is not None:
+            by_query = by_query[:, own]
+        return self._replace(slopes=slopes, by_query=by_query)
 
     def add(self, s: Tensor, distance: Tensor) -> Tensor:
         """Add the bias to scores (b h n m); distance (b 1 n m)."""
         if self.slopes is not None:
-            s = s - self.slopes.to(s.dtype)[:, None, None] * distance.abs()
+            slopes = self.slopes.to(s.dtype)[:, None, None]
+            s = s - slopes * distance.abs()
         if self.by_query is not None:
-            s = s + self.by_query.to(s.dtype).gather(-1, self.of(distance).expand(s.shape))
+            index = self.of(distance).expand(s.shape)
+            s = s + self.by_query.to(s.dtype).gather(-1, index)
         return s
 
     def masses(self, weights: Tensor, distance: Tensor) -> Tensor:
@@ -64,7 +68,8 @@ def sum_by_class(x: Tensor, distance: Tensor, clip: int) -> Tensor:
     if x.device.type != "cpu":
         return sum_by_class_ordered(x, distance, clip)
     index = distance_class(distance, clip).expand(x.shape)
-    return x.new_zeros(*x.shape[:-1], 2 * clip + 1).scatter_add(-1, index, x)
+    none = x.new_zeros(*x.shape[:-1], 2 * clip + 1)
+    return none.scatter_add(-1, index, x)
 
 
 def sum_by_class_ordered(x: Tensor, distance: Tensor, clip: int) -> Tensor:
@@ -74,9 +79,13 @@ def sum_by_class_ordered(x: Tensor, distance: Tensor, clip: int) -> Tensor:
     """
     if clip == 0:
         return x.sum(-1, keepdim=True)
-    index, none = distance_class(distance, clip).expand(x.shape), x.new_zeros(*x.shape[:-1], 2 * clip + 1)
-    one = none.scatter_reduce(-1, index, x, "amax") + none.scatter_reduce(-1, index, x, "amin")
-    first, last = (torch.where(out, x, 0).sum(-1, keepdim=True) for out in (distance <= -clip, distance >= clip))
+    index = distance_class(distance, clip).expand(x.shape)
+    none = x.new_zeros(*x.shape[:-1], 2 * clip + 1)
+    largest = none.scatter_reduce(-1, index, x, "amax")
+    smallest = none.scatter_reduce(-1, index, x, "amin")
+    one = largest + smallest
+    first = torch.where(distance <= -clip, x, 0).sum(-1, keepdim=True)
+    last = torch.where(distance >= clip, x, 0).sum(-1, keepdim=True)
     return torch.cat([first, one[..., 1:-1], last], -1)
 
 
@@ -85,15 +94,19 @@ class TileBias:
 
     def __init__(self, bias: ScoreBias, b: int, share: int, acc: torch.dtype) -> None:
         self.bias, self.acc = bias, acc
-        self.slopes = None if bias.slopes is None else bias.slopes.to(acc).repeat(b).view(-1, 1, share, 1, 1)
-        self.by_query = None if bias.by_query is None else bias.by_query.flatten(0, 1).to(acc).contiguous()
+        self.slopes = self.by_query = None
+        if bias.slopes is not None:
+            self.slopes = bias.slopes.to(acc).repeat(b).view(-1, 1, share, 1, 1)
+        if bias.by_query is not None:
+            self.by_query = bias.by_query.flatten(0, 1).to(acc).contiguous()
 
     def add(self, s: Tensor, distance: Tensor, by_query: Tensor | None) -> None:
         """Add to scores (G T S r x), in place; distance (T 1 r x), by_query (G T S r classes)."""
         if self.slopes is not None:
             s.addcmul_(self.slopes, distance.abs().to(self.acc), value=-1)
         if by_query is not None:
-            s.add_(by_query.gather(-1, self.index(distance, s)))
+            index = self.index(distance, s)
+            s.add_(by_query.gather(-1, index))
 
     def index(self, distance: Tensor, like: Tensor) -> Tensor:
         """Return the distance class of every pair, in the shape of `like`."""

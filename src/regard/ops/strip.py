@@ -37,15 +37,19 @@ def in_strips(
     dims: where each tensor is cut, by default in `dim`; None: it goes whole to every strip, as does one of size 1 there.
     ends: f takes one more argument in front, the index behind the last one of its strip or a later one.
     """
-    dims = (dim,) * len(tensors) if dims is None else dims
+    if dims is None:
+        dims = (dim,) * len(tensors)
     sizes = [x.shape[own] for x, own in zip(tensors, dims, strict=True) if x is not None and own is not None]
     first = next(x for x in tensors if x is not None)
-    room = budget(first.device).strip if room is None else room
+    if room is None:
+        room = budget(first.device).strip
     if torch.compiler.is_compiling() and not exporting():
         n = next((size for size in sizes if size != 1), 1)
-        return _in_even_strips(partial(f, n) if ends else f, tensors, dims, dim, n, each, room)
+        whole = partial(f, n) if ends else f
+        return _in_even_strips(whole, tensors, dims, dim, n, each, room)
     n = max(sizes)
-    size = max(1, room // max(1, each))
+    each = max(1, each)
+    size = max(1, room // each)
     args: tuple = (n, *tensors) if ends else tuple(tensors)
     if exporting() or first.is_meta or n <= size:  # a strip would fix the size of what is exported
         return f(*args)
@@ -66,27 +70,38 @@ def _in_even_strips(
     Strips are filled up with zeros.
     """
     first = next(x for x in tensors if x is not None)
-    count, most = 1, budget(first.device).compiled_strips * room
+    count = 1
+    limits = budget(first.device)
+    most = limits.compiled_strips * room
     while n * each > most * count:
         count *= 2
     if count == 1:
         return f(*tensors)
     size = n // count + 1  # always something to fill up: a graph without that would be another one
     strips = {i: _even(x, own, count, size) for i, x, own in _to_cut(tensors, dims)}
-    found = _computed(f, tensors, strips, torch.is_grad_enabled() and _any_grad(tensors))
-    return tuple(torch.cat(several, dim).narrow(dim, 0, n) for several in zip(*found, strict=True))
+    again = torch.is_grad_enabled() and _any_grad(tensors)
+    found = _computed(f, tensors, strips, again)
+    joined = [torch.cat(several, dim) for several in zip(*found, strict=True)]
+    return tuple(x.narrow(dim, 0, n) for x in joined)
 
 
 def _to_cut(tensors: Tensors, dims: CutDims) -> list[tuple[int, Tensor, int]]:
     """The tensors that are cut: index, tensor and dimension of each. The others go whole to every strip."""
-    every = enumerate(zip(tensors, dims, strict=True))
-    return [(i, x, dim) for i, (x, dim) in every if x is not None and dim is not None and x.shape[dim] != 1]
+    cut = []
+    for i, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
+        if x is None or dim is None:
+            continue
+        if x.shape[dim] != 1:
+            cut.append((i, x, dim))
+    return cut
 
 
 def _even(x: Tensor, dim: int, count: int, size: int) -> Sequence[Tensor]:
     """Strips of one size, filled up with zeros."""
-    more = (0, 0) * (x.dim() - 1 - dim % x.dim()) + (0, count * size - x.shape[dim])
-    return pad(x, more).unflatten(dim, (count, size)).unbind(dim)
+    behind = x.dim() - 1 - dim % x.dim()  # dimensions behind this one
+    missing = count * size - x.shape[dim]
+    x = pad(x, (0, 0) * behind + (0, missing))
+    return x.unflatten(dim, (count, size)).unbind(dim)
 
 
 def _any_grad(tensors: Tensors) -> bool:
@@ -108,7 +123,9 @@ def _computed(
         return f(*own)
 
     every = zip(*strips.values(), strict=True)
-    return [checkpoint(one, *parts, use_reentrant=False) if again else one(*parts) for parts in every]
+    if again:
+        return [checkpoint(one, *parts, use_reentrant=False) for parts in every]
+    return [one(*parts) for parts in every]
 
 
 def token_runs(tensors: Sequence[Tensor], each: int) -> list[tuple[Tensor, ...]]:
@@ -117,8 +134,11 @@ def token_runs(tensors: Sequence[Tensor], each: int) -> list[tuple[Tensor, ...]]
     each: elements of the features of one token. One run under torch.compile: one graph serves any number of them.
     """
     limits, n = budget(tensors[0].device), tensors[0].shape[2]
-    size = max(limits.features // max(each, 1) // limits.chunk, 1) * limits.chunk
+    tokens = limits.features // max(each, 1)
+    chunks = max(tokens // limits.chunk, 1)
+    size = chunks * limits.chunk
     if n <= size or torch.compiler.is_compiling():
         return [tuple(tensors)]
     # split, not sliced run by run: the gradient of a slice is as long as the whole
-    return list(zip(*(x.split(size, 2) for x in tensors), strict=True))
+    parts = [x.split(size, 2) for x in tensors]
+    return list(zip(*parts, strict=True))

@@ -15,8 +15,10 @@ def argmax_first(scores: Tensor) -> Tensor:
     size = _part_size(scores)
     if size is None:
         return scores.argmax(-1)
-    places = _candidates(scores, _part_maxima(scores, size).argmax(-1, keepdim=True), size)
-    return places.gather(1, scores.gather(1, places).argmax(-1, keepdim=True))[:, 0]
+    part = _part_maxima(scores, size).argmax(-1, keepdim=True)
+    places = _candidates(scores, part, size)
+    best = scores.gather(1, places).argmax(-1, keepdim=True)
+    return places.gather(1, best)[:, 0]
 
 
 def topk_by_part(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -25,7 +27,8 @@ def topk_by_part(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if size is None or k > scores.shape[1] // size:
         best = scores.topk(k, dim=1)
         return best.values, best.indices
-    places = _candidates(scores, _part_maxima(scores, size).topk(k, dim=1).indices, size)
+    parts = _part_maxima(scores, size).topk(k, dim=1).indices
+    places = _candidates(scores, parts, size)
     best = scores.gather(1, places).topk(k, dim=1)
     return best.values, places.gather(1, best.indices)
 
@@ -33,7 +36,9 @@ def topk_by_part(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _part_size(scores: Tensor) -> int | None:
     """Scores in a part; None where parts are no gain."""
     size = budget(scores.device).topk_part
-    return None if size is None or scores.shape[1] < MIN_PARTS * size else size
+    if size is None or scores.shape[1] < MIN_PARTS * size:
+        return None
+    return size
 
 
 def _part_maxima(scores: Tensor, size: int) -> Tensor:
@@ -45,5 +50,6 @@ def _part_maxima(scores: Tensor, size: int) -> Tensor:
 def _candidates(scores: Tensor, parts: Tensor, size: int) -> Tensor:
     """The indices of all scores of these parts (x p), and of those behind the last whole part."""
     v, device = scores.shape[1], scores.device
-    inside = (parts[..., None] * size + torch.arange(size, device=device)).flatten(1)
-    return torch.cat([inside, torch.arange(v // size * size, v, device=device).expand(len(scores), -1)], 1)
+    inside = parts[..., None] * size + torch.arange(size, device=device)
+    behind = torch.arange(v // size * size, v, device=device)
+    return torch.cat([inside.flatten(1), behind.expand(len(scores), -1)], 1)

@@ -239,7 +239,9 @@ def by_head(h: Any, each: Sequence[Pattern], i: Tensor, j: Tensor) -> Tensor:
 def largest(x: Any) -> int:
     """Return the largest of some indices, -1 if there are none."""
     indices = unwrapped(torch.as_tensor(x))
-    return int(indices.max()) if indices.numel() else -1
+    if indices.numel():
+        return int(indices.max())
+    return -1
 
 
 def unwrapped(x: Tensor) -> Tensor:
@@ -257,4 +259,6 @@ def _join(kind: type[Several], *patterns: Pattern) -> Pattern:
             raise TypeError(f"patterns combine with patterns, not with {type(p).__name__}")
         parts = p.parts if type(p) is kind else (p,)
         flat.extend(q for q in parts if q not in flat)
-    return flat[0] if len(flat) == 1 else kind(tuple(flat))
+    if len(flat) == 1:
+        return flat[0]
+    return kind(tuple(flat))

@@ -12,7 +12,7 @@ from regard.patterns import Atom, Band, Blocks, Causal, Edges, Pattern, Random, 
 from regard.patterns.algebra import Several
 from regard.patterns.fixed import SpecialTokens
 from regard.patterns.plan import plan
-from regard.patterns.tiles import Span, TilePart
+from regard.patterns.tiles import Span, TilePart, ceil_div
 
 DENSITY_ELEMENTS = 1 << 24
 
@@ -38,25 +38,29 @@ def count_pairs(
     pattern: Pattern, n: int, m: int | None = None, *, causal: bool = False, heads: int = 1, block: int = 64
 ) -> PairCount:
     """Count the pairs and the blocks of a pattern with n queries and m keys."""
-    m = n if m is None else m
+    if m is None:
+        m = n
     span = Span(0, n, 0, m)
     whole = Band(None, 0 if causal else None)
     counted: dict[Pattern, tuple[int, int]] = {}
     pairs = blocks = 0
     for h in range(heads):
         own = pattern.for_head(h, heads).bound(n, m)
-        own = own & Causal() if causal else own
+        if causal:
+            own = own & Causal()
         if own not in counted:
             counted[own] = _pattern_pairs(own, span, block)
         pairs += counted[own][0]
         blocks += counted[own][1]
-    possible, possible_blocks = _band_pairs(whole, span), len(_band_blocks(whole, span, block))
+    possible = _band_pairs(whole, span)
+    possible_blocks = len(_band_blocks(whole, span, block))
     return PairCount(pairs, heads * possible, blocks, heads * possible_blocks)
 
 
 def cells(pattern: Pattern, n: int, block: int) -> Tensor:
     """Compute the density of the pattern of one head, bound to n tokens, in each cell of block x block pairs, (c c)."""
-    span, wide = Span(0, n, 0, n), -(-n // block)
+    span = Span(0, n, 0, n)
+    wide = ceil_div(n, block)
     counts = torch.zeros(wide * wide, dtype=torch.long)
     for part in plan(pattern, span).parts:
         if part.band is not None:
@@ -81,7 +85,9 @@ def several_windows(pattern: Pattern | None) -> int:
 
 
 def _leaves(pattern: Pattern) -> list[Pattern]:
-    return [leaf for part in pattern.parts for leaf in _leaves(part)] if isinstance(pattern, Several) else [pattern]
+    if isinstance(pattern, Several):
+        return [leaf for part in pattern.parts for leaf in _leaves(part)]
+    return [pattern]
 
 
 def _reach(atom: Atom) -> int:
@@ -125,8 +131,9 @@ def _tile_pairs(part: TilePart, span: Span, block: int) -> tuple[int, Tensor]:
 
 def _tile_codes(part: TilePart, span: Span, block: int) -> Iterator[Tensor]:
     """Iterate over the block numbers of the pairs of a part, a few tiles at a time."""
-    wide = -(-span.m // block)
-    i, j = part.queries.positions(span.t, span.n), part.keys.positions(span.u, span.m)
+    wide = ceil_div(span.m, block)
+    i = part.queries.positions(span.t, span.n)
+    j = part.keys.positions(span.u, span.m)
     for group in part.groups:
         elements = part.queries.size * part.keys.size * group.cols.shape[1]
         step = max(1, DENSITY_ELEMENTS // elements)
@@ -144,7 +151,8 @@ def _band_cells(band: Band, n: int, block: int) -> Tensor:
     counts = []
     for i in torch.arange(n).split(block):
         i = i[:, None]
-        low, high = start.expand(len(i), -1), end.expand(len(i), -1)
+        low = start.expand(len(i), -1)
+        high = end.expand(len(i), -1)
         if band.back is not None:
             low = torch.maximum(start, i - band.back)
         if band.ahead is not None:
@@ -158,7 +166,8 @@ def _band_pairs(band: Band, s: Span) -> int:
     """Count the pairs of a band, in closed form per query: its keys are an arithmetic progression."""
     i = torch.arange(s.t, s.t + s.n)
     end = s.u + s.m - 1
-    low, high = torch.full_like(i, s.u), torch.full_like(i, end)
+    low = torch.full_like(i, s.u)
+    high = torch.full_like(i, end)
     if band.back is not None:
         low = (i - band.back).clamp_min(s.u)
     if band.ahead is not None:
@@ -174,8 +183,10 @@ def _band_blocks(band: Band, s: Span, block: int) -> Tensor:
     b, b_end = _block_ends(s.m, block)
     low = a[:, None] - b_end
     high = a_end[:, None] - b
-    low = low if band.ahead is None else low.clamp_min(-band.ahead)
-    high = high if band.back is None else high.clamp_max(band.back)
+    if band.ahead is not None:
+        low = low.clamp_min(-band.ahead)
+    if band.back is not None:
+        high = high.clamp_max(band.back)
     multiple = high.div(band.step, rounding_mode="floor") * band.step  # the largest one in reach
     found = (low <= high) & (multiple >= low)
     return found.flatten().nonzero()[:, 0]

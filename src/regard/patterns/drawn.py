@@ -34,7 +34,8 @@ def _draw_blocks(count: int, seed: int, rows: int, blocks: int | None) -> Tensor
     room = np.arange(rows) + 1 if blocks is None else np.full(rows, blocks)
     chosen = np.full((rows, count), none)
     for c in range(count):
-        pick = np.floor(picks[:, c] * np.maximum(room - c, 0)).astype(np.int64)
+        left = np.maximum(room - c, 0)
+        pick = np.floor(picks[:, c] * left).astype(np.int64)
         for earlier in np.sort(chosen[:, :c], 1).T:  # skip blocks that are already chosen
             pick += pick >= earlier
         chosen[:, c] = np.where(c < room, pick, none)
@@ -74,10 +75,15 @@ class Random(Atom):
         return not self.past
 
     def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002
-        return replace(self, seed=self.seed * 1_000_003 + h + 1, per_head=False) if self.per_head else self
+        if self.per_head:
+            seed = self.seed * 1_000_003 + h + 1
+            return replace(self, seed=seed, per_head=False)
+        return self
 
     def bound(self, n: int, m: int) -> Pattern:  # noqa: ARG002
-        return self if self.past or self.length is not None else replace(self, length=m)
+        if self.past or self.length is not None:
+            return self
+        return replace(self, length=m)
 
     def table(self, rows: int) -> Tensor:
         """Return (rows, count) key blocks of the first query blocks, -1 where there are fewer."""
@@ -85,7 +91,8 @@ class Random(Atom):
             return _draw_blocks(self.count, self.seed, rows, None)
         if self.length is None:
             raise ValueError("Random draws its blocks for a length: call .bound(n, m) first, or use past=True")
-        return _draw_blocks(self.count, self.seed, rows, -(-self.length // self.block))
+        blocks = -(-self.length // self.block)
+        return _draw_blocks(self.count, self.seed, rows, blocks)
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
         if self.per_head and isinstance(h, int):
@@ -95,12 +102,14 @@ class Random(Atom):
             return by_head(h, each, i, j)
         table = self._memoised(i, lambda: self._table_for(i))
         chosen = table[i // self.block]
-        return (chosen == (j // self.block).unsqueeze(-1)).any(-1)
+        own = j // self.block
+        return (chosen == own.unsqueeze(-1)).any(-1)
 
     def _table_for(self, i: Tensor) -> Tensor:
         """Return the table of all rows that these queries need, on their device."""
         rows = max(largest(i) // self.block + 1, 1)
-        return self.table(rows).to(unwrapped(i).device)
+        device = unwrapped(i).device
+        return self.table(rows).to(device)
 
     def _memoised(self, index: Tensor, make: Callable[[], Any]) -> Any:
         """Return make(), stored where indices are vmapped: FlexAttention calls a mask with values once, then traces it."""
@@ -120,7 +129,8 @@ class Random(Atom):
     def __repr__(self) -> str:
         given = [f.name for f in fields(self)[2:] if getattr(self, f.name) != f.default]
         options = [f"{name}={getattr(self, name)}" for name in given]
-        return f"Random({', '.join([str(self.count), str(self.block), *options])})"
+        listed = ", ".join([f"{self.count}", f"{self.block}", *options])
+        return f"Random({listed})"
 
 
 MAX_WRITTEN = 4096  # edges that are written out in a text; larger graphs have a name, valid in this process
@@ -171,7 +181,8 @@ class Edges(Atom):
                 raise ValueError(f"{name} must be True or False, not {value!r}")
         j, i = torch.cat([pairs, pairs.flip(0)], 1) if both else pairs
         own = torch.arange(nodes if loops else 0) * (nodes + 1)
-        self.nodes, self.codes = nodes, torch.cat([i * nodes + j, own]).unique()
+        self.nodes = nodes
+        self.codes = torch.cat([i * nodes + j, own]).unique()
 
     @staticmethod
     def coded(codes: Tensor, nodes: int) -> Edges:
@@ -184,22 +195,29 @@ class Edges(Atom):
     def index(self) -> Tensor:
         """Return unique edges (2, edges), sources over targets, sorted by target and then by source."""
         i = self.codes // max(self.nodes, 1)
-        return torch.stack([self.codes - i * self.nodes, i])
+        j = self.codes - i * self.nodes
+        return torch.stack([j, i])
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         if not len(self.codes):
             return torch.zeros_like(i + j, dtype=torch.bool)
         codes = self.codes.to(i.device)
         code = i * self.nodes + j
-        found = torch.searchsorted(codes, code.contiguous()).clamp_max(len(codes) - 1)
-        within = (i >= 0) & (i < self.nodes) & (j >= 0) & (j < self.nodes)
+        found = torch.searchsorted(codes, code.contiguous())
+        found = found.clamp_max(len(codes) - 1)
+        within = (i >= 0) & (i < self.nodes)
+        within = within & (j >= 0) & (j < self.nodes)
         return (codes[found] == code) & within
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        last = torch.full((max(self.nodes, 1),), -1)  # the last query of each key
+        size = max(self.nodes, 1)
+        last = torch.full((size,), -1)  # the last query of each key
         if len(self.codes):
-            last.scatter_reduce_(0, self.codes % self.nodes, self.codes // self.nodes, "amax")
-        return last.to(j.device)[j.clamp(0, max(self.nodes - 1, 0))] >= now
+            keys = self.codes % self.nodes
+            queries = self.codes // self.nodes
+            last.scatter_reduce_(0, keys, queries, "amax")
+        key = j.clamp(0, size - 1)
+        return last.to(j.device)[key] >= now
 
     def bound(self, n: int, m: int) -> Pattern:
         if n != self.nodes or m != self.nodes:
@@ -215,7 +233,8 @@ class Edges(Atom):
     @cached_property
     def name(self) -> str:
         """Return a hash of the edges, the same for equal graphs in every process."""
-        content, salt = self.codes.numpy().tobytes(), str(self.nodes).encode()
+        content = self.codes.numpy().tobytes()
+        salt = str(self.nodes).encode()
         return blake2b(content, digest_size=16, salt=salt).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -228,7 +247,8 @@ class Edges(Atom):
 
     def __repr__(self) -> str:
         if len(self.codes) > MAX_WRITTEN:
-            self._shared = _named.setdefault(self.name, _Graph(self.nodes, self.codes))
+            graph = _Graph(self.nodes, self.codes)
+            self._shared = _named.setdefault(self.name, graph)
             return f"Edges({self.name!r})"
         return f"Edges({self.index.tolist()}, nodes={self.nodes})"
 
@@ -236,7 +256,9 @@ class Edges(Atom):
 def _edge_tensor(edges: Any) -> Tensor:
     """Convert edges of any accepted type to a tensor (2, edges)."""
     try:
-        pairs = torch.as_tensor(np.array(edges) if isinstance(edges, np.ndarray) else edges).detach().cpu()
+        if isinstance(edges, np.ndarray):
+            edges = np.array(edges)
+        pairs = torch.as_tensor(edges).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"edges must be integers of shape (2, edges), sources over targets: {error}") from None
     if pairs.numel() == 0:

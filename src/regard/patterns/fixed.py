@@ -27,14 +27,17 @@ class Blocks(Atom):
         need("around", self.around, 0)
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
-        return (i // self.size - j // self.size).abs() <= self.around
+        distance = i // self.size - j // self.size
+        return distance.abs() <= self.around
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return j // self.size + self.around >= now // self.size
+        last = j // self.size + self.around
+        return last >= now // self.size
 
     def within(self, end: int) -> Blocks:
         size = max(min(self.size, end), 1)
-        return Blocks(size, min(self.around, max(end - 1, 0) // size))
+        farthest = max(end - 1, 0) // size
+        return Blocks(size, min(self.around, farthest))
 
     def __repr__(self) -> str:
         around = f", around={self.around}" if self.around else ""
@@ -58,7 +61,8 @@ class SpecialTokens(Pattern):
         at = [self.at] if isinstance(self.at, int) else list(self.at)
         for position in at:
             need("a position in `at`", position, 0)
-        object.__setattr__(self, "at", tuple(sorted({p for p in at if p >= self.first})))
+        listed = {p for p in at if p >= self.first}
+        object.__setattr__(self, "at", tuple(sorted(listed)))
         if self.length is not None:
             need("length", self.length, 0)
         if not self.first and not self.at and not self.last:
@@ -75,7 +79,9 @@ class SpecialTokens(Pattern):
             at = torch.tensor(self.at, device=i.device)
             listed = (i[..., None] == at).any(-1) if transformed() else torch.isin(i, at)
             found = found | listed
-        return found | (i >= self.tail) if self.last else found
+        if self.last:
+            return found | (i >= self.tail)
+        return found
 
     @property
     def tail(self) -> int:
@@ -93,13 +99,18 @@ class SpecialTokens(Pattern):
     def positions(self, low: int, high: int) -> Tensor:
         """Return the special positions in low <= position < high, in order."""
         listed = [p for p in self.at if low <= p < high]
-        runs: list[Iterable[int]] = [range(low, min(self.first, high)), listed]
+        end = min(self.first, high)
+        runs: list[Iterable[int]] = [range(low, end), listed]
         if self.last:
-            runs.append(range(max(self.tail, low), high))
-        return torch.tensor(sorted(set(chain(*runs))), dtype=torch.long)
+            start = max(self.tail, low)
+            runs.append(range(start, high))
+        found = set(chain(*runs))
+        return torch.tensor(sorted(found), dtype=torch.long)
 
     def _bound(self, length: int) -> Self:
-        return replace(self, length=length) if self.last and self.length is None else self
+        if self.last and self.length is None:
+            return replace(self, length=length)
+        return self
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -147,7 +158,8 @@ class Global(SpecialTokens):
         return self.special(i) | self.special(j)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return ~self.gone(now) | Columns(self.first, self.at, self.last).alive(j, now)
+        columns = Columns(self.first, self.at, self.last)
+        return ~self.gone(now) | columns.alive(j, now)
 
     def alternatives(self) -> tuple[Alternative, ...]:
         return tuple((half(self.first, self.at, self.last, self.length),) for half in (Rows, Columns))
@@ -156,7 +168,8 @@ class Global(SpecialTokens):
         """Bind the last rows to the end of the queries, and the last columns to the end of the keys."""
         if not self.last or self.length is not None:
             return self
-        return Rows(self.first, self.at, self.last, n) | Columns(self.first, self.at, self.last, m)
+        rows = Rows(self.first, self.at, self.last, n)
+        return rows | Columns(self.first, self.at, self.last, m)
 
 
 @dataclass(frozen=True, repr=False)

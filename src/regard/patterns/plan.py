@@ -40,7 +40,8 @@ def plan(pattern: Pattern, span: Span) -> Plan:
     for atoms in _ordered(pattern, span):
         driver = min(atoms, key=lambda a: estimated_pairs(a, span))
         condition = _condition(driver, atoms, earlier)
-        parts += [TilePart(*tiling, span, driver, condition) for tiling in lower_atom(driver, atoms, span)]
+        for tiling in lower_atom(driver, atoms, span):
+            parts.append(TilePart(*tiling, span, driver, condition))
         earlier.append(atoms)
     return Plan(parts, span)
 
@@ -59,13 +60,15 @@ def _ordered(pattern: Pattern, span: Span) -> list[Alternative]:
     for alternative in pattern.alternatives():
         atoms = tuple(atom.within(end) for atom in alternative)
         bands = [a for a in atoms if isinstance(a, Band)]
-        rest = tuple(dict.fromkeys(a for a in atoms if not isinstance(a, Band)))
-        band = bands[0] if bands else Band(None, None)
+        others = (a for a in atoms if not isinstance(a, Band))
+        rest = tuple(dict.fromkeys(others))  # each once
+        everything = Band(None, None)
+        band = bands[0] if bands else everything
         for other in bands[1:]:
             band = band.both(other)
-        if band == Band(None, None) and rest:
+        if band == everything and rest:
             merged.append(rest)
-        elif (band.back is None or band.back >= 0) and (band.ahead is None or band.ahead >= 0):
+        elif not _holds_nothing(band):
             merged.append((*rest, band))
     merged.sort(key=lambda atoms: -min(estimated_pairs(a, span) for a in atoms))
     kept: list[Alternative] = []
@@ -75,10 +78,20 @@ def _ordered(pattern: Pattern, span: Span) -> list[Alternative]:
     return kept
 
 
+def _holds_nothing(band: Band) -> bool:
+    """Return whether a bound of the band, which may be None, is below zero."""
+    bounds = (band.back, band.ahead)
+    return any(bound is not None and bound < 0 for bound in bounds)
+
+
 def _inside(atoms: Alternative, other: Alternative) -> bool:
     """Return whether every atom of `other` is implied by `atoms`: then `atoms` adds no pair."""
 
     def implied(condition: Atom) -> bool:
-        return any(a == condition or (isinstance(a, Band) and isinstance(condition, Band) and condition.covers(a)) for a in atoms)
+        if condition in atoms:
+            return True
+        if not isinstance(condition, Band):
+            return False
+        return any(isinstance(a, Band) and condition.covers(a) for a in atoms)
 
     return all(implied(condition) for condition in other)

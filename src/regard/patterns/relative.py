@@ -20,7 +20,9 @@ def within_bounds(gap: Tensor, back: int | None, ahead: int | None, step: int) -
     visible = gap % step == 0 if step > 1 else torch.ones_like(gap, dtype=torch.bool)
     if back is not None:
         visible = visible & (gap <= back)
-    return visible if ahead is None else visible & (gap >= -ahead)
+    if ahead is None:
+        return visible
+    return visible & (gap >= -ahead)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Band(Atom):
         return within_bounds(i - j, self.back, self.ahead, self.step)
 
     def alive(self, j: Tensor, now: Tensor) -> Tensor:
-        return torch.ones_like(j + now, dtype=torch.bool) if self.back is None else j >= now - self.back
+        if self.back is None:
+            return torch.ones_like(j + now, dtype=torch.bool)
+        return j >= now - self.back
 
     def both(self, other: Band) -> Band:
         """Intersect two bands."""

@@ -24,6 +24,11 @@ NO_CONDITION = Condition()
 FULL_MASK = 1 << 22  # mask elements that are made together to find full tiles
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return how many pieces of a size hold a count: the quotient, rounded up."""
+    return -(-count // size)
+
+
 @dataclass(eq=False)
 class Layout:
     """Tokens arranged in blocks: `index` (blocks, size) into the sequence, -1 for an empty slot; None: in order."""
@@ -159,7 +164,9 @@ class TilePart:
     @property
     def band(self) -> Band | None:
         """Return the band that is the whole part, if it is one."""
-        return self.driver if isinstance(self.driver, Band) and self.condition == Condition((self.driver,)) else None
+        if isinstance(self.driver, Band) and self.condition == Condition((self.driver,)):
+            return self.driver
+        return None
 
     @cached_property
     def relative(self) -> bool:
@@ -180,7 +187,9 @@ class TilePart:
     def batches(self, limit: int, device: torch.device) -> Iterable[TileBatch]:
         """Return the tiles in batches of about `limit` score elements, at least one tile each."""
         made = self.lists.get((limit, device))
-        return self._batches(limit, device) if made is None else made
+        if made is None:
+            return self._batches(limit, device)
+        return made
 
     def _batches(self, limit: int, device: torch.device) -> Iterator[TileBatch]:
         made, count = [], 0
@@ -260,7 +269,9 @@ class TilePart:
         i = i[rows][:, :, None]
         j = torch.where(cols[:, :, None] >= 0, j[cols.clamp_min(0)], -1).flatten(1)[:, None]
         real = (j >= 0) & (i >= 0)
-        return real if self.condition == NO_CONDITION else real & self.condition.mask(i.clamp_min(0), j.clamp_min(0))
+        if self.condition == NO_CONDITION:
+            return real
+        return real & self.condition.mask(i.clamp_min(0), j.clamp_min(0))
 
     @cached_property
     @outlives_tracing
@@ -277,7 +288,8 @@ class TilePart:
                 cols.append(theirs[there])
                 full.append(every[there])
         none = torch.zeros(0, dtype=torch.long)
-        row, col = torch.cat([none, *rows]), torch.cat([none, *cols])
+        row = torch.cat([none, *rows])
+        col = torch.cat([none, *cols])
         order = (row * self.keys.blocks + col).argsort()
         counts = torch.bincount(row, minlength=self.queries.blocks)
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
@@ -286,7 +298,9 @@ class TilePart:
 
 def _mask_bias_or_bool(mask: Tensor) -> Tensor:
     """Return what makes scores MASKED_SCORE outside the mask: numbers to add (faster), or where to write it (smaller)."""
-    return torch.where(mask, 0.0, MASKED_SCORE) if mask.numel() <= FLOAT_MASK else ~mask
+    if mask.numel() <= FLOAT_MASK:
+        return torch.where(mask, 0.0, MASKED_SCORE)
+    return ~mask
 
 
 def _partial(mask: Tensor, size: int) -> list[tuple[int, int]]:

@@ -44,8 +44,10 @@ class TorchDelta:
         x, y = _solved(k, v, split_chunks(call.beta, k.shape[3]), level)
         before, after = _delta_states(k, x, y, level, call.state)
         inside = chunk_scores(q, k, level)
-        q = q if level is None else q * level.exp().unsqueeze(4)
-        out = q.flatten(3, 4) @ before + inside @ (x - y @ before)
+        if level is not None:
+            q = q * level.exp().unsqueeze(4)
+        earlier = q.flatten(3, 4) @ before
+        out = earlier + inside @ (x - y @ before)
         return join_chunks(out, n, k.shape[3]), after
 
     def write(self, call: DeltaCall) -> Tensor:
@@ -59,15 +61,21 @@ class TorchDelta:
 def _one_token(call: DeltaCall) -> Tensor:
     """The state after one token, by the rule itself."""
     state = call.state if call.log_decay is None else call.log_decay.exp() * call.state
-    return state + call.k.mT @ (call.beta * (call.v - call.k @ state))
+    difference = call.v - call.k @ state
+    return state + call.k.mT @ (call.beta * difference)
 
 
 def _solved(k: Tensor, v: Tensor, beta: Tensor, level: Tensor | None) -> tuple[Tensor, Tensor]:
     """X (b g c p e) and Y (b g c p f) of every chunk."""
-    triangle = (beta * chunk_scores(k.unsqueeze(4), k, level)).tril(-1)
+    triangle = chunk_scores(k.unsqueeze(4), k, level)
+    triangle = (beta * triangle).tril(-1)
     eye = torch.eye(k.shape[3], dtype=k.dtype, device=k.device)
-    solve = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False, unitriangular=True) * beta.mT
-    return solve @ v, solve @ (k if level is None else k * level.exp())
+    solve = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=False, unitriangular=True)
+    solve = solve * beta.mT
+    x = solve @ v
+    if level is not None:
+        k = k * level.exp()
+    return x, solve @ k
 
 
 def _delta_states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +83,10 @@ def _delta_states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tens
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     if level is not None:
         last = level[:, :, :, -1:]
-        eye, k = last.exp() * eye, k * (last - level).exp()
-    turns, new = eye - k.mT @ y, k.mT @ x
+        eye = last.exp() * eye
+        k = k * (last - level).exp()
+    turns = eye - k.mT @ y
+    new = k.mT @ x
     if torch.compiler.is_compiling():
         return _states_of_any(turns, new, s)
     states = _turned(turns, new, s)
@@ -86,7 +96,8 @@ def _delta_states(k: Tensor, x: Tensor, y: Tensor, level: Tensor | None, s: Tens
 def _turned(turns: Tensor, new: Tensor, s: Tensor) -> list[Tensor]:
     """The states (b*g f e) before the first chunk and after each."""
     states = [s.flatten(0, 1)]
-    for turn, add in zip(*(x.flatten(0, 1).unbind(1) for x in (turns, new)), strict=True):
+    each = [x.flatten(0, 1).unbind(1) for x in (turns, new)]
+    for turn, add in zip(*each, strict=True):
         states.append(torch.baddbmm(add, turn, states[-1]))
     return states
 
@@ -96,5 +107,6 @@ def _states_of_any(turns: Tensor, new: Tensor, s: Tensor) -> tuple[Tensor, Tenso
     count, most = turns.shape[2], budget(turns.device).compiled_chunks
     while count >= most:
         most *= 2
-    states = torch.stack(_turned(pad_tokens(turns, most), pad_tokens(new, most), s), 1).unflatten(0, s.shape[:2])
+    every = _turned(pad_tokens(turns, most), pad_tokens(new, most), s)
+    states = torch.stack(every, 1).unflatten(0, s.shape[:2])
     return states[:, :, :count], states[:, :, count : count + 1].squeeze(2)  # an index would make a graph for each count

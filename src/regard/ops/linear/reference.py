@@ -24,11 +24,13 @@ class ReferenceLinear:
         for i in range(call.k.shape[2]):
             q, k, v = queries[:, :, :, i], call.k[:, :, i], call.v[:, :, i]
             keep = _keep(call.log_decay, i)
-            state = state if keep is None else keep.unsqueeze(-1) * state
+            if keep is not None:
+                state = keep.unsqueeze(-1) * state
             state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
             outs.append((q @ state).flatten(1, 2))
             if norm_state is not None:
-                norm_state = norm_state if keep is None else keep * norm_state
+                if keep is not None:
+                    norm_state = keep * norm_state
                 norm_state = norm_state + k
                 norms.append((q @ norm_state.unsqueeze(-1)).flatten(1, 2))
         norm = torch.stack(norms, 2) if norms else None
@@ -38,7 +40,8 @@ class ReferenceLinear:
         state = call.state
         for i in range(call.k.shape[2]):
             keep = _keep(call.log_decay, i)
-            state = state if keep is None else keep.unsqueeze(-1) * state
+            if keep is not None:
+                state = keep.unsqueeze(-1) * state
             state = state + call.k[:, :, i].unsqueeze(-1) * call.v[:, :, i].unsqueeze(-2)
         return state
 
@@ -46,7 +49,8 @@ class ReferenceLinear:
         total, sums = call.first, []
         for i in range(call.x.shape[2]):
             keep = _keep(call.log_decay, i)
-            total = total if keep is None else keep * total
+            if keep is not None:
+                total = keep * total
             total = total + call.x[:, :, i]
             sums.append(total)
         return torch.stack(sums, 2)
@@ -54,4 +58,6 @@ class ReferenceLinear:
 
 def _keep(log_decay: Tensor | None, i: int) -> Tensor | None:
     """The share of the state that token i keeps, (b g 1) or (b g f)."""
-    return None if log_decay is None else log_decay[:, :, i].exp()
+    if log_decay is None:
+        return None
+    return log_decay[:, :, i].exp()

@@ -36,14 +36,18 @@ class TorchLinear:
         out = join_chunks(out, n, k.shape[3])
         if call.norm_state is None:
             return LinearResult(out, state)
-        norm, sums = _chunk_outputs(inside, q, k, torch.ones_like(v[..., :1]), level, call.norm_state.unsqueeze(-1))
-        return LinearResult(out, state, join_chunks(norm, n, k.shape[3]), sums.squeeze(-1))
+        ones = torch.ones_like(v[..., :1])
+        norm, sums = _chunk_outputs(inside, q, k, ones, level, call.norm_state.unsqueeze(-1))
+        norm = join_chunks(norm, n, k.shape[3])
+        return LinearResult(out, state, norm, sums.squeeze(-1))
 
     def write(self, call: LinearCall) -> Tensor:
         if call.log_decay is None:
             return call.state + call.k.mT @ call.v
         kept = call.log_decay.sum(2).exp().unsqueeze(-1)
-        return kept * call.state + (call.k * decay_to_end(call.log_decay)).mT @ call.v
+        old = kept * call.state
+        keys = call.k * decay_to_end(call.log_decay)
+        return old + keys.mT @ call.v
 
     def prefix_sum(self, call: PrefixCall) -> Tensor:
         x, first, log_decay = call
@@ -51,7 +55,8 @@ class TorchLinear:
             return x.cumsum(2) + first.unsqueeze(2)
         if torch.compiler.is_compiling() and log_decay.shape[-1] == 1:  # chunks of ones have far fewer steps to trace
             one = torch.ones_like(log_decay)
-            return self.forward(LinearCall(one, one, x, first.unsqueeze(2), log_decay)).out
+            sums = LinearCall(one, one, x, first.unsqueeze(2), log_decay)
+            return self.forward(sums).out
         return prefix_sum(x, first, log_decay.exp())
 
 
@@ -59,24 +64,28 @@ def chunk_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> t
     """Cut into chunks: q (b g c p r f), the r queries of a token side by side; k, v (b g c p ...); decay summed in its chunk."""
     size = _chunk_size(k)
     q = q.unflatten(1, (k.shape[1], -1)).transpose(2, 3)
-    return (
-        split_chunks(q, size),
-        split_chunks(k, size),
-        split_chunks(v, size),
-        None if log_decay is None else split_chunks(log_decay, size).cumsum(3),
-    )
+    q = split_chunks(q, size)
+    k = split_chunks(k, size)
+    v = split_chunks(v, size)
+    if log_decay is None:
+        return q, k, v, None
+    level = split_chunks(log_decay, size).cumsum(3)
+    return q, k, v, level
 
 
 def _chunk_size(k: Tensor) -> int:
     """Tokens in a chunk: a power of two, and not much longer than the sequence; one size for all in a graph for any length."""
     most = budget(k.device).chunk
-    return most if torch.compiler.is_compiling() else min(most, 1 << max(k.shape[2] - 1, 0).bit_length())
+    if torch.compiler.is_compiling():
+        return most
+    bits = max(k.shape[2] - 1, 0).bit_length()
+    return min(most, 1 << bits)
 
 
 def join_chunks(x: Tensor, n: int, size: int) -> Tensor:
     """Return the outputs (b h n e) of queries in chunks (b g c size*r e)."""
-    x = x.unflatten(3, (size, -1)).flatten(2, 3)[:, :, :n]
-    return x.transpose(2, 3).flatten(1, 2)
+    x = x.unflatten(3, (size, -1)).flatten(2, 3)
+    return x[:, :, :n].transpose(2, 3).flatten(1, 2)
 
 
 def _chunk_outputs(inside: Tensor, q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,13 +101,18 @@ def _between(q: Tensor, k: Tensor, v: Tensor, level: Tensor | None, first: Tenso
         before, after = _chunk_states(k.mT @ v, first)
         return q.flatten(3, 4) @ before, after
     last = level[:, :, :, -1:]
-    late, whole = (last - level).exp(), last.mT.exp()
+    late = (last - level).exp()
+    whole = last.mT.exp()
     if level.shape[-1] > 1:
-        before, after = _chunk_states((k * late).mT @ v, first, whole)
-        return (q * level.exp().unsqueeze(4)).flatten(3, 4) @ before, after
-    before, after = _chunk_states(k.mT @ (v * late), first, whole)  # one number a token is cheaper on v and on the output
-    out = (q.flatten(3, 4) @ before).unflatten(3, q.shape[3:5])
-    return (out * level.exp().unsqueeze(4)).flatten(3, 4), after
+        new = (k * late).mT @ v
+        before, after = _chunk_states(new, first, whole)
+        decayed = q * level.exp().unsqueeze(4)
+        return decayed.flatten(3, 4) @ before, after
+    new = k.mT @ (v * late)  # one number a token is cheaper on v and on the output
+    before, after = _chunk_states(new, first, whole)
+    out = q.flatten(3, 4) @ before
+    out = out.unflatten(3, q.shape[3:5]) * level.exp().unsqueeze(4)
+    return out.flatten(3, 4), after
 
 
 def _chunk_states(new: Tensor, first: Tensor, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -110,14 +124,18 @@ def _chunk_states(new: Tensor, first: Tensor, whole: Tensor | None = None) -> tu
 def chunk_scores(q: Tensor, k: Tensor, level: Tensor | None) -> Tensor:
     """Return q_i exp(L_i - L_j) . k_j for j <= i of one chunk, else 0: (... p r f), (... p f) -> (... p*r p)."""
     if level is not None and level.shape[-1] > 1:
-        return _halved(q.flatten(0, 2), k.flatten(0, 2), level.flatten(0, 2)).unflatten(0, k.shape[:3])
+        scores = _halved(q.flatten(0, 2), k.flatten(0, 2), level.flatten(0, 2))
+        return scores.unflatten(0, k.shape[:3])
     size = k.shape[3]
     future = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
     products = q.flatten(3, 4) @ k.mT
     if level is None:
-        return products.masked_fill_(future.repeat_interleave(q.shape[4], 0), 0)
-    weight = (level - level.mT).masked_fill(future, -torch.inf).exp()
-    return (products.unflatten(3, (size, -1)) * weight.unsqueeze(4)).flatten(3, 4)
+        hidden = future.repeat_interleave(q.shape[4], 0)
+        return products.masked_fill_(hidden, 0)
+    weight = (level - level.mT).masked_fill(future, -torch.inf)
+    weight = weight.exp()
+    scores = products.unflatten(3, (size, -1)) * weight.unsqueeze(4)
+    return scores.flatten(3, 4)
 
 
 def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
@@ -129,9 +147,14 @@ def _halved(q: Tensor, k: Tensor, level: Tensor) -> Tensor:
     b, size = q.shape[:2]
     if size == 1:
         return q.squeeze(1) @ k.mT
-    near = _halved(*(x.unflatten(1, (2, -1)).flatten(0, 1) for x in (q, k, level)))
+    halves = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in (q, k, level)]
+    near = _halved(*halves)
     first, second = near.unflatten(0, (b, 2)).unbind(1)
     (_, q2), (k1, _), (level1, level2) = (x.chunk(2, 1) for x in (q, k, level))
     turn = level1[:, -1:]
-    far = (q2 * (level2 - turn).exp().unsqueeze(2)).flatten(1, 2) @ (k1 * (turn - level1).exp()).mT
-    return torch.cat([torch.cat([first, torch.zeros_like(first)], 2), torch.cat([far, second], 2)], 1)
+    late = q2 * (level2 - turn).exp().unsqueeze(2)
+    early = k1 * (turn - level1).exp()
+    far = late.flatten(1, 2) @ early.mT
+    upper = torch.cat([first, torch.zeros_like(first)], 2)
+    lower = torch.cat([far, second], 2)
+    return torch.cat([upper, lower], 1)

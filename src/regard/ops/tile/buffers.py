@@ -83,7 +83,9 @@ _thread_buffers = _ThreadBuffers()
 
 def scratch_buffers(device: torch.device) -> Scratch:
     """Return the buffers of this thread on a CPU, new ones on other devices, whose allocator keeps memory itself."""
-    return _thread_buffers.kept if device.type == "cpu" else Scratch(device)
+    if device.type == "cpu":
+        return _thread_buffers.kept
+    return Scratch(device)
 
 
 def clear_scratch() -> None:

@@ -20,9 +20,12 @@ class ReferenceTiles:
         return None
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
-        acc, share = accumulator(call.q.dtype), call.q.shape[1] // call.k.shape[1]
+        acc = accumulator(call.q.dtype)
+        share = call.q.shape[1] // call.k.shape[1]
         i, j = positions_of_pairs(plans[0].plan, call.q.device)
-        q, k, v = call.q.to(acc), call.k.to(acc).repeat_interleave(share, 1), call.v.to(acc).repeat_interleave(share, 1)
+        q = call.q.to(acc)
+        k = call.k.to(acc).repeat_interleave(share, 1)
+        v = call.v.to(acc).repeat_interleave(share, 1)
         scores = call.scale * q @ k.mT
         if call.bias is not None:
             scores = call.bias.add(scores, (i - j)[None, None])
@@ -70,14 +73,17 @@ def seen_pairs(call: TileCall, plans: HeadPlans) -> Tensor:
     for plan, heads in plans:
         seen[list(heads)] = pairs_of_plan(plan)
     seen = seen[None].to(call.q.device)
-    return seen if call.valid is None else seen & call.valid[:, None, None]
+    if call.valid is None:
+        return seen
+    return seen & call.valid[:, None, None]
 
 
 def pairs_of_plan(plan: Plan) -> Tensor:
     """Return which pairs the tiles of a plan hold, (n m)."""
     seen = torch.zeros(plan.span.n, plan.span.m, dtype=torch.bool)
     for part in plan.parts:
-        i, j = part.queries.positions(0, plan.span.n), part.keys.positions(0, plan.span.m)
+        i = part.queries.positions(0, plan.span.n)
+        j = part.keys.positions(0, plan.span.m)
         for rows, cols in part.groups:
             mask = part.mask(rows, cols)  # (T, r, p * c)
             query = i[rows][:, :, None].expand(mask.shape)

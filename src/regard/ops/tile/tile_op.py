@@ -74,16 +74,19 @@ def tile_attention(
     columns behind those of out. Dropout depends on a seed, the head and the two positions: see `regard.ops.dropout_hash`.
     """
     if q.numel() == 0:
-        width = v.shape[-1] + (0 if bias is None else bias.more)
-        return q.new_zeros(*q.shape[:3], width), q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
-    call = TileCall(q, k, v, valid, bias, draw_seed(q.device) if dropout else None, scale, dropout)
+        more = 0 if bias is None else bias.more
+        out = q.new_zeros(*q.shape[:3], v.shape[-1] + more)
+        return out, q.new_zeros(q.shape[:3], dtype=accumulator(q.dtype))
+    seed = draw_seed(q.device) if dropout else None
+    call = TileCall(q, k, v, valid, bias, seed, scale, dropout)
     if needs_plain_ops():
         return _tile_composite(call, patterns, span, causal)
     if torch.compiler.is_compiling():  # one opaque operator: a plan depends on the length, which a tracer does not have
         return _operator(*call.flat(), patterns.text, list(span), causal, backend)
     plans = heads_by_plan(patterns.each, span, causal)
+    by_query = None if bias is None else bias.by_query
     chosen = choose_backend("tile", backend, call, plans)
-    return _TileFunction.apply(q, k, v, None if bias is None else bias.by_query, call, plans, chosen)
+    return _TileFunction.apply(q, k, v, by_query, call, plans, chosen)
 
 
 def _tile_composite(call: TileCall, patterns: HeadPatterns, span: Span, causal: bool) -> tuple[Tensor, Tensor]:
@@ -97,14 +100,17 @@ def _tile_composite(call: TileCall, patterns: HeadPatterns, span: Span, causal: 
 
 def _any_length(call: TileCall, patterns: HeadPatterns, span: Span, causal: bool) -> tuple[Tensor, Tensor]:
     """Compute the same in an exported program of any length, which no plan can be made for: all pairs, and a mask."""
-    if any(isinstance(atom, Random) for p in patterns.each for atoms in p.alternatives() for atom in atoms):
+    atoms = (atom for p in patterns.each for alternative in p.alternatives() for atom in alternative)
+    if any(isinstance(atom, Random) for atom in atoms):
         raise NotImplementedError(f"{patterns.text} is drawn for one length: export it with a fixed one, without a Dim for it")
     device, each = call.q.device, patterns.each
     i = torch.arange(span.n, device=device)[:, None] + span.t
     j = torch.arange(span.m, device=device) + span.u
     seen = torch.stack([p(0, i, j) for p in each]) if len(set(each)) > 1 else each[0](0, i, j)
-    seen = seen & (i >= j) if causal else seen
-    seen = seen if call.valid is None else seen & call.valid[:, None, None]
+    if causal:
+        seen = seen & (i >= j)
+    if call.valid is not None:
+        seen = seen & call.valid[:, None, None]
     return few_queries_attention(
         call.q, call.k, call.v, seen, scale=call.scale, dropout=call.dropout, term=call.bias, apart=i - j
     )
@@ -116,12 +122,17 @@ def heads_by_plan(each: tuple[Pattern, ...], span: Span, causal: bool) -> HeadPl
     heads: dict[Pattern, list[int]] = {}
     for h, pattern in enumerate(each):
         heads.setdefault(pattern.bound(span.n, span.m), []).append(h)
-    return tuple(PlanHeads(plan(p & Causal() if causal else p, span), tuple(own)) for p, own in heads.items())
+    found = []
+    for p, own in heads.items():
+        seen = p & Causal() if causal else p
+        found.append(PlanHeads(plan(seen, span), tuple(own)))
+    return tuple(found)
 
 
 @bounded_cache(lambda made: sum(own.plan.size for own in made))
 def heads_by_plan_of_text(text: str, heads: int, span: Span, causal: bool) -> HeadPlans:
-    return heads_by_plan(HeadPatterns.of(Pattern.parse(text), heads).each, span, causal)
+    patterns = HeadPatterns.of(Pattern.parse(text), heads)
+    return heads_by_plan(patterns.each, span, causal)
 
 
 def _differentiable_backward(call: TileCall, plans: HeadPlans, grads: tuple[Tensor, Tensor]) -> list[Tensor | None]:
@@ -129,7 +140,8 @@ def _differentiable_backward(call: TileCall, plans: HeadPlans, grads: tuple[Tens
     flat = call.flat()
 
     def f(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        return tile_attention_composite(plans, unflatten_call(*inputs, *flat[DIFFERENTIABLE:]))  # type: ignore[arg-type]
+        call = unflatten_call(*inputs, *flat[DIFFERENTIABLE:])  # type: ignore[arg-type]
+        return tile_attention_composite(plans, call)
 
     return differentiable_grads(f, flat[:DIFFERENTIABLE], grads)
 
@@ -153,7 +165,8 @@ class _TileFunction(torch.autograd.Function):
         call = unflatten_call(*tensors, *rest)
         none = [None] * 3
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return *_differentiable_backward(call, plans, (d_out, d_lse)), *none
+            grads = _differentiable_backward(call, plans, (d_out, d_lse))
+            return *grads, *none
         return *backend.backward(call, plans, out, lse, d_out, d_lse), *none
 
 
@@ -188,7 +201,8 @@ def _operator(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
-    out, lse = forward_by_name(call, heads_by_plan_of_text(pattern, q.shape[1], Span(*span), causal), backend)
+    plans = heads_by_plan_of_text(pattern, q.shape[1], Span(*span), causal)
+    out, lse = forward_by_name(call, plans, backend)
     return out.to(v.dtype, copy=True), lse.clone()
 
 
@@ -222,8 +236,10 @@ def _operator_backward(
 
 @_operator.register_fake
 def fake_tile_attention(q, k, v, by_query, slopes, valid, seed, clip, mass, *rest):  # noqa: ARG001
-    width = v.shape[-1] + (2 * clip + 1 if mass else 0)
-    return q.new_empty(*q.shape[:3], width, dtype=v.dtype), q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    classes = 2 * clip + 1 if mass else 0
+    out = q.new_empty(*q.shape[:3], v.shape[-1] + classes, dtype=v.dtype)
+    lse = q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+    return out, lse
 
 
 @_operator_backward.register_fake

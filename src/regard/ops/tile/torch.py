@@ -84,7 +84,11 @@ class TilePass:
         self.gap = None
         if call.valid is not None:
             self.gap = torch.where(call.valid, 0.0, MASKED_SCORE).to(self.acc)[..., None]  # (b m 1)
-        self.bias = None if call.bias is None else TileBias(call.bias.heads(piece.heads), self.b, piece.share, self.acc)
+        self.bias = None
+        self.width = self.v.shape[-1]  # of the outputs
+        if call.bias is not None:
+            self.bias = TileBias(call.bias.heads(piece.heads), self.b, piece.share, self.acc)
+            self.width += call.bias.more
         self.scratch = scratch_buffers(q.device)
         self.limit = max(1, room.tile_scores // len(self.q))
 
@@ -97,7 +101,7 @@ class TilePass:
             found = part.queries.join(out, n), part.queries.join(lse, n)
             total = found if total is None and part.queries.complete else self._merge(total, part.queries, *found)
         if total is None:
-            out = torch.zeros(*self.q.shape[:2], self.call.width, dtype=self.acc, device=self.device)
+            out = torch.zeros(*self.q.shape[:2], self.width, dtype=self.acc, device=self.device)
             total = out, torch.full(out.shape[:2], MASKED_SCORE, dtype=self.acc, device=self.device)
         out, lse = total
         if self.call.dropout:
@@ -112,10 +116,11 @@ class TilePass:
         """Return out (B blocks r width) and log-sum-exp (B blocks r) of one part, in its own layout."""
         x = self._operands(part)
         shape = x.queries.shape[:4]
-        out = torch.empty(*shape, self.call.width, dtype=self.acc, device=self.device)
+        out = torch.empty(*shape, self.width, dtype=self.acc, device=self.device)
         lse = torch.empty(shape, dtype=self.acc, device=self.device)
         if not part.whole:
-            out, lse = out.zero_(), lse.fill_(MASKED_SCORE)
+            out = out.zero_()
+            lse = lse.fill_(MASKED_SCORE)
         for batch in part.batches(self.limit, self.device):
             s, _, v, _ = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(s, part, batch, x.by_query)
@@ -133,11 +138,14 @@ class TilePass:
     def _operands(self, part: TilePart) -> _Operands:
         split = part.queries.split
         queries = split(self.q).unflatten(0, (-1, self.s))
-        keys, values = part.keys.split(self.k), part.keys.split(self.v)
+        keys = part.keys.split(self.k)
+        values = part.keys.split(self.v)
         gaps = None if self.gap is None else part.keys.split(self.gap)[..., 0]
-        by_query = None if self.bias is None or self.bias.by_query is None else self.bias.by_query
-        by_query = None if by_query is None else split(by_query).unflatten(0, (-1, self.s))
-        return _Operands(queries, keys, values, gaps, by_query, self._dropout_keys(part) if self.call.dropout else None)
+        by_query = None if self.bias is None else self.bias.by_query
+        if by_query is not None:
+            by_query = split(by_query).unflatten(0, (-1, self.s))
+        dropout_keys = self._dropout_keys(part) if self.call.dropout else None
+        return _Operands(queries, keys, values, gaps, by_query, dropout_keys)
 
     def _dropout_keys(self, part: TilePart) -> tuple[Tensor, Tensor]:
         seed, (i, j) = self.call.seed, part.positions(self.device)
@@ -150,7 +158,8 @@ class TilePass:
         (G, S, _, r, d), tiles = x.queries.shape, len(batch.rows)
         k, v = self.scratch.gather(x.keys, x.values, batch.cols)
         q = self.scratch("q", self.type, G, tiles, S, r, d)
-        q = torch.mul(x.queries[:, :, batch.at].transpose(1, 2), self.call.scale, out=q).view(G * tiles, S * r, d)
+        torch.mul(x.queries[:, :, batch.at].transpose(1, 2), self.call.scale, out=q)
+        q = q.view(G * tiles, S * r, d)
         s = self.scratch.bmm("s", q, k.mT, self.acc)
         by_tile = s.view(G, tiles, S, r, -1)
         for low, high, mask in batch.hidden:
@@ -159,8 +168,9 @@ class TilePass:
             else:
                 by_tile[..., low:high].add_(mask)
         if x.gaps is not None:
-            gap = x.gaps.index_select(1, batch.cols.flatten()).view(self.b, 1, tiles, 1, -1)
-            s.view(self.b, self.g, tiles, S * r, -1).add_(gap)
+            gap = x.gaps.index_select(1, batch.cols.flatten())
+            by_row = s.view(self.b, self.g, tiles, S * r, -1)
+            by_row.add_(gap.view(self.b, 1, tiles, 1, -1))
         return s, k, v, q
 
     def _add_bias(self, s: Tensor, part: TilePart, batch: TileBatch, by_query: Tensor | None) -> Tensor:
@@ -182,7 +192,8 @@ class TilePass:
         key = keys[1][batch.cols].flatten(1)[:, None, None]  # (T 1 1 x)
         shape = self._by_tile(s).shape
         work = self.scratch("hash", torch.int32, *shape), self.scratch("shift", torch.int32, *shape)
-        return kept_pairs(query, key, self.call.dropout, self.scratch("kept", self.acc, *shape), work).view_as(s)
+        kept = self.scratch("kept", self.acc, *shape)
+        return kept_pairs(query, key, self.call.dropout, kept, work).view_as(s)
 
     def _merge(self, total: tuple[Tensor, Tensor] | None, layout: Layout, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge the attention over the parts so far, (B n width) and (B n), with that over one more part, of some tokens."""
@@ -200,7 +211,9 @@ class TilePass:
 
     def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
         """Return the gradients of q, k, v and of what the bias adds by query."""
-        d_out, out, lse = d_out.flatten(0, 1).to(self.acc), out.flatten(0, 1), lse.flatten(0, 1)
+        d_out = d_out.flatten(0, 1).to(self.acc)
+        out = out.flatten(0, 1)
+        lse = lse.flatten(0, 1)
         pull = (d_out * out).sum(-1) - d_lse.flatten(0, 1)  # what every score of a row loses
         lse = torch.where(lse < MASKED_SCORE / 2, -MASKED_SCORE, lse)  # a row without pairs: all its weights come out 0
         if self.call.dropout:
@@ -212,7 +225,8 @@ class TilePass:
             layouts = (part.queries, part.keys, part.keys, part.queries)
             for number, (layout, grad) in enumerate(zip(layouts, found, strict=True)):
                 if grad is not None:
-                    grads[number] = _accumulate(grads[number], layout, grad, (self.k if layout is part.keys else self.q).shape[1])
+                    whole = self.k if layout is part.keys else self.q
+                    grads[number] = _accumulate(grads[number], layout, grad, whole.shape[1])
         return self._finished(grads)
 
     def _finished(self, grads: list[Tensor | None]) -> Gradients:
@@ -227,13 +241,15 @@ class TilePass:
 
     def _part_backward(self, part: TilePart, by_row: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of one part in its layouts; by_row (G S blocks r 2): pull and log-sum-exp, up: those of out."""
-        x, e = self._operands(part), self.v.shape[-1]
+        x = self._operands(part)
+        e = self.v.shape[-1]
         dq, dk, dv = (torch.zeros(y.shape, dtype=self.acc, device=self.device) for y in x[:3])
         d_bias = None if x.by_query is None else torch.zeros_like(x.by_query)
         for batch in part.batches(self.limit // 2, self.device):
             weights, k, v, q = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(weights, part, batch, x.by_query)
-            here, own = softmax_in_place(weights), _rows_of_tiles(by_row, batch)
+            here = softmax_in_place(weights)
+            own = _rows_of_tiles(by_row, batch)
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
             u = (_rows_of_tiles(up, batch) * share).to(self.type)
@@ -242,9 +258,11 @@ class TilePass:
                 by_tile = self._by_tile(d)
                 by_tile += self._by_tile(u)[..., e:].gather(-1, self.bias.index(distance, by_tile))
             kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)
-            d = d if kept is None else d.mul_(kept)
+            if kept is not None:
+                d = d.mul_(kept)
             d.sub_(own[..., :1] * share).mul_(weights)
-            weights = weights if kept is None else weights.mul_(kept)
+            if kept is not None:
+                weights = weights.mul_(kept)
             self._add_by_key(dv, batch, self.scratch.bmm("dv", weights.to(self.type).mT, u[..., :e], self.acc))
             low = d.to(self.type)
             self._add_by_key(dk, batch, self.scratch.bmm("dk", low.mT, q, self.acc))
@@ -272,9 +290,12 @@ def _rows_of_tiles(x: Tensor, batch: TileBatch) -> Tensor:
 
 def _accumulate(total: Tensor | None, layout: Layout, grad: Tensor, length: int) -> Tensor:
     """Add a gradient in the layout of a part, (B blocks size y), to that of the whole sequence, (B length y)."""
-    found, at = layout.join(grad, length), layout.tokens(grad.device)
+    found = layout.join(grad, length)
+    at = layout.tokens(grad.device)
     if at is None:
-        return found if total is None else total.add_(found)
+        if total is None:
+            return found
+        return total.add_(found)
     if total is None:
         total = found.new_zeros(found.shape[0], length, found.shape[2])
     return total.index_add_(1, at, found)
