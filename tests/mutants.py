@@ -70,13 +70,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "rows that are not there are selected": (R + "checks.py", "    if low < 0 or high >= batch:\n", "    if False:\n"),
     "queries of attend begin where the keys do": (
-        R + "mixers/attention.py",
+        R + "mixers/attend.py",
         "Places.of(q[:, 0], query_valid, start=first)",
         "Places.of(q[:, 0], query_valid)",
     ),
-    "an ambiguous attend guesses": (R + "mixers/attention.py", "(causal or core.positional):", "causal:"),
+    "an ambiguous attend guesses": (R + "mixers/attend.py", "(causal or core.positional):", "causal:"),
     "padded keys before the first query count": (
-        R + "mixers/attention.py",
+        R + "mixers/attend.py",
         "valid[:, :first].sum(1)",
         "first + 0 * valid[:, :first].sum(1)",
     ),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from conftest import DEVICE, close
 from regard.analysis.equivalents import ConvAttention, Offsets, conv_as_attention
 from regard.analysis.probe import attention_matrix
-from regard.mixers.attention import attend
+from regard.mixers.attend import attend
 from regard.mixers.base import Dims
 
 odd, size = st.sampled_from([1, 3, 5]), st.integers(1, 9)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import DEVICE
-from regard.mixers.attention import attend
+from regard.mixers.attend import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.feature_math import EluPlusOne

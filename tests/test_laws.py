@@ -13,7 +13,8 @@ from conftest import CASES, DEVICE, DOUBLES, HEADS, LAW_CASES, WIDTH, close, dat
 from regard import core as make_core
 from regard.analysis.probe import attention_matrix, has_weights
 from regard.blocks import Stack
-from regard.mixers.attention import Attention, attend
+from regard.mixers.attend import attend
+from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Places, pool_tokens, select
 
 LENGTHS = (4096, 16384)  # that the growth of cost is measured between: four times as long; half of both where cost is linear

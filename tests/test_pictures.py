@@ -10,7 +10,7 @@ import torch
 from regard.analysis.cost import cost
 from regard.analysis.probe import sampled
 from regard.catalogue import CATALOGUE
-from regard.mixers.attention import attend
+from regard.mixers.attend import attend
 from regard.mixers.base import Can, Dims
 from regard.patterns import Causal, Local
 from regard.plots.mechanism_plot import attention_matrix, draw, influence, view

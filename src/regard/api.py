@@ -3,7 +3,8 @@
 from regard.cache import clear_caches
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example
-from regard.mixers.attention import Attention, attend
+from regard.mixers.attend import attend
+from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
 from regard.mixers.feature_math import per_query_head
 from regard.mixers.graph_attention import disjoint, edge_weights, on_graph

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from regard.blocks.feedforward import ACTIVATIONS, FeedForward
-from regard.mixers.attention import attend
+from regard.mixers.attend import attend
 from regard.mixers.base import Dims
 from regard.mixers.softmax import _Strips
 from regard.ops.tile.tile_op import accumulator

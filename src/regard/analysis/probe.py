@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from regard.mixers.attention import Attention, attend
+from regard.mixers.attend import attend
+from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Places
 from regard.mixers.estimation import Estimator, relative_errors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from regard.checks import check_batch, check_same_batch, check_valid
+from regard.checks import check_batch, check_same_batch
 from regard.mixers.base import Core, Mixer, refer
 from regard.mixers.dims import Can, Dims, need_claims
 from regard.mixers.places import Places, mask_padding, pooled_valid
@@ -275,109 +275,3 @@ class Attention(Mixer):
         """Return outputs (b n w) of the heads (b h n e), in the type of x."""
         y = y.to(x.dtype).transpose(1, 2)
         return self.out(y.flatten(2))
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core: Core,
-    *,
-    causal: bool = False,
-    valid: Tensor | None = None,
-    query_valid: Tensor | None = None,
-    offset: int | None = None,
-) -> Tensor:
-    """Apply a core to q (b h n d), k (b g m d), v (b g m e), the shapes of SDPA; returns (b h n e).
-
-    `offset` is the index of the first query in the sequence of the keys: query i is token offset + i. A decoding step against a
-    KV cache is offset=m - n, two sequences that begin together are offset=0. It may be left out where n == m (then it is 0), and
-    in non-causal attention by a core that does not depend on positions. A causal query sees no key behind its own.
-    `valid` (b m) belongs to the keys, `query_valid` (b n) to the queries: give both in padded self-attention, where positions
-    count real tokens on both sides. In the causal form queries are tokens among the keys, and `valid` is enough.
-    The output is zero where a query is padding.
-    """
-    _check_heads(q, k, v, core.gates)
-    (b, _, m, _), n = k.shape, q.shape[2]
-    need_claims(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
-    check_valid(valid, b, m, "keys")
-    if valid is not None:
-        need_claims(core.name, core.can, Can.PADDING)
-    if causal and query_valid is not None:
-        raise ValueError("in causal attention queries and keys are the same tokens: give valid alone")
-    first = _checked_offset(offset, n, m, core, causal)
-    real = query_valid
-    if causal:
-        real = valid if valid is None or n == m else valid[:, first : first + n]
-    check_valid(real, b, n, "queries")
-    k = _unpadded(k, valid)
-    v = _unpadded(v, valid)
-    q = _unpadded(q, real)
-    places = Places.of(k[:, 0], valid)
-    with no_autocast(q):
-        core.watch(q, k, valid)
-        memory = core.empty(k, v)
-        if causal:
-            if first:
-                memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
-            if n != m:
-                k = k[:, :, first : first + n]
-                v = v[:, :, first : first + n]
-                places = places.part(first, first + n)
-            out = core.scan(memory, q, k, v, places)[0]
-        else:
-            out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
-    real = pooled_valid(real, core.rate)
-    if real is None:
-        return out
-    return out.masked_fill(~real[:, None, :, None], 0)
-
-
-def _unpadded(x: Tensor, valid: Tensor | None) -> Tensor:
-    """x (b h n d) with zeros at padding, whatever it holds."""
-    if valid is None:
-        return x
-    return x.masked_fill(~valid[:, None, :, None], 0)
-
-
-def _checked_offset(offset: int | None, n: int, m: int, core: Core, causal: bool) -> int:
-    """Return the index of the first of n queries among m keys; refuse what is ambiguous or cannot be computed."""
-    if offset is not None and (isinstance(offset, bool) or not isinstance(offset, int) or offset < 0):
-        raise ValueError(f"offset must be an integer from 0 on, the index of the first query among the keys, not {offset!r}")
-    first = offset or 0
-    inside = causal or Can.CROSS not in core.can
-    if inside and first + n > m:
-        raise ValueError(f"queries are tokens among the {m} keys here: offset {first} and {n} queries are more than that")
-    if offset is None and n != m and (causal or core.positional):
-        last = f"offset={m - n} if they are the last {n} tokens, " if n < m else ""
-        raise ValueError(f"{n} queries and {m} keys: give {last}offset=0 if both begin with the same token")
-    if causal and n != m:
-        need_claims(core.name, core.can, Can.STREAM, f"so give a query for each of the {m} keys")
-    if not causal and core.joint and (first or (inside and n != m)):
-        raise ValueError(f"{core.name} answers all queries together: give a query for each of the {m} keys, and no offset")
-    return first
-
-
-def _among_keys(q: Tensor, query_valid: Tensor | None, first: int, valid: Tensor | None) -> Places:
-    """Return the places of queries (b h n d) that begin at index `first` of the keys, counting real tokens only."""
-    if not first or valid is None:
-        return Places.of(q[:, 0], query_valid, start=first)
-    behind = max(first - valid.shape[1], 0)
-    before = valid[:, :first].sum(1) + behind
-    return Places.of(q[:, 0], query_valid, before, start=None)
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, gates: int) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, but (batch, heads, length, dim) is needed")
-        if x.device != q.device or x.dtype != q.dtype:
-            raise TypeError(f"q is {q.dtype} on {q.device} but {name} is {x.dtype} on {x.device}: they must agree")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
-        raise ValueError(f"q, k, v disagree in batch, heads or length: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    if gates and q.shape[3] + gates != k.shape[3]:
-        raise ValueError(
-            f"k has dim {k.shape[3]}, but q has {q.shape[3]} and {gates} gates stand behind each key: give it their sum"
-        )
-    if q.shape[3] != k.shape[3] - gates or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} need the same dim and heads that divide evenly")

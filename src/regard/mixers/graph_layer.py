@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from regard.mixers.attention import attend
+from regard.mixers.attend import attend
 from regard.mixers.base import Dims
 from regard.mixers.graph_attention import GAT
 from regard.patterns import Pattern
