@@ -8,7 +8,7 @@ from regard.checks import check_valid
 from regard.mixers.attention import no_autocast
 from regard.mixers.base import Core
 from regard.mixers.dims import Can, need_claims
-from regard.mixers.places import Places
+from regard.mixers.places import Places, pooled_valid
 
 
 def attend(
