@@ -3,7 +3,6 @@
 import os
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -37,16 +36,15 @@ def _same_seed():
     random.seed(0)
 
 
-def small_budget(monkeypatch, **changes):
-    """Change tuning constants of every device for one test: see `regard.ops.budget`."""
-    for kind in ("cpu", "cuda"):
-        monkeypatch.setitem(DEVICES, kind, replace(DEVICES.get(kind, DEFAULT), **changes))
-
-
 @pytest.fixture
 def set_limits(monkeypatch):
-    """Change tuning constants for one test: set_limits(strip=1 << 10)."""
-    return partial(small_budget, monkeypatch)
+    """Change tuning constants of every device for one test, see `regard.ops.budget`: set_limits(strip=1 << 10)."""
+
+    def change(**fields):
+        for kind in ("cpu", "cuda"):
+            monkeypatch.setitem(DEVICES, kind, replace(DEVICES.get(kind, DEFAULT), **fields))
+
+    return change
 
 
 class Case:

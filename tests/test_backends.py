@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import DEVICE, data, small_budget, some
+from conftest import DEVICE, data, some
 from regard import Dims, layer
 from regard.ops import edge
 from regard.ops.backend import _BACKENDS, backends, register_backend
@@ -93,10 +93,10 @@ def test_queries_and_keys_may_begin_anywhere(backend, text, span):
 
 
 @pytest.mark.parametrize("text", ["Local(40)", "Stride(3) | Local(9)", "PerHead([Local(6), Local(7), Local(6), Local(6)])"])
-def test_another_tiling_drops_the_same_weights(text, monkeypatch):
+def test_another_tiling_drops_the_same_weights(text, set_limits):
     inputs, span = operands(2), Span(0, N, 0, N)
     whole = results("torch", text, inputs, span, dropout=0.4)
-    small_budget(monkeypatch, tile_scores=1, tile_queries=1)
+    set_limits(tile_scores=1, tile_queries=1)
     agree(results("torch", text, inputs, span, dropout=0.4), whole)
 
 

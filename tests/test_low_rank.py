@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as exact
 
 import regard.mixers.low_rank as low_rank
-from conftest import DEVICE, close, data, small_budget, some
+from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.mixers.base import pool_tokens
 from regard.mixers.landmarks import newton_schulz
@@ -500,8 +500,8 @@ def largest(spec, n, causal):
         ("pooled_queries(rate=4)", False),
     ],
 )
-def test_nothing_quadratic_is_ever_held(spec, causal, monkeypatch):
-    small_budget(monkeypatch, tile_scores=1 << 16)
+def test_nothing_quadratic_is_ever_held(spec, causal, set_limits):
+    set_limits(tile_scores=1 << 16)
     n = 8192
     assert largest(spec, n, causal) <= 2.2 * largest(spec, n // 2, causal)
     assert largest(spec, n, causal) < n**2 / 8

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from conftest import small_budget
 from pattern_strategies import atoms, graphs, head_patterns, patterns
 from regard import Dims, attend, core, layer
 from regard.ops.tile import buffers
@@ -457,9 +456,9 @@ def test_gradients_by_finite_differences(text, dropout):
 
 
 @pytest.mark.parametrize("text", ["Local(40)", "Stride(3) | Local(9)", "Blocks(50) | Global(first=2)"])
-def test_dropout_throws_the_same_dice_backward(text, monkeypatch):
+def test_dropout_throws_the_same_dice_backward(text, set_limits):
     """With the dice fixed, out is linear in v, so <up, out> = <dv, v>, however the tiles are batched."""
-    small_budget(monkeypatch, tile_scores=1 << 14)
+    set_limits(tile_scores=1 << 14)
     q, k, v, up = (torch.randn(1, 2, 300, 4, dtype=torch.float64) for _ in range(4))
     v.requires_grad_()
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 300, 0, 300), scale=0.7, dropout=0.4)
@@ -484,8 +483,8 @@ def test_buffers_outlive_inference_mode_and_threads_have_their_own():
 
 
 @pytest.mark.parametrize("text", ["Local(40)", "PerHead([Local(40), Local(41)])"])
-def test_heads_do_not_drop_the_same_pairs(text, monkeypatch):
-    small_budget(monkeypatch, tile_queries=1)  # every head by itself
+def test_heads_do_not_drop_the_same_pairs(text, set_limits):
+    set_limits(tile_queries=1)  # every head by itself
     q, k, v = (torch.randn(1, 1, 40, 4).expand(1, 4, 40, 4) for _ in range(3))  # all heads alike, but for their dice
     out, _ = tiled(q, k, v, Pattern.parse(text), Span(0, 40, 0, 40), scale=0.7, dropout=0.4)
     assert all(not torch.allclose(out[:, a], out[:, b]) for a in range(4) for b in range(a))

@@ -72,11 +72,9 @@ class Sparse(CachedCore):
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
         return self.pattern.alive(j, t)
 
-    def look(self, causal: bool) -> PatternAttention:
-        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
-
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        return self.look(causal)(log, q, places)[0]
+        attention = PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
+        return attention(log, q, places)[0]
 
 
 class Sinks(Sparse):

@@ -14,21 +14,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 AUTO = "auto"
-
-
-class Backend(Protocol):
-    """What every backend of every operation has."""
-
-    name: str
-
-    def refuses(self, *call: Any) -> str | None:
-        """Return a sentence about what this backend cannot compute in a call, or None."""
-        ...
 
 
 _BACKENDS: dict[str, dict[str, Any]] = {}

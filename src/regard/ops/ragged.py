@@ -18,7 +18,7 @@ from regard.ops.dropout_hash import draw_seed, row_seed
 from regard.ops.fourier import fourier_mix_by_row
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile import tile_op
-from regard.ops.tile.call import DIFFERENTIABLE, HeadPlans, TileCall, accumulator, unflatten_call
+from regard.ops.tile.call import HeadPlans, TileCall, accumulator, unflatten_call
 from regard.patterns.edge_list import pairs_by_row
 from regard.patterns.tiles import MASKED_SCORE, Span
 
@@ -128,12 +128,7 @@ _ragged_tiles.register_fake(tile_op.fake_tile_attention)  # the same shapes and 
 _ragged_tiles_backward.register_fake(tile_op.fake_tile_attention_backward)
 
 
-def _ragged_tiles_grads(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
-    found = iter(_ragged_tiles_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
-    return *(None if x is None else next(found) for x in ctx.saved_tensors[:DIFFERENTIABLE]), *[None] * 10
-
-
-_ragged_tiles.register_autograd(_ragged_tiles_grads, setup_context=tile_op.keep_tensors)
+_ragged_tiles.register_autograd(tile_op.operator_grads(_ragged_tiles_backward), setup_context=tile_op.keep_tensors)
 
 
 def ragged_edge_attention(
@@ -149,12 +144,12 @@ def ragged_edge_attention(
     slope: float = 0.2,
     dropout: float = 0.0,
 ) -> Tensor:
-    """As `walked`, for the rows of a batch laid end to end: asking (b n) and there (b m) are the real queries and keys."""
+    """Compute `edge_attention` for the rows of a batch laid end to end; asking (b n) and there (b m): real queries and keys."""
     seed = draw_seed(q.device) if dropout else None
     return _ragged_edge(q, k, v, a, asking, there, seed, text, causal, slope, dropout)[0]
 
 
-@torch.library.custom_op("regard::walk_by_row", mutates_args=())
+@torch.library.custom_op("regard::ragged_edge_attention", mutates_args=())
 def _ragged_edge(
     q: Tensor,
     k: Tensor,
@@ -172,7 +167,7 @@ def _ragged_edge(
     return edge._edge_forward(q, k, v, a, pairs, seed, "", [], False, slope, dropout)
 
 
-@torch.library.custom_op("regard::walk_by_row_backward", mutates_args=())
+@torch.library.custom_op("regard::ragged_edge_attention_backward", mutates_args=())
 def _ragged_edge_grads(
     d_out: Tensor,
     q: Tensor,
@@ -197,14 +192,14 @@ _ragged_edge.register_fake(edge.fake_edge_forward)
 _ragged_edge_grads.register_fake(edge.fake_edge_grads)
 
 
-def _walk_go_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - the log-sum-exp is not given out
+def _ragged_edge_backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:  # noqa: ARG001 - the log-sum-exp is not given out
     return *_ragged_edge_grads(d_out, *ctx.saved_tensors, *ctx.rest), *[None] * 7
 
 
-_ragged_edge.register_autograd(_walk_go_back, setup_context=tile_op.keep_tensors)
+_ragged_edge.register_autograd(_ragged_edge_backward, setup_context=tile_op.keep_tensors)
 
 
-@torch.library.custom_op("regard::waves_by_row", mutates_args=())
+@torch.library.custom_op("regard::ragged_fourier", mutates_args=())
 def opaque_fourier(x: Tensor, count: Tensor, norm: str) -> Tensor:
     """As `fourier_mix_by_row`: the Fourier transform of the first count (b) tokens of x (b n w)."""
     return fourier_mix_by_row(x, count, norm)
@@ -215,13 +210,13 @@ def _(x, count, norm):  # noqa: ARG001
     return x.new_empty(x.shape)
 
 
-def _waves_keep(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG001 - torch names them
+def _save_fourier(ctx: Any, inputs: tuple, output: Tensor) -> None:  # noqa: ARG001 - torch names them
     ctx.save_for_backward(inputs[1])
     ctx.norm = inputs[2]
 
 
-def _waves_go_back(ctx: Any, grad: Tensor) -> tuple:
+def _fourier_backward(ctx: Any, grad: Tensor) -> tuple:
     return opaque_fourier(grad, *ctx.saved_tensors, ctx.norm), None, None  # the matrices of the transform are symmetric
 
 
-opaque_fourier.register_autograd(_waves_go_back, setup_context=_waves_keep)
+opaque_fourier.register_autograd(_fourier_backward, setup_context=_save_fourier)

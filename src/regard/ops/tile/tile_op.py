@@ -6,6 +6,7 @@ backend: see `TileBackend`. Function transforms, second derivatives and export u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -252,9 +253,19 @@ def keep_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.rest = inputs[FLAT_TENSORS:]
 
 
-def _tile_backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
-    found = iter(_operator_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
-    return *(None if x is None else next(found) for x in ctx.saved_tensors[:DIFFERENTIABLE]), *[None] * 11
+def operator_grads(backward: Callable[..., list[Tensor]]) -> Callable[..., tuple]:
+    """Return the gradients, for autograd, of an operator that takes `TileCall.flat` and more arguments.
+
+    `backward` is the operator that computes them: one for each differentiable tensor that is not None.
+    """
+
+    def grads(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple:
+        found = iter(backward(d_out, d_lse, *ctx.saved_tensors, *ctx.rest))
+        own = [None if x is None else next(found) for x in ctx.saved_tensors[:DIFFERENTIABLE]]
+        others = FLAT_TENSORS - DIFFERENTIABLE + len(ctx.rest)
+        return *own, *[None] * others
+
+    return grads
 
 
-_operator.register_autograd(_tile_backward, setup_context=keep_tensors)
+_operator.register_autograd(operator_grads(_operator_backward), setup_context=keep_tensors)
