@@ -474,11 +474,11 @@ def main() -> int:
         for number, job in enumerate(as_completed(jobs), 1):
             found[jobs[job]] = job.result()
             report(number, jobs[job], job.result(), len(chosen), start)
+            if not word:
+                keep(found, known, time.perf_counter() - start)
     survivors = sorted(name for name, test in found.items() if not test)
     lines = [f"{len(chosen) - len(survivors)} of {len(chosen)} caught", *(f"survived: {name}" for name in survivors)]
     sys.stdout.write("\n".join(lines) + "\n")
-    if not word:
-        keep(found, survivors, time.perf_counter() - start)
     return bool(survivors)
 
 
@@ -489,11 +489,12 @@ def report(number: int, name: str, test: str, total: int, start: float) -> None:
     sys.stdout.flush()
 
 
-def keep(found: dict[str, str], survivors: list[str], seconds: float) -> None:
-    """Write which test caught which mutant: the next run begins with it."""
+def keep(found: dict[str, str], known: dict[str, str], seconds: float) -> None:
+    """Write which test caught which mutant: the next run begins with it, also after a run that was stopped."""
+    survivors = sorted(name for name, test in found.items() if not test)
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     made = {"commit": head.stdout.strip(), "mutants": len(found), "survivors": survivors, "seconds": round(seconds)}
-    text = json.dumps({**made, "processes": os.cpu_count(), "caught_by": dict(sorted(found.items()))}, indent=1)
+    text = json.dumps({**made, "processes": os.cpu_count(), "caught_by": dict(sorted({**known, **found}.items()))}, indent=1)
     RESULT.with_suffix(".writing").write_text(text + "\n")
     RESULT.with_suffix(".writing").replace(RESULT)
 
