@@ -4,6 +4,9 @@ import os
 import random
 from dataclasses import replace
 
+if os.environ.get("REGARD_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run in its interpreter
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
