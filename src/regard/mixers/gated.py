@@ -16,9 +16,10 @@ from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, safe_ratio, where_valid
+from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, where_valid
 from regard.mixers.linear_attention import Kernel
 from regard.ops.delta.delta_op import delta_rule, delta_write
+from regard.ops.linear.feature_maps import safe_ratio
 from regard.ops.linear.linear_op import linear_attention, linear_write
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens

@@ -20,15 +20,14 @@ from regard.mixers.base import Can, Core, Dims, Places, needed_length
 from regard.mixers.estimation import Estimator
 from regard.mixers.feature_math import (
     concat_chunks,
-    elu_plus_one,
     empty_sums,
     log_gate,
     per_query_head,
     read_state,
-    safe_ratio,
     upcast,
     where_valid,
 )
+from regard.ops.linear.feature_maps import elu_plus_one, safe_ratio
 from regard.ops.linear.linear_op import decayed_prefix_sum, linear_write, normalized_linear_attention
 from regard.ops.linear.prefix import decay_to_end
 from regard.ops.strip import token_runs
