@@ -86,7 +86,7 @@ def _computed(call: LinearCall | ReadCall) -> Results:
 
 def _plain(*flat: Any) -> Results:
     """Compute the same in differentiable operations."""
-    q, k, v, state, _, norm_state, _, feature, scale, normalize = flat
+    q, k, _, state, _, norm_state, _, feature, scale, normalize = flat
     if k is None:
         out = PLAIN.read(ReadCall(q, state, norm_state, feature, scale, normalize))
         return out, None, state, norm_state
