@@ -32,15 +32,15 @@ class TritonLinear:
         tensors = [x for x in call if isinstance(x, Tensor) and x.dtype != torch.bool]
         if why := triton_cannot_run(*tensors):
             return why
-        largest = max(x.shape[-1] for x in tensors)
         if isinstance(call, PrefixCall):
             return None
+        largest = max(call.state.shape[-2:])
         if largest > LARGEST:
             return f"its kernels take up to {LARGEST} features and as many numbers in a value, not {largest}"
         return None
 
     def forward(self, call: LinearCall) -> LinearResult:
-        if needs_plain_ops():
+        if needs_plain_ops() or call.k.numel() == 0:
             return PLAIN.forward(call)
         out, norm, state, norm_state = _computed(call)
         assert out is not None
@@ -48,13 +48,13 @@ class TritonLinear:
         return LinearResult(out, state, norm, norm_state)
 
     def write(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
-        if needs_plain_ops() or call.k.shape[2] == 0:
+        if needs_plain_ops() or call.k.numel() == 0:
             return PLAIN.write(call)
         _, _, state, norm_state = _computed(call)
         return state, norm_state
 
     def read(self, call: ReadCall) -> Tensor:
-        if needs_plain_ops():
+        if needs_plain_ops() or call.q.numel() == 0:
             return PLAIN.read(call)
         out = _computed(call)[0]
         assert out is not None

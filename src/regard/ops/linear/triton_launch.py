@@ -71,10 +71,10 @@ class LinearLaunch:
         types = {t.dtype for t in (x.q, x.k, x.v) if t is not None}
         half = types == {torch.bfloat16}  # the range of float16 is too small for sums over a sequence
         exact = torch.float32 in types
-        self.product = {
-            "TYPE": tl.bfloat16 if half else tl.float32,
-            "PRECISION": dot_precision(torch.float32) if exact else "tf32",
-        }
+        precision = dot_precision(torch.float32) if exact else "tf32"
+        if precision == "ieee":
+            precision = "tf32x3"  # all digits of float32, by three products on tensor cores
+        self.product = {"TYPE": tl.bfloat16 if half else tl.float32, "PRECISION": precision}
         width = max(self.bf, self.be)
         self.key = f"{'half' if half else 'single'} {width}"
         if self.decay == 2:
