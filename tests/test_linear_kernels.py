@@ -112,13 +112,16 @@ def test_more_segments_than_a_scan_loads_at_once() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 6])
 def test_a_prefix_sum_is_the_recurrence(size: int) -> None:
+    """Sums, gradients, and gradients of gradients."""
     x, first = numbers(1, 2, 37, 6), numbers(1, 2, 6)
     decay = -torch.rand(1, 2, 37, size, dtype=torch.float64, device=DEVICE) if size else None
     each = []
     for name, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = [None if t is None else t.to(dtype).requires_grad_() for t in (x, first, decay)]
         y = decayed_prefix_sum(leaves[0], leaves[1], log_decay=leaves[2], backend=name)
-        each.append([y, *torch.autograd.grad(y.sin().sum(), [t for t in leaves if t is not None])])
+        own = [t for t in leaves if t is not None]
+        grads = torch.autograd.grad(y.sin().sum(), own, create_graph=True)
+        each.append([y, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), own)])
     near(*each)
 
 

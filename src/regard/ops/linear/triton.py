@@ -61,7 +61,11 @@ class TritonLinear:
         return out
 
     def prefix_sum(self, call: PrefixCall) -> Tensor:
-        return PLAIN.prefix_sum(call)
+        if needs_plain_ops() or torch.compiler.is_compiling() or call.x.numel() == 0:
+            return PLAIN.prefix_sum(call)
+        from regard.ops.linear.triton_prefix import PrefixFunction
+
+        return PrefixFunction.apply(*call, False)
 
 
 def _flat(call: LinearCall | ReadCall) -> tuple[Any, ...]:
