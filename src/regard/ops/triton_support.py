@@ -22,10 +22,12 @@ DTYPES = (*HALVES, torch.float32)
 SMALLEST_DOT = 16  # elements of every dimension of a product in Triton
 
 
-@lru_cache(maxsize=1)
+_INSTALLED = find_spec("triton") is not None  # found once, and no call that torch.compile would have to trace
+
+
 def has_triton() -> bool:
     """Return whether the package triton is installed."""
-    return find_spec("triton") is not None
+    return _INSTALLED
 
 
 def interpreting() -> bool:

@@ -81,11 +81,25 @@ Results = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 def _computed(call: LinearCall | ReadCall) -> Results:
     """Compute out (b h n e), norm (b h n), and both states behind the last token."""
     flat = _flat(call)
+    if torch.compiler.is_compiling():
+        return _opaque(*flat)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat[:TENSORS]):
         return _LinearFunction.apply(*flat)
     from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
     return launch_forward(LinearInputs(*flat), keep=False)[:4]
+
+
+def _opaque(*flat: Any) -> Results:
+    """Compute the same by an operator that a compiler does not trace."""
+    from regard.ops.linear.triton_compiled import linear_operator
+
+    q, k, _, state, _, norm_state, *_ = flat
+    out, norm, last, last_norm = linear_operator(*flat)
+    has_norm = norm_state is not None
+    if k is None:
+        last, last_norm = state, norm_state
+    return None if q is None else out, norm if has_norm and q is not None else None, last, last_norm if has_norm else None
 
 
 def _plain(*flat: Any) -> Results:

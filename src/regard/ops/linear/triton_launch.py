@@ -155,6 +155,17 @@ def launch_forward(
     return out, den, last, last_z, LinearStates(out if x.normalize else None, den, states, norms, decays)
 
 
+def launch_states(inputs: LinearInputs, out: Tensor, den: Tensor | None) -> LinearStates:
+    """Return what the backward pass needs, from results of a forward pass that kept nothing else."""
+    run = LinearLaunch(inputs)
+    x = run.x
+    states, norms, decays = x.state, x.norm_state, None
+    if x.k is not None:
+        last_z = None if x.norm_state is None else torch.empty_like(x.norm_state)
+        states, norms, decays = _segment_states(run, torch.empty_like(x.state), last_z)
+    return LinearStates(out, den, states, norms, decays)
+
+
 def _segment_states(run: LinearLaunch, last: Tensor, last_z: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The state and the norm before every segment, and the log decay of each."""
     x, some = run.x, run.x.state
