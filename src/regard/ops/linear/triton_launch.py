@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -13,6 +13,7 @@ from regard.ops.linear.triton_backward import linear_backward_keys, linear_backw
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
+OptionalT = TypeVar("OptionalT", Tensor, Tensor | None)
 STATE_TILE = 1 << 14  # elements of a state that one program holds
 SCAN_BLOCK = 16  # segments that the scan loads at once
 
@@ -125,13 +126,14 @@ class LinearLaunch:
 
 def _aligned(x: LinearInputs) -> LinearInputs:
     """Make the features of every token adjacent, and states contiguous float32."""
-    tokens = {name: _adjacent(getattr(x, name)) for name in ("q", "k", "v", "log_decay")}
+    q, k, v, log_decay = (_adjacent(t) for t in (x.q, x.k, x.v, x.log_decay))
+    state = x.state.float().contiguous()
     norm_state = None if x.norm_state is None else x.norm_state.float().contiguous()
     valid = None if x.valid is None else x.valid.contiguous().view(torch.uint8)
-    return x._replace(**tokens, state=x.state.float().contiguous(), norm_state=norm_state, valid=valid)
+    return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize)
 
 
-def _adjacent(x: Tensor | None) -> Tensor | None:
+def _adjacent(x: OptionalT) -> OptionalT:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -256,6 +258,7 @@ def launch_backward(
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
         d_out = _adjacent(d_out)
+        assert d_out is not None
         dd = _norm_grad(run, d_norm)
         d_q, own, own_z, qd = _query_grads(run, kept, d_out, dd, decay_grad)
     d_state = torch.empty_like(x.state)
