@@ -184,6 +184,11 @@ class TilePart:
         cached = sum(batch.rows.numel() + batch.cols.numel() for batch in list(self.batched.values()))
         return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + cached + MASK_CACHE - self.room
 
+    @property
+    def scored(self) -> int:
+        """Count the pairs of the tiles, also those that are masked."""
+        return sum(group.cols.numel() for group in self.groups) * self.queries.size * self.keys.size
+
     def batches(self, limit: int, device: torch.device) -> Iterable[TileBatch]:
         """Return the tiles in batches of about `limit` score elements, at least one tile each."""
         made = self.lists.get((limit, device))

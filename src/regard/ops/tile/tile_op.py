@@ -30,6 +30,7 @@ from regard.ops.tile.call import (
 )
 from regard.ops.tile.reference import ReferenceTiles
 from regard.ops.tile.torch import TorchTiles
+from regard.ops.tile.triton import TritonTiles
 from regard.patterns import Causal, Pattern, Random
 from regard.patterns.plan import plan
 from regard.patterns.tiles import MASKED_SCORE, Span
@@ -37,6 +38,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops, untraced
 
 __all__ = ["MASKED_SCORE", "HeadPatterns", "accumulator", "tile_attention"]
 
+register_backend("tile", TritonTiles())
 register_backend("tile", TorchTiles())
 register_backend("tile", ReferenceTiles())
 
