@@ -35,7 +35,8 @@ CHECKS = [  # pattern, query heads, key heads, n, d, e, causal, dropout, padding
     ("Local(64)", 4, 1, 500, 128, 64, True, 0.0, True),
     ("Local(30)", 2, 2, 300, 16, 32, False, 0.0, False),
     ("Local(30)", 2, 2, 300, 80, 96, True, 0.1, False),
-    ("Local(50)", 2, 1, 400, 256, 256, True, 0.0, True),
+    ("Local(50)", 2, 1, 400, 128, 128, True, 0.0, True),
+    ("Local(50)", 2, 1, 400, 256, 256, True, 0.0, False),
     ("Local(128) | Global(first=2, at=[333])", 4, 2, 1500, 64, 64, False, 0.1, True),
     ("Local(64) | Global(first=3)", 2, 2, 9000, 64, 64, False, 0.0, False),
     ("Blocks(64, around=1) | Random(2, 64) | Global(first=64)", 4, 2, 1500, 64, 64, True, 0.0, True),
@@ -58,10 +59,10 @@ def run(inputs: list[Tensor], dtype: torch.dtype, backend: str, text: str, up: T
     return [out.detach(), lse.detach(), *wanted]
 
 
-def check(device: str, repeats: int) -> int:
-    """Compare every case in every type with float64; return how many are wrong."""
+def check(device: str, repeats: int, part: int, parts: int) -> int:
+    """Compare every case in every type with float64; return how many are wrong. One part of several runs a share of them."""
     wrong = 0
-    for text, h, g, n, d, e, causal, dropout, more in CHECKS:
+    for text, h, g, n, d, e, causal, dropout, more in CHECKS[part::parts]:
         torch.manual_seed(0)
         shapes = ((h, d), (g, d), (g, e))
         inputs = [torch.randn(2, heads, n, width, device=device, dtype=torch.float64) for heads, width in shapes]
@@ -129,6 +130,7 @@ def flex(text: str, causal: bool, n: int):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     pattern = Pattern.parse(text).bound(n, n)
+    torch._dynamo.reset()
     seen = torch.compile(flex_attention, dynamic=False)
 
     def mask(b, h, i, j):  # noqa: ARG001
@@ -169,36 +171,51 @@ def report(row: dict, times: tuple[float, float]) -> dict:
     return row
 
 
-def tune(width: int) -> None:
-    """Print the times of every candidate of one kernel, the others as they are."""
+CANDIDATES = {  # rows that a program owns, rows that it takes at a time, warps, stages
+    "tile_forward": [
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 32, 4, 3),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 4, 2),
+        (128, 32, 4, 3),
+    ],
+    "tile_query_gradients": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 3)],
+    "tile_key_gradients": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 4, 2)],
+}
+TUNED = [("Local(256)", True), ("Local(128)", False), ("Local(128) | Global(first=2)", False)]
+
+
+def tune(width: int, dry: bool, part: int, parts: int) -> None:
+    """Print the times of every candidate of one kernel, the others as they are; dry: only compile, one of several parts."""
     n, card = 4096, torch.cuda.get_device_name()
     x, up = operands(8, n, d=width)
-    for text, causal in (("Local(256)", True), ("Local(128)", False), ("Local(128) | Global(first=2)", False)):
-        for kernel in ("tile_forward", "tile_query_gradients", "tile_key_gradients"):
-            found = []
-            listed = "Global" in text
-            sizes = [(64, 64), (64, 32)] if listed else [(64, 64), (128, 64), (64, 32), (64, 128), (128, 128), (128, 32)]
-            for (m, k), warps, stages in itertools.product(sizes, (4, 8), (1, 2, 3)):
-                if m * k <= 64 * 32 and warps == 8:
-                    continue
-                config = {"BM": m, "BN": k} if kernel != "tile_key_gradients" else {"BM": k, "BN": m}
-                config |= {"num_warps": warps, "num_stages": stages}
-                table = triton_support._tuned().setdefault(card, {}).setdefault(kernel, {})
-                key = f"half {max(64, width)}"
-                before = table.get(key)
-                table[key] = config
-                triton_support._config.cache_clear()
-                try:
-                    times = timed(ours(text, causal), x, up)
-                    found.append((times[0] if kernel == "tile_forward" else times[1], config))
-                except Exception as error:  # noqa: BLE001
-                    found.append((math.inf, {**config, "error": type(error).__name__}))
-                table.pop(key) if before is None else table.update({key: before})
-                triton_support._config.cache_clear()
-            found.sort(key=lambda y: y[0])
-            print(f"{text} {'causal' if causal else ''} width {width} {kernel}", flush=True)
-            for ms, config in found[:4]:
-                print(f"    {ms:.4f} {config}", flush=True)
+    work = [(p, kernel, c) for p in TUNED for kernel, found in CANDIDATES.items() for c in found]
+    found: dict = {}
+    for number, ((text, causal), kernel, (own, taken, warps, stages)) in enumerate(work):
+        listed = "Global" in text
+        if (listed and (own, taken) != (64, 32)) or number % parts != part:
+            continue
+        sizes = {"BM": own, "BN": taken} if kernel != "tile_key_gradients" else {"BM": taken, "BN": own}
+        table = triton_support._tuned().setdefault(card, {}).setdefault(kernel, {})
+        key = f"half {max(64, width)}{' list' if listed else ''}"
+        before = table.get(key)
+        table[key] = {**sizes, "num_warps": warps, "num_stages": stages}
+        triton_support._config.cache_clear()
+        try:
+            if dry:
+                torch.autograd.grad(ours(text, causal)(*x), x, up)
+            else:
+                times = timed(ours(text, causal), x, up)
+                ms = times[0] if kernel == "tile_forward" else times[1]
+                found.setdefault((text, causal, kernel), []).append((ms, table[key]))
+        except Exception as error:  # noqa: BLE001
+            print("failed", kernel, table[key], type(error).__name__, str(error)[:150], flush=True)
+        table.pop(key) if before is None else table.update({key: before})
+        triton_support._config.cache_clear()
+    for what, times in found.items():
+        print(*what, *(f"\n    {ms:.4f} {config}" for ms, config in sorted(times, key=lambda y: y[0])), flush=True)
 
 
 PATTERNS = [
@@ -217,6 +234,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tune", type=int, nargs="*", help="head sizes")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, for checks and dry tuning")
+    parser.add_argument("--dry", action="store_true", help="compile what --tune would time")
     parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 16384, 65536])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--flex", type=int, default=16384, help="longest length for FlexAttention; 0: without")
@@ -224,10 +243,10 @@ def main() -> int:
     args = parser.parse_args()
     args.patterns = PATTERNS
     start = time.perf_counter()
-    wrong = check("cuda", args.repeats) if args.check else 0
+    wrong = check("cuda", args.repeats, *args.part) if args.check else 0
     print(f"{wrong} wrong, {time.perf_counter() - start:.0f} s", flush=True)
     for width in args.tune or ():
-        tune(width)
+        tune(width, args.dry, *args.part)
     rows = speed(args) if args.lengths else []
     if args.json:
         made = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "dtype": "bfloat16"}

@@ -24,7 +24,7 @@ from regard.patterns.tiles import Layout, Span, TilePart, ceil_div
 TILE = 64  # queries and keys of a tile
 MASK_BATCH = 1 << 22  # pairs that are tested together
 EMPTIEST = 8  # a list may score this many times the pairs that the tiles of the plan do
-PIECE = 32  # tiles that one program walks, where a row of tiles is longer than twice as many
+PIECE = 16  # tiles that one program walks, where a row of tiles is longer than twice as many
 FAR = 1 << 29  # further than any distance
 NO_BAND = (-FAR, -FAR)
 
@@ -38,7 +38,7 @@ class TileList(NamedTuple):
 
 
 class StridedBand(NamedTuple):
-    """A band in residue classes, -ahead <= i - j <= back, in tokens; pairs with -hole_ahead <= i - j <= hole_back are left out."""
+    """A band in residue classes, -ahead <= i - j <= back, in tokens, without the pairs of a hole of the same form."""
 
     step: int
     back: int
@@ -53,7 +53,7 @@ class KernelPlan(NamedTuple):
     band: tuple[int, int] | None = None  # back, ahead
     by_query: TileList | None = None
     by_key: TileList | None = None
-    masks: Tensor | None = None  # (masks, 64) int64: bit j of number i is the pair of query i and key j of a tile
+    masks: Tensor | None = None  # (masks, 2, 64) int32: bit j of [x, i] is the pair of query i and key 32 x + j of a tile
     strided: tuple[StridedBand, ...] = ()
     refused: str | None = None
 
@@ -76,8 +76,9 @@ def kernel_plan(plan: Plan) -> KernelPlan:
     listed = [a for a in natural if a != (band,)]
     if any(len(a) > 1 for a in strided) or (strided and listed) or len(strided) > 1:
         return KernelPlan(refused="it is a stride together with other tokens than one window")
-    bounds = None if band is None else _bounds(band, plan.span)
-    holes = tuple(StridedBand(a[0].step, *_bounds(a[0], plan.span), *(bounds or NO_BAND)) for a in strided)  # type: ignore[attr-defined]
+    bounds = None if band is None else _bounds(band)
+    hole = bounds or NO_BAND
+    holes = tuple(StridedBand(x.step, *_bounds(x), *hole) for a in strided for x in a if isinstance(x, Band))
     if not listed:
         return KernelPlan(bounds, strided=holes)
     return _listed_plan(plan, listed, band, bounds)
@@ -89,13 +90,13 @@ def _atoms(part: TilePart) -> Alternative:
     return (part.driver, *rest)
 
 
-def _bounds(band: Band, span: Span) -> tuple[int, int]:
+def _bounds(band: Band) -> tuple[int, int]:
     """Return how far a band reaches back and ahead, in tokens, at most further than any distance."""
     return tuple(FAR if x is None else min(x, FAR) for x in (band.back, band.ahead))  # type: ignore[return-value]
 
 
 def _width(band: Band, span: Span) -> int:
-    back, ahead = _bounds(band, span)
+    back, ahead = _bounds(band)
     return min(back, span.n + span.m) + min(ahead, span.n + span.m)
 
 
@@ -111,7 +112,12 @@ def _listed_plan(plan: Plan, listed: list[Alternative], band: Band | None, bound
     tiles = ceil_div(plan.span.n, TILE), ceil_div(plan.span.m, TILE)
     by_query = _compressed(rows, cols, which, tiles[0])
     by_key = _compressed(cols, rows, which, tiles[1])
-    return KernelPlan(bounds, by_query, by_key, masks)
+    return KernelPlan(bounds, by_query, by_key, _words(masks))
+
+
+def _words(bits: Tensor) -> Tensor:
+    """Split 64 bits into two words: (masks 64) int64 -> (masks 2 64) int32."""
+    return torch.stack([bits, bits >> 32], 1).to(torch.int32)
 
 
 def _candidates(parts: list[TilePart], span: Span) -> tuple[Tensor, Tensor]:
@@ -189,7 +195,7 @@ class KernelItems(NamedTuple):
 
     items: Tensor  # int32
     entries: Tensor  # (tiles, 2) int32
-    masks: Tensor  # (masks, 64) int64
+    masks: Tensor  # (masks, 2, 64) int32
     merges: Tensor  # (merged tiles, 4) int32: head, tile, first and last slot
     slots: int  # results that are merged
     shared: bool  # the items are those of every head
@@ -198,8 +204,8 @@ class KernelItems(NamedTuple):
 def kernel_items(plans: tuple[KernelPlan, ...], share: int, length: int, by_key: bool, device: torch.device) -> KernelItems:
     """Distribute the tiles of heads over programs, by query or by key.
 
-    plans: one for every query head, or one for all of them. share: query heads for each key head. A tile of keys whose query heads
-    have plans of their own is computed for each of them and summed.
+    plans: one for every query head, or one for all of them. share: query heads for each key head. A tile of keys whose query
+    heads have plans of their own is computed for each of them and summed.
     """
     shared = len(plans) == 1
     listed = [_list_rows(plan.by_key if by_key else plan.by_query, length) for plan in plans]
@@ -230,7 +236,7 @@ def kernel_items(plans: tuple[KernelPlan, ...], share: int, length: int, by_key:
     return KernelItems(
         torch.tensor(items, dtype=torch.int32).view(-1, 8).to(device),
         torch.cat([torch.zeros(1, 2, dtype=torch.long)[:0], *entries]).to(device, torch.int32),
-        torch.cat([torch.zeros(0, TILE, dtype=torch.long), *masks]).to(device),
+        torch.cat([torch.zeros(0, 2, TILE, dtype=torch.int32), *masks]).to(device),
         torch.tensor(merges, dtype=torch.int32).view(-1, 4).to(device),
         slots,
         shared,

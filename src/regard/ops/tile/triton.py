@@ -1,7 +1,7 @@
 """The backend "triton": fused kernels for tile attention, forward and backward, on CUDA devices.
 
-float16, bfloat16 and float32 with float32 sums; any length, grouped heads without copies, padding, ALiBi, dropout by pair. Results
-are deterministic. What the kernels do not compute (a bias by query, float64) is refused with a sentence.
+float16, bfloat16 and float32 with float32 sums; any length, grouped heads without copies, padding, ALiBi, dropout by pair.
+Results are deterministic. What the kernels do not compute (a bias by query, float64) is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from regard.patterns.tile_list import TILE, KernelItems, KernelPlan, StridedBand
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 
 WIDEST_HEAD = 256
+WIDEST_FLOAT_HEAD = 128  # the tiles of wider ones do not fit into the shared memory of a multiprocessor
 FURTHEST = 1 << 31  # elements of one head that 32-bit offsets reach
 
 
@@ -43,8 +44,9 @@ class TritonTiles:
             return why
         if call.bias is not None and (call.bias.by_query is not None or call.bias.mass):
             return "its kernels add a bias by distance (ALiBi), not one by query and distance"
-        if max(call.q.shape[-1], call.v.shape[-1]) > WIDEST_HEAD:
-            return f"a head has at most {WIDEST_HEAD} columns, here {max(call.q.shape[-1], call.v.shape[-1])}"
+        widest = WIDEST_FLOAT_HEAD if call.q.dtype == torch.float32 else WIDEST_HEAD
+        if max(call.q.shape[-1], call.v.shape[-1]) > widest:
+            return f"a head has at most {widest} columns of this type, here {max(call.q.shape[-1], call.v.shape[-1])}"
         if not call.q.dtype == call.k.dtype == call.v.dtype:
             return f"queries, keys and values are of one type, here {call.q.dtype}, {call.k.dtype} and {call.v.dtype}"
         if any(x.shape[2] * x.stride(2) >= FURTHEST for x in (call.q, call.k, call.v)):
@@ -132,7 +134,6 @@ class TritonPass:
             "E": self.e,
             "BD": block_of(self.d, self.device),
             "BE": block_of(self.e, self.device),
-            "BAND": True,
             "ITEMISED": itemised,
             "SHARED": group.by_query is not None and group.by_query.shared,
             "MORE": number > 0,
@@ -157,10 +158,12 @@ class TritonPass:
         drop = (keep_threshold(rate), 1 / (1 - rate)) if rate else (0, 1.0)
         return self.n, self.m, self.span.t, self.span.u, back, ahead, *hole, step, self.call.scale, *drop
 
-    def _config(self, kernel: str) -> dict[str, int]:
+    def _config(self, kernel: str, group: _Group) -> dict[str, int]:
+        """Return the sizes of a kernel; programs that walk lists of tiles own 64 rows and take at most 32 at a time."""
         kind = "half" if self.q.dtype in HALVES else "float"
+        listed = "" if group.by_query is None else " list"
         width = max(block_of(self.d, self.device), block_of(self.e, self.device))
-        config = kernel_config(kernel, f"{kind} {width}", self.device)
+        config = kernel_config(kernel, f"{kind} {width}{listed}", self.device)
         return {**config, "SUB": TILE // min(config["BM"], config["BN"])}
 
     def _grid(self, group: _Group, items: KernelItems | None, length: int, tile: int, heads: int) -> tuple[tuple[int, int], int]:
@@ -199,7 +202,7 @@ class TritonPass:
         if not self.groups:
             return out.zero_(), lse.fill_(MASKED_SCORE)
         for number, group in enumerate(self.groups):
-            flags, config, items = self._flags(group, number), self._config("tile_forward"), group.by_query
+            flags, config, items = self._flags(group, number), self._config("tile_forward", group), group.by_query
             grid, tiles = self._grid(group, items, self.n, config["BM"], self.h)
             (part, part_lse), slots = self._parts(items, self.h, flags["BE"], 1)
             strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3])
@@ -233,7 +236,7 @@ class TritonPass:
         from regard.ops.tile.triton_gradients import query_gradients
         from regard.ops.tile.triton_kernels import sum_parts
 
-        flags, config, items = self._flags(group, number), self._config("tile_query_gradients"), group.by_query
+        flags, config, items = self._flags(group, number), self._config("tile_query_gradients", group), group.by_query
         grid, tiles = self._grid(group, items, self.n, config["BM"], self.h)
         (part,), slots = self._parts(items, self.h, flags["BD"])
         strides = [x.stride()[:3] for x in (self.q, self.k, self.v, out, d_out, dq)]
@@ -254,7 +257,7 @@ class TritonPass:
         from regard.ops.tile.triton_gradients import key_gradients
         from regard.ops.tile.triton_kernels import sum_parts
 
-        flags, config, items = self._flags(group, number), self._config("tile_key_gradients"), group.by_key
+        flags, config, items = self._flags(group, number), self._config("tile_key_gradients", group), group.by_key
         grid, tiles = self._grid(group, items, self.m, config["BN"], self.g)
         (part_k, part_v), slots = self._parts(items, self.g, flags["BD"], flags["BE"])
         strides = [x.stride()[:3] for x in (self.q, self.k, self.v, d_out, dk, dv)]
