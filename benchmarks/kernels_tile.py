@@ -10,7 +10,6 @@ Errors are ||a - b|| / ||b|| against the torch backend in float64. Times are tho
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import sys
