@@ -15,9 +15,9 @@ from torch import Tensor
 from regard.ops.budget import Budget, budget
 from regard.ops.dropout_hash import head_numbers, kept_pairs, key_keys, query_keys
 from regard.ops.score_bias import TileBias
-from regard.ops.tile.buffers import scratch_buffers, softmax_in_place
-from regard.ops.tile.call import Gradients, HeadPlans, TileCall, accumulator
-from regard.ops.tile.head_pieces import HeadPiece, head_pieces
+from regard.ops.tile.buffers import Scratch, scratch_buffers, softmax_in_place
+from regard.ops.tile.call import Gradients, HeadPlans, TileCall
+from regard.ops.tile.head_pieces import HeadPiece, split_heads
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import MASKED_SCORE, Layout, TileBatch, TilePart
 
@@ -31,32 +31,44 @@ class TorchTiles:
         return None
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
-        room = budget(call.q.device)
-        pieces = head_pieces(call, plans, room)
+        use = budget(call.q.device), scratch_buffers(call.q.device)
+        pieces = _head_pieces(call, plans, use[0])
         if len(pieces) == 1:
-            return TilePass(*pieces[0], call, room).forward()
-        shape, acc = call.q.shape[:3], accumulator(call.q.dtype)
+            return TilePass(*pieces[0], call, *use).forward()
+        shape, acc = call.q.shape[:3], torch.promote_types(call.q.dtype, torch.float32)
         out = torch.empty(*shape, call.width, dtype=acc, device=call.q.device)
         lse = torch.empty(shape, dtype=acc, device=call.q.device)
         for plan, piece in pieces:
-            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, room).forward()
+            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, *use).forward()
         return out, lse
 
     def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
-        room = budget(call.q.device)
-        pieces = head_pieces(call, plans, room)
+        use = budget(call.q.device), scratch_buffers(call.q.device)
+        pieces = _head_pieces(call, plans, use[0])
         results = (out, lse, d_out, d_lse)
         if len(pieces) == 1:
-            return TilePass(*pieces[0], call, room).backward(*results)
+            return TilePass(*pieces[0], call, *use).backward(*results)
         by_query = None if call.bias is None else call.bias.by_query
         totals = [None if x is None else torch.zeros_like(x) for x in (call.q, call.k, call.v, by_query)]
         for plan, piece in pieces:
-            found = TilePass(plan, piece, call, room).backward(*(x[:, piece.heads] for x in results))
+            found = TilePass(plan, piece, call, *use).backward(*(x[:, piece.heads] for x in results))
             own = (piece.heads, piece.key_heads, piece.key_heads, piece.heads)
             for total, grad, heads in zip(totals, found, own, strict=True):
                 if total is not None and grad is not None:
                     total[:, heads] += grad  # a key head may belong to several pieces
         return tuple(totals)
+
+
+def _head_pieces(call: TileCall, plans: HeadPlans, room: Budget) -> list[tuple[Plan, HeadPiece]]:
+    """Return the heads that are computed together.
+
+    On a CPU not too many: the C library gives back every tensor of more than 32 MB to the system, and getting its pages anew
+    costs more than the arithmetic does.
+    """
+    b, h, n, d = call.q.shape
+    limit = h if room.tile_queries is None else max(1, room.tile_queries // (b * n * d))
+    share = h // call.k.shape[1]
+    return [(plan, piece) for plan, heads in plans for piece in split_heads(heads, share, limit)]
 
 
 class _Operands(NamedTuple):
@@ -73,11 +85,11 @@ class _Operands(NamedTuple):
 class TilePass:
     """One pass over the plan of a piece of heads."""
 
-    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall, room: Budget) -> None:
+    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall, room: Budget, scratch: Scratch) -> None:
         q, k, v = call.q[:, piece.heads], call.k[:, piece.key_heads], call.v[:, piece.key_heads]
         self.plan, self.piece, self.call, self.device = plan, piece, call, q.device
         self.b, self.g, self.s = k.shape[0], k.shape[1], piece.share
-        self.acc = accumulator(q.dtype)
+        self.acc = torch.promote_types(q.dtype, torch.float32)  # of sums: float32 or better
         # Half precision is for tensor cores; a CPU is as fast, and more precise, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
         self.q, self.k, self.v = (x.flatten(0, 1).to(self.type).contiguous() for x in (q, k, v))
@@ -89,7 +101,7 @@ class TilePass:
         if call.bias is not None:
             self.bias = TileBias(call.bias.heads(piece.heads), self.b, piece.share, self.acc)
             self.width += call.bias.more
-        self.scratch = scratch_buffers(q.device)
+        self.scratch = scratch
         self.limit = max(1, room.tile_scores // len(self.q))
 
     def forward(self) -> tuple[Tensor, Tensor]:
