@@ -7,8 +7,8 @@ python benchmarks/beside.py ../older --device cuda      the same on a GPU, into 
 python benchmarks/beside.py ../older --only linear      rows whose name contains a word, printed
 
 Two processes stay alive, one for each checkout, and each measurement goes back and forth between them, so that a busy moment hits
-both alike. Each process uses the benchmark scripts of its own checkout. On a CPU times are those in which the process ran, without
-waiting. A row has the median over all turns of the ratio of the two times of a turn, here over there: below 1 is faster than it
+both alike. Each process uses the benchmark scripts of its own checkout. On a CPU times are those in which the process ran.
+A row has the median over all turns of the ratio of the two times of a turn, here over there: below 1 is faster than it
 was. `low` and `high` are the quartiles of these ratios.
 """
 
@@ -30,7 +30,7 @@ import torch
 HEADS, DIM, SEED = 4, 64, 0
 LENGTH = {"cpu": [1024], "cuda": [8192]}
 GROWTH = {"cpu": [256, 2048], "cuda": [2048, 8192]}
-TOKENS, DECODED = 1024, 8192  # of a step of the translator, and before the token that is decoded with shared heads
+TOKENS, DECODED = 448, 8192  # of a step of the translator, and before the token that is decoded with shared heads
 SHORT = {"additive": 512}  # tokens of rows that make something wide for every pair
 SPECS = {"sparse": ["Local(128)", "Local(128) | Global(first=2)", "Stride(64)"], "gat": ["gat(pattern=Local(16))"]}
 SHARED = [("Stride(2)", 4), ("Stride(2)", 8), ("Local(256)", 8)]  # patterns and heads of decoding with shared heads
