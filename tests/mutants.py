@@ -223,8 +223,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "the softmax backward forgets its row term": (
         R + "ops/tile/torch.py",
-        "            d.sub_(own[..., :1] * share).mul_(weights)\n",
-        "            d.mul_(weights)\n",
+        "            ds.sub_(own[..., :1] * share).mul_(weights)\n",
+        "            ds.mul_(weights)\n",
     ),
     "dropout differs between forward and backward": (
         R + "ops/tile/torch.py",
@@ -254,8 +254,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a key head in two pieces gets the gradient of one": (
         R + "ops/tile/torch.py",
-        "total[:, heads] += grad",
-        "total[:, heads] = grad",
+        "total[:, heads] + grad if shared else grad",
+        "grad",
     ),
     "a tile without a mask is called full": (
         R + "patterns/tiles.py",
@@ -415,7 +415,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "tiles forget the gradient of relative keys": (
         R + "ops/tile/torch.py",
-        "                d_bias[:, :, batch.at] = self.bias.sums(self._by_tile(d), distance).transpose(1, 2)\n",
+        "                d_bias[:, batch.at] = self.bias.sums(self._by_tile(ds), distance)\n",
         "                pass\n",
     ),
     "distance is free": (

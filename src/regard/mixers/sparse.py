@@ -73,7 +73,8 @@ class Sparse(CachedCore):
         return self.pattern.alive(j, t)
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        attention = PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
+        dropout = self.dims.dropout if self.training else 0.0
+        attention = PatternAttention(self.reach, self.scale, causal, dropout, self.positions, self.dims.backend)
         return attention(log, q, places)[0]
 
 
