@@ -25,9 +25,9 @@ from mutants_training import TRAINING
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "results" / "mutants.json"
 SUITE = (
-    "laws limits patterns backends precision kernel gated random_features errors positions blocks reversible cluster "
-    "cluster_statistics low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states "
-    "wrong_calls"
+    "laws limits patterns backends precision linear_attention gated random_features errors positions blocks reversible "
+    "cluster cluster_statistics low_rank sinkhorn synthesizer attention_free baselines graph_attention edge_list "
+    "equivalents attend graph_layer padding states wrong_calls"
 )
 R = "src/regard/"
 

@@ -23,7 +23,7 @@ from regard.runtime.cuda_graph import CapturedGraph
 from regard.runtime.decode_graph import DecodeGraph
 from regard.runtime.packed_linear import fuse_qkv
 from regard.runtime.state_buffers import StateBuffers, buffer_key, cache_groups, context_room, own_caches, spare_room
-from test_graphs import blind
+from test_graphed_step import blind
 
 VOCAB, END = 23, 3
 STREAMS = [case for case in CASES if case.can(Can.STREAM, causal=True)]

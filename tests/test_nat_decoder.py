@@ -1,4 +1,4 @@
-"""A model that says everything at once, made ready: room for longer sources and for longer answers changes nothing."""
+"""NatDecoder generates the tokens of its model: room for longer sources and for longer answers changes nothing."""
 
 import sys
 from pathlib import Path
@@ -151,8 +151,8 @@ def test_a_graph_outlives_the_tables_and_the_mode_it_was_made_in(kind):
 
 def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    sys.modules.pop("at_once", None)
-    import at_once
+    sys.modules.pop("nat_speed", None)
+    import nat_speed
 
     runs, small = [], {"width": 16, "heads": 2, "depth": 1, "ffn": 16, "max_len": 64}
     for decoder in ("ctc", "masked(lengths=2, iterations=3)", "autoregressive"):
@@ -161,13 +161,13 @@ def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
         task.splits = {name: part[:4] for name, part in task.splits.items()}
         task.texts = {name: part[:4] for name, part in task.texts.items()}
         torch.manual_seed(0)
-        runs.append(at_once.Run(decoder, task, task.model().to(DEVICE).eval(), [x for x, _ in task.splits["test"]]))
-    every = [way for run in runs for way in at_once.ways(run, DEVICE)]
-    scores = [at_once.scored(way.run, way.asked, "test") for way in every]
-    chosen = at_once.readable(runs, 3)
+        runs.append(nat_speed.Run(decoder, task, task.model().to(DEVICE).eval(), [x for x, _ in task.splits["test"]]))
+    every = [way for run in runs for way in nat_speed.ways(run, DEVICE)]
+    scores = [nat_speed.scored(way.run, way.asked, "test") for way in every]
+    chosen = nat_speed.readable(runs, 3)
     with torch.no_grad():
-        said, times = at_once.clocked(every, chosen, DEVICE, at_once.Progress(10))
-    rows = at_once.table(every, scores, said, times)
+        said, times = nat_speed.clocked(every, chosen, DEVICE, nat_speed.Progress(10))
+    rows = nat_speed.table(every, scores, said, times)
     assert [(row["decoder"], row["iterations"]) for row in rows[::2]][:4] == [
         ("ctc", None),
         ("masked", 1),

@@ -1,4 +1,4 @@
-"""All tokens at once: slots of every kind, guessed lengths, and second thoughts."""
+"""Non-autoregressive decoding: slots of every kind, predicted lengths, mask-predict."""
 
 import itertools
 import math
