@@ -26,9 +26,9 @@ from regard.catalogue import CATALOGUE
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "results" / "mutants.json"
 SUITE = (
-    "laws limits patterns backends precision kernel gated random_features errors positions blocks reversible cluster "
-    "cluster_statistics low_rank sinkhorn synthesizer free baselines graph pairs equivalents attend graph_layer padding states "
-    "wrong_calls"
+    "laws limits patterns backends precision linear_attention gated random_features errors positions blocks reversible "
+    "cluster cluster_statistics low_rank sinkhorn synthesizer attention_free baselines graph_attention edge_list "
+    "equivalents attend graph_layer padding states wrong_calls"
 )
 FEW = "softmax or linear or sparse or sinkhorn"  # rows of different families: what breaks all of them breaks these
 WORDS = {  # by a part of the path: what the names of the tests contain that run first, before the whole suite
