@@ -105,9 +105,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "return y",
     ),
     "padding counts in the normaliser of a kernel": (
-        R + "mixers/linear_attention.py",
-        "memory.z + keys.sum(2))",
-        "memory.z + elu_plus_one(k).sum(2))",
+        R + "ops/linear/linear_op.py",
+        "        k = k.masked_fill(~call.valid[:, None, :, None], 0)\n",
+        "        pass\n",
     ),
     "relu counts padding among the visible keys": (
         R + "mixers/softmax.py",
