@@ -26,7 +26,7 @@ def delta_state_grads(
     key = b * skb + g * skg
     k = _rows(K, key, skn, i, f, n, F)
     beta = tl.load(BETA + b * sbb + g * sbg + i * sbn, mask=i < n, other=0.0).to(tl.float32)
-    level, last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
+    level, _last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
     grown = tl.exp(level)[None, :]
     later = _fade_back(level, C)
     ds = tl.zeros([BF, BE], tl.float32)

@@ -35,7 +35,7 @@ class _Sizes:
         self.chunk = chunk_tokens(self.device)
         self.chunks = -(-self.n // self.chunk)
         self.share = 0 if call.q is None else call.q.shape[1] // self.g
-        self.precision = dot_precision(call.k.dtype)
+        self.precision = _precision(call.k)
         self.fixed = {
             "F": self.f,
             "E": self.e,
@@ -61,6 +61,12 @@ class _Sizes:
     def empty(self, *shape: int) -> Tensor:
         """Return float32 numbers (b g ...) of a call."""
         return torch.empty(self.b, self.g, *shape, dtype=torch.float32, device=self.device)
+
+
+def _precision(x: Tensor) -> str:
+    """Return how products are computed: float32 as three products of tensor cores, which err like one of float32."""
+    found = dot_precision(x.dtype)
+    return "tf32x3" if found == "ieee" and x.is_cuda else found
 
 
 def _inner(x: Tensor) -> Tensor:
@@ -94,12 +100,9 @@ def delta_chunks(call: DeltaCall) -> tuple[Tensor, Tensor, DeltaChunks]:
     w = torch.empty(sizes.b, sizes.g, c, chunk, chunk, dtype=k.dtype, device=k.device)
     lost, states, whole = sizes.empty(c, f, f), sizes.empty(c, f, e), sizes.empty(c)
     config = sizes.config("delta_prepare")
-    solve = "tf32x3" if sizes.half else sizes.precision
     grid = (c, sizes.b * sizes.g)
     strides = _strides(k, v, beta, decay)
-    kernels.delta_prepare[grid](
-        k, v, beta, decay, w, lost, states, whole, *strides, *sizes.lengths, **sizes.fixed, SOLVE=solve, **config
-    )
+    kernels.delta_prepare[grid](k, v, beta, decay, w, lost, states, whole, *strides, *sizes.lengths, **sizes.fixed, **config)
     after = sizes.empty(f, e)
     walk_states(sizes, lost, whole, states, state.contiguous(), after, back=False)
     out = v.new_empty(sizes.b, sizes.g * sizes.share, sizes.n, e)
@@ -149,10 +152,10 @@ def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_stat
         **common,
         **sizes.config("delta_key_grads"),
     )
-    found = (dq, dk, dv, d_beta.unsqueeze(-1).to(beta.dtype), d_first.to(state.dtype))
+    grads = [dq, dk, dv, d_beta.unsqueeze(-1).to(beta.dtype), d_first.to(state.dtype)]
     if decay is not None:
-        found = (*found, d_decay.unsqueeze(-1).to(decay.dtype))
-    return [x for x in found if x is not None]
+        grads.append(d_decay.unsqueeze(-1).to(decay.dtype))
+    return [x for x in grads if x is not None]
 
 
 def _steps(sizes: _Sizes, columns: int, direct: int, programs: int) -> int:
@@ -162,9 +165,7 @@ def _steps(sizes: _Sizes, columns: int, direct: int, programs: int) -> int:
     return 1 << (isqrt(sizes.chunks) - 1).bit_length()
 
 
-def walk_states(
-    sizes: _Sizes, lost: Tensor, whole: Tensor, states: Tensor, first: Tensor, last: Tensor, *, back: bool
-) -> None:
+def walk_states(sizes: _Sizes, lost: Tensor, whole: Tensor, states: Tensor, first: Tensor, last: Tensor, *, back: bool) -> None:
     """Replace what every chunk adds (b g c f e) by the state before it, from a first state on, and write the last one.
 
     back: from the last chunk to the first. Many chunks are divided into segments: what each does is found first, for all at the

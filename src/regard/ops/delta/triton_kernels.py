@@ -85,7 +85,7 @@ def _fade_back(level, C: tl.constexpr):
 
 
 @triton.jit
-def _inverse(a, C: tl.constexpr, SOLVE: tl.constexpr):
+def _inverse(a, C: tl.constexpr, DOT: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangle a (C C) in float32, without division.
 
     Blocks of 16 rows on the diagonal are solved row by row; with D their inverses and M = D (the rest of a), which is zero
@@ -107,11 +107,11 @@ def _inverse(a, C: tl.constexpr, SOLVE: tl.constexpr):
         return d
     i = tl.arange(0, C)
     rest = tl.where(i[:, None] // 16 > i[None, :] // 16, a, 0.0)
-    m = tl.dot(d, rest, input_precision=SOLVE)
-    square = tl.dot(m, m, input_precision=SOLVE)
+    m = tl.dot(d, rest, input_precision=DOT)
+    square = tl.dot(m, m, input_precision=DOT)
     series = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - m + square
-    series -= tl.dot(m, square, input_precision=SOLVE)
-    return tl.dot(series, d, input_precision=SOLVE)
+    series -= tl.dot(m, square, input_precision=DOT)
+    return tl.dot(series, d, input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -120,7 +120,7 @@ def delta_prepare(
     skb, skg, skn, svb, svg, svn, sbb, sbg, sbn, sdb, sdg, sdn,
     n, chunks, G,
     F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
-    DECAYS: tl.constexpr, DOT: tl.constexpr, SOLVE: tl.constexpr,
+    DECAYS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Solve a chunk: W (b g chunks C C), N (b g chunks f f), B (b g chunks f e) and exp(L_last) (b g chunks)."""
     chunk, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -133,7 +133,7 @@ def delta_prepare(
     beta = tl.load(BETA + b * sbb + g * sbg + i * sbn, mask=i < n, other=0.0).to(tl.float32)
     level, last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
     a = tl.dot(k, kt, input_precision=DOT) * _fade(level, C) * beta[:, None]
-    w = _inverse(tl.where(c[:, None] > c[None, :], a, 0.0), C, SOLVE).to(k.dtype)
+    w = _inverse(tl.where(c[:, None] > c[None, :], a, 0.0), C, DOT).to(k.dtype)
     at = bg * chunks + chunk
     tl.store(W + at * C * C + c[:, None] * C + c[None, :], w)
     tl.store(WHOLE + at, tl.exp(last))
@@ -171,10 +171,7 @@ def delta_walk(
     s = tl.load(FIRST + seg * F * E + spot, mask=here, other=0.0).to(tl.float32)
     for x in range(size):
         at = row * count + low + (size - 1 - x if BACK else x)
-        if BACK:
-            lost = _transposed(N, at * F * F, f, f, F, F)
-        else:
-            lost = _matrix(N, at * F * F, f, f, F, F)
+        lost = _transposed(N, at * F * F, f, f, F, F) if BACK else _matrix(N, at * F * F, f, f, F, F)
         kept = tl.load(WHOLE + at)
         new = tl.load(X + at * F * E + spot, mask=here, other=0.0)
         tl.store(X + at * F * E + spot, s, mask=here)
@@ -203,19 +200,13 @@ def delta_totals(
     size = tl.minimum(steps, count - low)
     in_state = (f[:, None] < F) & (col[None, :] < E) & of_state
     in_turn = (f[:, None] < F) & (col[None, :] < F) & (part >= values)
-    if BACK:
-        turn_spot = col[None, :] * F + f[:, None]
-    else:
-        turn_spot = f[:, None] * F + col[None, :]
+    turn_spot = col[None, :] * F + f[:, None] if BACK else f[:, None] * F + col[None, :]
     spot = f[:, None] * E + col[None, :]
     s = tl.zeros([BF, BE], tl.float32)
     whole = tl.sum(tl.zeros([BF], tl.float32), 0) + 1.0
     for x in range(size):
         at = row * count + low + (size - 1 - x if BACK else x)
-        if BACK:
-            lost = _transposed(N, at * F * F, f, f, F, F)
-        else:
-            lost = _matrix(N, at * F * F, f, f, F, F)
+        lost = _transposed(N, at * F * F, f, f, F, F) if BACK else _matrix(N, at * F * F, f, f, F, F)
         kept = tl.load(WHOLE + at)
         new = tl.load(X + at * F * E + spot, mask=in_state, other=0.0)
         new += whole * tl.load(N + at * F * F + turn_spot, mask=in_turn, other=0.0)
@@ -246,7 +237,7 @@ def delta_outputs(
     k = _rows(K, key, skn, i, f, n, F)
     v = _rows(V, b * svb + g * svg, svn, i, e, n, E)
     beta = tl.load(BETA + b * sbb + g * sbg + i * sbn, mask=i < n, other=0.0).to(tl.float32)
-    level, last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
+    level, _last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
     grown = tl.exp(level)[:, None]
     s = _matrix(S, at * F * E, f, e, F, E).to(k.dtype)
     rest = beta[:, None] * (v.to(tl.float32) - grown * tl.dot(k, s, input_precision=DOT))
