@@ -12,11 +12,10 @@ from regard.mixers.bucketed import BucketedCore, BucketMemory
 from regard.mixers.feature_math import gaussian, upcast
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
-from regard.ops.bucket import SortedRange, chunk_stretch, newest_per_bucket
+from regard.ops.bucket.bucket_op import SHORTEST
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
 
-SHORTEST = 1e-6  # a vector shorter than this has no direction
 FINE = 1 << 30  # similarities closer than one part in so many are equal: the earlier token wins
 
 
@@ -34,7 +33,7 @@ class Reformer(BucketedCore):
 
     can = BucketedCore.can | Can.DROPOUT
     shared_qk = True
-    own = False
+    own, unit_keys = False, True
     rotations: Tensor
 
     def __init__(self, dims: Dims, *, rounds: int = 4, buckets: int = 32, chunk: int = 64, seed: int = 0) -> None:
@@ -71,14 +70,6 @@ class Reformer(BucketedCore):
         opposite = turned.gather(-1, far) < 0
         bucket = far + (self.labels // 2) * opposite
         return (bucket.squeeze(-1),)
-
-    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q, normalize(k, dim=-1, eps=SHORTEST)
-
-    def stretch(self, marks: Tensor) -> SortedRange:
-        if self.dims.causal:
-            return newest_per_bucket(marks, self.labels, self.window)
-        return chunk_stretch(marks, self.labels, self.chunk)
 
 
 class Routing(BucketedCore):
@@ -128,9 +119,6 @@ class Routing(BucketedCore):
         if not self.rounds:
             return torch.empty(*k.shape[:3], 0, dtype=torch.long, device=k.device)
         return self._similar(k).argmax(-1, keepdim=True)
-
-    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q * self.scale, k
 
     def _similar(self, x: Tensor) -> Tensor:
         """Cosine of x (b h n d) and every centroid, (b h n c)."""
