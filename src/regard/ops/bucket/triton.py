@@ -21,6 +21,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 MOST_ROUNDS = 16  # a round has kernels of its own
 WIDEST_HEAD = 256
 PLACE_BLOCK = 1024  # tokens of a program that sorts
+PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
 
 
 class Found(NamedTuple):
@@ -165,28 +166,34 @@ def inverse_norms(k: Tensor) -> Tensor:
 
 def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    from regard.ops.bucket import bucket_backward_kernels, triton_kernels
+    from regard.ops.bucket import bucket_backward_kernels as kernels
+    from regard.ops.bucket import triton_kernels
 
     q, k, v, grad = (_dense_rows(x) for x in (*call[:3], grad))
     (b, h, n, d), g, e, r = q.shape, k.shape[1], v.shape[-1], call.labels.shape[2]
-    config = _config("bucket_backward", call)
-    delta = torch.empty_like(found.lse)
-    tiles = ceil_div(n, config["BM1"])
     constants = _constants(call)
+    delta = torch.empty_like(found.lse)
+    tiles = ceil_div(n, PRODUCT_BLOCK)
     triton_kernels.output_products[(b * h * tiles,)](
-        found.out, grad, delta, *_strides(found.out), *_strides(grad), n, h, tiles, E=e, BE=constants["BE"], BM=config["BM1"]
+        found.out, grad, delta, *_strides(found.out), *_strides(grad), n, h, tiles, E=e, BE=constants["BE"], BM=PRODUCT_BLOCK
     )
-    sums = [q.new_empty(b, h, n, width, dtype=torch.float32) if r > 1 else delta for width in (d, d, e)]
+    sum_q, sum_k, sum_v = (q.new_empty(b, h, n, width, dtype=torch.float32) if r > 1 else delta for width in (d, d, e))
     kind = k.dtype if g == h else torch.float32
     dq, dk, dv = by_token(q, h, d, q.dtype), by_token(q, h, d, kind), by_token(q, h, e, kind)
-    asking, there = _dropout_keys(call, found.places)
-    query_tiles, key_tiles = ceil_div(n, config["BM2"]), ceil_div(n, config["BN1"])
+    keyed = _dropout_keys(call, found.places)
+    inputs = (q, k, v, grad, found.lse, delta, found.short, found.places, *keyed)
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad))
+    numbers = (n, found.places[0].numel(), min(call.reach, n), h, r)
+    of_queries, of_keys = _config("bucket_query_grads", call), _config("bucket_key_grads", call)
+    query_tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(n, of_keys["BN"])
     for number in range(r):
-        bucket_backward_kernels.bucket_backward[(b * h * (query_tiles + key_tiles),)](
-            q, k, v, grad, found.lse, delta, found.short, found.places, asking, there, *sums, dq, dk, dv,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(grad), *_strides(dq), *_strides(dk), *_strides(dv),
-            n, found.places[0].numel(), min(call.reach, n), h, r, query_tiles, key_tiles, *_numbers(call), SHORTEST,
-            ROUND=number, LAST_ROUND=number == r - 1, **constants, **config,
+        own = {"ROUND": number, "LAST_ROUND": number == r - 1, **constants}
+        kernels.bucket_query_grads[(b * h * query_tiles,)](
+            *inputs, sum_q, dq, *strides, *_strides(dq), *numbers, query_tiles, *_numbers(call), **own, **of_queries
+        )
+        kernels.bucket_key_grads[(b * h * key_tiles,)](
+            *inputs, sum_k, sum_v, dk, dv, *strides, *_strides(dk), *_strides(dv), *numbers, key_tiles, *_numbers(call), SHORTEST,
+            **own, **of_keys,
         )  # fmt: skip
     if g < h:
         dk, dv = (x.unflatten(1, (g, -1)).sum(2).to(k.dtype) for x in (dk, dv))

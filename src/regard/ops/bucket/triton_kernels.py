@@ -200,9 +200,12 @@ def bucket_forward(
         key = tl.load(ORDER + j, mask=there, other=0)
         k = load_rows(K, key, skn, there, D, BD)
         v = load_rows(V, key, svn, there, E, BE)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if UNIT:
-            s *= tl.load(SHORT + key, mask=there, other=0.0)[None, :]
+            short = tl.load(SHORT + key, mask=there, other=0.0)
+            s *= (short * (scale * LOG2E))[None, :]
+        else:
+            s *= scale * LOG2E
         seen = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
         if not OWN:
             seen = seen & (j[None, :] != p[:, None])
