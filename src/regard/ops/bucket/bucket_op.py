@@ -2,7 +2,7 @@
 
 A token may have several labels, one a round. All rounds together are one softmax over the union of their pairs.
 Causal: a token attends to the `reach` newest tokens of its label up to itself, whatever comes later. Otherwise tokens sorted
-by (label, position) are cut into chunks of `reach`, and a token attends to those of its label in its own chunk and the one before.
+by (label, position) are cut into chunks of `reach`; a token attends to those of its label in its own chunk and the one before.
 
 Letters: b batch, h query heads, g key-value heads, n tokens, r rounds, d key dim, e value dim.
 
@@ -23,14 +23,14 @@ SHORTEST = 1e-6  # a vector shorter than this has no direction
 
 
 class BucketCall(NamedTuple):
-    """One call of bucketed attention. Query heads x * h / g .. (x + 1) * h / g - 1 share key and value head x: none is repeated."""
+    """One call of bucketed attention. Query heads x * h / g .. (x + 1) * h / g - 1 share key and value head x."""
 
     q: Tensor  # (b h n d)
     k: Tensor  # (b g n d)
     v: Tensor  # (b g n e)
-    labels: Tensor  # (b h r n) integers 0 .. count - 1; padding has `count`, attends to nothing and is not attended to
+    labels: Tensor  # (b h r n) integers 0 .. buckets - 1; padding has `buckets`, attends to nothing and is not attended to
     seed: Tensor | None  # () int64, of dropout: see `regard.ops.dropout_hash`
-    count: int  # of labels
+    buckets: int  # the number of labels
     reach: int  # newest tokens of a label, or tokens of a chunk
     causal: bool
     own: bool  # a token attends to itself; otherwise only where there is no other

@@ -27,7 +27,7 @@ def few_bucket_queries(call: BucketCall) -> Tensor:
     def strip(q: Tensor, own_labels: Tensor, i: Tensor) -> BucketOutLse:
         same = labels[:, :, None] == own_labels.mT[..., None]
         same = same & (j <= i.mT)
-        same = same & (labels < call.count)[:, :, None]
+        same = same & (labels < call.buckets)[:, :, None]
         newer = same.cumsum(-1, dtype=torch.int32)
         newer = newer[..., -1:] - newer
         seen = (same & (newer < call.reach)).any(1)
@@ -42,5 +42,5 @@ def few_bucket_queries(call: BucketCall) -> Tensor:
     each = len(q) * m * labels.shape[1]
     out, lse = in_strips(strip, (q, labels[:, :, old:].mT, j[None, old:]), 1, each)
     if not call.own:
-        out = with_lonely(out, lse, v, labels[:, 0, old:] < call.count, call.seed, call.dropout)
+        out = with_lonely(out, lse, v, labels[:, 0, old:] < call.buckets, call.seed, call.dropout)
     return out.unflatten(0, call.q.shape[:2]).to(call.v.dtype)

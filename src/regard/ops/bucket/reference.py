@@ -34,7 +34,7 @@ def _seen_pairs(call: BucketCall) -> Tensor:
     """Return which pairs are in the softmax, (b h n n)."""
     labels, n = call.labels, call.labels.shape[-1]
     time = torch.arange(n, device=labels.device)
-    real = labels < call.count
+    real = labels < call.buckets
     same = (labels[..., :, None] == labels[..., None, :]) & real[..., None]
     if call.causal:
         past = same & (time <= time[:, None])

@@ -39,10 +39,10 @@ class TorchBuckets:
         q, k, v = scored(call, accumulator(call.q.dtype))
         labels = call.labels.flatten(0, 1)
         stretch = newest_per_bucket if call.causal else chunk_stretch
-        sees = stretch(labels, call.count, call.reach)
+        sees = stretch(labels, call.buckets, call.reach)
         out, lse = sorted_attention(q, k, v, sees, own=call.own, seed=call.seed, rate=call.dropout)
         if not call.own:
-            out = with_lonely(out, lse, v, labels[:, 0] < call.count, call.seed, call.dropout)
+            out = with_lonely(out, lse, v, labels[:, 0] < call.buckets, call.seed, call.dropout)
         return out.unflatten(0, call.q.shape[:2]).to(call.v.dtype)
 
 

@@ -80,19 +80,18 @@ def sorted_places(call: BucketCall) -> Tensor:
     b, h, r, n = call.labels.shape
     total = call.labels.numel()
     bits = max(1, (n - 1).bit_length())
-    groups = b * h * r * (call.count + 1)
+    groups = b * h * r * (call.buckets + 1)
     kind = torch.int32 if groups << bits < 2**31 else torch.int64
     codes = torch.empty(total, dtype=kind, device=call.q.device)
     grid = (ceil_div(total, PLACE_BLOCK),)
-    kernels.sort_codes[grid](
-        call.labels, codes, *call.labels.stride()[:2], *call.labels.stride()[2:], n, total, call.count, bits, h, r, SIZE=PLACE_BLOCK
-    )
+    kernels.sort_codes[grid](call.labels, codes, *call.labels.stride(), n, total, call.buckets, bits, h, r, SIZE=PLACE_BLOCK)
     codes = codes.sort().values
     first, last = torch.empty(2, groups, dtype=torch.int32, device=codes.device)
-    kernels.label_bounds[grid](codes, first, last, n, total, call.count, bits, SIZE=PLACE_BLOCK)
+    kernels.label_bounds[grid](codes, first, last, n, total, bits, SIZE=PLACE_BLOCK)
     places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
+    reach = min(call.reach, n)
     kernels.token_places[grid](
-        codes, first, last, places, n, total, call.count, bits, min(call.reach, n), CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
+        codes, first, last, places, n, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
     )
     return places
 
@@ -236,7 +235,7 @@ def _operator(
     v: Tensor,
     labels: Tensor,
     seed: Tensor | None,
-    count: int,
+    buckets: int,
     reach: int,
     causal: bool,
     own: bool,
@@ -244,12 +243,12 @@ def _operator(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = BucketCall(q, k, v, labels, seed, count, reach, causal, own, unit_keys, scale, dropout)
+    call = BucketCall(q, k, v, labels, seed, buckets, reach, causal, own, unit_keys, scale, dropout)
     return tuple(bucket_forward_pass(call))  # type: ignore[return-value]
 
 
 @_operator.register_fake
-def fake_bucket_attention(q, k, v, labels, seed, count, reach, causal, own, unit_keys, *numbers):  # noqa: ARG001
+def fake_bucket_attention(q, k, v, labels, seed, buckets, reach, causal, own, unit_keys, *numbers):  # noqa: ARG001
     b, h, r, n = labels.shape
     out = by_token(q, h, v.shape[-1], v.dtype)
     lse = q.new_empty(b, h, n, dtype=torch.float32)
@@ -270,7 +269,7 @@ def _operator_backward(
     lse: Tensor,
     places: Tensor,
     short: Tensor,
-    count: int,
+    buckets: int,
     reach: int,
     causal: bool,
     own: bool,
@@ -278,7 +277,7 @@ def _operator_backward(
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = BucketCall(q, k, v, labels, seed, count, reach, causal, own, unit_keys, scale, dropout)
+    call = BucketCall(q, k, v, labels, seed, buckets, reach, causal, own, unit_keys, scale, dropout)
     return bucket_backward_pass(call, Found(out, lse, places, short), grad)
 
 

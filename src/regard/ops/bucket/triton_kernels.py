@@ -18,8 +18,8 @@ GOLDEN_MULTIPLIER = tl.constexpr(0x9E3779B9 - 2**32)  # as in `regard.ops.dropou
 SQRT2_MULTIPLIER = tl.constexpr(0x6A09E667)
 
 
-@triton.jit(do_not_specialize=["n", "total", "count", "bits", "heads", "rounds"])
-def sort_codes(LABELS, CODES, sb, sh, sr, sn, n, total, count, bits, heads, rounds, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "total", "buckets", "bits", "heads", "rounds"])
+def sort_codes(LABELS, CODES, sb, sh, sr, sn, n, total, buckets, bits, heads, rounds, SIZE: tl.constexpr):
     """Write what is sorted: the row and round, the label and the position of every token, in one integer."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < total
@@ -28,12 +28,12 @@ def sort_codes(LABELS, CODES, sb, sh, sr, sn, n, total, count, bits, heads, roun
     r = line % rounds
     row = line // rounds
     label = tl.load(LABELS + row // heads * sb + row % heads * sh + r * sr + position * sn, mask=inside, other=0)
-    code = ((line * (count + 1) + label) << bits) | position
+    code = ((line * (buckets + 1) + label) << bits) | position
     tl.store(CODES + at, code.to(CODES.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "total", "count", "bits"])
-def label_bounds(CODES, FIRST, LAST, n, total, count, bits, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "total", "bits"])
+def label_bounds(CODES, FIRST, LAST, n, total, bits, SIZE: tl.constexpr):
     """Write the first and the last place of every label of every line (row and round), where tokens have it."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < total
@@ -71,9 +71,9 @@ def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "total", "count", "bits", "reach"])
+@triton.jit(do_not_specialize=["n", "total", "buckets", "bits", "reach"])
 def token_places(
-    CODES, FIRST, LAST, PLACES, n, total, count, bits, reach, CAUSAL: tl.constexpr, MARKS: tl.constexpr, SIZE: tl.constexpr
+    CODES, FIRST, LAST, PLACES, n, total, buckets, bits, reach, CAUSAL: tl.constexpr, MARKS: tl.constexpr, SIZE: tl.constexpr
 ):
     """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place, and the
     first and the last place that it sees. Padding sees no place.
@@ -85,7 +85,7 @@ def token_places(
     token = (code & ((1 << bits) - 1)).to(tl.int32)
     line = at // n
     place = (at % n).to(tl.int32)
-    padding = group - line * (count + 1) == count
+    padding = group - line * (buckets + 1) == buckets
     first = tl.where(padding, n, tl.load(FIRST + group, mask=inside, other=0))
     last = tl.where(padding, -1, tl.load(LAST + group, mask=inside, other=0))
     tl.store(PLACES + at, token, mask=inside)
@@ -139,7 +139,7 @@ def earlier_ranges(MARKS, token, inside, n, total, ROUND: tl.constexpr):
     for r in tl.static_range(ROUND):
         low = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
         high = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=0)
-        found = found + ((low, high),)  # noqa: RUF005 - what Triton compiles
+        found = found + ((low, high),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
     return found
 
 
@@ -148,7 +148,7 @@ def earlier_places(MARKS, token, inside, n, ROUND: tl.constexpr):
     """Load the places of keys in the rounds before ROUND, as a tuple."""
     found = ()
     for r in tl.static_range(ROUND):
-        found = found + (tl.load(MARKS + r * n + token, mask=inside, other=-1),)  # noqa: RUF005
+        found = found + (tl.load(MARKS + r * n + token, mask=inside, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -243,7 +243,9 @@ def bucket_forward(
 
 
 @triton.jit(do_not_specialize=["n", "heads", "tiles"])
-def output_products(OUT, GRAD, DELTA, sob, soh, son, sgb, sgh, sgn, n, heads, tiles, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
+def output_products(
+    OUT, GRAD, DELTA, sob, soh, son, sgb, sgh, sgn, n, heads, tiles, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr
+):
     """Write the product of every output row with its gradient, DELTA (rows n)."""
     pid = tl.program_id(0)
     row = pid // tiles
