@@ -36,6 +36,7 @@ def bucket_query_grads(
     """Add the gradients of a tile of queries in one round: SUM (rows n D) holds those of earlier rounds in float32, and the last
     round writes DQ.
     """
+    total = total.to(tl.int64)
     pid = tl.program_id(0)
     row = pid // tiles
     wide = row.to(tl.int64)
@@ -113,6 +114,7 @@ def bucket_key_grads(
     rounds in float32. The last round writes DK and DV, with a head for every query head; gradients of unit keys become those
     of keys.
     """
+    total = total.to(tl.int64)
     pid = tl.program_id(0)
     row = pid // tiles
     wide = row.to(tl.int64)

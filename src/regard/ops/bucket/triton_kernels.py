@@ -78,6 +78,7 @@ def token_places(
     """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place, and the
     first and the last place that it sees. Padding sees no place.
     """
+    total = total.to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < total
     code = tl.load(CODES + at, mask=inside, other=0).to(tl.int64)
@@ -164,6 +165,7 @@ def bucket_forward(
     """Add the pairs of one round to the outputs of a tile of queries: SUM (rows n E) in float32 and LSE (rows n) hold what
     earlier rounds found. The last round writes OUT, and LONELY for rows without pairs into LSE.
     """
+    total = total.to(tl.int64)
     pid = tl.program_id(0)
     row = pid // tiles
     line = (row * rounds + ROUND).to(tl.int64)
