@@ -356,8 +356,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "routing learns in evaluation": (
         R + "mixers/cluster.py",
-        "        if self.training:\n            self._learn((q, places.valid), (k, log.places.valid))",
-        "        if True:\n            self._learn((q, places.valid), (k, log.places.valid))",
+        "        if self.training:\n            self._learn((q, places.valid, ",
+        "        if True:\n            self._learn((q, places.valid, ",
     ),
     "a block is sorted by all of its keys": (
         R + "mixers/sinkhorn.py",

@@ -7,7 +7,7 @@ from conftest import DEVICE, close, data, some
 from regard import Dims, core, layer
 from regard.ops.backend import backends, choose_backend
 from regard.ops.bucket import triton as fused
-from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
+from regard.ops.bucket.bucket_op import BucketCall, LabelCall, bucket_attention, product_labels
 from regard.ops.bucket.few_queries import few_bucket_queries
 from regard.ops.bucket.reference import _seen_pairs
 
@@ -124,6 +124,26 @@ def test_layers_compute_the_same_by_every_backend(causal):
         agree(other, found[0])
 
 
+@pytest.mark.parametrize("backend", OTHERS)
+@pytest.mark.parametrize("rounds, f, opposite", [(3, 5, True), (2, 1, True), (1, 7, False), (1, 37, False), (2, 20, True)])
+def test_every_backend_gives_the_same_labels(backend, rounds, f, opposite):
+    for g, kind in ((1, torch.float32), (2, torch.float16)):
+        k = torch.randn(2, 21, g, 6, device=DEVICE).to(kind).transpose(1, 2)
+        for directions in (torch.randn(2, 6, rounds * f, device=DEVICE), torch.randn(2, 6, rounds * f, device=DEVICE).to(kind)):
+            found = product_labels(k, directions, rounds, opposite=opposite, backend=backend)
+            assert found.dtype == torch.int32
+            expected = product_labels(k.double(), directions.double(), rounds, opposite=opposite, backend="reference")
+            assert torch.equal(found, expected)
+            assert found.max() < f * (1 + opposite)
+
+
+def test_labels_without_an_order_are_labels():
+    k = torch.full((1, 1, 5, 6), torch.nan, device=DEVICE)
+    for backend in OTHERS:
+        found = product_labels(k, torch.randn(1, 6, 6, device=DEVICE), 2, opposite=True, backend=backend)
+        assert ((found >= 0) & (found < 6)).all()
+
+
 def test_few_queries_are_the_last_rows_of_all():
     call = call_of(dropout=0.3, padded=True)
     whole = bucket_attention(call, "torch")
@@ -162,6 +182,11 @@ def test_the_operators_of_the_kernels_are_operators():
         torch.library.opcheck(torch.ops.regard.bucket_attention_backward.default, given, test_utils=tests)
 
 
+def test_the_operator_of_labels_is_an_operator():
+    k = torch.randn(1, 1, 5, 6, device=DEVICE)
+    torch.library.opcheck(torch.ops.regard.product_labels.default, (k, torch.randn(2, 6, 6, device=DEVICE), 2, True))
+
+
 def test_one_graph_serves_all_lengths():
     torch._dynamo.reset()
     made = layer("reformer(rounds=1, buckets=4, chunk=3)", width=8, heads=1, causal=True, backend="triton").to(DEVICE).eval()
@@ -191,6 +216,8 @@ def test_what_the_kernels_cannot_compute_is_a_sentence(monkeypatch):
         (call._replace(labels=call.labels.new_zeros(1, 2, 17, 5)), "up to 16 rounds, not 17"),
     ]:
         assert sentence in fused.TritonBuckets().refuses(changed)
+    wide = LabelCall(call.k.new_zeros(1, 1, 5, 257), call.k.new_zeros(1, 257, 4), 1, False)
+    assert "up to 256 dimensions" in fused.TritonBuckets().refuses(wide)
     if DEVICE.type == "cpu":
         assert choose_backend("bucket", "auto", call).name == "torch"
         monkeypatch.setenv("TRITON_INTERPRET", "0")

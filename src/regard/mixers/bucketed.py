@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.mixers.base import Can, Core, Places
-from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache, with_spare_room
-from regard.mixers.pattern_attention import expand_heads
 from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
 from regard.ops.bucket.bucket_sort import sort_by_bucket
 from regard.ops.bucket.few_queries import few_bucket_queries
@@ -56,7 +54,7 @@ class BucketedCore(Core):
     scale: float = 1.0
 
     def label(self, k: Tensor) -> Tensor:
-        """Labels (b h m rounds) of keys (b h m d) in float32 or better."""
+        """Labels (b h m rounds), int32, of keys (b g m d)."""
         raise NotImplementedError
 
     def empty(self, k: Tensor, v: Tensor) -> BucketMemory:
@@ -65,8 +63,7 @@ class BucketedCore(Core):
 
     def push(self, memory: BucketMemory, k: Tensor, v: Tensor, places: Places) -> BucketMemory:
         with torch.no_grad():
-            keys, _ = expand_heads(k, k, self.dims.heads)
-            marks = self.label(upcast(keys)).int()
+            marks = self.label(k)
         return BucketMemory(memory.log.append(k, v, places), memory.marks.append(marks, marks[..., :0], places))
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - its queries are the newest tokens

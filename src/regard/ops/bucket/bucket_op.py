@@ -39,6 +39,15 @@ class BucketCall(NamedTuple):
     dropout: float
 
 
+class LabelCall(NamedTuple):
+    """Label keys by the direction that they point to most: the largest product in every round."""
+
+    k: Tensor  # (b g n d)
+    directions: Tensor  # (h d r*f): f directions of each round, of every query head
+    rounds: int
+    opposite: bool  # directions x are followed by -x: 2 f labels, not f
+
+
 BUCKET_TENSORS = 5  # the first fields of a call; three of them have gradients
 
 
@@ -47,7 +56,7 @@ class BucketBackend(Protocol):
 
     name: str
 
-    def refuses(self, call: BucketCall) -> str | None:
+    def refuses(self, call: BucketCall | LabelCall) -> str | None:
         """Return a sentence about what this backend cannot compute in a call, or None."""
         ...
 
@@ -55,10 +64,21 @@ class BucketBackend(Protocol):
         """Return out (b h n e) in the type of v; 0 for padding."""
         ...
 
+    def labels(self, call: LabelCall) -> Tensor:
+        """Return the labels (b h n r) of keys, int32; of equal products the first."""
+        ...
+
 
 def bucket_attention(call: BucketCall, backend: str = AUTO) -> Tensor:
     """Return the softmax of scores over the pairs of all rounds, times v: out (b h n e) in the type of v, n >= 1."""
     return choose_backend("bucket", backend, call).forward(call)
+
+
+@torch.no_grad()
+def product_labels(k: Tensor, directions: Tensor, rounds: int = 1, *, opposite: bool = False, backend: str = AUTO) -> Tensor:
+    """Return the labels (b h n rounds) of keys, int32: see `LabelCall`."""
+    call = LabelCall(k, directions, rounds, opposite)
+    return choose_backend("bucket", backend, call).labels(call)
 
 
 def scored(call: BucketCall, acc: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_op import BucketCall, scored
+from regard.ops.bucket.bucket_op import BucketCall, LabelCall, scored
 from regard.ops.dropout_hash import head_numbers, kept_pairs_composite, key_keys, query_keys
 from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE
@@ -16,7 +16,7 @@ class ReferenceBuckets:
 
     name = "reference"
 
-    def refuses(self, call: BucketCall) -> str | None:  # noqa: ARG002 - it computes every call
+    def refuses(self, call: BucketCall | LabelCall) -> str | None:  # noqa: ARG002 - it computes every call
         return None
 
     def forward(self, call: BucketCall) -> Tensor:
@@ -28,6 +28,14 @@ class ReferenceBuckets:
             weights = weights * _kept(call) / (1 - call.dropout)
         out = weights.flatten(0, 1) @ v
         return out.view(*call.q.shape[:3], -1).to(call.v.dtype)
+
+    def labels(self, call: LabelCall) -> Tensor:
+        k = call.k.to(accumulator(call.k.dtype))
+        k = k.repeat_interleave(call.directions.shape[0] // k.shape[1], 1)
+        products = (k @ call.directions.to(k.dtype)).unflatten(-1, (call.rounds, -1))
+        if call.opposite:
+            products = torch.cat([products, -products], -1)
+        return products.argmax(-1).int()
 
 
 def _seen_pairs(call: BucketCall) -> Tensor:

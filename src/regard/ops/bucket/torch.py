@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.ops.bucket.bucket_op import BucketCall, scored
+from regard.ops.bucket.bucket_op import BucketCall, LabelCall, scored
 from regard.ops.bucket.bucket_sort import SortedRange, chunk_stretch, newest_per_bucket
 from regard.ops.dropout_hash import kept_pairs_composite, key_keys, query_keys
 from regard.ops.strip import in_strips
@@ -32,7 +32,7 @@ class TorchBuckets:
 
     name = "torch"
 
-    def refuses(self, call: BucketCall) -> str | None:  # noqa: ARG002 - it computes every call
+    def refuses(self, call: BucketCall | LabelCall) -> str | None:  # noqa: ARG002 - it computes every call
         return None
 
     def forward(self, call: BucketCall) -> Tensor:
@@ -44,6 +44,25 @@ class TorchBuckets:
         if not call.own:
             out = with_lonely(out, lse, v, labels[:, 0] < call.buckets, call.seed, call.dropout)
         return out.unflatten(0, call.q.shape[:2]).to(call.v.dtype)
+
+    def labels(self, call: LabelCall) -> Tensor:
+        k = call.k.to(accumulator(call.k.dtype))
+        share = call.directions.shape[0] // k.shape[1]
+        if share > 1:
+            k = k.repeat_interleave(share, 1)
+        strip = partial(_largest, directions=call.directions.to(k.dtype), rounds=call.rounds, opposite=call.opposite)
+        each = k.shape[0] * k.shape[1] * call.directions.shape[2]
+        return in_strips(strip, (k,), 2, each)[0]
+
+
+def _largest(k: Tensor, directions: Tensor, rounds: int, opposite: bool) -> tuple[Tensor]:
+    products = (k @ directions).unflatten(-1, (rounds, -1))
+    if not opposite:
+        return (products.argmax(-1).int(),)
+    far = products.abs().argmax(-1, keepdim=True)  # the largest of [x, -x] without making -x
+    negative = products.gather(-1, far) < 0
+    label = far + products.shape[-1] * negative
+    return (label.squeeze(-1).int(),)
 
 
 def with_lonely(out: Tensor, lse: Tensor, v: Tensor, real: Tensor, seed: Tensor | None, rate: float) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall
+from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall, LabelCall
 from regard.ops.bucket.torch import TorchBuckets
 from regard.ops.dropout_hash import _threshold, head_numbers, key_keys, query_keys
 from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config, triton_cannot_run
@@ -21,6 +21,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 MOST_ROUNDS = 16  # a round has kernels of its own
 WIDEST_HEAD = 256
 PLACE_BLOCK = 1024  # tokens of a program that sorts
+LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product
 PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
 
 
@@ -39,7 +40,12 @@ class TritonBuckets:
     name = "triton"
     devices = ("cuda",)
 
-    def refuses(self, call: BucketCall) -> str | None:
+    def refuses(self, call: BucketCall | LabelCall) -> str | None:
+        if isinstance(call, LabelCall):
+            wide = call.k.shape[-1] > WIDEST_HEAD
+            return triton_cannot_run(call.k, call.directions) or (
+                f"its kernels take up to {WIDEST_HEAD} dimensions" if wide else None
+            )
         if why := triton_cannot_run(call.q, call.k, call.v):
             return why
         if not call.q.dtype == call.k.dtype == call.v.dtype:
@@ -56,6 +62,13 @@ class TritonBuckets:
         if torch.compiler.is_compiling():
             return _operator(*call)[0]
         return _BucketFunction.apply(*call)
+
+    def labels(self, call: LabelCall) -> Tensor:
+        if needs_plain_ops():
+            return TorchBuckets().labels(call)
+        if torch.compiler.is_compiling():
+            return _label_operator(*call)
+        return largest_products(call)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -94,6 +107,22 @@ def sorted_places(call: BucketCall) -> Tensor:
         codes, first, last, places, n, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
     )
     return places
+
+
+def largest_products(call: LabelCall) -> Tensor:
+    """Label keys in one launch: products are never stored."""
+    from regard.ops.bucket import triton_kernels as kernels
+
+    k, directions = _dense_rows(call.k), call.directions.contiguous()
+    (b, g, n, d), (h, _, f) = k.shape, directions.shape
+    labels = torch.empty(b, h, n, call.rounds, dtype=torch.int32, device=k.device)
+    tiles = ceil_div(n, LABEL_BLOCK)
+    alike = k.dtype == directions.dtype
+    kernels.largest_products[(b * h * tiles,)](
+        k, directions, labels, *_strides(k), n, h, tiles, SHARE=h // g, ROUNDS=call.rounds, F=f // call.rounds,
+        OPPOSITE=call.opposite, ALIKE=alike, D=d, BD=block_of(d, k.device), BF=LABEL_FEATURES, BM=LABEL_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return labels
 
 
 def _dropout_keys(call: BucketCall, none: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,3 +330,13 @@ def bucket_operator_grads(ctx: Any, grad: Tensor, *others: Tensor | None) -> tup
 
 
 _operator.register_autograd(bucket_operator_grads, setup_context=keep_bucket_tensors)
+
+
+@torch.library.custom_op("regard::product_labels", mutates_args=())
+def _label_operator(k: Tensor, directions: Tensor, rounds: int, opposite: bool) -> Tensor:
+    return largest_products(LabelCall(k, directions, rounds, opposite))
+
+
+@_label_operator.register_fake
+def fake_product_labels(k, directions, rounds, opposite):  # noqa: ARG001
+    return k.new_empty(k.shape[0], directions.shape[0], k.shape[2], rounds, dtype=torch.int32)
