@@ -22,7 +22,7 @@ from torch import Tensor
 
 from regard import Dims, attend, core
 from regard.ops.bucket import triton as fused
-from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
+from regard.ops.bucket.bucket_op import BucketCall, bucket_attention, product_labels
 
 TOKENS, HEADS, HEAD = 32768, 8, 64
 LENGTHS = (4096, 16384, 65536)
@@ -125,6 +125,21 @@ def check(name: str) -> None:
     true = passes(in_double(call), "torch")
     ours = passes(call, "triton")
     report(what=f"error {name}", triton=errors(ours, true), torch=errors(passes(call, "torch"), true))
+
+
+def check_labels() -> None:
+    """Report the share of labels that differ from those of float64, by type, and the time of a pass."""
+    for kind in KINDS:
+        k = torch.randn(8, 4096, HEADS, HEAD, device="cuda").to(KINDS[kind]).transpose(1, 2)
+        for other in {kind, "fp32"}:
+            x = torch.randn(HEADS, HEAD, 64, device="cuda").to(KINDS[other])
+            true = product_labels(k.double(), x.double(), 4, opposite=True, backend="torch")
+            row = {}
+            for backend in ("triton", "torch"):
+                run = lambda backend=backend, x=x, k=k: product_labels(k, x, 4, opposite=True, backend=backend)  # noqa: E731
+                row[backend] = float((run() != true).double().mean())
+                row[backend + "_ms"] = graph_time(run)
+            report(what=f"labels {kind}, directions {other}", **row)
 
 
 def repeat(name: str, times: int = 20) -> None:
@@ -337,6 +352,7 @@ def main() -> None:
         report(what="compiled", seconds=time.time() - start)
         for case in CASES:
             attempt(f"error {case}", lambda case=case: check(case))
+        attempt("labels", check_labels)
         for case in ("reformer bf16", "routing bf16", "chunks bf16", "dropout bf16"):
             attempt(f"repeat {case}", lambda case=case: repeat(case))
         report(what="checked", seconds=time.time() - start)

@@ -21,7 +21,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 MOST_ROUNDS = 16  # a round has kernels of its own
 WIDEST_HEAD = 256
 PLACE_BLOCK = 1024  # tokens of a program that sorts
-LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product
+LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
 PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
 
 
@@ -43,9 +43,8 @@ class TritonBuckets:
     def refuses(self, call: BucketCall | LabelCall) -> str | None:
         if isinstance(call, LabelCall):
             wide = call.k.shape[-1] > WIDEST_HEAD
-            return triton_cannot_run(call.k, call.directions) or (
-                f"its kernels take up to {WIDEST_HEAD} dimensions" if wide else None
-            )
+            why = f"its kernels take keys of up to {WIDEST_HEAD} dimensions" if wide else None
+            return triton_cannot_run(call.k, call.directions) or why
         if why := triton_cannot_run(call.q, call.k, call.v):
             return why
         if not call.q.dtype == call.k.dtype == call.v.dtype:
@@ -96,15 +95,16 @@ def sorted_places(call: BucketCall) -> Tensor:
     groups = b * h * r * (call.buckets + 1)
     kind = torch.int32 if groups << bits < 2**31 else torch.int64
     codes = torch.empty(total, dtype=kind, device=call.q.device)
-    grid = (ceil_div(total, PLACE_BLOCK),)
-    kernels.sort_codes[grid](call.labels, codes, *call.labels.stride(), n, total, call.buckets, bits, h, r, SIZE=PLACE_BLOCK)
+    tiles = ceil_div(n, PLACE_BLOCK)
+    grid = (b * h * r * tiles,)
+    kernels.sort_codes[grid](call.labels, codes, *call.labels.stride(), n, tiles, call.buckets, bits, h, r, SIZE=PLACE_BLOCK)
     codes = codes.sort().values
     first, last = torch.empty(2, groups, dtype=torch.int32, device=codes.device)
-    kernels.label_bounds[grid](codes, first, last, n, total, bits, SIZE=PLACE_BLOCK)
+    kernels.label_bounds[grid](codes, first, last, n, tiles, bits, SIZE=PLACE_BLOCK)
     places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
     reach = min(call.reach, n)
     kernels.token_places[grid](
-        codes, first, last, places, n, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
+        codes, first, last, places, n, tiles, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
     )
     return places
 
@@ -120,7 +120,7 @@ def largest_products(call: LabelCall) -> Tensor:
     alike = k.dtype == directions.dtype
     kernels.largest_products[(b * h * tiles,)](
         k, directions, labels, *_strides(k), n, h, tiles, SHARE=h // g, ROUNDS=call.rounds, F=f // call.rounds,
-        OPPOSITE=call.opposite, ALIKE=alike, D=d, BD=block_of(d, k.device), BF=LABEL_FEATURES, BM=LABEL_BLOCK, num_warps=4,
+        OPPOSITE=call.opposite, ALIKE=alike, D=d, BD=block_of(d, k.device), BF=LABEL_FEATURES, BM=LABEL_BLOCK, num_warps=2,
     )  # fmt: skip
     return labels
 

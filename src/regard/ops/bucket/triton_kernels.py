@@ -18,31 +18,32 @@ GOLDEN_MULTIPLIER = tl.constexpr(0x9E3779B9 - 2**32)  # as in `regard.ops.dropou
 SQRT2_MULTIPLIER = tl.constexpr(0x6A09E667)
 
 
-@triton.jit(do_not_specialize=["n", "total", "buckets", "bits", "heads", "rounds"])
-def sort_codes(LABELS, CODES, sb, sh, sr, sn, n, total, buckets, bits, heads, rounds, SIZE: tl.constexpr):
-    """Write what is sorted: the row and round, the label and the position of every token, in one integer."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < total
-    position = at % n
-    line = at // n
-    r = line % rounds
+@triton.jit(do_not_specialize=["n", "tiles", "buckets", "bits", "heads", "rounds"])
+def sort_codes(LABELS, CODES, sb, sh, sr, sn, n, tiles, buckets, bits, heads, rounds, SIZE: tl.constexpr):
+    """Write what is sorted: the line (row and round), the label and the position of every token, in one integer."""
+    pid = tl.program_id(0)
+    line = (pid // tiles).to(tl.int64)
+    position = pid % tiles * SIZE + tl.arange(0, SIZE)
+    inside = position < n
     row = line // rounds
-    label = tl.load(LABELS + row // heads * sb + row % heads * sh + r * sr + position * sn, mask=inside, other=0)
+    LABELS += row // heads * sb + row % heads * sh + line % rounds * sr
+    label = tl.load(LABELS + position.to(tl.int64) * sn, mask=inside, other=0)
     code = ((line * (buckets + 1) + label) << bits) | position
-    tl.store(CODES + at, code.to(CODES.dtype.element_ty), mask=inside)
+    tl.store(CODES + line * n + position, code.to(CODES.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "total", "bits"])
-def label_bounds(CODES, FIRST, LAST, n, total, bits, SIZE: tl.constexpr):
-    """Write the first and the last place of every label of every line (row and round), where tokens have it."""
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < total
-    group = tl.load(CODES + at, mask=inside, other=0).to(tl.int64) >> bits
-    before = tl.load(CODES + at - 1, mask=inside & (at > 0), other=0).to(tl.int64) >> bits
-    behind = tl.load(CODES + at + 1, mask=at < total - 1, other=0).to(tl.int64) >> bits
-    place = (at % n).to(tl.int32)
-    tl.store(FIRST + group, place, mask=inside & ((at == 0) | (group != before)))
-    tl.store(LAST + group, place, mask=inside & ((at == total - 1) | (group != behind)))
+@triton.jit(do_not_specialize=["n", "tiles", "bits"])
+def label_bounds(CODES, FIRST, LAST, n, tiles, bits, SIZE: tl.constexpr):
+    """Write the first and the last place of every label of every line, where tokens have it."""
+    pid = tl.program_id(0)
+    CODES += (pid // tiles).to(tl.int64) * n
+    place = pid % tiles * SIZE + tl.arange(0, SIZE)
+    inside = place < n
+    group = tl.load(CODES + place, mask=inside, other=0).to(tl.int64) >> bits
+    before = tl.load(CODES + place - 1, mask=inside & (place > 0), other=0).to(tl.int64) >> bits
+    behind = tl.load(CODES + place + 1, mask=place < n - 1, other=0).to(tl.int64) >> bits
+    tl.store(FIRST + group, place, mask=inside & ((place == 0) | (group != before)))
+    tl.store(LAST + group, place, mask=inside & ((place == n - 1) | (group != behind)))
 
 
 @triton.jit
@@ -71,33 +72,34 @@ def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "total", "buckets", "bits", "reach"])
+@triton.jit(do_not_specialize=["n", "tiles", "total", "buckets", "bits", "reach"])
 def token_places(
-    CODES, FIRST, LAST, PLACES, n, total, buckets, bits, reach, CAUSAL: tl.constexpr, MARKS: tl.constexpr, SIZE: tl.constexpr
-):
+    CODES, FIRST, LAST, PLACES, n, tiles, total, buckets, bits, reach,
+    CAUSAL: tl.constexpr, MARKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place, and the
     first and the last place that it sees. Padding sees no place.
     """
+    pid = tl.program_id(0)
     total = total.to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < total
-    code = tl.load(CODES + at, mask=inside, other=0).to(tl.int64)
+    line = (pid // tiles).to(tl.int64)
+    PLACES += line * n
+    place = pid % tiles * SIZE + tl.arange(0, SIZE)
+    inside = place < n
+    code = tl.load(CODES + line * n + place, mask=inside, other=0).to(tl.int64)
     group = code >> bits
-    token = (code & ((1 << bits) - 1)).to(tl.int32)
-    line = at // n
-    place = (at % n).to(tl.int32)
+    token = (code - (group << bits)).to(tl.int32)
     padding = group - line * (buckets + 1) == buckets
     first = tl.where(padding, n, tl.load(FIRST + group, mask=inside, other=0))
     last = tl.where(padding, -1, tl.load(LAST + group, mask=inside, other=0))
-    tl.store(PLACES + at, token, mask=inside)
-    tl.store(PLACES + total + at, first, mask=inside)
-    tl.store(PLACES + 2 * total + at, last, mask=inside)
+    tl.store(PLACES + place, token, mask=inside)
+    tl.store(PLACES + total + place, first, mask=inside)
+    tl.store(PLACES + 2 * total + place, last, mask=inside)
     if MARKS:
         low, high = seen_places(place, first, last, reach, CAUSAL)
-        there = line * n + token
-        tl.store(PLACES + 3 * total + there, place, mask=inside)
-        tl.store(PLACES + 4 * total + there, low, mask=inside)
-        tl.store(PLACES + 5 * total + there, high, mask=inside)
+        tl.store(PLACES + 3 * total + token, place, mask=inside)
+        tl.store(PLACES + 4 * total + token, low, mask=inside)
+        tl.store(PLACES + 5 * total + token, high, mask=inside)
 
 
 @triton.jit
