@@ -353,12 +353,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     # clusters, sorted blocks and summaries that look ahead, or count what is not there
     "causal reformer cuts the sorted order into chunks": (
-        R + "mixers/cluster.py",
-        "        if self.dims.causal:\n            return newest_per_bucket(marks",
-        "        if False:\n            return newest_per_bucket(marks",
+        R + "ops/bucket/torch.py",
+        "        stretch = newest_per_bucket if call.causal else chunk_stretch\n",
+        "        stretch = chunk_stretch\n",
     ),
     "a pair counts in every round that holds it": (
-        R + "ops/bucket.py",
+        R + "ops/bucket/torch.py",
         "        hidden -= _outside(at[:, r - 1, None], middle[:, r], half[:, r] + 1).clamp_max_(0)\n",
         "        pass\n",
     ),
@@ -369,8 +369,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "routing learns in evaluation": (
         R + "mixers/cluster.py",
-        "        if self.training:\n            self._learn((q, places.valid), (k, log.places.valid))",
-        "        if True:\n            self._learn((q, places.valid), (k, log.places.valid))",
+        "        if self.training:\n            self._learn((q, places.valid, ",
+        "        if True:\n            self._learn((q, places.valid, ",
     ),
     "a block is sorted by all of its keys": (
         R + "mixers/sinkhorn.py",

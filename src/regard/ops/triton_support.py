@@ -19,13 +19,13 @@ from torch import Tensor
 TUNED = Path(__file__).with_name("tuned.json")
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
+INSTALLED = find_spec("triton") is not None  # not a cached function: torch.compile cannot trace those
 SMALLEST_DOT = 16  # elements of every dimension of a product in Triton
 
 
-@lru_cache(maxsize=1)
 def has_triton() -> bool:
     """Return whether the package triton is installed."""
-    return find_spec("triton") is not None
+    return INSTALLED
 
 
 def interpreting() -> bool:
