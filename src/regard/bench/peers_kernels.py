@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +18,7 @@ from regard.patterns import Causal, Pattern
 from regard.spec import Spec
 
 FLA = "flash-linear-attention"
+MASK_PAIRS = 1 << 29  # of a mask that is made without a compiler, by a tensor of all pairs
 
 
 class ScaledDotProduct(OperationPeer):
@@ -33,14 +33,6 @@ class ScaledDotProduct(OperationPeer):
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
 
-@cache
-def compiled_flex() -> Any:
-    """The compiled FlexAttention; on a CPU as well, where it has no backward pass."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
 class Flex(OperationPeer):
     """FlexAttention with the predicate of a pattern as its mask."""
 
@@ -48,7 +40,7 @@ class Flex(OperationPeer):
 
     def __init__(self, pattern: Pattern, setting: Setting) -> None:
         super().__init__()
-        from torch.nn.attention.flex_attention import create_block_mask
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         n = setting.n
         seen = pattern.bound(n, n)
@@ -63,9 +55,10 @@ class Flex(OperationPeer):
             n,
             n,
             device=setting.device,
-            _compile=setting.device == "cuda",
+            _compile=setting.device == "cuda" and n * n * (setting.heads if per_head else 1) > MASK_PAIRS,
         )
-        self.attention = compiled_flex()
+        torch.compiler.reset()  # one graph for each mask: after eight of them torch would not compile any more
+        self.attention = torch.compile(flex_attention, dynamic=False)
 
     def run(self, *inputs: Tensor) -> Tensor:
         return self.attention(*inputs, block_mask=self.mask)
