@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.bench.machine import Rates
 from regard.bench.workload import LAYER, Setting, own_workload
+from regard.cache import bounded_cache
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Mixer
 from regard.mixers.linear_attention import Kernel
@@ -85,14 +86,20 @@ def _forward_flops(mixer: Mixer, setting: Setting, growth: float) -> tuple[float
     core = mixer.core if isinstance(mixer, Attention) else None
     pattern = _pattern(core)
     if core is not None and pattern is not None:
-        found = count_pairs(pattern, setting.n, causal=setting.causal, heads=setting.heads)
-        return 2 * setting.batch * found.pairs * (core.dims.d + core.dims.e), PAIR_BACKWARD
+        pairs = _pairs_of(pattern, setting.n, setting.causal, setting.heads)
+        return 2 * setting.batch * pairs * (core.dims.d + core.dims.e), PAIR_BACKWARD
     if isinstance(core, Kernel):
         state = 4 * core.f * core.dims.e  # written and read
         drawn = getattr(core, "directions", None)
         features = 0 if drawn is None else 4 * drawn.numel()  # of a query and of a key
         return setting.batch * setting.heads * setting.n * (state + features), OTHER_BACKWARD
     return _counted_flops(mixer, setting, growth), OTHER_BACKWARD
+
+
+@bounded_cache(lambda _: 1)
+def _pairs_of(pattern: Pattern, n: int, causal: bool, heads: int) -> int:
+    """Pairs of a pattern over all heads: counted once for a mechanism and its peers."""
+    return count_pairs(pattern, n, causal=causal, heads=heads).pairs
 
 
 def _pattern(core: Core | None) -> Pattern | None:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from regard.runtime.cuda_graph import forbid_sync
+from regard.runtime.cuda_graph import forbid_sync, without_collection
 
 Call = Callable[[], Any]
 ROUNDS = 5  # timed rounds of a call: the median is reported
@@ -100,8 +100,7 @@ def captured(f: Call, device: torch.device, unrolled: int) -> torch.cuda.CUDAGra
                 f()
         torch.cuda.current_stream(device).wait_stream(stream)
         wait(device)
-        gc.collect()
-        with torch.cuda.graph(graph):
+        with without_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(unrolled):
                 f()
     except RuntimeError as error:
