@@ -92,7 +92,7 @@ def test_linear_attention_is_the_reference(backend: str, n: int, size: int) -> N
 
 @pytest.mark.parametrize("decayed", [False, True])
 @pytest.mark.parametrize("n", [1, 5, 64, 150])
-@pytest.mark.parametrize("backend", [name for name in backends("delta") if name != "reference"])
+@pytest.mark.parametrize("backend", [name for name in backends("delta") if name not in ("reference", "triton")])
 def test_delta_rule_is_the_reference(backend: str, n: int, decayed: bool) -> None:
     q, v, state, decay = numbers(B, H, n, D), numbers(B, G, n, E), numbers(B, G, D, E), log_decays(n, int(decayed))
     k = torch.nn.functional.normalize(numbers(B, G, n, D), dim=-1)
