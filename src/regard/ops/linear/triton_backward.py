@@ -23,12 +23,12 @@ from regard.ops.linear.triton_tiles import (
     feature_slope,
     inverse_norm,
     key_rows,
-    load_columns,
-    load_rows,
     present,
     query_features,
     start_decay_columns,
     start_decay_rows,
+    token_columns,
+    token_rows,
 )
 
 
@@ -79,10 +79,10 @@ def linear_backward_queries(
     before = tl.zeros([BF], tl.float32)  # log decay of the chunks before this one
     for low in range(0, count, C):
         i = low + r
-        dn = load_rows(DO, i, sdn, c, count, e).to(tl.float32)
+        dn = token_rows(DO, i, sdn, c, count, e).to(tl.float32)
         dd = tl.zeros([C], tl.float32)
         if NORMALIZE:
-            o = load_rows(OUT, i, H * e, c, count, e).to(tl.float32)
+            o = token_rows(OUT, i, H * e, c, count, e).to(tl.float32)
             inverse = inverse_norm(tl.load(DEN + i, mask=i < count, other=0.0))
             dd = -tl.sum(dn * o, 1) * inverse
             dn = dn * inverse[:, None]
@@ -97,7 +97,7 @@ def linear_backward_queries(
         if DECAY > 0:
             dq = dq * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
         if HAS_KEYS:
-            vt = load_columns(V, i, svn, c, count, e).to(TYPE)
+            vt = token_columns(V, i, svn, c, count, e).to(TYPE)
             k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             da = tl.dot(half, vt, input_precision=PRECISION)
             if NORM:
@@ -111,8 +111,8 @@ def linear_backward_queries(
                 else:
                     da = tl.where(r[:, None] >= r[None, :], da, 0.0)
                 dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
-        x = load_rows(Q, i, sqn, d, count, f)
-        qt = query_features(load_columns(Q, i, sqn, d, count, f), scale, FEATURE)
+        x = token_rows(Q, i, sqn, d, count, f)
+        qt = query_features(token_columns(Q, i, sqn, d, count, f), scale, FEATURE)
         if DECAY_GRAD:
             product = query_features(x, scale, FEATURE) * dq
             mask = i < count
@@ -174,7 +174,7 @@ def _key_grads(
     for x in range(chunks):
         low = (chunks - 1 - x) * C
         j = low + r
-        v = load_rows(V, j, svn, c, count, e).to(TYPE)
+        v = token_rows(V, j, svn, c, count, e).to(TYPE)
         dk = tl.dot(v, rt.to(TYPE), input_precision=PRECISION)
         if NORM:
             dk += t[None, :]
@@ -191,7 +191,7 @@ def _key_grads(
         product = tl.zeros([C], tl.float32)
         if HAS_QUERIES:
             for head in range(R):
-                dnt = load_columns(DO + head * sdh, j, sdn, c, count, e)
+                dnt = token_columns(DO + head * sdh, j, sdn, c, count, e)
                 if NORMALIZE:
                     den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
                     dnt = dnt.to(tl.float32) * inverse_norm(den)[None, :]
@@ -200,11 +200,11 @@ def _key_grads(
                 if NORM:
                     dd = tl.load(DD + head * n + j, mask=j < count, other=0.0)
                     dat += dd[None, :]
-                q = query_features(load_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
                 if DECAY == 2:
                     dk = feature_key_grads(dk, dat, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
                 else:
-                    if DECAY == 1:  # noqa: SIM108
+                    if DECAY == 1:
                         dat = dat * weight
                     else:
                         dat = tl.where(late, dat, 0.0)
@@ -218,7 +218,7 @@ def _key_grads(
                     if DECAY == 1:
                         product += tl.load(QD + (part * heads_all + bh + head) * n + start + j, mask=j < count, other=0.0)
                     else:
-                        products += load_rows(QD + ((bh + head) * n + start) * f, j, f, d, count, f)
+                        products += token_rows(QD + ((bh + head) * n + start) * f, j, f, d, count, f)
         if DECAY_GRAD:
             k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
             if DECAY == 1:
@@ -233,7 +233,7 @@ def _key_grads(
                 mask = (j[:, None] < count) & inside[None, :]
                 tl.store(DLD + (bg * n + start + j[:, None]) * f + d[None, :], grads, mask=mask)
         if FEATURE != 0:
-            dk = dk * feature_slope(load_rows(K, j, skn, d, count, f), FEATURE)
+            dk = dk * feature_slope(token_rows(K, j, skn, d, count, f), FEATURE)
         if HAS_VALID:
             dk = tl.where(present(VALID, j, count, HAS_VALID)[:, None], dk, 0.0)
         mask = (j[:, None] < count) & inside[None, :]
@@ -275,18 +275,18 @@ def _value_grads(
             weight = tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
         if HAS_QUERIES:
             for head in range(R):
-                dn = load_rows(DO + head * sdh, j, sdn, c, count, e)
+                dn = token_rows(DO + head * sdh, j, sdn, c, count, e)
                 if NORMALIZE:
                     den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
                     dn = dn.to(tl.float32) * inverse_norm(den)[:, None]
                 dn = dn.to(TYPE)
-                qt = query_features(load_columns(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                qt = query_features(token_columns(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
                 if DECAY == 2:
                     rows = k.to(tl.float32)
                     a = feature_scores_of_keys(rows, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
-                    if DECAY == 1:  # noqa: SIM108
+                    if DECAY == 1:
                         a = a * weight
                     else:
                         a = tl.where(late, a, 0.0)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TENSORS = 7  # of the arguments: q, k, v, state, log_decay, norm_state, valid
-GRADS = 6  # of them that have gradients
+_TENSORS = 7  # of the arguments: q, k, v, state, log_decay, norm_state, valid
+_GRADS = 6  # of them that have gradients
 
 
 @torch.library.custom_op("regard::linear_attention", mutates_args=())
@@ -97,8 +97,8 @@ def fake_linear_attention_backward(grads, out, norm, q, k, v, state, log_decay, 
 
 def _keep_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:
     out, norm = output[:2]
-    ctx.save_for_backward(*inputs[:TENSORS], out, norm)
-    ctx.options = inputs[TENSORS:]
+    ctx.save_for_backward(*inputs[:_TENSORS], out, norm)
+    ctx.options = inputs[_TENSORS:]
 
 
 def _operator_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +108,7 @@ def _operator_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.options[-1]:  # the norm of a divided output is no result
         given[1] = some.new_empty(0)
     found = iter(linear_operator_backward(given, out, norm, *inputs, *ctx.options))
-    own = [None if x is None else next(found).to(x.dtype) for x in inputs[:GRADS]]
+    own = [None if x is None else next(found).to(x.dtype) for x in inputs[:_GRADS]]
     return *own, *[None] * (1 + len(ctx.options))
 
 

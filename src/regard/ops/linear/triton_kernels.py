@@ -21,9 +21,9 @@ from regard.ops.linear.triton_tiles import (
     feature_scores,
     inverse_norm,
     key_columns,
-    load_rows,
     query_features,
     start_decay_rows,
+    token_rows,
 )
 
 
@@ -54,7 +54,7 @@ def linear_sums(
     for low in range(0, count, C):
         j = low + tl.arange(0, C)
         kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
-        v = load_rows(V, j, svn, c, count, e)
+        v = token_rows(V, j, svn, c, count, e)
         if DECAY > 0:
             kt = kt.to(tl.float32) * end_decay_columns(LD, low, sln, d, count, f, C, DECAY)
             chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
@@ -191,14 +191,14 @@ def linear_forward(
         z = tl.load(Z + at + d, mask=inside, other=0.0).to(tl.float32)
     for low in range(0, count, C):
         i = low + r
-        q = query_features(load_rows(Q, i, sqn, d, count, f), scale, FEATURE)
+        q = query_features(token_rows(Q, i, sqn, d, count, f), scale, FEATURE)
         entry = q
         if DECAY > 0:
             entry = q * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
         o = tl.dot(entry.to(TYPE), s.to(TYPE), input_precision=PRECISION)
         den = tl.sum(entry * z[None, :], 1)
         if HAS_KEYS:
-            v = load_rows(V, i, svn, c, count, e).to(TYPE)
+            v = token_rows(V, i, svn, c, count, e).to(TYPE)
             kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             if DECAY == 2:
                 a = feature_scores(q, K, VALID, LD, low, skn, sln, d, count, f, C, FEATURE, HAS_VALID)
@@ -223,12 +223,12 @@ def linear_forward(
             o = o * inverse_norm(den)[:, None]
         mask = (i[:, None] < count) & (c[None, :] < e)
         tl.store(OUT + i[:, None] * (H * e) + c[None, :], o.to(OUT.dtype.element_ty), mask=mask)
-        if NORM:  # noqa: SIM102 - a flag of the compiler, then a condition
+        if NORM:
             if part == 0:
                 tl.store(DEN + i, den, mask=i < count)
-    if WITH_LAST:  # noqa: SIM102
+    if WITH_LAST:
         if h % R == 0:
             tl.store(LAST + at * e + state_at, s, mask=state_mask)
-            if NORM:  # noqa: SIM102
+            if NORM:
                 if part == 0:
                     tl.store(LAST_Z + at + d, z, mask=inside)

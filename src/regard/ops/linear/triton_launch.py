@@ -69,9 +69,9 @@ class LinearLaunch:
         self.bf, self.be = block_of(self.f, self.device), block_of(self.e, self.device)
         self.decay = 0 if x.log_decay is None else (1 if x.log_decay.shape[-1] == 1 else 2)
         self.norm = x.norm_state is not None
-        types = {t.dtype for t in (x.q, x.k, x.v) if t is not None}
-        half = types == {torch.bfloat16}  # the range of float16 is too small for sums over a sequence
-        exact = torch.float32 in types
+        dtype = tokens.dtype if x.v is None else x.v.dtype  # of products: features may come in more digits
+        half = dtype == torch.bfloat16  # the range of float16 is too small for sums over a sequence
+        exact = dtype == torch.float32
         precision = dot_precision(torch.float32) if exact else "tf32"
         if precision == "ieee":
             precision = "tf32x3"  # all digits of float32, by three products on tensor cores

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.ops.linear.triton_kernels import linear_scan
+from regard.ops.linear.triton_launch import SCAN_BLOCK
 from regard.ops.triton_support import block_of, kernel_config
-
-SCAN_BLOCK = 16  # segments that the scan loads at once
 
 
 @triton.jit

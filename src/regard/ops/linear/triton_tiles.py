@@ -11,13 +11,13 @@ SMALLEST_NORM = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: be
 
 
 @triton.jit
-def load_rows(P, i, stride, d, count, size: tl.constexpr):
+def token_rows(P, i, stride, d, count, size: tl.constexpr):
     """Load a tile (tokens, features), 0 outside."""
     return tl.load(P + i[:, None] * stride + d[None, :], mask=(i[:, None] < count) & (d[None, :] < size), other=0.0)
 
 
 @triton.jit
-def load_columns(P, i, stride, d, count, size: tl.constexpr):
+def token_columns(P, i, stride, d, count, size: tl.constexpr):
     """Load a tile (features, tokens), 0 outside."""
     return tl.load(P + i[None, :] * stride + d[:, None], mask=(i[None, :] < count) & (d[:, None] < size), other=0.0)
 
@@ -62,7 +62,7 @@ def present(VALID, i, count, HAS_VALID: tl.constexpr):
 @triton.jit
 def key_rows(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr):
     """Load features of keys (tokens, features), 0 for tokens that do not exist."""
-    x = load_rows(K, i, stride, d, count, f)
+    x = token_rows(K, i, stride, d, count, f)
     if FEATURE != 0 or HAS_VALID:
         there = present(VALID, i, count, HAS_VALID)
         x = tl.where(there[:, None] & (d[None, :] < f), apply_feature(x, FEATURE), 0.0)
@@ -72,7 +72,7 @@ def key_rows(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constex
 @triton.jit
 def key_columns(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr):
     """Load features of keys (features, tokens), 0 for tokens that do not exist."""
-    x = load_columns(K, i, stride, d, count, f)
+    x = token_columns(K, i, stride, d, count, f)
     if FEATURE != 0 or HAS_VALID:
         there = present(VALID, i, count, HAS_VALID)
         x = tl.where(there[None, :] & (d[:, None] < f), apply_feature(x, FEATURE), 0.0)
@@ -110,7 +110,7 @@ def start_decay_rows(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr
     if DECAY == 1:
         share = tl.exp(chunk_levels(LD, low, stride, count, C))[:, None]
     else:
-        log = load_rows(LD, low + r, stride, d, count, f).to(tl.float32)
+        log = token_rows(LD, low + r, stride, d, count, f).to(tl.float32)
         share = tl.exp(tl.cumsum(log, 0))
     return share
 
@@ -122,7 +122,7 @@ def start_decay_columns(LD, low, stride, d, count, f: tl.constexpr, C: tl.conste
     if DECAY == 1:
         share = tl.exp(chunk_levels(LD, low, stride, count, C))[None, :]
     else:
-        log = load_columns(LD, low + r, stride, d, count, f).to(tl.float32)
+        log = token_columns(LD, low + r, stride, d, count, f).to(tl.float32)
         share = tl.exp(tl.cumsum(log, 1))
     return share
 
@@ -134,7 +134,7 @@ def chunk_decay(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DEC
     if DECAY == 1:
         total = tl.sum(load_decay(LD, i, stride, count), 0) + tl.zeros_like(d).to(tl.float32)
     else:
-        total = tl.sum(load_rows(LD, i, stride, d, count, f).to(tl.float32), 0)
+        total = tl.sum(token_rows(LD, i, stride, d, count, f).to(tl.float32), 0)
     return total
 
 
@@ -147,7 +147,7 @@ def end_decay_columns(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexp
         log = load_decay(LD, low + r, stride, count)
         late = tl.exp(tl.sum(tl.where(r[:, None] < r[None, :], log[None, :], 0.0), 1))[None, :]
     else:
-        later = load_columns(LD, low + r + 1, stride, d, end, f).to(tl.float32)
+        later = token_columns(LD, low + r + 1, stride, d, end, f).to(tl.float32)
         late = tl.exp(tl.cumsum(later, 1, reverse=True))
     return late
 
@@ -161,7 +161,7 @@ def end_decay_rows(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, 
         log = load_decay(LD, low + r, stride, count)
         late = tl.exp(tl.sum(tl.where(r[:, None] < r[None, :], log[None, :], 0.0), 1))[:, None]
     else:
-        later = load_rows(LD, low + r + 1, stride, d, end, f).to(tl.float32)
+        later = token_rows(LD, low + r + 1, stride, d, end, f).to(tl.float32)
         late = tl.exp(tl.cumsum(later, 0, reverse=True))
     return late
 
