@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall, LabelCall
 from regard.ops.bucket.torch import TorchBuckets
-from regard.ops.dropout_hash import keep_threshold, head_numbers, key_keys, query_keys
+from regard.ops.dropout_hash import head_numbers, keep_threshold, key_keys, query_keys
 from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config, triton_cannot_run
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
