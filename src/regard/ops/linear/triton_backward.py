@@ -13,13 +13,11 @@ With dn the gradient of a numerator and dd that of a norm, L the cumulative log 
 import triton
 import triton.language as tl
 
+from regard.ops.linear.triton_feature_decay import halved_key_grads, halved_query_grads, halved_scores_of_keys
 from regard.ops.linear.triton_tiles import (
     chunk_decay,
     chunk_levels,
     end_decay_rows,
-    feature_key_grads,
-    feature_query_grads,
-    feature_scores_of_keys,
     feature_slope,
     inverse_norm,
     key_rows,
@@ -40,7 +38,7 @@ def linear_backward_queries(
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
     FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ (b n h f) of one segment, head and part of the features, and what the segment adds to the adjoint state.
 
@@ -103,7 +101,8 @@ def linear_backward_queries(
             if NORM:
                 da += dd[:, None]
             if DECAY == 2:
-                dq = feature_query_grads(dq, da, K, VALID, LD, low, skn, sln, d, count, f, C, FEATURE, HAS_VALID)
+                rows = k.to(tl.float32)
+                dq = halved_query_grads(dq, da, rows, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
             else:
                 if DECAY == 1:
                     level = chunk_levels(LD, low, sln, count, C)
@@ -153,7 +152,7 @@ def _key_grads(
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
     FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK (b n g f) of one segment and part of the features, and with DECAY_GRAD the gradient of its decays."""
     d = part * BF + tl.arange(0, BF)
@@ -202,7 +201,7 @@ def _key_grads(
                     dat += dd[None, :]
                 q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
                 if DECAY == 2:
-                    dk = feature_key_grads(dk, dat, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
+                    dk = halved_key_grads(dk, dat, q, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     if DECAY == 1:
                         dat = dat * weight
@@ -247,7 +246,8 @@ def _value_grads(
     scale, n, slots, G, R, part, seg, bg, count,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DV (b n g e) of one segment and part of the values."""
     d = tl.arange(0, BF)
@@ -283,7 +283,8 @@ def _value_grads(
                 qt = query_features(token_columns(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
                 if DECAY == 2:
                     rows = k.to(tl.float32)
-                    a = feature_scores_of_keys(rows, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
+                    q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                    a = halved_scores_of_keys(rows, q, qt, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
                     if DECAY == 1:
@@ -306,7 +307,7 @@ def linear_backward_keys(
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PF: tl.constexpr, PE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
     FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK and DLD, or DV, of one segment and key-value head; the query heads of the latter are added one after the other.
 
@@ -336,7 +337,8 @@ def linear_backward_keys(
             Q, K, V, LD, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD,
             sqh, sqn, skn, svn, sln, sdh, sdn,
             scale, n, segs + 1, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
-            f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD, TYPE, PRECISION,
+            f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD,
+            HALVINGS, TYPE, PRECISION,
         )  # fmt: skip
     else:
         DV += ((b * n + start) * G + g) * e
@@ -344,5 +346,5 @@ def linear_backward_keys(
             Q, K, LD, VALID, DO, DEN, ADJ, DV,
             sqh, sqn, skn, sln, sdh, sdn,
             scale, n, segs + 1, G, R, part - FEATURE_PARTS, seg, bg, count,
-            f, e, BF, PE, C, DECAY, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, TYPE, PRECISION,
+            f, e, BF, PE, C, DECAY, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, HALVINGS, TYPE, PRECISION,
         )  # fmt: skip
