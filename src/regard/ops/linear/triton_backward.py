@@ -15,6 +15,7 @@ import triton.language as tl
 
 from regard.ops.linear.triton_feature_decay import halved_key_grads, halved_query_grads, halved_scores_of_keys
 from regard.ops.linear.triton_tiles import (
+    apply_feature,
     chunk_decay,
     chunk_levels,
     end_decay_rows,
@@ -22,7 +23,6 @@ from regard.ops.linear.triton_tiles import (
     inverse_norm,
     key_rows,
     present,
-    query_features,
     start_decay_columns,
     start_decay_rows,
     token_columns,
@@ -111,9 +111,9 @@ def linear_backward_queries(
                     da = tl.where(r[:, None] >= r[None, :], da, 0.0)
                 dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
         x = token_rows(Q, i, sqn, d, count, f)
-        qt = query_features(token_columns(Q, i, sqn, d, count, f), scale, FEATURE)
+        qt = apply_feature(token_columns(Q, i, sqn, d, count, f), FEATURE)
         if DECAY_GRAD:
-            product = query_features(x, scale, FEATURE) * dq
+            product = apply_feature(x, FEATURE) * (dq * scale)
             mask = i < count
             if DECAY == 1:
                 tl.store(QD + (part * heads_all + bh) * n + start + i, tl.sum(product, 1), mask=mask)
@@ -125,7 +125,7 @@ def linear_backward_queries(
         mask = (i[:, None] < count) & inside[None, :]
         tl.store(DQ + i[:, None] * (H * f) + d[None, :], dq.to(DQ.dtype.element_ty), mask=mask)
         if DECAY > 0:
-            qt = qt * start_decay_columns(LD, low, sln, d, count, f, C, DECAY) * tl.exp(before)[:, None]
+            qt = qt * (start_decay_columns(LD, low, sln, d, count, f, C, DECAY) * tl.exp(before)[:, None])
             chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
             before += chunk
             st = st * tl.exp(chunk)[None, :]
@@ -139,9 +139,9 @@ def linear_backward_queries(
             if NORM:
                 z += tl.sum(k.to(tl.float32), 0)
     at = (bh * (segs + 1) + seg) * f
-    tl.store(OWN + at * e + d[:, None] * e + c[None, :], own, mask=inside[:, None] & (c[None, :] < e))
+    tl.store(OWN + at * e + d[:, None] * e + c[None, :], own * scale, mask=inside[:, None] & (c[None, :] < e))
     if NORM:
-        tl.store(OWN_Z + at + d, own_z, mask=inside)
+        tl.store(OWN_Z + at + d, own_z * scale, mask=inside)
 
 
 @triton.jit
@@ -162,9 +162,10 @@ def _key_grads(
     late = r[None, :] >= r[:, None]  # query i at or behind key j, (j, i)
     at = (bg * slots + seg) * f
     rt = tl.load(ADJ + at * e + d[None, :] * e + c[:, None], mask=inside[None, :] & (c[:, None] < e), other=0.0)
+    rt = rt * (1.0 / scale)  # the scale of the queries is applied to results alone
     t = tl.zeros([BF], tl.float32)
     if NORM:
-        t = tl.load(ADJ_Z + at + d, mask=inside, other=0.0)
+        t = tl.load(ADJ_Z + at + d, mask=inside, other=0.0) * (1.0 / scale)
     behind = tl.zeros([BF], tl.float32)  # gradient of the decays of all tokens behind the chunk
     if DECAY_GRAD:
         behind = tl.load(DOT + at + d, mask=inside, other=0.0)
@@ -199,9 +200,9 @@ def _key_grads(
                 if NORM:
                     dd = tl.load(DD + head * n + j, mask=j < count, other=0.0)
                     dat += dd[None, :]
-                q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                q = apply_feature(token_rows(Q + head * sqh, j, sqn, d, count, f), FEATURE)
                 if DECAY == 2:
-                    dk = halved_key_grads(dk, dat, q, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                    dk = halved_key_grads(dk, dat, q.to(tl.float32), LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     if DECAY == 1:
                         dat = dat * weight
@@ -212,12 +213,13 @@ def _key_grads(
                     q = q * share
                 rt = tl.dot(dnt, q.to(TYPE), rt, input_precision=PRECISION)
                 if NORM:
-                    t += tl.sum(q * dd[:, None], 0)
+                    t += tl.sum(q.to(tl.float32) * dd[:, None], 0)
                 if DECAY_GRAD:
                     if DECAY == 1:
                         product += tl.load(QD + (part * heads_all + bh + head) * n + start + j, mask=j < count, other=0.0)
                     else:
                         products += token_rows(QD + ((bh + head) * n + start) * f, j, f, d, count, f)
+        dk = dk * scale
         if DECAY_GRAD:
             k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
             if DECAY == 1:
@@ -257,20 +259,23 @@ def _value_grads(
     at = (bg * slots + seg) * f
     inside = d < f
     adjoint = tl.load(ADJ + at * e + d[:, None] * e + c[None, :], mask=inside[:, None] & (c[None, :] < e), other=0.0)
+    adjoint = adjoint * (1.0 / scale)
     chunks = tl.cdiv(count, C)
     for x in range(chunks):
         low = (chunks - 1 - x) * C
         j = low + r
         k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
         last = k
-        if DECAY > 0:
+        if DECAY == 2:
             last = k.to(tl.float32) * end_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+        if DECAY > 0:
             chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
             share = start_decay_columns(LD, low, sln, d, count, f, C, DECAY)
         dv = tl.dot(last.to(TYPE), adjoint.to(TYPE), input_precision=PRECISION)
         if DECAY > 0:
             adjoint = adjoint * tl.exp(chunk)[:, None]
         if DECAY == 1:
+            dv = dv * end_decay_rows(LD, low, sln, d, count, f, C, DECAY)
             level = chunk_levels(LD, low, sln, count, C)
             weight = tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
         if HAS_QUERIES:
@@ -280,11 +285,11 @@ def _value_grads(
                     den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
                     dn = dn.to(tl.float32) * inverse_norm(den)[:, None]
                 dn = dn.to(TYPE)
-                qt = query_features(token_columns(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                qt = apply_feature(token_columns(Q + head * sqh, j, sqn, d, count, f), FEATURE)
                 if DECAY == 2:
                     rows = k.to(tl.float32)
-                    q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
-                    a = halved_scores_of_keys(rows, q, qt, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                    q = apply_feature(token_rows(Q + head * sqh, j, sqn, d, count, f), FEATURE).to(tl.float32)
+                    a = halved_scores_of_keys(rows, q, qt.to(tl.float32), LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
                     if DECAY == 1:
@@ -295,6 +300,7 @@ def _value_grads(
                 if DECAY > 0:
                     qt = qt * share
                 adjoint = tl.dot(qt.to(TYPE), dn, adjoint, input_precision=PRECISION)
+        dv = dv * scale
         mask = (j[:, None] < count) & (c[None, :] < e)
         tl.store(DV + j[:, None] * (G * e) + c[None, :], dv.to(DV.dtype.element_ty), mask=mask)
 

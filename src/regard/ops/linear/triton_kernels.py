@@ -8,7 +8,8 @@ A sequence is cut into segments, which run in parallel; a segment is walked in c
 
 Letters as in `linear_op`. State buffers are (b g slots f e), one slot for each segment and one behind the last; BF and BE are the
 padded tile sizes. DECAY is 0 for none, 1 for one number a token, 2 for one a feature. FEATURE is 0 for none, 1 for elu + 1 and 2
-for relu. A decay per feature comes as its sums from the start of every chunk (LEVEL of the sums). All products take operands of the type `TYPE`; no exponent is ever positive.
+for relu. A decay per feature comes as its sums from the start of every chunk (LEVEL of the sums). All products take operands of
+the type `TYPE`; no exponent is ever positive.
 """
 
 import triton
@@ -16,13 +17,13 @@ import triton.language as tl
 
 from regard.ops.linear.triton_feature_decay import halved_scores
 from regard.ops.linear.triton_tiles import (
+    apply_feature,
     chunk_decay,
     chunk_levels,
     end_decay_columns,
     inverse_norm,
     key_columns,
     key_rows,
-    query_features,
     start_decay_rows,
     token_columns,
     token_rows,
@@ -204,26 +205,48 @@ def linear_forward(
         z = tl.load(Z + at + d, mask=inside, other=0.0).to(tl.float32)
     for low in range(0, count, C):
         i = low + r
-        q = query_features(token_rows(Q, i, sqn, d, count, f), scale, FEATURE)
-        entry = q
-        if DECAY > 0:
-            entry = q * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+        q = apply_feature(token_rows(Q, i, sqn, d, count, f), FEATURE)
+        if DECAY == 2:
+            entry = q.to(tl.float32) * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+        else:
+            entry = q
         o = tl.dot(entry.to(TYPE), s.to(TYPE), input_precision=PRECISION)
-        den = tl.sum(entry * z[None, :], 1)
+        den = tl.zeros([C], tl.float32)
+        if NORM:
+            den = tl.sum(entry.to(tl.float32) * z[None, :], 1)
+        if DECAY == 1:
+            level = chunk_levels(LD, low, sln, count, C)
+            share = tl.exp(level)
+            o = o * share[:, None]
+            den = den * share
         if HAS_KEYS:
             v = token_rows(V, i, svn, c, count, e).to(TYPE)
             kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             if DECAY == 2:
                 rows = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
-                a = halved_scores(q, rows, kt, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                a = halved_scores(
+                    q.to(tl.float32),
+                    rows.to(tl.float32),
+                    kt.to(tl.float32),
+                    LD,
+                    low,
+                    sln,
+                    d,
+                    count,
+                    f,
+                    C,
+                    HALVINGS,
+                    TYPE,
+                    PRECISION,
+                )
             else:
                 a = tl.dot(q.to(TYPE), kt.to(TYPE), input_precision=PRECISION)
                 if DECAY == 1:
-                    level = chunk_levels(LD, low, sln, count, C)
                     a = a * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
                 else:
                     a = tl.where(r[:, None] >= r[None, :], a, 0.0)
-            den += tl.sum(a, 1)
+            if NORM:
+                den += tl.sum(a, 1)
             o = tl.dot(a.to(TYPE), v, o, input_precision=PRECISION)
             if DECAY > 0:
                 kt = kt.to(tl.float32) * end_decay_columns(LD, low, sln, d, count, f, C, DECAY)
@@ -233,8 +256,11 @@ def linear_forward(
             s = tl.dot(kt.to(TYPE), v, s, input_precision=PRECISION)
             if NORM:
                 z += tl.sum(kt.to(tl.float32), 1)
+        den = den * scale
         if NORMALIZE:
-            o = o * inverse_norm(den)[:, None]
+            o = o * (scale * inverse_norm(den))[:, None]
+        else:
+            o = o * scale
         mask = (i[:, None] < count) & (c[None, :] < e)
         tl.store(OUT + i[:, None] * (H * e) + c[None, :], o.to(OUT.dtype.element_ty), mask=mask)
         if NORM:

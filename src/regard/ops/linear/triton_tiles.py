@@ -11,25 +11,41 @@ SMALLEST_NORM = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: be
 
 
 @triton.jit
+def column_mask(mask, d, size: tl.constexpr):
+    """Add to a mask that columns d exist; a power of two is never padded."""
+    if size & (size - 1) != 0 or d.shape[0] > size:
+        mask = mask & (d[None, :] < size)
+    return mask
+
+
+@triton.jit
+def row_mask(mask, d, size: tl.constexpr):
+    """Add to a mask that rows d exist."""
+    if size & (size - 1) != 0 or d.shape[0] > size:
+        mask = mask & (d[:, None] < size)
+    return mask
+
+
+@triton.jit
 def token_rows(P, i, stride, d, count, size: tl.constexpr):
     """Load a tile (tokens, features), 0 outside."""
-    return tl.load(P + i[:, None] * stride + d[None, :], mask=(i[:, None] < count) & (d[None, :] < size), other=0.0)
+    return tl.load(P + i[:, None] * stride + d[None, :], mask=column_mask(i[:, None] < count, d, size), other=0.0)
 
 
 @triton.jit
 def token_columns(P, i, stride, d, count, size: tl.constexpr):
     """Load a tile (features, tokens), 0 outside."""
-    return tl.load(P + i[None, :] * stride + d[:, None], mask=(i[None, :] < count) & (d[:, None] < size), other=0.0)
+    return tl.load(P + i[None, :] * stride + d[:, None], mask=row_mask(i[None, :] < count, d, size), other=0.0)
 
 
 @triton.jit
 def apply_feature(x, FEATURE: tl.constexpr):
-    """Return the feature map of x in float32."""
-    x = x.to(tl.float32)
+    """Return the feature map of x, in float32 unless it is x itself."""
     if FEATURE == 1:
-        x = tl.where(x > 0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+        x = x.to(tl.float32)
+        x = tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0))
     if FEATURE == 2:
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x.to(tl.float32), 0.0)
     return x
 
 
@@ -45,12 +61,6 @@ def feature_slope(x, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def query_features(x, scale, FEATURE: tl.constexpr):
-    """Return the features of a loaded tile of queries in float32."""
-    return apply_feature(x, FEATURE) * scale
-
-
-@triton.jit
 def present(VALID, i, count, HAS_VALID: tl.constexpr):
     """Return which tokens exist: inside of the segment, and valid."""
     there = i < count
@@ -61,22 +71,18 @@ def present(VALID, i, count, HAS_VALID: tl.constexpr):
 
 @triton.jit
 def key_rows(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr):
-    """Load features of keys (tokens, features), 0 for tokens that do not exist."""
-    x = token_rows(K, i, stride, d, count, f)
-    if FEATURE != 0 or HAS_VALID:
-        there = present(VALID, i, count, HAS_VALID)
-        x = tl.where(there[:, None] & (d[None, :] < f), apply_feature(x, FEATURE), 0.0)
-    return x
+    """Load features of keys (tokens, features), 0 for tokens that do not exist: no feature map is above 0 at -1e30."""
+    mask = column_mask(present(VALID, i, count, HAS_VALID)[:, None], d, f)
+    x = tl.load(K + i[:, None] * stride + d[None, :], mask=mask, other=0.0 if FEATURE == 0 else -1e30)
+    return apply_feature(x, FEATURE)
 
 
 @triton.jit
 def key_columns(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr):
     """Load features of keys (features, tokens), 0 for tokens that do not exist."""
-    x = token_columns(K, i, stride, d, count, f)
-    if FEATURE != 0 or HAS_VALID:
-        there = present(VALID, i, count, HAS_VALID)
-        x = tl.where(there[None, :] & (d[:, None] < f), apply_feature(x, FEATURE), 0.0)
-    return x
+    mask = row_mask(present(VALID, i, count, HAS_VALID)[None, :], d, f)
+    x = tl.load(K + i[None, :] * stride + d[:, None], mask=mask, other=0.0 if FEATURE == 0 else -1e30)
+    return apply_feature(x, FEATURE)
 
 
 @triton.jit
