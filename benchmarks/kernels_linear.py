@@ -1,6 +1,6 @@
 """Triton kernels of linear attention on a GPU: errors, repetition, times and tile sizes.
 
-PYTHONPATH=src python benchmarks/kernels_linear.py [--check] [--time] [--tune] [--json FILE]     without a flag: --check --time
+PYTHONPATH=src python benchmarks/kernels_linear.py [--check] [--time] [--tune] [--json FILE]     without a flag: all three
 
 --check   results and gradients against the torch backend in float64, |a - b| / |b|; 20 repetitions must be equal bit by bit
 --time    CUDA-graph times beside SDPA, the torch backend and flash-linear-attention, and the time of every kernel
@@ -27,7 +27,7 @@ from torch import Tensor
 from regard.ops.backend import choose_backend
 from regard.ops.linear.linear_op import LinearCall, ReadCall
 
-WORKERS = 8
+WORKERS = 14
 TOKENS, HEADS, SIZE = 32768, 8, 64
 LENGTHS = (4096, 16384, 65536)
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
@@ -336,10 +336,32 @@ def configured(changes: dict[str, dict[str, int]]) -> Iterator[None]:
         triton_launch.kernel_config = before
 
 
+# chunk, warps, stages, and the most registers of a thread
+PLAIN_TILES = [
+    (64, 4, 1, 0), (64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 2, 168), (64, 4, 2, 128), (64, 4, 1, 128),
+    (64, 8, 1, 0), (64, 8, 2, 0), (64, 8, 2, 128), (32, 4, 1, 0), (32, 4, 2, 0), (32, 4, 3, 0), (32, 2, 2, 0), (32, 4, 2, 128),
+    (128, 8, 1, 0), (128, 8, 2, 0),
+]  # fmt: skip
+FEATURE_TILES = [
+    (64, 4, 1, 0),
+    (64, 8, 1, 0),
+    (64, 8, 2, 0),
+    (32, 4, 1, 0),
+    (32, 4, 2, 0),
+    (32, 8, 1, 0),
+    (16, 4, 1, 0),
+    (16, 2, 1, 0),
+]
+
+
 def candidates(decay: int) -> list[dict[str, int]]:
-    chunks = (16,) if decay > 1 else (32, 64, 128)
-    warps = (1, 2, 4) if decay > 1 else (4, 8)
-    return [{"chunk": c, "num_warps": w, "num_stages": s} for c in chunks for w in warps for s in (1, 2, 3)]
+    made = []
+    for chunk, warps, stages, registers in FEATURE_TILES if decay > 1 else PLAIN_TILES:
+        config = {"chunk": chunk, "num_warps": warps, "num_stages": stages}
+        if registers:
+            config["maxnreg"] = registers
+        made.append(config)
+    return made
 
 
 def compiled(job: tuple[Shape, dict[str, dict[str, int]]]) -> str:
@@ -365,6 +387,7 @@ def tune(pool: Any, which: list[str], limit: float) -> list[dict[str, Any]]:
             jobs.append((shape, dict.fromkeys(TILED, one)))
     reasons = pool.map(compiled, jobs, chunksize=1)
     print(f"compiled {len(jobs)} configurations in {time.time() - started:.0f} s", flush=True)
+    started = time.time()
     for (shape, changes), reason in zip(jobs, reasons, strict=True):
         if reason:
             print(tuple(shape), changes[TILED[0]], reason, flush=True)
@@ -398,12 +421,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("check", "time", "tune", "profile"):
         parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--shapes", nargs="*", default=["linear 4096", "retention 4096", "gla 4096", "performer 4096"])
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds for --tune")
+    parser.add_argument("--shapes", nargs="*", default=["linear 4096", "retention 4096", "gla 4096"])
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds to measure candidates")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    torch.cuda.init()
     if not (options.check or options.time or options.tune):
-        options.check = options.time = True
+        options.check = options.time = options.tune = True
     written: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     started = time.time()
     with get_context("spawn").Pool(WORKERS) as pool:
