@@ -68,6 +68,14 @@ def test_outputs_states_and_gradients_are_those_of_the_recurrence(size) -> None:
         near([*fast, *gradients(fast, own)], [*slow, *gradients(slow, exact)])
 
 
+def test_half_precision_errs_as_its_type_does() -> None:
+    """Sums are float32: the errors are those of rounded inputs and results."""
+    call = DeltaCall(*(None if x is None else x.half() for x in call_of(1, 2, 1, 40, 8, 8, True)))
+    own, exact = leaves(call, torch.float16), leaves(call, torch.float64)
+    fast, slow = read(own, "triton"), read(exact, "reference")
+    near([*fast, *gradients(fast, own)], [*slow, *gradients(slow, exact)], bound=2e-3)
+
+
 def test_many_chunks_go_in_segments(monkeypatch) -> None:
     """The states between segments are found first, and are those of one long walk."""
     call = call_of(1, 1, 1, 100, 4, 4, True)

@@ -132,7 +132,7 @@ def delta_key_grads(
         dt = _transposed(D, at * F * E, e, f, E, F)
         drt = _columns(DR, own, E, i, e, n, E)
         if DECAYS:
-            kept += tl.sum(dt * _transposed(S, at * F * E, e, f, E, F), 0)
+            kept += tl.sum(dt.to(tl.float32) * _transposed(S, at * F * E, e, f, E, F).to(tl.float32), 0)
         write = tl.dot(u, dt.to(k.dtype), write, input_precision=DOT)
         apart = tl.dot(u, drt, apart, input_precision=DOT)
     write *= late

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.delta.delta_launch import DeltaChunks, chunk_tokens, delta_chunk_grads, delta_chunks
+from regard.ops.delta.delta_launch import DeltaChunks, chunk_tokens, delta_chunk_grads, delta_chunks, turn_type
 from regard.ops.delta.delta_op import DeltaCall
 from regard.ops.delta.torch import TorchDelta
 from regard.ops.triton_support import triton_cannot_run
@@ -119,9 +119,8 @@ def fake_delta_rule(q, k, v, beta, state, log_decay):  # noqa: ARG001
     chunk = chunk_tokens(k.device)
     chunks = (n + chunk - 1) // chunk
     heads = 0 if q is None else q.shape[1]
-    single = {"dtype": torch.float32}
-    matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, **single)
-    states = k.new_empty(b, g, chunks, **single), k.new_empty(b, g, chunks, f, e, **single)
+    matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, dtype=turn_type(k.dtype))
+    states = k.new_empty(b, g, chunks, dtype=torch.float32), k.new_empty(b, g, chunks, f, e)
     return v.new_empty(b, heads, n, e), state.new_empty(b, g, f, e), *matrices, *states
 
 
