@@ -137,6 +137,8 @@ def delta_prepare(
     at = bg * chunks + chunk
     tl.store(W + at * C * C + c[:, None] * C + c[None, :], w)
     tl.store(WHOLE + at, tl.exp(last))
+    k = _rows(K, key, skn, i, f, n, F)  # once more: the solve needs the registers
+    kt = _columns(K, key, skn, i, f, n, F)
     late = kt.to(tl.float32) * tl.exp(last - level)[None, :]
     moved = tl.dot(late.to(k.dtype), w, input_precision=DOT).to(k.dtype)  # K'^T W (f C)
     read = k.to(tl.float32) * (beta * tl.exp(level))[:, None]
