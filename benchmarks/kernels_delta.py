@@ -38,6 +38,7 @@ CANDIDATES = {
     "delta_outputs": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
     "delta_state_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
     "delta_value_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_query_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
     "delta_key_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
 }  # fmt: skip
 START = time.time()

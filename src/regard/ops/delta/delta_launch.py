@@ -151,17 +151,27 @@ def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_stat
         **config,
     )
     dq, dk = (None if x is None else torch.empty_like(x) for x in (q, k))
-    d_beta, d_decay = sizes.empty(sizes.n), sizes.empty(sizes.n)
-    strides = _strides(q, k, v, beta, decay, d_out, dq, dk)
+    d_beta, d_decay = sizes.empty(sizes.n), None if decay is None else sizes.empty(sizes.n)
+    slope = None if decay is None else sizes.empty(sizes.share, sizes.n)
+    if q is not None:
+        strides = _strides(q, k, decay, d_out, dq)
+        kernels.delta_query_grads[(sizes.chunks, sizes.b * q.shape[1])](
+            *(q, k, decay, saved.states, u, d_out, dq, slope),
+            *strides,
+            *sizes.lengths,
+            **common,
+            **sizes.config("delta_query_grads"),
+        )
+    strides = _strides(q, k, v, beta, decay, d_out, dk)
     kernels.delta_key_grads[(sizes.chunks, sizes.b * sizes.g)](
-        *(q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, dq, dk, d_beta, d_decay),
+        *(q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, slope, dk, d_beta, d_decay),
         *strides,
         *sizes.lengths,
         **common,
         **sizes.config("delta_key_grads"),
     )
     grads = [dq, dk, dv, d_beta.unsqueeze(-1).to(beta.dtype), d_first.to(state.dtype)]
-    if decay is not None:
+    if decay is not None and d_decay is not None:
         grads.append(d_decay.unsqueeze(-1).to(decay.dtype))
     return [x for x in grads if x is not None]
 
