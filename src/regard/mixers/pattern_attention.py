@@ -19,7 +19,7 @@ from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.tile_op import MASKED_SCORE, HeadPatterns, tile_attention
 from regard.patterns.tiles import Span
-from regard.transforms import needs_lengths, needs_plain_ops
+from regard.transforms import needs_lengths
 
 
 class PatternAttention(NamedTuple):
@@ -39,7 +39,7 @@ class PatternAttention(NamedTuple):
         if self.patterns.bends:
             return self._by_length(log, q, places)
         known = places.start is not None and log.start is not None
-        if known and needs_plain_ops():  # where a comparison would fix the number of queries in an exported program
+        if known and isinstance(q.shape[2], torch.SymInt):  # a comparison would fix the length of an exported program
             return self._tiles(log, q, places)
         if q.shape[2] <= budget(q.device).few_queries:
             return self._small(log, q, places)

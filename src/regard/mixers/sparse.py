@@ -83,7 +83,8 @@ class Sparse(CachedCore):
         return self._attention(causal)(log, q, places)[0]
 
     def _attention(self, causal: bool) -> PatternAttention:
-        return PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
+        dropout = self.dims.dropout if self.training else 0.0
+        return PatternAttention(self.reach, self.scale, causal, dropout, self.positions, self.dims.backend)
 
 
 class Sinks(Sparse):
