@@ -97,6 +97,16 @@ def test_keys_that_are_all_alike_overwrite_each_other() -> None:
     near([*read(call, "triton")], [*read(exact, "reference")])
 
 
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_single_token_is_the_recurrence(decays: bool) -> None:
+    call = call_of(2, 4, 2, 1, 6, 5, decays)
+    exact = DeltaCall(*(None if x is None else x.double() for x in call))
+    near([*read(call, "triton"), *written(call, "triton")], [*read(exact, "reference"), *written(exact, "reference")])
+    own, exact = leaves(call, torch.float32), leaves(exact, torch.float64)
+    fast, slow = read(own, "triton"), read(exact, "reference")
+    near(gradients(fast, own), gradients(slow, exact))
+
+
 def test_second_derivatives_and_transforms_use_the_plain_formulas() -> None:
     call = leaves(call_of(1, 1, 1, 9, 3, 2, True), torch.float32)
     found = []
@@ -126,6 +136,23 @@ def test_a_layer_by_kernels_is_the_layer(spec: str) -> None:
         y = made(x, valid=valid)
         found.append([y, *torch.autograd.grad(y.sin().sum(), made.parameters())])
     near(*found, bound=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_half_precision_layer_keeps_its_gates_and_states_in_float32(causal: bool) -> None:
+    """Tokens go to the kernels as they are, with gates and states in float32; a stream continues them token by token."""
+    made, x = layer("delta(gated=True)", width=16, heads=2, causal=causal, backend="triton").to(DEVICE), torch.randn(1, 20, 16)
+    x = x.to(DEVICE)
+    exact = made(x)
+    half = made.half()
+    y = half(x.half())
+    assert y.dtype == torch.float16 and (y - exact).norm() < 5e-3 * exact.norm()
+    if causal:
+        with torch.no_grad():
+            first, state = half.extend(half.start(1), x[:, :19].half())
+            last, state = half.extend(state, x[:, 19:].half())
+        assert state.memory.s.dtype == torch.float32
+        assert (torch.cat([first, last], 1) - exact).norm() < 5e-3 * exact.norm()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.tile_op import MASKED_SCORE, HeadPatterns, tile_attention
 from regard.patterns.tiles import Span
-from regard.transforms import needs_lengths
+from regard.transforms import needs_lengths, needs_plain_ops
 
 
 class PatternAttention(NamedTuple):

@@ -1,7 +1,7 @@
 """The delta rule by fused kernels on CUDA devices: chunks in parallel, one recurrence over their states, its own backward pass.
 
-Eager calls go through an autograd.Function, torch.compile gets one opaque operator. Function transforms, second derivatives,
-export and single tokens use the formulas of `regard.ops.delta.torch`.
+Eager calls go through an autograd.Function, torch.compile gets one opaque operator, a decoding step is one kernel. Function
+transforms, second derivatives and export use the formulas of `regard.ops.delta.torch`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TritonDelta:
 
     name = "triton"
     devices = ("cuda",)
-    plain = TorchDelta()
+    fuses = True
 
     def refuses(self, call: DeltaCall) -> str | None:
         why = triton_cannot_run(*call)
@@ -39,30 +39,36 @@ class TritonDelta:
         return None
 
     def forward(self, call: DeltaCall) -> tuple[Tensor, Tensor]:
-        if needs_plain_ops():
-            return self.plain.forward(call)
-        out, state = _computed(call)
-        return out, state
+        return _computed(call)
 
     def write(self, call: DeltaCall) -> Tensor:
-        if needs_plain_ops() or call.k.shape[2] == 1:
-            return self.plain.write(call)
         return _computed(call)[1]
 
 
 def _computed(call: DeltaCall) -> tuple[Tensor, Tensor]:
+    """Compute out (b h n e) and the state (b g f e); without queries, out has no heads."""
+    if needs_plain_ops():
+        return _plain(*call)
     if torch.compiler.is_compiling():
         out, state, *_ = _delta_operator(*call)
         return out, state
+    traced = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call)
+    if call.k.shape[2] == 1 and not traced:
+        from regard.ops.delta.delta_step import delta_step
+
+        return delta_step(call)
     return _DeltaFunction.apply(*call)
 
 
 def _plain(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the same in differentiable operations; without queries, out has no heads."""
-    call = DeltaCall(*tensors)  # type: ignore[arg-type]
-    if call.q is not None:
-        return TorchDelta().forward(call)
-    return call.v[:, :0], TorchDelta().write(call)
+    """Compute the same in differentiable operations, in the type of the state or a better one."""
+    own = DeltaCall(*tensors)  # type: ignore[arg-type]
+    dtype = torch.promote_types(own.v.dtype, own.state.dtype)
+    call = DeltaCall(*(None if x is None else x.to(dtype) for x in own))
+    if call.q is None:
+        return own.v[:, :0], TorchDelta().write(call).to(own.state.dtype)
+    out, state = TorchDelta().forward(call)
+    return out.to(own.v.dtype), state.to(own.state.dtype)
 
 
 class _DeltaFunction(torch.autograd.Function):
