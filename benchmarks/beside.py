@@ -33,7 +33,7 @@ GROWTH = {"cpu": [256, 2048], "cuda": [2048, 8192]}
 TOKENS, DECODED = 448, 8192  # of a step of the translator, and before the token that is decoded with shared heads
 SHORT = {"additive": 512}  # tokens of rows that make something wide for every pair
 SPECS = {"sparse": ["Local(128)", "Local(128) | Global(first=2)", "Stride(64)"], "gat": ["gat(pattern=Local(16))"]}
-SHARED = [("Stride(2)", 4), ("Stride(2)", 8), ("Local(256)", 8)]  # patterns and heads of decoding with shared heads
+SHARED = [("Stride(2)", 4), ("Stride(2)", 8)]  # patterns and heads of decoding with shared heads
 Work = Callable[[], Any]
 Job = tuple[str, str, int]  # spec, kind and tokens
 

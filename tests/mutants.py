@@ -444,7 +444,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     """By name: a file, what stands there, what shall stand there, and the tests that must notice."""
-    return {**{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}, **MODELS, **TRAINING, **COMPILED}
+    return {**MODELS, **TRAINING, **COMPILED, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
 
 
 def killed_by(name: str, mutant: tuple[str, str, str, str], known: str) -> str:

@@ -298,8 +298,8 @@ def test_memory_grows_as_claimed(case):
     m, x, size = case.build(causal=True, max_len=most), data(most, b=1), {}
     with torch.no_grad():
         state = m.start(1)
-        for t in range(0, most, 128):
-            for cut in [128] if t % 512 else [1] * 16 + [112]:
+        for t in range(0, most, 64):
+            for cut in [64] if t % 256 else [1] * 16 + [48]:
                 _, state = m.extend(state, x[:, t : t + cut])
                 t += cut
             size[t] = max(state.nbytes, 1)

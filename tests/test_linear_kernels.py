@@ -82,9 +82,7 @@ CALLS = {
 def test_a_pass_is_the_recurrence(name: str) -> None:
     words = name.split(", ")
     feature = next((word for word in words if word in ("elu", "relu")), "identity")
-    tensors, options = call_of(
-        *CALLS[name], feature=feature, scale=0.7, normalize="divided" in words, padded="padded" in words
-    )
+    tensors, options = call_of(*CALLS[name], feature=feature, scale=0.7, normalize="divided" in words, padded="padded" in words)
     near(passes("both", tensors, options, "triton"), passes("both", tensors, options, "reference"))
 
 

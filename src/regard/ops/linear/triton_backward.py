@@ -204,7 +204,7 @@ def _key_grads(
                 if DECAY == 2:
                     dk = feature_key_grads(dk, dat, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
                 else:
-                    if DECAY == 1:  # noqa: SIM108
+                    if DECAY == 1:
                         dat = dat * weight
                     else:
                         dat = tl.where(late, dat, 0.0)
@@ -286,7 +286,7 @@ def _value_grads(
                     a = feature_scores_of_keys(rows, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
-                    if DECAY == 1:  # noqa: SIM108
+                    if DECAY == 1:
                         a = a * weight
                     else:
                         a = tl.where(late, a, 0.0)

@@ -223,12 +223,12 @@ def linear_forward(
             o = o * inverse_norm(den)[:, None]
         mask = (i[:, None] < count) & (c[None, :] < e)
         tl.store(OUT + i[:, None] * (H * e) + c[None, :], o.to(OUT.dtype.element_ty), mask=mask)
-        if NORM:  # noqa: SIM102 - a flag of the compiler, then a condition
+        if NORM:
             if part == 0:
                 tl.store(DEN + i, den, mask=i < count)
-    if WITH_LAST:  # noqa: SIM102
+    if WITH_LAST:
         if h % R == 0:
             tl.store(LAST + at * e + state_at, s, mask=state_mask)
-            if NORM:  # noqa: SIM102
+            if NORM:
                 if part == 0:
                     tl.store(LAST_Z + at + d, z, mask=inside)

@@ -129,12 +129,12 @@ class TilePass:
         """Return out (B blocks r width) and log-sum-exp (B blocks r) of one part, in its own layout."""
         x = self._operands(part)
         G, blocks, S, r = x.queries.shape[:4]
-        out = torch.empty(G * S, blocks, r, self.width, dtype=self.acc, device=self.device)
-        lse = torch.empty(G * S, blocks, r, dtype=self.acc, device=self.device)
+        out = torch.empty(G, S, blocks, r, self.width, dtype=self.acc, device=self.device)
+        lse = torch.empty(G, S, blocks, r, dtype=self.acc, device=self.device)
         if not part.whole:
             out = out.zero_()
             lse = lse.fill_(MASKED_SCORE)
-        outs, sums = self._by_block(out), self._by_block(lse)
+        outs, sums = out.transpose(1, 2), lse.transpose(1, 2)
         for batch in part.batches(self.limit, self.device):
             s, _, v, _ = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(s, part, batch, x.by_query)
@@ -147,7 +147,7 @@ class TilePass:
             by_tile = (G, len(batch.rows), S, r)
             outs[:, batch.at] = y.view(*by_tile, -1)
             sums[:, batch.at] = here.view(by_tile)
-        return out, lse
+        return out.flatten(0, 1), lse.flatten(0, 1)
 
     def _by_block(self, x: Tensor) -> Tensor:
         """View (G * S, blocks, r, ...) as (G blocks S r ...)."""
@@ -157,7 +157,7 @@ class TilePass:
 
     def _operands(self, part: TilePart) -> _Operands:
         split = part.queries.split
-        queries = self._by_block(split(self.q))
+        queries = split(self.q).unflatten(0, (-1, self.s)).transpose(1, 2)
         keys = part.keys.split(self.k)
         values = part.keys.split(self.v)
         gaps = None if self.gap is None else part.keys.split(self.gap)[..., 0]

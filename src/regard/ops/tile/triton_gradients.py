@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from regard.ops.tile.triton_kernels import (
-    BAND,
-    BITS,
+    BAND_MASK,
+    BITS_MASK,
     LOG2E,
     LOWEST,
     TILE,
@@ -131,9 +131,9 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     s = tl.dot(k, q, input_precision=PRECISION) * (scale * LOG2E)
     if SLOPED:
         s -= slope * tl.abs((x[None, :] - y[:, None] + shift) * step).to(tl.float32)
-    if MASK == BAND:
+    if MASK == BAND_MASK:
         s = tl.where(inside_range(x[None, :], low[:, None], width[:, None]), s, float("-inf"))
-    if MASK == BITS:
+    if MASK == BITS_MASK:
         early, late = words
         word = tl.where((y % TILE < 32)[:, None], early[None, :], late[None, :])
         s = tl.where(((word >> (y % 32)[:, None]) & 1) != 0, s, float("-inf"))

@@ -26,9 +26,8 @@ GOLDEN_32 = tl.constexpr(-1640531527)  # as in `regard.ops.dropout_hash`
 SQRT2_32 = tl.constexpr(1779033703)
 TILE = tl.constexpr(64)  # queries and keys of a tile of a list
 FIELDS = tl.constexpr(8)  # numbers of an item
-FULL = tl.constexpr(0)  # what hides pairs of a tile: nothing
-BAND = tl.constexpr(1)  # the range of keys of a query
-BITS = tl.constexpr(2)  # a bit for each pair
+BAND_MASK = tl.constexpr(1)  # what hides pairs of a tile: the range of keys of a query
+BITS_MASK = tl.constexpr(2)  # or a bit for each pair; 0: nothing
 
 
 @triton.jit
@@ -155,9 +154,9 @@ def scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK: tl
     s = tl.dot(q, k, input_precision=PRECISION)
     if SLOPED:
         s -= slope * tl.abs((x[:, None] - y[None, :] + shift) * step).to(tl.float32)
-    if MASK == BAND:
+    if MASK == BAND_MASK:
         s = tl.where(inside_range(y[None, :], low[:, None], width[:, None]), s, float("-inf"))
-    if MASK == BITS:
+    if MASK == BITS_MASK:
         s = tl.where(((word[:, None] >> (y % 32)[None, :]) & 1) != 0, s, float("-inf"))
     if HOLE:
         s = tl.where(inside_range(y[None, :], hole_low[:, None], hole_width[:, None]), float("-inf"), s)
