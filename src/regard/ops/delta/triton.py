@@ -47,7 +47,7 @@ class TritonDelta:
 
 def _computed(call: DeltaCall) -> tuple[Tensor, Tensor]:
     """Compute out (b h n e) and the state (b g f e); without queries, out has no heads."""
-    if needs_plain_ops():
+    if needs_plain_ops() or call.k.numel() == 0 or call.v.numel() == 0:
         return _plain(*call)
     if torch.compiler.is_compiling():
         out, state, *_ = _delta_operator(*call)
