@@ -64,7 +64,7 @@ def _plain(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the same in differentiable operations, in the type of the state or a better one."""
     own = DeltaCall(*tensors)  # type: ignore[arg-type]
     dtype = torch.promote_types(own.v.dtype, own.state.dtype)
-    call = DeltaCall(*(None if x is None else x.to(dtype) for x in own))
+    call = DeltaCall(*(None if x is None else x.to(dtype) for x in own))  # type: ignore[arg-type]
     if call.q is None:
         return own.v[:, :0], TorchDelta().write(call).to(own.state.dtype)
     out, state = TorchDelta().forward(call)
