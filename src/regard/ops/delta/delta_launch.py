@@ -26,9 +26,9 @@ def turn_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype in HALVES else torch.float32
 
 
-def chunk_tokens(device: torch.device) -> int:
-    """Return the tokens of a chunk on a device."""
-    return kernel_config("delta", "any", device)["chunk"]
+def chunk_tokens(k: Tensor) -> int:
+    """Return the tokens of a chunk for the type and the device of the keys."""
+    return kernel_config("delta", "half" if k.dtype in HALVES else "float", k.device)["chunk"]
 
 
 class _Sizes:
@@ -37,7 +37,7 @@ class _Sizes:
     def __init__(self, call: DeltaCall) -> None:
         (self.b, self.g, self.n, self.f), self.e = call.k.shape, call.v.shape[-1]
         self.device, self.dtype, self.half = call.k.device, call.k.dtype, call.k.dtype in HALVES
-        self.chunk = chunk_tokens(self.device)
+        self.chunk = chunk_tokens(call.k)
         self.chunks = -(-self.n // self.chunk)
         self.share = 0 if call.q is None else call.q.shape[1] // self.g
         self.precision = _precision(call.k)

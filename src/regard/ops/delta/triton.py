@@ -122,7 +122,7 @@ def _delta_operator_backward(
 @_delta_operator.register_fake
 def fake_delta_rule(q, k, v, beta, state, log_decay):  # noqa: ARG001
     (b, g, n, f), e = k.shape, v.shape[-1]
-    chunk = chunk_tokens(k.device)
+    chunk = chunk_tokens(k)
     chunks = (n + chunk - 1) // chunk
     heads = 0 if q is None else q.shape[1]
     matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, dtype=turn_type(k.dtype))
