@@ -11,6 +11,7 @@ from regard.ops.backend import choose_backend
 from regard.ops.delta import delta_launch
 from regard.ops.delta.delta_op import DeltaCall, delta_rule, delta_write
 from regard.ops.delta.triton import TritonDelta, _delta_operator
+from regard.ops.delta.unit_features import unit_features
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own, of loops
@@ -123,6 +124,24 @@ def test_the_operator_under_a_compiler_is_registered_in_full() -> None:
     call = leaves(call_of(1, 1, 1, 9, 4, 3, True), torch.float32)
     torch.library.opcheck(_delta_operator, tuple(call))
     torch.library.opcheck(_delta_operator, (None, *(x.detach() for x in call[1:])), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_vectors_of_length_one_are_those_of_plain_operations(silu: bool) -> None:
+    x = torch.randn(2, 70, 3, 6, device=DEVICE).transpose(1, 2)
+    x[0, 0, 0], x[0, 1, 3] = 0, 1e-8  # shorter than the least length
+    x.requires_grad_()
+    found = []
+    for fused in (True, False):
+        y = unit_features(x, silu=silu, fused=fused)
+        (once,) = torch.autograd.grad(y.sin().sum(), x)
+        some = x[1:]  # plain operations have no second derivative at 0
+        (grad,) = torch.autograd.grad(unit_features(some, silu=silu, fused=fused).sin().sum(), some, create_graph=True)
+        (twice,) = torch.autograd.grad(grad.square().sum(), some)
+        found.append([y, once, grad, twice, unit_features(x.half(), silu=silu, fused=fused).float()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3 if a is found[0][-1] else 1e-5, atol=1e-5)
+    assert "UnitFunction" in unit_features(x, silu=silu, fused=True).grad_fn.name()
 
 
 @pytest.mark.parametrize("spec", ["delta", "delta(gated=True)"])

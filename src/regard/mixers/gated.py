@@ -11,14 +11,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
+from regard.ops.backend import AUTO
 from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
+from regard.ops.delta.unit_features import unit_features
 from regard.ops.linear.feature_maps import safe_ratio
 from regard.ops.linear.linear_op import linear_attention, linear_read, linear_write
 
@@ -203,7 +204,5 @@ class Delta(Kernel):
         return self._queries(k, places), beta, alpha
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        x = upcast(q)
-        if self.activation == "silu":
-            x = F.silu(x)
-        return F.normalize(x, dim=-1, eps=1e-6).to(q.dtype)
+        kernels = self.dims.backend == "triton" or (self.dims.backend == AUTO and q.is_cuda)
+        return unit_features(q, silu=self.activation == "silu", fused=kernels)
