@@ -14,12 +14,11 @@ from torch import Tensor
 from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall, LabelCall
 from regard.ops.bucket.torch import TorchBuckets
 from regard.ops.dropout_hash import head_numbers, keep_threshold, key_keys, query_keys
-from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config, triton_cannot_run
+from regard.ops.triton_support import HALVES, WIDEST_HEAD, block_of, dot_precision, kernel_config, triton_cannot_run
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 MOST_ROUNDS = 16  # a round has kernels of its own
-WIDEST_HEAD = 256
 PLACE_BLOCK = 1024  # tokens of a program that sorts
 LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
 PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
