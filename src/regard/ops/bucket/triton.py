@@ -67,7 +67,7 @@ class TritonBuckets:
             return TorchBuckets().labels(call)
         if torch.compiler.is_compiling():
             return _label_operator(*call)
-        return largest_products(call)
+        return label_keys(call)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def sorted_places(call: BucketCall) -> Tensor:
     return places
 
 
-def largest_products(call: LabelCall) -> Tensor:
+def label_keys(call: LabelCall) -> Tensor:
     """Label keys in one launch: products are never stored."""
     from regard.ops.bucket import triton_kernels as kernels
 
@@ -334,7 +334,7 @@ _operator.register_autograd(bucket_operator_grads, setup_context=keep_bucket_ten
 
 @torch.library.custom_op("regard::product_labels", mutates_args=())
 def _label_operator(k: Tensor, directions: Tensor, rounds: int, opposite: bool) -> Tensor:
-    return largest_products(LabelCall(k, directions, rounds, opposite))
+    return label_keys(LabelCall(k, directions, rounds, opposite))
 
 
 @_label_operator.register_fake
