@@ -60,6 +60,27 @@ def seen_places(p, first, last, reach, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def other_places(p, first, last, reach, CAUSAL: tl.constexpr, OWN: tl.constexpr):
+    """Return the same without the token itself, where it is the last of them and does not count."""
+    low, high = seen_places(p, first, last, reach, CAUSAL)
+    if CAUSAL and not OWN:
+        high = tl.minimum(high, p - 1)
+    return low, high
+
+
+@triton.jit
+def number_of_places(low, high):
+    """Return the number of places of ranges, unsigned."""
+    return tl.maximum(high - low + 1, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def within(place, low, number):
+    """Return whether places are in ranges that begin at `low`, in one comparison."""
+    return (place - low).to(tl.uint32, bitcast=True) < number
+
+
+@triton.jit
 def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
     """Return the first and the last place whose tokens see the tokens at places p."""
     if CAUSAL:
@@ -177,12 +198,12 @@ def kept_weights_of(asking, there, threshold):
 
 @triton.jit
 def earlier_ranges(MARKS, token, inside, n, total, ROUND: tl.constexpr):
-    """Load what queries see in the rounds before ROUND: a tuple of first and last places."""
+    """Load what queries see in the rounds before ROUND: a tuple of first places and numbers of places."""
     found = ()
     for r in tl.static_range(ROUND):
         low = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
         high = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=0)
-        found = found + ((low, high),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
+        found = found + ((low, number_of_places(low, high)),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
     return found
 
 
@@ -225,7 +246,8 @@ def bucket_forward(
     token = tl.load(ORDER + p, mask=inside, other=0)
     first = tl.load(ORDER + total + p, mask=inside, other=n)
     last = tl.load(ORDER + 2 * total + p, mask=inside, other=-1)
-    low, high = seen_places(p, first, last, reach, CAUSAL)
+    low, high = other_places(p, first, last, reach, CAUSAL, OWN)
+    number = number_of_places(low, high)
     ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
     q = load_rows(Q, token, sqn, inside, D, BD)
     if DROP:
@@ -250,12 +272,12 @@ def bucket_forward(
             s *= (short * (scale * LOG2E))[None, :]
         else:
             s *= scale * LOG2E
-        seen = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
-        if not OWN:
+        seen = within(j[None, :], low[:, None], number[:, None])
+        if not OWN and not CAUSAL:
             seen = seen & (j[None, :] != p[:, None])
         at = earlier_places(MARKS, key, there, n, ROUND)
         for r in tl.static_range(ROUND):
-            seen = seen & ((at[r][None, :] < ranges[r][0][:, None]) | (at[r][None, :] > ranges[r][1][:, None]))
+            seen = seen & ~within(at[r][None, :], ranges[r][0][:, None], ranges[r][1][:, None])
         s = tl.where(seen, s, HIDDEN)
         new = tl.maximum(top, tl.max(s, 1))
         w = tl.exp2(s - new[:, None])
