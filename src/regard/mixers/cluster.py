@@ -122,8 +122,8 @@ class Routing(BucketedCore):
 
     def _similar(self, x: Tensor) -> Tensor:
         """Cosine of x (b h n d) and every centroid, (b h n c)."""
-        directions = normalize(x, dim=-1, eps=SHORTEST)
-        return directions @ self._directions().to(x.dtype).mT
+        products = x @ self._directions().to(x.dtype).mT
+        return products / _lengths(x)
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
@@ -170,7 +170,7 @@ class Routing(BucketedCore):
             code = rank * (1 << 32) - torch.arange(n, device=x.device)  # no two tokens are equal
             if valid is not None:
                 code = code.masked_fill(~valid, torch.iinfo(torch.long).min)
-            return (code.topk(w, dim=-1).indices,)
+            return (code.topk(w, dim=-1, sorted=valid is not None).indices,)
 
         similar = self._similar(upcast(x)).mT
         mask = None if valid is None else valid[:, None, None]
@@ -191,15 +191,21 @@ class Routing(BucketedCore):
         count = torch.zeros_like(old[..., :1])
         each = torch.arange(self.labels, device=old.device)
         for x, valid, nearest in tokens:
-            near = (nearest.unsqueeze(-1) == each).to(old.dtype)
+            near = (nearest.unsqueeze(-1) == each).to(old.dtype)  # (b h n c)
             if valid is not None:
                 near = near * valid[:, None, :, None]
-            directions = normalize(upcast(x), dim=-1, eps=SHORTEST)
-            total += (near.mT @ directions.to(old.dtype)).sum(0)
+            shares = near / _lengths(x).to(old.dtype)
+            total += (shares.mT @ x.to(old.dtype)).sum(0)
             count += near.sum((0, 2)).unsqueeze(-1)
         step = (1 - self.decay) * total / count.clamp_min(1)
         moved = normalize(self.decay * old + step, dim=-1)
         self.centroids.copy_(torch.where(count > 0, moved, old))
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """Norms of vectors (b h n d), (b h n 1) in float32 or better; none is below SHORTEST."""
+    kind = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=kind).clamp_min(SHORTEST)
 
 
 def _flat_index(index: Tensor, n: int) -> Tensor:

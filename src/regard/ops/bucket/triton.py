@@ -6,7 +6,9 @@ float32 copy of the output, or of the gradients, where there are several rounds.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_co
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
+FoundT = TypeVar("FoundT")
 MOST_ROUNDS = 16  # a round has kernels of its own
 WIDEST_HEAD = 256
 PLACE_BLOCK = 1024  # tokens of a program that sorts
@@ -70,6 +73,17 @@ class TritonBuckets:
         return label_keys(call)
 
 
+def on_own_device(f: Callable[..., FoundT]) -> Callable[..., FoundT]:
+    """Launch kernels on the device of the keys of a call, the first argument of f."""
+
+    @wraps(f)
+    def launch(call: Any, *rest: Any) -> FoundT:
+        with torch.cuda.device_of(call.k):
+            return f(call, *rest)
+
+    return launch
+
+
 def _strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
@@ -109,6 +123,7 @@ def sorted_places(call: BucketCall) -> Tensor:
     return places
 
 
+@on_own_device
 def label_keys(call: LabelCall) -> Tensor:
     """Label keys in one launch: products are never stored."""
     from regard.ops.bucket import triton_kernels as kernels
@@ -163,6 +178,7 @@ def _config(kernel: str, call: BucketCall) -> dict[str, Any]:
     return kernel_config(kernel, f"{kind} {block_of(widest, call.q.device)}", call.q.device)
 
 
+@on_own_device
 def bucket_forward_pass(call: BucketCall) -> Found:
     """Return the outputs of a call, and what its backward pass needs."""
     from regard.ops.bucket import triton_kernels as kernels
@@ -192,6 +208,7 @@ def inverse_norms(k: Tensor) -> Tensor:
     return norm.clamp_min_(SHORTEST).reciprocal_()
 
 
+@on_own_device
 def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     from regard.ops.bucket import bucket_backward_kernels as kernels
