@@ -13,6 +13,7 @@ from regard.mixers.feature_math import gaussian, upcast
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
 from regard.ops.bucket.bucket_op import SHORTEST, product_labels
+from regard.ops.bucket.members import Members, gather_members, mean_of_members
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
 
@@ -147,21 +148,15 @@ class Routing(BucketedCore):
         (b, h, n, _), m, e = q.shape, k.shape[2], v.shape[-1]
         if b * n * m == 0:
             return q.new_zeros(b, h, n, e)
-        (queries, real), (keys, valid) = self._members(q, asking), self._members(k, there)
-        picked = (_gather_rows(x, index) for x, index in ((q, queries), (k, keys), (v, keys)))
-        out = upcast(sdpa(*picked, scale=self.scale, valid=valid))  # rows are the batch, clusters the heads
-        times = torch.ones_like(out[..., :1])
-        if real is not None:
-            out, times = (x.masked_fill(~real[:, None, :, None], 0) for x in (out, times))
-        index = _flat_index(queries, n)
-        rows = b * h * n
-        total, count = (_sum_by_row(x.flatten(0, 2), index, rows) for x in (out, times))
-        mean = total / count.clamp_min(1)
-        return mean.view(b, h, n, e).to(v.dtype)
+        queries, keys = self._members(q, asking), self._members(k, there)
+        backend = self.dims.backend
+        picked = (gather_members(x, own, backend) for x, own in ((q, queries), (k, keys), (v, keys)))
+        out = sdpa(*picked, scale=self.scale, valid=keys.real)  # rows are the batch, clusters the heads
+        return mean_of_members(out, queries, h, backend).to(v.dtype)
 
     @torch.no_grad()
-    def _members(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Which tokens of x (b h n d) each cluster takes, (b*h c w), real ones first; and which of them are real, (b*h w)."""
+    def _members(self, x: Tensor, valid: Tensor | None) -> Members:
+        """Which tokens of x (b h n d) each cluster takes, w of them, real ones first."""
         b, h, n, _ = x.shape
         w = min(self.window, n)
 
@@ -176,9 +171,9 @@ class Routing(BucketedCore):
         mask = None if valid is None else valid[:, None, None]
         (index,) = in_strips(best, (similar, mask), 2, b * h * n)
         if valid is None:
-            return index.flatten(0, 1), None
+            return Members(index.flatten(0, 1), None, n)
         real = torch.arange(w, device=x.device) < valid.sum(1, keepdim=True)
-        return index.flatten(0, 1), real.repeat_interleave(h, 0)
+        return Members(index.flatten(0, 1), real.repeat_interleave(h, 0), n)
 
     @torch.no_grad()
     def _learn(self, *tokens: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -206,24 +201,3 @@ def _lengths(x: Tensor) -> Tensor:
     """Norms of vectors (b h n d), (b h n 1) in float32 or better; none is below SHORTEST."""
     kind = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=kind).clamp_min(SHORTEST)
-
-
-def _flat_index(index: Tensor, n: int) -> Tensor:
-    """Tokens (x c w) of rows of n as tokens of all rows, one behind the other."""
-    rows = torch.arange(index.shape[0], device=index.device)
-    return (index + n * rows[:, None, None]).flatten()
-
-
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens (x c w) of x (b h n d): (x c w d)."""
-    flat = _flat_index(index, x.shape[2])
-    rows = x.flatten(0, 2).index_select(0, flat)
-    return rows.unflatten(0, index.shape)
-
-
-def _sum_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    """The sum of what goes to each row."""
-    total = x.new_zeros(rows, x.shape[1])
-    if x.is_cuda:  # where index_add takes the terms as they come: another order, another last digit
-        return total.index_put((index,), x, accumulate=True)
-    return total.index_add(0, index, x)

@@ -148,46 +148,6 @@ def head_at(X, row, sb, sh, heads, share):
     return X + b.to(tl.int64) * sb + h.to(tl.int64) * sh
 
 
-@triton.jit(do_not_specialize=["n", "heads", "tiles"])
-def largest_products(
-    K, DIRECTIONS, LABELS, skb, skh, skn, n, heads, tiles,
-    SHARE: tl.constexpr, ROUNDS: tl.constexpr, F: tl.constexpr, OPPOSITE: tl.constexpr, ALIKE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Write which direction of every round each key has the largest product with; DIRECTIONS (heads D ROUNDS*F)."""
-    pid = tl.program_id(0)
-    row = pid // tiles
-    i = pid % tiles * BM + tl.arange(0, BM)
-    inside = i < n
-    k = load_rows(head_at(K, row, skb, skh, heads, SHARE), i, skn, inside, D, BD)
-    if not ALIKE:
-        k = k.to(tl.float32)
-    c = tl.arange(0, BD)
-    f = tl.arange(0, BF)
-    DIRECTIONS += row % heads * (D * ROUNDS * F)
-    LABELS += row.to(tl.int64) * n * ROUNDS
-    for r in range(ROUNDS):
-        best = tl.full([BM], -1.0, tl.float32)
-        label = tl.zeros([BM], tl.int32)
-        for f0 in range(0, F, BF):
-            there = (c[:, None] < D) & (f0 + f[None, :] < F)
-            x = tl.load(DIRECTIONS + c[:, None] * (ROUNDS * F) + r * F + f0 + f[None, :], mask=there, other=0.0)
-            if not ALIKE:
-                x = x.to(tl.float32)
-            s = tl.dot(k, x, input_precision="ieee")
-            size = tl.abs(s) if OPPOSITE else s
-            size = tl.where(f0 + f[None, :] < F, size, float("-inf"))
-            top, at = tl.max(size, 1, return_indices=True)
-            found = tl.minimum(f0 + at, F - 1)  # also where all products are NaN
-            if OPPOSITE:
-                own = tl.sum(tl.where(f[None, :] == at[:, None], s, 0.0), 1)
-                found += tl.where(own < 0, F, 0)
-            better = (top > best) | (f0 == 0)
-            best = tl.where(better, top, best)
-            label = tl.where(better, found, label)
-        tl.store(LABELS + i.to(tl.int64) * ROUNDS + r, label, mask=inside)
-
-
 @triton.jit
 def kept_weights_of(asking, there, threshold):
     """Return which pairs dropout keeps, from its 32-bit keys of queries and of keys."""
