@@ -19,10 +19,10 @@ from regard.mixers.feature_math import (
     orthogonal,
     per_query_head,
     read_state,
-    safe_ratio,
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
+from regard.ops.linear.feature_maps import safe_ratio
 from regard.ops.linear.linear_op import decayed_prefix_sum, linear_attention, linear_write, normalized_linear_attention
 from regard.ops.linear.prefix import cumulative_max
 

@@ -70,7 +70,7 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
     for backend in every.values():
         if _automatic(backend, call[0]) and backend.refuses(*call) is None:
             if "REGARD_LOG" in os.environ:
-                _log(operation, backend.name)
+                log_backend(operation, backend.name)
             return backend
     reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
     raise ValueError(f"no backend can compute this {operation} attention: {reasons}")
@@ -85,7 +85,8 @@ def _automatic(backend: Any, call: tuple) -> bool:
     return devices is None or call[1].device.type in devices
 
 
-def _log(operation: str, name: str) -> None:
+def log_backend(operation: str, name: str) -> None:
+    """Print the backend of an operation, once, where REGARD_LOG=kernels."""
     if torch.compiler.is_compiling() or (operation, name) in _logged:
         return
     if "kernels" not in os.environ.get("REGARD_LOG", "").split(","):

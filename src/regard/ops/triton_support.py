@@ -20,6 +20,7 @@ TUNED = Path(__file__).with_name("tuned.json")
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 INSTALLED = find_spec("triton") is not None  # not a cached function: torch.compile cannot trace those
+WIDEST_HEAD = 256  # columns of a head that kernels of softmax attention take
 SMALLEST_DOT = 16  # elements of every dimension of a product in Triton
 
 
@@ -55,10 +56,13 @@ def block_of(size: int, device: torch.device) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """Return Triton's name for how products of a type are computed: as PyTorch would, by its float32 matmul precision."""
+    """Return Triton's name for how products of a type are computed: as precise as PyTorch's float32 matmul precision is set.
+
+    Three products of TensorFloat32 parts are as precise as float32; Triton takes minutes to compile its "ieee" products.
+    """
     if dtype != torch.float32:
         return "tf32"  # no effect on half precision
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @lru_cache(maxsize=1)

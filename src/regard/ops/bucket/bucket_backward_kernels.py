@@ -11,12 +11,10 @@ import triton.language as tl
 
 from regard.ops.bucket.triton_kernels import (
     HIDDEN,
-    LOG2E,
     LONELY,
     earlier_places,
     earlier_ranges,
     head_at,
-    kept_weights_of,
     load_rows,
     number_of_places,
     other_places,
@@ -24,6 +22,7 @@ from regard.ops.bucket.triton_kernels import (
     store_rows,
     within,
 )
+from regard.ops.triton_math import LOG2E, hash_keeps
 
 
 @triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "threshold"])
@@ -89,7 +88,7 @@ def bucket_query_grads(
         w = tl.exp2(tl.where(seen, s, HIDDEN) - lse[:, None])
         dw = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROP:
-            kept = kept_weights_of(asking[:, None], tl.load(THERE + key, mask=there, other=0)[None, :], threshold)
+            kept = hash_keeps(asking[:, None], tl.load(THERE + key, mask=there, other=0)[None, :], threshold)
             dw = tl.where(kept, dw * keep, 0.0)
         ds = w * (dw - delta[:, None])
         if UNIT:
@@ -173,7 +172,7 @@ def bucket_key_grads(
         dw = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = w
         if DROP:
-            kept = kept_weights_of(tl.load(ASKING + wide * n + token, mask=inside, other=0)[None, :], keyed[:, None], threshold)
+            kept = hash_keeps(tl.load(ASKING + wide * n + token, mask=inside, other=0)[None, :], keyed[:, None], threshold)
             dropped = tl.where(kept, w * keep, 0.0)
             dw = tl.where(kept, dw * keep, 0.0)
         dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=PRECISION)
@@ -195,7 +194,7 @@ def bucket_key_grads(
             alone = there & (last >= 0) & (tl.load(LSE + key, mask=there, other=0.0) == LONELY)
             own_grad = load_rows(GRAD, key, sgn, alone, E, BE).to(tl.float32)
             if DROP:
-                kept = kept_weights_of(tl.load(ASKING + wide * n + key, mask=there, other=0), keyed, threshold)
+                kept = hash_keeps(tl.load(ASKING + wide * n + key, mask=there, other=0), keyed, threshold)
                 own_grad = own_grad * tl.where(kept, keep, 0.0)[:, None]
             dv += own_grad
         store_rows(DK, key, sdkn, dk, there, D, BD)

@@ -34,7 +34,7 @@ def largest_products(
             x = tl.load(DIRECTIONS + c[:, None] * (ROUNDS * F) + r * F + f0 + f[None, :], mask=there, other=0.0)
             if not ALIKE:
                 x = x.to(tl.float32)
-            s = tl.dot(k, x, input_precision="ieee")
+            s = tl.dot(k, x, input_precision="tf32x3")  # as precise as float32
             size = tl.abs(s) if OPPOSITE else s
             size = tl.where(f0 + f[None, :] < F, size, float("-inf"))
             top, at = tl.max(size, 1, return_indices=True)

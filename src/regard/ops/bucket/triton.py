@@ -14,13 +14,12 @@ from torch import Tensor
 from regard.ops.bucket.bucket_launch import by_token, dense_rows, label_keys, on_own_device, row_strides, sorted_places
 from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall, LabelCall
 from regard.ops.bucket.torch import TorchBuckets
-from regard.ops.dropout_hash import _threshold, head_numbers, key_keys, query_keys
-from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config, triton_cannot_run
+from regard.ops.dropout_hash import head_numbers, keep_threshold, key_keys, query_keys
+from regard.ops.triton_support import HALVES, WIDEST_HEAD, block_of, dot_precision, kernel_config, triton_cannot_run
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 MOST_ROUNDS = 16  # a round has kernels of its own
-WIDEST_HEAD = 256
 PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
 
 
@@ -81,7 +80,7 @@ def _dropout_keys(call: BucketCall, none: Tensor) -> tuple[Tensor, Tensor]:
 
 def _numbers(call: BucketCall) -> tuple[float, int, float]:
     """Return the scale of scores, the smallest hash that dropout keeps, and the factor of what it keeps."""
-    return call.scale, _threshold(call.dropout), 1 / (1 - call.dropout) if call.dropout < 1 else 0.0
+    return call.scale, keep_threshold(call.dropout), 1 / (1 - call.dropout) if call.dropout < 1 else 0.0
 
 
 def _constants(call: BucketCall) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regard.ops.triton_math import LOG2E, hash_keeps
+
 FLOOR = tl.constexpr(-1.0e20)  # below every score: the log-sum-exp of no pairs so far
 HIDDEN = tl.constexpr(-1.0e30)  # score of a pair that is not seen: exp2(HIDDEN - FLOOR) is 0
 LONELY = tl.constexpr(1.0e30)  # log-sum-exp of a row without pairs in the backward pass: its weights become 0
-LOG2E = tl.constexpr(1.4426950408889634)
-GOLDEN_MULTIPLIER = tl.constexpr(0x9E3779B9 - 2**32)  # as in `regard.ops.dropout_hash`
-SQRT2_MULTIPLIER = tl.constexpr(0x6A09E667)
 
 
 @triton.jit(do_not_specialize=["n", "tiles", "buckets", "bits", "heads", "rounds"])
@@ -149,14 +148,6 @@ def head_at(X, row, sb, sh, heads, share):
 
 
 @triton.jit
-def kept_weights_of(asking, there, threshold):
-    """Return which pairs dropout keeps, from its 32-bit keys of queries and of keys."""
-    x = (asking ^ there) * GOLDEN_MULTIPLIER
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * SQRT2_MULTIPLIER
-    return x >= threshold
-
-
-@triton.jit
 def earlier_ranges(MARKS, token, inside, n, total, ROUND: tl.constexpr):
     """Load what queries see in the rounds before ROUND: a tuple of first places and numbers of places."""
     found = ()
@@ -244,7 +235,7 @@ def bucket_forward(
         fade = tl.exp2(top - new)
         weight = weight * fade + tl.sum(w, 1)
         if DROP:
-            kept = kept_weights_of(asking[:, None], tl.load(THERE + key, mask=there, other=0)[None, :], threshold)
+            kept = hash_keeps(asking[:, None], tl.load(THERE + key, mask=there, other=0)[None, :], threshold)
             w = tl.where(kept, w * keep, 0.0)
         acc = acc * fade[:, None]
         acc = tl.dot(w.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -261,7 +252,7 @@ def bucket_forward(
             alone = inside & (weight == 0) & (last >= 0)
             value = load_rows(V, token, svn, alone, E, BE).to(tl.float32)
             if DROP:
-                kept = kept_weights_of(asking, tl.load(THERE + token, mask=inside, other=0), threshold)
+                kept = hash_keeps(asking, tl.load(THERE + token, mask=inside, other=0), threshold)
                 value = value * tl.where(kept, keep, 0.0)[:, None]
             acc += value
         store_rows(OUT, token, son, acc, inside, E, BE)
