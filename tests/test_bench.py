@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from conftest import DEVICE
 from regard.bench import floors, summary, token_step, whole_models
-from regard.bench.floors import BOTH, FORWARD, floor_of
+from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import OURS, Request, Session, jobs_of
@@ -84,7 +84,7 @@ def test_floors_of_full_attention_are_pairs_and_tensors():
     found = floor("softmax")
     assert found.flops == 3 * 2 * 64 * 64 * 2 * (16 + 16)
     assert found.bytes == 4 * tensor
-    both = floor("softmax", work=BOTH)
+    both = floor("softmax", work=TRAINING)
     assert both.flops == 3.5 * found.flops
     assert both.bytes == 11 * tensor
     assert floor("softmax", causal=True).flops == found.flops * 65 / 128
@@ -279,6 +279,7 @@ def invoke(*words):
 def test_the_command(tmp_path):
     numbers, picture = tmp_path / "speed.json", tmp_path / "speed.png"
     short = ["--tokens", "64", "--heads", "2", "--dim", "16", "--seconds", "0.002", "--device", "cpu"]
+    short += ["--against", "SDPA"]
     done = invoke("--mixers", "Local(8); linear", "--lengths", "32,64", *short, "--json", str(numbers), "--out", str(picture))
     assert done.exit_code == 0, done.output
     assert "Local(8)" in done.output and "faster than SDPA over all pairs" in done.output and "Next:" in done.output

@@ -9,7 +9,7 @@ import torch
 
 from regard.bench.machine import Rates, made_with, measured_rates
 from regard.bench.peers import FULL, installed
-from regard.bench.speed import Job, Request, Row, Session, jobs_of
+from regard.bench.speed import Job, Measured, Request, Session, jobs_of
 from regard.bench.summary import crossovers
 from regard.bench.token_step import STEP, full_step_row, own_step_row
 from regard.bench.whole_models import ModelRequest, model_jobs, model_rows
@@ -90,7 +90,7 @@ def _step_jobs(request: Request) -> list[tuple[Spec | None, Setting, int]]:
     return found
 
 
-def _step_row(request: Request, spec: Spec | None, setting: Setting, t: int, rates: Rates) -> Row:
+def _step_row(request: Request, spec: Spec | None, setting: Setting, t: int, rates: Rates) -> Measured:
     if spec is None:
         return full_step_row(setting, t, rates, request.seconds, request.graphs)
     return own_step_row(spec, setting, t, rates, request.seconds, request.graphs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.bench.machine import Rates
 from regard.bench.peers import FULL
-from regard.bench.speed import FAILURES, OURS, Row, failure_text
+from regard.bench.speed import FAILURES, OURS, Measured, failure_text
 from regard.bench.timing import ROUNDS, captured, first_line, launches, peak_bytes, plain_time, seconds
 from regard.bench.workload import LAYER, Setting, build_mixer, spec_text
 from regard.mixers.base import Mixer
@@ -35,7 +35,7 @@ def step_setting(setting: Setting, t: int) -> Setting:
 
 
 @torch.no_grad()
-def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Row:
+def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Measured:
     """Measure one step of a layer of the catalogue after t tokens."""
     row = _step_row(OURS, spec_text(spec), setting, t)
     try:
@@ -54,7 +54,7 @@ def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: flo
 
 
 @torch.no_grad()
-def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Row:
+def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Measured:
     """Measure one step of a layer of SDPA over t keys and values that lie in a cache of fixed room."""
     row = _step_row(FULL, "softmax", setting, t)
     try:
@@ -95,7 +95,7 @@ class CachedSDPA(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def _step_row(by: str, spec: str, setting: Setting, t: int) -> Row:
+def _step_row(by: str, spec: str, setting: Setting, t: int) -> Measured:
     return {"by": by, "spec": spec, "causal": True, "level": LAYER, "pass": STEP, "n": t, "batch": setting.batch}
 
 
@@ -115,7 +115,7 @@ def _prefilled(mixer: Mixer, setting: Setting, t: int) -> tuple[Any, Tensor]:
     return state, _token(setting)
 
 
-def _eager_steps(mixer: Mixer, state: Any, token: Tensor, budget: float) -> Row:
+def _eager_steps(mixer: Mixer, state: Any, token: Tensor, budget: float) -> Measured:
     """Steps that follow each other, each from the state that the step before has left."""
     kept = [state]
 
@@ -125,7 +125,7 @@ def _eager_steps(mixer: Mixer, state: Any, token: Tensor, budget: float) -> Row:
     return _timed_step(step, token.device, budget)
 
 
-def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) -> Row:
+def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) -> Measured:
     first = seconds(step, device)
     step()
     peak = peak_bytes(step, device)
@@ -133,7 +133,7 @@ def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) ->
     return {"first_seconds": first, "peak_bytes": peak, "ms": 1e3 * once, "launches": launches(step, device)}
 
 
-def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Row:
+def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Measured:
     """The time of a step in a CUDA graph of several, whose state lies in buffers; or why there is none."""
     buffers = StateBuffers(state, lambda size: size + STEP_ROOM)
     bound = t + STEP_ROOM
@@ -162,7 +162,7 @@ def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Row:
     return {"graph_ms": 1e3 * statistics.median(found) / (REPLAYS * UNROLLED_STEPS)}
 
 
-def _step_floor(row: Row, moved: float, rates: Rates) -> Row:
+def _step_floor(row: Measured, moved: float, rates: Rates) -> Measured:
     """The time to read weights and state once."""
     least = 1e3 * moved / rates.bytes
     ms = row.get("graph_ms") or row["ms"]

@@ -59,7 +59,7 @@ def bench(
         check_out(out)
         specs = _specs(mixers or list(MIXERS))
         where = choose_device(device)
-        kind = _checked("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
+        kind = _one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
         common: dict[str, Any] = {
             "mixers": specs,
             "lengths": _lengths(lengths),
@@ -76,8 +76,8 @@ def bench(
         else:
             if compiled:
                 raise ValueError("--compile is for whole models: add --model, or leave it out")
-            forms = FORM_NAMES[_checked("form", form, tuple(FORM_NAMES))]
-            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": _checked("level", level, LEVEL_NAMES)}
+            forms = FORM_NAMES[_one_of("form", form, tuple(FORM_NAMES))]
+            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": _one_of("level", level, LEVEL_NAMES)}
             more |= {"peers": against, "step_batch": batch, "dim": dim, "backend": backend, "graphs": graphs}
             record = _run_speed(common | more, save)
         if out is not None:
@@ -134,17 +134,17 @@ def parsed_length(text: str) -> int:
 
 
 def _passes(text: str) -> tuple[str, ...]:
-    from regard.bench.floors import BOTH, FORWARD
+    from regard.bench.floors import FORWARD, TRAINING
     from regard.bench.token_step import STEP
 
-    names = dict(zip(PASS_NAMES, (FORWARD, BOTH, STEP), strict=True))
+    names = dict(zip(PASS_NAMES, (FORWARD, TRAINING, STEP), strict=True))
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError("--passes names no pass: write for example --passes forward,both")
-    return tuple(dict.fromkeys(names[_checked("passes", word, PASS_NAMES)] for word in words))
+    return tuple(dict.fromkeys(names[_one_of("passes", word, PASS_NAMES)] for word in words))
 
 
-def _checked(name: str, value: str, allowed: tuple[str, ...]) -> str:
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
     return value

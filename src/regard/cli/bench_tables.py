@@ -9,8 +9,6 @@ from rich.table import Table
 
 from regard.cli.console import columns, screen
 
-Row = dict[str, Any]
-
 
 def print_speed(record: dict[str, Any], json_file: Path | None, out: Path | None) -> None:
     """Print times of mechanisms and peers, crossovers, missing peers, and what to do next."""
@@ -31,7 +29,7 @@ def print_speed(record: dict[str, Any], json_file: Path | None, out: Path | None
     _print_next(record, json_file, out)
 
 
-def _speed_table(rows: list[Row], ratios: dict[Any, dict[str, float]], ours: str) -> Table:
+def _speed_table(rows: list[dict[str, Any]], ratios: dict[Any, dict[str, float]], ours: str) -> Table:
     table = columns("mechanism", "by", "n", "batch", "ms", "graph ms", "launches", "MiB", "of floor", "times as fast as")
     for row in rows:
         cells = [row["spec"], row["by"], f"{row['n']:,}", str(row["batch"])]
@@ -66,12 +64,12 @@ def print_models(record: dict[str, Any], json_file: Path | None, _out: Path | No
     _print_next(record, json_file, None)
 
 
-def _same_model(other: Row, row: Row) -> bool:
+def _same_model(other: dict[str, Any], row: dict[str, Any]) -> bool:
     keys = ("model", "compiled", "n")
     return other["spec"] == "softmax" and all(other[key] == row[key] for key in keys)
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("spec", "causal", "level", "n", "pass"))
 
 
@@ -115,6 +113,6 @@ def _count(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
 
-def _mebibytes(row: Row) -> str:
+def _mebibytes(row: dict[str, Any]) -> str:
     size = row.get("peak_bytes")
     return "" if size is None else f"{size / 2**20:,.0f}"

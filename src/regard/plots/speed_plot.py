@@ -16,11 +16,10 @@ MARKERS = ("s", "^", "v", "D", "P", "X", "*", "<", ">", "p")
 FULL_NAME = "SDPA"
 PANEL_WIDTH, PANEL_HEIGHT = 5.2, 4.4
 
-Row = dict[str, Any]
 Panel = tuple[str, str, bool]
 
 
-def speed_plot(rows: Sequence[Row], title: str, ours: str = "regard") -> Figure:
+def speed_plot(rows: Sequence[dict[str, Any]], title: str, ours: str = "regard") -> Figure:
     """Draw the rows of a measurement: solid lines are regard, dashed ones of the same colour its peers, SDPA is black.
 
     A time is that of a CUDA graph where there is one. A row without a time is left out.
@@ -47,14 +46,14 @@ def speed_plot(rows: Sequence[Row], title: str, ours: str = "regard") -> Figure:
     return figure
 
 
-def _panel(row: Row) -> Panel:
+def _panel(row: dict[str, Any]) -> Panel:
     return row["pass"], row["level"], row["causal"]
 
 
 def _draw_panel(
     axes: Axes,
     panel: Panel,
-    rows: Sequence[Row],
+    rows: Sequence[dict[str, Any]],
     colours: dict[str, str],
     markers: dict[str, str],
     ours: str,
