@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ FREE_OPS = ("empty", "detach", "alias", "_unsafe_view", "view", "lift_fresh", "i
 
 class NotCaptured(RuntimeError):
     """A call that cannot be a CUDA graph, with the reason."""
+
+
+@contextmanager
+def light_collections() -> Iterator[None]:
+    """Make garbage collections inside cheap: what exists before them is not searched again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def wait(device: torch.device) -> None:
