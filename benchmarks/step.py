@@ -2,7 +2,8 @@
 
 Counted where PyTorch hands operations to a device, so that a busy machine changes nothing: an operation that moves no number (a
 view) is none, and the bytes of one are those of the tensors that it reads and writes. Dropout is counted as a GPU does it, in one
-kernel. `--beside PATH` counts another checkout with the same script (git worktree add PATH COMMIT) and keeps both.
+kernel. `--beside PATH` counts another checkout with the same script (git worktree add PATH COMMIT) and keeps both; it must have
+`regard.bench`, whose clocks are used.
 
     python benchmarks/step.py [--beside PATH] [--tokens 8192]
     python benchmarks/step.py --rows --list         operations by name, and nothing is saved

@@ -82,7 +82,7 @@ def model_rows(request: ModelRequest, jobs: list[ModelJob]) -> Iterator[Measured
             row |= _measured_model(request, job, row["batch"])
         except FAILURES as error:
             row["reason"] = failure_text(error)
-        _forget(request.device)
+        _forget(request.device, job.compiled)
         if row.get("ms", 0) > 1e3 * SLOW:
             slow[key] = f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
         yield row
@@ -147,8 +147,9 @@ def _loss(kind: str, out: Any, data: Tensor) -> Tensor:
     return F.cross_entropy(out[:, :-1].flatten(0, 1).float(), data[:, 1:].flatten())
 
 
-def _forget(device: str) -> None:
-    torch.compiler.reset()
+def _forget(device: str, compiled: bool) -> None:
+    if compiled:
+        torch.compiler.reset()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from regard.cli.console import columns, screen
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_speed(record: dict[str, Any], json_file: Path | None, out: Path | None) -> None:
