@@ -222,6 +222,17 @@ def test_a_decoding_step_and_its_baseline():
     assert "cannot do causal" in refused["reason"]
 
 
+def test_bytes_of_a_state_are_those_of_its_tokens():
+    layer = build_mixer(Spec.parse("softmax"), Setting(64, 2, 2, 16, True))
+    _, state = layer.extend(layer.start(2), torch.randn(2, 20, 32))
+    cache = 2 * 2 * 2 * 20 * 16 * 4
+    assert token_step.held_bytes(state.memory) == cache < state.nbytes
+    assert token_step.moved_bytes(state.memory) == cache
+    linear = build_mixer(Spec.parse("linear"), Setting(64, 2, 2, 16, True))
+    memory = linear.extend(linear.start(2), torch.randn(2, 20, 32))[1].memory
+    assert token_step.moved_bytes(memory) == 2 * token_step.held_bytes(memory) == 2 * 2 * 2 * (16 * 16 + 16) * 4
+
+
 def test_the_baseline_of_a_step_is_attention_over_its_cache():
     where = Setting(16, 2, 2, 16, True)
     layer = token_step.CachedSDPA(where, 16)

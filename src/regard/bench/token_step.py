@@ -16,12 +16,14 @@ from regard.bench.speed import FAILURES, OURS, Measured, failure_text
 from regard.bench.timing import ROUNDS, captured, first_line, launches, peak_bytes, plain_time, seconds
 from regard.bench.workload import LAYER, Setting, build_mixer, spec_text
 from regard.mixers.base import Mixer
+from regard.mixers.kv_cache import KVCache
 from regard.mixers.places import positions_below
-from regard.runtime.state_buffers import StateBuffers
+from regard.runtime.state_buffers import StateBuffers, all_caches
 from regard.spec import Spec
 
 STEP = "decoding step"
 STEP_ROOM = 1024  # slots of a cache beyond the prompt: at most so many steps are timed
+PREFILLED = 1024  # tokens of a prompt at a time
 UNROLLED_STEPS = 8  # in one CUDA graph
 REPLAYS = 12  # of such a graph in a timed round: its steps fit into STEP_ROOM
 
@@ -42,12 +44,12 @@ def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: flo
         longer = step_setting(setting, t)
         mixer = build_mixer(spec, longer).eval()
         state, token = _prefilled(mixer, longer, t)
-        row["state_bytes"] = state.nbytes
+        row["state_bytes"] = held_bytes(state)
         row |= _eager_steps(mixer, state, token, budget)
         if setting.device == "cuda" and graphs:
             row |= _graphed_steps(mixer, state, token, t)
         weights = sum(p.numel() * p.element_size() for p in mixer.parameters())
-        row |= _step_floor(row, weights + row["state_bytes"], rates)
+        row |= _step_floor(row, weights + moved_bytes(state), rates)
     except FAILURES as error:
         row["reason"] = failure_text(error)
     return row
@@ -70,6 +72,21 @@ def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs:
     except FAILURES as error:
         row["reason"] = failure_text(error)
     return row
+
+
+def held_bytes(state: Any) -> int:
+    """Count the bytes of a state, without the spare room of its caches."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, KVCache):
+        return held_bytes(state.keys) + held_bytes(state.values)
+    return sum(held_bytes(part) for part in state) if isinstance(state, tuple) else 0
+
+
+def moved_bytes(state: Any) -> int:
+    """Count the bytes that a step reads and writes: a cache is read, anything else is read and written."""
+    caches = sum(held_bytes(cache) for cache, _ in all_caches(state))
+    return 2 * held_bytes(state) - caches
 
 
 class CachedSDPA(nn.Module):
@@ -105,11 +122,11 @@ def _token(setting: Setting) -> Tensor:
 
 
 def _prefilled(mixer: Mixer, setting: Setting, t: int) -> tuple[Any, Tensor]:
-    """The state of a layer after t random tokens, a few thousand at a time, and one more token (b 1 w)."""
+    """The state of a layer after t random tokens, PREFILLED at a time, and one more token (b 1 w)."""
     state = mixer.start(setting.batch)
     torch.manual_seed(setting.seed)
-    for low in range(0, t, 4096):
-        size = min(4096, t - low)
+    for low in range(0, t, PREFILLED):
+        size = min(PREFILLED, t - low)
         x = torch.randn(setting.batch, size, setting.width, device=setting.torch_device)
         _, state = mixer.extend(state, x.to(setting.torch_dtype))
     return state, _token(setting)
@@ -163,7 +180,7 @@ def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Measured:
 
 
 def _step_floor(row: Measured, moved: float, rates: Rates) -> Measured:
-    """The time to read weights and state once."""
+    """The time to move so many bytes: weights and caches are read, other states read and written."""
     least = 1e3 * moved / rates.bytes
     ms = row.get("graph_ms") or row["ms"]
     return {"floor_ms": least, "floor_of": "bytes", "fraction": least / ms}

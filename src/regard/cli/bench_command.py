@@ -190,7 +190,8 @@ def draw_record(record: dict[str, Any], out: Path) -> None:
     except ModuleNotFoundError as error:
         raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
     s, with_what = record["settings"], record["made_with"]
-    title = f"{s['tokens']:,} tokens, {s['heads']} heads x {s['dim']}, {s['dtype']}, {with_what['device']}"
+    shape = f"{s['tokens']:,} tokens in all, {s['heads']} heads x {s['dim']}, {s['dtype']}"
+    title = f"{shape}, {with_what['device']}: regard (solid) and peers (dashed)"
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         speed_plot(record["rows"], title).savefig(part, format=out.suffix[1:].lower())
