@@ -325,7 +325,9 @@ def test_the_command_for_models():
         (["--out", "x.bmp"], "cannot draw into"),
         (["--json", "/nowhere/x.json"], "there is no folder"),
         (["--compile"], "--compile is for whole models"),
-        (["--model", "--out", "x.png"], "--out draws times of mechanisms"),
+        (["--model", "--out", "x.png"], "--out is not for whole models"),
+        (["--model", "--no-graphs"], "--graphs is not for whole models"),
+        (["--batch", "4"], "--batch is for decoding steps"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence):
