@@ -54,6 +54,7 @@ SETS: dict[str, list[dict[str, Any]]] = {
     "windows": [
         {"mixers": ["Local(128)", "Local(256)"], "lengths": [4 * K, 16 * K], "forms": BOTH_FORMS, "peers": [FULL, FLEX]},
         {"mixers": ["Local(128)", "Local(256)"], "lengths": [64 * K], "forms": BOTH_FORMS, "peers": [FULL]},
+        {"mixers": ["Local(256)"], "lengths": [256 * K, 1024 * K], "forms": CAUSAL, "peers": []},
     ],
     "others": [
         {"mixers": ["performer"], "lengths": [4 * K, 16 * K], "forms": BOTH_FORMS, "peers": [FULL, "performer-pytorch"]},
@@ -108,6 +109,7 @@ SETS: dict[str, list[dict[str, Any]]] = {
         },
         {"mixers": ["gla", "reformer"], "lengths": [4 * K], "kinds": (DECODER_MODEL,)},
         {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": ["Local(256)", "linear"], "lengths": [1 * K, 256 * K, 1024 * K], "kinds": (DECODER_MODEL,)},
         {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
     ],
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.bench.machine import Rates
 from regard.bench.peers import FULL
 from regard.bench.speed import FAILURES, OURS, Measured, failure_text
-from regard.bench.timing import ROUNDS, captured, first_line, launches, peak_bytes, plain_time, seconds
+from regard.bench.timing import ROUNDS, NotCaptured, captured, first_line, launches, peak_bytes, plain_time, seconds
 from regard.bench.workload import LAYER, Setting, build_mixer, spec_text
 from regard.mixers.base import Mixer
 from regard.mixers.kv_cache import KVCache
@@ -65,8 +65,7 @@ def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs:
         row["state_bytes"] = 2 * layer.k.numel() * layer.k.element_size()
         row |= _timed_step(lambda: layer(token), setting.torch_device, budget)
         if setting.device == "cuda" and graphs:
-            graph = captured(lambda: layer(token), setting.torch_device, UNROLLED_STEPS)
-            row["graph_ms"] = 1e3 * plain_time(graph.replay, setting.torch_device, budget) / UNROLLED_STEPS
+            row |= _graphed_call(lambda: layer(token), setting.torch_device, budget)
         weights = sum(p.numel() * p.element_size() for p in layer.parameters())
         row |= _step_floor(row, weights + row["state_bytes"], rates)
     except FAILURES as error:
@@ -148,6 +147,14 @@ def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) ->
     peak = peak_bytes(step, device)
     once = plain_time(step, device, budget)
     return {"first_seconds": first, "peak_bytes": peak, "ms": 1e3 * once, "launches": launches(step, device)}
+
+
+def _graphed_call(step: Callable[[], Any], device: torch.device, budget: float) -> Measured:
+    try:
+        graph = captured(step, device, UNROLLED_STEPS)
+    except NotCaptured as error:
+        return {"graph_reason": str(error)}
+    return {"graph_ms": 1e3 * plain_time(graph.replay, device, budget) / UNROLLED_STEPS}
 
 
 def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Measured:

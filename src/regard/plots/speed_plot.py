@@ -42,8 +42,8 @@ def speed_plot(rows: Sequence[dict[str, Any]], title: str, ours: str = "regard")
     top = 1 - 0.4 / figure.get_figheight()
     right = 1 - LEGEND_WIDTH / figure.get_figwidth()
     figure.tight_layout(rect=(0, 0, right, top))
-    place = {"loc": "upper left", "bbox_to_anchor": (right, top), "frameon": False}
-    figure.legend(handles.values(), handles.keys(), fontsize=7.5, labelcolor=INK, handlelength=2.6, **place)
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (right, top), "frameon": False}
+    figure.legend(list(handles.values()), list(handles), fontsize=7.5, labelcolor=INK, handlelength=2.6, **place)
     return figure
 
 
