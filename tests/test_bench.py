@@ -288,6 +288,7 @@ def invoke(*words):
 
 
 def test_the_command(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install matplotlib, to draw")
     numbers, picture = tmp_path / "speed.json", tmp_path / "speed.png"
     short = ["--tokens", "64", "--heads", "2", "--dim", "16", "--seconds", "0.002", "--device", "cpu"]
     short += ["--against", "SDPA"]

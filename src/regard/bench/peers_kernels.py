@@ -38,7 +38,7 @@ class Flex(OperationPeer):
 
     compiled = True
 
-    def __init__(self, pattern: Pattern, setting: Setting) -> None:
+    def __init__(self, pattern: Pattern, setting: Setting, block: int = 128) -> None:
         super().__init__()
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -55,6 +55,7 @@ class Flex(OperationPeer):
             n,
             n,
             device=setting.device,
+            BLOCK_SIZE=block,
             _compile=setting.device == "cuda" and n * n * (setting.heads if per_head else 1) > MASK_PAIRS,
         )
         torch.compiler.reset()  # one graph for each mask: after eight of them torch would not compile any more
