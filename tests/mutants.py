@@ -371,8 +371,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "slots that nothing was written into are seen": (
         R + "mixers/low_rank.py",
-        "seen = memory.seen | _writes(to_k, to_v).any(2)",
-        "seen = torch.ones_like(memory.seen | _writes(to_k, to_v).any(2))",
+        "seen = memory.seen | _any_writes(to_k, to_v)",
+        "seen = torch.ones_like(memory.seen | _any_writes(to_k, to_v))",
     ),
     "a stride is seen before it is finished": (
         R + "mixers/compressed.py",

@@ -103,7 +103,8 @@ class Efficient(_ExpFeatures):
         return x
 
     def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
-        return read_state(self._mix(q, places, memory.z.unsqueeze(2)), memory.s)
+        maps = memory.s / memory.z.clamp(min=1).unsqueeze(-1)  # one division of the sums, not one for each query
+        return read_state(self._queries(q, places), maps)
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
@@ -212,6 +213,11 @@ class Performer(Estimator, _ExpFeatures):
         queries = torch.softmax(self.logs(q), -1)
         products = queries @ (logs - top).exp().mT
         return safe_ratio(products, products.sum(-1, keepdim=True))
+
+    def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
+        both = torch.cat([memory.s, memory.z.unsqueeze(-1)], -1)  # one product: its gradient is one too
+        answer = read_state(self._queries(q, places), both)
+        return safe_ratio(answer[..., :-1], answer[..., -1:])
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)

@@ -43,7 +43,7 @@ class TorchLinear:
 
     def write(self, call: LinearCall) -> Tensor:
         if call.log_decay is None:
-            return call.state + call.k.mT @ call.v
+            return call.state + (call.v.mT @ call.k).mT  # so that the gradient of the many features needs no copy
         kept = call.log_decay.sum(2).exp().unsqueeze(-1)
         old = kept * call.state
         keys = call.k * decay_to_end(call.log_decay)
