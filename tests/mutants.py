@@ -110,8 +110,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "strips ignore causal": (
         R + "mixers/softmax.py",
-        "if causal else seen.expand(-1, 1, i.shape[1], -1)",
-        "if False else seen.expand(-1, 1, i.shape[1], -1)",
+        "            if causal:\n                past = distance >= 0\n",
+        "            if False:\n                past = distance >= 0\n",
     ),
     "a kernel scan sees one token ahead": (R + "ops/linear/torch.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
