@@ -16,7 +16,7 @@ from regard.ops.dense import sdpa
 from regard.ops.linear.linear_op import linear_attention
 from regard.ops.mix_tokens import mix_tokens
 from regard.ops.strip import token_runs
-from regard.ops.tile.tile_op import MASKED_SCORE
+from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
 SHARES = ("none", "head", "kv", "layer")
 
@@ -62,7 +62,7 @@ class Linformer(Core):
         return f"rank={self.rank}, share={self.share!r}, max_len={self.longest}"
 
     def empty(self, k: Tensor, v: Tensor) -> LinformerState:
-        new_k, new_v = (upcast(x).new_zeros(*x.shape[:2], self.rank, x.shape[-1]) for x in (k, v))
+        new_k, new_v = (x.new_zeros(*x.shape[:2], self.rank, x.shape[-1], dtype=accumulator(x.dtype)) for x in (k, v))
         return LinformerState(
             new_k, new_v, torch.zeros(k.shape[0], len(self.project_k), self.rank, dtype=torch.bool, device=k.device)
         )
@@ -78,8 +78,6 @@ class Linformer(Core):
         return sdpa(q, k, v, scale=self.scale, valid=seen, dropout=self.drop, keep_empty=True)
 
     def push(self, memory: LinformerState, k: Tensor, v: Tensor, places: Places) -> LinformerState:
-        k = upcast(k)
-        v = upcast(v)
         to_k, to_v = self._columns(places, k.dtype)
         seen = memory.seen | _any_writes(to_k, to_v)
         return LinformerState(memory.k + mix_tokens(to_k, k), memory.v + mix_tokens(to_v, v), seen)

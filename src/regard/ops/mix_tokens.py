@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.tile.call import accumulator
 from regard.transforms import transformed
 
 
 def mix_tokens(weights: Tensor, x: Tensor) -> Tensor:
-    """Return sum_n weights_nr x_ne (b g r e) of weights (b g n r) and tokens x (b g n e); b or g of weights may be 1."""
+    """Return sum_n weights_nr x_ne (b g r e) of weights (b g n r) and tokens x (b g n e); b or g of weights may be 1.
+
+    Both have one type; sums of half precision are float32.
+    """
     if torch.compiler.is_compiling() or transformed():
-        return weights.mT @ x
+        acc = accumulator(x.dtype)
+        return weights.to(acc).mT @ x.to(acc)
     b, g, n, e = x.shape
     if weights.shape[0] != 1:
         flat = MixTokens.apply(weights.expand(b, g, -1, -1).flatten(0, 1), x.flatten(0, 1))
@@ -31,7 +36,10 @@ class MixTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor, x: Tensor) -> Tensor:
-        return w.mT @ x
+        acc = accumulator(x.dtype)
+        if acc != x.dtype and x.is_cuda:
+            return torch.bmm(w.mT, x, out_dtype=acc)
+        return w.to(acc).mT @ x.to(acc)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch names them
@@ -40,5 +48,6 @@ class MixTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         w, x = ctx.saved_tensors
+        grad = grad.to(x.dtype)
         need_w, need_x = ctx.needs_input_grad
         return x @ grad.mT if need_w else None, w @ grad if need_x else None
