@@ -46,7 +46,7 @@ ORDER = (
     *("_version", "checks", "text", "options", "transforms", "cache", "data"),
     *("patterns", "ops", "mixers", "positions", "catalogue_row", "catalogue", "spec"),
     *("blocks", "analysis", "config", "models", "runtime", "decoding"),
-    *("scores", "training", "tasks", "pretrained", "plots", "api", "__init__", "cli"),
+    *("scores", "training", "tasks", "pretrained", "bench", "plots", "api", "__init__", "cli"),
 )
 REPEATABLE = {"__init__", "reference", "torch", "triton"}
 _WORDS = """

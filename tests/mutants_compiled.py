@@ -26,8 +26,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "a layer drops the backend it is built with": (
         R + "mixers/gated.py",
-        "        out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay, backend=self.dims.backend)\n",
-        "        out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay)\n",
+        "        scale, backend = self.dims.d**-0.5, self.dims.backend\n",
+        '        scale, backend = self.dims.d**-0.5, "auto"\n',
         "linear_backends",
     ),
     "the norm of the reference backend does not decay": (

@@ -1,5 +1,5 @@
-"""The command line: mechanisms (`list`, `show`), tasks and training (`tasks`, `train`), trained runs (`evaluate`, `predict`,
-`distil`).
+"""The command line: mechanisms (`list`, `show`, `bench`), tasks and training (`tasks`, `train`), trained runs
+(`evaluate`, `predict`, `distil`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from regard._version import version
+from regard.cli.bench_command import bench
 from regard.cli.console import aside, plain_warnings, screen
 from regard.cli.infer import distil, evaluate, predict
 from regard.cli.mechanisms import list_, show
@@ -63,5 +64,5 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
 
 
 app.command("list")(list_)
-for _command in (show, tasks, train, evaluate, predict, distil):
+for _command in (show, bench, tasks, train, evaluate, predict, distil):
     app.command()(_command)

@@ -61,7 +61,7 @@ def show(
 
     with sentences():
         parsed, dims = Spec.parse(spec), Dims(width=width, heads=heads, causal=causal)
-        _check_out(out)
+        check_out(out)
     with sentences(parsed):
         length = _usual_length(parsed, dims) if length is None else length
         known = cost(parsed, length, causal=causal, heads=heads, width=width)
@@ -97,7 +97,7 @@ def _print_cost(known: Cost, out: Path | None) -> None:
     console.print(table, highlight=False)
 
 
-def _check_out(out: Path | None) -> None:
+def check_out(out: Path | None) -> None:
     """Check the name of the picture, before any work is done."""
     if out is None:
         return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from regard.checks import check_batch, check_same_batch
+from regard.checks import check_batch, check_same_batch, check_tokens
 from regard.mixers.base import Core, Mixer, refer
 from regard.mixers.dims import Can, Dims, need_claims
 from regard.mixers.places import Places, mask_padding, pooled_valid
@@ -107,13 +107,14 @@ class Attention(Mixer):
         reads = dims.context_width or dims.width
         many = core.streams
         asks = dims.heads * dims.d * many
-        keys = dims.g * (dims.d * many + core.gates)
+        self._sizes = core.sizes  # of a key and of a value
+        keys, values = (dims.g * size for size in self._sizes)
         self.q = UnmadeProjection(asks) if "q" in core.ignores else nn.Linear(dims.width, asks, bias=bias)
         if shared_qk and "k" not in core.ignores:
             refer(self, "k", self.q)
         else:
             self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
-        self.v = nn.Linear(reads, dims.g * dims.e * many, bias=bias)
+        self.v = nn.Linear(reads, values, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
         self._watched = type(core).watch is not Core.watch
         alike = dims.d == dims.e and many == 1 and not core.gates
@@ -212,7 +213,7 @@ class Attention(Mixer):
 
     def _check_call(self, x: Tensor, context: Tensor | None, valid: Tensor | None, query_valid: Tensor | None) -> None:
         """Refuse tokens, a context and padding masks that do not fit together or do not fit the layer."""
-        self.check(x)
+        check_tokens(x, "x", self.dims.width, self.v.weight)
         if query_valid is not None and context is None:
             raise ValueError("without a context queries and keys are the same tokens: give valid alone")
         if self.dims.causal and context is not None:
@@ -261,7 +262,7 @@ class Attention(Mixer):
             return torch.cat([*turned, parts[-1]], -1)
 
     def _empty(self, batch: int) -> Any:
-        zeros, (d, e) = self.v.weight.new_zeros, self.core.sizes
+        zeros, (d, e) = self.v.weight.new_zeros, self._sizes
         return self.core.empty(zeros(batch, self.dims.g, 0, d), zeros(batch, self.dims.g, 0, e))
 
     def _zero(self, batch: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, one_hot
+from torch.nn.functional import normalize
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
@@ -12,11 +12,10 @@ from regard.mixers.bucketed import BucketedCore, BucketMemory
 from regard.mixers.feature_math import gaussian, upcast
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
-from regard.ops.bucket import SortedRange, chunk_stretch, newest_per_bucket
+from regard.ops.bucket.bucket_op import SHORTEST, product_labels
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
 
-SHORTEST = 1e-6  # a vector shorter than this has no direction
 FINE = 1 << 30  # similarities closer than one part in so many are equal: the earlier token wins
 
 
@@ -34,7 +33,7 @@ class Reformer(BucketedCore):
 
     can = BucketedCore.can | Can.DROPOUT
     shared_qk = True
-    own = False
+    own, unit_keys = False, True
     rotations: Tensor
 
     def __init__(self, dims: Dims, *, rounds: int = 4, buckets: int = 32, chunk: int = 64, seed: int = 0) -> None:
@@ -61,24 +60,8 @@ class Reformer(BucketedCore):
 
     def label(self, k: Tensor) -> Tensor:
         if self.labels == 1:
-            return torch.zeros(*k.shape[:3], 1, dtype=torch.long, device=k.device)
-        return in_strips(self._hash, (k,), 2, k.shape[0] * k.shape[1] * self.rotations.shape[2])[0]
-
-    def _hash(self, k: Tensor) -> tuple[Tensor]:
-        turned = k @ self.rotations.to(k.dtype)
-        turned = turned.unflatten(-1, (self.rounds, -1))
-        far = turned.abs().argmax(-1, keepdim=True)  # the largest of [x, -x] without making -x
-        opposite = turned.gather(-1, far) < 0
-        bucket = far + (self.labels // 2) * opposite
-        return (bucket.squeeze(-1),)
-
-    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q, normalize(k, dim=-1, eps=SHORTEST)
-
-    def stretch(self, marks: Tensor) -> SortedRange:
-        if self.dims.causal:
-            return newest_per_bucket(marks, self.labels, self.window)
-        return chunk_stretch(marks, self.labels, self.chunk)
+            return torch.zeros(len(k), self.dims.heads, k.shape[2], 1, dtype=torch.int32, device=k.device)
+        return product_labels(k, self.rotations, self.rounds, opposite=True, backend=self.dims.backend)
 
 
 class Routing(BucketedCore):
@@ -126,17 +109,21 @@ class Routing(BucketedCore):
 
     def label(self, k: Tensor) -> Tensor:
         if not self.rounds:
-            return torch.empty(*k.shape[:3], 0, dtype=torch.long, device=k.device)
-        return self._similar(k).argmax(-1, keepdim=True)
+            return torch.empty(len(k), self.dims.heads, k.shape[2], 0, dtype=torch.int32, device=k.device)
+        return self._nearest(k).unsqueeze(-1)
 
-    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q * self.scale, k
+    def _nearest(self, x: Tensor) -> Tensor:
+        """The centroid nearest to each token of x (b g n d), (b h n)."""
+        return product_labels(x, self._directions().mT, backend=self.dims.backend).squeeze(-1)
+
+    def _directions(self) -> Tensor:
+        """Centroids of length one, (h c d) in float32 or better."""
+        return normalize(upcast(self.centroids), dim=-1)
 
     def _similar(self, x: Tensor) -> Tensor:
         """Cosine of x (b h n d) and every centroid, (b h n c)."""
         directions = normalize(x, dim=-1, eps=SHORTEST)
-        centroids = normalize(self.centroids.to(x.dtype), dim=-1)
-        return directions @ centroids.mT
+        return directions @ self._directions().to(x.dtype).mT
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
@@ -145,13 +132,14 @@ class Routing(BucketedCore):
         k, v = expand_heads(log.keys, log.values, q.shape[1])
         out = self._gathered(q, k, v, places.valid, log.places.valid)
         if self.training:
-            self._learn((q, places.valid), (k, log.places.valid))
+            self._learn((q, places.valid, self._nearest(q)), (k, log.places.valid, self._nearest(k)))
         return out
 
     def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
         out, memory = super().scan(memory, q, k, v, places)
         if self.training:
-            self._learn((expand_heads(k, k, self.dims.heads)[0], places.valid))
+            nearest = memory.marks.keys[:, :, -k.shape[2] :, 0]
+            self._learn((expand_heads(k, k, self.dims.heads)[0], places.valid, nearest))
         return out, memory
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, asking: Tensor | None, there: Tensor | None) -> Tensor:
@@ -193,14 +181,17 @@ class Routing(BucketedCore):
         return index.flatten(0, 1), real.repeat_interleave(h, 0)
 
     @torch.no_grad()
-    def _learn(self, *tokens: tuple[Tensor, Tensor | None]) -> None:
-        """Every centroid towards the mean direction of the tokens nearest to it; one without tokens stays."""
+    def _learn(self, *tokens: tuple[Tensor, Tensor | None, Tensor]) -> None:
+        """Move every centroid towards the mean direction of the tokens nearest to it; one without tokens stays.
+
+        tokens: x (b h n d), which of them are real, and the centroid nearest to each (b h n).
+        """
         old = upcast(self.centroids)
         total = torch.zeros_like(old)
         count = torch.zeros_like(old[..., :1])
-        for x, valid in tokens:
-            nearest = self._similar(upcast(x)).argmax(-1)
-            near = one_hot(nearest, self.labels).to(old.dtype)
+        each = torch.arange(self.labels, device=old.device)
+        for x, valid, nearest in tokens:
+            near = (nearest.unsqueeze(-1) == each).to(old.dtype)
             if valid is not None:
                 near = near * valid[:, None, :, None]
             directions = normalize(upcast(x), dim=-1, eps=SHORTEST)

@@ -19,11 +19,17 @@ from regard.mixers.feature_math import (
     orthogonal,
     per_query_head,
     read_state,
-    safe_ratio,
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
-from regard.ops.linear.linear_op import decayed_prefix_sum, linear_attention, linear_write, normalized_linear_attention
+from regard.ops.linear.feature_maps import safe_ratio
+from regard.ops.linear.linear_op import (
+    decayed_prefix_sum,
+    linear_attention,
+    linear_read,
+    normalized_linear_attention,
+    normalized_linear_write,
+)
 from regard.ops.linear.prefix import cumulative_max
 
 
@@ -60,8 +66,7 @@ class _ExpFeatures(Kernel):
         keys = (logs - unit.unsqueeze(2)).exp()
         kept = (memory.top - unit).exp()
         old = kept.unsqueeze(-1) * memory.s
-        s = linear_write(keys, v, old, backend=self.dims.backend)
-        z = kept * memory.z + keys.sum(2)
+        s, z = normalized_linear_write(keys, v, old, kept * memory.z, backend=self.dims.backend)
         return ExpSums(s, z, top)
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -215,9 +220,7 @@ class Performer(Estimator, _ExpFeatures):
         return safe_ratio(products, products.sum(-1, keepdim=True))
 
     def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
-        both = torch.cat([memory.s, memory.z.unsqueeze(-1)], -1)  # one product: its gradient is one too
-        answer = read_state(self._queries(q, places), both)
-        return safe_ratio(answer[..., :-1], answer[..., -1:])
+        return linear_read(self._queries(q, places), memory.s, memory.z, backend=self.dims.backend)
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)

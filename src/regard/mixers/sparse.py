@@ -72,9 +72,19 @@ class Sparse(CachedCore):
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
         return self.pattern.alive(j, t)
 
+    def scan(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache]:
+        if q.shape[2] == 1 and type(self).answer is Sparse.answer:  # a subclass may have scores of its own
+            done = self._attention(True).step(memory, q, k, v, places)
+            if done is not None:
+                return done
+        return super().scan(memory, q, k, v, places)
+
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        attention = PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
-        return attention(log, q, places)[0]
+        return self._attention(causal)(log, q, places)[0]
+
+    def _attention(self, causal: bool) -> PatternAttention:
+        dropout = self.dims.dropout if self.training else 0.0
+        return PatternAttention(self.reach, self.scale, causal, dropout, self.positions, self.dims.backend)
 
 
 class Sinks(Sparse):

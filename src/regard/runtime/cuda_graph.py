@@ -62,13 +62,13 @@ def capture_graph(
         if warmups:
             _warm_up(warm or run, warmups)
         graph, outside = torch.cuda.CUDAGraph(), ExternalReads()
-        with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), outside:
+        with without_collection(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), outside:
             out = run()
     return CapturedGraph(graph, out, list(outside.read.values()))
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Collect garbage now and not until the end: a graph that is destroyed while another one is captured breaks the capture."""
     enabled = gc.isenabled()
     gc.collect()

@@ -1,0 +1,1 @@
+"""Speed of mechanisms beside their peers: times, launches, memory, floors. `regard bench` is its command."""

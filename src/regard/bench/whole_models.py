@@ -1,0 +1,154 @@
+"""Whole models: tokens a second and peak memory of an encoder and a decoder with a chosen mechanism, compiled or not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.bench.floors import BOTH
+from regard.bench.speed import FAILURES, OURS, SLOW, Row, failure_text
+from regard.bench.timing import peak_bytes, plain_time, seconds
+from regard.bench.workload import TYPES_BY_NAME, spec_text
+from regard.config import Config
+from regard.mixers.base import Can
+from regard.models.build import encoder, language_model, tokens
+from regard.spec import Spec
+
+ENCODER, DECODER = "encoder", "decoder"
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Hold what is measured: training passes of models of one shape, at a constant number of tokens."""
+
+    mixers: tuple[Spec, ...]
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
+    kinds: tuple[str, ...] = (ENCODER, DECODER)
+    compiled: tuple[bool, ...] = (False,)
+    tokens: int = 32768
+    depth: int = 6
+    width: int = 512
+    heads: int = 8
+    ffn: int = 2048
+    device: str = "cpu"
+    dtype: str = "fp32"
+    seed: int = 0
+    seconds: float = 0.5
+
+    def to_json(self) -> dict[str, Any]:
+        named = {name: value for name, value in vars(self).items() if name != "mixers"}
+        return {"mixers": [spec_text(spec) for spec in self.mixers], **named, "vocabulary": VOCABULARY, "pass": BOTH}
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    spec: Spec
+    kind: str
+    compiled: bool
+    n: int
+
+
+def model_jobs(request: ModelRequest) -> list[ModelJob]:
+    """List the models of a request; a decoder only of mechanisms with a causal form."""
+    found = []
+    for spec in request.mixers:
+        for kind in request.kinds:
+            if kind == DECODER and Can.CAUSAL not in spec.row.can:
+                continue
+            for compiled in request.compiled:
+                found += [ModelJob(spec, kind, compiled, n) for n in request.lengths]
+    return found
+
+
+def model_rows(request: ModelRequest, jobs: list[ModelJob]) -> Iterator[Row]:
+    """Measure the jobs; a model that runs out of memory, or is refused, is a row with the reason."""
+    slow: dict[tuple[str, str, bool], str] = {}
+    for job in jobs:
+        key = (spec_text(job.spec), job.kind, job.compiled)
+        row: Row = {"by": OURS, "spec": key[0], "model": job.kind, "compiled": job.compiled, "n": job.n}
+        row["batch"] = max(1, request.tokens // job.n)
+        if key in slow:
+            yield row | {"reason": slow[key]}
+            continue
+        try:
+            row |= _measured_model(request, job, row["batch"])
+        except FAILURES as error:
+            row["reason"] = failure_text(error)
+        _forget(request.device)
+        if row.get("ms", 0) > 1e3 * SLOW:
+            slow[key] = f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
+        yield row
+
+
+def _measured_model(request: ModelRequest, job: ModelJob, batch: int) -> Row:
+    device = torch.device(request.device)
+    step = training_pass(request, job, batch)
+    first = seconds(step, device)
+    step()
+    peak = peak_bytes(step, device)
+    once = plain_time(step, device, request.seconds)
+    rate = batch * job.n / once
+    return {"first_seconds": first, "ms": 1e3 * once, "tokens_per_second": rate, "peak_bytes": peak}
+
+
+def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[[], None]:
+    """Forward and backward pass of a model on random bytes: cross entropy of the next one, or the mean square of an encoding."""
+    torch.manual_seed(request.seed)
+    device = torch.device(request.device)
+    with device:
+        model = _model(request, job)
+    model.train()
+    data = torch.randint(VOCABULARY, (batch, job.n), device=device)
+    run: Any = torch.compile(model) if job.compiled else model
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        with mixed_precision(request):
+            loss = _loss(job.kind, run(data), data)
+        torch.autograd.grad(loss, weights, allow_unused=True)
+
+    return step
+
+
+def mixed_precision(request: ModelRequest) -> AbstractContextManager[Any]:
+    """Autocast to a half-precision type, as `precision=bf16-mixed` of a run does; weights stay float32."""
+    dtype = TYPES_BY_NAME[request.dtype]
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(request.device, dtype)
+    return nullcontext()
+
+
+def _model(request: ModelRequest, job: ModelJob) -> nn.Module:
+    config = Config(
+        mixer=spec_text(job.spec),
+        width=request.width,
+        heads=request.heads,
+        depth=request.depth,
+        ffn=request.ffn,
+        dropout=0.0,
+        max_len=job.n,
+    )
+    if job.kind == DECODER:
+        return language_model(config, VOCABULARY)
+    return encoder(config, tokens(config, VOCABULARY))
+
+
+def _loss(kind: str, out: Any, data: Tensor) -> Tensor:
+    if kind == ENCODER:
+        return out.x.float().square().mean()
+    return F.cross_entropy(out[:, :-1].flatten(0, 1).float(), data[:, 1:].flatten())
+
+
+def _forget(device: str) -> None:
+    torch.compiler.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()

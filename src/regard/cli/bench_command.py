@@ -1,0 +1,201 @@
+"""`regard bench` measures the speed of mechanisms beside their peers: times, launches, memory, floors, crossovers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regard.cli.bench_tables import print_models, print_speed
+from regard.cli.console import sentences
+
+if TYPE_CHECKING:
+    from regard.bench.record import Report, Save
+    from regard.spec import Spec
+
+MIXERS = ("softmax", "Local(256)", "Local(128) | Global(first=2)", "linear", "retention")
+PASS_NAMES = ("forward", "both", "step")
+FORM_NAMES = {"causal": (True,), "full": (False,), "both": (True, False)}
+LEVEL_NAMES = ("auto", "core", "layer")
+KINDS = {"cuda": "bf16", "cpu": "fp32"}  # the usual type of numbers by device
+UNITS = {"k": 1 << 10, "m": 1 << 20}
+MAX_LENGTH = 1 << 24
+
+
+def bench(
+    mixers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="A mechanism or a pattern; several with ';' between them."),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence: 1k,4k,16k.")] = "1k,4k,16k",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    against: Annotated[str, typer.Option(metavar="PEERS", help="all, none, or names of peers with commas.")] = "all",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, fp64; bf16 on a GPU unless given, fp32 on a CPU.")] = None,
+    passes: Annotated[str, typer.Option(help="forward, both (with backward), step (decoding), with commas.")] = "forward,both",
+    form: Annotated[str, typer.Option(help="causal (where a mechanism has that form), full (bidirectional), both.")] = "causal",
+    level: Annotated[
+        str, typer.Option(help="core (q, k, v in), layer (with projections), auto: layers only where there is nothing else.")
+    ] = "auto",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all: batch = tokens / length.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a decoding step.")] = 32,
+    heads: Annotated[int, typer.Option(min=1, max=256)] = 8,
+    dim: Annotated[int, typer.Option(min=1, max=1024, help="Size of a head.")] = 64,
+    backend: Annotated[str, typer.Option(help="Of the operations of regard: auto, torch, reference ...")] = "auto",
+    seconds: Annotated[float, typer.Option(min=0.001, help="For each time that is measured.")] = 0.2,
+    graphs: Annotated[bool, typer.Option(help="Also as CUDA graphs, on a GPU.")] = True,
+    model: Annotated[bool, typer.Option("--model", help="Whole models of six layers: tokens a second and memory.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="With --model: also with torch.compile.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers into this file.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw times over lengths (.png, .pdf or .svg).")] = None,
+) -> None:
+    """Measure the speed of mechanisms beside their peers, in one run."""
+    from regard.cli.mechanisms import check_out
+    from regard.cli.settings import device as choose_device
+
+    with sentences():
+        check_out(out)
+        specs = _specs(mixers or list(MIXERS))
+        where = choose_device(device)
+        kind = _checked("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
+        common: dict[str, Any] = {
+            "mixers": specs,
+            "lengths": _lengths(lengths),
+            "tokens": tokens,
+            "heads": heads,
+            "device": where,
+        }
+        common |= {"dtype": kind, "seed": seed, "seconds": seconds}
+        save = _writer(json_file)
+        if model:
+            if out is not None:
+                raise ValueError("--out draws times of mechanisms, not of whole models: leave out one of --model and --out")
+            record = _run_models(common, compiled, save)
+        else:
+            if compiled:
+                raise ValueError("--compile is for whole models: add --model, or leave it out")
+            forms = FORM_NAMES[_checked("form", form, tuple(FORM_NAMES))]
+            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": _checked("level", level, LEVEL_NAMES)}
+            more |= {"peers": against, "step_batch": batch, "dim": dim, "backend": backend, "graphs": graphs}
+            record = _run_speed(common | more, save)
+        if out is not None:
+            draw_record(record, out)
+    (print_models if model else print_speed)(record, json_file, out)
+
+
+def _run_speed(options: dict[str, Any], save: Save) -> dict[str, Any]:
+    from regard.bench.peers import chosen_peers
+    from regard.bench.record import speed_record
+    from regard.bench.speed import Request
+    from regard.ops.backend import check_backend
+
+    check_backend(options["backend"])
+    options["peers"] = tuple(chosen_peers(options["peers"]))
+    return speed_record(Request(**options), _reporter(), save)
+
+
+def _run_models(options: dict[str, Any], compiled: bool, save: Save) -> dict[str, Any]:
+    from regard.bench.record import model_record
+    from regard.bench.whole_models import ModelRequest
+
+    forms = (False, True) if compiled else (False,)
+    return model_record(ModelRequest(**options, compiled=forms), _reporter(), save)
+
+
+def _specs(texts: list[str]) -> tuple[Spec, ...]:
+    """Parse mechanisms; each text may hold several, with semicolons between them."""
+    from regard.spec import Spec
+
+    names = [name.strip() for text in texts for name in text.split(";")]
+    specs = tuple(Spec.parse(name) for name in names if name)
+    if not specs:
+        raise ValueError("--mixers names no mechanism: write for example --mixers 'Local(256); linear'")
+    return specs
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Parse lengths such as 512,4k,1M, in ascending order."""
+    found = {parsed_length(part) for part in text.split(",") if part.strip()}
+    if not found:
+        raise ValueError("--lengths names no length: write for example --lengths 1k,4k,16k")
+    return tuple(sorted(found))
+
+
+def parsed_length(text: str) -> int:
+    """Parse one length: 4096, 4k or 1M."""
+    word = text.strip().lower()
+    factor = UNITS.get(word[-1:], 1)
+    digits = word[:-1] if word[-1:] in UNITS else word
+    if not digits.isdecimal() or not 1 <= int(digits) * factor <= MAX_LENGTH:
+        raise ValueError(f"a length is a number of tokens from 1 to 16M, such as 4096, 4k or 1M, not {text.strip()!r}")
+    return int(digits) * factor
+
+
+def _passes(text: str) -> tuple[str, ...]:
+    from regard.bench.floors import BOTH, FORWARD
+    from regard.bench.token_step import STEP
+
+    names = dict(zip(PASS_NAMES, (FORWARD, BOTH, STEP), strict=True))
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ValueError("--passes names no pass: write for example --passes forward,both")
+    return tuple(dict.fromkeys(names[_checked("passes", word, PASS_NAMES)] for word in words))
+
+
+def _checked(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+    return value
+
+
+def _reporter() -> Report:
+    """Progress on stderr, with the time left."""
+    from rich.console import Console
+
+    from regard.training.progress import Progress, progress
+
+    shown: list[Progress] = []
+
+    def report(done: int, total: int, text: str) -> None:
+        if not shown:
+            shown.append(progress(total, console=Console(stderr=True)))
+        shown[0].score = text
+        shown[0].step(done)
+        if done == total:
+            shown[0].close()
+
+    return report
+
+
+def _writer(path: Path | None) -> Save:
+    """Return a function that writes a record into a file; none without a file."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+
+    def save(record: dict[str, Any]) -> None:
+        from regard.bench.machine import write_record
+
+        if path is not None:
+            write_record(path, record)
+
+    return save
+
+
+def draw_record(record: dict[str, Any], out: Path) -> None:
+    """Draw the times of a record into a file, into another one first, so that no picture is half drawn."""
+    try:
+        from regard.plots.speed_plot import speed_plot
+    except ModuleNotFoundError as error:
+        raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
+    s, with_what = record["settings"], record["made_with"]
+    title = f"{s['tokens']:,} tokens, {s['heads']} heads x {s['dim']}, {s['dtype']}, {with_what['device']}"
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        speed_plot(record["rows"], title).savefig(part, format=out.suffix[1:].lower())
+        os.replace(part, out)
+    except OSError as error:
+        raise ValueError(f"cannot draw into {str(out)!r}: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)
