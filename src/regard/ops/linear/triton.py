@@ -42,6 +42,10 @@ class TritonLinear:
     def forward(self, call: LinearCall) -> LinearResult:
         if needs_plain_ops() or call.k.numel() == 0:
             return PLAIN.forward(call)
+        if _is_step(call):
+            from regard.ops.linear.triton_step import linear_step
+
+            return linear_step(call)
         out, norm, state, norm_state = _computed(call)
         assert out is not None
         norm = None if norm is None or call.normalize else norm.unsqueeze(-1)
@@ -66,6 +70,14 @@ class TritonLinear:
         from regard.ops.linear.triton_prefix import PrefixFunction
 
         return PrefixFunction.apply(*call, False)
+
+
+def _is_step(call: LinearCall) -> bool:
+    """Return whether a call is one token without gradients: a decoding step."""
+    if call.k.shape[2] != 1 or torch.compiler.is_compiling():
+        return False
+    tensors = (x for x in call if isinstance(x, Tensor))
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def _flat(call: LinearCall | ReadCall) -> tuple[Any, ...]:
