@@ -15,6 +15,7 @@ from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
 OptionalT = TypeVar("OptionalT", Tensor, Tensor | None)
 STATE_TILE = 1 << 14  # elements of a state that one program holds
+FEW = 16  # tokens of a decoding step or a few
 SCAN_BLOCK = 16  # segments that the scan loads at once
 
 
@@ -96,11 +97,11 @@ class LinearLaunch:
         """The tile sizes of a kernel that walks in chunks; with a decay per feature all kernels have the same chunks."""
         config = dict(kernel_config(kernel, self.key, self.device))
         chunk = config.pop("chunk")
-        if self.decay == 2:
+        if self.decay == 2 and self.n > 1:
             chunk = kernel_config("linear_sums", self.key, self.device)["chunk"]
         config["C"] = chunk
         if kernel != "linear_sums":
-            config["HALVINGS"] = chunk.bit_length() - 1
+            config["HALVINGS"] = 0 if self.n == 1 else chunk.bit_length() - 1
         return config
 
     def _segment(self) -> int:
@@ -240,7 +241,7 @@ def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor |
         out, _or(den, some), ends[0], _or(ends[1], some),
         *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
         BF=run.bf, BE=width, PARTS=parts, NORMALIZE=x.normalize, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
-        **run.flags, **run.product, **run.tiles("linear_forward"),
+        **run.flags, **run.product, **run.tiles("linear_few" if run.n <= FEW else "linear_forward"),
     )  # fmt: skip
     return out, den
 
