@@ -32,7 +32,7 @@ from regard.ops.linear.triton_tiles import (
 
 @triton.jit(do_not_specialize=["n", "segs", "SEG", "slots", "heads_all"])
 def linear_backward_queries(
-    Q, K, V, LD, VALID, DO, OUT, DEN, DD, S, Z, DQ, OWN, OWN_Z, QD,
+    Q, K, V, LEVEL, VALID, DO, OUT, DEN, DD, S, Z, DQ, OWN, OWN_Z, QD,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln, sdb, sdh, sdn,
     scale, n, segs, SEG, slots, heads_all, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
@@ -53,7 +53,7 @@ def linear_backward_queries(
     Q += b * sqb + h * sqh + start * sqn
     K += b * skb + g * skh + start * skn
     V += b * svb + g * svh + start * svn
-    LD += b * slb + g * slh + start * sln
+    LEVEL += b * slb + g * slh + start * sln
     DO += b * sdb + h * sdh + start * sdn
     VALID += b * n + start
     OUT += ((b * n + start) * H + h) * e
@@ -93,7 +93,7 @@ def linear_backward_queries(
         if NORM:
             dq += dd[:, None] * z[None, :]
         if DECAY > 0:
-            dq = dq * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+            dq = dq * start_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
         if HAS_KEYS:
             vt = token_columns(V, i, svn, c, count, e).to(TYPE)
             k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
@@ -102,10 +102,10 @@ def linear_backward_queries(
                 da += dd[:, None]
             if DECAY == 2:
                 rows = k.to(tl.float32)
-                dq = halved_query_grads(dq, da, rows, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                dq = halved_query_grads(dq, da, rows, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
             else:
                 if DECAY == 1:
-                    level = chunk_levels(LD, low, sln, count, C)
+                    level = chunk_levels(LEVEL, low, sln, count, C)
                     da = da * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
                 else:
                     da = tl.where(r[:, None] >= r[None, :], da, 0.0)
@@ -125,12 +125,12 @@ def linear_backward_queries(
         mask = (i[:, None] < count) & inside[None, :]
         tl.store(DQ + i[:, None] * (H * f) + d[None, :], dq.to(DQ.dtype.element_ty), mask=mask)
         if DECAY > 0:
-            qt = qt * (start_decay_columns(LD, low, sln, d, count, f, C, DECAY) * tl.exp(before)[:, None])
-            chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
+            qt = qt * (start_decay_columns(LEVEL, low, sln, d, count, f, C, DECAY) * tl.exp(before)[:, None])
+            chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
             before += chunk
             st = st * tl.exp(chunk)[None, :]
             z = z * tl.exp(chunk)
-            k = k.to(tl.float32) * end_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+            k = k.to(tl.float32) * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
         own = tl.dot(qt.to(TYPE), half, own, input_precision=PRECISION)
         if NORM:
             own_z += tl.sum(qt * dd[None, :], 1)
@@ -146,7 +146,7 @@ def linear_backward_queries(
 
 @triton.jit
 def _key_grads(
-    Q, K, V, LD, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD,
     sqh, sqn, skn, svn, sln, sdh, sdn,
     scale, n, slots, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
@@ -179,13 +179,13 @@ def _key_grads(
         if NORM:
             dk += t[None, :]
         if DECAY > 0:
-            dk = dk * end_decay_rows(LD, low, sln, d, count, f, C, DECAY)
-            chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
+            dk = dk * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
+            chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
             rt = rt * tl.exp(chunk)[None, :]
             t = t * tl.exp(chunk)
-            share = start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+            share = start_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
         if DECAY == 1:
-            level = chunk_levels(LD, low, sln, count, C)
+            level = chunk_levels(LEVEL, low, sln, count, C)
             weight = tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
         products = tl.zeros([C, BF], tl.float32)
         product = tl.zeros([C], tl.float32)
@@ -202,7 +202,7 @@ def _key_grads(
                     dat += dd[None, :]
                 q = apply_feature(token_rows(Q + head * sqh, j, sqn, d, count, f), FEATURE)
                 if DECAY == 2:
-                    dk = halved_key_grads(dk, dat, q.to(tl.float32), LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                    dk = halved_key_grads(dk, dat, q.to(tl.float32), LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     if DECAY == 1:
                         dat = dat * weight
@@ -243,7 +243,7 @@ def _key_grads(
 
 @triton.jit
 def _value_grads(
-    Q, K, LD, VALID, DO, DEN, ADJ, DV,
+    Q, K, LEVEL, VALID, DO, DEN, ADJ, DV,
     sqh, sqn, skn, sln, sdh, sdn,
     scale, n, slots, G, R, part, seg, bg, count,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
@@ -267,16 +267,16 @@ def _value_grads(
         k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
         last = k
         if DECAY == 2:
-            last = k.to(tl.float32) * end_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+            last = k.to(tl.float32) * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
         if DECAY > 0:
-            chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
-            share = start_decay_columns(LD, low, sln, d, count, f, C, DECAY)
+            chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
+            share = start_decay_columns(LEVEL, low, sln, d, count, f, C, DECAY)
         dv = tl.dot(last.to(TYPE), adjoint.to(TYPE), input_precision=PRECISION)
         if DECAY > 0:
             adjoint = adjoint * tl.exp(chunk)[:, None]
         if DECAY == 1:
-            dv = dv * end_decay_rows(LD, low, sln, d, count, f, C, DECAY)
-            level = chunk_levels(LD, low, sln, count, C)
+            dv = dv * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
+            level = chunk_levels(LEVEL, low, sln, count, C)
             weight = tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
         if HAS_QUERIES:
             for head in range(R):
@@ -289,7 +289,8 @@ def _value_grads(
                 if DECAY == 2:
                     rows = k.to(tl.float32)
                     q = apply_feature(token_rows(Q + head * sqh, j, sqn, d, count, f), FEATURE).to(tl.float32)
-                    a = halved_scores_of_keys(rows, q, qt.to(tl.float32), LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                    qt = qt.to(tl.float32)
+                    a = halved_scores_of_keys(rows, q, qt, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
                     if DECAY == 1:
@@ -307,7 +308,7 @@ def _value_grads(
 
 @triton.jit(do_not_specialize=["n", "segs", "SEG", "heads_all", "kv_all"])
 def linear_backward_keys(
-    Q, K, V, LD, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DV, DLD,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DV, DLD,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln, sdb, sdh, sdn,
     scale, n, segs, SEG, heads_all, kv_all, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PF: tl.constexpr, PE: tl.constexpr,
@@ -331,7 +332,7 @@ def linear_backward_keys(
     Q += b * sqb + h * sqh + start * sqn
     K += b * skb + g * skh + start * skn
     V += b * svb + g * svh + start * svn
-    LD += b * slb + g * slh + start * sln
+    LEVEL += b * slb + g * slh + start * sln
     DO += b * sdb + h * sdh + start * sdn
     VALID += b * n + start
     DEN += bh * n + start
@@ -340,7 +341,7 @@ def linear_backward_keys(
     if part < FEATURE_PARTS:
         DK += ((b * n + start) * G + g) * f
         _key_grads(
-            Q, K, V, LD, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD,
+            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD,
             sqh, sqn, skn, svn, sln, sdh, sdn,
             scale, n, segs + 1, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
             f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD,
@@ -349,7 +350,7 @@ def linear_backward_keys(
     else:
         DV += ((b * n + start) * G + g) * e
         _value_grads(
-            Q, K, LD, VALID, DO, DEN, ADJ, DV,
+            Q, K, LEVEL, VALID, DO, DEN, ADJ, DV,
             sqh, sqn, skn, sln, sdh, sdn,
             scale, n, segs + 1, G, R, part - FEATURE_PARTS, seg, bg, count,
             f, e, BF, PE, C, DECAY, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, HALVINGS, TYPE, PRECISION,

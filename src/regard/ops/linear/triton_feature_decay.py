@@ -9,7 +9,7 @@ decay. LEVEL are pointers to L, the log decay from the start of the chunk.
 import triton
 import triton.language as tl
 
-from regard.ops.linear.triton_tiles import token_columns, token_rows
+from regard.ops.linear.triton_tiles import level_columns, level_rows
 
 
 @triton.jit
@@ -33,14 +33,14 @@ def halved_scores(
 ):  # fmt: skip
     """Return sum_f q_i k_j exp(L_i - L_j) for j <= i, else 0, from rows q, k (C, features) and columns kt."""
     r = tl.arange(0, C)
-    level = token_rows(LEVEL, low + r, stride, d, count, f)
-    across = token_columns(LEVEL, low + r, stride, d, count, f)
+    level = level_rows(LEVEL, low + r, stride, d, count, f)
+    across = level_columns(LEVEL, low + r, stride, d, count, f)
     own = tl.sum(q * k, 1)
     a = tl.where(r[:, None] == r[None, :], own[:, None], 0.0)
     for x in tl.static_range(HALVINGS):
         end = low + half_ends(C, C >> (x + 1))
-        late = q * tl.exp(tl.minimum(level - token_rows(LEVEL, end, stride, d, count, f), 0.0))
-        early = kt * tl.exp(tl.minimum(token_columns(LEVEL, end, stride, d, count, f) - across, 0.0))
+        late = q * tl.exp(tl.minimum(level - level_rows(LEVEL, end, stride, d, count, f), 0.0))
+        early = kt * tl.exp(tl.minimum(level_columns(LEVEL, end, stride, d, count, f) - across, 0.0))
         product = tl.dot(late.to(TYPE), early.to(TYPE), input_precision=PRECISION)
         a = tl.where(half_pairs(r[:, None], r[None, :], C >> (x + 1)), product, a)
     return a
@@ -53,14 +53,14 @@ def halved_scores_of_keys(
 ):  # fmt: skip
     """Return the same scores for (key j, query i), from rows k, q and columns qt."""
     r = tl.arange(0, C)
-    level = token_rows(LEVEL, low + r, stride, d, count, f)
-    across = token_columns(LEVEL, low + r, stride, d, count, f)
+    level = level_rows(LEVEL, low + r, stride, d, count, f)
+    across = level_columns(LEVEL, low + r, stride, d, count, f)
     own = tl.sum(q * k, 1)
     a = tl.where(r[:, None] == r[None, :], own[:, None], 0.0)
     for x in tl.static_range(HALVINGS):
         end = low + half_ends(C, C >> (x + 1))
-        early = k * tl.exp(tl.minimum(token_rows(LEVEL, end, stride, d, count, f) - level, 0.0))
-        late = qt * tl.exp(tl.minimum(across - token_columns(LEVEL, end, stride, d, count, f), 0.0))
+        early = k * tl.exp(tl.minimum(level_rows(LEVEL, end, stride, d, count, f) - level, 0.0))
+        late = qt * tl.exp(tl.minimum(across - level_columns(LEVEL, end, stride, d, count, f), 0.0))
         product = tl.dot(early.to(TYPE), late.to(TYPE), input_precision=PRECISION)
         a = tl.where(half_pairs(r[None, :], r[:, None], C >> (x + 1)), product, a)
     return a
@@ -73,11 +73,11 @@ def halved_query_grads(
 ):  # fmt: skip
     """Add sum_{j <= i} da_ij k_j exp(L_i - L_j) to dq_i; da is (i, j)."""
     r = tl.arange(0, C)
-    level = token_rows(LEVEL, low + r, stride, d, count, f)
+    level = level_rows(LEVEL, low + r, stride, d, count, f)
     own = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), 1)
     dq += own[:, None] * k
     for x in tl.static_range(HALVINGS):
-        end = token_rows(LEVEL, low + half_ends(C, C >> (x + 1)), stride, d, count, f)
+        end = level_rows(LEVEL, low + half_ends(C, C >> (x + 1)), stride, d, count, f)
         early = k * tl.exp(tl.minimum(end - level, 0.0))
         weights = tl.where(half_pairs(r[:, None], r[None, :], C >> (x + 1)), da, 0.0)
         product = tl.dot(weights.to(TYPE), early.to(TYPE), input_precision=PRECISION)
@@ -92,11 +92,11 @@ def halved_key_grads(
 ):  # fmt: skip
     """Add sum_{i >= j} da_ij q_i exp(L_i - L_j) to dk_j; dat is (j, i)."""
     r = tl.arange(0, C)
-    level = token_rows(LEVEL, low + r, stride, d, count, f)
+    level = level_rows(LEVEL, low + r, stride, d, count, f)
     own = tl.sum(tl.where(r[:, None] == r[None, :], dat, 0.0), 1)
     dk += own[:, None] * q
     for x in tl.static_range(HALVINGS):
-        end = token_rows(LEVEL, low + half_ends(C, C >> (x + 1)), stride, d, count, f)
+        end = level_rows(LEVEL, low + half_ends(C, C >> (x + 1)), stride, d, count, f)
         late = q * tl.exp(tl.minimum(level - end, 0.0))
         weights = tl.where(half_pairs(r[None, :], r[:, None], C >> (x + 1)), dat, 0.0)
         product = tl.dot(weights.to(TYPE), late.to(TYPE), input_precision=PRECISION)

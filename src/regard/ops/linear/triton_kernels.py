@@ -8,7 +8,7 @@ A sequence is cut into segments, which run in parallel; a segment is walked in c
 
 Letters as in `linear_op`. State buffers are (b g slots f e), one slot for each segment and one behind the last; BF and BE are the
 padded tile sizes. DECAY is 0 for none, 1 for one number a token, 2 for one a feature. FEATURE is 0 for none, 1 for elu + 1 and 2
-for relu. A decay per feature comes as its sums from the start of every chunk (LEVEL of the sums). All products take operands of
+for relu. Decays come as their sums from the start of every chunk (LEVEL of the first kernel). All products take operands of
 the type `TYPE`; no exponent is ever positive.
 """
 
@@ -41,7 +41,7 @@ def linear_sums(
 ):  # fmt: skip
     """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
 
-    For a decay per feature LEVEL (b g n f) gets the log decay from the start of the chunk up to every token.
+    LEVEL (b g n), or (b g n f) for a decay per feature, gets the log decay from the start of the chunk up to every token.
     """
     pid = tl.program_id(0)
     part, seg, bg = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
@@ -69,8 +69,14 @@ def linear_sums(
                 mask = (d[:, None] < f) & (j[None, :] < count)
                 tl.store(LEVEL + ((b * G + g) * n + start + j[None, :]) * f + d[:, None], level, mask=mask)
         if DECAY == 1:
-            kt = kt.to(tl.float32) * end_decay_columns(LD, low, sln, d, count, f, C, DECAY)
-            chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
+            r = tl.arange(0, C)
+            log = tl.load(LD + j * sln, mask=j < count, other=0.0).to(tl.float32)
+            level = tl.sum(tl.where(r[:, None] >= r[None, :], log[None, :], 0.0), 1)
+            total_log = tl.sum(log, 0)
+            kt = kt.to(tl.float32) * tl.exp(tl.minimum(total_log - level, 0.0))[None, :]
+            chunk = total_log + tl.zeros([BF], tl.float32)
+            if part == 0:
+                tl.store(LEVEL + (b * G + g) * n + start + j, level, mask=j < count)
         if DECAY > 0:
             s = s * tl.exp(chunk)[:, None]
             z = z * tl.exp(chunk)
@@ -164,7 +170,7 @@ def linear_scan(
 
 @triton.jit(do_not_specialize=["n", "segs", "SEG", "slots"])
 def linear_forward(
-    Q, K, V, LD, VALID, S, Z, OUT, DEN, LAST, LAST_Z,
+    Q, K, V, LEVEL, VALID, S, Z, OUT, DEN, LAST, LAST_Z,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln,
     scale, n, segs, SEG, slots, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
@@ -185,7 +191,7 @@ def linear_forward(
     Q += b * sqb + h * sqh + start * sqn
     K += b * skb + g * skh + start * skn
     V += b * svb + g * svh + start * svn
-    LD += b * slb + g * slh + start * sln
+    LEVEL += b * slb + g * slh + start * sln
     VALID += b * n + start
     OUT += ((b * n + start) * H + h) * e
     DEN += bh * n + start
@@ -207,7 +213,7 @@ def linear_forward(
         i = low + r
         q = apply_feature(token_rows(Q, i, sqn, d, count, f), FEATURE)
         if DECAY == 2:
-            entry = q.to(tl.float32) * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
+            entry = q.to(tl.float32) * start_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
         else:
             entry = q
         o = tl.dot(entry.to(TYPE), s.to(TYPE), input_precision=PRECISION)
@@ -215,7 +221,7 @@ def linear_forward(
         if NORM:
             den = tl.sum(entry.to(tl.float32) * z[None, :], 1)
         if DECAY == 1:
-            level = chunk_levels(LD, low, sln, count, C)
+            level = chunk_levels(LEVEL, low, sln, count, C)
             share = tl.exp(level)
             o = o * share[:, None]
             den = den * share
@@ -223,22 +229,9 @@ def linear_forward(
             v = token_rows(V, i, svn, c, count, e).to(TYPE)
             kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             if DECAY == 2:
-                rows = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
-                a = halved_scores(
-                    q.to(tl.float32),
-                    rows.to(tl.float32),
-                    kt.to(tl.float32),
-                    LD,
-                    low,
-                    sln,
-                    d,
-                    count,
-                    f,
-                    C,
-                    HALVINGS,
-                    TYPE,
-                    PRECISION,
-                )
+                rows = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
+                wide_q, wide_kt = q.to(tl.float32), kt.to(tl.float32)
+                a = halved_scores(wide_q, rows, wide_kt, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
             else:
                 a = tl.dot(q.to(TYPE), kt.to(TYPE), input_precision=PRECISION)
                 if DECAY == 1:
@@ -249,8 +242,8 @@ def linear_forward(
                 den += tl.sum(a, 1)
             o = tl.dot(a.to(TYPE), v, o, input_precision=PRECISION)
             if DECAY > 0:
-                kt = kt.to(tl.float32) * end_decay_columns(LD, low, sln, d, count, f, C, DECAY)
-                chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
+                kt = kt.to(tl.float32) * end_decay_columns(LEVEL, low, sln, d, count, f, C, DECAY)
+                chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
                 s = s * tl.exp(chunk)[:, None]
                 z = z * tl.exp(chunk)
             s = tl.dot(kt.to(TYPE), v, s, input_precision=PRECISION)

@@ -42,7 +42,7 @@ class LinearStates(NamedTuple):
     states: Tensor  # (b g slots f e) before every segment and behind the last
     norms: Tensor | None  # (b g slots f)
     decays: Tensor | None  # (b g slots f) log decay of every segment
-    levels: Tensor | None  # (b g n f) log decay of every feature from the start of the chunk
+    levels: Tensor | None  # (b g n 1) or (b g n f) log decay from the start of the chunk
 
 
 class LinearGrads(NamedTuple):
@@ -94,10 +94,10 @@ class LinearLaunch:
         }
 
     def tiles(self, kernel: str) -> dict[str, Any]:
-        """The tile sizes of a kernel that walks in chunks; with a decay per feature all kernels have the same chunks."""
+        """The tile sizes of a kernel that walks in chunks; with a decay all kernels have the same chunks."""
         config = dict(kernel_config(kernel, self.key, self.device))
         chunk = config.pop("chunk")
-        if self.decay == 2 and self.n > 1:
+        if self.decay and self.n > 1:
             chunk = kernel_config("linear_sums", self.key, self.device)["chunk"]
         config["C"] = chunk
         if kernel != "linear_sums":
@@ -153,7 +153,7 @@ def launch_forward(
     last, last_z = x.state, x.norm_state
     states, norms, decays, levels = x.state, x.norm_state, None, x.log_decay
     at_once = x.q is not None and run.segs == 1 and not keep  # a decoding step: one kernel
-    if run.decay == 2 and run.n > 1:
+    if run.decay and run.n > 1:  # decays are summed by the first kernel
         at_once = False
     if x.k is not None:
         last = torch.empty_like(x.state)
@@ -187,7 +187,7 @@ def _segment_states(
     own = run.slots(run.g, run.f, run.e)
     own_z = run.slots(run.g, run.f) if run.norm else None
     decays = run.slots(run.g, run.f) if run.decay else None
-    levels = run.new(run.b, run.g, run.n, run.f) if run.decay == 2 else x.log_decay
+    levels = run.new(run.b, run.g, run.n, 1 if run.decay == 1 else run.f) if run.decay else None
     width = _part(run.be, run.bf)
     parts = run.be // width
     tiles = run.tiles("linear_sums")

@@ -92,78 +92,81 @@ def inverse_norm(den):
     return tl.where(enough, 1.0 / tl.where(enough, den, 1.0), 0.0)
 
 
-# Decays inside of a chunk. LD holds one log decay a token (DECAY 1), which is summed here, or for every feature the log decay
-# from the start of the chunk up to a token (DECAY 2, its level). A token behind the segment decays nothing.
+# Decays inside of a chunk. LEVEL holds the log decay from the start of the chunk up to every token: one number (DECAY 1), or one
+# for each feature (DECAY 2). A token behind the segment decays nothing: it has the level of the last one.
 
 
 @triton.jit
-def token_decay(LD, i, stride, count):
-    """Load log decays of tokens, one number each."""
-    return tl.load(LD + i * stride, mask=i < count, other=0.0).to(tl.float32)
+def chunk_levels(LEVEL, low, stride, count, C: tl.constexpr):
+    """Load the levels of a chunk, (C)."""
+    i = tl.minimum(low + tl.arange(0, C), count - 1)
+    return tl.load(LEVEL + i * stride)
 
 
 @triton.jit
-def chunk_levels(LD, low, stride, count, C: tl.constexpr):
-    """Return the log decay from the start of a chunk up to each token, (C)."""
-    r = tl.arange(0, C)
-    log = token_decay(LD, low + r, stride, count)
-    return tl.sum(tl.where(r[:, None] >= r[None, :], log[None, :], 0.0), 1)
+def level_rows(LEVEL, i, stride, d, count, f: tl.constexpr):
+    """Load the levels of tokens i, (tokens, features)."""
+    return token_rows(LEVEL, tl.minimum(i, count - 1), stride, d, count, f)
 
 
 @triton.jit
-def chunk_decay(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+def level_columns(LEVEL, i, stride, d, count, f: tl.constexpr):
+    """Load the levels of tokens i, (features, tokens)."""
+    return token_columns(LEVEL, tl.minimum(i, count - 1), stride, d, count, f)
+
+
+@triton.jit
+def chunk_decay(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """Return the log decay of all tokens of a chunk, (f)."""
+    last = tl.minimum(low + C, count) - 1
     if DECAY == 1:
-        total = tl.sum(token_decay(LD, low + tl.arange(0, C), stride, count), 0) + tl.zeros_like(d).to(tl.float32)
+        total = tl.load(LEVEL + last * stride) + tl.zeros_like(d).to(tl.float32)
     else:
-        last = tl.minimum(low + C, count) - 1
-        total = tl.load(LD + last * stride + d, mask=d < f, other=0.0).to(tl.float32)
+        total = tl.load(LEVEL + last * stride + d, mask=d < f, other=0.0)
     return total
 
 
 @triton.jit
-def start_decay_rows(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+def start_decay_rows(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """Return the share of the state before a chunk that is left at each token: (C, 1), or (C, features)."""
     if DECAY == 1:
-        share = tl.exp(chunk_levels(LD, low, stride, count, C))[:, None]
+        share = tl.exp(chunk_levels(LEVEL, low, stride, count, C))[:, None]
     else:
-        share = tl.exp(token_rows(LD, low + tl.arange(0, C), stride, d, count, f).to(tl.float32))
+        share = tl.exp(level_rows(LEVEL, low + tl.arange(0, C), stride, d, count, f))
     return share
 
 
 @triton.jit
-def start_decay_columns(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+def start_decay_columns(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """Return the share of the state before a chunk that is left at each token: (1, C), or (features, C)."""
     if DECAY == 1:
-        share = tl.exp(chunk_levels(LD, low, stride, count, C))[None, :]
+        share = tl.exp(chunk_levels(LEVEL, low, stride, count, C))[None, :]
     else:
-        share = tl.exp(token_columns(LD, low + tl.arange(0, C), stride, d, count, f).to(tl.float32))
+        share = tl.exp(level_columns(LEVEL, low + tl.arange(0, C), stride, d, count, f))
     return share
 
 
 @triton.jit
-def end_decay_columns(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+def end_decay_columns(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """Return the share of each token that is left at the end of a chunk: (1, C), or (features, C)."""
-    r = tl.arange(0, C)
     if DECAY == 1:
-        log = token_decay(LD, low + r, stride, count)
-        late = tl.exp(tl.sum(tl.where(r[:, None] < r[None, :], log[None, :], 0.0), 1))[None, :]
+        total = tl.load(LEVEL + (tl.minimum(low + C, count) - 1) * stride)
+        late = tl.exp(tl.minimum(total - chunk_levels(LEVEL, low, stride, count, C), 0.0))[None, :]
     else:
-        level = token_columns(LD, low + r, stride, d, count, f).to(tl.float32)
-        total = chunk_decay(LD, low, stride, d, count, f, C, DECAY)
+        level = level_columns(LEVEL, low + tl.arange(0, C), stride, d, count, f)
+        total = chunk_decay(LEVEL, low, stride, d, count, f, C, DECAY)
         late = tl.exp(tl.minimum(total[:, None] - level, 0.0))
     return late
 
 
 @triton.jit
-def end_decay_rows(LD, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
+def end_decay_rows(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
     """Return the share of each token that is left at the end of a chunk: (C, 1), or (C, features)."""
-    r = tl.arange(0, C)
     if DECAY == 1:
-        log = token_decay(LD, low + r, stride, count)
-        late = tl.exp(tl.sum(tl.where(r[:, None] < r[None, :], log[None, :], 0.0), 1))[:, None]
+        total = tl.load(LEVEL + (tl.minimum(low + C, count) - 1) * stride)
+        late = tl.exp(tl.minimum(total - chunk_levels(LEVEL, low, stride, count, C), 0.0))[:, None]
     else:
-        level = token_rows(LD, low + r, stride, d, count, f).to(tl.float32)
-        total = chunk_decay(LD, low, stride, d, count, f, C, DECAY)
+        level = level_rows(LEVEL, low + tl.arange(0, C), stride, d, count, f)
+        total = chunk_decay(LEVEL, low, stride, d, count, f, C, DECAY)
         late = tl.exp(tl.minimum(total[None, :] - level, 0.0))
     return late
