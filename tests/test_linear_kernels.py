@@ -43,7 +43,8 @@ def call_of(
     norm_state = numbers(b, g, f).abs() if norm else None
     tensors = [numbers(b, h, n, f), numbers(b, g, n, f), numbers(b, g, n, e), numbers(b, g, f, e), log_decay, norm_state]
     valid = torch.rand(b, n, device=DEVICE) > 0.3 if options.pop("padded", False) else None
-    return tensors, {"valid": valid, **options}
+    gain = torch.rand(b, g, n, 1, device=DEVICE) if options.pop("gain", False) else None
+    return tensors, {"valid": valid, **options, "gain": gain}
 
 
 def computed(kind: str, tensors: list[Tensor | None], options: dict, backend: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,6 +75,7 @@ CALLS = {
     "relu, divided": (1, 1, 1, 9, 17, 3, 0, True),
     "a decay": (1, 2, 1, 37, 6, 3, 1, True),
     "elu, divided, a decay, padded": (1, 1, 1, 20, 5, 18, 1, True),
+    "a decay, gain": (1, 4, 2, 9, 6, 3, 1, False),
     "a decay per feature": (1, 2, 1, 33, 6, 3, 6, True),
 }
 
@@ -82,7 +84,8 @@ CALLS = {
 def test_a_pass_is_the_recurrence(name: str) -> None:
     words = name.split(", ")
     feature = next((word for word in words if word in ("elu", "relu")), "identity")
-    tensors, options = call_of(*CALLS[name], feature=feature, scale=0.7, normalize="divided" in words, padded="padded" in words)
+    more = {"normalize": "divided" in words, "padded": "padded" in words, "gain": "gain" in words}
+    tensors, options = call_of(*CALLS[name], feature=feature, scale=0.7, **more)
     near(passes("both", tensors, options, "triton"), passes("both", tensors, options, "reference"))
 
 
@@ -272,7 +275,7 @@ def test_the_operator_is_one_for_torch() -> None:
     leaves = [x.float().requires_grad_() for x in tensors]
     torch.library.opcheck(linear_operator, (*leaves, *options.values()))
     q, _, _, state, _, _ = leaves
-    torch.library.opcheck(linear_operator, (q, None, None, state, None, None, None, "identity", 1.0, False))
+    torch.library.opcheck(linear_operator, (q, None, None, state, None, None, None, "identity", 1.0, False, None))
 
 
 def test_a_compiled_layer_is_the_layer_at_every_length() -> None:

@@ -60,9 +60,17 @@ class _Fading(Kernel):
         return linear_read(q, memory.s, scale=self.dims.d**-0.5, backend=self.dims.backend)
 
     def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        return self._weighed_scan(memory, q, k, v, places, None)
+
+    def _weighed_scan(
+        self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places, gain: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Scan with a constant factor (b g n 1) of every output."""
         keys, decay = self._written(k, places)
         scale, backend = self.dims.d**-0.5, self.dims.backend
-        out, s = linear_attention(q, keys, v, memory.s, log_decay=decay, valid=places.valid, scale=scale, backend=backend)
+        out, s = linear_attention(
+            q, keys, v, memory.s, log_decay=decay, valid=places.valid, scale=scale, gain=gain, backend=backend
+        )
         return out, memory._replace(s=s)
 
 
@@ -100,12 +108,16 @@ class Retention(_Fading):
         return matrix._replace(tokens=tokens)
 
     def _read(self, memory: CountedMatrix, q: Tensor, places: Places) -> Tensor:
-        return self._normed(super()._read(memory, q, places), memory.tokens[:, None])
+        out = super()._read(memory, q, places)
+        if not self.norm:
+            return out
+        return out * per_query_head(self._gain(q, memory.tokens[:, None]), out)
 
     def _scan(self, memory: CountedMatrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, CountedMatrix]:
-        out, after = super()._scan(memory, q, k, v, places)
         counts = self._counts(memory, places)
-        return self._normed(out, counts[:, 1:]), after._replace(tokens=counts[:, -1])
+        gain = self._gain(v, counts[:, 1:]) if self.norm else None
+        out, after = self._weighed_scan(memory, q, k, v, places, gain)
+        return out, after._replace(tokens=counts[:, -1])
 
     def _rate(self, like: Tensor) -> Tensor:
         """log gamma (g 1 1)."""
@@ -119,14 +131,12 @@ class Retention(_Fading):
         new = torch.ones_like(places.at) if places.valid is None else places.valid.long()
         return torch.cat([memory.tokens[:, None], new], 1).cumsum(1)
 
-    def _normed(self, out: Tensor, count: Tensor) -> Tensor:
-        """out (b h n e) by the root of the weight of its `count` (b n) tokens: 1 + gamma + gamma^2 + ..."""
-        if not self.norm:
-            return out
-        rate = self._rate(out)
+    def _gain(self, like: Tensor, count: Tensor) -> Tensor:
+        """One by the root of the weight of `count` (b n) tokens, 1 + gamma + gamma^2 + ...: (b g n 1), 0 for no tokens."""
+        rate = self._rate(like)
         tokens = count[:, None, :, None]
         weight = torch.expm1(tokens * rate) / torch.expm1(rate)
-        return safe_ratio(out, per_query_head(weight, out).sqrt())
+        return safe_ratio(torch.ones_like(weight), weight.sqrt())
 
 
 class GLA(_Fading):

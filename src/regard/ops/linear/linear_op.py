@@ -37,6 +37,7 @@ class LinearCall(NamedTuple):
     feature: str = "identity"  # map of queries and keys, of `feature_maps.FEATURES`, before everything else
     scale: float = 1.0  # factor of the features of the queries
     normalize: bool = False  # divide out by the norm: 0 where that has no digits left
+    gain: Tensor | None = None  # (b g n 1) constant factor of every output, without a gradient; not together with normalize
 
 
 class ReadCall(NamedTuple):
@@ -103,10 +104,11 @@ def linear_attention(
     log_decay: Tensor | None = None,
     valid: Tensor | None = None,
     scale: float = 1.0,
+    gain: Tensor | None = None,
     backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b h n e) and the state (b g f e) after the last token."""
-    call = LinearCall(q, k, v, state, log_decay, valid=valid, scale=scale)
+    call = LinearCall(q, k, v, state, log_decay, valid=valid, scale=scale, gain=gain)
     result = choose_backend("linear", backend, call).forward(call)
     return result.out, result.state
 
@@ -226,7 +228,15 @@ def plain_result(call: LinearCall, result: LinearResult) -> LinearResult:
     if call.normalize:
         assert norm is not None
         out, norm = safe_ratio(out, norm), None
+    if call.gain is not None:
+        out = out * gain_of_heads(call.gain, out.shape[1]).unsqueeze(-1)
     return LinearResult(out.to(call.v.dtype), result.state, norm, result.norm_state)
+
+
+def gain_of_heads(gain: Tensor, heads: int) -> Tensor:
+    """Return the factors (b h n) of all query heads, from those of key-value heads (b g n 1)."""
+    gain = gain.detach().squeeze(-1)
+    return gain.repeat_interleave(heads // gain.shape[1], 1)
 
 
 def plain_read(call: ReadCall) -> Tensor:

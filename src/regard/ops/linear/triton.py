@@ -34,6 +34,8 @@ class TritonLinear:
             return why
         if isinstance(call, PrefixCall):
             return None
+        if isinstance(call, LinearCall) and call.gain is not None and call.norm_state is not None:
+            return "its kernels multiply outputs by a gain or compute norms, not both"
         largest = max(call.state.shape[-2:])
         if largest > LARGEST:
             return f"its kernels take up to {LARGEST} features and as many numbers in a value, not {largest}"
@@ -83,7 +85,7 @@ def _is_step(call: LinearCall) -> bool:
 def _flat(call: LinearCall | ReadCall) -> tuple[Any, ...]:
     """The arguments of the kernels in one order: tensors that have gradients, the validity, options."""
     if isinstance(call, ReadCall):
-        return call.q, None, None, call.state, None, call.norm_state, None, call.feature, call.scale, call.normalize
+        return call.q, None, None, call.state, None, call.norm_state, None, call.feature, call.scale, call.normalize, None
     return tuple(call)
 
 
@@ -116,7 +118,7 @@ def _opaque(*flat: Any) -> Results:
 
 def _plain(*flat: Any) -> Results:
     """Compute the same in differentiable operations."""
-    q, k, _, state, _, norm_state, _, feature, scale, normalize = flat
+    q, k, _, state, _, norm_state, _, feature, scale, normalize, _ = flat
     if k is None:
         out = PLAIN.read(ReadCall(q, state, norm_state, feature, scale, normalize))
         return out, None, state, norm_state
@@ -137,11 +139,12 @@ class _LinearFunction(torch.autograd.Function):
 
         out, norm, last, last_norm, kept = launch_forward(LinearInputs(*flat), keep=True)
         ctx.save_for_backward(*flat[: _TENSORS + 1], *kept)
-        ctx.options = flat[_TENSORS + 1 :]
+        *ctx.options, gain = flat[_TENSORS + 1 :]
+        ctx.gain = gain  # a constant
         ctx.set_materialize_grads(False)
         if flat[1] is None:  # a state that is read does not change
             return out, None, None, None  # type: ignore[return-value]
-        return out, None if ctx.options[-1] else norm, last, last_norm
+        return out, None if ctx.options[-1] or gain is not None else norm, last, last_norm
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -149,10 +152,10 @@ class _LinearFunction(torch.autograd.Function):
 
         saved = ctx.saved_tensors
         inputs, kept = saved[: _TENSORS + 1], saved[_TENSORS + 1 :]
-        none = [None] * (1 + len(ctx.options))
+        none = [None] * (2 + len(ctx.options))
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return *_differentiable_grads(inputs, ctx.options, grads), *none
-        flat = LinearInputs(*inputs, *ctx.options)
+            return *_differentiable_grads(inputs, (*ctx.options, ctx.gain), grads), *none
+        flat = LinearInputs(*inputs, *ctx.options, ctx.gain)
         found = launch_backward(flat, LinearStates(*kept), *grads, decay_grad=ctx.needs_input_grad[4])
         return *(g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)), *none
 

@@ -22,6 +22,7 @@ from regard.ops.linear.triton_tiles import (
     feature_slope,
     inverse_norm,
     key_rows,
+    output_factor,
     present,
     start_decay_columns,
     start_decay_rows,
@@ -79,7 +80,9 @@ def linear_backward_queries(
         i = low + r
         dn = token_rows(DO, i, sdn, c, count, e).to(tl.float32)
         dd = tl.zeros([C], tl.float32)
-        if NORMALIZE:
+        if NORMALIZE == 2:
+            dn = dn * output_factor(DEN, i, count, 1.0, NORMALIZE)[:, None]
+        if NORMALIZE == 1:
             o = token_rows(OUT, i, H * e, c, count, e).to(tl.float32)
             inverse = inverse_norm(tl.load(DEN + i, mask=i < count, other=0.0))
             dd = -tl.sum(dn * o, 1) * inverse
@@ -192,9 +195,9 @@ def _key_grads(
         if HAS_QUERIES:
             for head in range(R):
                 dnt = token_columns(DO + head * sdh, j, sdn, c, count, e)
-                if NORMALIZE:
-                    den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
-                    dnt = dnt.to(tl.float32) * inverse_norm(den)[None, :]
+                if NORMALIZE != 0:
+                    factor = output_factor(DEN + head * n, j, count, 1.0, NORMALIZE)
+                    dnt = dnt.to(tl.float32) * factor[None, :]
                 dnt = dnt.to(TYPE)
                 dat = tl.dot(v, dnt, input_precision=PRECISION)
                 if NORM:
@@ -281,9 +284,9 @@ def _value_grads(
         if HAS_QUERIES:
             for head in range(R):
                 dn = token_rows(DO + head * sdh, j, sdn, c, count, e)
-                if NORMALIZE:
-                    den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
-                    dn = dn.to(tl.float32) * inverse_norm(den)[:, None]
+                if NORMALIZE != 0:
+                    factor = output_factor(DEN + head * n, j, count, 1.0, NORMALIZE)
+                    dn = dn.to(tl.float32) * factor[:, None]
                 dn = dn.to(TYPE)
                 qt = apply_feature(token_columns(Q + head * sqh, j, sqn, d, count, f), FEATURE)
                 if DECAY == 2:

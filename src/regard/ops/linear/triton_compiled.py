@@ -27,11 +27,12 @@ def linear_operator(
     feature: str,
     scale: float,
     normalize: bool,
+    gain: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute out (b h n e), its norm (b h n), and both states behind the last token."""
     from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
-    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize)
+    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain)
     out, norm, last, last_norm, _ = launch_forward(inputs, keep=False)
     if k is None:  # a state that is read does not change
         return _or_empty(out, state), _or_empty(norm, state), _or_empty(None, state), _or_empty(None, state)
@@ -69,11 +70,12 @@ def linear_operator_backward(
     feature: str,
     scale: float,
     normalize: bool,
+    gain: Tensor | None,
 ) -> list[Tensor]:
     """Compute the gradients of all tensors that are not None."""
     from regard.ops.linear.triton_launch import LinearInputs, launch_backward, launch_states
 
-    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize)
+    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain)
     kept = launch_states(inputs, out, None if norm_state is None else norm)
     d_out, d_norm, d_last, d_last_norm = (None if g.numel() == 0 else g for g in grads)
     found = launch_backward(inputs, kept, d_out, d_norm, d_last, d_last_norm, decay_grad=log_decay is not None)
@@ -105,7 +107,7 @@ def _operator_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, out, norm = ctx.saved_tensors
     some = inputs[3]
     given = [some.new_empty(0) if g is None else g for g in grads]
-    if ctx.options[-1]:  # the norm of a divided output is no result
+    if ctx.options[2]:  # the norm of a divided output is no result
         given[1] = some.new_empty(0)
     found = iter(linear_operator_backward(given, out, norm, *inputs, *ctx.options))
     own = [None if x is None else next(found).to(x.dtype) for x in inputs[:_GRADS]]

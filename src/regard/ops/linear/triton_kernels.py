@@ -24,6 +24,7 @@ from regard.ops.linear.triton_tiles import (
     inverse_norm,
     key_columns,
     key_rows,
+    output_factor,
     start_decay_rows,
     token_columns,
     token_rows,
@@ -180,6 +181,7 @@ def linear_forward(
 ):  # fmt: skip
     """Compute OUT (b n h e) and its norm DEN (b h n) of one segment and query head.
 
+    NORMALIZE is 0 for sums, 1 for sums divided by their norm, and 2 for sums with factors that DEN holds: then there is no norm.
     Without HAS_KEYS all queries read the same state. With WITH_LAST there is one segment, whose last state is stored.
     """
     pid = tl.program_id(0)
@@ -250,8 +252,10 @@ def linear_forward(
             if NORM:
                 z += tl.sum(kt.to(tl.float32), 1)
         den = den * scale
-        if NORMALIZE:
+        if NORMALIZE == 1:
             o = o * (scale * inverse_norm(den))[:, None]
+        elif NORMALIZE == 2:
+            o = o * output_factor(DEN, i, count, scale, NORMALIZE)[:, None]
         else:
             o = o * scale
         mask = (i[:, None] < count) & (c[None, :] < e)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.ops.linear.feature_maps import FEATURES
+from regard.ops.linear.linear_op import gain_of_heads
 from regard.ops.linear.triton_backward import linear_backward_keys, linear_backward_queries
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
@@ -32,6 +33,7 @@ class LinearInputs(NamedTuple):
     feature: str
     scale: float
     normalize: bool
+    gain: Tensor | None  # (b g n 1) constant factor of every output
 
 
 class LinearStates(NamedTuple):
@@ -71,6 +73,7 @@ class LinearLaunch:
         self.bf, self.be = block_of(self.f, self.device), block_of(self.e, self.device)
         self.decay = 0 if x.log_decay is None else (1 if x.log_decay.shape[-1] == 1 else 2)
         self.norm = x.norm_state is not None
+        self.divides = 2 if x.gain is not None else int(x.normalize)
         dtype = tokens.dtype if x.v is None else x.v.dtype  # of products: features may come in more digits
         half = dtype == torch.bfloat16  # the range of float16 is too small for sums over a sequence
         exact = dtype == torch.float32
@@ -120,6 +123,12 @@ class LinearLaunch:
             found += (0, 0, 0) if t is None else t.stride()[:3]
         return found
 
+    def factors(self) -> Tensor | None:
+        """The given factors of all outputs (b h n)."""
+        if self.x.gain is None:
+            return None
+        return gain_of_heads(self.x.gain, self.h).float().contiguous()
+
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -137,7 +146,7 @@ def _aligned(x: LinearInputs) -> LinearInputs:
     state = x.state.float().contiguous()
     norm_state = None if x.norm_state is None else x.norm_state.float().contiguous()
     valid = None if x.valid is None else x.valid.contiguous().view(torch.uint8)
-    return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize)
+    return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize, x.gain)
 
 
 def _adjacent(x: OptionalT) -> OptionalT:
@@ -164,7 +173,7 @@ def launch_forward(
     if x.q is None:
         return None, None, last, last_z, kept
     out, den = _outputs(run, kept, (last, last_z) if at_once and x.k is not None else None)
-    return out, den, last, last_z, kept._replace(out=out if x.normalize else None, den=den)
+    return out, den if run.norm else None, last, last_z, kept._replace(out=out if x.normalize else None, den=den)
 
 
 def launch_states(inputs: LinearInputs, out: Tensor, den: Tensor | None) -> LinearStates:
@@ -175,7 +184,7 @@ def launch_states(inputs: LinearInputs, out: Tensor, den: Tensor | None) -> Line
     if x.k is not None:
         last_z = None if x.norm_state is None else torch.empty_like(x.norm_state)
         states, norms, decays, levels = _segment_states(run, torch.empty_like(x.state), last_z)
-    return LinearStates(out, den, states, norms, decays, levels)
+    return LinearStates(out, den if x.gain is None else run.factors(), states, norms, decays, levels)
 
 
 def _segment_states(
@@ -231,7 +240,9 @@ def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor |
     x, some = run.x, run.x.state
     assert x.q is not None
     out = run.tokens(run.h, run.e, x.q.dtype if x.v is None else x.v.dtype)
-    den = run.new(run.b, run.h, run.n) if run.norm else None
+    den = run.factors()
+    if den is None and run.norm:
+        den = run.new(run.b, run.h, run.n)
     width = _part(run.be, run.bf)
     parts = run.be // width
     ends = last if last is not None else (some, some)
@@ -240,7 +251,7 @@ def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor |
         x.q, _or(x.k, some), _or(x.v, some), _or(kept.levels, some), _or(x.valid, some), kept.states, _or(kept.norms, some),
         out, _or(den, some), ends[0], _or(ends[1], some),
         *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
-        BF=run.bf, BE=width, PARTS=parts, NORMALIZE=x.normalize, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
+        BF=run.bf, BE=width, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
         **run.flags, **run.product, **run.tiles("linear_few" if run.n <= FEW else "linear_forward"),
     )  # fmt: skip
     return out, den
@@ -316,7 +327,7 @@ def _query_grads(
         _or(kept.den, some), _or(dd, some), kept.states, _or(kept.norms, some), d_q, own, _or(own_z, some), _or(qd, some),
         *run.strides(x.q, x.k, x.v, kept.levels, d_out),
         x.scale, run.n, run.segs, run.seg, slots, run.b * run.h, run.h, run.h // run.g,
-        BF=width, BE=run.be, PARTS=parts, NORMALIZE=x.normalize, HAS_KEYS=x.k is not None, DECAY_GRAD=decay_grad,
+        BF=width, BE=run.be, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, DECAY_GRAD=decay_grad,
         **run.flags, **run.product, **run.tiles("linear_backward_queries"),
     )  # fmt: skip
     return d_q, own, own_z, qd
@@ -345,7 +356,7 @@ def _key_grads(
         _or(dd, some), adjoint[0], _or(adjoint[1], some), _or(qd, some), _or(dots, some), d_k, d_v, _or(d_decay, some),
         *run.strides(x.q, x.k, x.v, kept.levels, d_out),
         x.scale, run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.h, run.h // run.g,
-        BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=x.normalize, HAS_QUERIES=x.q is not None,
+        BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=run.divides, HAS_QUERIES=x.q is not None,
         DECAY_GRAD=dots is not None, **run.flags, **run.product, **run.tiles("linear_backward_keys"),
     )  # fmt: skip
     if d_decay is not None:

@@ -92,6 +92,15 @@ def inverse_norm(den):
     return tl.where(enough, 1.0 / tl.where(enough, den, 1.0), 0.0)
 
 
+@triton.jit
+def output_factor(DEN, i, count, scale, NORMALIZE: tl.constexpr):
+    """Return the factor of every output: 1 / norm with NORMALIZE 1, a given one with NORMALIZE 2."""
+    den = tl.load(DEN + i, mask=i < count, other=0.0)
+    if NORMALIZE == 1:
+        den = inverse_norm(den)
+    return den * scale
+
+
 # Decays inside of a chunk. LEVEL holds the log decay from the start of the chunk up to every token: one number (DECAY 1), or one
 # for each feature (DECAY 2). A token behind the segment decays nothing: it has the level of the last one.
 
