@@ -44,7 +44,8 @@ def call_of(
     tensors = [numbers(b, h, n, f), numbers(b, g, n, f), numbers(b, g, n, e), numbers(b, g, f, e), log_decay, norm_state]
     valid = torch.rand(b, n, device=DEVICE) > 0.3 if options.pop("padded", False) else None
     gain = torch.rand(b, g, n, 1, device=DEVICE) if options.pop("gain", False) else None
-    return tensors, {"valid": valid, **options, "gain": gain}
+    gate_root = options.pop("gate_root", 0.0)
+    return tensors, {"valid": valid, **options, "gain": gain, "gate_root": gate_root}
 
 
 def computed(kind: str, tensors: list[Tensor | None], options: dict, backend: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -76,6 +77,8 @@ CALLS = {
     "a decay": (1, 2, 1, 37, 6, 3, 1, True),
     "elu, divided, a decay, padded": (1, 1, 1, 20, 5, 18, 1, True),
     "a decay, gain": (1, 4, 2, 9, 6, 3, 1, False),
+    "a gate, padded": (1, 2, 1, 20, 6, 3, 1, False),
+    "a gate per feature, padded": (1, 1, 1, 9, 6, 3, 6, False),
     "a decay per feature": (1, 2, 1, 33, 6, 3, 6, True),
 }
 
@@ -85,6 +88,7 @@ def test_a_pass_is_the_recurrence(name: str) -> None:
     words = name.split(", ")
     feature = next((word for word in words if word in ("elu", "relu")), "identity")
     more = {"normalize": "divided" in words, "padded": "padded" in words, "gain": "gain" in words}
+    more["gate_root"] = 3.0 if "gate" in name else 0.0
     tensors, options = call_of(*CALLS[name], feature=feature, scale=0.7, **more)
     near(passes("both", tensors, options, "triton"), passes("both", tensors, options, "reference"))
 
@@ -275,7 +279,7 @@ def test_the_operator_is_one_for_torch() -> None:
     leaves = [x.float().requires_grad_() for x in tensors]
     torch.library.opcheck(linear_operator, (*leaves, *options.values()))
     q, _, _, state, _, _ = leaves
-    torch.library.opcheck(linear_operator, (q, None, None, state, None, None, None, "identity", 1.0, False, None))
+    torch.library.opcheck(linear_operator, (q, None, None, state, None, None, None, "identity", 1.0, False, None, 0.0))
 
 
 def test_a_compiled_layer_is_the_layer_at_every_length() -> None:

@@ -15,14 +15,13 @@ from regard.mixers.estimation import Estimator
 from regard.mixers.feature_math import (
     empty_sums,
     finite_max,
-    min_log_decay,
     orthogonal,
     per_query_head,
     read_state,
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
-from regard.ops.linear.feature_maps import safe_ratio
+from regard.ops.linear.feature_maps import min_log_decay, safe_ratio
 from regard.ops.linear.linear_op import (
     decayed_prefix_sum,
     divided_linear_attention,

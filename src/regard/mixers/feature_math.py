@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import shown
@@ -51,18 +48,6 @@ def per_query_head(x: Tensor, like: Tensor) -> Tensor:
     if x.shape[1] == like.shape[1]:
         return x
     return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
-
-
-def min_log_decay(dtype: torch.dtype) -> float:
-    """Return a log decay that leaves nothing: a lower one would only cost digits of those after it."""
-    return 1.3 * math.log(torch.finfo(dtype).tiny)
-
-
-def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
-    """Return the log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0, and 0 at padding."""
-    log = F.logsigmoid(gate) / root
-    log = log.clamp(min=min_log_decay(gate.dtype))
-    return where_valid(log, valid, 0)
 
 
 def gaussian(rows: int, d: int, seed: int) -> Tensor:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, upcast, where_valid
+from regard.mixers.feature_math import empty_sums, per_query_head, read_state, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
 from regard.ops.backend import AUTO
 from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
 from regard.ops.delta.unit_features import unit_features
-from regard.ops.linear.feature_maps import safe_ratio
+from regard.ops.linear.feature_maps import log_gate, safe_ratio
 from regard.ops.linear.linear_op import linear_attention, linear_read, linear_write
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
@@ -39,6 +39,7 @@ class _Fading(Kernel):
     """S_i = exp(decay_i) S_{i-1} + k_i v_i^T, read with q_i / sqrt(d); the decay is one number a token, or one a feature."""
 
     fusable = True
+    gate_root = 0.0  # above 0: `_written` gives gates, the root of whose sigmoid is the decay
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
@@ -48,12 +49,14 @@ class _Fading(Kernel):
         return Matrix(empty_sums(k, v, self.f)[0])
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys (b g m d), whatever padding holds, and decays (b g m 1 or d) in the type of sums, 0 at padding."""
+        """Keys (b g m d), whatever padding holds, and log decays (b g m 1 or d) in the type of sums, 0 at padding, or gates."""
         raise NotImplementedError
 
     def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         keys, decay = self._written(k, places)
-        s = linear_write(keys, v, memory.s, log_decay=decay, valid=places.valid, backend=self.dims.backend)
+        s = linear_write(
+            keys, v, memory.s, log_decay=decay, valid=places.valid, gate_root=self.gate_root, backend=self.dims.backend
+        )
         return memory._replace(s=s)
 
     def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
@@ -69,7 +72,16 @@ class _Fading(Kernel):
         keys, decay = self._written(k, places)
         scale, backend = self.dims.d**-0.5, self.dims.backend
         out, s = linear_attention(
-            q, keys, v, memory.s, log_decay=decay, valid=places.valid, scale=scale, gain=gain, backend=backend
+            q,
+            keys,
+            v,
+            memory.s,
+            log_decay=decay,
+            valid=places.valid,
+            scale=scale,
+            gain=gain,
+            gate_root=self.gate_root,
+            backend=backend,
         )
         return out, memory._replace(s=s)
 
@@ -148,6 +160,8 @@ class GLA(_Fading):
     each head and a swish gate behind this.
     """
 
+    gate_root = GATE_ROOT
+
     def __init__(self, dims: Dims, *, gate: str = "feature") -> None:
         super().__init__(dims)
         if gate not in ("feature", "head"):
@@ -158,7 +172,7 @@ class GLA(_Fading):
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         k, gate = k.split([self.dims.d, self.gates], -1)
-        return k, log_gate(upcast(gate), places.valid, GATE_ROOT)
+        return k, gate
 
 
 class Delta(Kernel):

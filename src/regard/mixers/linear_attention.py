@@ -21,13 +21,12 @@ from regard.mixers.estimation import Estimator
 from regard.mixers.feature_math import (
     concat_chunks,
     empty_sums,
-    log_gate,
     per_query_head,
     read_state,
     upcast,
     where_valid,
 )
-from regard.ops.linear.feature_maps import safe_ratio
+from regard.ops.linear.feature_maps import log_gate, safe_ratio
 from regard.ops.linear.linear_op import (
     decayed_prefix_sum,
     divided_linear_attention,

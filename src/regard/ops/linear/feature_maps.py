@@ -1,11 +1,13 @@
-"""Feature maps of kernelized attention and the division by its norm, in plain operations: what fused kernels compute inside."""
+"""Feature maps, gates and the division by the norm of kernelized attention, in plain operations: what kernels compute inside."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from regard.transforms import transformed
 
@@ -28,6 +30,20 @@ def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:
     limits = torch.finfo(norm.dtype)
     enough = norm > limits.tiny / limits.eps
     return out / torch.where(enough, norm, torch.inf)
+
+
+def min_log_decay(dtype: torch.dtype) -> float:
+    """Return a log decay that leaves nothing: a lower one would only cost digits of those after it."""
+    return 1.3 * math.log(torch.finfo(dtype).tiny)
+
+
+def log_gate(gate: Tensor, valid: Tensor | None, root: float = 1.0) -> Tensor:
+    """Return the log of sigmoid(gate) ** (1 / root), gate (b g m ...), at most 0, and 0 at padding."""
+    log = logsigmoid(gate) / root
+    log = log.clamp(min=min_log_decay(gate.dtype))
+    if valid is None:
+        return log
+    return log.masked_fill(~valid[:, None, :, None], 0)
 
 
 def elu_plus_one(x: Tensor) -> Tensor:

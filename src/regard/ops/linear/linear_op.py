@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.backend import AUTO, choose_backend
-from regard.ops.linear.feature_maps import feature_map, safe_ratio
+from regard.ops.linear.feature_maps import feature_map, log_gate, safe_ratio
 
 
 class LinearCall(NamedTuple):
@@ -38,6 +38,9 @@ class LinearCall(NamedTuple):
     scale: float = 1.0  # factor of the features of the queries
     normalize: bool = False  # divide out by the norm: 0 where that has no digits left
     gain: Tensor | None = None  # (b g n 1) constant factor of every output, without a gradient; not together with normalize
+    gate_root: float = (
+        0.0  # above 0: log_decay holds gates x, and log decays are logsigmoid(x) / gate_root, 0 for keys not written
+    )
 
 
 class ReadCall(NamedTuple):
@@ -105,10 +108,11 @@ def linear_attention(
     valid: Tensor | None = None,
     scale: float = 1.0,
     gain: Tensor | None = None,
+    gate_root: float = 0.0,
     backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b h n e) and the state (b g f e) after the last token."""
-    call = LinearCall(q, k, v, state, log_decay, valid=valid, scale=scale, gain=gain)
+    call = LinearCall(q, k, v, state, log_decay, valid=valid, scale=scale, gain=gain, gate_root=gate_root)
     result = choose_backend("linear", backend, call).forward(call)
     return result.out, result.state
 
@@ -154,10 +158,11 @@ def linear_write(
     *,
     log_decay: Tensor | None = None,
     valid: Tensor | None = None,
+    gate_root: float = 0.0,
     backend: str = AUTO,
 ) -> Tensor:
     """Return the state (b g f e) after the last of n >= 0 tokens, where no token reads it."""
-    call = LinearCall(None, k, v, state, log_decay, valid=valid)
+    call = LinearCall(None, k, v, state, log_decay, valid=valid, gate_root=gate_root)
     return choose_backend("linear", backend, call).write(call)[0]
 
 
@@ -208,12 +213,21 @@ def fuses_features(q: Tensor, state: Tensor, backend: str = AUTO) -> bool:
 def plain_inputs(call: LinearCall) -> LinearCall:
     """Apply the features, the scale and the validity of a call in plain operations, in the type of its state."""
     dtype = torch.promote_types(call.k.dtype, call.state.dtype)
+    call = with_decays(call)
     q, k = call.q, feature_map(call.k.to(dtype), call.feature)
     if call.valid is not None:
         k = k.masked_fill(~call.valid[:, None, :, None], 0)
     if q is not None:
         q = plain_queries(q.to(dtype), call.feature, call.scale)
     return LinearCall(q, k, call.v.to(dtype), call.state, call.log_decay, call.norm_state, normalize=call.normalize)
+
+
+def with_decays(call: LinearCall) -> LinearCall:
+    """Replace the gates of a call by the log decays that they stand for, in the type of its state."""
+    if not call.gate_root or call.log_decay is None:
+        return call
+    gate = call.log_decay.to(torch.promote_types(call.log_decay.dtype, call.state.dtype))
+    return call._replace(log_decay=log_gate(gate, call.valid, call.gate_root), gate_root=0.0)
 
 
 def plain_queries(q: Tensor, feature: str, scale: float) -> Tensor:

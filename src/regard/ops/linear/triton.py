@@ -1,7 +1,7 @@
 """Linear attention in fused Triton kernels: features, decays, sums and the division by the norm in one pass over the tokens.
 
-The kernels are in `triton_kernels.py` and `triton_backward.py`, the order of their launches in `triton_launch.py`; those modules
-are imported by the first call. Second derivatives and function transforms use the formulas of the torch backend.
+The kernels are in `triton_kernels.py`, `triton_queries.py` and `triton_keys.py`, the order of their launches in
+`triton_launch.py`; those modules are imported by the first call. Second derivatives and function transforms use the formulas of the torch backend.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _is_step(call: LinearCall) -> bool:
 def _flat(call: LinearCall | ReadCall) -> tuple[Any, ...]:
     """The arguments of the kernels in one order: tensors that have gradients, the validity, options."""
     if isinstance(call, ReadCall):
-        return call.q, None, None, call.state, None, call.norm_state, None, call.feature, call.scale, call.normalize, None
+        return call.q, None, None, call.state, None, call.norm_state, None, call.feature, call.scale, call.normalize, None, 0.0
     return tuple(call)
 
 
@@ -118,7 +118,7 @@ def _opaque(*flat: Any) -> Results:
 
 def _plain(*flat: Any) -> Results:
     """Compute the same in differentiable operations."""
-    q, k, _, state, _, norm_state, _, feature, scale, normalize, _ = flat
+    q, k, _, state, _, norm_state, _, feature, scale, normalize, *_ = flat
     if k is None:
         out = PLAIN.read(ReadCall(q, state, norm_state, feature, scale, normalize))
         return out, None, state, norm_state
@@ -137,25 +137,26 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, *flat: Any) -> Results:
         from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
-        out, norm, last, last_norm, kept = launch_forward(LinearInputs(*flat), keep=True)
+        inputs = LinearInputs(*flat)
+        out, norm, last, last_norm, kept = launch_forward(inputs, keep=True)
         ctx.save_for_backward(*flat[: _TENSORS + 1], *kept)
-        *ctx.options, gain = flat[_TENSORS + 1 :]
-        ctx.gain = gain  # a constant
+        ctx.options = flat[_TENSORS + 1 :]  # a gain is a constant
         ctx.set_materialize_grads(False)
         if flat[1] is None:  # a state that is read does not change
             return out, None, None, None  # type: ignore[return-value]
-        return out, None if ctx.options[-1] or gain is not None else norm, last, last_norm
+        return out, None if inputs.normalize else norm, last, last_norm
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        from regard.ops.linear.triton_launch import LinearInputs, LinearStates, launch_backward
+        from regard.ops.linear.triton_launch import LinearInputs, LinearStates
+        from regard.ops.linear.triton_launch_backward import launch_backward
 
         saved = ctx.saved_tensors
         inputs, kept = saved[: _TENSORS + 1], saved[_TENSORS + 1 :]
-        none = [None] * (2 + len(ctx.options))
+        none = [None] * (1 + len(ctx.options))
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return *_differentiable_grads(inputs, (*ctx.options, ctx.gain), grads), *none
-        flat = LinearInputs(*inputs, *ctx.options, ctx.gain)
+            return *_differentiable_grads(inputs, ctx.options, grads), *none
+        flat = LinearInputs(*inputs, *ctx.options)
         found = launch_backward(flat, LinearStates(*kept), *grads, decay_grad=ctx.needs_input_grad[4])
         return *(g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)), *none
 

@@ -28,11 +28,12 @@ def linear_operator(
     scale: float,
     normalize: bool,
     gain: Tensor | None,
+    gate_root: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute out (b h n e), its norm (b h n), and both states behind the last token."""
     from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
-    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain)
+    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain, gate_root)
     out, norm, last, last_norm, _ = launch_forward(inputs, keep=False)
     if k is None:  # a state that is read does not change
         return _or_empty(out, state), _or_empty(norm, state), _or_empty(None, state), _or_empty(None, state)
@@ -71,11 +72,13 @@ def linear_operator_backward(
     scale: float,
     normalize: bool,
     gain: Tensor | None,
+    gate_root: float,
 ) -> list[Tensor]:
     """Compute the gradients of all tensors that are not None."""
-    from regard.ops.linear.triton_launch import LinearInputs, launch_backward, launch_states
+    from regard.ops.linear.triton_launch import LinearInputs, launch_states
+    from regard.ops.linear.triton_launch_backward import launch_backward
 
-    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain)
+    inputs = LinearInputs(q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain, gate_root)
     kept = launch_states(inputs, out, None if norm_state is None else norm)
     d_out, d_norm, d_last, d_last_norm = (None if g.numel() == 0 else g for g in grads)
     found = launch_backward(inputs, kept, d_out, d_norm, d_last, d_last_norm, decay_grad=log_decay is not None)

@@ -21,10 +21,13 @@ from regard.ops.linear.triton_tiles import (
     chunk_decay,
     chunk_levels,
     end_decay_columns,
+    gate_decay,
     inverse_norm,
     key_columns,
     key_rows,
     output_factor,
+    present,
+    row_mask,
     start_decay_rows,
     token_columns,
     token_rows,
@@ -35,10 +38,10 @@ from regard.ops.linear.triton_tiles import (
 def linear_sums(
     K, V, LD, VALID, S, Z, A, LEVEL,
     skb, skh, skn, svb, svh, svn, slb, slh, sln,
-    n, segs, SEG, G,
+    gate_root, n, segs, SEG, G,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, FEATURE: tl.constexpr,
-    HAS_VALID: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_VALID: tl.constexpr, GATES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
 
@@ -63,8 +66,12 @@ def linear_sums(
         kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
         v = token_rows(V, j, svn, c, count, e)
         if DECAY == 2:
-            level = tl.cumsum(token_columns(LD, j, sln, d, count, f).to(tl.float32), 1)
-            chunk = tl.sum(token_columns(LD, j, sln, d, count, f).to(tl.float32), 1)
+            logs = token_columns(LD, j, sln, d, count, f).to(tl.float32)
+            if GATES:
+                there = row_mask(present(VALID, j, count, HAS_VALID)[None, :], d, f)
+                logs = tl.where(there, gate_decay(logs, gate_root), 0.0)
+            level = tl.cumsum(logs, 1)
+            chunk = tl.sum(logs, 1)
             kt = kt.to(tl.float32) * tl.exp(tl.minimum(chunk[:, None] - level, 0.0))
             if part == 0:
                 mask = (d[:, None] < f) & (j[None, :] < count)
@@ -72,6 +79,8 @@ def linear_sums(
         if DECAY == 1:
             r = tl.arange(0, C)
             log = tl.load(LD + j * sln, mask=j < count, other=0.0).to(tl.float32)
+            if GATES:
+                log = tl.where(present(VALID, j, count, HAS_VALID), gate_decay(log, gate_root), 0.0)
             level = tl.sum(tl.where(r[:, None] >= r[None, :], log[None, :], 0.0), 1)
             total_log = tl.sum(log, 0)
             kt = kt.to(tl.float32) * tl.exp(tl.minimum(total_log - level, 0.0))[None, :]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import gain_of_heads
-from regard.ops.linear.triton_backward import linear_backward_keys, linear_backward_queries
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
@@ -34,6 +33,7 @@ class LinearInputs(NamedTuple):
     scale: float
     normalize: bool
     gain: Tensor | None  # (b g n 1) constant factor of every output
+    gate_root: float  # above 0: log_decay holds gates
 
 
 class LinearStates(NamedTuple):
@@ -45,17 +45,6 @@ class LinearStates(NamedTuple):
     norms: Tensor | None  # (b g slots f)
     decays: Tensor | None  # (b g slots f) log decay of every segment
     levels: Tensor | None  # (b g n 1) or (b g n f) log decay from the start of the chunk
-
-
-class LinearGrads(NamedTuple):
-    """Gradients of all tensors of a launch."""
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    state: Tensor
-    log_decay: Tensor | None
-    norm_state: Tensor | None
 
 
 class LinearLaunch:
@@ -142,14 +131,14 @@ class LinearLaunch:
 
 def _aligned(x: LinearInputs) -> LinearInputs:
     """Make the features of every token adjacent, and states contiguous float32."""
-    q, k, v, log_decay = (_adjacent(t) for t in (x.q, x.k, x.v, x.log_decay))
+    q, k, v, log_decay = (features_adjacent(t) for t in (x.q, x.k, x.v, x.log_decay))
     state = x.state.float().contiguous()
     norm_state = None if x.norm_state is None else x.norm_state.float().contiguous()
     valid = None if x.valid is None else x.valid.contiguous().view(torch.uint8)
-    return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize, x.gain)
+    return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize, x.gain, x.gate_root)
 
 
-def _adjacent(x: OptionalT) -> OptionalT:
+def features_adjacent(x: OptionalT) -> OptionalT:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -162,7 +151,7 @@ def launch_forward(
     last, last_z = x.state, x.norm_state
     states, norms, decays, levels = x.state, x.norm_state, None, x.log_decay
     at_once = x.q is not None and run.segs == 1 and not keep  # a decoding step: one kernel
-    if run.decay and run.n > 1:  # decays are summed by the first kernel
+    if run.decay and (run.n > 1 or x.gate_root):  # decays are computed by the first kernel
         at_once = False
     if x.k is not None:
         last = torch.empty_like(x.state)
@@ -197,19 +186,18 @@ def _segment_states(
     own_z = run.slots(run.g, run.f) if run.norm else None
     decays = run.slots(run.g, run.f) if run.decay else None
     levels = run.new(run.b, run.g, run.n, 1 if run.decay == 1 else run.f) if run.decay else None
-    width = _part(run.be, run.bf)
+    width = state_part(run.be, run.bf)
     parts = run.be // width
     tiles = run.tiles("linear_sums")
     linear_sums[(parts * run.segs * run.b * run.g,)](
-        x.k, x.v, _or(x.log_decay, some), _or(x.valid, some), own, _or(own_z, some), _or(decays, some),
-        _or(levels, some), *run.strides(x.k, x.v, x.log_decay), run.n, run.segs, run.seg, run.g,
-        BF=run.bf, BE=width, PARTS=parts, **run.flags, **run.product, **tiles,
+        *filled(some, x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels), *run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, run.seg, run.g,
+        BF=run.bf, BE=width, PARTS=parts, GATES=x.gate_root > 0, **run.flags, **run.product, **tiles,
     )  # fmt: skip
-    _scan(run, own, own_z, (own, own_z), decays, (x.state, x.norm_state), (last, last_z), heads=1)
+    scan_segments(run, own, own_z, (own, own_z), decays, (x.state, x.norm_state), (last, last_z), heads=1)
     return own, own_z, decays, levels
 
 
-def _scan(
+def scan_segments(
     run: LinearLaunch,
     own: Tensor | None,
     own_z: Tensor | None,
@@ -228,8 +216,7 @@ def _scan(
     with_dot = dots is not None
     others = other if other is not None else (some, some)
     linear_scan[(run.b * run.g * run.f,)](
-        _or(own, some), _or(own_z, some), into[0], _or(into[1], some), _or(decays, some),
-        first[0], _or(first[1], some), last[0], _or(last[1], some), others[0], _or(others[1], some), _or(dots, some),
+        *filled(some, own, own_z, *into, decays, *first, *last, *others, dots),
         run.segs, heads,
         f=run.f, e=run.e, BE=run.be, SB=SCAN_BLOCK, DECAY=run.decay, NORM=run.norm, REVERSE=reverse,
         HAS_OWN=own is not None, WITH_DOT=with_dot, **kernel_config("linear_scan", run.key, run.device),
@@ -243,13 +230,12 @@ def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor |
     den = run.factors()
     if den is None and run.norm:
         den = run.new(run.b, run.h, run.n)
-    width = _part(run.be, run.bf)
+    width = state_part(run.be, run.bf)
     parts = run.be // width
     ends = last if last is not None else (some, some)
     slots = run.segs + 1 if kept.states.dim() == 5 else 1
     linear_forward[(parts * run.segs * run.b * run.h,)](
-        x.q, _or(x.k, some), _or(x.v, some), _or(kept.levels, some), _or(x.valid, some), kept.states, _or(kept.norms, some),
-        out, _or(den, some), ends[0], _or(ends[1], some),
+        *filled(some, x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den, *ends),
         *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
         BF=run.bf, BE=width, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
         **run.flags, **run.product, **run.tiles("linear_few" if run.n <= FEW else "linear_forward"),
@@ -257,122 +243,11 @@ def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor |
     return out, den
 
 
-def launch_backward(
-    inputs: LinearInputs,
-    kept: LinearStates,
-    d_out: Tensor | None,
-    d_norm: Tensor | None,
-    d_last: Tensor | None,
-    d_last_z: Tensor | None,
-    *,
-    decay_grad: bool,
-) -> LinearGrads:
-    """Return the gradients of all tensors, given those of out (b h n e), norm (b h n), and the last states."""
-    run = LinearLaunch(inputs)
-    x = run.x
-    last = torch.zeros_like(x.state) if d_last is None else d_last.float().contiguous()
-    last_z = None
-    if x.norm_state is not None:
-        last_z = torch.zeros_like(x.norm_state) if d_last_z is None else d_last_z.float().contiguous()
-    decay_grad = decay_grad and x.log_decay is not None
-    d_q = own = own_z = dd = qd = None
-    if x.q is not None:
-        if d_out is None:
-            d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
-        d_out = _adjacent(d_out)
-        assert d_out is not None
-        dd = _norm_grad(run, d_norm)
-        d_q, own, own_z, qd = _query_grads(run, kept, d_out, dd, decay_grad)
-    d_state = torch.empty_like(x.state)
-    d_norm_state = None if x.norm_state is None else torch.empty_like(x.norm_state)
-    adjoint = (run.slots(run.g, run.f, run.e), run.slots(run.g, run.f) if run.norm else None)
-    dots = run.slots(run.g, run.f) if decay_grad else None
-    _scan(
-        run, own, own_z, adjoint, kept.decays, (last, last_z), (d_state, d_norm_state),
-        heads=run.h // run.g, reverse=True, other=(kept.states, kept.norms), dots=dots,
-    )  # fmt: skip
-    if x.k is None:
-        return LinearGrads(d_q, None, None, d_state, None, d_norm_state)
-    d_k, d_v, d_decay = _key_grads(run, kept, d_out, dd, adjoint, qd, dots)
-    return LinearGrads(d_q, d_k, d_v, d_state, d_decay, d_norm_state)
-
-
-def _norm_grad(run: LinearLaunch, d_norm: Tensor | None) -> Tensor | None:
-    """The gradient of the norm (b h n): given, 0, or room for the kernel to compute it."""
-    if not run.norm:
-        return None
-    if run.x.normalize:
-        return run.new(run.b, run.h, run.n)
-    if d_norm is None:
-        return torch.zeros(run.b, run.h, run.n, device=run.device)
-    return d_norm.float().contiguous()
-
-
-def _query_grads(
-    run: LinearLaunch, kept: LinearStates, d_out: Tensor, dd: Tensor | None, decay_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    x, some = run.x, run.x.state
-    assert x.q is not None
-    width = _part(run.bf, run.be)
-    parts = run.bf // width
-    d_q = run.tokens(run.h, run.f, x.q.dtype)
-    own = run.slots(run.h, run.f, run.e)
-    own_z = run.slots(run.h, run.f) if run.norm else None
-    qd = None
-    if decay_grad:
-        qd = run.new(parts, run.b, run.h, run.n) if run.decay == 1 else run.new(run.b, run.h, run.n, run.f)
-    slots = run.segs + 1 if kept.states.dim() == 5 else 1
-    linear_backward_queries[(parts * run.segs * run.b * run.h,)](
-        x.q, _or(x.k, some), _or(x.v, some), _or(kept.levels, some), _or(x.valid, some), d_out, _or(kept.out, some),
-        _or(kept.den, some), _or(dd, some), kept.states, _or(kept.norms, some), d_q, own, _or(own_z, some), _or(qd, some),
-        *run.strides(x.q, x.k, x.v, kept.levels, d_out),
-        x.scale, run.n, run.segs, run.seg, slots, run.b * run.h, run.h, run.h // run.g,
-        BF=width, BE=run.be, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, DECAY_GRAD=decay_grad,
-        **run.flags, **run.product, **run.tiles("linear_backward_queries"),
-    )  # fmt: skip
-    return d_q, own, own_z, qd
-
-
-def _key_grads(
-    run: LinearLaunch,
-    kept: LinearStates,
-    d_out: Tensor | None,
-    dd: Tensor | None,
-    adjoint: tuple[Tensor, Tensor | None],
-    qd: Tensor | None,
-    dots: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, some = run.x, run.x.state
-    assert x.k is not None and x.v is not None
-    features, values = _part(run.bf, run.be), _part(run.be, run.bf)
-    parts = run.bf // features
-    d_k = run.tokens(run.g, run.f, x.k.dtype)
-    d_v = run.tokens(run.g, run.e, x.v.dtype)
-    d_decay = None
-    if dots is not None:
-        d_decay = run.new(parts, run.b, run.g, run.n) if run.decay == 1 else run.new(run.b, run.g, run.n, run.f)
-    linear_backward_keys[((parts + run.be // values) * run.segs * run.b * run.g,)](
-        _or(x.q, some), x.k, x.v, _or(kept.levels, some), _or(x.valid, some), _or(d_out, some), _or(kept.den, some),
-        _or(dd, some), adjoint[0], _or(adjoint[1], some), _or(qd, some), _or(dots, some), d_k, d_v, _or(d_decay, some),
-        *run.strides(x.q, x.k, x.v, kept.levels, d_out),
-        x.scale, run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.h, run.h // run.g,
-        BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=run.divides, HAS_QUERIES=x.q is not None,
-        DECAY_GRAD=dots is not None, **run.flags, **run.product, **run.tiles("linear_backward_keys"),
-    )  # fmt: skip
-    if d_decay is not None:
-        assert x.log_decay is not None
-        if run.decay == 1:
-            d_decay = d_decay[0] if parts == 1 else d_decay.sum(0)
-            d_decay = d_decay.unsqueeze(-1)
-        d_decay = d_decay.to(x.log_decay.dtype)
-    return d_k, d_v, d_decay
-
-
-def _part(width: int, other: int) -> int:
+def state_part(width: int, other: int) -> int:
     """How much of one dimension of a state one program holds, where it holds all of the other."""
     return min(width, max(STATE_TILE // other, 16))
 
 
-def _or(x: Tensor | None, some: Tensor) -> Tensor:
-    """A tensor, or any other one in its place, which the kernel does not read."""
-    return some if x is None else x
+def filled(some: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """Return tensors, with any other one in place of those that a kernel does not read."""
+    return [some if x is None else x for x in tensors]

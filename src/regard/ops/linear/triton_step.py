@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.ops.linear.feature_maps import FEATURES
-from regard.ops.linear.linear_op import LinearCall, LinearResult, gain_of_heads
+from regard.ops.linear.linear_op import LinearCall, LinearResult, gain_of_heads, with_decays
 from regard.ops.triton_support import block_of, kernel_config
 
 LEAST_NORM = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps  # below it weights have no digits left
@@ -88,7 +88,7 @@ def _inner(x: Tensor | None) -> Tensor | None:
 
 def linear_step(call: LinearCall) -> LinearResult:
     """Compute a call of one token by one launch; without queries, out has no heads. Norms that divide out are not returned."""
-    q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain = call
+    q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain, _ = with_decays(call)
     (b, g, n, f), e = k.shape, v.shape[-1]
     if n != 1:
         raise ValueError(f"a decoding step takes one token of every row, not {n}")

@@ -7,6 +7,7 @@ Rows are tokens and columns are features; `..._columns` are the transpose, loade
 import triton
 import triton.language as tl
 
+SMALLEST_LOG = tl.constexpr(-113.53750817571904)  # 1.3 log(tiny) of float32: a log decay that leaves nothing
 SMALLEST_NORM = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: below, weights have no digits left
 
 
@@ -99,6 +100,20 @@ def output_factor(DEN, i, count, scale, NORMALIZE: tl.constexpr):
     if NORMALIZE == 1:
         den = inverse_norm(den)
     return den * scale
+
+
+@triton.jit
+def gate_decay(x, root):
+    """Return the log decay of gates x: that of the root of their sigmoid."""
+    log = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return tl.maximum(log / root, SMALLEST_LOG)
+
+
+@triton.jit
+def gate_slope(x, root):
+    """Return the derivative of the log decay of gates x."""
+    log = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return tl.where(log / root >= SMALLEST_LOG, 1.0 / (1.0 + tl.exp(x)) / root, 0.0)
 
 
 # Decays inside of a chunk. LEVEL holds the log decay from the start of the chunk up to every token: one number (DECAY 1), or one
