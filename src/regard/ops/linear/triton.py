@@ -1,7 +1,8 @@
 """Linear attention in fused Triton kernels: features, decays, sums and the division by the norm in one pass over the tokens.
 
 The kernels are in `triton_kernels.py`, `triton_queries.py` and `triton_keys.py`, the order of their launches in
-`triton_launch.py`; those modules are imported by the first call. Second derivatives and function transforms use the formulas of the torch backend.
+`triton_launch.py`; those modules are imported by the first call. Second derivatives and function transforms use the formulas of
+the torch backend.
 """
 
 from __future__ import annotations
