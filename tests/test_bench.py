@@ -195,7 +195,8 @@ def test_graph_times_are_compared_with_graph_times():
 
 def test_the_crossover_is_interpolated_in_logarithms():
     assert summary.crossing([(1024, 0.5), (4096, 2.0)]) == pytest.approx(2048)
-    assert summary.crossing([(1024, 2.0), (2048, 0.25), (8192, 1.0), (32768, 4.0)]) == pytest.approx(8192)
+    lost_twice = [(1024, 2.0), (2048, 0.25), (8192, 0.5), (32768, 4.0)]
+    assert summary.crossing(lost_twice) == pytest.approx(8192 * 4 ** (1 / 3))
     assert summary.crossing([(1024, 1.5), (4096, 2.0)]) == 1024
     assert summary.crossing([(1024, 1.5), (4096, 0.9)]) is None
 
