@@ -12,7 +12,7 @@ from regard.bench import floors, summary, token_step, whole_models
 from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
-from regard.bench.speed import OURS, Request, Session, jobs_of
+from regard.bench.speed import OURS, Request, Session, count_launches, jobs_of
 from regard.bench.timing import NotCaptured, graph_time, launches, peak_bytes, plain_time
 from regard.bench.workload import LAYER, OPERATION, Setting, build_mixer, operation_inputs, own_workload, spec_text
 from regard.cli import app
@@ -46,6 +46,16 @@ def test_launches_count_what_moves_numbers():
     x = torch.randn(4, 8)
     assert launches(lambda: x.view(8, 4).t(), CPU) == 0
     assert launches(lambda: (x + 1).exp() @ x.t(), CPU) == 3
+
+
+def test_what_no_profiler_sees_is_not_counted_as_nothing(monkeypatch):
+    assert count_launches(lambda: None, CPU) == {"launches_reason": "the profiler saw no kernel"}
+    monkeypatch.setattr("regard.bench.speed.launches", broken)
+    assert count_launches(lambda: None, CPU) == {"launches_reason": "no profiler here"}
+
+
+def broken(*_):
+    raise RuntimeError("no profiler here\nat all")
 
 
 def test_peak_memory_is_what_a_call_adds():

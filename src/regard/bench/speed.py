@@ -209,13 +209,22 @@ def measure_call(call: Callable[[], Any], device: torch.device, budget: float, g
     once = plain_time(call, device, budget)
     row["ms"] = 1e3 * once
     if countable or device.type == "cuda":
-        row["launches"] = launches(call, device)
+        row |= count_launches(call, device)
     if device.type == "cuda" and graphs:
         try:
             row["graph_ms"] = 1e3 * graph_time(call, device, budget, once)
         except NotCaptured as error:
             row["graph_reason"] = str(error)
     return row
+
+
+def count_launches(call: Callable[[], Any], device: torch.device) -> Measured:
+    """The launches of a call, or why they could not be counted: a profiler may see nothing of a GPU."""
+    try:
+        found = launches(call, device)
+    except RuntimeError as error:
+        return {"launches_reason": first_line(error)}
+    return {"launches": found} if found else {"launches_reason": "the profiler saw no kernel"}
 
 
 def failure_text(error: BaseException) -> str:
