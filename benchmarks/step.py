@@ -2,8 +2,7 @@
 
 Counted where PyTorch hands operations to a device, so that a busy machine changes nothing: an operation that moves no number (a
 view) is none, and the bytes of one are those of the tensors that it reads and writes. Dropout is counted as a GPU does it, in one
-kernel. `--beside PATH` counts another checkout with the same script (git worktree add PATH COMMIT) and keeps both; it must have
-`regard.bench`, whose clocks are used.
+kernel. `--beside PATH` counts another checkout with its own copy of this script (git worktree add PATH COMMIT) and keeps both.
 
     python benchmarks/step.py [--beside PATH] [--tokens 8192]
     python benchmarks/step.py --rows --list         operations by name, and nothing is saved
@@ -201,7 +200,8 @@ def main() -> None:
     rows = []
     for which, path in {"before": args.beside, "now": ROOT}.items():
         if path is not None:
-            command = [__file__, "--rows", "--tokens", str(args.tokens)]
+            script = path / "benchmarks" / "step.py"  # its own: names inside the package may have changed
+            command = [str(script), "--rows", "--tokens", str(args.tokens)]
             found = alone(*command, env={"PYTHONPATH": str(path.resolve() / "src")})
             rows += [{"which": which, **row} for row in found]
     for row in rows:

@@ -205,7 +205,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "step": lambda: step(if_there("step")),
         "translation": lambda: real.translation(if_there("tasks"), if_there("floors")),
         "decodings": lambda: real.decodings(if_there("tasks")),
-        "parallel": lambda: real.parallel(if_there("tasks"), if_there("at_once")),
+        "parallel": lambda: real.parallel(if_there("tasks"), if_there("nat_speed")),
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "faults": faults,
     },

@@ -1,4 +1,4 @@
-"""The tables of the real tasks, from results/tasks.json, floors.json and at_once.json: every row that is there has a line."""
+"""The tables of the real tasks, from results/tasks.json, floors.json and nat_speed.json: every row that is there has a line."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def parallel(made: Made, speeds: Made) -> str:
     taught = (_before(row, made["rows"], "distilled") for row in rows)
     slow = next((row for row in taught if row is not None), None) or next(iter(_plain(of(made, "translate"))), None)
     parts = [_at_once(rows, slow) if rows else measure("translate", "parallel")]
-    parts.append(_speeds(speeds) if speeds["rows"] else not_yet("at_once.py --runs RUN ... --device cuda"))
+    parts.append(_speeds(speeds) if speeds["rows"] else not_yet("nat_speed.py --runs RUN ... --device cuda"))
     return "\n\n".join(parts)
 
 

@@ -3,6 +3,10 @@
 import os
 import random
 from dataclasses import replace
+from functools import partial
+
+if os.environ.get("REGARD_DEVICE", "cpu") == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run in its interpreter
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
+from regard.data import synthetic
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
 from regard.ops.budget import DEFAULT, DEVICES
@@ -45,6 +50,14 @@ def set_limits(monkeypatch):
             monkeypatch.setitem(DEVICES, kind, replace(DEVICES.get(kind, DEFAULT), **fields))
 
     return change
+
+
+@pytest.fixture(scope="module")
+def few_strings():
+    """Tasks on strings draw 300 training examples instead of 10,000: enough for runs of four updates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "string_pairs", partial(synthetic.string_pairs, train=300, val=50, test=50))
+        yield
 
 
 class Case:
@@ -127,6 +140,7 @@ DOUBLES = {
     "synthesizer(form='random', frozen=True)": "synthesizer(form='random')",
     "nystrom(landmarks=6, conv=3)": "nystrom(landmarks=8)",
 }  # and the case that covers it
+PATHS = [case for case in CASES if repr(case) not in DOUBLES]
 
 
 # Positions that act inside attention, with every row that claims them: for the laws. The other files take those of CASES.
@@ -164,7 +178,7 @@ def claiming(claim: Can, core: bool = False, cases: list[Case] = CASES, **dims):
 
 
 every = asked(lambda _: True)
-each_path = asked(lambda case: repr(case) not in DOUBLES)
+each_path = asked(lambda case: repr(case) not in DOUBLES, PATHS)
 every_core = claiming(Can.NOTHING, core=True)
 
 

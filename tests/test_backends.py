@@ -4,24 +4,25 @@ import pytest
 import torch
 
 from conftest import DEVICE, data, some
-from regard import Dims, layer
+from regard import Dims, clear_caches, layer
 from regard.ops import edge
 from regard.ops.backend import _BACKENDS, backends, register_backend
 from regard.ops.dropout_hash import head_numbers, kept_pairs, kept_pairs_composite, key_keys, query_keys, row_seed
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.call import TileCall, unflatten_call
+from regard.ops.tile.call import TileCall
 from regard.ops.tile.head_pieces import split_heads
 from regard.ops.tile.reference import pairs_of_plan
-from regard.ops.tile.tile_op import HeadPatterns, heads_by_plan, tile_attention
+from regard.ops.tile.tile_op import HeadPatterns, flatten_call, heads_by_plan, tile_attention, unflatten_call
 from regard.ops.tile.torch import TorchTiles
-from regard.patterns import Pattern
+from regard.patterns import Pattern, tiles
 from regard.patterns.condition import BAND, BLOCKS, COLUMNS, EDGES, RANDOM, ROWS, TAIL, UNBOUNDED
 from regard.patterns.edge_list import edge_list
 from regard.patterns.plan import plan
 from regard.patterns.tiles import Span
 
 HEADS, N = 4, 70
-OTHERS = [name for name in backends("tile") if name != "reference"]
+EXACT = [name for name in backends("tile") if name != "triton"]  # in float64; test_triton_tiles.py has the kernels
+OTHERS = [name for name in EXACT if name != "reference"]
 PATTERNS = [
     "Local(9)",
     "Local(30) | Global(first=2, at=[33])",
@@ -100,6 +101,25 @@ def test_another_tiling_drops_the_same_weights(text, set_limits):
     agree(results("torch", text, inputs, span, dropout=0.4), whole)
 
 
+@pytest.mark.parametrize("text", ["Local(9)", "Local(9) & Causal()", "Stride(5) | Local(4)"])
+def test_tiles_inside_a_sequence_share_a_mask_unless_it_is_short(text, monkeypatch):
+    """A short sequence is one batch of tiles, a long one is cut where the masks change; both compute the reference."""
+    inputs, span = operands(2), Span(0, N, 0, N)
+    expected = results("reference", text, inputs, span)
+    counts = []
+    for limit in (tiles.UNCUT_MASK, 0):
+        monkeypatch.setattr(tiles, "UNCUT_MASK", limit)
+        clear_caches()
+        agree(results("torch", text, inputs, span), expected)
+        (own,) = heads_by_plan(HeadPatterns.of(Pattern.parse(text), HEADS).each, span, False)
+        batches = [list(part.batches(1 << 20, torch.device(DEVICE))) for part in own.plan.parts if part.relative]
+        counts.append(sum(map(len, batches)))
+        shared = any(len(mask) == 1 < len(batch.rows) for found in batches for batch in found for *_, mask in batch.hidden)
+        assert shared == (limit == 0)
+    assert counts[0] < counts[1]
+    clear_caches()
+
+
 def test_another_seed_drops_other_weights():
     inputs, span = operands(2), Span(0, N, 0, N)
     first, second = (results("torch", "Local(9)", inputs, span, seed=seed, dropout=0.4)[0] for seed in (1, 2))
@@ -111,7 +131,7 @@ def test_another_seed_drops_other_weights():
 def test_layers_compute_the_same_by_every_backend(spec, positions):
     for causal in (True, False):
         found = []
-        for backend in backends("tile"):
+        for backend in EXACT:
             torch.manual_seed(0)
             options = {"causal": causal, "kv_heads": 2, "dropout": 0.2, "backend": backend, "positions": positions}
             made = layer(spec, width=32, heads=4, **options).to(DEVICE, torch.float64).train()
@@ -128,7 +148,7 @@ def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"backend must be .*not 'fancy'"):
         Dims(32, 4, backend="fancy")
     q = torch.randn(1, 2, 20, 4)
-    with pytest.raises(ValueError, match="tile attention has no backend 'fancy': there is torch, reference"):
+    with pytest.raises(ValueError, match="tile attention has no backend 'fancy': there is triton, torch, reference"):
         tile_attention(q, q, q, HeadPatterns.of(Pattern.parse("Local(3)"), 2), Span(0, 20, 0, 20), scale=1.0, backend="fancy")
 
 
@@ -208,7 +228,7 @@ def test_a_call_survives_being_flattened():
     q = torch.randn(1, 2, 3, 4)
     for bias in (None, ScoreBias(torch.rand(2)), ScoreBias(None, 3, torch.rand(1, 2, 3, 7), True)):
         call = TileCall(q, q, q, None, bias, torch.tensor(3), 0.5, 0.1)
-        assert unflatten_call(*call.flat()) == call
+        assert unflatten_call(*flatten_call(call)) == call
 
 
 # dropout by hash

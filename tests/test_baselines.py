@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import DEVICE, close, data, some
 from regard import layer
 from regard.analysis.probe import influence
-from test_free import both_ways, build, check_same
+from test_attention_free import both_ways, build, check_same
 from test_limits import Largest
 
 STREAMS = [

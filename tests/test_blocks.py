@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from conftest import DEVICE, HEADS, WIDTH, claiming, close, data, some
+from conftest import DEVICE, HEADS, PATHS, WIDTH, claiming, close, data, some
 from regard.blocks import Block, FeedForward, ReversibleStack, Stack
 from regard.mixers.base import Can, Dims, Free, pool_tokens, pooled_valid, select
 from regard.spec import layer
@@ -81,9 +81,9 @@ def test_dropout_falls_on_what_is_added():
     assert kept.std(0).min() > 1e-3 and error.square().mean().sqrt() < 3
 
 
-@claiming(Can.STREAM, causal=True)
+@claiming(Can.STREAM, cases=PATHS, causal=True)
 def test_a_stack_streams_as_it_is(case):
-    for norm in ("pre", "post"):
+    for norm in ("pre", "post") if case.example is case.row.examples[0] else ("pre",):
         made, x = stack(case.spec, depth=2, causal=True, norm=norm), data(40)
         with torch.no_grad():
             state, out = made.start(3), []
@@ -94,7 +94,7 @@ def test_a_stack_streams_as_it_is(case):
         assert state.t.tolist() == [40] * 3 and state.start == 40
 
 
-@claiming(Can.STREAM | Can.PADDING, causal=True)
+@claiming(Can.STREAM | Can.PADDING, cases=PATHS, causal=True)
 def test_padding_in_a_stack_is_as_if_absent(case):
     made, x, valid = stack([case.spec, "softmax"], causal=True), data(30), some(3, 30)
     z = torch.where(valid[..., None], x, 1e3).requires_grad_()
@@ -123,7 +123,7 @@ def test_states_of_a_stack_are_values_and_beams_are_rows_of_them():
     assert later.nbytes >= sum(own.nbytes for block in later.memory for own in block.memory[:1])
 
 
-@claiming(Can.CROSS | Can.PADDING, cross=True)
+@claiming(Can.CROSS | Can.PADDING, cases=PATHS, cross=True)
 def test_padding_is_as_if_absent_where_a_context_is_read(case):
     if case.build().rate > 1:
         with pytest.raises(ValueError, match="with an answer for every token"):

@@ -95,3 +95,10 @@ def test_every_mutant_applies_exactly_once():
     found = {name: (ROOT / path).read_text().count(old) for name, (path, old, *_) in all_of_them().items()}
     assert {name: count for name, count in found.items() if count != 1} == {}
     assert len(found) > 240
+
+
+def test_the_tests_of_every_mutant_exist():
+    from mutants import ROOT, all_of_them
+
+    named = {test for *_, tests in all_of_them().values() for test in tests.split()}
+    assert [test for test in sorted(named) if not (ROOT / f"tests/test_{test}.py").is_file()] == []

@@ -21,6 +21,7 @@ from regard.training import fit
 from test_cli import refused, run
 from test_cli_runs import SETTINGS, SMALL
 
+pytestmark = pytest.mark.usefixtures("few_strings")
 OTHERS = [word for text in SMALL if "max_new" not in text for word in ("--set", text)]
 
 

@@ -34,6 +34,7 @@ SMALL = [
 ]
 SETTINGS = [word for text in SMALL for word in ("--set", text)]
 TASKS = list(tasks.TASKS)
+pytestmark = pytest.mark.usefixtures("few_strings")
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,22 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from conftest import CASES, DOUBLES, Case, close, data, modes, some
+from conftest import CASES, PATHS, WIDTH, Case, close, data, modes, some
 from regard import layer
 from regard.ops import ragged
 
 LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
 FEWER = {"sinkhorn": {"iterations": 2}, "reformer": {"rounds": 1}}  # rounds of a loop that a graph unrolls
-COMPILED = [case for case in CASES if case.row.compiles and repr(case) not in DOUBLES]
+COMPILED = [case for case in PATHS if case.row.compiles]
 # The backward pass is traced too (which is slow) for one example of every way in which answers are computed.
 AHEAD = ("softmax", "sparse", "bigbird", "delta", "gat", "fnet", "sinkhorn", "conv")
+
+
+@pytest.fixture(autouse=True)
+def _no_fake_tensor_cache():
+    """Trace without the cache of fake tensors: with symbolic lengths an entry takes longer to make than an operation."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def turn(case: Case) -> dict:
@@ -46,9 +53,9 @@ def check_same(compiled, made, x, valid=None):
         close(a, b)
 
 
-def of_any_length(n: int):
+def of_any_length(n: int, width: int = WIDTH):
     """Padded tokens whose length is not to be written into a graph."""
-    x, valid = data(n, b=2), some(2, n)
+    x, valid = data(n, b=2, width=width), some(2, n)
     torch._dynamo.maybe_mark_dynamic(x, 1)
     torch._dynamo.maybe_mark_dynamic(valid, 1)
     return x, valid
@@ -134,8 +141,8 @@ def test_work_in_several_pieces_compiles_once_for_many_lengths(spec, set_limits)
     backend = "aot_eager" if spec == "relu" else "eager"  # a backward pass of pieces is the same for all of them
     compiled = torch.compile(made, fullgraph=True, backend=backend)
     for n in (46, 47, 48):
-        check_same(compiled, made, data(n, b=2, width=8), some(2, n))
-    assert counters["stats"]["unique_graphs"] <= 2
+        check_same(compiled, made, *of_any_length(n, width=8))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("spec", ["linear", "efficient", "delta"])

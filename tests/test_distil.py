@@ -13,6 +13,8 @@ from regard.tasks.translation import TranslationTask
 from test_cli import refused, run
 from test_cli_runs import SETTINGS
 
+pytestmark = pytest.mark.usefixtures("few_strings")
+
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:

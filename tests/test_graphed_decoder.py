@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import CASES, DEVICE, WIDTH
+from conftest import DEVICE, PATHS, WIDTH
 from regard.blocks import Block, Stack
 from regard.blocks.feedforward import FeedForward
 from regard.config import Config
@@ -23,10 +23,10 @@ from regard.runtime.cuda_graph import CapturedGraph
 from regard.runtime.decode_graph import DecodeGraph
 from regard.runtime.packed_linear import fuse_qkv
 from regard.runtime.state_buffers import StateBuffers, buffer_key, cache_groups, context_room, own_caches, spare_room
-from test_graphs import blind
+from test_graphed_step import blind
 
 VOCAB, END = 23, 3
-STREAMS = [case for case in CASES if case.can(Can.STREAM, causal=True)]
+STREAMS = [case for case in PATHS if case.can(Can.STREAM, causal=True)]
 # states without constant shapes, and steps that read the device: the model itself decodes
 GROWING = ("gmlp", "compressed")
 HOST_READS = ("gat", "bigbird(block=8, globals=1, random=2)", "longformer(window=4, dilation=3, dilated_heads=2, at=[0, 5])")
@@ -104,7 +104,7 @@ def test_every_mechanism_that_streams_decodes_in_static_buffers(case, decoder):
     for ragged in ("", "behind"):
         model = language(case)
         fast = decoder(model)
-        own = compare(model, fast, (3,), 40, ragged, reorder=(4, 17, 18))
+        own = compare(model, fast, (3,), 24, ragged, reorder=(4, 17, 18))
         assert bool(fast.steps) != growing or reads
         assert bool(fast.refused) == growing or reads
         assert isinstance(own.plain(), type(model.start(3)))
@@ -230,7 +230,7 @@ def test_sources_of_similar_lengths_share_a_graph(decoder):
 
 
 def test_a_state_in_buffers_goes_forwards_only_and_can_be_copied_out(decoder):
-    model = language(CASES[0])
+    model = language(PATHS[0])
     fast, (x, _) = decoder(model), prompt("")
     one = x[:, :1]
     with torch.no_grad():

@@ -84,3 +84,9 @@ def test_measures_find_what_they_are_for(tmp_path):
     assert [word for path in house.modules(root) for _, word in house.personified(path)] == ["say", "nobody"]
     assert house.word_rate(root) == pytest.approx(1000 * 2 / 4)
     assert house.density(root / "b" / "one.py") == 2 / 2
+
+
+def test_a_sparse_forward_takes_few_calls_in_few_files():
+    calls, switches = house.forward_calls()
+    assert calls < 70
+    assert switches < 25

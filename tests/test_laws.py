@@ -51,13 +51,15 @@ def test_shape_and_every_weight_learns(case, n):
 @pytest.mark.parametrize("t", [0, 23, 58])
 def test_the_future_cannot_be_seen(case, t):
     m, x = case.build(causal=True), data(60)
+    before = m(x)
+    most = 4 * torch.finfo(x.dtype).eps * before[:, : t + 1].abs().max()  # rounding, and nothing else
     for factor in (1, 100, 1e4):
         z = x.clone()
         z[:, t + 1 :] = factor * data(60, seed=2)[:, t + 1 :]
-        before, after = m(x)[:, : t + 1], m(z)[:, : t + 1]
-        assert (before - after).abs().max() <= 4 * torch.finfo(x.dtype).eps * before.abs().max()  # rounding, and nothing else
+        after = m(z)
+        assert (before - after)[:, : t + 1].abs().max() <= most
     if case.row.name != "identity":
-        assert not torch.allclose(m(x)[:, t + 1 :], m(z)[:, t + 1 :])  # and the test can fail
+        assert not torch.allclose(before[:, t + 1 :], after[:, t + 1 :])  # and the test can fail
 
 
 @claiming(Can.CAUSAL, causal=True)
@@ -73,15 +75,15 @@ def test_no_gradient_comes_from_the_future(case, t):
 @pytest.mark.parametrize("where", ["right", "left", "holes"])
 def test_padding_is_as_if_absent(case, where):
     n, real = 50, 31
-    order = torch.arange(n, device=DEVICE).expand(3, -1)
-    valid = {"right": order < real, "left": order >= n - real, "holes": some(3, n)}[where]
+    order = torch.arange(n, device=DEVICE).expand(2, -1)
+    valid = {"right": order < real, "left": order >= n - real, "holes": some(2, n)}[where]
     for mode in modes(case):
-        m, x = case.build(**mode), data(n)
+        m, x = case.build(**mode), data(n, b=2)
         z = torch.where(valid[..., None], x, 1e3).requires_grad_()
         y, real = m(z, valid=valid), pool_tokens(x, valid, m.rate)[1]
         close(y, m(x, valid=valid))  # the content of padding does not matter
         assert (y[~real] == 0).all()
-        for row in range(3):  # nor does its presence
+        for row in range(2):  # nor does its presence
             close(y[row][real[row]], m(x[row][valid[row]][None])[0])
         y.square().sum().backward()
         assert (z.grad[~valid] == 0).all() and z.grad[valid].abs().sum() > 0
@@ -268,7 +270,7 @@ def test_grouped_heads_are_repeated_heads(case):
         close(few(data(40)), many(data(40)))
 
 
-@every
+@conftest.every
 def test_cost_grows_as_claimed(case):
     for mode in modes(case):
         with torch.device("meta"):
@@ -276,7 +278,7 @@ def test_cost_grows_as_claimed(case):
                 case.spec.build(Dims(WIDTH, HEADS, max_len=max(LENGTHS), **mode), positions=case.positions).double().eval(),
                 [],
             )
-        shorter = 4 if case.row.name in DENSE else 2 if case.example.cost == 1 else 1
+        shorter = 4 if case.row.name in DENSE or case.example.cost == 1 else 1
         for n in (n // shorter for n in LENGTHS):
             x = torch.empty(1, n, WIDTH, dtype=torch.float64, device="meta")
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -290,9 +292,9 @@ def test_cost_grows_as_claimed(case):
             assert abs(math.log(cost[1] / cost[0], 4) - case.example.cost) < 0.2, cost
 
 
-@claiming(Can.STREAM, causal=True)
+@conftest.claiming(Can.STREAM, causal=True)
 def test_memory_grows_as_claimed(case):
-    most = 2048 if case.example.memory else 1024  # what does not grow is seen sooner
+    most = 2048 if case.example.memory and case.row.name not in DENSE else 1024  # what does not grow is seen sooner
     m, x, size = case.build(causal=True, max_len=most), data(most, b=1), {}
     with torch.no_grad():
         state = m.start(1)
@@ -353,10 +355,10 @@ def test_dropout_is_for_training_and_keeps_the_mean(case):
         m, x = case.build(dropout=0.25, **mode), data(24, b=1)
         close(m(x), case.build(**mode)(x))  # in evaluation, nothing is dropped
         m.train()
-        drawn = torch.cat([m(x.expand(200, -1, -1)).detach() for _ in range(3)])
+        drawn = torch.cat([m(x.expand(100, -1, -1)).detach() for _ in range(2)])
         assert not torch.equal(drawn[0], drawn[1])  # every row has its own
-        assert not torch.equal(drawn[0], drawn[200])  # and every call
-        error = (drawn.mean(0) - m.eval()(x)).abs() / (drawn.std(0) / math.sqrt(600) + 1e-12)
+        assert not torch.equal(drawn[0], drawn[100])  # and every call
+        error = (drawn.mean(0) - m.eval()(x)).abs() / (drawn.std(0) / math.sqrt(200) + 1e-12)
         assert error.square().mean().sqrt() < 1.3 and drawn.std(0).mean() > 1e-3
 
 
@@ -373,18 +375,18 @@ def test_a_saved_mechanism_repeats_itself(case, tmp_path):
         assert torch.equal(m(x), other(x))
 
 
-@every
+@conftest.each_path
 def test_overfits_one_batch(case):
-    """Two layers. All rows end in the same token with another target each: only what it hears of others tells them apart."""
+    """One block. All rows end in the same token with another target each: only the other tokens of a row tell them apart."""
     x, target = data(8, b=4, dtype=torch.float32), data(8, seed=8, b=4, dtype=torch.float32)
     x[:, -1] = x[0, -1]
+    sizes = {"width": WIDTH, "heads": HEADS, "depth": 1, "ffn": 2 * WIDTH, "max_len": 128}
     control = case.row.name == "identity"
     for mode in modes(case):
         seed(0)
-        made = Stack.of(case.spec, width=WIDTH, heads=HEADS, depth=2, ffn=WIDTH, max_len=128, positions=case.positions, **mode)
-        made = made.to(DEVICE).train()
-        optimiser = torch.optim.Adam(made.parameters(), lr=3e-2, fused=True)
-        for _ in range(50 if control else 250):
+        made = Stack.of(case.spec, **sizes, positions=case.positions, **mode).to(DEVICE).train()
+        optimiser = torch.optim.Adam(made.parameters(), lr=3e-2, betas=(0.8, 0.95), fused=True)
+        for _ in range(50 if control else 100):
             error = (made(x) - target[:, : -(-8 // made.rate)]).square().mean(-1)
             optimiser.zero_grad()
             error.mean().backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import DEVICE, HEADS, WIDTH, claiming, close, data, every, some
+from conftest import DEVICE, HEADS, PATHS, WIDTH, claiming, close, data, each_path, some
 from regard.analysis.equivalents import feedforward_as_conv
 from regard.blocks import Stack
 from regard.blocks.feedforward import FeedForward
@@ -68,13 +68,13 @@ def check_translator(model, source, target, real, valid) -> None:
 # laws over the catalogue
 
 
-@claiming(Can.CAUSAL | Can.STREAM | Can.PADDING, causal=True)
+@claiming(Can.CAUSAL | Can.STREAM | Can.PADDING, cases=PATHS, causal=True)
 def test_a_translator_of_any_mixer_streams_and_sees_neither_padding_nor_the_future(case):
     model = ready(translator(settings(case, decoder_depth=2), VOCAB))
     check_translator(model, words(N), words(M, seed=2), some(3, N), some(3, M, seed=5))
 
 
-@claiming(Can.CAUSAL | Can.STREAM | Can.PADDING, causal=True)
+@claiming(Can.CAUSAL | Can.STREAM | Can.PADDING, cases=PATHS, causal=True)
 def test_a_language_model_of_any_mixer_streams_and_sees_neither_padding_nor_the_future(case):
     model, x, valid = ready(language_model(settings(case, depth=2), VOCAB)), words(M), some(3, M)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_a_language_model_of_any_mixer_streams_and_sees_neither_padding_nor_the_
         close(model(torch.cat([x[:, :8], words(M - 8, seed=9)], 1))[:, :8], model(x)[:, :8])
 
 
-@claiming(Can.CROSS | Can.PADDING, cross=True)
+@claiming(Can.CROSS | Can.PADDING, cases=PATHS, cross=True)
 def test_every_mixer_that_can_read_a_context_reads_the_encoder(case):
     config = settings(cross=str(case.spec))
     if case.build().rate > 1:
@@ -103,7 +103,7 @@ def test_every_mixer_that_can_read_a_context_reads_the_encoder(case):
     close(y[1][valid[1]], model(source[1][real[1]][None], None, target[1][valid[1]][None])[0])
 
 
-@every
+@each_path
 def test_an_encoder_of_any_mixer_takes_padding_as_absent(case):
     config = settings(case)
     read, x, valid = ready(encoder(config, tokens(config, VOCAB), front=2)), words(N), some(3, N)

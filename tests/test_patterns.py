@@ -144,7 +144,7 @@ def attention(q, k, v, seen):
 @example(Stride(7), 97, 13, True, 0)
 @example(Local(70) | Dilated(9, 9) | Global(at=(3, 40)), 200, 0, False, 1)
 @example(Blocks(150) & Local(20), 200, 7, False, 0)
-@budget(max_examples=500)
+@budget(max_examples=300)
 def test_tiles_are_the_definition(p, n, past, causal, seed):
     """n queries behind `past` keys: outputs, log-sum-exp and every gradient."""
     m = n + past

@@ -113,7 +113,7 @@ def test_nothing_measured_is_one_sentence_for_each_table_that_says_how():
     assert text.count("python benchmarks/floors.py") == 1 + len(tables.OTHERS), "a floor for every task"
     groups = set(re.findall(r"[a-z]+", " ".join(re.findall(r"--only ([a-z ]+)`", text))))
     assert groups == {"translate", "mixers", "tag", "sentiment", "language", "copy", "parallel", "modes"}
-    assert "python benchmarks/at_once.py" in text
+    assert "python benchmarks/nat_speed.py" in text
 
 
 def test_any_one_run_or_group_may_be_missing_and_any_one_may_be_alone(made):

@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch.func import functional_call, grad, jvp, vmap
 
-from conftest import CASES, DEVICE, Case, claiming, close, data, each_path, modes, some
+from conftest import CASES, DEVICE, PATHS, Case, claiming, close, data, each_path, modes, some
 from regard import layer
 from regard.mixers.base import Can
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
@@ -65,17 +65,17 @@ def test_func_grad_is_autograd(case):
 @each_path
 def test_per_sample_gradients_are_those_of_a_loop(case):
     for mode in modes(case):
-        (m, weights), x = _built(case, **mode), data(N)
+        (m, weights), x = _built(case, **mode), data(N, b=2)
         if weights:
             want = _per_row(m, weights, x, None)
             for a, b in zip(_by_vmap(m, weights, x, None), want, strict=True):
                 close(a, b)
 
 
-@claiming(Can.PADDING)
+@claiming(Can.PADDING, cases=PATHS)
 def test_per_sample_gradients_with_padding(case):
     for mode in modes(case):
-        (m, weights), x, valid = _built(case, **mode), data(N), some(3, N)
+        (m, weights), x, valid = _built(case, **mode), data(N, b=2), some(2, N)
         draws = case.example.options.get("random", 1) != 0 and not mode["causal"]
         if case.row.name in COUNTS_TOKENS and draws:
             with pytest.raises(NotImplementedError, match="depends on the number of real tokens of every row, which vmap"):

@@ -65,6 +65,18 @@ def check_vectors(x: Any, what: str, width: int) -> None:
         raise TypeError(f"{what} is {x.dtype}, but tokens are vectors of floating-point numbers")
 
 
+def check_tokens(x: Any, what: str, width: int, weight: Tensor | None) -> None:
+    """Refuse anything but tokens (batch, length, width) on the device and of the type of a layer's weight, if it has one."""
+    check_vectors(x, what, width)
+    if weight is None:
+        return
+    if x.device != weight.device:
+        raise ValueError(f"{what} is on {x.device} but the layer is on {weight.device}: move one of them with .to()")
+    kind = x.device.type if x.device.type != "meta" else "cpu"
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(kind):
+        raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
+
+
 def check_valid(valid: Any, b: int, n: int, what: str = "x") -> None:
     """Refuse a padding mask that is neither None nor a bool tensor (b n), True = real token."""
     if valid is None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.checks import check_tokens
 from regard.checks import check_valid as check_valid
-from regard.checks import check_vectors
 from regard.mixers.dims import Can as Can
 from regard.mixers.dims import Dims as Dims
 from regard.mixers.dims import LengthNeeded as LengthNeeded
@@ -63,7 +63,9 @@ class Core(nn.Module):
     learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
     joint: bool = False  # what a query gets depends on which other queries come with it
-    operations: tuple[str, ...] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta"
+    operations: tuple[
+        str, ...
+    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -218,15 +220,7 @@ class Mixer(nn.Module):
 
     def check(self, x: Tensor, what: str = "x", width: int | None = None) -> None:
         """Refuse tokens of another shape, device or type than the layer's."""
-        check_vectors(x, what, width or self.dims.width)
-        weight = self.like()
-        if weight is None:
-            return
-        if x.device != weight.device:
-            raise ValueError(f"{what} is on {x.device} but the layer is on {weight.device}: move one of them with .to()")
-        kind = x.device.type if x.device.type != "meta" else "cpu"
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(kind):
-            raise TypeError(f"{what} is {x.dtype} but the layer is {weight.dtype}: convert one of them, or use torch.autocast")
+        check_tokens(x, what, width or self.dims.width, self.like())
 
     def check_padding(self, valid: Tensor | None, x: Tensor) -> None:
         check_valid(valid, x.shape[0], x.shape[1], "the sequence that is read")

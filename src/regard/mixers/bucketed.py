@@ -6,22 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import pad
 
 from regard.mixers.base import Can, Core, Places
-from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache, with_spare_room
-from regard.mixers.pattern_attention import expand_heads
-from regard.ops.bucket import (
-    BucketOutLse,
-    SortedRange,
-    bucket_attention,
-    bucket_lost,
-    few_queries,
-    newest_per_bucket,
-    sort_by_bucket,
-)
-from regard.ops.tile.tile_op import accumulator
+from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
+from regard.ops.bucket.bucket_sort import sort_by_bucket
+from regard.ops.bucket.few_queries import few_bucket_queries
+from regard.ops.dropout_hash import draw_seed
 
 
 class BucketMemory(NamedTuple):
@@ -51,23 +43,19 @@ class BucketedCore(Core):
     """
 
     can = Can.CAUSAL | Can.PADDING | Can.STREAM
+    operations = ("bucket",)
     positional, joint = False, True
     rounds: int  # labels of a token
     labels: int  # how many there are
     window: int  # a causal token sees so many of a label, itself among them
+    chunk: int  # otherwise: places of a chunk of the sorted order
     own: bool = True  # it sees itself; otherwise only where it sees nothing else
+    unit_keys: bool = False  # scores are scale * q . k / |k|
+    scale: float = 1.0
 
     def label(self, k: Tensor) -> Tensor:
-        """Labels (b h m rounds) of keys (b h m d) in float32 or better."""
+        """Labels (b h m rounds), int32, of keys (b g m d)."""
         raise NotImplementedError
-
-    def scored(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose products are the scores."""
-        raise NotImplementedError
-
-    def stretch(self, marks: Tensor) -> SortedRange:
-        """What tokens with these labels (x rounds m) see."""
-        return newest_per_bucket(marks, self.labels, self.window)
 
     def empty(self, k: Tensor, v: Tensor) -> BucketMemory:
         marks = torch.zeros(k.shape[0], self.dims.heads, 0, self.rounds, dtype=torch.int32, device=k.device)
@@ -75,8 +63,7 @@ class BucketedCore(Core):
 
     def push(self, memory: BucketMemory, k: Tensor, v: Tensor, places: Places) -> BucketMemory:
         with torch.no_grad():
-            keys, _ = expand_heads(k, k, self.dims.heads)
-            marks = self.label(upcast(keys)).int()
+            marks = self.label(k)
         return BucketMemory(memory.log.append(k, v, places), memory.marks.append(marks, marks[..., :0], places))
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - its queries are the newest tokens
@@ -86,29 +73,20 @@ class BucketedCore(Core):
             raise ValueError(f"{self.name} answers tokens that are in its memory: {n} queries need {most} keys, not {m}")
         if q.shape[0] * n == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
-        acc = accumulator(q.dtype)
-        k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
-        q, k = self.scored(q.to(acc), k)
-        marks = memory.labels(self.labels)
-        out, lse = self._answer(*(x.flatten(0, 1) for x in (q, k, v, marks)))
-        out = out.unflatten(0, q.shape[:2])
-        if not self.own:
-            real = marks[:, :, 0, m - n :] < self.labels
-            alone = bucket_lost(lse).unflatten(0, q.shape[:2]) & real
-            itself = alone.to(acc).unsqueeze(-1)  # a softmax over one token
-            weight = dropout(itself, self.dims.dropout, self.training)
-            out = out + weight * v[:, :, m - n :]
-        return out.to(log.v.dtype)
+        few = self.dims.causal and (n == 1 or 4 * n < m)  # to sort and answer the whole memory would cost more
+        if n < m and not few:
+            q = pad(q, (0, 0, m - n, 0))
+        call = self._call(q, log.keys, log.values, memory.labels(self.labels))
+        if few:
+            return few_bucket_queries(call)
+        out = bucket_attention(call, self.dims.backend)
+        return out[:, :, m - n :]
 
-    def _answer(self, q: Tensor, k: Tensor, v: Tensor, marks: Tensor) -> BucketOutLse:
-        """What the last n of m tokens get, by rows (x n d), (x m d), (x m e), (x rounds m)."""
-        n, m = q.shape[1], k.shape[1]
-        drop = self.drop
-        if self.dims.causal and (n == 1 or 4 * n < m):  # to sort and answer the whole memory would cost more
-            return few_queries(q, k, v, marks, self.labels, self.window, own=self.own, drop=drop)
-        q = pad(q, (0, 0, m - n, 0))
-        out, lse = bucket_attention(q, k, v, self.stretch(marks), own=self.own, drop=drop)
-        return out[:, m - n :], lse[:, m - n :]
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, labels: Tensor) -> BucketCall:
+        drop, causal = self.drop, self.dims.causal
+        seed = draw_seed(q.device) if drop else None
+        reach = self.window if causal else self.chunk
+        return BucketCall(q, k, v, labels, seed, self.labels, reach, causal, self.own, self.unit_keys, self.scale, drop)
 
     def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
         if not self.dims.causal:

@@ -1,16 +1,14 @@
-"""Parts of kernelized attention: sums in a safe type, safe ratios, random directions."""
+"""Parts of kernelized attention: sums in a safe type, gates, random directions."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import shown
-from regard.transforms import transformed
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -55,13 +53,6 @@ def per_query_head(x: Tensor, like: Tensor) -> Tensor:
     return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
-def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:
-    """Return out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
-    limits = torch.finfo(norm.dtype)
-    enough = norm > limits.tiny / limits.eps
-    return out / torch.where(enough, norm, torch.inf)
-
-
 def min_log_decay(dtype: torch.dtype) -> float:
     """Return a log decay that leaves nothing: a lower one would only cost digits of those after it."""
     return 1.3 * math.log(torch.finfo(dtype).tiny)
@@ -92,29 +83,3 @@ def orthogonal(rows: int, d: int, seed: int) -> Tensor:
     directions = basis.mT.flatten(0, 1)[:rows]
     lengths = drawn[-rows:].norm(dim=-1, keepdim=True)
     return directions * lengths
-
-
-def elu_plus_one(x: Tensor) -> Tensor:
-    """Return elu(x) + 1 with all its digits, where exp(x) - 1 + 1 loses them."""
-    if torch.compiler.is_compiling() or transformed():  # fused by itself; torch 2.11 compiles the Function into a wrong gradient
-        return x.clamp(max=0).exp() + x.relu()
-    return EluPlusOne.apply(x)
-
-
-class EluPlusOne(torch.autograd.Function):
-    """elu(x) + 1 in one pass and one tensor: its slope is min(phi, 1), so only phi is kept."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clamp(max=0).exp_().add_(x.relu())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch names them
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (phi,) = ctx.saved_tensors
-        return phi.clamp(max=1) * grad

@@ -11,15 +11,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, safe_ratio, where_valid
+from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
-from regard.ops.delta.delta_op import delta_rule, delta_write
-from regard.ops.linear.linear_op import linear_attention, linear_write
+from regard.ops.backend import AUTO
+from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
+from regard.ops.delta.unit_features import unit_features
+from regard.ops.linear.feature_maps import safe_ratio
+from regard.ops.linear.linear_op import linear_attention, linear_read, linear_write
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
 
@@ -36,6 +38,8 @@ class CountedMatrix(NamedTuple):
 class _Fading(Kernel):
     """S_i = exp(decay_i) S_{i-1} + k_i v_i^T, read with q_i / sqrt(d); the decay is one number a token, or one a feature."""
 
+    fusable = True
+
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
         self.f = dims.d
@@ -44,24 +48,22 @@ class _Fading(Kernel):
         return Matrix(empty_sums(k, v, self.f)[0])
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Keys (b g m d) and decays (b g m 1 or d), of padding both 0."""
+        """Keys (b g m d), whatever padding holds, and decays (b g m 1 or d) in the type of sums, 0 at padding."""
         raise NotImplementedError
 
     def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         keys, decay = self._written(k, places)
-        return memory._replace(s=linear_write(keys, v, memory.s, log_decay=decay, backend=self.dims.backend))
+        s = linear_write(keys, v, memory.s, log_decay=decay, valid=places.valid, backend=self.dims.backend)
+        return memory._replace(s=s)
 
-    def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
-        return read_state(self._queries(q, places), memory.s)
+    def _read(self, memory: Any, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
+        return linear_read(q, memory.s, scale=self.dims.d**-0.5, backend=self.dims.backend)
 
     def _scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         keys, decay = self._written(k, places)
-        queries = self._queries(q, places)
-        out, s = linear_attention(queries, keys, v, memory.s, log_decay=decay, backend=self.dims.backend)
+        scale, backend = self.dims.d**-0.5, self.dims.backend
+        out, s = linear_attention(q, keys, v, memory.s, log_decay=decay, valid=places.valid, scale=scale, backend=backend)
         return out, memory._replace(s=s)
-
-    def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        return q * q.shape[-1] ** -0.5
 
 
 class Retention(_Fading):
@@ -90,7 +92,7 @@ class Retention(_Fading):
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         decay = self._rate(k).expand(k.shape[0], -1, k.shape[2], 1)
-        return where_valid(k, places.valid, 0), where_valid(decay, places.valid, 0)
+        return k, where_valid(decay, places.valid, 0)
 
     def _push(self, memory: CountedMatrix, k: Tensor, v: Tensor, places: Places) -> CountedMatrix:
         matrix = super()._push(memory, k, v, places)
@@ -107,7 +109,8 @@ class Retention(_Fading):
 
     def _rate(self, like: Tensor) -> Tensor:
         """log gamma (g 1 1)."""
-        share = torch.exp2(-self.powers.to(like.dtype))
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        share = torch.exp2(-self.powers.to(dtype))
         return torch.log1p(-share)[:, None, None]
 
     @staticmethod
@@ -145,7 +148,7 @@ class GLA(_Fading):
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         k, gate = k.split([self.dims.d, self.gates], -1)
-        return where_valid(k, places.valid, 0), log_gate(gate, places.valid, GATE_ROOT)
+        return k, log_gate(upcast(gate), places.valid, GATE_ROOT)
 
 
 class Delta(Kernel):
@@ -173,6 +176,9 @@ class Delta(Kernel):
     def empty(self, k: Tensor, v: Tensor) -> Matrix:
         return Matrix(empty_sums(k, v, self.f)[0])
 
+    def _fused(self, memory: Matrix, x: Tensor, places: Places) -> bool:  # noqa: ARG002 - the same at every position
+        return takes_halves(x[..., : self.f], memory.s, self.dims.backend)
+
     def _push(self, memory: Matrix, k: Tensor, v: Tensor, places: Places) -> Matrix:
         if k.shape[2] == 0:
             return memory
@@ -180,7 +186,8 @@ class Delta(Kernel):
         return Matrix(delta_write(keys, v, beta, memory.s, log_decay=decay, backend=self.dims.backend))
 
     def _read(self, memory: Matrix, q: Tensor, places: Places) -> Tensor:
-        return read_state(self._queries(q, places), memory.s)
+        queries = upcast(self._queries(q, places))
+        return read_state(queries, memory.s)
 
     def _scan(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Matrix]:
         keys, beta, decay = self._written(k, places)
@@ -191,11 +198,11 @@ class Delta(Kernel):
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
+        gate = upcast(gate)
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
         alpha = log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
         return self._queries(k, places), beta, alpha
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        if self.activation == "silu":
-            q = F.silu(q)
-        return F.normalize(q, dim=-1, eps=1e-6)
+        kernels = self.dims.backend == "triton" or (self.dims.backend == AUTO and q.is_cuda)
+        return unit_features(q, silu=self.activation == "silu", fused=kernels)

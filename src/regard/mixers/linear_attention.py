@@ -20,16 +20,23 @@ from regard.mixers.base import Can, Core, Dims, Places, needed_length
 from regard.mixers.estimation import Estimator
 from regard.mixers.feature_math import (
     concat_chunks,
-    elu_plus_one,
     empty_sums,
     log_gate,
     per_query_head,
     read_state,
-    safe_ratio,
     upcast,
     where_valid,
 )
-from regard.ops.linear.linear_op import decayed_prefix_sum, linear_write, normalized_linear_attention
+from regard.ops.linear.feature_maps import safe_ratio
+from regard.ops.linear.linear_op import (
+    decayed_prefix_sum,
+    divided_linear_attention,
+    fuses_features,
+    linear_read,
+    linear_write,
+    normalized_linear_attention,
+    normalized_linear_write,
+)
 from regard.ops.linear.prefix import decay_to_end
 from regard.ops.strip import token_runs
 
@@ -48,32 +55,45 @@ class WeighedSums(NamedTuple):
 class Kernel(Core):
     """Base of kernelized attention. Long sequences pass in runs, so that the features of all tokens never exist at once.
 
-    The methods with an underscore take one run, in the dtype of the sums, and the places of its tokens.
+    The methods with an underscore take one run, in the dtype of the sums, and the places of its tokens. Where the backend
+    computes features inside of its kernels and the mechanism is `fusable`, they take all tokens in their own dtype.
     """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
     positional = False
     operations = ("linear",)
+    fusable = False
     f: int  # features of a token
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
-        for keys, values, here in self._runs(places, k, v):
+        if self._fused(memory, k, places):
+            return self._push(memory, k, v, places)
+        for keys, values, here in self._runs(places, k, v, memory=memory):
             memory = self._push(memory, keys, values, here)
         return memory
 
     def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
+        if self._fused(memory, q, places):
+            return self._read(memory, q, places).to(q.dtype)
         answers = [self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)]
         return concat_chunks(answers)
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
+        if k.shape[2] > 0 and self._fused(memory, q, places):
+            y, memory = self._scan(memory, q, k, v, places)
+            return y.to(v.dtype), memory
         if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places).to(v.dtype), memory
         out = []
-        for queries, keys, values, here in self._runs(places, q, k, v):
+        for queries, keys, values, here in self._runs(places, q, k, v, memory=memory):
             y, memory = self._scan(memory, queries, keys, values, here)
             out.append(y.to(v.dtype))
         return concat_chunks(out), memory
+
+    def _fused(self, memory: Any, x: Tensor, places: Places) -> bool:  # noqa: ARG002 - the same at every position
+        """Whether tokens x (b h n ...) pass at once, in their own dtype."""
+        return self.fusable and fuses_features(x, memory.s, self.dims.backend)
 
     def _push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         raise NotImplementedError
@@ -91,10 +111,12 @@ class Kernel(Core):
         norm = read_state(queries, memory.z.unsqueeze(-1))
         return safe_ratio(out, norm)
 
-    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
-        """Tokens (b h n ...) and their places, a run at a time."""
+    def _runs(self, places: Places, *tensors: Tensor, memory: Any = None) -> list[tuple[Any, ...]]:
+        """Tokens (b h n ...) and their places, a run at a time; with a memory to write to, the last tensor are values."""
         b, h, n, _ = tensors[0].shape
         wide = [upcast(x) for x in tensors]
+        if memory is not None and "linear" in self.operations and fuses_features(tensors[0], memory.s, self.dims.backend):
+            wide[-1] = tensors[-1]  # kernels compute products in the type of the values
         runs = token_runs(wide, b * h * self.f)
         if len(runs) == 1:
             return [(*runs[0], places)]
@@ -110,6 +132,9 @@ class Linear(Kernel):
     Time n d e, memory d (e + 1) at any length. Katharopoulos et al. 2020, arXiv:2006.16236.
     """
 
+    fusable = True
+    feature = "elu"
+
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
         self.f = dims.d
@@ -118,18 +143,26 @@ class Linear(Kernel):
         return Sums(*empty_sums(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
-        keys = where_valid(self._queries(k, places), places.valid, 0)
-        s = linear_write(keys, v, memory.s, backend=self.dims.backend)
-        return Sums(s, memory.z + keys.sum(2))
+        keys = self._queries(k, places)
+        s, z = normalized_linear_write(
+            keys, v, memory.s, memory.z, valid=places.valid, feature=self.feature, backend=self.dims.backend
+        )
+        return Sums(s, z)
+
+    def _read(self, memory: Sums, q: Tensor, places: Places) -> Tensor:
+        queries = self._queries(q, places)
+        return linear_read(queries, memory.s, memory.z, feature=self.feature, backend=self.dims.backend)
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
-        keys = where_valid(self._queries(k, places), places.valid, 0)
+        keys = self._queries(k, places)
         queries = self._queries(q, places)
-        out, norm, s, z = normalized_linear_attention(queries, keys, v, memory.s, memory.z, backend=self.dims.backend)
-        return safe_ratio(out, norm), Sums(s, z)
+        out, s, z = divided_linear_attention(
+            queries, keys, v, memory.s, memory.z, valid=places.valid, feature=self.feature, backend=self.dims.backend
+        )
+        return out, Sums(s, z)
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        return elu_plus_one(q)
+        return q
 
 
 class Cosformer(Linear):
@@ -142,26 +175,31 @@ class Cosformer(Linear):
     """
 
     positional = True
+    feature = "identity"
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
         self.f = 2 * dims.d
         self.longest = needed_length(self.name, dims)
 
-    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
+    def _fused(self, memory: Any, x: Tensor, places: Places) -> bool:
+        self._check_positions(places)
+        return super()._fused(memory, x, places)
+
+    def _check_positions(self, places: Places) -> None:
         start, n = places.start, places.at.shape[1]
         if start is not None and start + n > self.longest and places.at.shape[0]:  # where rows differ, the layer has counted
             more = n if places.valid is None else int(places.valid.sum(1).max())
             last = start + more
             if last > self.longest:
                 raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
-        return super()._runs(places, *tensors)
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:
-        at = places.at.to(q.dtype)
+        wide = upcast(q).relu()
+        at = places.at.to(wide.dtype)
         angle = at[:, None, :, None] * (math.pi / 2 / self.longest)
-        q = q.relu()
-        return torch.cat([q * angle.cos(), q * angle.sin()], -1)
+        features = torch.cat([wide * angle.cos(), wide * angle.sin()], -1)
+        return features.to(q.dtype)
 
 
 class RFA(Estimator, Kernel):
@@ -232,7 +270,7 @@ class RFA(Estimator, Kernel):
             s = kept.unsqueeze(-1) * memory.s
             memory = WeighedSums(s, kept * memory.z, kept * memory.even)
         s = linear_write(keys, v, memory.s, backend=self.dims.backend)
-        even = weight.mT @ self._spread(v)
+        even = weight.mT @ upcast(self._spread(v))
         even = torch.cat([even, weight.sum(2, keepdim=True)], -1).squeeze(2)
         z = memory.z + keys.sum(2)
         return WeighedSums(s, z, memory.even + even)

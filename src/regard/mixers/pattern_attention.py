@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from regard.mixers.base import Places
-from regard.mixers.kv_cache import KVCache
+from regard.mixers.kv_cache import KVCache, StaticCursor, StaticKVCache
 from regard.mixers.places import UnpadOrder
 from regard.mixers.position_interface import Positions
-from regard.ops.backend import AUTO
+from regard.ops.backend import AUTO, log_backend
 from regard.ops.budget import budget
+from regard.ops.decode_step import StepCall, StepWindow, decoding_step, step_refuses, step_window
 from regard.ops.dense import few_queries_attention, merge_by_lse
 from regard.ops.ragged import ragged_tile_attention
 from regard.ops.score_bias import ScoreBias
@@ -38,7 +39,7 @@ class PatternAttention(NamedTuple):
         if self.patterns.bends:
             return self._by_length(log, q, places)
         known = places.start is not None and log.start is not None
-        if known and needs_plain_ops():  # where a comparison would fix the number of queries in an exported program
+        if known and isinstance(q.shape[2], torch.SymInt):  # a comparison would fix the length of an exported program
             return self._tiles(log, q, places)
         if q.shape[2] <= budget(q.device).few_queries:
             return self._small(log, q, places)
@@ -47,6 +48,34 @@ class PatternAttention(NamedTuple):
         if places.start is None:
             return self._by_row(log, q, places)
         return self._beside_memory(log, q, places)
+
+    def step(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache] | None:
+        """Append one token to a cache and attend with it by one kernel: out (b h 1 e) and the cache; None: no kernel can."""
+        window = self._window(q, places)
+        if window is None or type(memory) not in (KVCache, StaticKVCache):
+            return None
+        static = isinstance(memory, StaticKVCache)
+        room = memory.k if static else memory.keys
+        call = StepCall(q, room, memory.v, memory.at, memory.valid, places.at, window, self.scale, k, v)
+        if step_refuses(call) is not None:
+            return None
+        log_backend("step", "triton")
+        if static:
+            cursor: StaticCursor = memory.newest  # type: ignore[assignment]
+            cursor.write(places)
+            return decoding_step(call._replace(slot=cursor.slot)), memory
+        log = memory.append(k, v, places)
+        at, valid = log.at[:, : log.size], log.valid[:, : log.size]
+        return decoding_step(StepCall(q, log.keys, log.values, at, valid, places.at, window, self.scale)), log
+
+    def _window(self, q: Tensor, places: Places) -> StepWindow | None:
+        """Return what a single query sees, where a kernel may compute it."""
+        kernels = self.backend == "triton" or (self.backend == AUTO and q.is_cuda)
+        if not kernels or q.shape[2] != 1 or not self.causal or places.valid is not None:
+            return None
+        if self.dropout or self.positions is not None or torch.compiler.is_compiling() or needs_plain_ops():
+            return None
+        return step_window(self.patterns.each)
 
     def _nothing(self, log: KVCache, q: Tensor) -> tuple[Tensor, Tensor]:
         out = q.new_zeros(*q.shape[:3], log.v.shape[-1])

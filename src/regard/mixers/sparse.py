@@ -72,9 +72,17 @@ class Sparse(CachedCore):
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
         return self.pattern.alive(j, t)
 
+    def scan_one(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache] | None:
+        if type(self).answer is not Sparse.answer:  # a subclass may have scores of its own
+            return None
+        return self._attention(True).step(memory, q, k, v, places)
+
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        attention = PatternAttention(self.reach, self.scale, causal, self.drop, self.positions, self.dims.backend)
-        return attention(log, q, places)[0]
+        return self._attention(causal)(log, q, places)[0]
+
+    def _attention(self, causal: bool) -> PatternAttention:
+        dropout = self.dims.dropout if self.training else 0.0
+        return PatternAttention(self.reach, self.scale, causal, dropout, self.positions, self.dims.backend)
 
 
 class Sinks(Sparse):

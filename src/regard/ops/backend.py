@@ -3,7 +3,7 @@
 An operation (`tile`, `linear`, `delta`) has one API function and several backends, one file each. Every backend has the methods
 `forward` and `backward` of its operation, and `refuses(...)`, which returns None or a sentence: why it cannot compute this call.
 
-    backend="auto"     the first backend, in order of registration, that does not refuse
+    backend="auto"     the first backend, in order of registration, that does not refuse; kernels for GPUs on GPUs alone
     backend="torch"    that one, or an error with its sentence
 
 REGARD_LOG=kernels prints the backend of every call that `auto` decides, once for each backend and operation.
@@ -68,15 +68,25 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
             raise ValueError(f"backend {name!r} cannot compute this {operation} attention: {why}")
         return every[name]
     for backend in every.values():
-        if backend.refuses(*call) is None:
+        if _automatic(backend, call[0]) and backend.refuses(*call) is None:
             if "REGARD_LOG" in os.environ:
-                _log(operation, backend.name)
+                log_backend(operation, backend.name)
             return backend
     reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
     raise ValueError(f"no backend can compute this {operation} attention: {reasons}")
 
 
-def _log(operation: str, name: str) -> None:
+def _automatic(backend: Any, call: tuple) -> bool:
+    """Return whether `auto` considers a backend for tensors on this device; `devices` of a backend, if it has them, are types.
+
+    The second field of every call is a tensor.
+    """
+    devices = getattr(backend, "devices", None)
+    return devices is None or call[1].device.type in devices
+
+
+def log_backend(operation: str, name: str) -> None:
+    """Print the backend of an operation, once, where REGARD_LOG=kernels."""
     if torch.compiler.is_compiling() or (operation, name) in _logged:
         return
     if "kernels" not in os.environ.get("REGARD_LOG", "").split(","):

@@ -58,7 +58,7 @@ def kept_pairs(query: Tensor, key: Tensor, rate: float, out: Tensor, work: tuple
     torch.bitwise_right_shift(x, 15, out=y)
     y.bitwise_and_(0x1FFFF)  # a logical shift
     x.bitwise_xor_(y).mul_(SQRT2_32)
-    return torch.ge(x, _threshold(rate), out=out)
+    return torch.ge(x, keep_threshold(rate), out=out)
 
 
 def kept_pairs_composite(query: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -66,7 +66,7 @@ def kept_pairs_composite(query: Tensor, key: Tensor, rate: float) -> Tensor:
     x = (query ^ key) * GOLDEN_32
     y = (x >> 15) & 0x1FFFF  # a logical shift
     x = (x ^ y) * SQRT2_32
-    return x >= _threshold(rate)
+    return x >= keep_threshold(rate)
 
 
 def head_numbers(rows: int, heads: int, chosen: list[int] | slice, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ def head_numbers(rows: int, heads: int, chosen: list[int] | slice, device: torch
     return every[:, chosen]
 
 
-def _threshold(rate: float) -> int:
+def keep_threshold(rate: float) -> int:
     """Return the smallest 32-bit integer that is kept: a share `rate` of all is smaller."""
     dropped = round(rate * 2**32)
     return min(dropped, HIGH32) - 2**31

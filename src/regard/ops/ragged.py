@@ -18,7 +18,7 @@ from regard.ops.dropout_hash import draw_seed, row_seed
 from regard.ops.fourier import fourier_mix_by_row
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile import tile_op
-from regard.ops.tile.call import HeadPlans, TileCall, accumulator, unflatten_call
+from regard.ops.tile.call import HeadPlans, TileCall, accumulator
 from regard.patterns.edge_list import pairs_by_row
 from regard.patterns.tiles import MASKED_SCORE, Span
 
@@ -48,7 +48,7 @@ def ragged_tile_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute `tile_attention` of a pattern that is drawn for the length of each row: counts (b 2) are real queries and keys."""
     call = TileCall(q, k, v, counts, bias, draw_seed(q.device) if dropout else None, scale, dropout)
-    return _ragged_tiles(*call.flat(), patterns.text, causal, backend)
+    return _ragged_tiles(*tile_op.flatten_call(call), patterns.text, causal, backend)
 
 
 def _ragged_rows(call: TileCall, pattern: str, causal: bool) -> Iterator[_Row]:
@@ -84,7 +84,7 @@ def _ragged_tiles(
     causal: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    call = unflatten_call(q, k, v, by_query, slopes, counts, seed, clip, mass, scale, dropout)
+    call = tile_op.unflatten_call(q, k, v, by_query, slopes, counts, seed, clip, mass, scale, dropout)
     out = q.new_zeros(*q.shape[:3], call.width, dtype=v.dtype)
     lse = torch.full(q.shape[:3], MASKED_SCORE, dtype=accumulator(q.dtype), device=q.device)
     for row in _ragged_rows(call, pattern, causal):
@@ -113,7 +113,7 @@ def _ragged_tiles_backward(
     causal: bool,
     backend: str,
 ) -> list[Tensor]:
-    call = unflatten_call(q, k, v, by_query, slopes, counts, seed, clip, mass, scale, dropout)
+    call = tile_op.unflatten_call(q, k, v, by_query, slopes, counts, seed, clip, mass, scale, dropout)
     grads = [None if x is None else x.new_zeros(x.shape) for x in (q, k, v, by_query)]
     for row in _ragged_rows(call, pattern, causal):
         results = [x[row.b, :, : row.n] for x in (out.to(lse.dtype), lse, d_out, d_lse)]

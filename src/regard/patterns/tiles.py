@@ -19,6 +19,7 @@ from regard.patterns.condition import Condition
 MASK_CACHE = 1 << 25  # mask elements that a part keeps between calls
 MASKED_SCORE = -1e30  # the score of a pair that does not exist: finite, so that no row makes a NaN
 FLOAT_MASK = 1 << 18  # mask elements that may as well be floats
+UNCUT_MASK = 1 << 16  # mask elements up to which one batch with a mask for every tile is faster than several
 BATCH_LISTS = 16  # complete lists of batches that a part keeps
 NO_CONDITION = Condition()
 FULL_MASK = 1 << 22  # mask elements that are made together to find full tiles
@@ -184,6 +185,11 @@ class TilePart:
         cached = sum(batch.rows.numel() + batch.cols.numel() for batch in list(self.batched.values()))
         return sum(group.rows.numel() + group.cols.numel() for group in self.groups) + cached + MASK_CACHE - self.room
 
+    @property
+    def scored(self) -> int:
+        """Count the pairs of the tiles, also those that are masked."""
+        return sum(group.cols.numel() for group in self.groups) * self.queries.size * self.keys.size
+
     def batches(self, limit: int, device: torch.device) -> Iterable[TileBatch]:
         """Return the tiles in batches of about `limit` score elements, at least one tile each."""
         made = self.lists.get((limit, device))
@@ -212,9 +218,11 @@ class TilePart:
             self.lists[limit, device] = tuple(made)
 
     def _cuts(self, group: TileGroup, step: int) -> Iterator[tuple[int, int]]:
-        """Cut at the ends of the sequence too, so that the tiles inside can share a mask."""
+        """Cut at the ends of the sequence too, so that the tiles inside can share a mask, unless one small batch holds all."""
         borders = [0, len(group.rows)]
-        if self.relative:
+        masked = len(group.rows) * self.queries.size * group.cols.shape[1] * self.keys.size
+        small = len(group.rows) <= step and masked <= UNCUT_MASK
+        if self.relative and not small:
             inside = self._inside(group).long()
             borders = [0, *(torch.nonzero(inside.diff())[:, 0] + 1).tolist(), len(group.rows)]
         for low, high in pairwise(borders):

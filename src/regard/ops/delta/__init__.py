@@ -3,6 +3,8 @@
 from regard.ops.backend import register_backend
 from regard.ops.delta.reference import ReferenceDelta
 from regard.ops.delta.torch import TorchDelta
+from regard.ops.delta.triton import TritonDelta
 
 register_backend("delta", TorchDelta())
 register_backend("delta", ReferenceDelta())
+register_backend("delta", TritonDelta(), first=True)

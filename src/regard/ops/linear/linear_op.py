@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from regard.ops.backend import AUTO, choose_backend
+from regard.ops.linear.feature_maps import feature_map, safe_ratio
 
 
 class LinearCall(NamedTuple):
@@ -31,6 +33,21 @@ class LinearCall(NamedTuple):
     state: Tensor  # (b g f e) before the first token
     log_decay: Tensor | None = None  # (b g n 1) or (b g n f), at most 0; None: nothing decays
     norm_state: Tensor | None = None  # (b g f) before the first token; None: there is no norm
+    valid: Tensor | None = None  # (b n) keys that are written; None: all
+    feature: str = "identity"  # map of queries and keys, of `feature_maps.FEATURES`, before everything else
+    scale: float = 1.0  # factor of the features of the queries
+    normalize: bool = False  # divide out by the norm: 0 where that has no digits left
+
+
+class ReadCall(NamedTuple):
+    """Arguments of reading one state with n >= 1 queries."""
+
+    q: Tensor  # (b h n f)
+    state: Tensor  # (b g f e)
+    norm_state: Tensor | None = None  # (b g f)
+    feature: str = "identity"
+    scale: float = 1.0
+    normalize: bool = False
 
 
 class PrefixCall(NamedTuple):
@@ -46,7 +63,7 @@ class LinearResult(NamedTuple):
 
     out: Tensor  # (b h n e)
     state: Tensor  # (b g f e) after the last token
-    norm: Tensor | None = None  # (b h n 1), where the call has a norm state
+    norm: Tensor | None = None  # (b h n 1), where the call has a norm state and out is not divided by it
     norm_state: Tensor | None = None  # (b g f)
 
 
@@ -54,8 +71,9 @@ class LinearBackend(Protocol):
     """An implementation of linear attention."""
 
     name: str
+    fuses: bool  # features and norms cost no memory, and inputs need not be converted to the type of the sums
 
-    def refuses(self, call: LinearCall | PrefixCall) -> str | None:
+    def refuses(self, call: LinearCall | ReadCall | PrefixCall) -> str | None:
         """Return a sentence about what this backend cannot compute in a call, or None."""
         ...
 
@@ -63,8 +81,12 @@ class LinearBackend(Protocol):
         """Read the state after every token."""
         ...
 
-    def write(self, call: LinearCall) -> Tensor:
-        """Return the state (b g f e) after the last token; the call has neither queries nor a norm."""
+    def write(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
+        """Return the state (b g f e) after the last token, and the norm state (b g f); the call has no queries."""
+        ...
+
+    def read(self, call: ReadCall) -> Tensor:
+        """Return q_i S, divided by q_i . z if the call normalizes, (b h n e)."""
         ...
 
     def prefix_sum(self, call: PrefixCall) -> Tensor:
@@ -73,10 +95,18 @@ class LinearBackend(Protocol):
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, log_decay: Tensor | None = None, backend: str = AUTO
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    scale: float = 1.0,
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b h n e) and the state (b g f e) after the last token."""
-    call = LinearCall(q, k, v, state, log_decay)
+    call = LinearCall(q, k, v, state, log_decay, valid=valid, scale=scale)
     result = choose_backend("linear", backend, call).forward(call)
     return result.out, result.state
 
@@ -97,13 +127,118 @@ def normalized_linear_attention(
     return result.out, result.norm, result.state, result.norm_state
 
 
-def linear_write(k: Tensor, v: Tensor, state: Tensor, *, log_decay: Tensor | None = None, backend: str = AUTO) -> Tensor:
+def divided_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    norm_state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    feature: str = "identity",
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out / norm (b h n e), 0 where the norm has no digits left, and both states after the last token."""
+    call = LinearCall(q, k, v, state, log_decay, norm_state, valid, feature, normalize=True)
+    result = choose_backend("linear", backend, call).forward(call)
+    return result.out, result.state, result.norm_state
+
+
+def linear_write(
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    backend: str = AUTO,
+) -> Tensor:
     """Return the state (b g f e) after the last of n >= 0 tokens, where no token reads it."""
-    call = LinearCall(None, k, v, state, log_decay)
+    call = LinearCall(None, k, v, state, log_decay, valid=valid)
+    return choose_backend("linear", backend, call).write(call)[0]
+
+
+def normalized_linear_write(
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    norm_state: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    valid: Tensor | None = None,
+    feature: str = "identity",
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """Return the state (b g f e) and the norm state (b g f) after the last of n >= 0 tokens, where no token reads them."""
+    call = LinearCall(None, k, v, state, log_decay, norm_state, valid, feature)
     return choose_backend("linear", backend, call).write(call)
+
+
+def linear_read(
+    q: Tensor,
+    state: Tensor,
+    norm_state: Tensor | None = None,
+    *,
+    feature: str = "identity",
+    scale: float = 1.0,
+    backend: str = AUTO,
+) -> Tensor:
+    """Return q_i S (b h n e) of n >= 1 queries, divided by q_i . z where there is a norm state."""
+    call = ReadCall(q, state, norm_state, feature, scale, norm_state is not None)
+    return choose_backend("linear", backend, call).read(call)
 
 
 def decayed_prefix_sum(x: Tensor, first: Tensor, *, log_decay: Tensor | None = None, backend: str = AUTO) -> Tensor:
     """Return the sums y_i = exp(log_decay_i) y_{i-1} + x_i (b g n f) of x (b g n f), from y_{-1} = first (b g f)."""
     call = PrefixCall(x, first, log_decay)
     return choose_backend("linear", backend, call).prefix_sum(call)
+
+
+def fuses_features(q: Tensor, state: Tensor, backend: str = AUTO) -> bool:
+    """Return whether the backend that reads this state with queries q (b h n f) computes features inside of its kernels."""
+    return choose_backend("linear", backend, ReadCall(q, state)).fuses
+
+
+# What backends without fused kernels compute first and last.
+
+
+def plain_inputs(call: LinearCall) -> LinearCall:
+    """Apply the features, the scale and the validity of a call in plain operations, in the type of its state."""
+    dtype = torch.promote_types(call.k.dtype, call.state.dtype)
+    q, k = call.q, feature_map(call.k.to(dtype), call.feature)
+    if call.valid is not None:
+        k = k.masked_fill(~call.valid[:, None, :, None], 0)
+    if q is not None:
+        q = plain_queries(q.to(dtype), call.feature, call.scale)
+    return LinearCall(q, k, call.v.to(dtype), call.state, call.log_decay, call.norm_state, normalize=call.normalize)
+
+
+def plain_queries(q: Tensor, feature: str, scale: float) -> Tensor:
+    """Apply the feature map and the scale to queries."""
+    q = feature_map(q, feature)
+    return q if scale == 1 else q * scale
+
+
+def plain_result(call: LinearCall, result: LinearResult) -> LinearResult:
+    """Divide by the norm if a call demands it, and return to the type of its values."""
+    out, norm = result.out, result.norm
+    if call.normalize:
+        assert norm is not None
+        out, norm = safe_ratio(out, norm), None
+    return LinearResult(out.to(call.v.dtype), result.state, norm, result.norm_state)
+
+
+def plain_read(call: ReadCall) -> Tensor:
+    """Read a state with the queries of a key-value head side by side."""
+    dtype = torch.promote_types(call.q.dtype, call.state.dtype)
+    q = plain_queries(call.q.to(dtype), call.feature, call.scale)
+    grouped = q.unflatten(1, (call.state.shape[1], -1)).flatten(2, 3)
+    state = call.state
+    if call.normalize:
+        assert call.norm_state is not None
+        state = torch.cat([state, call.norm_state.unsqueeze(-1)], -1)  # one product, and one of its gradient
+    out = (grouped @ state).reshape(*q.shape[:3], state.shape[-1])
+    if call.normalize:
+        out = safe_ratio(out[..., :-1], out[..., -1:])
+    return out.to(call.q.dtype)

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from regard.ops.budget import budget
-from regard.ops.linear.linear_op import LinearCall, LinearResult, PrefixCall
+from regard.ops.linear.linear_op import (
+    LinearCall,
+    LinearResult,
+    PrefixCall,
+    ReadCall,
+    plain_inputs,
+    plain_read,
+    plain_result,
+)
 from regard.ops.linear.prefix import decay_to_end, prefix_sum, shift_tokens, split_chunks
 
 
@@ -23,11 +31,15 @@ class TorchLinear:
     """Chunks of tokens: scores inside a chunk, a prefix scan over the states between chunks."""
 
     name = "torch"
+    fuses = False
 
-    def refuses(self, call: LinearCall | PrefixCall) -> str | None:  # noqa: ARG002 - it computes every call
+    def refuses(self, call: LinearCall | ReadCall | PrefixCall) -> str | None:  # noqa: ARG002 - it computes every call
         return None
 
     def forward(self, call: LinearCall) -> LinearResult:
+        return plain_result(call, self._forward(plain_inputs(call)))
+
+    def _forward(self, call: LinearCall) -> LinearResult:
         assert call.q is not None
         n = call.k.shape[2]
         q, k, v, level = chunk_inputs(call.q, call.k, call.v, call.log_decay)
@@ -41,13 +53,23 @@ class TorchLinear:
         norm = join_chunks(norm, n, k.shape[3])
         return LinearResult(out, state, norm, sums.squeeze(-1))
 
-    def write(self, call: LinearCall) -> Tensor:
-        if call.log_decay is None:
-            return call.state + call.k.mT @ call.v
-        kept = call.log_decay.sum(2).exp().unsqueeze(-1)
-        old = kept * call.state
-        keys = call.k * decay_to_end(call.log_decay)
-        return old + keys.mT @ call.v
+    def write(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
+        call = plain_inputs(call)
+        keys, state, norm_state = call.k, call.state, call.norm_state
+        if call.log_decay is not None:
+            kept = call.log_decay.sum(2).exp()
+            keys = keys * decay_to_end(call.log_decay)
+            state = kept.unsqueeze(-1) * state
+            norm_state = None if norm_state is None else kept * norm_state
+        # values times keys, not keys times values: the gradient of the many features then needs no copy
+        if norm_state is None:
+            return state + (call.v.mT @ keys).mT, None
+        ones = torch.ones_like(call.v[..., :1])
+        both = torch.cat([call.v, ones], -1).mT @ keys  # one product, and one of its gradient
+        return state + both[..., :-1, :].mT, norm_state + both[..., -1, :]
+
+    def read(self, call: ReadCall) -> Tensor:
+        return plain_read(call)
 
     def prefix_sum(self, call: PrefixCall) -> Tensor:
         x, first, log_decay = call

@@ -33,14 +33,16 @@ class Scratch:
         """Collect the key and value blocks (G blocks c .) of every tile, cols (T p): (G * T, p * c, .) each."""
         found = []
         tiles, p = cols.shape
+        index = cols.flatten()
         for name, blocks in (("k", keys), ("v", values)):
             G, _, c, x = blocks.shape
             size = G * tiles * p * c * x
             flat = self.flat.get((name, blocks.dtype))
             if flat is None or len(flat) < size:
                 flat = self._grow(name, blocks.dtype, size)
-            torch.index_select(blocks, 1, cols.flatten(), out=flat[:size].view(G, tiles * p, c, x))
-            found.append(flat[:size].view(G * tiles, p * c, x))
+            used = flat[:size]
+            torch.index_select(blocks, 1, index, out=used.view(G, tiles * p, c, x))
+            found.append(used.view(G * tiles, p * c, x))
         return found[0], found[1]
 
     def bmm(self, name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,35 +32,6 @@ class TileCall(NamedTuple):
     def width(self) -> int:
         """Return the number of output columns: e, and those of the bias behind them."""
         return self.v.shape[-1] + (0 if self.bias is None else self.bias.more)
-
-    def flat(self) -> tuple[Any, ...]:
-        """Return the fields as autograd and operators take them: q, k, v, by_query, slopes, valid, seed, then numbers."""
-        bias = self.bias or ScoreBias()
-        tensors = (self.q, self.k, self.v, bias.by_query, bias.slopes, self.valid, self.seed)
-        return *tensors, bias.clip, bias.mass, self.scale, self.dropout
-
-
-FLAT_TENSORS = 7  # the first fields of `TileCall.flat`; those up to DIFFERENTIABLE have gradients
-DIFFERENTIABLE = 4
-
-
-def unflatten_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    by_query: Tensor | None,
-    slopes: Tensor | None,
-    valid: Tensor | None,
-    seed: Tensor | None,
-    clip: int,
-    mass: bool,
-    scale: float,
-    dropout: float,
-) -> TileCall:
-    """Undo `TileCall.flat`."""
-    none = by_query is None and slopes is None and not mass
-    bias = None if none else ScoreBias(slopes, clip, by_query, mass)
-    return TileCall(q, k, v, valid, bias, seed, scale, dropout)
 
 
 class PlanHeads(NamedTuple):

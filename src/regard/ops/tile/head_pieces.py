@@ -6,9 +6,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from regard.cache import register_cache
-from regard.ops.budget import Budget
-from regard.ops.tile.call import HeadPlans, TileCall
-from regard.patterns.plan import Plan
 
 Heads = list[int] | slice
 
@@ -19,18 +16,6 @@ class HeadPiece(NamedTuple):
     heads: Heads  # those of one key head side by side
     key_heads: Heads
     share: int  # query heads for each key head
-
-
-def head_pieces(call: TileCall, plans: HeadPlans, room: Budget) -> list[tuple[Plan, HeadPiece]]:
-    """Return the heads that are computed together.
-
-    On a CPU not too many: the C library gives back every tensor of more than 32 MB to the system, and getting its pages anew
-    costs more than the arithmetic does.
-    """
-    b, h, n, d = call.q.shape
-    limit = h if room.tile_queries is None else max(1, room.tile_queries // (b * n * d))
-    share = h // call.k.shape[1]
-    return [(plan, piece) for plan, heads in plans for piece in split_heads(heads, share, limit)]
 
 
 @lru_cache(maxsize=256)

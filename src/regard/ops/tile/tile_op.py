@@ -18,18 +18,10 @@ from regard.ops.composite import tile_attention_composite
 from regard.ops.dense import few_queries_attention
 from regard.ops.dropout_hash import draw_seed
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.call import (
-    DIFFERENTIABLE,
-    FLAT_TENSORS,
-    HeadPlans,
-    PlanHeads,
-    TileBackend,
-    TileCall,
-    accumulator,
-    unflatten_call,
-)
+from regard.ops.tile.call import HeadPlans, PlanHeads, TileBackend, TileCall, accumulator
 from regard.ops.tile.reference import ReferenceTiles
 from regard.ops.tile.torch import TorchTiles
+from regard.ops.tile.triton import TritonTiles
 from regard.patterns import Causal, Pattern, Random
 from regard.patterns.plan import plan
 from regard.patterns.tiles import MASKED_SCORE, Span
@@ -37,6 +29,10 @@ from regard.transforms import differentiable_grads, needs_plain_ops, untraced
 
 __all__ = ["MASKED_SCORE", "HeadPatterns", "accumulator", "tile_attention"]
 
+FLAT_TENSORS = 7  # the first fields of `flatten_call`; those up to DIFFERENTIABLE have gradients
+DIFFERENTIABLE = 4
+
+register_backend("tile", TritonTiles())
 register_backend("tile", TorchTiles())
 register_backend("tile", ReferenceTiles())
 
@@ -83,7 +79,7 @@ def tile_attention(
     if needs_plain_ops():
         return _tile_composite(call, patterns, span, causal)
     if torch.compiler.is_compiling():  # one opaque operator: a plan depends on the length, which a tracer does not have
-        return _operator(*call.flat(), patterns.text, list(span), causal, backend)
+        return _operator(*flatten_call(call), patterns.text, list(span), causal, backend)
     plans = heads_by_plan(patterns.each, span, causal)
     by_query = None if bias is None else bias.by_query
     chosen = choose_backend("tile", backend, call, plans)
@@ -136,9 +132,35 @@ def heads_by_plan_of_text(text: str, heads: int, span: Span, causal: bool) -> He
     return heads_by_plan(patterns.each, span, causal)
 
 
+def flatten_call(call: TileCall) -> tuple[Any, ...]:
+    """Return the fields as autograd and operators take them: q, k, v, by_query, slopes, valid, seed, then numbers."""
+    bias = call.bias or ScoreBias()
+    tensors = (call.q, call.k, call.v, bias.by_query, bias.slopes, call.valid, call.seed)
+    return *tensors, bias.clip, bias.mass, call.scale, call.dropout
+
+
+def unflatten_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    by_query: Tensor | None,
+    slopes: Tensor | None,
+    valid: Tensor | None,
+    seed: Tensor | None,
+    clip: int,
+    mass: bool,
+    scale: float,
+    dropout: float,
+) -> TileCall:
+    """Undo `flatten_call`."""
+    none = by_query is None and slopes is None and not mass
+    bias = None if none else ScoreBias(slopes, clip, by_query, mass)
+    return TileCall(q, k, v, valid, bias, seed, scale, dropout)
+
+
 def _differentiable_backward(call: TileCall, plans: HeadPlans, grads: tuple[Tensor, Tensor]) -> list[Tensor | None]:
     """Compute the gradients as functions of everything they depend on: for create_graph=True."""
-    flat = call.flat()
+    flat = flatten_call(call)
 
     def f(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         call = unflatten_call(*inputs, *flat[DIFFERENTIABLE:])  # type: ignore[arg-type]
@@ -153,7 +175,7 @@ class _TileFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         call, plans, backend = args[DIFFERENTIABLE:]
-        flat = call.flat()
+        flat = flatten_call(call)
         out, lse = backend.forward(call, plans)
         ctx.save_for_backward(*flat[:FLAT_TENSORS], out, lse)
         ctx.rest = flat[FLAT_TENSORS:], plans, backend
@@ -254,7 +276,7 @@ def keep_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def operator_grads(backward: Callable[..., list[Tensor]]) -> Callable[..., tuple]:
-    """Return the gradients, for autograd, of an operator that takes `TileCall.flat` and more arguments.
+    """Return the gradients, for autograd, of an operator that takes `flatten_call` and more arguments.
 
     `backward` is the operator that computes them: one for each differentiable tensor that is not None.
     """

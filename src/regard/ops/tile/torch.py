@@ -1,7 +1,7 @@
 """The backend "torch": a pass over a plan, forward or backward, in plain PyTorch on any device.
 
 G = b * key heads, S query heads for each of them, T tiles, r queries and c keys per block, p key blocks per tile, x = p * c.
-Tensors by query are (G S blocks r .), by key (G blocks c .), by tile (G T S r .): query heads that share a key head are further
+Tensors by query are (G blocks S r .), by key (G blocks c .), by tile (G T S r .): query heads that share a key head are further
 rows of the same tile, so keys and values are never repeated.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from regard.ops.budget import Budget, budget
 from regard.ops.dropout_hash import head_numbers, kept_pairs, key_keys, query_keys
 from regard.ops.score_bias import TileBias
-from regard.ops.tile.buffers import scratch_buffers, softmax_in_place
+from regard.ops.tile.buffers import Scratch, scratch_buffers, softmax_in_place
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall, accumulator
-from regard.ops.tile.head_pieces import HeadPiece, head_pieces
+from regard.ops.tile.head_pieces import HeadPiece, split_heads
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import MASKED_SCORE, Layout, TileBatch, TilePart
 
@@ -31,53 +31,66 @@ class TorchTiles:
         return None
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
-        room = budget(call.q.device)
-        pieces = head_pieces(call, plans, room)
+        use = budget(call.q.device), scratch_buffers(call.q.device)
+        pieces = _head_pieces(call, plans, use[0])
         if len(pieces) == 1:
-            return TilePass(*pieces[0], call, room).forward()
+            return TilePass(*pieces[0], call, *use).forward()
         shape, acc = call.q.shape[:3], accumulator(call.q.dtype)
         out = torch.empty(*shape, call.width, dtype=acc, device=call.q.device)
         lse = torch.empty(shape, dtype=acc, device=call.q.device)
         for plan, piece in pieces:
-            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, room).forward()
+            out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, *use).forward()
         return out, lse
 
     def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
-        room = budget(call.q.device)
-        pieces = head_pieces(call, plans, room)
+        use = budget(call.q.device), scratch_buffers(call.q.device)
+        pieces = _head_pieces(call, plans, use[0])
         results = (out, lse, d_out, d_lse)
         if len(pieces) == 1:
-            return TilePass(*pieces[0], call, room).backward(*results)
+            return TilePass(*pieces[0], call, *use).backward(*results)
         by_query = None if call.bias is None else call.bias.by_query
+        shared = call.k.shape[1] < call.q.shape[1]  # then a key head may belong to several pieces
         totals = [None if x is None else torch.zeros_like(x) for x in (call.q, call.k, call.v, by_query)]
         for plan, piece in pieces:
-            found = TilePass(plan, piece, call, room).backward(*(x[:, piece.heads] for x in results))
+            found = TilePass(plan, piece, call, *use).backward(*(x[:, piece.heads] for x in results))
             own = (piece.heads, piece.key_heads, piece.key_heads, piece.heads)
             for total, grad, heads in zip(totals, found, own, strict=True):
                 if total is not None and grad is not None:
-                    total[:, heads] += grad  # a key head may belong to several pieces
+                    total[:, heads] = total[:, heads] + grad if shared else grad
         return tuple(totals)
+
+
+def _head_pieces(call: TileCall, plans: HeadPlans, room: Budget) -> list[tuple[Plan, HeadPiece]]:
+    """Return the heads that are computed together.
+
+    On a CPU not too many: the C library gives back every tensor of more than 32 MB to the system, and getting its pages anew
+    costs more than the arithmetic does.
+    """
+    b, h, n, d = call.q.shape
+    limit = h if room.tile_queries is None else max(1, room.tile_queries // (b * n * d))
+    share = h // call.k.shape[1]
+    return [(plan, piece) for plan, heads in plans for piece in split_heads(heads, share, limit)]
 
 
 class _Operands(NamedTuple):
     """What the tiles of a part are made of, in its layouts."""
 
-    queries: Tensor  # (G S blocks r d)
+    queries: Tensor  # (G blocks S r d)
     keys: Tensor  # (G blocks c d)
     values: Tensor  # (G blocks c e)
     gaps: Tensor | None  # (b blocks c) what hides keys that do not exist
-    by_query: Tensor | None  # (G S blocks r classes)
-    dropout_keys: tuple[Tensor, Tensor] | None  # (G S blocks r 1) of queries, (blocks c) of keys
+    by_query: Tensor | None  # (G blocks S r classes)
+    dropout_keys: tuple[Tensor, Tensor] | None  # (G blocks S r 1) of queries, (blocks c) of keys
 
 
 class TilePass:
     """One pass over the plan of a piece of heads."""
 
-    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall, room: Budget) -> None:
+    def __init__(self, plan: Plan, piece: HeadPiece, call: TileCall, room: Budget, scratch: Scratch) -> None:
         q, k, v = call.q[:, piece.heads], call.k[:, piece.key_heads], call.v[:, piece.key_heads]
         self.plan, self.piece, self.call, self.device = plan, piece, call, q.device
         self.b, self.g, self.s = k.shape[0], k.shape[1], piece.share
-        self.acc = accumulator(q.dtype)
+        self.acc = torch.float64 if q.dtype == torch.float64 else torch.float32  # of sums
         # Half precision is for tensor cores; a CPU is as fast, and more precise, in float32.
         self.type = q.dtype if q.device.type == "cuda" else self.acc
         self.q, self.k, self.v = (x.flatten(0, 1).to(self.type).contiguous() for x in (q, k, v))
@@ -89,7 +102,7 @@ class TilePass:
         if call.bias is not None:
             self.bias = TileBias(call.bias.heads(piece.heads), self.b, piece.share, self.acc)
             self.width += call.bias.more
-        self.scratch = scratch_buffers(q.device)
+        self.scratch = scratch
         self.limit = max(1, room.tile_scores // len(self.q))
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -115,12 +128,13 @@ class TilePass:
     def _part(self, part: TilePart) -> tuple[Tensor, Tensor]:
         """Return out (B blocks r width) and log-sum-exp (B blocks r) of one part, in its own layout."""
         x = self._operands(part)
-        shape = x.queries.shape[:4]
-        out = torch.empty(*shape, self.width, dtype=self.acc, device=self.device)
-        lse = torch.empty(shape, dtype=self.acc, device=self.device)
+        G, blocks, S, r = x.queries.shape[:4]
+        out = torch.empty(G, S, blocks, r, self.width, dtype=self.acc, device=self.device)
+        lse = torch.empty(G, S, blocks, r, dtype=self.acc, device=self.device)
         if not part.whole:
             out = out.zero_()
             lse = lse.fill_(MASKED_SCORE)
+        outs, sums = out.transpose(1, 2), lse.transpose(1, 2)
         for batch in part.batches(self.limit, self.device):
             s, _, v, _ = self._scores(batch, x)
             distance = None if self.bias is None else self._add_bias(s, part, batch, x.by_query)
@@ -130,20 +144,26 @@ class TilePass:
             y = self.scratch.bmm("y", s.to(self.type), v, self.acc)
             if self.bias is not None and distance is not None and self.bias.bias.mass:
                 y = torch.cat([y, self.bias.sums(self._by_tile(s), distance).view(*y.shape[:2], -1)], -1)
-            by_tile = (shape[0], len(batch.rows), self.s, shape[3])  # G T S r
-            out[:, :, batch.at] = y.view(*by_tile, -1).transpose(1, 2)
-            lse[:, :, batch.at] = here.view(by_tile).transpose(1, 2)
+            by_tile = (G, len(batch.rows), S, r)
+            outs[:, batch.at] = y.view(*by_tile, -1)
+            sums[:, batch.at] = here.view(by_tile)
         return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def _by_block(self, x: Tensor) -> Tensor:
+        """View (G * S, blocks, r, ...) as (G blocks S r ...)."""
+        if self.s == 1:
+            return x.unsqueeze(2)
+        return x.unflatten(0, (-1, self.s)).transpose(1, 2)
 
     def _operands(self, part: TilePart) -> _Operands:
         split = part.queries.split
-        queries = split(self.q).unflatten(0, (-1, self.s))
+        queries = split(self.q).unflatten(0, (-1, self.s)).transpose(1, 2)
         keys = part.keys.split(self.k)
         values = part.keys.split(self.v)
         gaps = None if self.gap is None else part.keys.split(self.gap)[..., 0]
         by_query = None if self.bias is None else self.bias.by_query
         if by_query is not None:
-            by_query = split(by_query).unflatten(0, (-1, self.s))
+            by_query = self._by_block(split(by_query))
         dropout_keys = self._dropout_keys(part) if self.call.dropout else None
         return _Operands(queries, keys, values, gaps, by_query, dropout_keys)
 
@@ -151,14 +171,14 @@ class TilePass:
         seed, (i, j) = self.call.seed, part.positions(self.device)
         assert seed is not None
         heads = head_numbers(self.b, self.call.q.shape[1], self.piece.heads, self.device)
-        return query_keys(seed, heads.reshape(-1, self.s, 1, 1, 1), i[..., None]), key_keys(seed, j)
+        return query_keys(seed, heads.reshape(-1, 1, self.s, 1, 1), i[:, None, :, None]), key_keys(seed, j)
 
     def _scores(self, batch: TileBatch, x: _Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (G * T, S * r, x) of a batch of tiles, and the keys, values and queries they are made of."""
-        (G, S, _, r, d), tiles = x.queries.shape, len(batch.rows)
+        (G, _, S, r, d), tiles = x.queries.shape, len(batch.rows)
         k, v = self.scratch.gather(x.keys, x.values, batch.cols)
         q = self.scratch("q", self.type, G, tiles, S, r, d)
-        torch.mul(x.queries[:, :, batch.at].transpose(1, 2), self.call.scale, out=q)
+        torch.mul(x.queries[:, batch.at], self.call.scale, out=q)
         q = q.view(G * tiles, S * r, d)
         s = self.scratch.bmm("s", q, k.mT, self.acc)
         by_tile = s.view(G, tiles, S, r, -1)
@@ -177,7 +197,7 @@ class TilePass:
         """Add what positions add to scores, in place; return the distances (T 1 r x)."""
         assert self.bias is not None
         distance = part.distances(batch)
-        own = None if by_query is None else by_query[:, :, batch.at].transpose(1, 2)
+        own = None if by_query is None else by_query[:, batch.at]
         self.bias.add(self._by_tile(s), distance, own)
         return distance
 
@@ -188,7 +208,7 @@ class TilePass:
 
     def _kept(self, s: Tensor, batch: TileBatch, keys: tuple[Tensor, Tensor]) -> Tensor:
         """Return 1 for weights that dropout keeps and 0 for others, of the shape of s."""
-        query = keys[0][:, :, batch.at].transpose(1, 2)  # (G T S r 1)
+        query = keys[0][:, batch.at]  # (G T S r 1)
         key = keys[1][batch.cols].flatten(1)[:, None, None]  # (T 1 1 x)
         shape = self._by_tile(s).shape
         work = self.scratch("hash", torch.int32, *shape), self.scratch("shift", torch.int32, *shape)
@@ -221,7 +241,7 @@ class TilePass:
         by_row = torch.stack([pull, lse], -1), d_out.to(self.type)
         grads: list[Tensor | None] = [None] * 4
         for part in self.plan.parts:
-            found = self._part_backward(part, *(part.queries.split(x).unflatten(0, (-1, self.s)) for x in by_row))
+            found = self._part_backward(part, *(self._by_block(part.queries.split(x)) for x in by_row))
             layouts = (part.queries, part.keys, part.keys, part.queries)
             for number, (layout, grad) in enumerate(zip(layouts, found, strict=True)):
                 if grad is not None:
@@ -240,10 +260,13 @@ class TilePass:
         return tuple(None if x is None else x.unflatten(0, (self.b, -1)).to(t).contiguous() for x, t in every)
 
     def _part_backward(self, part: TilePart, by_row: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of one part in its layouts; by_row (G S blocks r 2): pull and log-sum-exp, up: those of out."""
+        """Return the gradients of one part in its layouts; by_row (G blocks S r 2): pull and log-sum-exp, up: those of out."""
         x = self._operands(part)
         e = self.v.shape[-1]
-        dq, dk, dv = (torch.zeros(y.shape, dtype=self.acc, device=self.device) for y in x[:3])
+        G, blocks, S, r, d = x.queries.shape
+        shapes = (G * S, blocks, r, d), x.keys.shape, x.values.shape
+        dq, dk, dv = (torch.zeros(shape, dtype=self.acc, device=self.device) for shape in shapes)
+        d_queries = self._by_block(dq)
         d_bias = None if x.by_query is None else torch.zeros_like(x.by_query)
         for batch in part.batches(self.limit // 2, self.device):
             weights, k, v, q = self._scores(batch, x)
@@ -253,23 +276,23 @@ class TilePass:
             # The weights are now those of this tile alone. Its share of the row goes to the gradient, which is smaller.
             share = (here - own[..., 1]).exp()[..., None]
             u = (_rows_of_tiles(up, batch) * share).to(self.type)
-            d = self.scratch.bmm("d", u[..., :e], v.mT, self.acc)
+            ds = self.scratch.bmm("d", u[..., :e], v.mT, self.acc)
             if self.bias is not None and distance is not None and u.shape[-1] > e:
-                by_tile = self._by_tile(d)
+                by_tile = self._by_tile(ds)
                 by_tile += self._by_tile(u)[..., e:].gather(-1, self.bias.index(distance, by_tile))
             kept = None if x.dropout_keys is None else self._kept(weights, batch, x.dropout_keys)
             if kept is not None:
-                d = d.mul_(kept)
-            d.sub_(own[..., :1] * share).mul_(weights)
+                ds = ds.mul_(kept)
+            ds.sub_(own[..., :1] * share).mul_(weights)
             if kept is not None:
                 weights = weights.mul_(kept)
             self._add_by_key(dv, batch, self.scratch.bmm("dv", weights.to(self.type).mT, u[..., :e], self.acc))
-            low = d.to(self.type)
+            low = ds.to(self.type)
             self._add_by_key(dk, batch, self.scratch.bmm("dk", low.mT, q, self.acc))
-            dq[:, :, batch.at] = self._by_tile(self.scratch.bmm("dq", low, k, self.acc)).transpose(1, 2)
+            d_queries[:, batch.at] = self._by_tile(self.scratch.bmm("dq", low, k, self.acc))
             if d_bias is not None and self.bias is not None and distance is not None:
-                d_bias[:, :, batch.at] = self.bias.sums(self._by_tile(d), distance).transpose(1, 2)
-        return dq.flatten(0, 1), dk, dv, None if d_bias is None else d_bias.flatten(0, 1)
+                d_bias[:, batch.at] = self.bias.sums(self._by_tile(ds), distance)
+        return dq, dk, dv, None if d_bias is None else d_bias.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
     def _add_by_key(total: Tensor, batch: TileBatch, found: Tensor) -> None:
@@ -284,8 +307,9 @@ class TilePass:
 
 
 def _rows_of_tiles(x: Tensor, batch: TileBatch) -> Tensor:
-    """Collect rows by query (G S blocks r y) for a batch of tiles: (G * T, S * r, y)."""
-    return x[:, :, batch.at].transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    """Collect rows by query (G blocks S r y) for a batch of tiles: (G * T, S * r, y)."""
+    rows = x.shape[2] * x.shape[3]
+    return x[:, batch.at].reshape(-1, rows, x.shape[4])
 
 
 def _accumulate(total: Tensor | None, layout: Layout, grad: Tensor, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A run is drawn."""
+"""The plot of a training run: loss, score, the chosen checkpoint."""
 
 from regard.plots.training_plot import training_plot
 

@@ -1,4 +1,4 @@
-"""Softmax among tokens with the same label, in linear time: after sorting by label, a token sees one range of the order.
+"""The backend "torch": bucketed attention in linear time. After sorting by label, a token sees one range of the order.
 
 A token may have several labels, one a round. A pair counts in the first round that holds it and in no other, so that all
 rounds together are one softmax over the union of their pairs. Shapes never depend on labels: no host waits, one graph compiles.
@@ -10,78 +10,84 @@ Labels (x r n) are 0 .. count - 1; padding has label `count`, is sorted behind a
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import pad
 
+from regard.ops.bucket.bucket_op import BucketCall, LabelCall, scored
+from regard.ops.bucket.bucket_sort import SortedRange, chunk_stretch, newest_per_bucket
+from regard.ops.dropout_hash import kept_pairs_composite, key_keys, query_keys
 from regard.ops.strip import in_strips
+from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import transformed
 
 BucketOutLse = tuple[Tensor, Tensor]  # out (x n e), and log-sum-exp (x n): far below all scores where nothing is seen
 
 
-class SortedTokens(NamedTuple):
-    """Tokens in the order of their labels, and by time among equals; all (x r n)."""
+class TorchBuckets:
+    """Tiles of the sorted order, in plain PyTorch on any device."""
 
-    order: Tensor  # the token at each place
-    place: Tensor  # the place of each token
-    first: Tensor  # the first place that holds the token's label
-    last: Tensor
+    name = "torch"
 
+    def refuses(self, call: BucketCall | LabelCall) -> str | None:  # noqa: ARG002 - it computes every call
+        return None
 
-class SortedRange(NamedTuple):
-    """What each token sees: the places low .. high of the sorted order, all (x r n). Tiles of p places see `back` tiles more."""
+    def forward(self, call: BucketCall) -> Tensor:
+        q, k, v = scored(call, accumulator(call.q.dtype))
+        labels = call.labels.flatten(0, 1)
+        stretch = newest_per_bucket if call.causal else chunk_stretch
+        sees = stretch(labels, call.buckets, call.reach)
+        out, lse = sorted_attention(q, k, v, sees, own=call.own, seed=call.seed, rate=call.dropout)
+        if not call.own:
+            out = with_lonely(out, lse, v, labels[:, 0] < call.buckets, call.seed, call.dropout)
+        return out.unflatten(0, call.q.shape[:2]).to(call.v.dtype)
 
-    order: Tensor
-    place: Tensor
-    low: Tensor
-    high: Tensor
-    p: int
-    back: int
-
-
-def sort_by_bucket(labels: Tensor, count: int) -> SortedTokens:
-    labels = labels.long()
-    order = labels.sort(dim=-1, stable=True).indices
-    number = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    place = torch.empty_like(order)
-    place = place.scatter(-1, order, number) if transformed() else place.scatter_(-1, order, number)
-    size = labels.new_zeros(*labels.shape[:-1], count + 1)
-    size = size.scatter_add_(-1, labels, torch.ones_like(labels))
-    end = size.cumsum(-1)
-    first = (end - size).gather(-1, labels)
-    last = end.gather(-1, labels) - 1
-    return SortedTokens(order, place, first, last)
+    def labels(self, call: LabelCall) -> Tensor:
+        k = call.k.to(accumulator(call.k.dtype))
+        share = call.directions.shape[0] // k.shape[1]
+        if share > 1:
+            k = k.repeat_interleave(share, 1)
+        strip = partial(_largest, directions=call.directions.to(k.dtype), rounds=call.rounds, opposite=call.opposite)
+        each = k.shape[0] * k.shape[1] * call.directions.shape[2]
+        return in_strips(strip, (k,), 2, each)[0]
 
 
-def newest_per_bucket(labels: Tensor, count: int, window: int) -> SortedRange:
-    """Return what causal tokens see: the `window` newest of their label up to themselves, whatever comes later."""
-    order, place, first, _ = sort_by_bucket(labels, count)
-    n = labels.shape[-1]
-    p = min(max(window // 2, 16), 128, n)  # a tile of p queries has p + window keys; below 16 there is little left to save
-    high = torch.where(labels < count, place, -1)
-    low = torch.maximum(first, place - window + 1)
-    reach = ceil_div(window - 1, p)
-    back = min(reach, ceil_div(n, p) - 1)
-    return SortedRange(order, place, low, high, p, back)
+def _largest(k: Tensor, directions: Tensor, rounds: int, opposite: bool) -> tuple[Tensor]:
+    products = (k @ directions).unflatten(-1, (rounds, -1))
+    if not opposite:
+        return (products.argmax(-1).int(),)
+    far = products.abs().argmax(-1, keepdim=True)  # the largest of [x, -x] without making -x
+    negative = products.gather(-1, far) < 0
+    label = far + products.shape[-1] * negative
+    return (label.squeeze(-1).int(),)
 
 
-def chunk_stretch(labels: Tensor, count: int, chunk: int) -> SortedRange:
-    """Return what tokens see in chunks of the sorted order: those of their label in their own chunk and in the one before."""
-    order, place, first, last = sort_by_bucket(labels, count)
-    p = min(chunk, labels.shape[-1])
-    start = place // p * p
-    high = torch.minimum(last, start + p - 1)
-    high = torch.where(labels < count, high, -1)
-    low = torch.maximum(first, start - p)
-    back = int(p < labels.shape[-1])
-    return SortedRange(order, place, low, high, p, back)
+def with_lonely(out: Tensor, lse: Tensor, v: Tensor, real: Tensor, seed: Tensor | None, rate: float) -> Tensor:
+    """Add its own value to a real token that sees no other, out (x n e): the last n of the tokens of v (x m e); real (x n)."""
+    n, m = out.shape[1], v.shape[1]
+    alone = (bucket_lost(lse) & real).to(out.dtype)  # a softmax over one token
+    if seed is not None:
+        i = torch.arange(m - n, m, device=v.device)
+        alone = alone * kept_weights(seed, _row_numbers(out), i, key_keys(seed, i), rate, out.dtype)
+    return out + alone.unsqueeze(-1) * v[:, m - n :]
 
 
-def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own: bool, drop: float = 0.0) -> BucketOutLse:
+def _row_numbers(x: Tensor) -> Tensor:
+    return torch.arange(len(x), device=x.device)[:, None]
+
+
+def kept_weights(seed: Tensor, row: Tensor, i: Tensor, key: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
+    """Return the factors of dropout: 0 for dropped weights of queries i, and 1 / (1 - rate) for others; all broadcast."""
+    kept = kept_pairs_composite(query_keys(seed, row, i), key, rate)
+    return kept.to(dtype) / (1 - rate)
+
+
+def sorted_attention(
+    q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own: bool, seed: Tensor | None = None, rate: float = 0.0
+) -> BucketOutLse:
     """Compute the softmax of q . k over what each token sees in any round, q, k (x n d), v (x n e); own=False: not itself."""
     (x, n, e), p, back = v.shape, sees.p, sees.back
     row = torch.arange(x, device=v.device)[:, None]
@@ -106,7 +112,10 @@ def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own:
         windows = [y[j : j + count] for y in (keys, values, at) for j in range(back + 1)]
         spots = spots.unflatten(-1, (-1, p))
         spots = spots.permute(1, 3, 0, 2, 4).flatten(0, 1)  # (c r+1 2 p)
-        strip = partial(_tile, own=own, drop=drop)
+        if seed is not None:
+            asking, keyed = _dropout_keys(seed, row, order, back, p)
+            windows = [asking, *windows, *(keyed[j : j + count] for j in range(back + 1))]
+        strip = partial(_tile, own=own, tiles=back + 1, rate=rate)
         out, lse = in_strips(strip, (queries[back:], spots, *windows), 0, p * p * (back + 1))
         there = (sees.place[:, r] + row * room).flatten()
         out = out.flatten(0, 1).index_select(0, there)
@@ -115,21 +124,33 @@ def bucket_attention(q: Tensor, k: Tensor, v: Tensor, sees: SortedRange, *, own:
     return _merged(found)
 
 
+def _dropout_keys(seed: Tensor, row: Tensor, order: Tensor, back: int, p: int) -> tuple[Tensor, Tensor]:
+    """Return the keys of dropout of queries and of keys, in tiles (c p), for the tokens (x places) of sorted places."""
+    asking = query_keys(seed, row, order).view(-1, p)
+    there = pad(key_keys(seed, order).flatten(), (back * p, 0))
+    return asking, there.view(-1, p)
+
+
 def _tiles_of(y: Tensor, seen: Tensor, p: int) -> Tensor:
     """Collect the tokens (x n d) of the sorted places, in tiles (c p d)."""
     tokens = y.flatten(0, 1).index_select(0, seen)
     return tokens.unflatten(0, (-1, p))
 
 
-def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) -> BucketOutLse:
+def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, tiles: int, rate: float) -> BucketOutLse:
     """Queries (c p d), the middle and half length of what they see in this round and those before it (c r+1 2 p), and tiles of
-    keys, of values and of the places of the keys in the rounds before.
+    keys, of values and of the places of the keys in the rounds before. With dropout, its keys of queries before these tiles,
+    and its keys of keys behind them.
 
     Hidden pairs are marked by numbers, 0 where seen and 1 or more elsewhere: a CPU compares slowly. They are exact in
     float32 for rows of up to 2**23 tokens.
     """
-    tiles = len(windows) // 3
     p = q.shape[1]
+    kept = None
+    if rate:
+        asking, *windows = windows  # type: ignore[assignment]
+        there = torch.cat(windows[3 * tiles :], -1)
+        kept = kept_pairs_composite(asking[:, :, None], there[:, None], rate).to(q.dtype) / (1 - rate)
     k, v, at = (torch.cat(windows[j * tiles : (j + 1) * tiles], -2 if j < 2 else -1) for j in range(3))
     middle, half = spots[:, :, 0, :, None], spots[:, :, 1, :, None]
     here = torch.arange((1 - tiles) * p, p, device=q.device, dtype=q.dtype)
@@ -138,7 +159,7 @@ def _tile(q: Tensor, spots: Tensor, *windows: Tensor, own: bool, drop: float) ->
         hidden.diagonal((tiles - 1) * p, 1, 2).fill_(1)
     for r in range(1, spots.shape[1]):
         hidden -= _outside(at[:, r - 1, None], middle[:, r], half[:, r] + 1).clamp_max_(0)
-    return bucket_weights(q, k, v, hidden, drop)
+    return bucket_weights(q, k, v, hidden, kept)
 
 
 def _outside(place: Tensor, middle: Tensor, half: Tensor) -> Tensor:
@@ -147,8 +168,11 @@ def _outside(place: Tensor, middle: Tensor, half: Tensor) -> Tensor:
     return distance.sub_(half)
 
 
-def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float) -> BucketOutLse:
-    """Compute the softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0."""
+def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, kept: Tensor | None) -> BucketOutLse:
+    """Compute the softmax of q . k where hidden is 0; it is at least 1 elsewhere. A row that sees nothing is 0.
+
+    kept: factors of the weights, of dropout.
+    """
     followed = transformed()
     s = q @ k.mT
     s = s + MASKED_SCORE * hidden if followed else s.add_(hidden, alpha=MASKED_SCORE)
@@ -157,8 +181,8 @@ def bucket_weights(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, drop: float)
         lse = s.logsumexp(-1)
     else:
         weights, lse = BucketWeights.apply(s)
-    if drop:
-        weights = dropout(weights, drop)
+    if kept is not None:
+        weights = weights * kept
     out = weights @ v
     empty = bucket_lost(lse).unsqueeze(-1)
     return out.masked_fill(empty, 0), lse
@@ -197,28 +221,3 @@ def _merged(found: list[BucketOutLse]) -> BucketOutLse:
     share = lse.softmax(0).unsqueeze(-1)
     out = sum(a * out for a, (out, _) in zip(share, found, strict=True))
     return out, lse.logsumexp(0)
-
-
-def few_queries(
-    q: Tensor, k: Tensor, v: Tensor, labels: Tensor, count: int, window: int, *, own: bool, drop: float = 0.0
-) -> BucketOutLse:
-    """Compute what the last n of m tokens get from the newest of their label, without sorting: all n m pairs are compared."""
-    n, m = q.shape[1], k.shape[1]
-    j = torch.arange(m, device=k.device)
-
-    def strip(q: Tensor, own_labels: Tensor, i: Tensor) -> BucketOutLse:
-        same = labels[:, :, None] == own_labels.mT[..., None]
-        same = same & (j <= i.mT)
-        same = same & (labels < count)[:, :, None]
-        newer = same.cumsum(-1, dtype=torch.int32)
-        newer = newer[..., -1:] - newer
-        seen = (same & (newer < window)).any(1)
-        if not own:
-            seen = seen & (j != i.mT)
-        hidden = (~seen).to(q.dtype)
-        return bucket_weights(q, k, v, hidden, drop)
-
-    old = m - n
-    each = len(q) * m * labels.shape[1]
-    out, lse = in_strips(strip, (q, labels[:, :, old:].mT, j[None, old:]), 1, each)
-    return out, lse

@@ -1,4 +1,4 @@
-"""A rough look at the vocabulary never misses the likeliest word."""
+"""Screening the vocabulary in bfloat16 never misses the likeliest word."""
 
 import pytest
 import torch

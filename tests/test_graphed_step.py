@@ -1,4 +1,4 @@
-"""Captured passes do what passes do."""
+"""Training steps captured in a CUDA graph compute what plain steps compute."""
 
 from contextlib import contextmanager, nullcontext
 from unittest.mock import MagicMock

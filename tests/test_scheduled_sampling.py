@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from conftest import DEVICE, claiming, close
+from conftest import DEVICE, PATHS, claiming, close
 from decoders import VOCAB, batch_of, gradients, rows, small
 from regard.data.batch import BEGIN
 from regard.mixers.base import Can
@@ -73,7 +73,7 @@ def test_as_many_passes_as_tokens_are_token_by_token_in_value_and_gradient(own, 
     close(gradients(model, a), gradients(model, b))
 
 
-@claiming(Can.STREAM | Can.PADDING, causal=True)
+@claiming(Can.STREAM | Can.PADDING, cases=PATHS, causal=True)
 def test_every_mechanism_that_streams_hears_itself_alike_in_passes_and_in_steps(case):
     model, batch = small(mixer=str(case.spec), positions=case.positions or "sinusoidal", width=32, heads=4), batch_of(m=4)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A model made ready to speak says what the model says: packed weights, one room for all memory, beams that share a source."""
+"""StaticDecoder generates the tokens of its model: packed weights, caches of one static size, beams that share a source."""
 
 import pytest
 import torch

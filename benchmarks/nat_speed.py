@@ -1,8 +1,8 @@
-"""Translation word by word beside translation at once: trained runs, one sentence at a time, in one run and taking turns.
+"""Autoregressive beside non-autoregressive translation: trained runs, one sentence at a time, in one run and taking turns.
 
     regard train multi30k --out runs/words
-    regard train multi30k --out runs/ctc --set decoder=ctc                   and so on: masked, length, fixed
-    python benchmarks/at_once.py --runs runs/words runs/ctc --device cuda    into results/at_once.json
+    regard train multi30k --out runs/ctc --set decoder=ctc                     and so on: masked, length, fixed
+    python benchmarks/nat_speed.py --runs runs/words runs/ctc --device cuda    into results/nat_speed.json
 
 The first autoregressive run is the base. A time is that of one answer, from the tokens of a source to the tokens of its answer on
 the host, for somebody who waits for it: batch 1. Beams on the clock stop when as many answers have ended as there are beams, as
@@ -78,11 +78,11 @@ def by_words(speaker: Any, config: Any, device: torch.device, beams: int, row: l
     )[0]
 
 
-def at_once(model: Any, device: torch.device, asked: dict[str, int], row: list[int]) -> list[int]:
+def by_nat_model(model: Any, device: torch.device, asked: dict[str, int], row: list[int]) -> list[int]:
     return generate_nat(model, torch.tensor([row], device=device), **asked)[0]
 
 
-def ready_at_once(fast: NatDecoder, asked: dict[str, int], row: list[int]) -> list[int]:
+def by_nat_decoder(fast: NatDecoder, asked: dict[str, int], row: list[int]) -> list[int]:
     return fast(torch.tensor([row]), **asked)[0]  # it takes sources from the host, in one copy
 
 
@@ -105,8 +105,8 @@ def ways(run: Run, device: torch.device) -> list[Way]:
     if isinstance(decoder, Masked):
         many = [{**own, "iterations": rounds} for rounds in sorted({*ROUNDS, decoder.iterations})]
     for asked in many:
-        found.append(Way(run, "model", asked, partial(at_once, model, device, asked)))
-        found.append(Way(run, "ready", asked, partial(ready_at_once, parallel, asked)))
+        found.append(Way(run, "model", asked, partial(by_nat_model, model, device, asked)))
+        found.append(Way(run, "ready", asked, partial(by_nat_decoder, parallel, asked)))
     return found
 
 
@@ -237,9 +237,9 @@ def measure(args: argparse.Namespace, runs: list[Run], device: torch.device) -> 
         "scores of the whole split, of `ready` those of its model; tokens are those of answers, without ends",
     }
     if args.no_save:
-        print("not saved: leave out --no-save to write results/at_once.json")
+        print("not saved: leave out --no-save to write results/nat_speed.json")
     else:
-        print(f"written to {save('at_once', settings, rows)}: show it in docs/numbers.md")
+        print(f"written to {save('nat_speed', settings, rows)}: show it in docs/numbers.md")
 
 
 if __name__ == "__main__":

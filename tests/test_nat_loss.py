@@ -1,4 +1,4 @@
-"""What is learned of all tokens at once: sums over paths, the best path, what is shown and what is hidden."""
+"""Losses of non-autoregressive decoders: CTC sums over paths, the best path, glancing, masks."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from regard.models.nat import BLANK, SlotInputs, nat_translator
 from regard.training.ctc import best_path, certain, ctc, needed, odds, same
 from regard.training.losses import cross_entropy
 from regard.training.nat_loss import glancing, nat_loss, random_slots
-from test_parallel import KINDS, alone, made, scattered, talk
+from test_nat import KINDS, alone, made, scattered, talk
 
 TARGETS = [[5, 6], [6, 6], [5], [], [5, 6, 5], [6, 6, 5]]
 

@@ -1,6 +1,7 @@
-"""A model that says everything at once, made ready: room for longer sources and for longer answers changes nothing."""
+"""NatDecoder generates the tokens of its model: room for longer sources and for longer answers changes nothing."""
 
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ from regard.tasks.translation_config import reverse_config
 
 VOCAB, LONGEST = 14, 40
 KINDS = ["ctc", "ctc(upsample=2)", "length", "length(copy='uniform')", "masked", "fixed(count=11)"]
-SETTINGS = [{}, {"positions": "learned"}, {"positions": "rotary", "norm": "post"}, {"mixer": "linear"}]
+SETTINGS = [
+    {},
+    {"positions": "learned", "depth": 1},
+    {"positions": "rotary", "norm": "post", "depth": 1},
+    {"mixer": "linear", "depth": 1},
+]
 FORMS = ["plain", "walked", "graph"] if DEVICE.type == "cuda" else ["plain", "walked"]
 
 
@@ -64,21 +70,27 @@ def sources(b, n, ragged):
     return x, torch.arange(n, device=DEVICE) < torch.arange(n, n - b, -1, device=DEVICE)[:, None] if ragged else None
 
 
+@lru_cache
+def answered(kind, changes):
+    """A model, and what it generates for sources of several lengths: once for all forms of its decoder."""
+    model, answers = made(kind, **dict(changes)), []
+    options = [{}, {"lengths": 3, "iterations": 3}] if isinstance(model.slots, LengthSlots) else [{}]
+    for n in (1, 5, SOURCE_MULTIPLE, LONGEST - 1):  # the longest rounds up to more than the model takes
+        for x, valid in (sources(1, n, ragged=False), sources(3, n, ragged=n > 3)):
+            answers += [(x, valid, option, generate_nat(model, x, valid, **option)) for option in options]
+    return model, answers
+
+
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_ready_says_what_the_model_says_whatever_room_it_has(kind, changes, form):
     if kind == "masked" and changes.get("positions") == "rotary":
         pytest.skip("slots that are all alike, and nothing that tells them apart: the least sure one is chosen by rounding")
-    model = made(kind, **changes)
-    fast, found = form(model), []
-    options = [{}, {"lengths": 3, "iterations": 3}] if isinstance(model.slots, LengthSlots) else [{}]
-    for n in (1, 5, SOURCE_MULTIPLE, LONGEST - 1):  # the longest rounds up to more than the model takes
-        for x, valid in (sources(1, n, ragged=False), sources(3, n, ragged=n > 3)):
-            for option in options:
-                wanted = generate_nat(model, x, valid, **option)
-                assert fast(x, valid, **option) == wanted
-                found += wanted
-    assert len({tuple(row) for row in found}) > 5
+    model, answers = answered(kind, tuple(changes.items()))
+    fast = form(model)
+    for x, valid, option, wanted in answers:
+        assert fast(x, valid, **option) == wanted
+    assert len({tuple(row) for *_, wanted in answers for row in wanted}) > 5
 
 
 def test_few_graphs_do_for_many_lengths_and_the_newest_are_kept(monkeypatch):
@@ -151,8 +163,8 @@ def test_a_graph_outlives_the_tables_and_the_mode_it_was_made_in(kind):
 
 def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    sys.modules.pop("at_once", None)
-    import at_once
+    sys.modules.pop("nat_speed", None)
+    import nat_speed
 
     runs, small = [], {"width": 16, "heads": 2, "depth": 1, "ffn": 16, "max_len": 64}
     for decoder in ("ctc", "masked(lengths=2, iterations=3)", "autoregressive"):
@@ -161,13 +173,13 @@ def test_the_benchmark_compares_every_way_with_those_of_the_base(monkeypatch):
         task.splits = {name: part[:4] for name, part in task.splits.items()}
         task.texts = {name: part[:4] for name, part in task.texts.items()}
         torch.manual_seed(0)
-        runs.append(at_once.Run(decoder, task, task.model().to(DEVICE).eval(), [x for x, _ in task.splits["test"]]))
-    every = [way for run in runs for way in at_once.ways(run, DEVICE)]
-    scores = [at_once.scored(way.run, way.asked, "test") for way in every]
-    chosen = at_once.readable(runs, 3)
+        runs.append(nat_speed.Run(decoder, task, task.model().to(DEVICE).eval(), [x for x, _ in task.splits["test"]]))
+    every = [way for run in runs for way in nat_speed.ways(run, DEVICE)]
+    scores = [nat_speed.scored(way.run, way.asked, "test") for way in every]
+    chosen = nat_speed.readable(runs, 3)
     with torch.no_grad():
-        said, times = at_once.clocked(every, chosen, DEVICE, at_once.Progress(10))
-    rows = at_once.table(every, scores, said, times)
+        said, times = nat_speed.clocked(every, chosen, DEVICE, nat_speed.Progress(10))
+    rows = nat_speed.table(every, scores, said, times)
     assert [(row["decoder"], row["iterations"]) for row in rows[::2]][:4] == [
         ("ctc", None),
         ("masked", 1),

@@ -11,8 +11,8 @@ from conftest import DEVICE
 from regard.mixers.attend import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
-from regard.mixers.feature_math import EluPlusOne
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
+from regard.ops.linear.feature_maps import EluPlusOne
 from regard.ops.linear.linear_op import linear_attention, normalized_linear_attention
 from regard.ops.linear.prefix import cumulative_max
 

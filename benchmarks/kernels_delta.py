@@ -1,0 +1,272 @@
+"""The Triton kernels of the delta rule on a GPU: errors against float64, repeated calls, times beside peers, configurations.
+
+    PYTHONPATH=src python benchmarks/kernels_delta.py            errors, repeats and times
+    PYTHONPATH=src python benchmarks/kernels_delta.py --tune     also every candidate configuration: error, equality and time
+
+Times are CUDA-graph times in ms, bf16, 8 heads x 64, 32,768 tokens in all (65,536 at n = 65,536).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.ops import triton_support
+from regard.ops.delta.delta_op import delta_rule
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHAPES: list[tuple[Any, ...]] = [  # b h g n f e gated, and the share of all keys that is the same
+    (2, 4, 4, 300, 64, 64, False),
+    (1, 4, 2, 1000, 64, 64, True),
+    (1, 2, 2, 4160, 64, 64, False),
+    (2, 2, 1, 130, 16, 24, True),
+    (1, 2, 2, 257, 32, 96, False),
+    (1, 2, 2, 500, 128, 128, True),
+    (1, 2, 2, 600, 64, 64, False, 0.9),
+]
+WALKS = ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8))
+CANDIDATES = {
+    "delta_prepare": [{"num_warps": w} for w in (2, 4, 8)],
+    "delta_walk": [{"BE": e, "num_warps": w, "num_stages": s} for e, w in WALKS for s in (1, 2, 3)]
+    + [{"direct": x, "programs": y} for x in (16, 32, 64, 128) for y in (100, 512)],
+    "delta_outputs": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_state_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_value_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_query_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_key_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+}  # fmt: skip
+START = time.time()
+
+
+def note(*words: Any) -> None:
+    print(f"{time.time() - START:6.1f}", *words, flush=True)
+
+
+def attempt(name: str, f: Callable[[], Any]) -> Any:
+    """Print a failure as a row with its reason."""
+    try:
+        return f()
+    except Exception as error:  # noqa: BLE001 - any failure is a result
+        note(name, "FAILED", type(error).__name__, str(error).strip().splitlines()[-1][:160] if str(error).strip() else "")
+        return None
+
+
+def graph_ms(f: Callable[[], Any], rep: int = 30) -> float:
+    import triton.testing
+
+    f()
+    torch.cuda.synchronize()
+    return triton.testing.do_bench_cudagraph(f, rep=rep)
+
+
+def random_call(dtype: torch.dtype, b: int, h: int, g: int, n: int, f: int, e: int, gated: bool, alike: float = 0.0) -> list[Any]:
+    """Tensors of a call and upstream gradients; alike: the share of all keys that is the same."""
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    k = F.normalize((1 - alike) * normal(b, g, n, f) + alike * normal(1, 1, 1, f), dim=-1)
+    decay = -0.1 * torch.rand(b, g, n, 1, device="cuda") if gated else None
+    x = [normal(b, h, n, f), k, normal(b, g, n, e), torch.rand(b, g, n, 1, device="cuda"), normal(b, g, f, e), decay]
+    x = [None if y is None else y.to(dtype) for y in x]
+    x[4] = x[4].float()
+    return [*x, normal(b, h, n, e).to(dtype), normal(b, g, f, e)]
+
+
+def results(call: list[Any], backend: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Outputs, the state and all gradients."""
+    *x, d_out, d_state = [y if y is None or dtype is None else y.to(dtype) for y in call]
+    x = [None if y is None else y.detach().clone().requires_grad_() for y in x]
+    out, state = delta_rule(*x[:5], log_decay=x[5], backend=backend)
+    grads = torch.autograd.grad((out, state), [y for y in x if y is not None], (d_out, d_state))
+    return [out.detach(), state.detach(), *grads]
+
+
+def errors(call: list[Any], backend: str, exact: list[Tensor], dtype: torch.dtype | None = None) -> tuple[str, float]:
+    """Relative errors, each as text, and the largest."""
+    found = results(call, backend, dtype)
+    each = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
+    return " ".join(f"{x:.1e}" for x in each), max(each)
+
+
+def repeated(call: list[Any], times: int = 20) -> bool:
+    first = results(call, "triton")
+    return all(torch.equal(x, y) for _ in range(times) for x, y in zip(first, results(call, "triton"), strict=True))
+
+
+def check(kind: str, number: int) -> None:
+    """Print the errors of one shape, and whether twenty calls are equal."""
+    own = SHAPES[number]
+
+    def row() -> None:
+        call = random_call(TYPES[kind], *own)
+        exact = results(call, "torch", torch.float64)
+        text, worst = errors(call, "triton", exact)
+        plain = errors(call, "torch", exact, torch.float32)[0] if kind == "fp32" else ""
+        wrong = "" if worst < {"fp32": 2e-5}.get(kind, 3e-2) else "WRONG"
+        equal = "" if repeated(call) else "two calls DIFFER"
+        note(kind, own, "errors", text, wrong, equal, plain and f"| torch {plain}")
+
+    attempt(f"{kind} {own}", row)
+
+
+def peers() -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """Functions of q, k, v, beta (b h n ...); flash-linear-attention gets its own order of dimensions, (b n h ...)."""
+    state = torch.zeros(1, device="cuda")
+    yield "triton", lambda q, k, v, beta: delta_rule(q, k, v, beta, state.expand(*k.shape[:2], 64, 64), backend="triton")[0]
+    yield "SDPA", lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    try:
+        from fla.ops.delta_rule import chunk_delta_rule
+    except Exception as error:  # noqa: BLE001
+        note("flash-linear-attention is not there:", error)
+        return
+    yield "fla", lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta, scale=1.0)[0]
+
+
+def times(name: str, f: Callable[..., Tensor], n: int) -> tuple[float, float]:
+    b = max(1, 32768 // n)
+    q, k, v, beta, _, _, d_out, _ = random_call(torch.bfloat16, b, 8, 8, n, 64, 64, False)
+    x = [q, k, v, beta, d_out]
+    if name == "fla":
+        x = [y.transpose(1, 2).contiguous() for y in x]
+        x[3] = x[3].squeeze(-1)
+    if name == "torch":
+        x = [y.float() for y in x]
+    *x, d_out = x
+    with torch.no_grad():
+        forward = graph_ms(lambda: f(*x))
+    own = [y.requires_grad_() for y in x]
+    return forward, graph_ms(lambda: torch.autograd.grad(f(*own), own, d_out, allow_unused=True))
+
+
+def kernels(n: int) -> None:
+    """Print the time of every kernel of one forward and backward pass."""
+    from torch.profiler import ProfilerActivity, profile
+
+    b = max(1, 32768 // n)
+    call = random_call(torch.bfloat16, b, 8, 8, n, 64, 64, False)
+    results(call, "triton")
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(5):
+            results(call, "triton")
+        torch.cuda.synchronize()
+    rows = [(x.key, x.self_device_time_total / x.count, x.count / 5) for x in prof.key_averages() if x.key.startswith("delta_")]
+    note(n, "kernels (us x calls):", ", ".join(f"{name} {us:.0f} x {count:.0f}" for name, us, count in rows))
+
+
+def peak_memory(n: int) -> str:
+    b = max(1, 32768 // n)
+    call = random_call(torch.bfloat16, b, 8, 8, n, 64, 64, False)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results(call, "triton")
+    return f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.0f} MiB above its inputs"
+
+
+def speed() -> None:
+    for n in (4096, 16384, 65536):
+        found = {}
+        for name, f in peers():
+            if (both := attempt(f"{name} {n}", lambda name=name, f=f, n=n: times(name, f, n))) is not None:
+                found[name] = both
+                note(n, name, f"{both[0]:.3f} / {both[1]:.3f}")
+        if {"triton", "fla"} <= found.keys():
+            ratios = (a / b for a, b in zip(found["fla"], found["triton"], strict=True))
+            note(n, "fla : triton", " / ".join(f"{x:.2f}" for x in ratios))
+        attempt(f"kernels {n}", lambda n=n: kernels(n))
+        note(n, "peak", attempt("memory", lambda n=n: peak_memory(n)))
+    if time.time() - START < 45:
+        slow = lambda q, k, v, beta: delta_rule(q, k, v, beta, q.new_zeros(*k.shape[:2], 64, 64), backend="torch")[0]  # noqa: E731
+        both = attempt("torch", lambda: times("torch", slow, 4096))
+        note(4096, "torch backend in float32", both)
+
+
+def settings(card: str, kernel: str) -> dict[str, int]:
+    """The configuration in use, as a dictionary that may be changed."""
+    table = triton_support._tuned()
+    own = table.setdefault(card, {}).setdefault(kernel, {"any": dict(table["default"][kernel]["any"])})
+    triton_support._config.cache_clear()
+    return own["any"]
+
+
+def with_config(card: str, kernel: str, changes: dict[str, int], f: Callable[[], Any]) -> Any:
+    own = settings(card, kernel)
+    before = dict(own)
+    own.update(changes)
+    try:
+        return attempt(f"{kernel} {changes}", f)
+    finally:
+        own.clear()
+        own.update(before)
+
+
+def compile_all(part: int, parts: int) -> None:
+    """Compile every candidate whose number is `part` modulo `parts`: they stay in Triton's cache on disk."""
+    card = torch.cuda.get_device_name()
+    every = [(kernel, changes) for kernel, tried in CANDIDATES.items() for changes in tried]
+    call = random_call(torch.bfloat16, 1, 2, 2, 4160, 64, 64, False)
+    for kernel, changes in every[part::parts]:
+        with_config(card, kernel, changes, lambda: results(call, "triton"))
+
+
+def tune() -> None:
+    card = torch.cuda.get_device_name()
+    call = random_call(torch.bfloat16, 1, 2, 2, 4160, 64, 64, False)
+    exact = results(call, "torch", torch.float64)
+    f = next(iter(peers()))[1]
+    for kernel, tried in CANDIDATES.items():
+        for changes in tried:
+
+            def row(kernel: str = kernel, changes: Any = changes) -> None:
+                _, worst = errors(call, "triton", exact)
+                same = repeated(call, 5)
+                ms = [times("triton", f, n) for n in (4096, 65536)]
+                note(
+                    kernel,
+                    changes,
+                    f"error {worst:.1e}",
+                    "" if same else "DIFFER",
+                    " | ".join(f"{a:.4f} / {b:.4f}" for a, b in ms),
+                )
+
+            with_config(card, kernel, changes, row)
+
+
+def parallel(*commands: list[str]) -> None:
+    """Run this script with these arguments, all at the same time, for a minute at most."""
+    jobs = [subprocess.Popen([sys.executable, __file__, *command]) for command in commands]
+    end = time.time() + 60
+    for job, command in zip(jobs, commands, strict=True):
+        try:
+            job.wait(timeout=max(end - time.time(), 0.1))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            note(*command, "STOPPED after a minute")
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    if words[:1] == ["--check"]:
+        check(words[1], int(words[2]))
+    elif words[:1] == ["--compile"]:
+        compile_all(int(words[1]), int(words[2]))
+    else:
+        note(torch.cuda.get_device_name(), torch.__version__)
+        speed()
+        parallel(*(["--check", kind, str(i)] for kind in ("fp32", "bf16", "fp16") for i in range(len(SHAPES))))
+        if "--tune" in words:
+            parallel(*(["--compile", str(i), "12"] for i in range(12)))
+            tune()
+
+
+if __name__ == "__main__":
+    main()

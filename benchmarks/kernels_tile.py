@@ -1,0 +1,257 @@
+"""The Triton kernels of tile attention on a CUDA device: right, repeatable, and how fast.
+
+    python benchmarks/kernels_tile.py                check all types and patterns, then times against SDPA and FlexAttention
+    python benchmarks/kernels_tile.py --tune         times of every candidate of tile sizes, warps and stages
+    python benchmarks/kernels_tile.py --json FILE    write the times too
+
+Errors are ||a - b|| / ||b|| against the torch backend in float64. Times are those of a CUDA graph, 8 heads x 64, bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from regard.ops import triton_support
+from regard.ops.score_bias import ScoreBias
+from regard.ops.tile.tile_op import HeadPatterns, tile_attention
+from regard.patterns import Pattern
+from regard.patterns.tiles import Span
+
+BOUNDS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+CHECKS = [  # pattern, query heads, key heads, n, d, e, causal, dropout, padding and ALiBi
+    ("Local(200)", 4, 4, 1000, 64, 64, True, 0.0, False),
+    ("Local(100)", 4, 2, 777, 64, 64, False, 0.2, True),
+    ("Local(64)", 4, 1, 500, 128, 64, True, 0.0, True),
+    ("Local(30)", 2, 2, 300, 16, 32, False, 0.0, False),
+    ("Local(30)", 2, 2, 300, 80, 96, True, 0.1, False),
+    ("Local(50)", 2, 1, 400, 128, 128, True, 0.0, True),
+    ("Local(50)", 2, 1, 400, 256, 256, True, 0.0, False),
+    ("Local(128) | Global(first=2, at=[333])", 4, 2, 1500, 64, 64, False, 0.1, True),
+    ("Local(64) | Global(first=3)", 2, 2, 9000, 64, 64, False, 0.0, False),
+    ("Blocks(64, around=1) | Random(2, 64) | Global(first=64)", 4, 2, 1500, 64, 64, True, 0.0, True),
+    ("Blocks(64, around=1) | Random(2, 64) | Global(first=64)", 4, 4, 6000, 64, 64, False, 0.0, False),
+    ("Random(2, 32, per_head=True) | Columns(last=3)", 4, 2, 900, 64, 64, False, 0.0, True),
+    ("Stride(5) | Local(40)", 4, 2, 900, 64, 64, True, 0.1, True),
+    ("Dilated(40, 3)", 4, 4, 900, 32, 64, False, 0.0, False),
+    ("PerHead([Local(60), Local(7), Local(200), Local(60)]) | Columns(first=1)", 4, 2, 900, 64, 64, True, 0.0, True),
+]
+
+
+def run(inputs: list[Tensor], dtype: torch.dtype, backend: str, text: str, up: Tensor, **options) -> list[Tensor]:
+    """Return output, log-sum-exp and gradients in one type."""
+    x = [y.detach().to(dtype).requires_grad_() for y in inputs]
+    torch.manual_seed(1)
+    patterns = HeadPatterns.of(Pattern.parse(text), x[0].shape[1])
+    span = Span(0, x[0].shape[2], 0, x[1].shape[2])
+    out, lse = tile_attention(*x, patterns, span, scale=1 / math.sqrt(x[0].shape[-1]), backend=backend, **options)
+    wanted = torch.autograd.grad((out * up.to(out.dtype)).sum() + (0.1 * lse * (lse > -1e29)).sum(), x)
+    return [out.detach(), lse.detach(), *wanted]
+
+
+def check(device: str, repeats: int, part: int, parts: int) -> int:
+    """Compare every case in every type with float64; return how many are wrong. One part of several runs a share of them."""
+    wrong = 0
+    for text, h, g, n, d, e, causal, dropout, more in CHECKS[part::parts]:
+        torch.manual_seed(0)
+        shapes = ((h, d), (g, d), (g, e))
+        inputs = [torch.randn(2, heads, n, width, device=device, dtype=torch.float64) for heads, width in shapes]
+        up = torch.randn(2, h, n, e, device=device, dtype=torch.float64)
+        valid = torch.rand(2, n, device=device) > 0.2 if more else None
+        bias = ScoreBias(slopes=torch.exp2(-torch.arange(1.0, h + 1, device=device))) if more else None
+        options = {"causal": causal, "dropout": dropout, "valid": valid, "bias": bias}
+        for dtype, bound in BOUNDS.items():
+            rounded = [x.to(dtype).double() for x in inputs]
+            expected = run(rounded, torch.float64, "torch", text, up.to(dtype).double(), **options)
+            name = f"{text} h={h}/{g} n={n} d={d}/{e} {'causal' if causal else ''} {str(dtype)[6:]}"
+            try:
+                found = run(rounded, dtype, "triton", text, up, **options)
+                errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+                same = all(
+                    all(torch.equal(a, b) for a, b in zip(found, run(rounded, dtype, "triton", text, up, **options), strict=True))
+                    for _ in range(repeats)
+                )
+                good = same and all(x <= bound for x in errors)
+                what = " ".join(f"{x:.0e}" for x in errors) + ("" if same else "  NOT REPEATABLE")
+            except Exception as error:  # noqa: BLE001 - a compiler's failure is a row of the table
+                good, what = False, f"{type(error).__name__}: {str(error)[:200]}"
+            wrong += not good
+            print(f"{'ok   ' if good else 'WRONG'} {name}: {what}", flush=True)
+    return wrong
+
+
+def graph_ms(f) -> float:
+    """Return the median time of a function in a CUDA graph, in milliseconds."""
+    import triton.testing
+
+    return triton.testing.do_bench_cudagraph(f, rep=30, return_mode="median")
+
+
+def timed(f, inputs: list[Tensor], up: Tensor) -> tuple[float, float]:
+    """Return the times of forward, and of forward and backward."""
+    with torch.no_grad():
+        forward = graph_ms(lambda: f(*inputs))
+
+    def both():
+        return torch.autograd.grad(f(*inputs), inputs, up)
+
+    return forward, graph_ms(both)
+
+
+def operands(
+    b: int, n: int, h: int = 8, g: int = 8, d: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> tuple[list[Tensor], Tensor]:
+    x = [torch.randn(b, heads, n, d, device="cuda", dtype=dtype, requires_grad=True) for heads in (h, g, g)]
+    return x, torch.randn(b, h, n, d, device="cuda", dtype=dtype)
+
+
+def ours(text: str, causal: bool, backend: str = "triton"):
+    patterns = HeadPatterns.of(Pattern.parse(text), 8)
+
+    def f(q, k, v):
+        span = Span(0, q.shape[2], 0, k.shape[2])
+        return tile_attention(q, k, v, patterns, span, scale=1 / math.sqrt(q.shape[-1]), causal=causal, backend=backend)[0]
+
+    return f
+
+
+def flex(text: str, causal: bool, n: int):
+    """Return FlexAttention with the mask of a pattern."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pattern = Pattern.parse(text).bound(n, n)
+    torch._dynamo.reset()
+    seen = torch.compile(flex_attention, dynamic=False)
+
+    def mask(b, h, i, j):  # noqa: ARG001
+        found = pattern(0, i, j)
+        return found & (i >= j) if causal else found
+
+    blocks = create_block_mask(mask, None, None, n, n, device="cuda")
+    return lambda q, k, v: seen(q, k, v, block_mask=blocks)
+
+
+def speed(args: argparse.Namespace) -> list[dict]:
+    """Time patterns at several lengths against SDPA over all pairs and FlexAttention over the same."""
+    rows = []
+    for n in args.lengths:
+        b = max(1, args.tokens // n)
+        x, up = operands(b, n)
+        for causal in (True, False):
+            f = partial(sdpa, is_causal=causal)
+            row = {"n": n, "batch": b, "causal": causal, "pattern": "all pairs", "by": "SDPA"}
+            rows.append(report(row, timed(f, x, up)))
+        for text, causal in args.patterns:
+            makers = {"regard": lambda text=text, causal=causal: ours(text, causal)}
+            if args.flex and n <= args.flex and "Random" not in text:
+                makers["FlexAttention"] = lambda text=text, causal=causal, n=n: flex(text, causal, n)
+            for by, make in makers.items():
+                row = {"n": n, "batch": b, "causal": causal, "pattern": text, "by": by}
+                try:
+                    rows.append(report(row, timed(make(), x, up)))
+                except Exception as error:  # noqa: BLE001
+                    print(row, type(error).__name__, str(error)[:300], flush=True)
+    return rows
+
+
+def report(row: dict, times: tuple[float, float]) -> dict:
+    row = {**row, "forward_ms": round(times[0], 4), "both_ms": round(times[1], 4)}
+    kind = "causal" if row["causal"] else "      "
+    print(f"n={row['n']:7d} {kind} {row['pattern']:56s} {row['by']:14s} {times[0]:8.3f} {times[1]:8.3f}", flush=True)
+    return row
+
+
+CANDIDATES = {  # rows that a program owns, rows that it takes at a time, warps, stages, two loops
+    "tile_forward": [
+        (64, 64, 4, 3, 0),
+        (64, 64, 4, 3, 1),
+        (64, 64, 4, 2, 1),
+        (64, 32, 4, 3, 1),
+        (64, 128, 4, 2, 1),
+        (128, 64, 8, 3, 1),
+    ],
+    "tile_query_gradients": [(64, 64, 4, 2, 0), (64, 64, 4, 2, 1), (64, 32, 4, 3, 0), (64, 32, 4, 3, 1)],
+    "tile_key_gradients": [(64, 32, 4, 2, 0), (64, 32, 4, 2, 1), (64, 64, 4, 2, 1), (64, 32, 4, 3, 0)],
+}
+TUNED = [("Local(256)", True), ("Local(128)", False), ("Local(128) | Global(first=2)", False)]
+
+
+def tune(width: int, dry: bool, part: int, parts: int) -> None:
+    """Print the times of every candidate of one kernel, the others as they are; dry: only compile, one of several parts."""
+    n, card = 4096, torch.cuda.get_device_name()
+    x, up = operands(8, n, d=width)
+    work = [(p, kernel, c) for p in TUNED for kernel, found in CANDIDATES.items() for c in found]
+    found: dict = {}
+    for number, ((text, causal), kernel, (own, taken, warps, stages, split)) in enumerate(work):
+        listed = "Global" in text
+        if (listed and (own, taken) != (64, 32)) or number % parts != part:
+            continue
+        sizes = {"BM": own, "BN": taken} if kernel != "tile_key_gradients" else {"BM": taken, "BN": own}
+        table = triton_support._tuned().setdefault(card, {}).setdefault(kernel, {})
+        key = f"half {max(64, width)}{' list' if listed else ''}"
+        before = table.get(key)
+        table[key] = {**sizes, "num_warps": warps, "num_stages": stages, "SPLIT": split}
+        triton_support._config.cache_clear()
+        try:
+            if dry:
+                torch.autograd.grad(ours(text, causal)(*x), x, up)
+            else:
+                times = timed(ours(text, causal), x, up)
+                ms = times[0] if kernel == "tile_forward" else times[1]
+                found.setdefault((text, causal, kernel), []).append((ms, table[key]))
+        except Exception as error:  # noqa: BLE001
+            print("failed", kernel, table[key], type(error).__name__, str(error)[:150], flush=True)
+        table.pop(key) if before is None else table.update({key: before})
+        triton_support._config.cache_clear()
+    for what, times in found.items():
+        print(*what, *(f"\n    {ms:.4f} {config}" for ms, config in sorted(times, key=lambda y: y[0])), flush=True)
+
+
+PATTERNS = [
+    ("Local(256)", True),
+    ("Local(128)", False),
+    ("Local(128)", True),
+    ("Local(256)", False),
+    ("Local(128) | Global(first=2)", False),
+    ("Blocks(64, around=1) | Random(3, 64) | Global(first=64)", False),
+    ("Stride(64) | Local(64)", True),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tune", type=int, nargs="*", help="head sizes")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, for checks and dry tuning")
+    parser.add_argument("--dry", action="store_true", help="compile what --tune would time")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 16384, 65536])
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--flex", type=int, default=16384, help="longest length for FlexAttention; 0: without")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.patterns = PATTERNS
+    start = time.perf_counter()
+    wrong = check("cuda", args.repeats, *args.part) if args.check else 0
+    print(f"{wrong} wrong, {time.perf_counter() - start:.0f} s", flush=True)
+    for width in args.tune or ():
+        tune(width, args.dry, *args.part)
+    rows = speed(args) if args.lengths else []
+    if args.json:
+        made = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "dtype": "bfloat16"}
+        args.json.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n")
+    print(f"{time.perf_counter() - start:.0f} s")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

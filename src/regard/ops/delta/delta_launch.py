@@ -1,0 +1,210 @@
+"""The launches of the Triton kernels of the delta rule, forward and backward, on ordinary tensors without autograd."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.ops.delta.delta_op import DeltaCall
+from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config
+
+
+class DeltaChunks(NamedTuple):
+    """What the forward pass leaves for the backward pass: matrices of every chunk of tokens."""
+
+    inverse: Tensor  # (b g c p p) W, in the type of the keys
+    lost: Tensor  # (b g c f f) N: see `turn_type`
+    whole: Tensor  # (b g c) exp(L_last), in float32
+    states: Tensor  # (b g c f e) before each chunk, in the type of the keys, which products of them have
+
+
+def turn_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of N: its elements are at most about 1, where float16 has the digits that tensor cores use of float32."""
+    return torch.float16 if dtype in HALVES else torch.float32
+
+
+def chunk_tokens(k: Tensor) -> int:
+    """Return the tokens of a chunk for the type and the device of the keys."""
+    return kernel_config("delta", "half" if k.dtype in HALVES else "float", k.device)["chunk"]
+
+
+class _Sizes:
+    """The sizes and constants that the kernels of one call share."""
+
+    def __init__(self, call: DeltaCall) -> None:
+        (self.b, self.g, self.n, self.f), self.e = call.k.shape, call.v.shape[-1]
+        self.device, self.dtype, self.half = call.k.device, call.k.dtype, call.k.dtype in HALVES
+        self.chunk = chunk_tokens(call.k)
+        self.chunks = -(-self.n // self.chunk)
+        self.share = 0 if call.q is None else call.q.shape[1] // self.g
+        self.precision = _precision(call.k)
+        self.fixed = {
+            "F": self.f,
+            "E": self.e,
+            "BF": block_of(self.f, self.device),
+            "C": self.chunk,
+            "DECAYS": call.log_decay is not None,
+            "DOT": self.precision,
+        }
+        self.lengths = (self.n, self.chunks, self.g)
+
+    def config(self, kernel: str) -> dict[str, Any]:
+        """Return the tile sizes of a kernel for these types and head sizes."""
+        kind = "half" if self.half else "float"
+        found = dict(kernel_config(kernel, f"{kind} {self.fixed['BF']}", self.device))
+        if "BE" in found:
+            found["BE"] = min(found["BE"], block_of(self.e, self.device))
+        return found
+
+    def grid(self, config: dict[str, Any]) -> tuple[int, int, int]:
+        """Return a program for every chunk, state and block of value columns."""
+        return self.chunks, self.b * self.g, -(-self.e // config["BE"])
+
+    def empty(self, *shape: int) -> Tensor:
+        """Return float32 numbers (b g ...) of a call."""
+        return self.typed(torch.float32, *shape)
+
+    def typed(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return numbers (b g ...) of a call."""
+        return torch.empty(self.b, self.g, *shape, dtype=dtype, device=self.device)
+
+
+def _precision(x: Tensor) -> str:
+    """Return how products are computed: float32 as three products of tensor cores, which err like one of float32."""
+    found = dot_precision(x.dtype)
+    return "tf32x3" if found == "ieee" and x.is_cuda else found
+
+
+def _inner(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension lies side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor | None) -> list[int]:
+    """List the strides of all but the last of four dimensions; zeros for a tensor that is not there."""
+    found: list[int] = []
+    for x in tensors:
+        found += (0, 0, 0) if x is None else x.stride()[:3]
+    return found
+
+
+def _arranged(call: DeltaCall) -> DeltaCall:
+    q = None if call.q is None else _inner(call.q)
+    return call._replace(q=q, k=_inner(call.k), v=_inner(call.v))
+
+
+def delta_chunks(call: DeltaCall) -> tuple[Tensor, Tensor, DeltaChunks]:
+    """Compute out (b h n e), the state (b g f e) in float32 after the last token, and the matrices of all chunks.
+
+    Without queries, out has no heads.
+    """
+    from regard.ops.delta import triton_kernels as kernels
+
+    call, sizes = _arranged(call), _Sizes(call)
+    q, k, v, beta, state, decay = call
+    c, f, e, chunk = sizes.chunks, sizes.f, sizes.e, sizes.chunk
+    w, lost = sizes.typed(k.dtype, c, chunk, chunk), sizes.typed(turn_type(k.dtype), c, f, f)
+    new, whole = sizes.empty(c, f, e), sizes.empty(c)
+    config = sizes.config("delta_prepare")
+    grid = (c, sizes.b * sizes.g)
+    strides = _strides(k, v, beta, decay)
+    kernels.delta_prepare[grid](k, v, beta, decay, w, lost, new, whole, *strides, *sizes.lengths, **sizes.fixed, **config)
+    after = sizes.empty(f, e)
+    states = walk_states(sizes, lost, whole, new, state.contiguous(), after, back=False)
+    out = v.new_empty(sizes.b, sizes.g * sizes.share, sizes.n, e)
+    if q is not None:
+        config = sizes.config("delta_outputs")
+        strides = _strides(q, k, v, beta, decay, out)
+        kernels.delta_outputs[sizes.grid(config)](
+            q, k, v, beta, decay, w, states, out, *strides, *sizes.lengths, SHARE=sizes.share, **sizes.fixed, **config
+        )
+    return out, after, DeltaChunks(w, lost, whole, states)
+
+
+def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_state: Tensor) -> list[Tensor]:
+    """Compute the gradients of q, k, v, beta, state and log_decay, of those that are there, in this order."""
+    from regard.ops.delta import delta_grad_kernels as kernels
+
+    call, sizes = _arranged(call), _Sizes(call)
+    q, k, v, beta, state, decay = call
+    d_out = _inner(d_out)
+    common = {**sizes.fixed, "SHARE": sizes.share}
+    dr, new = sizes.typed(k.dtype, sizes.n, sizes.e), sizes.empty(*saved.states.shape[2:])
+    config = sizes.config("delta_state_grads")
+    strides = _strides(q, k, beta, decay, d_out)
+    kernels.delta_state_grads[sizes.grid(config)](
+        q, k, beta, decay, saved.inverse, d_out, dr, new, *strides, *sizes.lengths, **common, **config
+    )
+    d_first = sizes.empty(sizes.f, sizes.e)
+    d_states = walk_states(sizes, saved.lost, saved.whole, new, d_state.contiguous(), d_first, back=True)
+    u, dv = torch.empty_like(dr), torch.empty_like(v)
+    config = sizes.config("delta_value_grads")
+    strides = _strides(k, v, beta, decay, dv)
+    kernels.delta_value_grads[sizes.grid(config)](
+        *(k, v, beta, decay, saved.inverse, saved.states, d_states, u, dr, dv),
+        *strides,
+        *sizes.lengths,
+        **sizes.fixed,
+        **config,
+    )
+    dq, dk = (None if x is None else torch.empty_like(x) for x in (q, k))
+    d_beta, d_decay = sizes.empty(sizes.n), None if decay is None else sizes.empty(sizes.n)
+    slope = None if decay is None else sizes.empty(sizes.share, sizes.n)
+    if q is not None:
+        strides = _strides(q, k, decay, d_out, dq)
+        kernels.delta_query_grads[(sizes.chunks, sizes.b * q.shape[1])](
+            *(q, k, decay, saved.states, u, d_out, dq, slope),
+            *strides,
+            *sizes.lengths,
+            **common,
+            **sizes.config("delta_query_grads"),
+        )
+    strides = _strides(q, k, v, beta, decay, d_out, dk)
+    kernels.delta_key_grads[(sizes.chunks, sizes.b * sizes.g)](
+        *(q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, slope, dk, d_beta, d_decay),
+        *strides,
+        *sizes.lengths,
+        **common,
+        **sizes.config("delta_key_grads"),
+    )
+    grads = [dq, dk, dv, d_beta.unsqueeze(-1).to(beta.dtype), d_first.to(state.dtype)]
+    if decay is not None and d_decay is not None:
+        grads.append(d_decay.unsqueeze(-1).to(decay.dtype))
+    return [x for x in grads if x is not None]
+
+
+def _steps(sizes: _Sizes, columns: int, direct: int, programs: int) -> int:
+    """Return the chunks of a segment: all of them where they are few, or where many states keep the device busy."""
+    if sizes.chunks <= direct or sizes.b * sizes.g * columns >= programs:
+        return sizes.chunks
+    return 1 << (isqrt(sizes.chunks) - 1).bit_length()
+
+
+def walk_states(sizes: _Sizes, lost: Tensor, whole: Tensor, new: Tensor, first: Tensor, last: Tensor, *, back: bool) -> Tensor:
+    """Return the state before every chunk (b g c f e), from a first state on and what each adds, and write the last one.
+
+    back: from the last chunk to the first. Many chunks are divided into segments: what each does is found first, for all at the
+    same time, then the states between segments, then those inside of them.
+    """
+    from regard.ops.delta import triton_kernels as kernels
+
+    config = sizes.config("delta_walk")
+    columns = -(-sizes.e // config["BE"])
+    steps = _steps(sizes, columns, config.pop("direct"), config.pop("programs"))
+    segments, rows = -(-sizes.chunks // steps), sizes.b * sizes.g
+    fixed = {x: sizes.fixed[x] for x in ("F", "E", "BF", "DOT")} | {"BACK": back} | config
+    states = sizes.typed(sizes.dtype, *new.shape[2:]) if sizes.half else new
+    if segments == 1:
+        kernels.delta_walk[(columns, 1, rows)](lost, whole, new, states, first, last, steps, sizes.chunks, **fixed)
+        return states
+    f, e = sizes.f, sizes.e
+    own_lost, own_whole, own_new = sizes.typed(lost.dtype, segments, f, f), sizes.empty(segments), sizes.empty(segments, f, e)
+    every = columns + -(-f // config["BE"])
+    kernels.delta_totals[(every, segments, rows)](lost, whole, new, own_lost, own_whole, own_new, steps, sizes.chunks, **fixed)
+    ends = torch.empty_like(own_new)
+    kernels.delta_walk[(columns, 1, rows)](own_lost, own_whole, own_new, own_new, first, last, segments, segments, **fixed)
+    kernels.delta_walk[(columns, segments, rows)](lost, whole, new, states, own_new, ends, steps, sizes.chunks, **fixed)
+    return states

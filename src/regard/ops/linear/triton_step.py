@@ -1,0 +1,127 @@
+"""One decoding step of linear attention as one kernel: the state is read, faded, written and answers, in a single launch.
+
+    S = exp(log_decay) S + phi(k) v^T,   z = exp(log_decay) z + phi(k),   out = scale phi(q) S [/ scale phi(q) . z]
+
+Letters as in `regard.ops.linear.linear_op`. For inference: results have no gradients. Sums are float32. This module imports
+triton: import it where a step is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from regard.ops.linear.feature_maps import FEATURES
+from regard.ops.linear.linear_op import LinearCall, LinearResult
+from regard.ops.triton_support import block_of, kernel_config
+
+LEAST_NORM = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps  # below it weights have no digits left
+
+
+@triton.jit
+def _features(x, KIND: tl.constexpr):
+    x = x.to(tl.float32)
+    if KIND == 1:
+        x = tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0))
+    if KIND == 2:
+        x = tl.maximum(x, 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["scale", "least"])
+def linear_step_kernel(
+    Q, K, V, S, DECAY, Z, VALID, OUT, NORM, NEW_S, NEW_Z,
+    sqb, sqh, skb, skg, svb, svg, ssb, ssg, ssf, sdb, sdg, szb, szg, sab,
+    scale, least,
+    G: tl.constexpr, SHARE: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
+    KIND: tl.constexpr, DECAYS: tl.constexpr, NORMS: tl.constexpr, DIVIDES: tl.constexpr, READS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """BE value columns of one state, and all query heads that read it. DECAYS: 0 none, 1 one number, 2 one a feature."""
+    part, bg = tl.program_id(0), tl.program_id(1)
+    b, g = bg // G, bg % G
+    f = tl.arange(0, BF)
+    e = part * BE + tl.arange(0, BE)
+    in_f, in_e = f < F, e < E
+    here = in_f[:, None] & in_e[None, :]
+    s = tl.load(S + b * ssb + g * ssg + f[:, None] * ssf + e[None, :], mask=here, other=0.0).to(tl.float32)
+    v = tl.load(V + b * svb + g * svg + e, mask=in_e, other=0.0).to(tl.float32)
+    k = tl.load(K + b * skb + g * skg + f, mask=in_f, other=0.0)
+    k = tl.where(in_f, _features(k, KIND), 0.0)
+    if MASKED:
+        k = tl.where(tl.load(VALID + b * sab) != 0, k, 0.0)
+    if DECAYS == 1:
+        kept = tl.exp(tl.load(DECAY + b * sdb + g * sdg).to(tl.float32)) + tl.zeros([BF], tl.float32)
+    if DECAYS == 2:
+        kept = tl.exp(tl.load(DECAY + b * sdb + g * sdg + f, mask=in_f, other=0.0).to(tl.float32))
+    if DECAYS != 0:
+        s = s * kept[:, None]
+    s += k[:, None] * v[None, :]
+    tl.store(NEW_S + (bg * F + f[:, None]) * E + e[None, :], s.to(NEW_S.dtype.element_ty), mask=here)
+    if NORMS:
+        z = tl.load(Z + b * szb + g * szg + f, mask=in_f, other=0.0).to(tl.float32)
+        if DECAYS != 0:
+            z = z * kept
+        z += k
+        tl.store(NEW_Z + bg * F + f, z.to(NEW_Z.dtype.element_ty), mask=in_f & (part == 0))
+    if READS:
+        for x in range(SHARE):
+            h = g * SHARE + x
+            q = tl.load(Q + b * sqb + h * sqh + f, mask=in_f, other=0.0)
+            q = tl.where(in_f, _features(q, KIND) * scale, 0.0)
+            out = tl.sum(q[:, None] * s, 0)
+            row = bg * SHARE + x
+            if NORMS:
+                norm = tl.sum(q * z, 0)
+                if DIVIDES:
+                    out = tl.where(norm > least, out / norm, 0.0)
+                else:
+                    tl.store(NORM + row, norm.to(NORM.dtype.element_ty), mask=part == 0)
+            tl.store(OUT + row * E + e, out.to(OUT.dtype.element_ty), mask=in_e)
+
+
+def _inner(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def linear_step(call: LinearCall) -> LinearResult:
+    """Compute a call of one token by one launch; without queries, out has no heads. Norms that divide out are not returned."""
+    q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize = call
+    (b, g, n, f), e = k.shape, v.shape[-1]
+    if n != 1:
+        raise ValueError(f"a decoding step takes one token of every row, not {n}")
+    if normalize and norm_state is None:
+        raise ValueError("without a norm state there is no norm to divide by: normalize=False")
+    q, k, v, state, log_decay, norm_state = (_inner(x) for x in (q, k, v, state, log_decay, norm_state))  # type: ignore[assignment]
+    share = 0 if q is None else q.shape[1] // g
+    config = dict(kernel_config("linear_step", "any", k.device))
+    wide = min(config.pop("BE"), block_of(e, k.device))
+    new_state = torch.empty(state.shape, dtype=state.dtype, device=k.device)
+    new_norm = None if norm_state is None else torch.empty(norm_state.shape, dtype=norm_state.dtype, device=k.device)
+    out = v.new_empty(b, g * share, 1, e)
+    norm = None if q is None or norm_state is None or normalize else norm_state.new_empty(b, g * share, 1, 1)
+    decays = 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
+    strides: list[int] = []
+    for x, count in ((q, 2), (k, 2), (v, 2), (state, 3), (log_decay, 2), (norm_state, 2), (valid, 1)):
+        strides += [0] * count if x is None else x.stride()[:count]
+    linear_step_kernel[(-(-e // wide), b * g)](
+        *(q, k, v, state, log_decay, norm_state, valid, out, norm, new_state, new_norm),
+        *strides,
+        *(float(scale), LEAST_NORM),
+        G=g,
+        SHARE=share,
+        F=f,
+        E=e,
+        BF=triton.next_power_of_2(f),
+        BE=wide,
+        KIND=FEATURES.index(feature),
+        DECAYS=decays,
+        NORMS=norm_state is not None,
+        DIVIDES=normalize,
+        READS=q is not None,
+        MASKED=valid is not None,
+        **config,
+    )
+    return LinearResult(out, new_state, norm, new_norm)

@@ -1,0 +1,346 @@
+"""Triton kernels of tile attention: a band by arithmetic, other pairs by lists of tiles, any length, no atomics.
+
+A program owns a tile of queries (forward, gradient of q) or of keys (gradients of k and v) and walks the tiles it meets:
+
+    a band       low <= j <= high for every query i: loop bounds from the number of the tile, one comparison for each pair
+    a list       numbers of tiles, first those that hold all their pairs, then those with a mask of one bit for each pair
+
+Items tell a program what to compute where that is not the same arithmetic for all: see `regard.patterns.tile_list`. With STEPPED,
+programs work inside residue classes: token = first + step * number, and distances are counted in steps.
+
+Scores are in base 2: exp2 and log2 are one instruction. A masked score is -inf and a running maximum is finite, so no NaN
+arises. Rows behind the end are read as the last row and masked: loads need no condition. Only operands that were loaded are
+transposed: Triton 3.6 miscompiles products with a transposed accumulator on Hopper cards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard.ops.triton_math import LN2, LOG2E, hash_keeps
+
+LOWEST = tl.constexpr(-1.0e30)
+NOWHERE = tl.constexpr(1 << 30)
+LIST_TILE = tl.constexpr(64)  # queries and keys of a tile of a list
+RUN_TIME_NUMBERS = (
+    "n",
+    "m",
+    "t",
+    "u",
+    "back",
+    "ahead",
+    "hole_back",
+    "hole_ahead",
+    "step",
+    "tiles",
+    "slots",
+)  # compiled for all values
+FIELDS = tl.constexpr(8)  # numbers of an item
+BAND_MASK = tl.constexpr(1)  # what hides pairs of a tile: the range of keys of a query
+BITS_MASK = tl.constexpr(2)  # or a bit for each pair; 0: nothing
+
+
+@triton.jit
+def load_tile(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
+    """Load rows (r) of a matrix with C columns as (r BC)."""
+    c = tl.arange(0, BC)
+    at = P + rows[:, None] * stride + c[None, :]
+    if BC > C:
+        x = tl.load(at, mask=c[None, :] < C, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def load_tile_transposed(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
+    """Load rows (r) of a matrix with C columns, transposed: (BC r)."""
+    c = tl.arange(0, BC)
+    at = P + rows[None, :] * stride + c[:, None]
+    if BC > C:
+        x = tl.load(at, mask=c[:, None] < C, other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def store_tile(P, rows, stride, end, x, C: tl.constexpr, BC: tl.constexpr):
+    """Store (r BC) into rows of a matrix with C columns, except behind the end."""
+    c = tl.arange(0, BC)
+    at = P + rows[:, None] * stride + c[None, :]
+    tl.store(at, x.to(P.dtype.element_ty), mask=(rows[:, None] < end) & (c[None, :] < C))
+
+
+@triton.jit
+def store_part(PART, number, x, B: tl.constexpr, BC: tl.constexpr):
+    """Store (B BC) as one of the parts that are merged afterwards."""
+    rows = number.to(tl.int64) * B + tl.arange(0, B)
+    tl.store(PART + rows[:, None] * BC + tl.arange(0, BC)[None, :], x)
+
+
+@triton.jit
+def inside_range(x, low, width):
+    """Return where low <= x <= low + width, by one comparison of unsigned integers."""
+    return (x - low).to(tl.uint32) <= width.to(tl.uint32)
+
+
+@triton.jit
+def closed_range(low, high):
+    """Return the begin and the width of a range, such that an empty one holds no number."""
+    empty = high < low
+    return tl.where(empty, NOWHERE, low), tl.where(empty, 0, high - low)
+
+
+@triton.jit
+def locate(ITEMS, back, ahead, t, u, n, m, H, tiles, step, ITEMISED: tl.constexpr, SHARED: tl.constexpr, STEPPED: tl.constexpr):
+    """Return what a program computes: row of the batch, head, tile, entries of its list, slot, band, and its residue class.
+
+    The class: first query and key, numbers of queries and keys, steps between the first ones, and the step.
+    """
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    b = row // H
+    h = row % H
+    first = 0
+    middle = 0
+    last = 0
+    slot = -1
+    if ITEMISED:
+        item = ITEMS + tile * FIELDS
+        tile = tl.load(item + 1)
+        first = tl.load(item + 2)
+        middle = tl.load(item + 3)
+        last = tl.load(item + 4)
+        slot = tl.load(item + 5)
+        back = tl.load(item + 6)
+        ahead = tl.load(item + 7)
+        if not SHARED:
+            b = row
+            h = tl.load(item)
+    if STEPPED:
+        number = tile // tiles
+        tile = tile % tiles
+        first_query = (number - t % step + step) % step
+        first_key = (number - u % step + step) % step
+        queries = (n - first_query + step - 1) // step
+        keys = (m - first_key + step - 1) // step
+        shift = (t - u + first_query - first_key) // step  # exact
+    else:
+        first_query = 0
+        first_key = 0
+        queries = n
+        keys = m
+        shift = t - u
+        step = 1
+    place = (b.to(tl.int64), h.to(tl.int64), tile, first, middle, last, slot)
+    return place, (back, ahead), (first_query, first_key, queries, keys, shift, step)
+
+
+@triton.jit
+def band_of_queries(x, band, hole, residue):
+    """Return the keys that each query number x may see, and those of the hole: begin and width of both ranges."""
+    back, ahead = band
+    hole_back, hole_ahead = hole
+    _, _, _, keys, shift, _ = residue
+    low, width = closed_range(tl.maximum(x + shift - back, 0), tl.minimum(x + shift + ahead, keys - 1))
+    hole_low, hole_width = closed_range(x + shift - hole_back, x + shift + hole_ahead)
+    return low, width, hole_low, hole_width
+
+
+@triton.jit
+def split_band(low, high, first_whole, last_whole, B: tl.constexpr):
+    """Split low .. high - 1 in steps of B: where the steps begin and end that hold every pair, and how many lie on each side.
+
+    first_whole, last_whole: the first number from which, and the last up to which no pair is missing.
+    """
+    inner = (tl.maximum(first_whole, 0) + B - 1) // B * B
+    outer = tl.maximum(last_whole + 1, 0) // B * B
+    inner = tl.minimum(tl.maximum(inner, low), tl.maximum(high, low))
+    outer = tl.maximum(tl.minimum(outer, high), inner)
+    return inner, outer, (inner - low + B - 1) // B, (tl.maximum(high - outer, 0) + B - 1) // B
+
+
+@triton.jit
+def scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK: tl.constexpr, HOLE: tl.constexpr,
+                   VALIDS: tl.constexpr, SLOPED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Return the scores (queries keys) of a tile, hidden pairs -inf. ranges: those of the queries; word (queries): 32 bits."""
+    low, width, hole_low, hole_width = ranges
+    s = tl.dot(q, k, input_precision=PRECISION)
+    if SLOPED:
+        s -= slope * tl.abs((x[:, None] - y[None, :] + shift) * step).to(tl.float32)
+    if MASK == BAND_MASK:
+        s = tl.where(inside_range(y[None, :], low[:, None], width[:, None]), s, float("-inf"))
+    if MASK == BITS_MASK:
+        s = tl.where(((word[:, None] >> (y % 32)[None, :]) & 1) != 0, s, float("-inf"))
+    if HOLE:
+        s = tl.where(inside_range(y[None, :], hole_low[:, None], hole_width[:, None]), float("-inf"), s)
+    if VALIDS:
+        s = tl.where(valid[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+                 MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr, DROP: tl.constexpr,
+                 PRECISION: tl.constexpr):  # fmt: skip
+    """Add the keys number y to the running sums of a tile of queries: outputs (BM BE), weights and largest score (BM)."""
+    q, x, ranges, query_keys, slope, threshold = own
+    K, V, VALID, KEYS, skn, svn, first_key, shift, step, m = at
+    j = tl.minimum(first_key + y * step, m - 1)
+    k = load_tile_transposed(K, j, skn, D, BD)
+    v = load_tile(V, j, svn, E, BE)
+    valid = y < 0
+    if VALIDS:
+        valid = tl.load(VALID + j) != 0
+    s = scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK, HOLE, VALIDS, SLOPED, PRECISION)
+    new = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - new[:, None])
+    fade = tl.exp2(top - new)
+    total = total * fade + tl.sum(p, 1)
+    if DROP:
+        p = tl.where(hash_keeps(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, total, new
+
+
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
+def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART, PART_LSE,
+                 sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
+                 n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
+                 R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                 ITEMISED: tl.constexpr, SHARED: tl.constexpr,
+                 MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
+                 DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Write the outputs and log-sum-exp of one tile of queries. With MORE, what is there already counts too."""
+    place, band, residue = locate(ITEMS, back, ahead, t, u, n, m, H, tiles, step, ITEMISED, SHARED, STEPPED)
+    b, h, tile, first, middle, last, slot = place
+    back, ahead = band
+    first_query, first_key, queries, keys, shift, step = residue
+    g = h // R
+    line = (b * H + h) * n
+    rows = tl.arange(0, BM)
+    x = tile * BM + rows
+    i = first_query + x * step
+    here = tl.minimum(i, n - 1)
+    q = load_tile(Q + b * sqb + h * sqh, here, sqn, D, BD)
+    q = (q * (scale * LOG2E)).to(q.dtype)
+    slope = 0.0
+    if SLOPED:
+        slope = tl.load(SLOPES + h) * LOG2E
+    query_keys = rows
+    if DROP:
+        query_keys = tl.load(QUERY_KEYS + line + here)
+    ranges = band_of_queries(x, band, (hole_back, hole_ahead), residue)
+    acc = tl.zeros([BM, BE], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    top = tl.full([BM], LOWEST, tl.float32)
+    OUT += b * sob + h * soh
+    if MORE:
+        acc = load_tile(OUT, here, son, E, BE).to(tl.float32) / kept
+        top = tl.load(LSE + line + here) * LOG2E
+        total += tl.where(top > LOWEST, 1.0, 0.0)
+    own = (q, x, ranges, query_keys, slope, threshold)
+    at = (K + b * skb + g * skh, V + b * svb + g * svh, VALID + b * m, KEY_KEYS, skn, svn, first_key, shift, step, m)
+    y0 = tl.arange(0, BN)
+    low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
+    high = tl.minimum(tile * BM + BM + shift + ahead, keys)
+    if SPLIT:
+        whole = tile * BM + BM - 1 + shift - back
+        inner, outer, left, right = split_band(low, high, whole, tl.minimum(tile * BM + shift + ahead, keys - 1), BN)
+        for j0 in range(inner, outer, BN):
+            acc, total, top = forward_step(
+                acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION
+            )
+        for z in range(0, left + right):
+            y = tl.where(z < left, low + z * BN, outer + (z - left) * BN) + y0
+            acc, total, top = forward_step(
+                acc, total, top, own, at, y, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
+            )
+    else:
+        for j0 in range(low, high, BN):
+            acc, total, top = forward_step(
+                acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
+            )
+    if ITEMISED:
+        for z in range(first * SUB, middle * SUB):
+            y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
+            acc, total, top = forward_step(
+                acc, total, top, own, at, y, rows, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION
+            )
+        for z in range(middle * SUB, last * SUB):
+            entry = ENTRIES + z // SUB * 2
+            y = tl.load(entry) * LIST_TILE + z % SUB * BN + y0
+            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
+            acc, total, top = forward_step(
+                acc, total, top, own, at, y, word, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION
+            )
+    some = total > 0
+    whole = tl.where(some, total, 1.0)
+    out = acc * (kept / whole)[:, None]
+    lse = tl.where(some, (top + tl.log2(whole)) * LN2, LOWEST)
+    if slot >= 0:
+        number = tl.program_id(1) * slots + slot
+        store_part(PART, number, out, BM, BE)
+        tl.store(PART_LSE + number.to(tl.int64) * BM + rows, lse)
+    else:
+        store_tile(OUT, i, son, n, out, E, BE)
+        tl.store(LSE + line + i, lse, mask=i < n)
+
+
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
+def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
+                E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+    """Merge the attention of one tile of queries over several parts of its keys by log-sum-exp."""
+    merge = MERGES + tl.program_id(0) * 4
+    row = tl.program_id(1)
+    tile = tl.load(merge + 1)
+    b = row // H
+    h = row % H
+    if not SHARED:
+        b = row
+        h = tl.load(merge)
+    rows = tl.arange(0, BM)
+    c = tl.arange(0, BE)
+    acc = tl.zeros([BM, BE], tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    top = tl.full([BM], LOWEST, tl.float32)
+    for slot in range(tl.load(merge + 2), tl.load(merge + 3)):
+        at = (row * slots + slot).to(tl.int64) * BM + rows
+        lse = tl.load(PART_LSE + at) * LOG2E
+        out = tl.load(PART + at[:, None] * BE + c[None, :])
+        new = tl.maximum(top, lse)
+        fade = tl.exp2(top - new)
+        share = tl.where(lse > LOWEST, tl.exp2(lse - new), 0.0)
+        acc = acc * fade[:, None] + out * share[:, None]
+        total = total * fade + share
+        top = new
+    some = total > 0
+    whole = tl.where(some, total, 1.0)
+    i = tile * BM + rows
+    store_tile(OUT + b.to(tl.int64) * sob + h.to(tl.int64) * soh, i, son, n, acc / whole[:, None], E, BE)
+    lse = tl.where(some, (top + tl.log2(whole)) * LN2, LOWEST)
+    tl.store(LSE + (b * H + h).to(tl.int64) * n + i, lse, mask=i < n)
+
+
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
+def sum_parts(TOTAL, MERGES, PART, sb, sh, sn, n, H, slots,
+              C: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
+    """Sum the gradient of one tile over the parts it was computed in."""
+    merge = MERGES + tl.program_id(0) * 4
+    row = tl.program_id(1)
+    tile = tl.load(merge + 1)
+    b = row // H
+    h = row % H
+    if not SHARED:
+        b = row
+        h = tl.load(merge)
+    rows = tl.arange(0, BM)
+    c = tl.arange(0, BC)
+    total = tl.zeros([BM, BC], tl.float32)
+    for slot in range(tl.load(merge + 2), tl.load(merge + 3)):
+        at = (row * slots + slot).to(tl.int64) * BM + rows
+        total += tl.load(PART + at[:, None] * BC + c[None, :])
+    store_tile(TOTAL + b.to(tl.int64) * sb + h.to(tl.int64) * sh, tile * BM + rows, sn, n, total, C, BC)

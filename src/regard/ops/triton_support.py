@@ -1,0 +1,93 @@
+"""What all Triton backends share: whether kernels can run on a tensor, and the tuned tile sizes of a card.
+
+Triton is optional, and importing it takes time: a module of kernels (`triton_kernels.py` beside a backend) is imported by the
+first call. TRITON_INTERPRET=1, set before that, runs kernels on a CPU in Triton's interpreter: slow, for tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TUNED = Path(__file__).with_name("tuned.json")
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32)
+INSTALLED = find_spec("triton") is not None  # not a cached function: torch.compile cannot trace those
+WIDEST_HEAD = 256  # columns of a head that kernels of softmax attention take
+SMALLEST_DOT = 16  # elements of every dimension of a product in Triton
+
+
+def has_triton() -> bool:
+    """Return whether the package triton is installed."""
+    return INSTALLED
+
+
+def interpreting() -> bool:
+    """Return whether kernels run in Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_cannot_run(*tensors: Tensor | None) -> str | None:
+    """Return a sentence about why no Triton kernel can take these tensors, or None."""
+    for x in tensors:
+        if x is None:
+            continue
+        if x.device.type != "cuda" and not interpreting():
+            return f"its kernels run on CUDA devices, not on {x.device.type} (TRITON_INTERPRET=1 runs them in an interpreter)"
+        if x.dtype not in DTYPES:
+            return f"its kernels take float16, bfloat16 and float32, not {str(x.dtype).removeprefix('torch.')}"
+    return None if has_triton() else "the package triton is not installed"
+
+
+def block_of(size: int, device: torch.device) -> int:
+    """Return the power of two that a dimension is padded to inside of a kernel: at least 64 on a GPU.
+
+    Triton 3.6 computes wrong products of narrower operands on Hopper cards for some tile sizes.
+    """
+    smallest = 64 if device.type == "cuda" else SMALLEST_DOT
+    return max(smallest, 1 << (size - 1).bit_length())
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return Triton's name for how products of a type are computed: as precise as PyTorch's float32 matmul precision is set.
+
+    Three products of TensorFloat32 parts are as precise as float32; Triton takes minutes to compile its "ieee" products.
+    """
+    if dtype != torch.float32:
+        return "tf32"  # no effect on half precision
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@lru_cache(maxsize=1)
+def _tuned() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    return json.loads(TUNED.read_text())
+
+
+@lru_cache(maxsize=256)
+def _config(card: str, kernel: str, key: str) -> dict[str, int]:
+    for table in (_tuned().get(card, {}), _tuned()["default"]):
+        configs = table.get(kernel, {})
+        for name in (key, "any"):
+            if name in configs:
+                return configs[name]
+    raise KeyError(f"{TUNED.name} has no configuration of {kernel} for {key}, and none for any")
+
+
+@lru_cache(maxsize=16)
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+def kernel_config(kernel: str, key: str, device: torch.device) -> dict[str, Any]:
+    """Return the tile sizes, `num_warps` and `num_stages` of a kernel: the card's, or the default of cards not listed.
+
+    key: what the best sizes depend on, as text, such as "half 64" for a type and a head size; "any" serves all others.
+    """
+    return _config(_card(device), kernel, key)
