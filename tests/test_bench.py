@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from conftest import DEVICE
 from regard.bench import floors, summary, token_step, whole_models
+from regard.bench.backend_log import backends_of
 from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
@@ -56,6 +58,18 @@ def test_what_no_profiler_sees_is_not_counted_as_nothing(monkeypatch):
 
 def broken(*_):
     raise RuntimeError("no profiler here\nat all")
+
+
+def test_the_backends_of_a_call(monkeypatch, capsys):
+    monkeypatch.setenv("REGARD_LOG", "other")
+    where = Setting(32, 2, 2, 16, True)
+    mixer = build_mixer(Spec.parse("linear"), where)
+    work = own_workload(mixer, where, OPERATION, operation_inputs(mixer.core, where))
+    (found,) = backends_of(work.forward)
+    assert found.startswith("linear: ")
+    assert backends_of(lambda: None) == []
+    assert os.environ["REGARD_LOG"] == "other"
+    assert capsys.readouterr().err == ""
 
 
 def test_peak_memory_is_what_a_call_adds():

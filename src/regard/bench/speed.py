@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.bench.backend_log import backends_of
 from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates
 from regard.bench.peer import OperationPeer, Peer
@@ -175,6 +176,7 @@ class Session:
             try:
                 with training_mode(module, name == TRAINING):
                     call = work.both if name == TRAINING else work.forward
+                    row |= {"backends": backends_of(call)} if by == OURS else {}
                     row |= measure_call(call, setting.torch_device, self.request.seconds, self.request.graphs, _countable(module))
             except FAILURES as error:
                 row |= {"reason": failure_text(error)}

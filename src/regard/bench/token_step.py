@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.bench.backend_log import backends_of
 from regard.bench.machine import Rates
 from regard.bench.peers import FULL
 from regard.bench.speed import FAILURES, OURS, Measured, count_launches, failure_text
@@ -45,6 +46,7 @@ def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: flo
         mixer = build_mixer(spec, longer).eval()
         state, token = _prefilled(mixer, longer, t)
         row["state_bytes"] = held_bytes(state)
+        row["backends"] = backends_of(lambda: mixer.extend(state, token))
         row |= _eager_steps(mixer, state, token, budget)
         if setting.device == "cuda" and graphs:
             row |= _graphed_steps(mixer, state, token, t)
