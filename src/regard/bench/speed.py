@@ -176,8 +176,8 @@ class Session:
             try:
                 with training_mode(module, name == TRAINING):
                     call = work.both if name == TRAINING else work.forward
-                    row |= {"backends": backends_of(call)} if by == OURS else {}
                     row |= measure_call(call, setting.torch_device, self.request.seconds, self.request.graphs, _countable(module))
+                    row |= {"backends": backends_of(call)} if by == OURS else {}
             except FAILURES as error:
                 row |= {"reason": failure_text(error)}
             _free(setting.torch_device)
