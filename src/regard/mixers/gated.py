@@ -170,7 +170,7 @@ class GLA(_Fading):
         if gate == "head":
             self.can = self.can | Can.ROTARY  # features that fade alike can be turned into each other
 
-    def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - padding is the operation's own
         k, gate = k.split([self.dims.d, self.gates], -1)
         return k, gate
 
