@@ -46,6 +46,8 @@ class Shape(NamedTuple):
     norm: str = "divided"  # "none", "given" or "divided"
     valid: bool = False
     dtype: torch.dtype = torch.bfloat16
+    root: float = 0.0  # above 0: decays are gates
+    gain: bool = False
 
 
 def check_shapes() -> list[Shape]:
@@ -72,6 +74,8 @@ def check_shapes() -> list[Shape]:
         Shape(1, 2, 1, 300, 256, 256, 1, "identity", "given"),
         Shape(1, 2, 1, 300, 64, 256),
         Shape(1, 1, 1, 100, 256, 256, dtype=full),
+        Shape(2, 4, 2, 333, 64, 64, 1, "identity", "none", root=16.0, gain=True, valid=True),
+        Shape(2, 4, 2, 333, 64, 64, 64, "identity", "none", root=16.0, valid=True),
         Shape(8, 8, 4, 1, 64, 64),
         Shape(8, 8, 4, 1, 64, 64, 1, "identity", "none"),
         Shape(1, 8, 8, 16384, 64, 64),
@@ -98,13 +102,20 @@ def tensors(shape: Shape, device: str = "cuda") -> list[Tensor | None]:
     ]
 
 
+def gain_of(shape: Shape) -> Tensor | None:
+    """Factors of the outputs."""
+    if not shape.gain:
+        return None
+    return torch.linspace(0.5, 1.5, shape.n, device="cuda").expand(shape.b, shape.g, shape.n).unsqueeze(-1)
+
+
 def passes(shape: Shape, given: list[Tensor | None], backend: str, dtype: torch.dtype) -> list[Tensor]:
     """Results and gradients of one pass; inputs in `dtype`, states and decays in float32 or better."""
     wide = torch.promote_types(dtype, torch.float32)
     cast = [dtype] * 3 + [wide] * 3
     *numbers, valid = given
     inputs = [None if x is None else x.to(to).requires_grad_() for x, to in zip(numbers, cast, strict=True)]
-    call = LinearCall(*inputs, valid, shape.feature, 0.5, shape.norm == "divided")  # type: ignore[arg-type]
+    call = LinearCall(*inputs, valid, shape.feature, 0.5, shape.norm == "divided", gain_of(shape), shape.root)  # type: ignore[arg-type]
     results = [y for y in choose_backend("linear", backend, call).forward(call) if y is not None]
     generator = torch.Generator("cuda").manual_seed(1)
     up = [torch.randn(y.shape, generator=generator, device="cuda").to(y.dtype) for y in results]
@@ -181,7 +192,10 @@ def training(shape: Shape, backend: str = "triton") -> tuple[Callable[[], Any], 
     half = [x.to(shape.dtype).requires_grad_() for x in (q, k, v)]  # type: ignore[union-attr]
     decay = None if decay is None else decay.float().requires_grad_()
     first = [torch.zeros_like(x, dtype=torch.float32) if x is not None else None for x in (state, norm_state)]
-    call = LinearCall(*half, first[0], decay, first[1], None, shape.feature, 0.5, shape.norm == "divided")  # type: ignore[arg-type]
+    options = (shape.feature, 0.5, shape.norm == "divided", gain_of(shape), shape.root)
+    if decay is not None and shape.root:
+        decay = decay.detach().to(shape.dtype).requires_grad_()
+    call = LinearCall(*half, first[0], decay, first[1], None, *options)  # type: ignore[arg-type]
     chosen = choose_backend("linear", backend, call)
     up = torch.randn_like(half[2].detach().new_empty(shape.b, shape.n, shape.h, shape.e)).transpose(1, 2)
     variables = [*half, *([] if decay is None else [decay])]
@@ -202,8 +216,8 @@ def timed_shapes() -> dict[str, Shape]:
     for n in LENGTHS:
         b = batch_of(n)
         made[f"linear {n}"] = Shape(b, HEADS, HEADS, n, SIZE, SIZE)
-        made[f"retention {n}"] = Shape(b, HEADS, HEADS, n, SIZE, SIZE, 1, "identity", "none")
-        made[f"gla {n}"] = Shape(b, HEADS, HEADS, n, SIZE, SIZE, SIZE, "identity", "none")
+        made[f"retention {n}"] = Shape(b, HEADS, HEADS, n, SIZE, SIZE, 1, "identity", "none", gain=True)
+        made[f"gla {n}"] = Shape(b, HEADS, HEADS, n, SIZE, SIZE, SIZE, "identity", "none", root=16.0)
     n = LENGTHS[0]
     made[f"performer {n}"] = Shape(batch_of(n), HEADS, HEADS, n, 256, SIZE, 1, "identity", "divided")
     made[f"head 128 {n}"] = Shape(batch_of(n), HEADS // 2, HEADS // 2, n, 128, 128)
