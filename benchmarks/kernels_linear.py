@@ -187,18 +187,18 @@ def kernel_times(f: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
 
 
 def training(shape: Shape, backend: str = "triton") -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A forward pass, and a forward and backward pass, as a layer calls them: gradients of q, k, v and decays."""
+    """A forward pass, and a forward and backward pass, as a layer calls them: gradients of q, k, v and gates."""
     q, k, v, state, decay, norm_state, _ = tensors(shape)
     half = [x.to(shape.dtype).requires_grad_() for x in (q, k, v)]  # type: ignore[union-attr]
-    decay = None if decay is None else decay.float().requires_grad_()
+    decay = None if decay is None else decay.float()
     first = [torch.zeros_like(x, dtype=torch.float32) if x is not None else None for x in (state, norm_state)]
     options = (shape.feature, 0.5, shape.norm == "divided", gain_of(shape), shape.root)
-    if decay is not None and shape.root:
-        decay = decay.detach().to(shape.dtype).requires_grad_()
+    if decay is not None and shape.root:  # gates are learned, the decays of retention are constants
+        decay = decay.to(shape.dtype).requires_grad_()
     call = LinearCall(*half, first[0], decay, first[1], None, *options)  # type: ignore[arg-type]
     chosen = choose_backend("linear", backend, call)
     up = torch.randn_like(half[2].detach().new_empty(shape.b, shape.n, shape.h, shape.e)).transpose(1, 2)
-    variables = [*half, *([] if decay is None else [decay])]
+    variables = [*half, *([decay] if decay is not None and shape.root else [])]
 
     def forward() -> Any:
         with torch.no_grad():
