@@ -21,6 +21,7 @@ from regard.ops.linear.triton_tiles import (
     chunk_decay,
     chunk_levels,
     end_decay_columns,
+    end_decay_rows,
     gate_decay,
     inverse_norm,
     key_columns,
@@ -238,12 +239,11 @@ def linear_forward(
             den = den * share
         if HAS_KEYS:
             v = token_rows(V, i, svn, c, count, e).to(TYPE)
-            kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             if DECAY == 2:
-                rows = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
-                wide_q, wide_kt = q.to(tl.float32), kt.to(tl.float32)
-                a = halved_scores(wide_q, rows, wide_kt, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
+                a = halved_scores(q.to(tl.float32), k, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
             else:
+                kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
                 a = tl.dot(q.to(TYPE), kt.to(TYPE), input_precision=PRECISION)
                 if DECAY == 1:
                     a = a * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
@@ -252,8 +252,12 @@ def linear_forward(
             if NORM:
                 den += tl.sum(a, 1)
             o = tl.dot(a.to(TYPE), v, o, input_precision=PRECISION)
-            if DECAY > 0:
+            if DECAY == 2:
+                k = k * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
+                kt = tl.trans(k.to(TYPE))
+            if DECAY == 1:
                 kt = kt.to(tl.float32) * end_decay_columns(LEVEL, low, sln, d, count, f, C, DECAY)
+            if DECAY > 0:
                 chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
                 s = s * tl.exp(chunk)[:, None]
                 z = z * tl.exp(chunk)

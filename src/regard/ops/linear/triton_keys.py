@@ -174,8 +174,7 @@ def _value_grads(
                 if DECAY == 2:
                     rows = k.to(tl.float32)
                     q = apply_feature(token_rows(Q + head * sqh, j, sqn, d, count, f), FEATURE).to(tl.float32)
-                    qt = qt.to(tl.float32)
-                    a = halved_scores_of_keys(rows, q, qt, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
+                    a = halved_scores_of_keys(rows, q, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
                     if DECAY == 1:
