@@ -15,6 +15,7 @@ from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.mixers.base import pool_tokens
 from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie_linformer
+from regard.ops.mix_tokens import mix_tokens
 from test_limits import Largest, check_same, qkv
 
 BOTH = pytest.mark.parametrize("causal", [False, True])
@@ -517,3 +518,21 @@ def test_a_long_chunk_behind_a_memory_is_seen_in_strips(set_limits):
         y, _ = mechanism.scan(memory, *(x[:, :, 1001:] for x in (q, k, v)), places.part(1001, 2048))
         y.sum().backward()
     assert watch.most <= 2048 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 4), (3, 4), (3, 1)], ids=str)
+def test_tokens_are_mixed_by_one_product_of_whatever_shares_weights(rows, heads):
+    weights = torch.randn(rows, heads, 20, 5, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    x = torch.randn(3, 20, 4, 6, dtype=torch.float64, device=DEVICE).transpose(1, 2).requires_grad_()  # as a layer has it
+    mixed, formula = mix_tokens(weights, x), weights.mT @ x
+    close(mixed, formula)
+    for mine, theirs in zip(*(torch.autograd.grad(y.square().sum(), (weights, x)) for y in (mixed, formula)), strict=True):
+        close(mine, theirs)
+    assert torch.autograd.gradgradcheck(mix_tokens, (weights[:, :, :3, :2], x[:, :, :3, :2]))
+    assert mix_tokens(weights[:, :, :0], x[:, :, :0]).eq(0).all()
+
+
+def test_half_precision_tokens_are_summed_in_float32():
+    weights, x = (torch.full((1, 1, 4096, 1), y, dtype=torch.bfloat16, device=DEVICE) for y in (1.0, 1.5))
+    found = mix_tokens(weights, x)
+    assert found.dtype == torch.float32 and found.item() == 4096 * 1.5

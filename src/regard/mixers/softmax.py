@@ -129,6 +129,13 @@ class _Strips(CachedCore):
         return positions.finish(out, v.shape[-1])
 
 
+def softmax_of_seen(s: Tensor, seen: Tensor | None) -> Tensor:
+    """Return the softmax of scores (b h n m) over the keys that are seen, None: all; 0 in a row that sees nothing."""
+    if seen is None:
+        return s.softmax(-1)
+    return s.masked_fill(~seen, -1e30).softmax(-1) * seen
+
+
 class Additive(_Strips):
     """Similarity learned by a small network instead of a dot product.
 
@@ -154,9 +161,7 @@ class Additive(_Strips):
         return torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
 
     def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        if seen is None:
-            return s.softmax(-1)
-        return s.masked_fill(~seen, -1e30).softmax(-1) * seen
+        return softmax_of_seen(s, seen)
 
 
 class Relu(_Strips):

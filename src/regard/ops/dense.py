@@ -13,6 +13,8 @@ from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, transformed
 
+DENSE_LIMIT = 8192  # tokens up to which scores of all pairs may be made at once
+
 
 class SdpaMask(NamedTuple):
     """A padding mask in the form of the fused kernel. Rows without any key are shown all keys, and set to zero afterwards."""
@@ -65,6 +67,8 @@ def sdpa(
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
     if q.is_cuda:
         wide = ceil_div(wide, 8) * 8  # and on a GPU with odd ones too
+    if q.is_cuda and q.dtype == torch.float64:
+        _refuse_all_pairs(q, k, "float64 on a GPU has no fused kernel")
     if transformed():
         out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
     else:
@@ -83,6 +87,18 @@ def sdpa(
     return out.masked_fill(empty, 0).transpose(1, 2)
 
 
+def _refuse_all_pairs(q: Tensor, k: Tensor, why: str) -> None:
+    """Refuse to make the scores of q (b h n d) and k (b g m d) at once, where both are long."""
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return
+    n, m = q.shape[2], k.shape[2]
+    if min(n, m) > DENSE_LIMIT:
+        raise ValueError(
+            f"{why}: the scores of {n:,} queries and {m:,} keys would be one tensor, and more than {DENSE_LIMIT:,} tokens are "
+            "not allowed there; use fewer tokens, or a mechanism that is not quadratic"
+        )
+
+
 def _widened(x: Tensor, wide: int) -> Tensor:
     """Append columns of zeros up to a width."""
     missing = wide - x.shape[-1]
@@ -96,6 +112,7 @@ def _sdpa_composite(
 
     mask (b h n m): numbers to add, or True where a pair is seen.
     """
+    _refuse_all_pairs(q, k, "a transform of torch.func, forward-mode AD or a second derivative has no fused kernel")
     share = q.shape[1] // k.shape[1]
     if share != 1:
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
