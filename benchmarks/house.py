@@ -7,7 +7,7 @@ python benchmarks/house.py --list names             the names defined in two mod
 python benchmarks/house.py --anchors DIR ...        wording, names and density of other code bases, by the same definitions
 
 Definitions
-files           File basenames that occur twice in src/regard; `__init__`, `reference`, `torch` and `triton` may.
+files           File basenames that occur twice in src/regard; those of REPEATABLE may.
 homonyms        Top-level functions, classes and constants (dunder names excepted) defined in more than one module, as a share of
                 all distinct top-level names. Public names are those without a leading underscore.
 words           Words of WORDS (verbs and pronouns of persons) per 1,000 words of docstrings and comments. Text in backticks is
@@ -48,7 +48,7 @@ ORDER = (
     *("blocks", "analysis", "config", "models", "runtime", "decoding"),
     *("scores", "training", "tasks", "pretrained", "bench", "plots", "api", "__init__", "cli"),
 )
-REPEATABLE = {"__init__", "reference", "torch", "triton"}
+REPEATABLE = {"__init__", "reference", "torch", "triton", "triton_kernels"}
 _WORDS = """
 ask asks asked asking hear hears heard hearing know knows knew knowing look looks looked looking mind minds
 say says said saying speak speaks spoke spoken speaking stand stands stood standing talk talks talked talking

@@ -170,18 +170,17 @@ def report(row: dict, times: tuple[float, float]) -> dict:
     return row
 
 
-CANDIDATES = {  # rows that a program owns, rows that it takes at a time, warps, stages
+CANDIDATES = {  # rows that a program owns, rows that it takes at a time, warps, stages, two loops
     "tile_forward": [
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (64, 32, 4, 3),
-        (128, 64, 8, 2),
-        (128, 64, 8, 3),
-        (128, 64, 4, 2),
-        (128, 32, 4, 3),
+        (64, 64, 4, 3, 0),
+        (64, 64, 4, 3, 1),
+        (64, 64, 4, 2, 1),
+        (64, 32, 4, 3, 1),
+        (64, 128, 4, 2, 1),
+        (128, 64, 8, 3, 1),
     ],
-    "tile_query_gradients": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 3)],
-    "tile_key_gradients": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 4, 2)],
+    "tile_query_gradients": [(64, 64, 4, 2, 0), (64, 64, 4, 2, 1), (64, 32, 4, 3, 0), (64, 32, 4, 3, 1)],
+    "tile_key_gradients": [(64, 32, 4, 2, 0), (64, 32, 4, 2, 1), (64, 64, 4, 2, 1), (64, 32, 4, 3, 0)],
 }
 TUNED = [("Local(256)", True), ("Local(128)", False), ("Local(128) | Global(first=2)", False)]
 
@@ -192,7 +191,7 @@ def tune(width: int, dry: bool, part: int, parts: int) -> None:
     x, up = operands(8, n, d=width)
     work = [(p, kernel, c) for p in TUNED for kernel, found in CANDIDATES.items() for c in found]
     found: dict = {}
-    for number, ((text, causal), kernel, (own, taken, warps, stages)) in enumerate(work):
+    for number, ((text, causal), kernel, (own, taken, warps, stages, split)) in enumerate(work):
         listed = "Global" in text
         if (listed and (own, taken) != (64, 32)) or number % parts != part:
             continue
@@ -200,7 +199,7 @@ def tune(width: int, dry: bool, part: int, parts: int) -> None:
         table = triton_support._tuned().setdefault(card, {}).setdefault(kernel, {})
         key = f"half {max(64, width)}{' list' if listed else ''}"
         before = table.get(key)
-        table[key] = {**sizes, "num_warps": warps, "num_stages": stages}
+        table[key] = {**sizes, "num_warps": warps, "num_stages": stages, "SPLIT": split}
         triton_support._config.cache_clear()
         try:
             if dry:

@@ -14,8 +14,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "auto takes a backend that refuses": (
         R + "ops/backend.py",
-        "        if backend.refuses(*call) is None:\n",
-        "        if True:\n",
+        "if _automatic(backend, call[0]) and backend.refuses(*call) is None:\n",
+        "if _automatic(backend, call[0]):\n",
         "linear_backends",
     ),
     "a mechanism with one implementation takes any backend": (
@@ -35,6 +35,36 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "norm_state = keep * norm_state",
         "norm_state = 1 * norm_state",
         "linear_backends",
+    ),
+    "kernels count a pair in every round that holds it": (
+        R + "ops/bucket/triton_kernels.py",
+        "            seen = seen & ~within(at[r][None, :], ranges[r][0][:, None], ranges[r][1][:, None])\n",
+        "            pass\n",
+        "bucket_backends",
+    ),
+    "the gradient of a key keeps what is along it": (
+        R + "ops/bucket/bucket_backward_kernels.py",
+        "            dk = (dk - unit * along[:, None]) * short[:, None]\n",
+        "            dk = dk * short[:, None]\n",
+        "bucket_backends",
+    ),
+    "the value of a token that sees no other has no gradient": (
+        R + "ops/bucket/bucket_backward_kernels.py",
+        "            dv += own_grad\n",
+        "            pass\n",
+        "bucket_backends",
+    ),
+    "the gradient of values ignores dropout": (
+        R + "ops/bucket/bucket_backward_kernels.py",
+        "            dropped = tl.where(kept, w * keep, 0.0)\n",
+        "            pass\n",
+        "bucket_backends",
+    ),
+    "padding has a place that is seen": (
+        R + "ops/bucket/triton_kernels.py",
+        "    last = tl.where(padding, -1, tl.load(LAST + group, mask=inside, other=0))\n",
+        "    last = tl.load(LAST + group, mask=inside, other=0)\n",
+        "bucket_backends",
     ),
     "a strip ends where it begins": (R + "ops/strip.py", "range(size, n + size, size)", "range(0, n, size)", "strip"),
     "a strip is kept for the backward pass": (

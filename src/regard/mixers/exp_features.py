@@ -25,9 +25,9 @@ from regard.mixers.linear_attention import Kernel
 from regard.ops.linear.feature_maps import safe_ratio
 from regard.ops.linear.linear_op import (
     decayed_prefix_sum,
+    divided_linear_attention,
     linear_attention,
     linear_read,
-    normalized_linear_attention,
     normalized_linear_write,
 )
 from regard.ops.linear.prefix import cumulative_max
@@ -225,10 +225,8 @@ class Performer(Estimator, _ExpFeatures):
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
         queries = self._queries(q, places)
-        out, norm, s, z = normalized_linear_attention(
-            queries, keys, v, memory.s, memory.z, log_decay=decay, backend=self.dims.backend
-        )
-        return safe_ratio(out, norm), ExpSums(s, z, top)
+        out, s, z = divided_linear_attention(queries, keys, v, memory.s, memory.z, log_decay=decay, backend=self.dims.backend)
+        return out, ExpSums(s, z, top)
 
 
 def _limit(max_norm: float | str | None) -> float | None:

@@ -72,12 +72,10 @@ class Sparse(CachedCore):
     def alive(self, j: Tensor, t: Tensor) -> Tensor:
         return self.pattern.alive(j, t)
 
-    def scan(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache]:
-        if q.shape[2] == 1 and type(self).answer is Sparse.answer:  # a subclass may have scores of its own
-            done = self._attention(True).step(memory, q, k, v, places)
-            if done is not None:
-                return done
-        return super().scan(memory, q, k, v, places)
+    def scan_one(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache] | None:
+        if type(self).answer is not Sparse.answer:  # a subclass may have scores of its own
+            return None
+        return self._attention(True).step(memory, q, k, v, places)
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         return self._attention(causal)(log, q, places)[0]

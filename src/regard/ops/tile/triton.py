@@ -14,11 +14,10 @@ from torch import Tensor
 from regard.cache import bounded_cache
 from regard.ops.dropout_hash import head_numbers, keep_threshold, key_keys, query_keys
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall
-from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config, triton_cannot_run
+from regard.ops.triton_support import HALVES, WIDEST_HEAD, block_of, dot_precision, kernel_config, triton_cannot_run
 from regard.patterns.tile_list import TILE, KernelItems, KernelPlan, StridedBand, kernel_items, kernel_plan
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 
-WIDEST_HEAD = 256
 WIDEST_FLOAT_HEAD = 128  # the tiles of wider ones do not fit into the shared memory of a multiprocessor
 FURTHEST = 1 << 31  # elements of one head that 32-bit offsets reach
 
@@ -164,7 +163,7 @@ class TritonPass:
         listed = "" if group.by_query is None else " list"
         width = max(block_of(self.d, self.device), block_of(self.e, self.device))
         config = kernel_config(kernel, f"{kind} {width}{listed}", self.device)
-        return {**config, "SUB": TILE // min(config["BM"], config["BN"])}
+        return {"SPLIT": 0, **config, "SUB": TILE // min(config["BM"], config["BN"])}
 
     def _grid(self, group: _Group, items: KernelItems | None, length: int, tile: int, heads: int) -> tuple[tuple[int, int], int]:
         """Return the grid, and the tiles of a residue class."""

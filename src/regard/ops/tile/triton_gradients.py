@@ -13,20 +13,21 @@ import triton.language as tl
 from regard.ops.tile.triton_kernels import (
     BAND_MASK,
     BITS_MASK,
-    LOG2E,
+    LIST_TILE,
     LOWEST,
-    TILE,
+    RUN_TIME_NUMBERS,
     band_of_queries,
     closed_range,
     inside_range,
-    kept_pairs,
-    load_columns,
-    load_rows,
+    load_tile,
+    load_tile_transposed,
     locate,
     scores_of_keys,
+    split_band,
     store_part,
-    store_rows,
+    store_tile,
 )
+from regard.ops.triton_math import LOG2E, hash_keeps
 
 
 @triton.jit
@@ -37,8 +38,8 @@ def query_step(dq, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.co
     q, x, ranges, query_keys, slope, threshold, kept, d_out, lse, pull = own
     K, V, VALID, KEYS, skn, svn, first_key, shift, step, m = at
     j = tl.minimum(first_key + y * step, m - 1)
-    k = load_columns(K, j, skn, D, BD)
-    v = load_columns(V, j, svn, E, BE)
+    k = load_tile_transposed(K, j, skn, D, BD)
+    v = load_tile_transposed(V, j, svn, E, BE)
     valid = y < 0
     if VALIDS:
         valid = tl.load(VALID + j) != 0
@@ -46,17 +47,18 @@ def query_step(dq, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.co
     p = tl.exp2(s - lse[:, None])
     dp = tl.dot(d_out, v, input_precision=PRECISION)
     if DROP:
-        dp = tl.where(kept_pairs(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), dp * kept, 0.0)
+        dp = tl.where(hash_keeps(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), dp * kept, 0.0)
     ds = p * (dp - pull[:, None])
     return tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART,
                     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sdb, sdh, sdn, sgb, sgh, sgn,
                     n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
                     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, ITEMISED: tl.constexpr, SHARED: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                    ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                     MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
                     DROP: tl.constexpr, LSES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write the gradient of one tile of queries, and their pull. With MORE, it is added to what is there."""
@@ -70,10 +72,10 @@ def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QU
     x = tile * BM + rows
     i = first_query + x * step
     here = tl.minimum(i, n - 1)
-    q = load_rows(Q + b * sqb + h * sqh, here, sqn, D, BD)
+    q = load_tile(Q + b * sqb + h * sqh, here, sqn, D, BD)
     q = (q * (scale * LOG2E)).to(q.dtype)
-    d_out = load_rows(D_OUT + b * sdb + h * sdh, here, sdn, E, BE)
-    out = load_rows(OUT + b * sob + h * soh, here, son, E, BE)
+    d_out = load_tile(D_OUT + b * sdb + h * sdh, here, sdn, E, BE)
+    out = load_tile(OUT + b * sob + h * soh, here, son, E, BE)
     pull = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if LSES:
         pull -= tl.load(D_LSE + line + here)
@@ -93,16 +95,25 @@ def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QU
     y0 = tl.arange(0, BN)
     low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
     high = tl.minimum(tile * BM + BM + shift + ahead, keys)
-    for j0 in range(low, high, BN):
-        dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+    if SPLIT:
+        whole = tile * BM + BM - 1 + shift - back
+        inner, outer, left, right = split_band(low, high, whole, tl.minimum(tile * BM + shift + ahead, keys - 1), BN)
+        for j0 in range(inner, outer, BN):
+            dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+        for z in range(0, left + right):
+            y = tl.where(z < left, low + z * BN, outer + (z - left) * BN) + y0
+            dq = query_step(dq, own, at, y, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+    else:
+        for j0 in range(low, high, BN):
+            dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
     if ITEMISED:
         for z in range(first * SUB, middle * SUB):
-            y = tl.load(ENTRIES + z // SUB * 2) * TILE + z % SUB * BN + y0
+            y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
             dq = query_step(dq, own, at, y, rows, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION)
         for z in range(middle * SUB, last * SUB):
             entry = ENTRIES + z // SUB * 2
-            y = tl.load(entry) * TILE + z % SUB * BN + y0
-            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * TILE + rows)
+            y = tl.load(entry) * LIST_TILE + z % SUB * BN + y0
+            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
             dq = query_step(dq, own, at, y, word, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION)
     dq = dq * scale
     DQ += b * sgb + h * sgh
@@ -110,8 +121,8 @@ def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QU
         store_part(PART, tl.program_id(1) * slots + slot, dq, BM, BD)
     else:
         if MORE:
-            dq += load_rows(DQ, here, sgn, D, BD).to(tl.float32)
-        store_rows(DQ, i, sgn, n, dq, D, BD)
+            dq += load_tile(DQ, here, sgn, D, BD).to(tl.float32)
+        store_tile(DQ, i, sgn, n, dq, D, BD)
 
 
 @triton.jit
@@ -123,8 +134,8 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     Q, D_OUT, LSE, PULL, QUERY_KEYS, sqn, sdn, first_query, shift, step, n = at
     low, width, hole_low, hole_width = ranges
     i = tl.minimum(first_query + x * step, n - 1)
-    q = load_columns(Q, i, sqn, D, BD)
-    d_out = load_rows(D_OUT, i, sdn, E, BE)
+    q = load_tile_transposed(Q, i, sqn, D, BD)
+    d_out = load_tile(D_OUT, i, sdn, E, BE)
     lse = tl.load(LSE + i)
     lse = tl.where(lse > LOWEST, lse * LOG2E, -LOWEST)
     pull = tl.load(PULL + i)
@@ -135,7 +146,7 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
         s = tl.where(inside_range(x[None, :], low[:, None], width[:, None]), s, float("-inf"))
     if MASK == BITS_MASK:
         early, late = words
-        word = tl.where((y % TILE < 32)[:, None], early[None, :], late[None, :])
+        word = tl.where((y % LIST_TILE < 32)[:, None], early[None, :], late[None, :])
         s = tl.where(((word >> (y % 32)[:, None]) & 1) != 0, s, float("-inf"))
     if HOLE:
         s = tl.where(inside_range(x[None, :], hole_low[:, None], hole_width[:, None]), float("-inf"), s)
@@ -144,7 +155,7 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     p = tl.exp2(s - lse[None, :])
     dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
     if DROP:
-        keep = kept_pairs(tl.load(QUERY_KEYS + i)[None, :], key_keys[:, None], threshold)
+        keep = hash_keeps(tl.load(QUERY_KEYS + i)[None, :], key_keys[:, None], threshold)
         dp = tl.where(keep, dp * kept, 0.0)
         dv = tl.dot(tl.where(keep, p * kept, 0.0).to(d_out.dtype), d_out, dv, input_precision=PRECISION)
     else:
@@ -154,12 +165,13 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART_K, PART_V,
                   sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sdb, sdh, sdn, sgb, sgh, sgn, swb, swh, swn,
                   n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, G, tiles, slots,
                   R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, ITEMISED: tl.constexpr, SHARED: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                  ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                   MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
                   DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write the gradients of one tile of keys and values, summed over the query heads that share them."""
@@ -178,8 +190,8 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
     y = tile * BN + rows
     j = first_key + y * step
     here = tl.minimum(j, m - 1)
-    k = load_rows(K + b * skb + g * skh, here, skn, D, BD)
-    v = load_rows(V + b * svb + g * svh, here, svn, E, BE)
+    k = load_tile(K + b * skb + g * skh, here, skn, D, BD)
+    v = load_tile(V + b * svb + g * svh, here, svn, E, BE)
     valid = y < 0
     if VALIDS:
         valid = tl.load(VALID + b * m + here) != 0
@@ -202,18 +214,27 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
         at = (Q + b * sqb + h * sqh, D_OUT + b * sdb + h * sdh, LSE + line, PULL + line, QUERY_KEYS + line,
               sqn, sdn, first_query, shift, step, n)  # fmt: skip
         none = (x0, x0)
-        for i0 in range(start, end, BM):
-            dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+        if SPLIT:
+            whole = tile * BN + BN - 1 - shift - ahead
+            inner, outer, left, right = split_band(start, end, whole, tl.minimum(tile * BN - shift + back, queries - 1), BM)
+            for i0 in range(inner, outer, BM):
+                dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+            for z in range(0, left + right):
+                x = tl.where(z < left, start + z * BM, outer + (z - left) * BM) + x0
+                dk, dv = key_step(dk, dv, own, at, x, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+        else:
+            for i0 in range(start, end, BM):
+                dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
         if ITEMISED:
             for z in range(first * SUB, middle * SUB):
-                x = tl.load(ENTRIES + z // SUB * 2) * TILE + z % SUB * BM + x0
+                x = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BM + x0
                 dk, dv = key_step(dk, dv, own, at, x, none, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION)
             for z in range(middle * SUB, last * SUB):
                 entry = ENTRIES + z // SUB * 2
                 x1 = z % SUB * BM + x0
-                bits = MASKS + tl.load(entry + 1) * 2 * TILE + x1
-                words = (tl.load(bits), tl.load(bits + TILE))
-                x = tl.load(entry) * TILE + x1
+                bits = MASKS + tl.load(entry + 1) * 2 * LIST_TILE + x1
+                words = (tl.load(bits), tl.load(bits + LIST_TILE))
+                x = tl.load(entry) * LIST_TILE + x1
                 dk, dv = key_step(dk, dv, own, at, x, words, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION)
     dk = dk * scale
     DK += b * sgb + g * sgh
@@ -224,7 +245,7 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
         store_part(PART_V, number, dv, BN, BE)
     else:
         if MORE:
-            dk += load_rows(DK, here, sgn, D, BD).to(tl.float32)
-            dv += load_rows(DV, here, swn, E, BE).to(tl.float32)
-        store_rows(DK, j, sgn, m, dk, D, BD)
-        store_rows(DV, j, swn, m, dv, E, BE)
+            dk += load_tile(DK, here, sgn, D, BD).to(tl.float32)
+            dv += load_tile(DV, here, swn, E, BE).to(tl.float32)
+        store_tile(DK, j, sgn, m, dk, D, BD)
+        store_tile(DV, j, swn, m, dv, E, BE)

@@ -18,20 +18,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from regard.ops.triton_math import LN2, LOG2E, hash_keeps
+
 LOWEST = tl.constexpr(-1.0e30)
-FAR = tl.constexpr(1 << 30)
-GOLDEN_32 = tl.constexpr(-1640531527)  # as in `regard.ops.dropout_hash`
-SQRT2_32 = tl.constexpr(1779033703)
-TILE = tl.constexpr(64)  # queries and keys of a tile of a list
+NOWHERE = tl.constexpr(1 << 30)
+LIST_TILE = tl.constexpr(64)  # queries and keys of a tile of a list
+RUN_TIME_NUMBERS = (
+    "n",
+    "m",
+    "t",
+    "u",
+    "back",
+    "ahead",
+    "hole_back",
+    "hole_ahead",
+    "step",
+    "tiles",
+    "slots",
+)  # compiled for all values
 FIELDS = tl.constexpr(8)  # numbers of an item
 BAND_MASK = tl.constexpr(1)  # what hides pairs of a tile: the range of keys of a query
 BITS_MASK = tl.constexpr(2)  # or a bit for each pair; 0: nothing
 
 
 @triton.jit
-def load_rows(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
+def load_tile(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
     """Load rows (r) of a matrix with C columns as (r BC)."""
     c = tl.arange(0, BC)
     at = P + rows[:, None] * stride + c[None, :]
@@ -43,7 +54,7 @@ def load_rows(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_columns(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
+def load_tile_transposed(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
     """Load rows (r) of a matrix with C columns, transposed: (BC r)."""
     c = tl.arange(0, BC)
     at = P + rows[None, :] * stride + c[:, None]
@@ -55,7 +66,7 @@ def load_columns(P, rows, stride, C: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def store_rows(P, rows, stride, end, x, C: tl.constexpr, BC: tl.constexpr):
+def store_tile(P, rows, stride, end, x, C: tl.constexpr, BC: tl.constexpr):
     """Store (r BC) into rows of a matrix with C columns, except behind the end."""
     c = tl.arange(0, BC)
     at = P + rows[:, None] * stride + c[None, :]
@@ -79,15 +90,7 @@ def inside_range(x, low, width):
 def closed_range(low, high):
     """Return the begin and the width of a range, such that an empty one holds no number."""
     empty = high < low
-    return tl.where(empty, FAR, low), tl.where(empty, 0, high - low)
-
-
-@triton.jit
-def kept_pairs(query_keys, key_keys, threshold):
-    """Return which pairs dropout keeps, from the keys of queries and keys, which broadcast."""
-    x = (query_keys ^ key_keys) * GOLDEN_32
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * SQRT2_32
-    return x >= threshold
+    return tl.where(empty, NOWHERE, low), tl.where(empty, 0, high - low)
 
 
 @triton.jit
@@ -147,6 +150,19 @@ def band_of_queries(x, band, hole, residue):
 
 
 @triton.jit
+def split_band(low, high, first_whole, last_whole, B: tl.constexpr):
+    """Split low .. high - 1 in steps of B: where the steps begin and end that hold every pair, and how many lie on each side.
+
+    first_whole, last_whole: the first number from which, and the last up to which no pair is missing.
+    """
+    inner = (tl.maximum(first_whole, 0) + B - 1) // B * B
+    outer = tl.maximum(last_whole + 1, 0) // B * B
+    inner = tl.minimum(tl.maximum(inner, low), tl.maximum(high, low))
+    outer = tl.maximum(tl.minimum(outer, high), inner)
+    return inner, outer, (inner - low + B - 1) // B, (tl.maximum(high - outer, 0) + B - 1) // B
+
+
+@triton.jit
 def scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK: tl.constexpr, HOLE: tl.constexpr,
                    VALIDS: tl.constexpr, SLOPED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return the scores (queries keys) of a tile, hidden pairs -inf. ranges: those of the queries; word (queries): 32 bits."""
@@ -173,8 +189,8 @@ def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.const
     q, x, ranges, query_keys, slope, threshold = own
     K, V, VALID, KEYS, skn, svn, first_key, shift, step, m = at
     j = tl.minimum(first_key + y * step, m - 1)
-    k = load_columns(K, j, skn, D, BD)
-    v = load_rows(V, j, svn, E, BE)
+    k = load_tile_transposed(K, j, skn, D, BD)
+    v = load_tile(V, j, svn, E, BE)
     valid = y < 0
     if VALIDS:
         valid = tl.load(VALID + j) != 0
@@ -184,17 +200,18 @@ def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.const
     fade = tl.exp2(top - new)
     total = total * fade + tl.sum(p, 1)
     if DROP:
-        p = tl.where(kept_pairs(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), p, 0.0)
+        p = tl.where(hash_keeps(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     return acc, total, new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART, PART_LSE,
                  sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
                  n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
                  R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, ITEMISED: tl.constexpr, SHARED: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                 ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                  MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
                  DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write the outputs and log-sum-exp of one tile of queries. With MORE, what is there already counts too."""
@@ -208,7 +225,7 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
     x = tile * BM + rows
     i = first_query + x * step
     here = tl.minimum(i, n - 1)
-    q = load_rows(Q + b * sqb + h * sqh, here, sqn, D, BD)
+    q = load_tile(Q + b * sqb + h * sqh, here, sqn, D, BD)
     q = (q * (scale * LOG2E)).to(q.dtype)
     slope = 0.0
     if SLOPED:
@@ -222,7 +239,7 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
     top = tl.full([BM], LOWEST, tl.float32)
     OUT += b * sob + h * soh
     if MORE:
-        acc = load_rows(OUT, here, son, E, BE).to(tl.float32) / kept
+        acc = load_tile(OUT, here, son, E, BE).to(tl.float32) / kept
         top = tl.load(LSE + line + here) * LOG2E
         total += tl.where(top > LOWEST, 1.0, 0.0)
     own = (q, x, ranges, query_keys, slope, threshold)
@@ -230,20 +247,33 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
     y0 = tl.arange(0, BN)
     low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
     high = tl.minimum(tile * BM + BM + shift + ahead, keys)
-    for j0 in range(low, high, BN):
-        acc, total, top = forward_step(
-            acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
-        )
+    if SPLIT:
+        whole = tile * BM + BM - 1 + shift - back
+        inner, outer, left, right = split_band(low, high, whole, tl.minimum(tile * BM + shift + ahead, keys - 1), BN)
+        for j0 in range(inner, outer, BN):
+            acc, total, top = forward_step(
+                acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION
+            )
+        for z in range(0, left + right):
+            y = tl.where(z < left, low + z * BN, outer + (z - left) * BN) + y0
+            acc, total, top = forward_step(
+                acc, total, top, own, at, y, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
+            )
+    else:
+        for j0 in range(low, high, BN):
+            acc, total, top = forward_step(
+                acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
+            )
     if ITEMISED:
         for z in range(first * SUB, middle * SUB):
-            y = tl.load(ENTRIES + z // SUB * 2) * TILE + z % SUB * BN + y0
+            y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
             acc, total, top = forward_step(
                 acc, total, top, own, at, y, rows, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION
             )
         for z in range(middle * SUB, last * SUB):
             entry = ENTRIES + z // SUB * 2
-            y = tl.load(entry) * TILE + z % SUB * BN + y0
-            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * TILE + rows)
+            y = tl.load(entry) * LIST_TILE + z % SUB * BN + y0
+            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
             acc, total, top = forward_step(
                 acc, total, top, own, at, y, word, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION
             )
@@ -256,11 +286,11 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
         store_part(PART, number, out, BM, BE)
         tl.store(PART_LSE + number.to(tl.int64) * BM + rows, lse)
     else:
-        store_rows(OUT, i, son, n, out, E, BE)
+        store_tile(OUT, i, son, n, out, E, BE)
         tl.store(LSE + line + i, lse, mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
                 E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """Merge the attention of one tile of queries over several parts of its keys by log-sum-exp."""
@@ -290,12 +320,12 @@ def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
     some = total > 0
     whole = tl.where(some, total, 1.0)
     i = tile * BM + rows
-    store_rows(OUT + b.to(tl.int64) * sob + h.to(tl.int64) * soh, i, son, n, acc / whole[:, None], E, BE)
+    store_tile(OUT + b.to(tl.int64) * sob + h.to(tl.int64) * soh, i, son, n, acc / whole[:, None], E, BE)
     lse = tl.where(some, (top + tl.log2(whole)) * LN2, LOWEST)
     tl.store(LSE + (b * H + h).to(tl.int64) * n + i, lse, mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def sum_parts(TOTAL, MERGES, PART, sb, sh, sn, n, H, slots,
               C: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """Sum the gradient of one tile over the parts it was computed in."""
@@ -313,4 +343,4 @@ def sum_parts(TOTAL, MERGES, PART, sb, sh, sn, n, H, slots,
     for slot in range(tl.load(merge + 2), tl.load(merge + 3)):
         at = (row * slots + slot).to(tl.int64) * BM + rows
         total += tl.load(PART + at[:, None] * BC + c[None, :])
-    store_rows(TOTAL + b.to(tl.int64) * sb + h.to(tl.int64) * sh, tile * BM + rows, sn, n, total, C, BC)
+    store_tile(TOTAL + b.to(tl.int64) * sb + h.to(tl.int64) * sh, tile * BM + rows, sn, n, total, C, BC)
