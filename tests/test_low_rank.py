@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as exact
 
+import regard.mixers.attention as attention
 import regard.mixers.low_rank as low_rank
 from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
@@ -536,3 +537,29 @@ def test_half_precision_tokens_are_summed_in_float32():
     weights, x = (torch.full((1, 1, 4096, 1), y, dtype=torch.bfloat16, device=DEVICE) for y in (1.0, 1.5))
     found = mix_tokens(weights, x)
     assert found.dtype == torch.float32 and found.item() == 4096 * 1.5
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("share", ["head", "kv"])
+def test_sums_of_tokens_are_projected_where_heads_share_weights(share, cross, monkeypatch):
+    """A linear map of a sum is the sum of its maps: the same layer, with rank vectors to project in place of all tokens."""
+    torch.manual_seed(0)
+    made = layer(f"linformer(rank=6, share={share!r})", width=32, heads=4, kv_heads=2, max_len=50, cross=cross)
+    made = made.to(DEVICE, torch.float64)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.normal_(std=0.2)
+    x, more = data(20).requires_grad_(), data(50, seed=5).requires_grad_()
+    read = more if cross else x
+    valid = torch.rand(read.shape[:2], generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7
+    options = {"context": more, "valid": valid} if cross else {"valid": valid}
+    inputs, sizes, found = [x, *([more] if cross else []), *made.parameters()], [], []
+    for pools in (True, False):
+        monkeypatch.setattr(made, "_pools", pools)
+        monkeypatch.setattr(attention, "linear", lambda y, *rest: sizes.append(y.shape[1]) or nn.functional.linear(y, *rest))
+        y = made(x, **options)
+        monkeypatch.undo()
+        found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    assert sizes[:2] == [6, 6] and sizes[2:] == [read.shape[1]]
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import accumulator
@@ -72,7 +72,7 @@ def sdpa(
     if transformed():
         out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
     else:
-        q, k, v = (_widened(x, wide) for x in (q, k, v))
+        q, k, v = (widened(x, wide) for x in (q, k, v))
         grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - sizes may be symbols, which the kernel refuses
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped
@@ -99,10 +99,10 @@ def _refuse_all_pairs(q: Tensor, k: Tensor, why: str) -> None:
         )
 
 
-def _widened(x: Tensor, wide: int) -> Tensor:
-    """Append columns of zeros up to a width."""
+def widened(x: Tensor, wide: int) -> Tensor:
+    """Append columns of zeros up to a width. Joined, not padded: the gradient is then a view."""
     missing = wide - x.shape[-1]
-    return pad(x, (0, missing)) if missing > 0 else x
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], missing)], -1) if missing > 0 else x
 
 
 def _sdpa_composite(
