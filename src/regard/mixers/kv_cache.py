@@ -73,7 +73,7 @@ class KVCache(NamedTuple):
         traced = torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))
         if self.size and not traced:
             return self._written(k, v, places)
-        valid = places.every if places.valid is None else places.valid
+        valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
         if self.size == 0:  # nothing to join with: take the tensors as they are
             return KVCache(k, v, places.at, valid, n, places.start, places.valid is None, WriteCursor(n), self.looked, places)
         both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)

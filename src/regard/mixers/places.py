@@ -120,11 +120,6 @@ class Places:
         return self.derived("count", lambda: valid.sum(1))
 
     @property
-    def every(self) -> Tensor:
-        """A mask (b n) that is True everywhere: of caches, where `valid` is None."""
-        return self.derived("every", lambda: torch.ones_like(self.at, dtype=torch.bool))
-
-    @property
     def longest(self) -> int:
         """The largest position of a real token, plus 1. Reads the device, unless `positions_below` gives a bound."""
         bound = position_bound()
