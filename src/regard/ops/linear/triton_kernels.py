@@ -42,10 +42,11 @@ def linear_sums(
     gate_root, n, segs, SEG, G,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, FEATURE: tl.constexpr,
-    HAS_VALID: tl.constexpr, GATES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_VALID: tl.constexpr, GATES: tl.constexpr, CUMSUM: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
 
+    CUMSUM: `tl.cumsum` may be used, which fails beside other sums for some numbers of warps.
     LEVEL (b g n), or (b g n f) for a decay per feature, gets the log decay from the start of the chunk up to every token.
     """
     pid = tl.program_id(0)
@@ -82,7 +83,10 @@ def linear_sums(
             log = tl.load(LD + j * sln, mask=j < count, other=0.0).to(tl.float32)
             if GATES:
                 log = tl.where(present(VALID, j, count, HAS_VALID), gate_decay(log, gate_root), 0.0)
-            level = tl.sum(tl.where(r[:, None] >= r[None, :], log[None, :], 0.0), 1)
+            if CUMSUM:
+                level = tl.cumsum(log, 0)
+            else:
+                level = tl.sum(tl.where(r[:, None] >= r[None, :], log[None, :], 0.0), 1)
             total_log = tl.sum(log, 0)
             kt = kt.to(tl.float32) * tl.exp(tl.minimum(total_log - level, 0.0))[None, :]
             chunk = total_log + tl.zeros([BF], tl.float32)

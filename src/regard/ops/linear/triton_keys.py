@@ -28,7 +28,7 @@ def _key_grads(
     scale, gate_root, n, slots, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr, GATES: tl.constexpr,
+    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr, GATES: tl.constexpr, CUMSUM: tl.constexpr,
     HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK (b n g f) of one segment and part of the features, and with DECAY_GRAD the gradient of its decays."""
@@ -101,7 +101,10 @@ def _key_grads(
             k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
             if DECAY == 1:
                 product -= tl.sum(k * dk, 1)
-                grad = total + tl.sum(tl.where(late, product[None, :], 0.0), 1)
+                if CUMSUM:
+                    grad = total + tl.cumsum(product, 0, reverse=True)
+                else:
+                    grad = total + tl.sum(tl.where(late, product[None, :], 0.0), 1)
                 total += tl.sum(product, 0)
                 if GATES:
                     gate = tl.load(GATE + j * sgn, mask=j < count, other=0.0).to(tl.float32)
@@ -109,7 +112,10 @@ def _key_grads(
                 tl.store(DLD + (part * kv_all + bg) * n + start + j, grad.to(DLD.dtype.element_ty), mask=j < count)
             else:
                 products -= k * dk
-                grads = behind[None, :] + tl.cumsum(products, 0, reverse=True)
+                if CUMSUM:
+                    grads = behind[None, :] + tl.cumsum(products, 0, reverse=True)
+                else:
+                    grads = behind[None, :] + tl.dot(late.to(tl.float32), products, input_precision="tf32x3")
                 behind += tl.sum(products, 0)
                 mask = (j[:, None] < count) & inside[None, :]
                 if GATES:
@@ -197,12 +203,13 @@ def linear_backward_keys(
     scale, gate_root, n, segs, SEG, heads_all, kv_all, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PF: tl.constexpr, PE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr, GATES: tl.constexpr,
+    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr, GATES: tl.constexpr, CUMSUM: tl.constexpr,
     HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK and DLD, or DV, of one segment and key-value head; the query heads of the latter are added one after the other.
 
     BF and BE hold all features and all values; a program computes PF of the former or PE of the latter.
+    CUMSUM: `tl.cumsum` may be used, which fails beside other sums for some numbers of warps.
     """
     FEATURE_PARTS: tl.constexpr = BF // PF
     PARTS: tl.constexpr = FEATURE_PARTS + BE // PE
@@ -229,7 +236,7 @@ def linear_backward_keys(
             Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD, GATE,
             sqh, sqn, skn, svn, sln, sdh, sdn, sgn,
             scale, gate_root, n, segs + 1, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
-            f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD, GATES,
+            f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD, GATES, CUMSUM,
             HALVINGS, TYPE, PRECISION,
         )  # fmt: skip
     else:

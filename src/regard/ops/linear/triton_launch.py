@@ -192,7 +192,8 @@ def _segment_states(
     linear_sums[(parts * run.segs * run.b * run.g,)](
         *filled(some, x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels),
         *run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, run.seg, run.g,
-        BF=run.bf, BE=width, PARTS=parts, GATES=x.gate_root > 0, **run.flags, **run.product, **tiles,
+        BF=run.bf, BE=width, PARTS=parts, GATES=x.gate_root > 0, CUMSUM=tiles["num_warps"] <= 4,
+        **run.flags, **run.product, **tiles,
     )  # fmt: skip
     scan_segments(run, own, own_z, (own, own_z), decays, (x.state, x.norm_state), (last, last_z), heads=1)
     return own, own_z, decays, levels

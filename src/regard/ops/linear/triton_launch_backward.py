@@ -128,13 +128,14 @@ def _key_grads(
         d_decay = run.new(parts, run.b, run.g, run.n)
         if run.decay == 2:
             d_decay = run.new(run.b, run.g, run.n, run.f, dtype=x.log_decay.dtype)
+    tiles = run.tiles("linear_backward_keys")
     linear_backward_keys[((parts + run.be // values) * run.segs * run.b * run.g,)](
         *filled(some, x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, *adjoint, qd, dots),
         *filled(some, d_k, d_v, d_decay, x.log_decay),
         *run.strides(x.q, x.k, x.v, kept.levels, d_out, x.log_decay),
         x.scale, x.gate_root, run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.h, run.h // run.g,
         BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=run.divides, HAS_QUERIES=x.q is not None,
-        DECAY_GRAD=dots is not None, GATES=x.gate_root > 0, **run.flags, **run.product, **run.tiles("linear_backward_keys"),
+        DECAY_GRAD=dots is not None, GATES=x.gate_root > 0, CUMSUM=tiles["num_warps"] <= 4, **run.flags, **run.product, **tiles,
     )  # fmt: skip
     if d_decay is not None:
         assert x.log_decay is not None
