@@ -28,8 +28,8 @@ def _key_grads(
     scale, gate_root, n, slots, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr, GATES: tl.constexpr, CUMSUM: tl.constexpr,
-    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    GATES: tl.constexpr, CUMSUM: tl.constexpr, HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK (b n g f) of one segment and part of the features, and with DECAY_GRAD the gradient of its decays."""
     d = part * BF + tl.arange(0, BF)
@@ -203,8 +203,8 @@ def linear_backward_keys(
     scale, gate_root, n, segs, SEG, heads_all, kv_all, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PF: tl.constexpr, PE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr, GATES: tl.constexpr, CUMSUM: tl.constexpr,
-    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    GATES: tl.constexpr, CUMSUM: tl.constexpr, HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK and DLD, or DV, of one segment and key-value head; the query heads of the latter are added one after the other.
 
