@@ -22,6 +22,7 @@ from torch import Tensor
 
 from regard import Dims, attend, core
 from regard.ops.bucket import triton as fused
+from regard.ops.bucket.bucket_launch import sorted_places
 from regard.ops.bucket.bucket_op import BucketCall, bucket_attention, product_labels
 
 TOKENS, HEADS, HEAD = 32768, 8, 64
@@ -223,7 +224,7 @@ def compare(n: int) -> None:
         measure(f"n={n} operation {name} triton", lambda call=call: bucket_attention(call, "triton"), call[:3])
         if n == LENGTHS[0]:
             measure(f"n={n} operation {name} torch", lambda call=call: bucket_attention(call, "torch"), call[:3], graphs=False)
-            report(what=f"n={n} sort {name}", forward=graph_time(lambda call=call: fused.sorted_places(call)))
+            report(what=f"n={n} sort {name}", forward=graph_time(lambda call=call: sorted_places(call)))
     q, _, v = (x.detach().requires_grad_() for x in call[:3])
     for spec in ("reformer", "routing"):
         for causal in (True, False):

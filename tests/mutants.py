@@ -123,8 +123,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "strips ignore causal": (
         R + "mixers/softmax.py",
-        "if causal else seen.expand(-1, 1, i.shape[1], -1)",
-        "if False else seen.expand(-1, 1, i.shape[1], -1)",
+        "            if causal:\n                past = distance >= 0\n",
+        "            if False:\n                past = distance >= 0\n",
     ),
     "a kernel scan sees one token ahead": (R + "ops/linear/torch.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
@@ -384,8 +384,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "slots that nothing was written into are seen": (
         R + "mixers/low_rank.py",
-        "seen = memory.seen | _writes(to_k, to_v).any(2)",
-        "seen = torch.ones_like(memory.seen | _writes(to_k, to_v).any(2))",
+        "seen = memory.seen | _any_writes(to_k, to_v)",
+        "seen = torch.ones_like(memory.seen | _any_writes(to_k, to_v))",
     ),
     "a stride is seen before it is finished": (
         R + "mixers/compressed.py",

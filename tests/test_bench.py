@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from conftest import DEVICE
 from regard.bench import floors, summary, token_step, whole_models
-from regard.bench.floors import BOTH, FORWARD, floor_of
+from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import OURS, Request, Session, jobs_of
@@ -84,7 +84,7 @@ def test_floors_of_full_attention_are_pairs_and_tensors():
     found = floor("softmax")
     assert found.flops == 3 * 2 * 64 * 64 * 2 * (16 + 16)
     assert found.bytes == 4 * tensor
-    both = floor("softmax", work=BOTH)
+    both = floor("softmax", work=TRAINING)
     assert both.flops == 3.5 * found.flops
     assert both.bytes == 11 * tensor
     assert floor("softmax", causal=True).flops == found.flops * 65 / 128
@@ -222,6 +222,17 @@ def test_a_decoding_step_and_its_baseline():
     assert "cannot do causal" in refused["reason"]
 
 
+def test_bytes_of_a_state_are_those_of_its_tokens():
+    layer = build_mixer(Spec.parse("softmax"), Setting(64, 2, 2, 16, True))
+    _, state = layer.extend(layer.start(2), torch.randn(2, 20, 32))
+    cache = 2 * 2 * 2 * 20 * 16 * 4
+    assert token_step.held_bytes(state.memory) == cache < state.nbytes
+    assert token_step.moved_bytes(state.memory) == cache
+    linear = build_mixer(Spec.parse("linear"), Setting(64, 2, 2, 16, True))
+    memory = linear.extend(linear.start(2), torch.randn(2, 20, 32))[1].memory
+    assert token_step.moved_bytes(memory) == 2 * token_step.held_bytes(memory) == 2 * 2 * 2 * (16 * 16 + 16) * 4
+
+
 def test_the_baseline_of_a_step_is_attention_over_its_cache():
     where = Setting(16, 2, 2, 16, True)
     layer = token_step.CachedSDPA(where, 16)
@@ -277,8 +288,10 @@ def invoke(*words):
 
 
 def test_the_command(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install matplotlib, to draw")
     numbers, picture = tmp_path / "speed.json", tmp_path / "speed.png"
     short = ["--tokens", "64", "--heads", "2", "--dim", "16", "--seconds", "0.002", "--device", "cpu"]
+    short += ["--against", "SDPA"]
     done = invoke("--mixers", "Local(8); linear", "--lengths", "32,64", *short, "--json", str(numbers), "--out", str(picture))
     assert done.exit_code == 0, done.output
     assert "Local(8)" in done.output and "faster than SDPA over all pairs" in done.output and "Next:" in done.output
@@ -313,7 +326,9 @@ def test_the_command_for_models():
         (["--out", "x.bmp"], "cannot draw into"),
         (["--json", "/nowhere/x.json"], "there is no folder"),
         (["--compile"], "--compile is for whole models"),
-        (["--model", "--out", "x.png"], "--out draws times of mechanisms"),
+        (["--model", "--out", "x.png"], "--out is not for whole models"),
+        (["--model", "--no-graphs"], "--graphs is not for whole models"),
+        (["--batch", "4"], "--batch is for decoding steps"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence):

@@ -9,6 +9,7 @@ from regard.ops.backend import backends, choose_backend
 from regard.ops.bucket import triton as fused
 from regard.ops.bucket.bucket_op import BucketCall, LabelCall, bucket_attention, product_labels
 from regard.ops.bucket.few_queries import few_bucket_queries
+from regard.ops.bucket.members import Members, gather_members, mean_of_members
 from regard.ops.bucket.reference import _seen_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # Triton's interpreter
@@ -142,6 +143,51 @@ def test_labels_without_an_order_are_labels():
     for backend in OTHERS:
         found = product_labels(k, torch.randn(1, 6, 6, device=DEVICE), 2, opposite=True, backend=backend)
         assert ((found >= 0) & (found < 6)).all()
+
+
+def routed(backend, made, x, valid, dtype=torch.float32):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 21, 2, 6, device=DEVICE).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    members = Members(x, valid, 21)
+    picked = [gather_members(y, members, backend) for y in (q, k, v)]
+    out = mean_of_members(made(*picked), members, 2, backend)
+    return [out, *torch.autograd.grad(out.sin().sum(), (q, k, v), create_graph=True)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_of_members_are_gathered_and_averaged_by_every_backend(padded):
+    """With tokens of several clusters and of none, and gradients of gradients."""
+    index = torch.stack([torch.randperm(21, device=DEVICE)[:7] for _ in range(4 * 3)]).view(4, 3, 7)
+    real = torch.arange(7, device=DEVICE) < torch.tensor([[7], [7], [5], [0]], device=DEVICE) if padded else None
+
+    def inside(q, k, v):
+        weights = (q @ k.mT).sigmoid()
+        return (weights if real is None else weights * real[:, None, None]) @ v
+
+    found = [routed(name, inside, index, real) for name in ("triton", "torch")]
+    agree(*found)
+    assert (found[0][0] == 0).all(-1).any()
+    twice = []
+    for name in ("triton", "torch"):
+        torch.manual_seed(0)
+        q = torch.randn(2, 2, 21, 6, device=DEVICE, requires_grad=True)
+        members = Members(index, real, 21)
+        out = mean_of_members(gather_members(q, members, name).square(), members, 2, name)
+        (first,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+        twice.append(torch.autograd.grad(first.square().sum(), q))
+    agree(*twice)
+
+
+def test_routing_computes_the_same_by_every_backend():
+    found = []
+    for backend in backends("bucket"):
+        torch.manual_seed(0)
+        made = layer("routing(clusters=3, window=5)", width=12, heads=2, kv_heads=1, backend=backend).to(DEVICE).train()
+        x = data(21, b=2, dtype=torch.float32)[..., :12].requires_grad_()
+        y = made(x, valid=some(2, 21))
+        found.append([y, made.core.centroids, *torch.autograd.grad(y.square().sum(), [x, *made.parameters()])])
+    for other in found[1:]:
+        agree(other, found[0])
 
 
 def test_few_queries_are_the_last_rows_of_all():

@@ -27,7 +27,7 @@ from regard.patterns import Everything, Pattern
 from regard.patterns.density import count_pairs
 from regard.spec import Spec
 
-FORWARD, BOTH = "forward", "forward + backward"
+FORWARD, TRAINING = "forward", "forward + backward"
 PAIR_BACKWARD, OTHER_BACKWARD = 2.5, 2.0  # products of a backward pass by those of its forward pass
 SHORT_FLOPS = 2048  # tokens at which FLOPs are counted; beyond them by the growth of the row
 

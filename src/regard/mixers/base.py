@@ -63,7 +63,9 @@ class Core(nn.Module):
     learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing
     joint: bool = False  # what a query gets depends on which other queries come with it
-    operations: tuple[str, ...] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta"
+    operations: tuple[
+        str, ...
+    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:

@@ -13,6 +13,7 @@ from regard.mixers.feature_math import gaussian, upcast
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
 from regard.ops.bucket.bucket_op import SHORTEST, product_labels
+from regard.ops.bucket.members import Members, gather_members, mean_of_members
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
 
@@ -122,8 +123,8 @@ class Routing(BucketedCore):
 
     def _similar(self, x: Tensor) -> Tensor:
         """Cosine of x (b h n d) and every centroid, (b h n c)."""
-        directions = normalize(x, dim=-1, eps=SHORTEST)
-        return directions @ self._directions().to(x.dtype).mT
+        products = x @ self._directions().to(x.dtype).mT
+        return products / _lengths(x)
 
     def read(self, memory: BucketMemory, q: Tensor, places: Places) -> Tensor:
         if self.dims.causal:
@@ -147,21 +148,15 @@ class Routing(BucketedCore):
         (b, h, n, _), m, e = q.shape, k.shape[2], v.shape[-1]
         if b * n * m == 0:
             return q.new_zeros(b, h, n, e)
-        (queries, real), (keys, valid) = self._members(q, asking), self._members(k, there)
-        picked = (_gather_rows(x, index) for x, index in ((q, queries), (k, keys), (v, keys)))
-        out = upcast(sdpa(*picked, scale=self.scale, valid=valid))  # rows are the batch, clusters the heads
-        times = torch.ones_like(out[..., :1])
-        if real is not None:
-            out, times = (x.masked_fill(~real[:, None, :, None], 0) for x in (out, times))
-        index = _flat_index(queries, n)
-        rows = b * h * n
-        total, count = (_sum_by_row(x.flatten(0, 2), index, rows) for x in (out, times))
-        mean = total / count.clamp_min(1)
-        return mean.view(b, h, n, e).to(v.dtype)
+        queries, keys = self._members(q, asking), self._members(k, there)
+        backend = self.dims.backend
+        picked = (gather_members(x, own, backend) for x, own in ((q, queries), (k, keys), (v, keys)))
+        out = sdpa(*picked, scale=self.scale, valid=keys.real)  # rows are the batch, clusters the heads
+        return mean_of_members(out, queries, h, backend).to(v.dtype)
 
     @torch.no_grad()
-    def _members(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Which tokens of x (b h n d) each cluster takes, (b*h c w), real ones first; and which of them are real, (b*h w)."""
+    def _members(self, x: Tensor, valid: Tensor | None) -> Members:
+        """Which tokens of x (b h n d) each cluster takes, w of them, real ones first."""
         b, h, n, _ = x.shape
         w = min(self.window, n)
 
@@ -170,15 +165,15 @@ class Routing(BucketedCore):
             code = rank * (1 << 32) - torch.arange(n, device=x.device)  # no two tokens are equal
             if valid is not None:
                 code = code.masked_fill(~valid, torch.iinfo(torch.long).min)
-            return (code.topk(w, dim=-1).indices,)
+            return (code.topk(w, dim=-1, sorted=valid is not None).indices,)
 
         similar = self._similar(upcast(x)).mT
         mask = None if valid is None else valid[:, None, None]
         (index,) = in_strips(best, (similar, mask), 2, b * h * n)
         if valid is None:
-            return index.flatten(0, 1), None
+            return Members(index.flatten(0, 1), None, n)
         real = torch.arange(w, device=x.device) < valid.sum(1, keepdim=True)
-        return index.flatten(0, 1), real.repeat_interleave(h, 0)
+        return Members(index.flatten(0, 1), real.repeat_interleave(h, 0), n)
 
     @torch.no_grad()
     def _learn(self, *tokens: tuple[Tensor, Tensor | None, Tensor]) -> None:
@@ -191,33 +186,18 @@ class Routing(BucketedCore):
         count = torch.zeros_like(old[..., :1])
         each = torch.arange(self.labels, device=old.device)
         for x, valid, nearest in tokens:
-            near = (nearest.unsqueeze(-1) == each).to(old.dtype)
+            near = (nearest.unsqueeze(-1) == each).to(old.dtype)  # (b h n c)
             if valid is not None:
                 near = near * valid[:, None, :, None]
-            directions = normalize(upcast(x), dim=-1, eps=SHORTEST)
-            total += (near.mT @ directions.to(old.dtype)).sum(0)
+            shares = near / _lengths(x).to(old.dtype)
+            total += (shares.mT @ x.to(old.dtype)).sum(0)
             count += near.sum((0, 2)).unsqueeze(-1)
         step = (1 - self.decay) * total / count.clamp_min(1)
         moved = normalize(self.decay * old + step, dim=-1)
         self.centroids.copy_(torch.where(count > 0, moved, old))
 
 
-def _flat_index(index: Tensor, n: int) -> Tensor:
-    """Tokens (x c w) of rows of n as tokens of all rows, one behind the other."""
-    rows = torch.arange(index.shape[0], device=index.device)
-    return (index + n * rows[:, None, None]).flatten()
-
-
-def _gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """The tokens (x c w) of x (b h n d): (x c w d)."""
-    flat = _flat_index(index, x.shape[2])
-    rows = x.flatten(0, 2).index_select(0, flat)
-    return rows.unflatten(0, index.shape)
-
-
-def _sum_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    """The sum of what goes to each row."""
-    total = x.new_zeros(rows, x.shape[1])
-    if x.is_cuda:  # where index_add takes the terms as they come: another order, another last digit
-        return total.index_put((index,), x, accumulate=True)
-    return total.index_add(0, index, x)
+def _lengths(x: Tensor) -> Tensor:
+    """Norms of vectors (b h n d), (b h n 1) in float32 or better; none is below SHORTEST."""
+    kind = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=kind).clamp_min(SHORTEST)

@@ -16,9 +16,11 @@ from regard.ops.bucket.triton_kernels import (
     earlier_ranges,
     head_at,
     load_rows,
+    number_of_places,
+    other_places,
     seeing_places,
-    seen_places,
     store_rows,
+    within,
 )
 from regard.ops.triton_math import LOG2E, hash_keeps
 
@@ -55,7 +57,8 @@ def bucket_query_grads(
     token = tl.load(ORDER + p, mask=inside, other=0)
     first = tl.load(ORDER + total + p, mask=inside, other=n)
     last = tl.load(ORDER + 2 * total + p, mask=inside, other=-1)
-    low, high = seen_places(p, first, last, reach, CAUSAL)
+    low, high = other_places(p, first, last, reach, CAUSAL, OWN)
+    number = number_of_places(low, high)
     ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
     q = load_rows(Q, token, sqn, inside, D, BD)
     grad = load_rows(GRAD, token, sgn, inside, E, BE)
@@ -76,12 +79,12 @@ def bucket_query_grads(
             s *= (short * (scale * LOG2E))[None, :]
         else:
             s *= scale * LOG2E
-        seen = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
-        if not OWN:
+        seen = within(j[None, :], low[:, None], number[:, None])
+        if not OWN and not CAUSAL:
             seen = seen & (j[None, :] != p[:, None])
         at = earlier_places(MARKS, key, there, n, ROUND)
         for r in tl.static_range(ROUND):
-            seen = seen & ((at[r][None, :] < ranges[r][0][:, None]) | (at[r][None, :] > ranges[r][1][:, None]))
+            seen = seen & ~within(at[r][None, :], ranges[r][0][:, None], ranges[r][1][:, None])
         w = tl.exp2(tl.where(seen, s, HIDDEN) - lse[:, None])
         dw = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if DROP:
@@ -151,24 +154,20 @@ def bucket_key_grads(
         i = i0 + tl.arange(0, BM)
         inside = i < n
         token = tl.load(ORDER + i, mask=inside, other=0)
-        from_place, to_place = seen_places(
-            i,
-            tl.load(ORDER + total + i, mask=inside, other=n),
-            tl.load(ORDER + 2 * total + i, mask=inside, other=-1),
-            reach,
-            CAUSAL,
-        )
+        first_there = tl.load(ORDER + total + i, mask=inside, other=n)
+        last_there = tl.load(ORDER + 2 * total + i, mask=inside, other=-1)
+        from_place, to_place = other_places(i, first_there, last_there, reach, CAUSAL, OWN)
         q = load_rows(Q, token, sqn, inside, D, BD)
         grad = load_rows(GRAD, token, sgn, inside, E, BE)
         lse = tl.load(LSE + token, mask=inside, other=LONELY)
         delta = tl.load(DELTA + token, mask=inside, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor[:, None]
-        seen = (p[:, None] >= from_place[None, :]) & (p[:, None] <= to_place[None, :])
-        if not OWN:
+        seen = within(p[:, None], from_place[None, :], number_of_places(from_place, to_place)[None, :])
+        if not OWN and not CAUSAL:
             seen = seen & (p[:, None] != i[None, :])
         ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
         for r in tl.static_range(ROUND):
-            seen = seen & ((at[r][:, None] < ranges[r][0][None, :]) | (at[r][:, None] > ranges[r][1][None, :]))
+            seen = seen & ~within(at[r][:, None], ranges[r][0][None, :], ranges[r][1][None, :])
         w = tl.exp2(tl.where(seen, s, HIDDEN) - lse[None, :])
         dw = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = w

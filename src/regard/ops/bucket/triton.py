@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, label_keys, on_own_device, row_strides, sorted_places
 from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall, LabelCall
 from regard.ops.bucket.torch import TorchBuckets
 from regard.ops.dropout_hash import head_numbers, keep_threshold, key_keys, query_keys
@@ -19,8 +20,6 @@ from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 MOST_ROUNDS = 16  # a round has kernels of its own
-PLACE_BLOCK = 1024  # tokens of a program that sorts
-LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
 PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
 
 
@@ -66,62 +65,7 @@ class TritonBuckets:
             return TorchBuckets().labels(call)
         if torch.compiler.is_compiling():
             return _label_operator(*call)
-        return largest_products(call)
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    return x.stride()[:3]
-
-
-def _dense_rows(x: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def by_token(x: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor (b heads n width) that is laid out as (b n heads width), so that joining heads copies nothing."""
-    b, _, n, _ = x.shape
-    return x.new_empty(b, n, heads, width, dtype=dtype).transpose(1, 2)
-
-
-def sorted_places(call: BucketCall) -> Tensor:
-    """Sort tokens by label in every round: (3 or 6, b h r n) int32, see `token_places` in triton_kernels."""
-    from regard.ops.bucket import triton_kernels as kernels
-
-    b, h, r, n = call.labels.shape
-    total = call.labels.numel()
-    bits = max(1, (n - 1).bit_length())
-    groups = b * h * r * (call.buckets + 1)
-    kind = torch.int32 if groups << bits < 2**31 else torch.int64
-    codes = torch.empty(total, dtype=kind, device=call.q.device)
-    tiles = ceil_div(n, PLACE_BLOCK)
-    grid = (b * h * r * tiles,)
-    kernels.sort_codes[grid](call.labels, codes, *call.labels.stride(), n, tiles, call.buckets, bits, h, r, SIZE=PLACE_BLOCK)
-    codes = codes.sort().values
-    first, last = torch.empty(2, groups, dtype=torch.int32, device=codes.device)
-    kernels.label_bounds[grid](codes, first, last, n, tiles, bits, SIZE=PLACE_BLOCK)
-    places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
-    reach = min(call.reach, n)
-    kernels.token_places[grid](
-        codes, first, last, places, n, tiles, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
-    )
-    return places
-
-
-def largest_products(call: LabelCall) -> Tensor:
-    """Label keys in one launch: products are never stored."""
-    from regard.ops.bucket import triton_kernels as kernels
-
-    k, directions = _dense_rows(call.k), call.directions.contiguous()
-    (b, g, n, d), (h, _, f) = k.shape, directions.shape
-    labels = torch.empty(b, h, n, call.rounds, dtype=torch.int32, device=k.device)
-    tiles = ceil_div(n, LABEL_BLOCK)
-    alike = k.dtype == directions.dtype
-    kernels.largest_products[(b * h * tiles,)](
-        k, directions, labels, *_strides(k), n, h, tiles, SHARE=h // g, ROUNDS=call.rounds, F=f // call.rounds,
-        OPPOSITE=call.opposite, ALIKE=alike, D=d, BD=block_of(d, k.device), BF=LABEL_FEATURES, BM=LABEL_BLOCK, num_warps=2,
-    )  # fmt: skip
-    return labels
+        return label_keys(call)
 
 
 def _dropout_keys(call: BucketCall, none: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,14 +106,15 @@ def _config(kernel: str, call: BucketCall) -> dict[str, Any]:
     return kernel_config(kernel, f"{kind} {block_of(widest, call.q.device)}", call.q.device)
 
 
+@on_own_device
 def bucket_forward_pass(call: BucketCall) -> Found:
     """Return the outputs of a call, and what its backward pass needs."""
     from regard.ops.bucket import triton_kernels as kernels
 
-    q, k, v = (_dense_rows(x) for x in call[:3])
+    q, k, v = (dense_rows(x) for x in call[:3])
     (b, h, n, _), e, r = q.shape, v.shape[-1], call.labels.shape[2]
     places = sorted_places(call)
-    out = by_token(q, h, e, v.dtype)
+    out = by_token(v, b, n, h, e)
     lse = q.new_empty(b, h, n, dtype=torch.float32)
     short = inverse_norms(k) if call.unit_keys else lse.new_empty(0)
     total = q.new_empty(b, h, n, e, dtype=torch.float32) if r > 1 else lse
@@ -178,7 +123,7 @@ def bucket_forward_pass(call: BucketCall) -> Found:
     tiles = ceil_div(n, config["BM"])
     for number in range(r):
         kernels.bucket_forward[(b * h * tiles,)](
-            q, k, v, out, total, lse, short, places, asking, there, *_strides(q), *_strides(k), *_strides(v), *_strides(out),
+            q, k, v, out, total, lse, short, places, asking, there, *row_strides(q, k, v, out),
             n, places[0].numel(), min(call.reach, n), h, r, tiles, *_numbers(call),
             ROUND=number, LAST_ROUND=number == r - 1, **_constants(call), **config,
         )  # fmt: skip
@@ -191,35 +136,47 @@ def inverse_norms(k: Tensor) -> Tensor:
     return norm.clamp_min_(SHORTEST).reciprocal_()
 
 
+@on_own_device
 def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     from regard.ops.bucket import bucket_backward_kernels as kernels
     from regard.ops.bucket import triton_kernels
 
-    q, k, v, grad = (_dense_rows(x) for x in (*call[:3], grad))
+    q, k, v, grad = (dense_rows(x) for x in (*call[:3], grad))
     (b, h, n, d), g, e, r = q.shape, k.shape[1], v.shape[-1], call.labels.shape[2]
     constants = _constants(call)
     delta = torch.empty_like(found.lse)
     tiles = ceil_div(n, PRODUCT_BLOCK)
     triton_kernels.output_products[(b * h * tiles,)](
-        found.out, grad, delta, *_strides(found.out), *_strides(grad), n, h, tiles, E=e, BE=constants["BE"], BM=PRODUCT_BLOCK
+        found.out,
+        grad,
+        delta,
+        *row_strides(found.out),
+        *row_strides(grad),
+        n,
+        h,
+        tiles,
+        E=e,
+        BE=constants["BE"],
+        BM=PRODUCT_BLOCK,
     )
     sum_q, sum_k, sum_v = (q.new_empty(b, h, n, width, dtype=torch.float32) if r > 1 else delta for width in (d, d, e))
     kind = k.dtype if g == h else torch.float32
-    dq, dk, dv = by_token(q, h, d, q.dtype), by_token(q, h, d, kind), by_token(q, h, e, kind)
+    dq = by_token(q, b, n, h, d)
+    dk, dv = by_token(k, b, n, h, d, kind), by_token(v, b, n, h, e, kind)
     keyed = _dropout_keys(call, found.places)
     inputs = (q, k, v, grad, found.lse, delta, found.short, found.places, *keyed)
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad))
+    strides = row_strides(q, k, v, grad)
     numbers = (n, found.places[0].numel(), min(call.reach, n), h, r)
     of_queries, of_keys = _config("bucket_query_grads", call), _config("bucket_key_grads", call)
     query_tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(n, of_keys["BN"])
     for number in range(r):
         own = {"ROUND": number, "LAST_ROUND": number == r - 1, **constants}
         kernels.bucket_query_grads[(b * h * query_tiles,)](
-            *inputs, sum_q, dq, *strides, *_strides(dq), *numbers, query_tiles, *_numbers(call), **own, **of_queries
+            *inputs, sum_q, dq, *strides, *row_strides(dq), *numbers, query_tiles, *_numbers(call), **own, **of_queries
         )
         kernels.bucket_key_grads[(b * h * key_tiles,)](
-            *inputs, sum_k, sum_v, dk, dv, *strides, *_strides(dk), *_strides(dv), *numbers, key_tiles, *_numbers(call), SHORTEST,
+            *inputs, sum_k, sum_v, dk, dv, *strides, *row_strides(dk, dv), *numbers, key_tiles, *_numbers(call), SHORTEST,
             **own, **of_keys,
         )  # fmt: skip
     if g < h:
@@ -278,7 +235,7 @@ def _operator(
 @_operator.register_fake
 def fake_bucket_attention(q, k, v, labels, seed, buckets, reach, causal, own, unit_keys, *numbers):  # noqa: ARG001
     b, h, r, n = labels.shape
-    out = by_token(q, h, v.shape[-1], v.dtype)
+    out = by_token(v, b, n, h, v.shape[-1])
     lse = q.new_empty(b, h, n, dtype=torch.float32)
     places = labels.new_empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32)
     short = lse.new_empty(k.shape[:3]) if unit_keys else lse.new_empty(0)
@@ -311,11 +268,11 @@ def _operator_backward(
 
 @_operator_backward.register_fake
 def fake_bucket_attention_backward(grad, q, k, v, *rest):  # noqa: ARG001
-    widths = q.shape[-1], k.shape[-1], v.shape[-1]
-    if k.shape[1] == q.shape[1]:
-        return tuple(by_token(x, x.shape[1], width, x.dtype) for x, width in zip((q, k, v), widths, strict=True))
-    dq = by_token(q, q.shape[1], widths[0], q.dtype)
-    return dq, k.new_empty(k.shape), v.new_empty(v.shape)
+    b, h, n, _ = q.shape
+    dq = by_token(q, b, n, h, q.shape[-1])
+    if k.shape[1] < h:
+        return dq, k.new_empty(k.shape), v.new_empty(v.shape)
+    return dq, by_token(k, b, n, h, k.shape[-1]), by_token(v, b, n, h, v.shape[-1])
 
 
 def keep_bucket_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -333,7 +290,7 @@ _operator.register_autograd(bucket_operator_grads, setup_context=keep_bucket_ten
 
 @torch.library.custom_op("regard::product_labels", mutates_args=())
 def _label_operator(k: Tensor, directions: Tensor, rounds: int, opposite: bool) -> Tensor:
-    return largest_products(LabelCall(k, directions, rounds, opposite))
+    return label_keys(LabelCall(k, directions, rounds, opposite))
 
 
 @_label_operator.register_fake

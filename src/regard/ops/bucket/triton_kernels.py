@@ -59,6 +59,27 @@ def seen_places(p, first, last, reach, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def other_places(p, first, last, reach, CAUSAL: tl.constexpr, OWN: tl.constexpr):
+    """Return the same without the token itself, where it is the last of them and does not count."""
+    low, high = seen_places(p, first, last, reach, CAUSAL)
+    if CAUSAL and not OWN:
+        high = tl.minimum(high, p - 1)
+    return low, high
+
+
+@triton.jit
+def number_of_places(low, high):
+    """Return the number of places of ranges, unsigned."""
+    return tl.maximum(high - low + 1, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def within(place, low, number):
+    """Return whether places are in ranges that begin at `low`, in one comparison."""
+    return (place - low).to(tl.uint32, bitcast=True) < number
+
+
+@triton.jit
 def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
     """Return the first and the last place whose tokens see the tokens at places p."""
     if CAUSAL:
@@ -126,54 +147,14 @@ def head_at(X, row, sb, sh, heads, share):
     return X + b.to(tl.int64) * sb + h.to(tl.int64) * sh
 
 
-@triton.jit(do_not_specialize=["n", "heads", "tiles"])
-def largest_products(
-    K, DIRECTIONS, LABELS, skb, skh, skn, n, heads, tiles,
-    SHARE: tl.constexpr, ROUNDS: tl.constexpr, F: tl.constexpr, OPPOSITE: tl.constexpr, ALIKE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Write which direction of every round each key has the largest product with; DIRECTIONS (heads D ROUNDS*F)."""
-    pid = tl.program_id(0)
-    row = pid // tiles
-    i = pid % tiles * BM + tl.arange(0, BM)
-    inside = i < n
-    k = load_rows(head_at(K, row, skb, skh, heads, SHARE), i, skn, inside, D, BD)
-    if not ALIKE:
-        k = k.to(tl.float32)
-    c = tl.arange(0, BD)
-    f = tl.arange(0, BF)
-    DIRECTIONS += row % heads * (D * ROUNDS * F)
-    LABELS += row.to(tl.int64) * n * ROUNDS
-    for r in range(ROUNDS):
-        best = tl.full([BM], -1.0, tl.float32)
-        label = tl.zeros([BM], tl.int32)
-        for f0 in range(0, F, BF):
-            there = (c[:, None] < D) & (f0 + f[None, :] < F)
-            x = tl.load(DIRECTIONS + c[:, None] * (ROUNDS * F) + r * F + f0 + f[None, :], mask=there, other=0.0)
-            if not ALIKE:
-                x = x.to(tl.float32)
-            s = tl.dot(k, x, input_precision="ieee")
-            size = tl.abs(s) if OPPOSITE else s
-            size = tl.where(f0 + f[None, :] < F, size, float("-inf"))
-            top, at = tl.max(size, 1, return_indices=True)
-            found = tl.minimum(f0 + at, F - 1)  # also where all products are NaN
-            if OPPOSITE:
-                own = tl.sum(tl.where(f[None, :] == at[:, None], s, 0.0), 1)
-                found += tl.where(own < 0, F, 0)
-            better = (top > best) | (f0 == 0)
-            best = tl.where(better, top, best)
-            label = tl.where(better, found, label)
-        tl.store(LABELS + i.to(tl.int64) * ROUNDS + r, label, mask=inside)
-
-
 @triton.jit
 def earlier_ranges(MARKS, token, inside, n, total, ROUND: tl.constexpr):
-    """Load what queries see in the rounds before ROUND: a tuple of first and last places."""
+    """Load what queries see in the rounds before ROUND: a tuple of first places and numbers of places."""
     found = ()
     for r in tl.static_range(ROUND):
         low = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
         high = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=0)
-        found = found + ((low, high),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
+        found = found + ((low, number_of_places(low, high)),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
     return found
 
 
@@ -216,7 +197,8 @@ def bucket_forward(
     token = tl.load(ORDER + p, mask=inside, other=0)
     first = tl.load(ORDER + total + p, mask=inside, other=n)
     last = tl.load(ORDER + 2 * total + p, mask=inside, other=-1)
-    low, high = seen_places(p, first, last, reach, CAUSAL)
+    low, high = other_places(p, first, last, reach, CAUSAL, OWN)
+    number = number_of_places(low, high)
     ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
     q = load_rows(Q, token, sqn, inside, D, BD)
     if DROP:
@@ -241,12 +223,12 @@ def bucket_forward(
             s *= (short * (scale * LOG2E))[None, :]
         else:
             s *= scale * LOG2E
-        seen = (j[None, :] >= low[:, None]) & (j[None, :] <= high[:, None])
-        if not OWN:
+        seen = within(j[None, :], low[:, None], number[:, None])
+        if not OWN and not CAUSAL:
             seen = seen & (j[None, :] != p[:, None])
         at = earlier_places(MARKS, key, there, n, ROUND)
         for r in tl.static_range(ROUND):
-            seen = seen & ((at[r][None, :] < ranges[r][0][:, None]) | (at[r][None, :] > ranges[r][1][:, None]))
+            seen = seen & ~within(at[r][None, :], ranges[r][0][:, None], ranges[r][1][:, None])
         s = tl.where(seen, s, HIDDEN)
         new = tl.maximum(top, tl.max(s, 1))
         w = tl.exp2(s - new[:, None])

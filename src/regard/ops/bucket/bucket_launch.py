@@ -1,0 +1,85 @@
+"""Launch the Triton kernels around bucketed attention: labels of keys, and the sort. Shapes and strides of all its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from regard.ops.bucket.bucket_op import BucketCall, LabelCall
+from regard.ops.triton_support import block_of
+from regard.patterns.tiles import ceil_div
+
+FoundT = TypeVar("FoundT")
+PLACE_BLOCK = 1024  # tokens of a program that sorts
+LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
+
+
+def on_own_device(f: Callable[..., FoundT]) -> Callable[..., FoundT]:
+    """Launch kernels on the device of the first argument of f, a tensor or a call."""
+
+    @wraps(f)
+    def launch(call: Any, *rest: Any) -> FoundT:
+        with torch.cuda.device_of(call if isinstance(call, Tensor) else call.k):
+            return f(call, *rest)
+
+    return launch
+
+
+def row_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of batch, head and token of tensors (b h n .), one tensor after the other."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def by_token(x: Tensor, b: int, n: int, heads: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor (b heads n width) that is laid out as (b n heads width), so that joining heads copies nothing."""
+    return x.new_empty(b, n, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def sorted_places(call: BucketCall) -> Tensor:
+    """Sort tokens by label in every round: (3 or 6, b h r n) int32, see `token_places` in triton_kernels."""
+    from regard.ops.bucket import triton_kernels as kernels
+
+    b, h, r, n = call.labels.shape
+    total = call.labels.numel()
+    bits = max(1, (n - 1).bit_length())
+    groups = b * h * r * (call.buckets + 1)
+    kind = torch.int32 if groups << bits < 2**31 else torch.int64
+    codes = torch.empty(total, dtype=kind, device=call.q.device)
+    tiles = ceil_div(n, PLACE_BLOCK)
+    grid = (b * h * r * tiles,)
+    kernels.sort_codes[grid](call.labels, codes, *call.labels.stride(), n, tiles, call.buckets, bits, h, r, SIZE=PLACE_BLOCK)
+    codes = codes.sort().values
+    first, last = torch.empty(2, groups, dtype=torch.int32, device=codes.device)
+    kernels.label_bounds[grid](codes, first, last, n, tiles, bits, SIZE=PLACE_BLOCK)
+    places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
+    reach = min(call.reach, n)
+    kernels.token_places[grid](
+        codes, first, last, places, n, tiles, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
+    )
+    return places
+
+
+@on_own_device
+def label_keys(call: LabelCall) -> Tensor:
+    """Label keys in one launch: products are never stored."""
+    from regard.ops.bucket import bucket_row_kernels as kernels
+
+    k, directions = dense_rows(call.k), call.directions.contiguous()
+    (b, g, n, d), (h, _, f) = k.shape, directions.shape
+    labels = torch.empty(b, h, n, call.rounds, dtype=torch.int32, device=k.device)
+    tiles = ceil_div(n, LABEL_BLOCK)
+    alike = k.dtype == directions.dtype
+    kernels.largest_products[(b * h * tiles,)](
+        k, directions, labels, *row_strides(k), n, h, tiles, SHARE=h // g, ROUNDS=call.rounds, F=f // call.rounds,
+        OPPOSITE=call.opposite, ALIKE=alike, D=d, BD=block_of(d, k.device), BF=LABEL_FEATURES, BM=LABEL_BLOCK, num_warps=2,
+    )  # fmt: skip
+    return labels

@@ -1,0 +1,92 @@
+"""Triton kernels of single rows: labels of keys, and rows of tokens that clusters took."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard.ops.bucket.triton_kernels import head_at, load_rows, store_rows
+
+
+@triton.jit(do_not_specialize=["n", "heads", "tiles"])
+def largest_products(
+    K, DIRECTIONS, LABELS, skb, skh, skn, n, heads, tiles,
+    SHARE: tl.constexpr, ROUNDS: tl.constexpr, F: tl.constexpr, OPPOSITE: tl.constexpr, ALIKE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write which direction of every round each key has the largest product with; DIRECTIONS (heads D ROUNDS*F)."""
+    pid = tl.program_id(0)
+    row = pid // tiles
+    i = pid % tiles * BM + tl.arange(0, BM)
+    inside = i < n
+    k = load_rows(head_at(K, row, skb, skh, heads, SHARE), i, skn, inside, D, BD)
+    if not ALIKE:
+        k = k.to(tl.float32)
+    c = tl.arange(0, BD)
+    f = tl.arange(0, BF)
+    DIRECTIONS += row % heads * (D * ROUNDS * F)
+    LABELS += row.to(tl.int64) * n * ROUNDS
+    for r in range(ROUNDS):
+        best = tl.full([BM], -1.0, tl.float32)
+        label = tl.zeros([BM], tl.int32)
+        for f0 in range(0, F, BF):
+            there = (c[:, None] < D) & (f0 + f[None, :] < F)
+            x = tl.load(DIRECTIONS + c[:, None] * (ROUNDS * F) + r * F + f0 + f[None, :], mask=there, other=0.0)
+            if not ALIKE:
+                x = x.to(tl.float32)
+            s = tl.dot(k, x, input_precision="tf32x3")  # as precise as float32
+            size = tl.abs(s) if OPPOSITE else s
+            size = tl.where(f0 + f[None, :] < F, size, float("-inf"))
+            top, at = tl.max(size, 1, return_indices=True)
+            found = tl.minimum(f0 + at, F - 1)  # also where all products are NaN
+            if OPPOSITE:
+                own = tl.sum(tl.where(f[None, :] == at[:, None], s, 0.0), 1)
+                found += tl.where(own < 0, F, 0)
+            better = (top > best) | (f0 == 0)
+            best = tl.where(better, top, best)
+            label = tl.where(better, found, label)
+        tl.store(LABELS + i.to(tl.int64) * ROUNDS + r, label, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "each", "rows", "heads", "tiles"])
+def gather_rows(
+    X, TAKEN, STARTS, Y, sb, sh, sn, n, each, rows, heads, tiles,
+    MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write rows of X through TAKEN, tokens of all rows, `each` in a row; 0 for the token `rows`. MEAN: divided by how often
+    the token is taken.
+    """
+    pid = tl.program_id(0)
+    row = pid // tiles
+    i = pid % tiles * BM + tl.arange(0, BM)
+    inside = i < each
+    first = row.to(tl.int64) * each
+    token = tl.load(TAKEN + first + i, mask=inside, other=rows)
+    real = token < rows
+    x = load_rows(head_at(X, row, sb, sh, heads, 1), token - row * n, sn, real, E, BE)
+    if MEAN:
+        times = tl.load(STARTS + token + 1, mask=real, other=1) - tl.load(STARTS + token, mask=real, other=0)
+        x = x.to(tl.float32) / times.to(tl.float32)[:, None]
+    store_rows(Y + first * E, i, E, x, inside, E, BE)
+
+
+@triton.jit(do_not_specialize=["n", "heads", "tiles"])
+def sum_rows(
+    X, SLOTS, STARTS, OUT, sb, sh, sn, n, heads, tiles, MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr
+):
+    """Write the sum, or the mean, of the rows SLOTS[STARTS[t]:STARTS[t + 1]] of X for every token t; 0 where there are none."""
+    pid = tl.program_id(0)
+    row = pid // tiles
+    i = pid % tiles * BM + tl.arange(0, BM)
+    inside = i < n
+    STARTS += row.to(tl.int64) * n
+    first = tl.load(STARTS + i, mask=inside, other=0)
+    times = tl.load(STARTS + i + 1, mask=inside, other=0) - first
+    total = tl.zeros([BM, BE], tl.float32)
+    for number in range(0, tl.max(times)):
+        there = number < times
+        slot = tl.load(SLOTS + first + number, mask=there, other=0)
+        total += load_rows(X, slot, E, there, E, BE).to(tl.float32)
+    if MEAN:
+        total = total / tl.maximum(times, 1).to(tl.float32)[:, None]
+    store_rows(head_at(OUT, row, sb, sh, heads, 1), i, sn, total, inside, E, BE)

@@ -1,0 +1,146 @@
+"""Rows of the tokens that clusters took: gathered for attention inside of clusters, and averaged back to the tokens.
+
+A token may be in several clusters or in none. Gathering and summing are each other's gradients. Sums run over the clusters of a
+token in the order of clusters, so that results are equal in every call.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.ops.backend import AUTO, choose_backend
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, on_own_device, row_strides
+from regard.ops.bucket.bucket_op import LabelCall
+from regard.ops.tile.call import accumulator
+from regard.ops.triton_support import block_of
+from regard.patterns.tiles import ceil_div
+from regard.transforms import needs_plain_ops
+
+MEMBER_BLOCK = 32  # rows of a program
+
+
+class Members:
+    """Which tokens clusters took: index (x c w) of n tokens in each of x rows, and which of them are real, (x w) or None: all."""
+
+    def __init__(self, index: Tensor, real: Tensor | None, n: int) -> None:
+        self.index, self.real, self.n = index, real, n
+        row = torch.arange(len(index), device=index.device)
+        self.flat = (index + n * row[:, None, None]).flatten()  # tokens of all rows, one row behind the other (x*c*w)
+
+    @property
+    def rows(self) -> int:
+        return len(self.index) * self.n
+
+    @cached_property
+    def taken(self) -> Tensor:
+        """The same in int32, with `rows` in place of tokens that are not real."""
+        if self.real is None:
+            return self.flat.int()
+        unreal = ~self.real[:, None].expand_as(self.index)
+        return self.flat.masked_fill(unreal.flatten(), self.rows).int()
+
+    @cached_property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """Members sorted by token, (x*c*w), and where those of each token begin, (rows + 1); int32."""
+        tokens, members = self.taken.sort(stable=True)
+        each = torch.arange(self.rows + 1, device=tokens.device, dtype=torch.int32)
+        return members.int(), torch.searchsorted(tokens, each, out_int32=True)
+
+
+def gather_members(x: Tensor, members: Members, backend: str = AUTO) -> Tensor:
+    """Return the rows of x (b h n d) that clusters took, (b*h c w d); any rows for members that are not real."""
+    if _fused(x, backend):
+        return _GatherMembers.apply(x, members, False)
+    rows = x.flatten(0, 2).index_select(0, members.flat)
+    return rows.unflatten(0, members.index.shape)
+
+
+def mean_of_members(x: Tensor, members: Members, heads: int, backend: str = AUTO) -> Tensor:
+    """Return the mean over the clusters that took a token, of x (b*h c w e): (b h n e); 0 where none did."""
+    if _fused(x, backend):
+        return _SumMembers.apply(x, members, heads, True)
+    y = x.to(accumulator(x.dtype))
+    times = torch.ones_like(y[..., :1])
+    if members.real is not None:
+        y, times = (each.masked_fill(~members.real[:, None, :, None], 0) for each in (y, times))
+    total, count = (_sum_by_row(each.flatten(0, 2), members.flat, members.rows) for each in (y, times))
+    mean = total / count.clamp_min(1)
+    return mean.view(-1, heads, members.n, x.shape[-1]).to(x.dtype)
+
+
+def _sum_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    """The sum of what goes to each row."""
+    total = x.new_zeros(rows, x.shape[1])
+    if x.is_cuda:  # where index_add takes the terms as they come: another order, another last digit
+        return total.index_put((index,), x, accumulate=True)
+    return total.index_add(0, index, x)
+
+
+def _fused(x: Tensor, backend: str) -> bool:
+    """Return whether kernels gather and sum: not where operations are traced."""
+    if needs_plain_ops() or torch.compiler.is_compiling():
+        return False
+    return choose_backend("bucket", backend, LabelCall(x, x, 1, False)).name == "triton"
+
+
+class _GatherMembers(torch.autograd.Function):
+    """Gather rows of x (b h n d); mean: divided by the number of clusters that took the token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, members: Members, mean: bool) -> Tensor:
+        ctx.rest = members, x.shape[1], mean
+        return _gathered(x, members, mean)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _SumMembers.apply(grad, *ctx.rest), None, None
+
+
+class _SumMembers(torch.autograd.Function):
+    """Sum, or mean, over the clusters of a token, of x (b*h c w e)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
+        ctx.rest = members, mean
+        return _summed(x, members, heads, mean)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _GatherMembers.apply(grad, *ctx.rest), None, None, None
+
+
+@on_own_device
+def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
+    from regard.ops.bucket import bucket_row_kernels as kernels
+
+    x = dense_rows(x)
+    h, d = x.shape[1], x.shape[-1]
+    each = members.index[0].numel()
+    y = x.new_empty(*members.index.shape, d)
+    starts = members.order[1] if mean else members.taken
+    tiles = ceil_div(each, MEMBER_BLOCK)
+    kernels.gather_rows[(len(members.index) * tiles,)](
+        x, members.taken, starts, y, *row_strides(x), members.n, each, members.rows, h, tiles,
+        MEAN=mean, E=d, BE=block_of(d, x.device), BM=MEMBER_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+@on_own_device
+def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
+    from regard.ops.bucket import bucket_row_kernels as kernels
+
+    x, e = x.contiguous(), x.shape[-1]
+    b = len(members.index) // heads
+    out = by_token(x, b, members.n, heads, e)
+    slots, starts = members.order
+    tiles = ceil_div(members.n, MEMBER_BLOCK)
+    kernels.sum_rows[(b * heads * tiles,)](
+        x, slots, starts, out, *row_strides(out), members.n, heads, tiles,
+        MEAN=mean, E=e, BE=block_of(e, x.device), BM=MEMBER_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
