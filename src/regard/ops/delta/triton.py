@@ -127,7 +127,8 @@ def fake_delta_rule(q, k, v, beta, state, log_decay):  # noqa: ARG001
     heads = 0 if q is None else q.shape[1]
     matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, dtype=turn_type(k.dtype))
     states = k.new_empty(b, g, chunks, dtype=torch.float32), k.new_empty(b, g, chunks, f, e)
-    return v.new_empty(b, heads, n, e), state.new_empty(b, g, f, e), *matrices, *states
+    out = v.new_empty(b, n, heads, e).transpose(1, 2)
+    return out, state.new_empty(b, g, f, e), *matrices, *states
 
 
 @_delta_operator_backward.register_fake
