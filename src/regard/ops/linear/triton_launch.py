@@ -226,9 +226,7 @@ def _scan(
     )  # fmt: skip
 
 
-def _outputs(
-    run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor | None] | None
-) -> tuple[Tensor, Tensor | None]:
+def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None]:
     x, some = run.x, run.x.state
     assert x.q is not None
     out = run.tokens(run.h, run.e, x.q.dtype if x.v is None else x.v.dtype)

@@ -13,9 +13,9 @@ import triton.language as tl
 from regard.ops.tile.triton_kernels import (
     BAND_MASK,
     BITS_MASK,
-    LENGTHS,
     LIST_TILE,
     LOWEST,
+    RUN_TIME_NUMBERS,
     band_of_queries,
     closed_range,
     inside_range,
@@ -52,7 +52,7 @@ def query_step(dq, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.co
     return tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART,
                     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sdb, sdh, sdn, sgb, sgh, sgn,
                     n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
@@ -165,7 +165,7 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     return dk, dv
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART_K, PART_V,
                   sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sdb, sdh, sdn, sgb, sgh, sgn, swb, swh, swn,
                   n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, G, tiles, slots,

@@ -23,7 +23,19 @@ from regard.ops.triton_math import LN2, LOG2E, hash_keeps
 LOWEST = tl.constexpr(-1.0e30)
 NOWHERE = tl.constexpr(1 << 30)
 LIST_TILE = tl.constexpr(64)  # queries and keys of a tile of a list
-LENGTHS = ("n", "m", "t", "u", "back", "ahead", "hole_back", "hole_ahead", "step", "tiles", "slots")  # compiled for all values
+RUN_TIME_NUMBERS = (
+    "n",
+    "m",
+    "t",
+    "u",
+    "back",
+    "ahead",
+    "hole_back",
+    "hole_ahead",
+    "step",
+    "tiles",
+    "slots",
+)  # compiled for all values
 FIELDS = tl.constexpr(8)  # numbers of an item
 BAND_MASK = tl.constexpr(1)  # what hides pairs of a tile: the range of keys of a query
 BITS_MASK = tl.constexpr(2)  # or a bit for each pair; 0: nothing
@@ -193,7 +205,7 @@ def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.const
     return acc, total, new
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART, PART_LSE,
                  sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
                  n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
@@ -278,7 +290,7 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
         tl.store(LSE + line + i, lse, mask=i < n)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
                 E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """Merge the attention of one tile of queries over several parts of its keys by log-sum-exp."""
@@ -313,7 +325,7 @@ def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
     tl.store(LSE + (b * H + h).to(tl.int64) * n + i, lse, mask=i < n)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def sum_parts(TOTAL, MERGES, PART, sb, sh, sn, n, H, slots,
               C: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """Sum the gradient of one tile over the parts it was computed in."""
