@@ -16,11 +16,7 @@ from torch import Tensor
 from regard.ops.triton_support import block_of, kernel_config, triton_cannot_run
 from regard.transforms import differentiable_grads, needs_plain_ops
 
-<<<<<<< HEAD
-SHORTEST_VECTOR = 1e-6  # vectors below this length are divided by it
-=======
 SHORTEST_NORM = 1e-6  # vectors below this length are divided by it
->>>>>>> main
 WIDEST_VECTOR = 1024
 
 
@@ -37,11 +33,7 @@ def plain_unit_features(x: Tensor, silu: bool) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if silu:
         wide = F.silu(wide)
-<<<<<<< HEAD
-    return F.normalize(wide, dim=-1, eps=SHORTEST_VECTOR).to(x.dtype)
-=======
     return F.normalize(wide, dim=-1, eps=SHORTEST_NORM).to(x.dtype)
->>>>>>> main
 
 
 class _UnitFunction(torch.autograd.Function):
@@ -77,8 +69,4 @@ def _launch(kernel: Any, x: Tensor, tensors: tuple[Tensor, ...], silu: bool) -> 
     config = dict(kernel_config("unit_features", "any", x.device))
     strides = [stride for y in tensors for stride in y.stride()[:3]]
     grid = (-(-n // config["BN"]), b * h)
-<<<<<<< HEAD
-    kernel[grid](*tensors, *strides, n, h, SHORTEST_VECTOR, D=d, BD=block_of(d, x.device), SILU=silu, **config)
-=======
     kernel[grid](*tensors, *strides, n, h, SHORTEST_NORM, D=d, BD=block_of(d, x.device), SILU=silu, **config)
->>>>>>> main
