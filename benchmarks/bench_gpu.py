@@ -24,6 +24,7 @@ from regard.bench.floors import FORWARD, TRAINING
 from regard.bench.machine import write_record
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import Request
+from regard.bench.summary import crossovers
 from regard.bench.token_step import STEP
 from regard.bench.whole_models import DECODER_MODEL, ENCODER_MODEL, ModelRequest
 from regard.spec import Spec
@@ -164,9 +165,9 @@ def joined(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     if not before:
         return record | {"settings": record["settings"] | {"parts": [record["settings"]]}}
     parts = [*before["settings"]["parts"], record["settings"]]
-    both = {key: [*before.get(key, []), *record.get(key, [])] for key in ("rows", "crossovers") if key in record}
-    peers = {**before.get("peers", {}), **record.get("peers", {})}
-    return before | both | {"peers": peers, "settings": before["settings"] | {"parts": parts}}
+    rows = [*before["rows"], *record["rows"]]
+    both = {"rows": rows, "peers": {**before["peers"], **record["peers"]}, "settings": before["settings"] | {"parts": parts}}
+    return before | both | ({"crossovers": crossovers(rows)} if "crossovers" in record else {})
 
 
 def main() -> None:

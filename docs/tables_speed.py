@@ -51,7 +51,9 @@ def _place(row: Row) -> tuple[Any, ...]:
 def _line(own: list[Row], rows: list[Row]) -> list[str]:
     first = own[0]
     form = "causal" if first["causal"] else "full"
-    start = [code(first["spec"]), f"{form}, {PLACE[first['level']]}", f"{first['n']:,}"]
+    used = ", ".join(dict.fromkeys(name.split(": ")[1] for row in own for name in row.get("backends", [])))
+    where = ", ".join(filter(None, (form, PLACE[first["level"]], used)))
+    start = [code(first["spec"]), where, f"{first['n']:,}"]
     if not any("ms" in row for row in own):
         return [*start, "", "", "", "", "", first.get("reason", "")]
     cells = [

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from typer.testing import CliRunner
 
 from conftest import DEVICE
 from regard.bench import floors, summary, token_step, whole_models
+from regard.bench.backend_log import backends_of
 from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
-from regard.bench.speed import OURS, Request, Session, jobs_of
+from regard.bench.speed import OURS, Request, Session, count_launches, jobs_of
 from regard.bench.timing import NotCaptured, graph_time, launches, peak_bytes, plain_time
 from regard.bench.workload import LAYER, OPERATION, Setting, build_mixer, operation_inputs, own_workload, spec_text
 from regard.cli import app
@@ -46,6 +48,28 @@ def test_launches_count_what_moves_numbers():
     x = torch.randn(4, 8)
     assert launches(lambda: x.view(8, 4).t(), CPU) == 0
     assert launches(lambda: (x + 1).exp() @ x.t(), CPU) == 3
+
+
+def test_what_no_profiler_sees_is_not_counted_as_nothing(monkeypatch):
+    assert count_launches(lambda: None, CPU) == {"launches_reason": "the profiler saw no kernel"}
+    monkeypatch.setattr("regard.bench.speed.launches", broken)
+    assert count_launches(lambda: None, CPU) == {"launches_reason": "no profiler here"}
+
+
+def broken(*_):
+    raise RuntimeError("no profiler here\nat all")
+
+
+def test_the_backends_of_a_call(monkeypatch, capsys):
+    monkeypatch.setenv("REGARD_LOG", "other")
+    where = Setting(32, 2, 2, 16, True)
+    mixer = build_mixer(Spec.parse("linear"), where)
+    work = own_workload(mixer, where, OPERATION, operation_inputs(mixer.core, where))
+    (found,) = backends_of(work.forward)
+    assert found.startswith("linear: ")
+    assert backends_of(lambda: None) == []
+    assert os.environ["REGARD_LOG"] == "other"
+    assert capsys.readouterr().err == ""
 
 
 def test_peak_memory_is_what_a_call_adds():
@@ -195,7 +219,8 @@ def test_graph_times_are_compared_with_graph_times():
 
 def test_the_crossover_is_interpolated_in_logarithms():
     assert summary.crossing([(1024, 0.5), (4096, 2.0)]) == pytest.approx(2048)
-    assert summary.crossing([(1024, 2.0), (2048, 0.25), (8192, 1.0), (32768, 4.0)]) == pytest.approx(8192)
+    lost_twice = [(1024, 2.0), (2048, 0.25), (8192, 0.5), (32768, 4.0)]
+    assert summary.crossing(lost_twice) == pytest.approx(8192 * 4 ** (1 / 3))
     assert summary.crossing([(1024, 1.5), (4096, 2.0)]) == 1024
     assert summary.crossing([(1024, 1.5), (4096, 0.9)]) is None
 

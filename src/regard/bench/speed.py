@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.bench.backend_log import backends_of
 from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates
 from regard.bench.peer import OperationPeer, Peer
@@ -176,6 +177,7 @@ class Session:
                 with training_mode(module, name == TRAINING):
                     call = work.both if name == TRAINING else work.forward
                     row |= measure_call(call, setting.torch_device, self.request.seconds, self.request.graphs, _countable(module))
+                    row |= {"backends": backends_of(call)} if by == OURS else {}
             except FAILURES as error:
                 row |= {"reason": failure_text(error)}
             _free(setting.torch_device)
@@ -209,13 +211,22 @@ def measure_call(call: Callable[[], Any], device: torch.device, budget: float, g
     once = plain_time(call, device, budget)
     row["ms"] = 1e3 * once
     if countable or device.type == "cuda":
-        row["launches"] = launches(call, device)
+        row |= count_launches(call, device)
     if device.type == "cuda" and graphs:
         try:
             row["graph_ms"] = 1e3 * graph_time(call, device, budget, once)
         except NotCaptured as error:
             row["graph_reason"] = str(error)
     return row
+
+
+def count_launches(call: Callable[[], Any], device: torch.device) -> Measured:
+    """The launches of a call, or why they could not be counted: a profiler may see nothing of a GPU."""
+    try:
+        found = launches(call, device)
+    except RuntimeError as error:
+        return {"launches_reason": first_line(error)}
+    return {"launches": found} if found else {"launches_reason": "the profiler saw no kernel"}
 
 
 def failure_text(error: BaseException) -> str:

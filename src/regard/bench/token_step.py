@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.bench.backend_log import backends_of
 from regard.bench.machine import Rates
 from regard.bench.peers import FULL
-from regard.bench.speed import FAILURES, OURS, Measured, failure_text
-from regard.bench.timing import ROUNDS, NotCaptured, captured, first_line, launches, peak_bytes, plain_time, seconds
+from regard.bench.speed import FAILURES, OURS, Measured, count_launches, failure_text
+from regard.bench.timing import ROUNDS, NotCaptured, captured, first_line, peak_bytes, plain_time, seconds
 from regard.bench.workload import LAYER, Setting, build_mixer, spec_text
 from regard.mixers.base import Mixer
 from regard.mixers.kv_cache import KVCache
@@ -45,6 +46,7 @@ def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: flo
         mixer = build_mixer(spec, longer).eval()
         state, token = _prefilled(mixer, longer, t)
         row["state_bytes"] = held_bytes(state)
+        row["backends"] = backends_of(lambda: mixer.extend(state, token))
         row |= _eager_steps(mixer, state, token, budget)
         if setting.device == "cuda" and graphs:
             row |= _graphed_steps(mixer, state, token, t)
@@ -146,7 +148,8 @@ def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) ->
     step()
     peak = peak_bytes(step, device)
     once = plain_time(step, device, budget)
-    return {"first_seconds": first, "peak_bytes": peak, "ms": 1e3 * once, "launches": launches(step, device)}
+    row = {"first_seconds": first, "peak_bytes": peak, "ms": 1e3 * once}
+    return row | count_launches(step, device)
 
 
 def _graphed_call(step: Callable[[], Any], device: torch.device, budget: float) -> Measured:

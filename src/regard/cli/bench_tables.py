@@ -33,7 +33,8 @@ def print_speed(record: dict[str, Any], json_file: Path | None, out: Path | None
 def _speed_table(rows: list[dict[str, Any]], ratios: dict[Any, dict[str, float]], ours: str) -> Table:
     table = columns("mechanism", "by", "n", "batch", "ms", "graph ms", "launches", "MiB", "of floor", "times as fast as")
     for row in rows:
-        cells = [row["spec"], row["by"], f"{row['n']:,}", str(row["batch"])]
+        used = f" ({', '.join(row['backends'])})" if row.get("backends") else ""
+        cells = [row["spec"], row["by"] + used, f"{row['n']:,}", str(row["batch"])]
         if "ms" not in row:
             table.add_row(*cells, "", "", "", "", "", row.get("reason", ""))
             continue
