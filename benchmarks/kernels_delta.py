@@ -31,16 +31,16 @@ SHAPES: list[tuple[Any, ...]] = [  # b h g n f e gated, and the share of all key
     (1, 2, 2, 500, 128, 128, True),
     (1, 2, 2, 600, 64, 64, False, 0.9),
 ]
-WALKS = ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8))
+WALKS = ((16, 4), (32, 4), (64, 4))
 CANDIDATES = {
-    "delta_prepare": [{"num_warps": w} for w in (2, 4, 8)],
+    "delta_prepare": [{"num_warps": w} for w in (2, 4, 8)] + [{"maxnreg": r} for r in (128, 168)],
     "delta_walk": [{"BE": e, "num_warps": w, "num_stages": s} for e, w in WALKS for s in (1, 2, 3)]
     + [{"direct": x, "programs": y} for x in (16, 32, 64, 128) for y in (100, 512)],
-    "delta_outputs": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_state_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_value_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_query_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_key_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_outputs": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
+    "delta_state_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}, {"maxnreg": 128}],
+    "delta_value_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
+    "delta_query_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
+    "delta_key_grads": [{"num_warps": 2}, {"num_warps": 4}, {"num_warps": 8}, {"BE": 32}, {"maxnreg": 168}],
 }  # fmt: skip
 START = time.time()
 
