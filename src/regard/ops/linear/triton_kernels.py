@@ -8,7 +8,8 @@ A sequence is cut into segments, which run in parallel; a segment is walked in c
 
 Letters as in `linear_op`. State buffers are (b g slots f e), one slot for each segment and one behind the last; BF and BE are the
 padded tile sizes. DECAY is 0 for none, 1 for one number a token, 2 for one a feature. FEATURE is 0 for none, 1 for elu + 1 and 2
-for relu. A decay per feature comes as its sums from the start of every chunk (LEVEL of the sums). All products take operands of the type `TYPE`; no exponent is ever positive.
+for relu. A decay per feature comes as its sums from the start of every chunk (LEVEL of the sums). All products take operands of
+the type `TYPE`; no exponent is ever positive.
 """
 
 import triton
