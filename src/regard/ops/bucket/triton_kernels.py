@@ -123,7 +123,7 @@ def token_places(
 
 
 @triton.jit
-def load_rows(X, token, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_tokens(X, token, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load rows of tokens, (tokens, BLOCK); columns behind SIZE are 0."""
     c = tl.arange(0, BLOCK)
     at = X + token.to(tl.int64)[:, None] * stride + c[None, :]
@@ -133,7 +133,7 @@ def load_rows(X, token, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def store_rows(X, token, stride, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def store_tokens(X, token, stride, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     c = tl.arange(0, BLOCK)
     at = X + token.to(tl.int64)[:, None] * stride + c[None, :]
     tl.store(at, x.to(X.dtype.element_ty), mask=inside[:, None] & (c[None, :] < SIZE))
@@ -200,11 +200,11 @@ def bucket_forward(
     low, high = other_places(p, first, last, reach, CAUSAL, OWN)
     number = number_of_places(low, high)
     ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
-    q = load_rows(Q, token, sqn, inside, D, BD)
+    q = load_tokens(Q, token, sqn, inside, D, BD)
     if DROP:
         asking = tl.load(ASKING + row.to(tl.int64) * n + token, mask=inside, other=0)
     if ROUND > 0:
-        acc = load_rows(SUM, token, E, inside, E, BE)
+        acc = load_tokens(SUM, token, E, inside, E, BE)
         top = tl.load(LSE + token, mask=inside, other=FLOOR)
         weight = tl.where(top > FLOOR, 1.0, 0.0)
     else:
@@ -215,8 +215,8 @@ def bucket_forward(
         j = j0 + tl.arange(0, BN)
         there = j < n
         key = tl.load(ORDER + j, mask=there, other=0)
-        k = load_rows(K, key, skn, there, D, BD)
-        v = load_rows(V, key, svn, there, E, BE)
+        k = load_tokens(K, key, skn, there, D, BD)
+        v = load_tokens(V, key, svn, there, E, BE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if UNIT:
             short = tl.load(SHORT + key, mask=there, other=0.0)
@@ -245,17 +245,17 @@ def bucket_forward(
     acc = acc / safe[:, None]
     lse = top + tl.log2(safe)
     if not LAST_ROUND:
-        store_rows(SUM, token, E, acc, inside, E, BE)
+        store_tokens(SUM, token, E, acc, inside, E, BE)
         tl.store(LSE + token, lse, mask=inside)
     else:
         if not OWN:
             alone = inside & (weight == 0) & (last >= 0)
-            value = load_rows(V, token, svn, alone, E, BE).to(tl.float32)
+            value = load_tokens(V, token, svn, alone, E, BE).to(tl.float32)
             if DROP:
                 kept = hash_keeps(asking, tl.load(THERE + token, mask=inside, other=0), threshold)
                 value = value * tl.where(kept, keep, 0.0)[:, None]
             acc += value
-        store_rows(OUT, token, son, acc, inside, E, BE)
+        store_tokens(OUT, token, son, acc, inside, E, BE)
         tl.store(LSE + token, tl.where(some, lse, LONELY), mask=inside)
 
 
@@ -268,7 +268,7 @@ def output_products(
     row = pid // tiles
     i = pid % tiles * BM + tl.arange(0, BM)
     inside = i < n
-    out = load_rows(head_at(OUT, row, sob, soh, heads, 1), i, son, inside, E, BE)
-    grad = load_rows(head_at(GRAD, row, sgb, sgh, heads, 1), i, sgn, inside, E, BE)
+    out = load_tokens(head_at(OUT, row, sob, soh, heads, 1), i, son, inside, E, BE)
+    grad = load_tokens(head_at(GRAD, row, sgb, sgh, heads, 1), i, sgn, inside, E, BE)
     product = out.to(tl.float32) * grad.to(tl.float32)
     tl.store(DELTA + row.to(tl.int64) * n + i, tl.sum(product, 1), mask=inside)
