@@ -231,6 +231,25 @@ def measure(label: str, forward: Callable[[], Tensor], inputs: Sequence[Tensor],
     report(what=label, time=kind, forward=ms[0], both=ms[1], plain=event_time(both), peak_mib=mib, times_inputs=mib / size)
 
 
+def profile(label: str, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
+    """Report the microseconds of every kernel of forward + backward, the longest first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    both()
+    torch.cuda.synchronize()
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        both()
+        torch.cuda.synchronize()
+    spent = sorted(((x.device_time_total, x.count, x.key[:40]) for x in seen.key_averages()), reverse=True)
+    kernels = {f"{name} x{count}": round(us, 1) for us, count, name in spent[:16] if us > 0}
+    report(what=f"profile {label}", us=kernels)
+
+
 def tokens(n: int) -> int:
     return max(1, TOKENS // n)
 
@@ -254,6 +273,8 @@ def compare(n: int) -> None:
                 label = f"n={n} core {spec} {'causal' if causal else 'bidirectional'} {backend}"
                 run = lambda made=made, causal=causal: attend(q, q, v, made, causal=causal)  # noqa: E731
                 measure(label, run, (q, v), graphs=backend == "triton")
+                if n == LENGTHS[0] and backend == "triton":
+                    attempt(label, lambda label=label, run=run: profile(label, run, (q, v)))
     sdpa = torch.nn.functional.scaled_dot_product_attention
     measure(f"n={n} SDPA causal", lambda: sdpa(q, q, v, is_causal=True), (q, v))
     peers(n, q, v)
