@@ -80,10 +80,12 @@ def within(place, low, number):
 
 
 @triton.jit
-def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
-    """Return the first and the last place whose tokens see the tokens at places p."""
+def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr, OWN: tl.constexpr):
+    """Return the first and the last place whose tokens see the tokens at places p; without the token itself, where it is the
+    first of them and does not count.
+    """
     if CAUSAL:
-        low = tl.maximum(first, p)
+        low = tl.maximum(first, p if OWN else p + 1)
         high = tl.minimum(last, p + reach - 1)
     else:
         start = p // reach * reach
@@ -92,13 +94,12 @@ def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "tiles", "total", "buckets", "bits", "reach"])
+@triton.jit(do_not_specialize=["n", "tiles", "total", "buckets", "bits"])
 def token_places(
-    CODES, FIRST, LAST, PLACES, n, tiles, total, buckets, bits, reach,
-    CAUSAL: tl.constexpr, MARKS: tl.constexpr, SIZE: tl.constexpr,
+    CODES, FIRST, LAST, PLACES, n, tiles, total, buckets, bits, MARKS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place, and the
-    first and the last place that it sees. Padding sees no place.
+    """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place and the
+    same two. For padding these are n and -1: a range without places.
     """
     pid = tl.program_id(0)
     total = total.to(tl.int64)
@@ -116,10 +117,9 @@ def token_places(
     tl.store(PLACES + total + place, first, mask=inside)
     tl.store(PLACES + 2 * total + place, last, mask=inside)
     if MARKS:
-        low, high = seen_places(place, first, last, reach, CAUSAL)
         tl.store(PLACES + 3 * total + token, place, mask=inside)
-        tl.store(PLACES + 4 * total + token, low, mask=inside)
-        tl.store(PLACES + 5 * total + token, high, mask=inside)
+        tl.store(PLACES + 4 * total + token, first, mask=inside)
+        tl.store(PLACES + 5 * total + token, last, mask=inside)
 
 
 @triton.jit
@@ -148,19 +148,24 @@ def head_at(X, row, sb, sh, heads, share):
 
 
 @triton.jit
-def earlier_ranges(MARKS, token, inside, n, total, ROUND: tl.constexpr):
-    """Load what queries see in the rounds before ROUND: a tuple of first places and numbers of places."""
+def earlier_ranges(MARKS, token, inside, n, total, reach, ROUND: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
+    """Return what queries see in the rounds before ROUND, or which queries see KEYS: a tuple of first places and numbers."""
     found = ()
     for r in tl.static_range(ROUND):
-        low = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
-        high = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=0)
+        p = tl.load(MARKS + r * n + token, mask=inside, other=0)
+        first = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
+        last = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=-1)
+        if KEYS:
+            low, high = seeing_places(p, first, last, reach, CAUSAL, True)
+        else:
+            low, high = seen_places(p, first, last, reach, CAUSAL)
         found = found + ((low, number_of_places(low, high)),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
     return found
 
 
 @triton.jit
 def earlier_places(MARKS, token, inside, n, ROUND: tl.constexpr):
-    """Load the places of keys in the rounds before ROUND, as a tuple."""
+    """Load the places of tokens in the rounds before ROUND, as a tuple."""
     found = ()
     for r in tl.static_range(ROUND):
         found = found + (tl.load(MARKS + r * n + token, mask=inside, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
@@ -199,7 +204,7 @@ def bucket_forward(
     last = tl.load(ORDER + 2 * total + p, mask=inside, other=-1)
     low, high = other_places(p, first, last, reach, CAUSAL, OWN)
     number = number_of_places(low, high)
-    ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
+    ranges = earlier_ranges(MARKS, token, inside, n, total, reach, ROUND, CAUSAL, False)
     q = load_tokens(Q, token, sqn, inside, D, BD)
     if DROP:
         asking = tl.load(ASKING + row.to(tl.int64) * n + token, mask=inside, other=0)
