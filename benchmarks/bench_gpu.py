@@ -20,12 +20,13 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no idle compilers
 import torch
 
 from common import RESULTS, Progress
-from regard.bench.floors import BOTH, FORWARD
+from regard.bench.floors import FORWARD, TRAINING
 from regard.bench.machine import write_record
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import Request
+from regard.bench.summary import crossovers
 from regard.bench.token_step import STEP
-from regard.bench.whole_models import DECODER, ENCODER, ModelRequest
+from regard.bench.whole_models import DECODER_MODEL, ENCODER_MODEL, ModelRequest
 from regard.spec import Spec
 
 K = 1024
@@ -54,6 +55,7 @@ SETS: dict[str, list[dict[str, Any]]] = {
     "windows": [
         {"mixers": ["Local(128)", "Local(256)"], "lengths": [4 * K, 16 * K], "forms": BOTH_FORMS, "peers": [FULL, FLEX]},
         {"mixers": ["Local(128)", "Local(256)"], "lengths": [64 * K], "forms": BOTH_FORMS, "peers": [FULL]},
+        {"mixers": ["Local(256)"], "lengths": [256 * K, 1024 * K], "forms": CAUSAL, "peers": []},
     ],
     "others": [
         {"mixers": ["performer"], "lengths": [4 * K, 16 * K], "forms": BOTH_FORMS, "peers": [FULL, "performer-pytorch"]},
@@ -104,11 +106,12 @@ SETS: dict[str, list[dict[str, Any]]] = {
         {
             "mixers": ["softmax", "Local(256)", "linear", "retention"],
             "lengths": [4 * K, 16 * K, 64 * K],
-            "kinds": (DECODER,),
+            "kinds": (DECODER_MODEL,),
         },
-        {"mixers": ["gla", "reformer"], "lengths": [4 * K], "kinds": (DECODER,)},
-        {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K, 64 * K], "kinds": (ENCODER,)},
-        {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K], "kinds": (DECODER,), "compiled": (True,)},
+        {"mixers": ["gla", "reformer"], "lengths": [4 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": ["Local(256)", "linear"], "lengths": [1 * K, 256 * K, 1024 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
     ],
 }
 SMALL = {"tokens": 1024, "heads": 2, "seconds": 0.01, "device": "cpu"}
@@ -154,7 +157,7 @@ def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: A
             options |= {"depth": 1, "width": 64}
         model_record(ModelRequest(**options), report, save)
     else:
-        speed_record(Request(**{"passes": (FORWARD, BOTH), "step_batch": 2 if args.small else 32, **options}), report, save)
+        speed_record(Request(**{"passes": (FORWARD, TRAINING), "step_batch": 2 if args.small else 32, **options}), report, save)
 
 
 def joined(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -162,9 +165,9 @@ def joined(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     if not before:
         return record | {"settings": record["settings"] | {"parts": [record["settings"]]}}
     parts = [*before["settings"]["parts"], record["settings"]]
-    both = {key: [*before.get(key, []), *record.get(key, [])] for key in ("rows", "crossovers") if key in record}
-    peers = {**before.get("peers", {}), **record.get("peers", {})}
-    return before | both | {"peers": peers, "settings": before["settings"] | {"parts": parts}}
+    rows = [*before["rows"], *record["rows"]]
+    both = {"rows": rows, "peers": {**before["peers"], **record["peers"]}, "settings": before["settings"] | {"parts": parts}}
+    return before | both | ({"crossovers": crossovers(rows)} if "crossovers" in record else {})
 
 
 def main() -> None:

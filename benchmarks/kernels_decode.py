@@ -92,19 +92,19 @@ def check_linear(kind: str) -> None:
         state, sums = normal(b, g, f, e), normal(b, g, f).exp() if norms else None
         decays = -torch.rand(b, g, 1, decay, device="cuda") if decay else None
         call = LinearCall(q, k, v, state, decays, sums)
-        r = ReferenceLinear().forward(LinearCall(*(None if x is None else x.double() for x in call)))
-        found = linear_step(*call[:6])
+        r = ReferenceLinear().forward(LinearCall(*(None if x is None else x.double() for x in call[:6])))
+        found = linear_step(call)
         pairs = [(x, y) for x, y in zip(found, (r.out, r.state, r.norm, r.norm_state), strict=True) if x is not None]
         errors = [((x.double() - y).norm() / y.norm()).item() for x, y in pairs]
-        again = [linear_step(*call[:6]) for _ in range(20)]
+        again = [linear_step(call) for _ in range(20)]
         same = all(x is None or torch.equal(x, y) for other in again for x, y in zip(found, other, strict=True))
         wrong = "" if max(errors) < (1e-5 if kind == "fp32" else 1e-2) and same else "WRONG"
         note(kind, "linear", (b, h, g, f, e, decay), " ".join(f"{x:.1e}" for x in errors), wrong)
 
 
-def linear_inputs(b: int) -> tuple[Any, ...]:
+def linear_inputs(b: int) -> LinearCall:
     q, k, v = (normal(b, HEADS, 1, D, dtype=torch.bfloat16) for _ in range(3))
-    return q, k, v, normal(b, HEADS, D, D), None, normal(b, HEADS, D).exp(), None, "elu", 1.0, True
+    return LinearCall(q, k, v, normal(b, HEADS, D, D), None, normal(b, HEADS, D).exp(), None, "elu", 1.0, True)
 
 
 def plain_window(b: int) -> Any:
@@ -142,7 +142,7 @@ def speed(b: int) -> None:
             timed(f"window, room {room}", lambda call=call: decoding_step(call))
         attempt("plain", lambda: timed("window by torch, room 512", plain_window(b)))
         own = linear_inputs(b)
-        timed("linear", lambda: linear_step(*own))
+        timed("linear", lambda: linear_step(own))
     for name in ("window, room 512", "linear"):
         if name in found and "SDPA" in found:
             note(f"batch {b}", "SDPA :", name, f"{found['SDPA'] / found[name]:.1f}")
@@ -150,7 +150,7 @@ def speed(b: int) -> None:
 
 def models() -> None:
     """Decode by CUDA graphs with whole models, with and without the kernels."""
-    for mixer in ("softmax", PATTERN, "linear"):
+    for mixer in ("softmax", PATTERN, "linear", "gla", "delta"):
         for backend in (AUTO, "torch"):
 
             def row(mixer: str = mixer, backend: str = backend) -> None:
@@ -177,7 +177,7 @@ def tune() -> None:
                 for b in (1, 32):
                     own = linear_inputs(b)
                     call = window_call(torch.bfloat16, b, HEADS, HEADS, 512, D, D, StepWindow(255, 1, 4, 4), T)
-                    f = (lambda call=call: decoding_step(call)) if kernel == "window_step" else lambda own=own: linear_step(*own)
+                    f = (lambda call=call: decoding_step(call)) if kernel == "window_step" else lambda own=own: linear_step(own)
                     us.append(1000 * graph_ms(f, rep=10))
                 note(kernel, changes, " / ".join(f"{x:.2f}" for x in us))
 

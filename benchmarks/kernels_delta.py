@@ -22,13 +22,14 @@ from regard.ops import triton_support
 from regard.ops.delta.delta_op import delta_rule
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SHAPES = [  # b h g n f e gated
+SHAPES: list[tuple[Any, ...]] = [  # b h g n f e gated, and the share of all keys that is the same
     (2, 4, 4, 300, 64, 64, False),
     (1, 4, 2, 1000, 64, 64, True),
     (1, 2, 2, 4160, 64, 64, False),
     (2, 2, 1, 130, 16, 24, True),
     (1, 2, 2, 257, 32, 96, False),
     (1, 2, 2, 500, 128, 128, True),
+    (1, 2, 2, 600, 64, 64, False, 0.9),
 ]
 WALKS = ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8))
 CANDIDATES = {
@@ -38,6 +39,7 @@ CANDIDATES = {
     "delta_outputs": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
     "delta_state_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
     "delta_value_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_query_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
     "delta_key_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
 }  # fmt: skip
 START = time.time()
@@ -100,28 +102,20 @@ def repeated(call: list[Any], times: int = 20) -> bool:
     return all(torch.equal(x, y) for _ in range(times) for x, y in zip(first, results(call, "triton"), strict=True))
 
 
-def check(kind: str) -> None:
-    dtype = TYPES[kind]
-    for shape in [*SHAPES, "alike"]:
-        own = (1, 2, 2, 600, 64, 64, False, 0.9) if shape == "alike" else shape
+def check(kind: str, number: int) -> None:
+    """Print the errors of one shape, and whether twenty calls are equal."""
+    own = SHAPES[number]
 
-        def row(own: Any = own) -> None:
-            call = random_call(dtype, *own)
-            exact = results(call, "torch", torch.float64)
-            text, worst = errors(call, "triton", exact)
-            plain = errors(call, "torch", exact, torch.float32)[0] if kind == "fp32" else ""
-            note(
-                kind,
-                own,
-                "errors",
-                text,
-                "WRONG" if not worst < {"fp32": 2e-5}.get(kind, 3e-2) else "",
-                plain and f"| torch {plain}",
-            )
-            if not repeated(call):
-                note(kind, own, "two calls DIFFER")
+    def row() -> None:
+        call = random_call(TYPES[kind], *own)
+        exact = results(call, "torch", torch.float64)
+        text, worst = errors(call, "triton", exact)
+        plain = errors(call, "torch", exact, torch.float32)[0] if kind == "fp32" else ""
+        wrong = "" if worst < {"fp32": 2e-5}.get(kind, 3e-2) else "WRONG"
+        equal = "" if repeated(call) else "two calls DIFFER"
+        note(kind, own, "errors", text, wrong, equal, plain and f"| torch {plain}")
 
-        attempt(f"{kind} {own}", row)
+    attempt(f"{kind} {own}", row)
 
 
 def peers() -> Iterator[tuple[str, Callable[..., Tensor]]]:
@@ -190,7 +184,7 @@ def speed() -> None:
             note(n, "fla : triton", " / ".join(f"{x:.2f}" for x in ratios))
         attempt(f"kernels {n}", lambda n=n: kernels(n))
         note(n, "peak", attempt("memory", lambda n=n: peak_memory(n)))
-    if time.time() - START < 70:
+    if time.time() - START < 45:
         slow = lambda q, k, v, beta: delta_rule(q, k, v, beta, q.new_zeros(*k.shape[:2], 64, 64), backend="torch")[0]  # noqa: E731
         both = attempt("torch", lambda: times("torch", slow, 4096))
         note(4096, "torch backend in float32", both)
@@ -234,7 +228,7 @@ def tune() -> None:
 
             def row(kernel: str = kernel, changes: Any = changes) -> None:
                 _, worst = errors(call, "triton", exact)
-                same = repeated(call)
+                same = repeated(call, 5)
                 ms = [times("triton", f, n) for n in (4096, 65536)]
                 note(
                     kernel,
@@ -248,22 +242,29 @@ def tune() -> None:
 
 
 def parallel(*commands: list[str]) -> None:
-    for job in [subprocess.Popen([sys.executable, __file__, *command]) for command in commands]:
-        job.wait()
+    """Run this script with these arguments, all at the same time, for a minute at most."""
+    jobs = [subprocess.Popen([sys.executable, __file__, *command]) for command in commands]
+    end = time.time() + 60
+    for job, command in zip(jobs, commands, strict=True):
+        try:
+            job.wait(timeout=max(end - time.time(), 0.1))
+        except subprocess.TimeoutExpired:
+            job.kill()
+            note(*command, "STOPPED after a minute")
 
 
 def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--check"]:
-        check(words[1])
+        check(words[1], int(words[2]))
     elif words[:1] == ["--compile"]:
         compile_all(int(words[1]), int(words[2]))
     else:
         note(torch.cuda.get_device_name(), torch.__version__)
-        parallel(*(["--check", kind] for kind in TYPES))
         speed()
+        parallel(*(["--check", kind, str(i)] for kind in ("fp32", "bf16", "fp16") for i in range(len(SHAPES))))
         if "--tune" in words:
-            parallel(*(["--compile", str(i), "8"] for i in range(8)))
+            parallel(*(["--compile", str(i), "12"] for i in range(12)))
             tune()
 
 

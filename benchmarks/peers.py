@@ -12,11 +12,12 @@ from functools import partial
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no idle compilers beside what is timed
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from common import Progress, save, taking_turns
 from regard import Dims, Pattern, attend, core
+from regard.bench.peers_kernels import Flex
+from regard.bench.workload import Setting
 
 N, HEADS, DIM, SEED = 8192, 4, 64, 0
 PATTERNS = ["Local(128)", "Local(128) | Global(first=2)", "Dilated(32, 8)", "Stride(64)"]
@@ -49,10 +50,8 @@ def forward(text: str, q, k, v, device) -> list[dict]:
     pattern, made = Pattern.parse(text), core(text, Dims(HEADS * DIM, HEADS))
     fs = {"regard": lambda: attend(q, k, v, made)}
     for block in (64, 128):
-        torch._dynamo.reset()
-        compiled = torch.compile(flex_attention, dynamic=False)
-        mask = create_block_mask(lambda _b, h, i, j: pattern(h, i, j), None, None, N, N, device="cpu", BLOCK_SIZE=block)
-        fs[f"FlexAttention, blocks of {block}"] = lambda f=compiled, m=mask: f(q, k, v, block_mask=m)
+        flex = Flex(pattern, Setting(N, 1, HEADS, DIM), block)
+        fs[f"FlexAttention, blocks of {block}"] = partial(flex.run, q, k, v)
     fs["SDPA, all pairs"] = lambda: scaled_dot_product_attention(q, k, v)
     with torch.no_grad():
         ours, theirs = (list(fs.values())[x]() for x in (0, 1))

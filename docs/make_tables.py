@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import house
 import tables_features
+import tables_speed
 import tables_tasks as real
 from tables_base import ROOT, Made, code, if_there, not_yet, result, short, table
 
@@ -194,6 +195,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recall": recall,
         "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
+        "speed": lambda: tables_speed.speed({name: if_there(f"bench_{name}") for name in tables_speed.NAMES}),
         "stream": stream,
         "decoding": lambda: decoding(result("decoding")),
         "decoding_gpu": lambda: (

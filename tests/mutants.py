@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from mutants_bench import BENCH
 from mutants_compiled import COMPILED
 from mutants_models import MODELS
 from mutants_training import TRAINING
@@ -123,8 +124,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "strips ignore causal": (
         R + "mixers/softmax.py",
-        "if causal else seen.expand(-1, 1, i.shape[1], -1)",
-        "if False else seen.expand(-1, 1, i.shape[1], -1)",
+        "            if causal:\n                past = distance >= 0\n",
+        "            if False:\n                past = distance >= 0\n",
     ),
     "a kernel scan sees one token ahead": (R + "ops/linear/torch.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
@@ -384,8 +385,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "slots that nothing was written into are seen": (
         R + "mixers/low_rank.py",
-        "seen = memory.seen | _writes(to_k, to_v).any(2)",
-        "seen = torch.ones_like(memory.seen | _writes(to_k, to_v).any(2))",
+        "seen = memory.seen | _any_writes(to_k, to_v)",
+        "seen = torch.ones_like(memory.seen | _any_writes(to_k, to_v))",
     ),
     "a stride is seen before it is finished": (
         R + "mixers/compressed.py",
@@ -444,7 +445,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     """By name: a file, what stands there, what shall stand there, and the tests that must notice."""
-    return {**MODELS, **TRAINING, **COMPILED, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
+    return {**MODELS, **TRAINING, **COMPILED, **BENCH, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
 
 
 def killed_by(name: str, mutant: tuple[str, str, str, str], known: str) -> str:

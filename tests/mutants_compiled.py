@@ -14,8 +14,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "auto takes a backend that refuses": (
         R + "ops/backend.py",
-        "if _automatic(backend, call[0]) and backend.refuses(*call) is None:\n",
-        "if _automatic(backend, call[0]):\n",
+        "        if why is None:\n",
+        "        if True:\n",
         "linear_backends",
     ),
     "a mechanism with one implementation takes any backend": (
@@ -69,7 +69,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     "a strip ends where it begins": (R + "ops/strip.py", "range(size, n + size, size)", "range(0, n, size)", "strip"),
     "a strip is kept for the backward pass": (
         R + "ops/strip.py",
-        "    again = torch.is_grad_enabled() and _any_grad(tensors) and not transformed()\n",
+        "    again = recompute and torch.is_grad_enabled() and _any_grad(tensors) and not transformed()\n",
         "    again = False\n",
         "strip",
     ),

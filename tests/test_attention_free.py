@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import gelu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard.ops.fourier as kernel
 from conftest import DEVICE, close, data
@@ -53,6 +54,33 @@ def test_fnet_transforms_rows_of_equal_length_together(monkeypatch):
     valid = torch.arange(12, device=DEVICE) < torch.tensor([5, 9, 5, 0, 9, 5], device=DEVICE)[:, None]
     build("fnet")(data(12, b=6), valid=valid.flip(1))
     assert seen == [(1, 0, 32), (3, 5, 32), (2, 9, 32)]
+
+
+def test_the_gradient_of_fnet_costs_one_transform_and_keeps_nothing():
+    """The transform of a gradient is that of a token: of real numbers, half of the spectrum."""
+    x = data(40).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = build("fnet")(x)
+    assert kept == []
+    passes = []
+    for call in (lambda: build("fnet")(x.detach()), lambda: y.backward(torch.ones_like(y))):
+        with CountOps() as counted:
+            call()
+        passes.append([name for name in counted.names if "fft" in name])
+    assert passes[0] == passes[1] != []
+
+
+class CountOps(TorchDispatchMode):
+    """Names of the operators that are called, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,12 +1,15 @@
 """Backends of tile attention: each computes what the reference defines, dropout included; a kernel can read the plans."""
 
+import warnings
+
 import pytest
 import torch
 
 from conftest import DEVICE, data, some
 from regard import Dims, clear_caches, layer
+from regard.ops import backend as registry
 from regard.ops import edge
-from regard.ops.backend import _BACKENDS, backends, register_backend
+from regard.ops.backend import _BACKENDS, SlowBackend, backends, register_backend
 from regard.ops.dropout_hash import head_numbers, kept_pairs, kept_pairs_composite, key_keys, query_keys, row_seed
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import TileCall
@@ -150,6 +153,32 @@ def test_a_backend_that_does_not_exist_is_refused():
     q = torch.randn(1, 2, 20, 4)
     with pytest.raises(ValueError, match="tile attention has no backend 'fancy': there is triton, torch, reference"):
         tile_attention(q, q, q, HeadPatterns.of(Pattern.parse("Local(3)"), 2), Span(0, 20, 0, 20), scale=1.0, backend="fancy")
+
+
+class _Choosy(TorchTiles):
+    name = "choosy"
+    devices = (DEVICE.type,)
+
+    def refuses(self, call, plans):  # noqa: ARG002
+        return "it takes no more than 4 queries" if call.q.shape[2] > 4 else None
+
+
+def test_kernels_that_refuse_are_replaced_with_one_warning(monkeypatch):
+    monkeypatch.setitem(_BACKENDS, "tile", {"choosy": _Choosy(), **_BACKENDS["tile"]})
+    monkeypatch.setattr(registry, "_warned", set())
+    patterns = HeadPatterns.of(Pattern.parse("Local(3)"), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in (4, 20):
+            for dtype in (torch.float64, torch.float32) if n == 4 else (torch.float64,):
+                q = torch.randn(1, 2, n, 4, dtype=dtype, device=DEVICE)
+                tile_attention(q, q, q, patterns, Span(0, n, 0, n), scale=1.0)
+    q = q.float()
+    with pytest.warns(SlowBackend, match="by backend 'choosy', but by a slower one: it takes no more than 4 queries"):
+        tile_attention(q, q, q, patterns, Span(0, 20, 0, 20), scale=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tile_attention(q, q, q, patterns, Span(0, 20, 0, 20), scale=1.0)
 
 
 class _Counting(TorchTiles):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from typer.testing import CliRunner
 
 from conftest import DEVICE
 from regard.bench import floors, summary, token_step, whole_models
-from regard.bench.floors import BOTH, FORWARD, floor_of
+from regard.bench.backend_log import backends_of
+from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
-from regard.bench.speed import OURS, Request, Session, jobs_of
+from regard.bench.speed import OURS, Request, Session, count_launches, jobs_of
 from regard.bench.timing import NotCaptured, graph_time, launches, peak_bytes, plain_time
 from regard.bench.workload import LAYER, OPERATION, Setting, build_mixer, operation_inputs, own_workload, spec_text
 from regard.cli import app
@@ -46,6 +48,28 @@ def test_launches_count_what_moves_numbers():
     x = torch.randn(4, 8)
     assert launches(lambda: x.view(8, 4).t(), CPU) == 0
     assert launches(lambda: (x + 1).exp() @ x.t(), CPU) == 3
+
+
+def test_what_no_profiler_sees_is_not_counted_as_nothing(monkeypatch):
+    assert count_launches(lambda: None, CPU) == {"launches_reason": "the profiler saw no kernel"}
+    monkeypatch.setattr("regard.bench.speed.launches", broken)
+    assert count_launches(lambda: None, CPU) == {"launches_reason": "no profiler here"}
+
+
+def broken(*_):
+    raise RuntimeError("no profiler here\nat all")
+
+
+def test_the_backends_of_a_call(monkeypatch, capsys):
+    monkeypatch.setenv("REGARD_LOG", "other")
+    where = Setting(32, 2, 2, 16, True)
+    mixer = build_mixer(Spec.parse("linear"), where)
+    work = own_workload(mixer, where, OPERATION, operation_inputs(mixer.core, where))
+    (found,) = backends_of(work.forward)
+    assert found.startswith("linear: ")
+    assert backends_of(lambda: None) == []
+    assert os.environ["REGARD_LOG"] == "other"
+    assert capsys.readouterr().err == ""
 
 
 def test_peak_memory_is_what_a_call_adds():
@@ -84,7 +108,7 @@ def test_floors_of_full_attention_are_pairs_and_tensors():
     found = floor("softmax")
     assert found.flops == 3 * 2 * 64 * 64 * 2 * (16 + 16)
     assert found.bytes == 4 * tensor
-    both = floor("softmax", work=BOTH)
+    both = floor("softmax", work=TRAINING)
     assert both.flops == 3.5 * found.flops
     assert both.bytes == 11 * tensor
     assert floor("softmax", causal=True).flops == found.flops * 65 / 128
@@ -195,7 +219,8 @@ def test_graph_times_are_compared_with_graph_times():
 
 def test_the_crossover_is_interpolated_in_logarithms():
     assert summary.crossing([(1024, 0.5), (4096, 2.0)]) == pytest.approx(2048)
-    assert summary.crossing([(1024, 2.0), (2048, 0.25), (8192, 1.0), (32768, 4.0)]) == pytest.approx(8192)
+    lost_twice = [(1024, 2.0), (2048, 0.25), (8192, 0.5), (32768, 4.0)]
+    assert summary.crossing(lost_twice) == pytest.approx(8192 * 4 ** (1 / 3))
     assert summary.crossing([(1024, 1.5), (4096, 2.0)]) == 1024
     assert summary.crossing([(1024, 1.5), (4096, 0.9)]) is None
 
@@ -220,6 +245,17 @@ def test_a_decoding_step_and_its_baseline():
     assert full["state_bytes"] == 2 * 2 * 2 * 65 * 16 * 4
     refused = token_step.own_step_row(Spec.parse("bigbird(special='ends')"), where, 64, RATES, 0.002, True)
     assert "cannot do causal" in refused["reason"]
+
+
+def test_bytes_of_a_state_are_those_of_its_tokens():
+    layer = build_mixer(Spec.parse("softmax"), Setting(64, 2, 2, 16, True))
+    _, state = layer.extend(layer.start(2), torch.randn(2, 20, 32))
+    cache = 2 * 2 * 2 * 20 * 16 * 4
+    assert token_step.held_bytes(state.memory) == cache < state.nbytes
+    assert token_step.moved_bytes(state.memory) == cache
+    linear = build_mixer(Spec.parse("linear"), Setting(64, 2, 2, 16, True))
+    memory = linear.extend(linear.start(2), torch.randn(2, 20, 32))[1].memory
+    assert token_step.moved_bytes(memory) == 2 * token_step.held_bytes(memory) == 2 * 2 * 2 * (16 * 16 + 16) * 4
 
 
 def test_the_baseline_of_a_step_is_attention_over_its_cache():
@@ -277,8 +313,10 @@ def invoke(*words):
 
 
 def test_the_command(tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install matplotlib, to draw")
     numbers, picture = tmp_path / "speed.json", tmp_path / "speed.png"
     short = ["--tokens", "64", "--heads", "2", "--dim", "16", "--seconds", "0.002", "--device", "cpu"]
+    short += ["--against", "SDPA"]
     done = invoke("--mixers", "Local(8); linear", "--lengths", "32,64", *short, "--json", str(numbers), "--out", str(picture))
     assert done.exit_code == 0, done.output
     assert "Local(8)" in done.output and "faster than SDPA over all pairs" in done.output and "Next:" in done.output
@@ -313,7 +351,9 @@ def test_the_command_for_models():
         (["--out", "x.bmp"], "cannot draw into"),
         (["--json", "/nowhere/x.json"], "there is no folder"),
         (["--compile"], "--compile is for whole models"),
-        (["--model", "--out", "x.png"], "--out draws times of mechanisms"),
+        (["--model", "--out", "x.png"], "--out is not for whole models"),
+        (["--model", "--no-graphs"], "--graphs is not for whole models"),
+        (["--batch", "4"], "--batch is for decoding steps"),
     ],
 )
 def test_a_mistake_is_one_sentence(words, sentence):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from conftest import DEVICE
+from regard import layer
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache, StaticCursor, StaticKVCache
 from regard.mixers.pattern_attention import PatternAttention
@@ -17,7 +18,9 @@ from regard.patterns import Pattern
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own, of loops
 
-from regard.ops.linear.triton_step import linear_step  # noqa: E402 - imports triton
+from regard.ops.delta import delta_step  # noqa: E402 - these import triton
+from regard.ops.linear import triton_step  # noqa: E402
+from regard.ops.linear.triton_step import linear_step  # noqa: E402
 
 B, H, G, D, E = 2, 4, 2, 6, 5
 WINDOWS = {
@@ -145,9 +148,8 @@ def test_a_linear_step_is_the_recurrence(decay: int, norms: bool) -> None:
     state, norm_state = torch.randn(B, G, D, E, device=DEVICE), torch.rand(B, G, D, device=DEVICE) if norms else None
     log_decay = -torch.rand(B, G, 1, decay, device=DEVICE) if decay else None
     call = LinearCall(q, k, v, state, log_decay, norm_state)
-    exact = ReferenceLinear().forward(LinearCall(*(None if x is None else x.double() for x in call)))
-    found = linear_step(*call)
-    for x, y in zip(found, (exact.out, exact.state, exact.norm, exact.norm_state), strict=True):
+    exact = ReferenceLinear().forward(LinearCall(*(None if x is None else x.double() for x in call[:6])))
+    for x, y in zip(linear_step(call), exact, strict=True):
         assert (x is None) == (y is None)
         if x is not None and y is not None:
             torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
@@ -157,7 +159,7 @@ def test_a_linear_step_has_features_a_scale_a_norm_and_padding() -> None:
     q, k, v = tokens(H, 1, D), tokens(G, 1, D), tokens(G, 1, E)
     state, norm_state = torch.rand(B, G, D, E, device=DEVICE), torch.rand(B, G, D, device=DEVICE)
     valid = torch.tensor([[True], [False]], device=DEVICE)
-    out, after, norm, sums = linear_step(q, k, v, state, None, norm_state, valid, "elu", 0.5, True)
+    out, after, norm, sums = linear_step(LinearCall(q, k, v, state, None, norm_state, valid, "elu", 0.5, True))
     keys = (torch.nn.functional.elu(k) + 1) * valid[:, None, :, None]
     queries = (torch.nn.functional.elu(q) + 1).unflatten(1, (G, -1))
     expected = state + keys.mT @ v
@@ -167,14 +169,46 @@ def test_a_linear_step_has_features_a_scale_a_norm_and_padding() -> None:
     torch.testing.assert_close(after, expected)
     torch.testing.assert_close(sums, total)
     torch.testing.assert_close(out, ratio.unflatten(2, (-1, 1)).flatten(1, 2), rtol=1e-5, atol=1e-6)
-    written, last, _, _ = linear_step(None, k, v, state, None, norm_state, valid, "relu")
-    assert written is None
+    written, last, _, _ = linear_step(LinearCall(None, k, v, state, None, norm_state, valid, "relu"))
+    assert written.shape[1] == 0
     torch.testing.assert_close(last, state + (k.relu() * valid[:, None, :, None]).mT @ v)
 
 
 def test_a_linear_step_refuses_more_than_a_token() -> None:
     two = tokens(G, 2, D)
     with pytest.raises(ValueError, match="one token of every row, not 2"):
-        linear_step(two, two, two, torch.zeros(B, G, D, D))
+        linear_step(LinearCall(two, two, two, torch.zeros(B, G, D, D)))
     with pytest.raises(ValueError, match="no norm to divide by"):
-        linear_step(None, two[:, :, :1], two[:, :, :1], torch.zeros(B, G, D, D), normalize=True)
+        linear_step(LinearCall(None, two[:, :, :1], two[:, :, :1], torch.zeros(B, G, D, D), normalize=True))
+
+
+@pytest.mark.parametrize("spec", ["linear", "retention", "gla", "delta"])
+def test_a_layer_decodes_by_the_step_kernels(spec: str, monkeypatch) -> None:
+    """Steps without gradients are the kernels, and continue a stream as the torch backend does."""
+    launched = []
+    for module, name in ((triton_step, "linear_step_kernel"), (delta_step, "delta_step_kernel")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, Counted(kernel, launched))
+    x, found = torch.randn(2, 3, 16, device=DEVICE), []
+    for backend in ("triton", "torch"):
+        torch.manual_seed(0)
+        made = layer(spec, width=16, heads=2, kv_heads=1, causal=True, backend=backend).to(DEVICE)
+        with torch.no_grad():
+            state, outs = made.start(2), []
+            for i in range(3):
+                y, state = made.extend(state, x[:, i : i + 1])
+                outs.append(y)
+        found.append(torch.cat(outs, 1))
+    assert len(launched) == 3
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel, launched: list) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid):
+        self.launched.append(grid)
+        return self.kernel[grid]

@@ -11,6 +11,7 @@ from regard.ops.backend import choose_backend
 from regard.ops.delta import delta_launch
 from regard.ops.delta.delta_op import DeltaCall, delta_rule, delta_write
 from regard.ops.delta.triton import TritonDelta, _delta_operator
+from regard.ops.delta.unit_features import unit_features
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own, of loops
@@ -68,6 +69,14 @@ def test_outputs_states_and_gradients_are_those_of_the_recurrence(size) -> None:
         near([*fast, *gradients(fast, own)], [*slow, *gradients(slow, exact)])
 
 
+def test_half_precision_errs_as_its_type_does() -> None:
+    """Sums are float32: the errors are those of rounded inputs and results."""
+    call = DeltaCall(*(None if x is None else x.half() for x in call_of(1, 2, 1, 40, 8, 8, True)))
+    own, exact = leaves(call, torch.float16), leaves(call, torch.float64)
+    fast, slow = read(own, "triton"), read(exact, "reference")
+    near([*fast, *gradients(fast, own)], [*slow, *gradients(slow, exact)], bound=2e-3)
+
+
 def test_many_chunks_go_in_segments(monkeypatch) -> None:
     """The states between segments are found first, and are those of one long walk."""
     call = call_of(1, 1, 1, 100, 4, 4, True)
@@ -77,7 +86,7 @@ def test_many_chunks_go_in_segments(monkeypatch) -> None:
     apart = read(call, "triton")
     monkeypatch.setattr(delta_launch, "_steps", lambda sizes, *_: sizes.chunks)
     near([*read(call, "triton")], [*apart])
-    chunks = -(-100 // delta_launch.chunk_tokens(DEVICE))
+    chunks = -(-100 // delta_launch.chunk_tokens(call.k))
     assert 1 < counts[0] < chunks or DEVICE.type == "cuda"
 
 
@@ -87,6 +96,16 @@ def test_keys_that_are_all_alike_overwrite_each_other() -> None:
     call = call._replace(k=call.k[:, :, :1].expand_as(call.k), beta=torch.ones_like(call.beta))
     exact = DeltaCall(*(None if x is None else x.double() for x in call))
     near([*read(call, "triton")], [*read(exact, "reference")])
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_a_single_token_is_the_recurrence(decays: bool) -> None:
+    call = call_of(2, 4, 2, 1, 6, 5, decays)
+    exact = DeltaCall(*(None if x is None else x.double() for x in call))
+    near([*read(call, "triton"), *written(call, "triton")], [*read(exact, "reference"), *written(exact, "reference")])
+    own, exact = leaves(call, torch.float32), leaves(exact, torch.float64)
+    fast, slow = read(own, "triton"), read(exact, "reference")
+    near(gradients(fast, own), gradients(slow, exact))
 
 
 def test_second_derivatives_and_transforms_use_the_plain_formulas() -> None:
@@ -107,6 +126,24 @@ def test_the_operator_under_a_compiler_is_registered_in_full() -> None:
     torch.library.opcheck(_delta_operator, (None, *(x.detach() for x in call[1:])), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("silu", [False, True])
+def test_vectors_of_length_one_are_those_of_plain_operations(silu: bool) -> None:
+    x = torch.randn(2, 70, 3, 6, device=DEVICE).transpose(1, 2)
+    x[0, 0, 0], x[0, 1, 3] = 0, 1e-8  # shorter than the least length
+    x.requires_grad_()
+    found = []
+    for fused in (True, False):
+        y = unit_features(x, silu=silu, fused=fused)
+        (once,) = torch.autograd.grad(y.sin().sum(), x)
+        some = x[1:]  # plain operations have no second derivative at 0
+        (grad,) = torch.autograd.grad(unit_features(some, silu=silu, fused=fused).sin().sum(), some, create_graph=True)
+        (twice,) = torch.autograd.grad(grad.square().sum(), some)
+        found.append([y, once, grad, twice, unit_features(x.half(), silu=silu, fused=fused).float()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3 if a is found[0][-1] else 1e-5, atol=1e-5)
+    assert "UnitFunction" in unit_features(x, silu=silu, fused=True).grad_fn.name()
+
+
 @pytest.mark.parametrize("spec", ["delta", "delta(gated=True)"])
 def test_a_layer_by_kernels_is_the_layer(spec: str) -> None:
     x, found = torch.randn(1, 40, 16, device=DEVICE), []
@@ -118,6 +155,23 @@ def test_a_layer_by_kernels_is_the_layer(spec: str) -> None:
         y = made(x, valid=valid)
         found.append([y, *torch.autograd.grad(y.sin().sum(), made.parameters())])
     near(*found, bound=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_half_precision_layer_keeps_its_gates_and_states_in_float32(causal: bool) -> None:
+    """Tokens go to the kernels as they are, with gates and states in float32; a stream continues them token by token."""
+    made, x = layer("delta(gated=True)", width=16, heads=2, causal=causal, backend="triton").to(DEVICE), torch.randn(1, 20, 16)
+    x = x.to(DEVICE)
+    exact = made(x)
+    half = made.half()
+    y = half(x.half())
+    assert y.dtype == torch.float16 and (y - exact).norm() < 5e-3 * exact.norm()
+    if causal:
+        with torch.no_grad():
+            first, state = half.extend(half.start(1), x[:, :19].half())
+            last, state = half.extend(state, x[:, 19:].half())
+        assert state.memory.s.dtype == torch.float32
+        assert (torch.cat([first, last], 1) - exact).norm() < 5e-3 * exact.norm()
 
 
 @pytest.mark.parametrize(

@@ -260,3 +260,28 @@ def test_a_write_of_no_tokens_changes_nothing() -> None:
     empty = torch.zeros(1, 1, 0, 4)
     found = normalized_linear_write(empty, empty[..., :3], state, norm, backend="triton")
     assert torch.equal(found[0], state) and torch.equal(found[1], norm)
+
+
+# torch.compile.
+
+
+def test_the_operator_is_one_for_torch() -> None:
+    from regard.ops.linear.triton_compiled import linear_operator
+
+    tensors, options = call_of(1, 2, 1, 3, 4, 3, 1, True, feature="elu", scale=0.5, normalize=True, padded=True)
+    leaves = [x.float().requires_grad_() for x in tensors]
+    torch.library.opcheck(linear_operator, (*leaves, *options.values()))
+    q, _, _, state, _, _ = leaves
+    torch.library.opcheck(linear_operator, (q, None, None, state, None, None, None, "identity", 1.0, False))
+
+
+def test_a_compiled_layer_is_the_layer_at_every_length() -> None:
+    mixer = layer("linear", width=8, heads=2, causal=True, backend="triton").to(DEVICE)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 9):
+        x = torch.randn(1, n, 8, device=DEVICE, requires_grad=True)
+        each = []
+        for f in (mixer, compiled):
+            y = f(x)
+            each.append([y, *torch.autograd.grad(y.sin().sum(), [x, *mixer.parameters()])])
+        near(each[1], [t.double() for t in each[0]])

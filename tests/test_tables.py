@@ -13,6 +13,7 @@ from regard import tasks
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import tables_features  # noqa: E402
+import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
 
 NOT_YET = "Not measured yet"
@@ -222,3 +223,39 @@ def test_random_features_have_a_line_for_each_estimate_and_size():
     assert line_of(text, "2 | performer") == ["2", "performer", "0.50", "0.25", "0.80"]
     assert "`rfa` at any scale is 0.30, the largest value 4.50" in text
     assert tables_features.random_features({"rows": []}).startswith(NOT_YET)
+
+
+def timed(by, spec="Local(8)", **more):
+    found = {"by": by, "spec": spec, "causal": True, "level": "core", "pass": "forward", "n": 4096, "batch": 8, "ms": 3.0}
+    return found | {"launches": 2, "peak_bytes": 3 << 20, "fraction": 0.25, "floor_of": "bytes"} | more
+
+
+def both_passes(*rows):
+    return [row | {"pass": name} for name in ("forward", "forward + backward") for row in rows]
+
+
+def test_tables_of_speed():
+    """Graph times are compared where both have one, a peer that failed is listed with its reason, a set without a file too."""
+    rows = [timed("SDPA", "softmax", graph_ms=4.0), timed("regard", graph_ms=0.5), timed("local-attention", ms=6.0)]
+    failed = {key: value for key, value in timed("FlexAttention", reason="out of memory").items() if key != "ms"}
+    crossed = [{"spec": "Local(8)", "causal": True, "level": "core", "pass": "forward + backward", "from": 2048.0}]
+    setting = {"heads": 8, "dim": 64, "dtype": "bf16", "tokens": 32768, "depth": 6, "width": 512}
+    with_what = {"device": "a GPU", "torch": "2.0", "commit": "abc"}
+    record = {"settings": setting, "made_with": with_what, "rates": {"bytes": 4e12, "flops": 7e14}, "crossovers": crossed}
+    results = {name: {"rows": []} for name in tables_speed.NAMES}
+    peers = {"linformer": "not installed: pip install linformer"}
+    results["windows"] = record | {"rows": both_passes(*rows, failed), "peers": peers}
+    model = {"spec": "softmax", "model": "decoder", "compiled": False, "n": 4096, "ms": 20.0}
+    model |= {"tokens_per_second": 1.6e6, "peak_bytes": 1 << 30}
+    slow = {key: value for key, value in model.items() if key != "ms"} | {"compiled": True, "reason": "out of memory"}
+    results["models"] = record | {"rows": [model, model | {"spec": "linear", "ms": 5.0}, slow]}
+    text = tables_speed.speed(results)
+    line = next(line for line in text.splitlines() if line.startswith("| `Local(8)` | causal, operation"))
+    peers = "SDPA 4 / 4: **8.00** / **8.00** x; local-attention 6 / 6: **2.00** / **2.00** x; FlexAttention: out of memory"
+    assert line.endswith(f"| {peers} |")
+    assert "| 3 / 3 | 0.5 / 0.5 | 2 / 2 | 3 / 3 | 25 % bytes / 25 % bytes |" in line
+    assert "faster than SDPA over all pairs: `Local(8)` from n = 2,048 (causal, operation)." in text
+    assert "Not installed in this run: linformer." in text
+    assert "| `linear` | decoder | 4,096 | 5 | 1,600 | 1.00 | 4.00 x |" in text
+    assert "| `softmax` | decoder, compiled | 4,096 |  |  |  | out of memory |" in text
+    assert text.count(NOT_YET) == len(tables_speed.NAMES) - 2

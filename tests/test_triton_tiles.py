@@ -7,7 +7,6 @@ import regard
 from conftest import DEVICE
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
-from regard.ops.tile.triton import TritonPass
 from regard.ops.triton_support import has_triton
 from regard.patterns import Pattern, tile_list
 from regard.patterns.plan import plan
@@ -71,14 +70,6 @@ def test_long_rows_of_tiles_are_cut_and_merged(monkeypatch):
         compare("PerHead([Local(6), Local(90)]) | Columns(first=1)", 2, 1, span, False, "")
     finally:
         regard.clear_caches()
-
-
-@pytest.mark.parametrize("text", ["Local(70)", "Everything()"])
-def test_a_band_may_be_walked_in_two_loops(text, monkeypatch):
-    """Tiles without a mask, then those at the edges: a configuration of the kernels."""
-    monkeypatch.setattr(TritonPass, "_config", lambda *args, own=TritonPass._config: {**own(*args), "SPLIT": 1})
-    compare(text, 1, 1, Span(3, 190, 0, 200), True, "")
-    compare(text, 1, 1, Span(0, 60, 0, 200), False, "")
 
 
 @pytest.mark.parametrize(("d", "e"), [(16, 16), (20, 33), (64, 24)])

@@ -51,7 +51,9 @@ class Offsets(_Strips):
         sharpness = self.sharpness.to(q.dtype)
         return far * -sharpness[:, None, None]
 
-    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
+    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
+        if seen is None:
+            return s.softmax(-1)
         return s.masked_fill(~seen, -1e30).softmax(-1) * seen
 
 

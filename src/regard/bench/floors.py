@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from regard.analysis.cost import MAX_BLOCKS
 from regard.bench.machine import Rates
 from regard.bench.workload import LAYER, Setting, own_workload
 from regard.cache import bounded_cache
@@ -27,7 +28,7 @@ from regard.patterns import Everything, Pattern
 from regard.patterns.density import count_pairs
 from regard.spec import Spec
 
-FORWARD, BOTH = "forward", "forward + backward"
+FORWARD, TRAINING = "forward", "forward + backward"
 PAIR_BACKWARD, OTHER_BACKWARD = 2.5, 2.0  # products of a backward pass by those of its forward pass
 SHORT_FLOPS = 2048  # tokens at which FLOPs are counted; beyond them by the growth of the row
 
@@ -98,8 +99,10 @@ def _forward_flops(mixer: Mixer, setting: Setting, growth: float) -> tuple[float
 
 @bounded_cache(lambda _: 1)
 def _pairs_of(pattern: Pattern, n: int, causal: bool, heads: int) -> int:
-    """Pairs of a pattern over all heads: counted once for a mechanism and its peers."""
-    return count_pairs(pattern, n, causal=causal, heads=heads).pairs
+    """Pairs of a pattern over all heads, counted once for a mechanism and its peers; drawn ones in one head, for all heads."""
+    block = 64 * -(-n // (64 * MAX_BLOCKS))
+    counted = 1 if "per_head=True" in str(pattern) else heads
+    return count_pairs(pattern, n, causal=causal, heads=counted, block=block).pairs * heads // counted
 
 
 def _pattern(core: Core | None) -> Pattern | None:

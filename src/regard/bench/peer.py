@@ -24,7 +24,7 @@ from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Mixer, Places
 from regard.spec import Spec
 
-Tensors = tuple[Tensor, ...]
+NativeInputs = tuple[Tensor, ...]
 
 
 class OperationPeer(nn.Module):
@@ -32,7 +32,7 @@ class OperationPeer(nn.Module):
 
     compiled = False  # by torch.compile: its operations cannot be counted where PyTorch dispatches them
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> NativeInputs:
         """Turn q, k, v (b h n d) into the inputs of the package, differentiably."""
         return q, k, v
 
@@ -50,7 +50,7 @@ class OperationPeer(nn.Module):
 class TokenMajorPeer(OperationPeer):
     """Base of adapters of packages with tensors (b n h d)."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> NativeInputs:
         return tuple(x.transpose(1, 2) for x in (q, k, v))
 
     def finish(self, out: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def never(_spec: Spec, _causal: bool) -> bool:
     return False
 
 
-def named(*names: str) -> Callable[[Spec, bool], bool]:
+def for_names(*names: str) -> Callable[[Spec, bool], bool]:
     """For mechanisms of these names."""
     return lambda spec, _causal: spec.name in names
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.bench.peer import Muted, Peer, bidirectional, named, never, option
+from regard.bench.peer import Muted, Peer, bidirectional, for_names, never, option
 from regard.bench.workload import LAYER, Setting
 from regard.mixers.attention import Attention
 from regard.mixers.base import Mixer
 from regard.spec import Spec
 
-MASK = 10_000.0  # Longformer's mark of a token that sees all and is seen by all
+SPECIAL_MARK = 10_000.0  # Longformer's mark of a token that sees all and is seen by all
 
 
 def _modeling(name: str, short: str) -> Any:
@@ -68,7 +68,7 @@ class LongformerHF(nn.Module):
         self.out.load_state_dict(layer.out.state_dict())
 
     def forward(self, x: Tensor) -> Tensor:
-        marks = self.special.to(x.dtype) * MASK  # type: ignore[operator]
+        marks = self.special.to(x.dtype) * SPECIAL_MARK  # type: ignore[operator]
         nothing = torch.zeros_like(self.special)  # type: ignore[arg-type]
         found = self.attention(x, marks, is_index_masked=nothing, is_index_global_attn=self.special, is_global_attn=self.any)
         return self.out(found[0])
@@ -161,6 +161,6 @@ HUGGINGFACE_PEERS = (
         lambda _spec, _causal: True,
     ),
     Peer("transformers BigBird", *TRANSFORMERS, bidirectional("bigbird"), BigBirdHF, never),
-    Peer("transformers Reformer", *TRANSFORMERS, named("reformer"), ReformerHF, never),
-    Peer("transformers FNet", *TRANSFORMERS, named("fnet"), FNetHF, lambda _spec, _causal: True),
+    Peer("transformers Reformer", *TRANSFORMERS, for_names("reformer"), ReformerHF, never),
+    Peer("transformers FNet", *TRANSFORMERS, for_names("fnet"), FNetHF, lambda _spec, _causal: True),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.bench.peer import OperationPeer, Peer, Tensors, TokenMajorPeer, named, option
+from regard.bench.peer import NativeInputs, OperationPeer, Peer, TokenMajorPeer, for_names, option
 from regard.bench.workload import OPERATION, Setting
 from regard.mixers.base import Core
 from regard.mixers.gated import GATE_ROOT
@@ -38,7 +38,7 @@ class Flex(OperationPeer):
 
     compiled = True
 
-    def __init__(self, pattern: Pattern, setting: Setting) -> None:
+    def __init__(self, pattern: Pattern, setting: Setting, block: int = 128) -> None:
         super().__init__()
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -55,13 +55,15 @@ class Flex(OperationPeer):
             n,
             n,
             device=setting.device,
+            BLOCK_SIZE=block,
             _compile=setting.device == "cuda" and n * n * (setting.heads if per_head else 1) > MASK_PAIRS,
         )
         torch.compiler.reset()  # one graph for each mask: after eight of them torch would not compile any more
-        self.attention = torch.compile(flex_attention, dynamic=False)
+        self.attention: Any = torch.compile(flex_attention, dynamic=False)
 
     def run(self, *inputs: Tensor) -> Tensor:
-        return self.attention(*inputs, block_mask=self.mask)
+        q, k, v = inputs
+        return self.attention(q, k, v, block_mask=self.mask)
 
 
 def make_flex(core: Any, setting: Setting) -> Flex:
@@ -101,7 +103,7 @@ class GatedFla(TokenMajorPeer):
         super().__init__()
         self.d = core.dims.d
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> NativeInputs:
         keys, gates = k.split([self.d, k.shape[-1] - self.d], -1)
         return tuple(x.transpose(1, 2) for x in (q, keys, v, gates))
 
@@ -131,7 +133,7 @@ KERNEL_PEERS = (
         "torch",
         "torch",
         OPERATION,
-        named("softmax"),
+        for_names("softmax"),
         lambda _core, setting: ScaledDotProduct(setting.causal),
         lambda spec, _causal: option(spec, "scale", None) is None,
     ),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from regard.bench.peer import (
     Muted,
+    NativeInputs,
     OperationPeer,
     Peer,
-    Tensors,
     bidirectional,
     flat_heads,
-    named,
+    for_names,
     never,
     option,
 )
@@ -71,7 +71,7 @@ class ReformerPackage(OperationPeer):
         make = import_module("reformer_pytorch").LSHAttention
         self.attention = make(bucket_size=core.chunk, n_hashes=core.rounds, causal=setting.causal)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:  # noqa: ARG002 - keys are the queries
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> NativeInputs:  # noqa: ARG002 - keys are the queries
         return flat_heads(self.core_dims, q), flat_heads(self.core_dims, v)
 
     def run(self, *inputs: Tensor) -> Tensor:
@@ -209,13 +209,13 @@ PACKAGE_PEERS = (
         _plain_performer,
         note="adds 1e-4 to every feature",
     ),
-    Peer("reformer-pytorch", "reformer_pytorch", "reformer-pytorch", OPERATION, named("reformer"), ReformerPackage, never),
+    Peer("reformer-pytorch", "reformer_pytorch", "reformer-pytorch", OPERATION, for_names("reformer"), ReformerPackage, never),
     Peer(
         "routing-transformer",
         "routing_transformer",
         "routing-transformer",
         OPERATION,
-        named("routing"),
+        for_names("routing"),
         RoutingPackage,
         never,
     ),
@@ -224,7 +224,7 @@ PACKAGE_PEERS = (
         "sinkhorn_transformer",
         "sinkhorn-transformer",
         OPERATION,
-        named("sinkhorn"),
+        for_names("sinkhorn"),
         SinkhornPackage,
         never,
     ),
@@ -233,7 +233,7 @@ PACKAGE_PEERS = (
         "linear_attention_transformer",
         "linear-attention-transformer",
         OPERATION,
-        named("efficient"),
+        for_names("efficient"),
         lambda _core, setting: EfficientPackage(setting),
         bidirectional("efficient"),
     ),

@@ -9,8 +9,9 @@ import torch
 
 from regard.bench.machine import Rates, made_with, measured_rates
 from regard.bench.peers import FULL, installed
-from regard.bench.speed import Job, Request, Row, Session, jobs_of
+from regard.bench.speed import Job, Measured, Request, Session, jobs_of
 from regard.bench.summary import crossovers
+from regard.bench.timing import light_collections
 from regard.bench.token_step import STEP, full_step_row, own_step_row
 from regard.bench.whole_models import ModelRequest, model_jobs, model_rows
 from regard.bench.workload import TYPES_BY_NAME, Setting, claims_of, spec_text
@@ -31,14 +32,15 @@ def speed_record(request: Request, report: Report, save: Save) -> dict[str, Any]
     steps = _step_jobs(request) if STEP in request.passes else []
     session = Session(_without_steps(request), rates)
     total = len(jobs) + len(steps)
-    for done, job in enumerate(jobs):
-        report(done, total, _job_text(job))
-        record["rows"] += session.rows(job)
-        save(_finished_record(record))
-    for done, (spec, setting, t) in enumerate(steps, len(jobs)):
-        report(done, total, f"{FULL if spec is None else spec_text(spec)}, step after {t:,} tokens")
-        record["rows"].append(_step_row(request, spec, setting, t, rates))
-        save(_finished_record(record))
+    with light_collections():
+        for done, job in enumerate(jobs):
+            report(done, total, _job_text(job))
+            record["rows"] += session.rows(job)
+            save(_finished_record(record))
+        for done, (spec, setting, t) in enumerate(steps, len(jobs)):
+            report(done, total, f"{FULL if spec is None else spec_text(spec)}, step after {t:,} tokens")
+            record["rows"].append(_step_row(request, spec, setting, t, rates))
+            save(_finished_record(record))
     report(total, total, "done")
     return _finished_record(record)
 
@@ -49,11 +51,12 @@ def model_record(request: ModelRequest, report: Report, save: Save) -> dict[str,
     record = _begun("bench_models", request.to_json(), rates, {})
     jobs = model_jobs(request)
     rows = model_rows(request, jobs)
-    for done, job in enumerate(jobs):
-        form = "compiled" if job.compiled else "eager"
-        report(done, len(jobs), f"{spec_text(job.spec)}, {job.kind}, {form}, n = {job.n:,}")
-        record["rows"].append(next(rows))
-        save(record)
+    with light_collections():
+        for done, job in enumerate(jobs):
+            form = "compiled" if job.compiled else "eager"
+            report(done, len(jobs), f"{spec_text(job.spec)}, {job.kind}, {form}, n = {job.n:,}")
+            record["rows"].append(next(rows))
+            save(record)
     report(len(jobs), len(jobs), "done")
     return record
 
@@ -90,7 +93,7 @@ def _step_jobs(request: Request) -> list[tuple[Spec | None, Setting, int]]:
     return found
 
 
-def _step_row(request: Request, spec: Spec | None, setting: Setting, t: int, rates: Rates) -> Row:
+def _step_row(request: Request, spec: Spec | None, setting: Setting, t: int, rates: Rates) -> Measured:
     if spec is None:
         return full_step_row(setting, t, rates, request.seconds, request.graphs)
     return own_step_row(spec, setting, t, rates, request.seconds, request.graphs)

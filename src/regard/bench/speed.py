@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.bench.floors import BOTH, FORWARD, floor_of
+from regard.bench.backend_log import backends_of
+from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates
 from regard.bench.peer import OperationPeer, Peer
 from regard.bench.peers import FULL, peers_of
@@ -35,7 +36,7 @@ from regard.bench.workload import (
 from regard.mixers.base import Can, Mixer
 from regard.spec import Spec
 
-Row = dict[str, Any]
+Measured = dict[str, Any]
 OURS = "regard"
 SLOW = 3.0  # seconds of a pass after which longer sequences are left out
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError, IndexError, KeyError)
@@ -48,7 +49,7 @@ class Request:
     mixers: tuple[Spec, ...]
     lengths: tuple[int, ...] = (1024, 4096, 16384)
     forms: tuple[bool, ...] = (True,)  # causal and not; a mechanism without the causal form is measured without it
-    passes: tuple[str, ...] = (FORWARD, BOTH)
+    passes: tuple[str, ...] = (FORWARD, TRAINING)
     level: str = "auto"  # core, layer, or auto: core, and whole layers where a mechanism or its peer is nothing else
     peers: tuple[str, ...] = ()
     tokens: int = 32768
@@ -121,7 +122,7 @@ class Session:
     rates: Rates
     too_slow: dict[tuple[str, str, bool, str, str], str] = field(default_factory=dict)
 
-    def rows(self, job: Job) -> Iterator[Row]:
+    def rows(self, job: Job) -> Iterator[Measured]:
         """Yield the rows of a job: the mechanism of the catalogue and each of its peers."""
         setting = self.request.setting(job.n, job.causal)
         with warnings.catch_warnings():
@@ -129,7 +130,7 @@ class Session:
             yield from self._rows(job, setting)
         _free(setting.torch_device)
 
-    def _rows(self, job: Job, setting: Setting) -> Iterator[Row]:
+    def _rows(self, job: Job, setting: Setting) -> Iterator[Measured]:
         chosen = [peer for peer in peers_of(job.spec, job.causal, list(self.request.peers)) if _measured_at(peer, job.level)]
         try:
             mixer = build_mixer(job.spec, setting)
@@ -148,7 +149,7 @@ class Session:
 
     def _peer_rows(
         self, job: Job, setting: Setting, peer: Peer, mixer: Mixer, inputs: tuple[Tensor, ...], exact: Tensor | None
-    ) -> Iterator[Row]:
+    ) -> Iterator[Measured]:
         if why := peer.missing(setting.device):
             yield from (self._failed(job, setting, peer.name, work, why) for work in self.request.passes)
             return
@@ -163,7 +164,9 @@ class Session:
         for row in self._measured(job, setting, peer.name, theirs, module, mixer):
             yield row | {"difference": apart, "note": peer.note}
 
-    def _measured(self, job: Job, setting: Setting, by: str, work: Workload, module: nn.Module, mixer: Mixer) -> Iterator[Row]:
+    def _measured(
+        self, job: Job, setting: Setting, by: str, work: Workload, module: nn.Module, mixer: Mixer
+    ) -> Iterator[Measured]:
         for name in self.request.passes:
             key = (by, str(job.spec), job.causal, job.level, name)
             if key in self.too_slow:
@@ -171,9 +174,10 @@ class Session:
                 continue
             row = self._base(job, setting, by, name)
             try:
-                with training_mode(module, name == BOTH):
-                    call = work.both if name == BOTH else work.forward
+                with training_mode(module, name == TRAINING):
+                    call = work.both if name == TRAINING else work.forward
                     row |= measure_call(call, setting.torch_device, self.request.seconds, self.request.graphs, _countable(module))
+                    row |= {"backends": backends_of(call)} if by == OURS else {}
             except FAILURES as error:
                 row |= {"reason": failure_text(error)}
             _free(setting.torch_device)
@@ -181,7 +185,7 @@ class Session:
                 self.too_slow[key] = f"left out: {row['ms'] / 1e3:.1f} s at n = {job.n:,}"
             yield row | self._floors(job, setting, name, mixer, row)
 
-    def _floors(self, job: Job, setting: Setting, work: str, mixer: Mixer, row: Row) -> Row:
+    def _floors(self, job: Job, setting: Setting, work: str, mixer: Mixer, row: Measured) -> Measured:
         try:
             floor = floor_of(mixer, setting, job.level, work, job.spec.row.examples[0].cost)
         except FAILURES:
@@ -191,29 +195,38 @@ class Session:
         found = {"floor_ms": least, "floor_of": floor.bound_by(self.rates)}
         return found | ({"fraction": least / ms} if ms else {})
 
-    def _base(self, job: Job, setting: Setting, by: str, work: str) -> Row:
+    def _base(self, job: Job, setting: Setting, by: str, work: str) -> Measured:
         shape = {"n": setting.n, "batch": setting.batch}
         return {"by": by, "spec": spec_text(job.spec), "causal": job.causal, "level": job.level, "pass": work, **shape}
 
-    def _failed(self, job: Job, setting: Setting, by: str, work: str, why: str) -> Row:
+    def _failed(self, job: Job, setting: Setting, by: str, work: str, why: str) -> Measured:
         return self._base(job, setting, by, work) | {"reason": why}
 
 
-def measure_call(call: Callable[[], Any], device: torch.device, budget: float, graphs: bool, countable: bool = True) -> Row:
+def measure_call(call: Callable[[], Any], device: torch.device, budget: float, graphs: bool, countable: bool = True) -> Measured:
     """Measure a call: first call, plain time, time as a CUDA graph, launches and peak memory."""
     first = seconds(call, device)
     call()
-    row: Row = {"first_seconds": first, "peak_bytes": peak_bytes(call, device)}
+    row: Measured = {"first_seconds": first, "peak_bytes": peak_bytes(call, device)}
     once = plain_time(call, device, budget)
     row["ms"] = 1e3 * once
     if countable or device.type == "cuda":
-        row["launches"] = launches(call, device)
+        row |= count_launches(call, device)
     if device.type == "cuda" and graphs:
         try:
             row["graph_ms"] = 1e3 * graph_time(call, device, budget, once)
         except NotCaptured as error:
             row["graph_reason"] = str(error)
     return row
+
+
+def count_launches(call: Callable[[], Any], device: torch.device) -> Measured:
+    """The launches of a call, or why they could not be counted: a profiler may see nothing of a GPU."""
+    try:
+        found = launches(call, device)
+    except RuntimeError as error:
+        return {"launches_reason": first_line(error)}
+    return {"launches": found} if found else {"launches_reason": "the profiler saw no kernel"}
 
 
 def failure_text(error: BaseException) -> str:

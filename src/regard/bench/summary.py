@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from regard.bench.peers import FULL
-from regard.bench.speed import OURS
-
-Row = dict[str, Any]
+from regard.bench.speed import OURS, Measured
 
 
-def time_of(row: Row, graph: bool) -> float | None:
+def time_of(row: Measured, graph: bool) -> float | None:
     """The time of a row in ms: as a CUDA graph or plain."""
     return row.get("graph_ms" if graph else "ms")
 
 
-def best_time(row: Row) -> float | None:
+def best_time(row: Measured) -> float | None:
     """The time as a CUDA graph where there is one, else the plain time."""
     return row.get("graph_ms") or row.get("ms")
 
 
-def ratio(ours: Row, theirs: Row) -> float | None:
+def ratio(ours: Measured, theirs: Measured) -> float | None:
     """How many times as long a peer takes: of graph times where both have one, else of plain times."""
     graph = bool(ours.get("graph_ms") and theirs.get("graph_ms"))
     own, other = time_of(ours, graph), time_of(theirs, graph)
     return other / own if own and other else None
 
 
-def with_ratios(rows: Sequence[Row]) -> list[Row]:
+def with_ratios(rows: Sequence[Measured]) -> list[Measured]:
     """Rows of regard with `ratios`, a number for each peer of the same mechanism, form, level, length and pass."""
     found = []
     for row in rows:
@@ -41,13 +38,13 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _compared(row: Row, other: Row) -> bool:
+def _compared(row: Measured, other: Measured) -> bool:
     """Whether two rows measure the same thing; SDPA is a peer of every mechanism."""
     same_spec = row["spec"] == other["spec"] or other["by"] == FULL
     return same_spec and all(row[key] == other[key] for key in ("causal", "level", "n", "pass"))
 
 
-def crossovers(rows: Sequence[Row]) -> list[Row]:
+def crossovers(rows: Sequence[Measured]) -> list[Measured]:
     """For each mechanism, form, level and pass the length from which it beats SDPA over all pairs."""
     found = []
     for key in dict.fromkeys(_curve(row) for row in rows if row["by"] == OURS and row["spec"] != "softmax"):
@@ -66,7 +63,7 @@ def crossovers(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _curve(row: Row) -> tuple[str, bool, str, str]:
+def _curve(row: Measured) -> tuple[str, bool, str, str]:
     return row["spec"], row["causal"], row["level"], row["pass"]
 
 

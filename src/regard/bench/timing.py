@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from regard.runtime.cuda_graph import forbid_sync, without_collection
 
 Call = Callable[[], Any]
 ROUNDS = 5  # timed rounds of a call: the median is reported
-MAX_CALLS = 50  # calls in a round
+MOST_CALLS = 50  # calls in a round
 MAX_UNROLLED = 20  # calls in one CUDA graph
 GRAPH_SECONDS = 2e-3  # of work in one CUDA graph, so that the gap between two of them is small
 FREE_OPS = ("empty", "detach", "alias", "_unsafe_view", "view", "lift_fresh", "is_same_size", "_local_scalar_dense", "resize_")
@@ -27,6 +28,17 @@ FREE_OPS = ("empty", "detach", "alias", "_unsafe_view", "view", "lift_fresh", "i
 
 class NotCaptured(RuntimeError):
     """A call that cannot be a CUDA graph, with the reason."""
+
+
+@contextmanager
+def light_collections() -> Iterator[None]:
+    """Make garbage collections inside cheap: what exists before them is not searched again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def wait(device: torch.device) -> None:
@@ -66,7 +78,7 @@ def plain_time(f: Call, device: torch.device, budget: float) -> float:
     """
     once = max(seconds(f, device), 1e-7)
     calls = int(budget / ROUNDS / once)
-    calls = min(max(calls, 1), MAX_CALLS)
+    calls = min(max(calls, 1), MOST_CALLS)
 
     def batch() -> None:
         for _ in range(calls):

@@ -10,18 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.bench.backend_log import backends_of
 from regard.bench.machine import Rates
 from regard.bench.peers import FULL
-from regard.bench.speed import FAILURES, OURS, Row, failure_text
-from regard.bench.timing import ROUNDS, captured, first_line, launches, peak_bytes, plain_time, seconds
+from regard.bench.speed import FAILURES, OURS, Measured, count_launches, failure_text
+from regard.bench.timing import ROUNDS, NotCaptured, captured, first_line, peak_bytes, plain_time, seconds
 from regard.bench.workload import LAYER, Setting, build_mixer, spec_text
 from regard.mixers.base import Mixer
+from regard.mixers.kv_cache import KVCache
 from regard.mixers.places import positions_below
-from regard.runtime.state_buffers import StateBuffers
+from regard.runtime.state_buffers import StateBuffers, all_caches
 from regard.spec import Spec
 
 STEP = "decoding step"
 STEP_ROOM = 1024  # slots of a cache beyond the prompt: at most so many steps are timed
+PREFILLED = 1024  # tokens of a prompt at a time
 UNROLLED_STEPS = 8  # in one CUDA graph
 REPLAYS = 12  # of such a graph in a timed round: its steps fit into STEP_ROOM
 
@@ -35,26 +38,27 @@ def step_setting(setting: Setting, t: int) -> Setting:
 
 
 @torch.no_grad()
-def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Row:
+def own_step_row(spec: Spec, setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Measured:
     """Measure one step of a layer of the catalogue after t tokens."""
     row = _step_row(OURS, spec_text(spec), setting, t)
     try:
         longer = step_setting(setting, t)
         mixer = build_mixer(spec, longer).eval()
         state, token = _prefilled(mixer, longer, t)
-        row["state_bytes"] = state.nbytes
+        row["state_bytes"] = held_bytes(state)
+        row["backends"] = backends_of(lambda: mixer.extend(state, token))
         row |= _eager_steps(mixer, state, token, budget)
         if setting.device == "cuda" and graphs:
             row |= _graphed_steps(mixer, state, token, t)
         weights = sum(p.numel() * p.element_size() for p in mixer.parameters())
-        row |= _step_floor(row, weights + row["state_bytes"], rates)
+        row |= _step_floor(row, weights + moved_bytes(state), rates)
     except FAILURES as error:
         row["reason"] = failure_text(error)
     return row
 
 
 @torch.no_grad()
-def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Row:
+def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs: bool) -> Measured:
     """Measure one step of a layer of SDPA over t keys and values that lie in a cache of fixed room."""
     row = _step_row(FULL, "softmax", setting, t)
     try:
@@ -63,13 +67,27 @@ def full_step_row(setting: Setting, t: int, rates: Rates, budget: float, graphs:
         row["state_bytes"] = 2 * layer.k.numel() * layer.k.element_size()
         row |= _timed_step(lambda: layer(token), setting.torch_device, budget)
         if setting.device == "cuda" and graphs:
-            graph = captured(lambda: layer(token), setting.torch_device, UNROLLED_STEPS)
-            row["graph_ms"] = 1e3 * plain_time(graph.replay, setting.torch_device, budget) / UNROLLED_STEPS
+            row |= _graphed_call(lambda: layer(token), setting.torch_device, budget)
         weights = sum(p.numel() * p.element_size() for p in layer.parameters())
         row |= _step_floor(row, weights + row["state_bytes"], rates)
     except FAILURES as error:
         row["reason"] = failure_text(error)
     return row
+
+
+def held_bytes(state: Any) -> int:
+    """Count the bytes of a state, without the spare room of its caches."""
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    if isinstance(state, KVCache):
+        return held_bytes(state.keys) + held_bytes(state.values)
+    return sum(held_bytes(part) for part in state) if isinstance(state, tuple) else 0
+
+
+def moved_bytes(state: Any) -> int:
+    """Count the bytes that a step reads and writes: a cache is read, anything else is read and written."""
+    caches = sum(held_bytes(cache) for cache, _ in all_caches(state))
+    return 2 * held_bytes(state) - caches
 
 
 class CachedSDPA(nn.Module):
@@ -95,7 +113,7 @@ class CachedSDPA(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def _step_row(by: str, spec: str, setting: Setting, t: int) -> Row:
+def _step_row(by: str, spec: str, setting: Setting, t: int) -> Measured:
     return {"by": by, "spec": spec, "causal": True, "level": LAYER, "pass": STEP, "n": t, "batch": setting.batch}
 
 
@@ -105,17 +123,17 @@ def _token(setting: Setting) -> Tensor:
 
 
 def _prefilled(mixer: Mixer, setting: Setting, t: int) -> tuple[Any, Tensor]:
-    """The state of a layer after t random tokens, a few thousand at a time, and one more token (b 1 w)."""
+    """The state of a layer after t random tokens, PREFILLED at a time, and one more token (b 1 w)."""
     state = mixer.start(setting.batch)
     torch.manual_seed(setting.seed)
-    for low in range(0, t, 4096):
-        size = min(4096, t - low)
+    for low in range(0, t, PREFILLED):
+        size = min(PREFILLED, t - low)
         x = torch.randn(setting.batch, size, setting.width, device=setting.torch_device)
         _, state = mixer.extend(state, x.to(setting.torch_dtype))
     return state, _token(setting)
 
 
-def _eager_steps(mixer: Mixer, state: Any, token: Tensor, budget: float) -> Row:
+def _eager_steps(mixer: Mixer, state: Any, token: Tensor, budget: float) -> Measured:
     """Steps that follow each other, each from the state that the step before has left."""
     kept = [state]
 
@@ -125,15 +143,24 @@ def _eager_steps(mixer: Mixer, state: Any, token: Tensor, budget: float) -> Row:
     return _timed_step(step, token.device, budget)
 
 
-def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) -> Row:
+def _timed_step(step: Callable[[], Any], device: torch.device, budget: float) -> Measured:
     first = seconds(step, device)
     step()
     peak = peak_bytes(step, device)
     once = plain_time(step, device, budget)
-    return {"first_seconds": first, "peak_bytes": peak, "ms": 1e3 * once, "launches": launches(step, device)}
+    row = {"first_seconds": first, "peak_bytes": peak, "ms": 1e3 * once}
+    return row | count_launches(step, device)
 
 
-def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Row:
+def _graphed_call(step: Callable[[], Any], device: torch.device, budget: float) -> Measured:
+    try:
+        graph = captured(step, device, UNROLLED_STEPS)
+    except NotCaptured as error:
+        return {"graph_reason": str(error)}
+    return {"graph_ms": 1e3 * plain_time(graph.replay, device, budget) / UNROLLED_STEPS}
+
+
+def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Measured:
     """The time of a step in a CUDA graph of several, whose state lies in buffers; or why there is none."""
     buffers = StateBuffers(state, lambda size: size + STEP_ROOM)
     bound = t + STEP_ROOM
@@ -162,8 +189,8 @@ def _graphed_steps(mixer: Mixer, state: Any, token: Tensor, t: int) -> Row:
     return {"graph_ms": 1e3 * statistics.median(found) / (REPLAYS * UNROLLED_STEPS)}
 
 
-def _step_floor(row: Row, moved: float, rates: Rates) -> Row:
-    """The time to read weights and state once."""
+def _step_floor(row: Measured, moved: float, rates: Rates) -> Measured:
+    """The time to move so many bytes: weights and caches are read, other states read and written."""
     least = 1e3 * moved / rates.bytes
     ms = row.get("graph_ms") or row["ms"]
     return {"floor_ms": least, "floor_of": "bytes", "fraction": least / ms}

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.bench.floors import BOTH
-from regard.bench.speed import FAILURES, OURS, SLOW, Row, failure_text
+from regard.bench.floors import TRAINING
+from regard.bench.speed import FAILURES, OURS, SLOW, Measured, failure_text
 from regard.bench.timing import peak_bytes, plain_time, seconds
 from regard.bench.workload import TYPES_BY_NAME, spec_text
 from regard.config import Config
@@ -21,7 +21,7 @@ from regard.mixers.base import Can
 from regard.models.build import encoder, language_model, tokens
 from regard.spec import Spec
 
-ENCODER, DECODER = "encoder", "decoder"
+ENCODER_MODEL, DECODER_MODEL = "encoder", "decoder"
 VOCABULARY = 256  # bytes
 
 
@@ -31,7 +31,7 @@ class ModelRequest:
 
     mixers: tuple[Spec, ...]
     lengths: tuple[int, ...] = (1024, 4096, 16384)
-    kinds: tuple[str, ...] = (ENCODER, DECODER)
+    kinds: tuple[str, ...] = (ENCODER_MODEL, DECODER_MODEL)
     compiled: tuple[bool, ...] = (False,)
     tokens: int = 32768
     depth: int = 6
@@ -45,7 +45,7 @@ class ModelRequest:
 
     def to_json(self) -> dict[str, Any]:
         named = {name: value for name, value in vars(self).items() if name != "mixers"}
-        return {"mixers": [spec_text(spec) for spec in self.mixers], **named, "vocabulary": VOCABULARY, "pass": BOTH}
+        return {"mixers": [spec_text(spec) for spec in self.mixers], **named, "vocabulary": VOCABULARY, "pass": TRAINING}
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ def model_jobs(request: ModelRequest) -> list[ModelJob]:
     found = []
     for spec in request.mixers:
         for kind in request.kinds:
-            if kind == DECODER and Can.CAUSAL not in spec.row.can:
+            if kind == DECODER_MODEL and Can.CAUSAL not in spec.row.can:
                 continue
             for compiled in request.compiled:
                 found += [ModelJob(spec, kind, compiled, n) for n in request.lengths]
     return found
 
 
-def model_rows(request: ModelRequest, jobs: list[ModelJob]) -> Iterator[Row]:
+def model_rows(request: ModelRequest, jobs: list[ModelJob]) -> Iterator[Measured]:
     """Measure the jobs; a model that runs out of memory, or is refused, is a row with the reason."""
     slow: dict[tuple[str, str, bool], str] = {}
     for job in jobs:
         key = (spec_text(job.spec), job.kind, job.compiled)
-        row: Row = {"by": OURS, "spec": key[0], "model": job.kind, "compiled": job.compiled, "n": job.n}
+        row: Measured = {"by": OURS, "spec": key[0], "model": job.kind, "compiled": job.compiled, "n": job.n}
         row["batch"] = max(1, request.tokens // job.n)
         if key in slow:
             yield row | {"reason": slow[key]}
@@ -82,13 +82,13 @@ def model_rows(request: ModelRequest, jobs: list[ModelJob]) -> Iterator[Row]:
             row |= _measured_model(request, job, row["batch"])
         except FAILURES as error:
             row["reason"] = failure_text(error)
-        _forget(request.device)
+        _forget(request.device, job.compiled)
         if row.get("ms", 0) > 1e3 * SLOW:
             slow[key] = f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
         yield row
 
 
-def _measured_model(request: ModelRequest, job: ModelJob, batch: int) -> Row:
+def _measured_model(request: ModelRequest, job: ModelJob, batch: int) -> Measured:
     device = torch.device(request.device)
     step = training_pass(request, job, batch)
     first = seconds(step, device)
@@ -136,19 +136,20 @@ def _model(request: ModelRequest, job: ModelJob) -> nn.Module:
         dropout=0.0,
         max_len=job.n,
     )
-    if job.kind == DECODER:
+    if job.kind == DECODER_MODEL:
         return language_model(config, VOCABULARY)
     return encoder(config, tokens(config, VOCABULARY))
 
 
 def _loss(kind: str, out: Any, data: Tensor) -> Tensor:
-    if kind == ENCODER:
+    if kind == ENCODER_MODEL:
         return out.x.float().square().mean()
     return F.cross_entropy(out[:, :-1].flatten(0, 1).float(), data[:, 1:].flatten())
 
 
-def _forget(device: str) -> None:
-    torch.compiler.reset()
+def _forget(device: str, compiled: bool) -> None:
+    if compiled:
+        torch.compiler.reset()
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

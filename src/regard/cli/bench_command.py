@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,8 @@ from regard.cli.bench_tables import print_models, print_speed
 from regard.cli.console import sentences
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from regard.bench.record import Report, Save
     from regard.spec import Spec
 
@@ -20,16 +23,20 @@ PASS_NAMES = ("forward", "both", "step")
 FORM_NAMES = {"causal": (True,), "full": (False,), "both": (True, False)}
 LEVEL_NAMES = ("auto", "core", "layer")
 KINDS = {"cuda": "bf16", "cpu": "fp32"}  # the usual type of numbers by device
+TOKENS = {"cuda": 32768, "cpu": 8192}
+LENGTHS = {"cuda": "1k,4k,16k", "cpu": "512,2k,8k"}
+NOT_FOR_MODELS = ("against", "passes", "form", "level", "batch", "dim", "backend", "graphs", "out")
 UNITS = {"k": 1 << 10, "m": 1 << 20}
 MAX_LENGTH = 1 << 24
 
 
 def bench(
+    context: typer.Context,
     mixers: Annotated[
         list[str] | None,
         typer.Option(metavar="SPEC", help="A mechanism or a pattern; several with ';' between them."),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence: 1k,4k,16k.")] = "1k,4k,16k",
+    lengths: Annotated[str | None, typer.Option(help="Tokens of a sequence: 1k,4k,16k; on a CPU 512,2k,8k unless given.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     against: Annotated[str, typer.Option(metavar="PEERS", help="all, none, or names of peers with commas.")] = "all",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, fp64; bf16 on a GPU unless given, fp32 on a CPU.")] = None,
@@ -38,7 +45,9 @@ def bench(
     level: Annotated[
         str, typer.Option(help="core (q, k, v in), layer (with projections), auto: layers only where there is nothing else.")
     ] = "auto",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens in all: batch = tokens / length.")] = 32768,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in all, batch = tokens / length: 32768 unless given, on a CPU 8192.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a decoding step.")] = 32,
     heads: Annotated[int, typer.Option(min=1, max=256)] = 8,
     dim: Annotated[int, typer.Option(min=1, max=1024, help="Size of a head.")] = 64,
@@ -56,33 +65,42 @@ def bench(
     from regard.cli.settings import device as choose_device
 
     with sentences():
+        _check_use(context, model, compiled, passes)
         check_out(out)
-        specs = _specs(mixers or list(MIXERS))
+        if out is not None:
+            _painter_of_speed()  # before anything is measured
         where = choose_device(device)
-        kind = _checked("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
-        common: dict[str, Any] = {
-            "mixers": specs,
-            "lengths": _lengths(lengths),
-            "tokens": tokens,
-            "heads": heads,
-            "device": where,
-        }
+        kind = _one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
+        common: dict[str, Any] = {"mixers": _specs(mixers or list(MIXERS)), "lengths": _lengths(lengths or LENGTHS[where])}
+        common |= {"tokens": tokens or TOKENS[where], "heads": heads, "device": where}
         common |= {"dtype": kind, "seed": seed, "seconds": seconds}
         save = _writer(json_file)
         if model:
-            if out is not None:
-                raise ValueError("--out draws times of mechanisms, not of whole models: leave out one of --model and --out")
             record = _run_models(common, compiled, save)
         else:
-            if compiled:
-                raise ValueError("--compile is for whole models: add --model, or leave it out")
-            forms = FORM_NAMES[_checked("form", form, tuple(FORM_NAMES))]
-            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": _checked("level", level, LEVEL_NAMES)}
+            forms = FORM_NAMES[_one_of("form", form, tuple(FORM_NAMES))]
+            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": _one_of("level", level, LEVEL_NAMES)}
             more |= {"peers": against, "step_batch": batch, "dim": dim, "backend": backend, "graphs": graphs}
             record = _run_speed(common | more, save)
         if out is not None:
             draw_record(record, out)
     (print_models if model else print_speed)(record, json_file, out)
+
+
+def _check_use(context: typer.Context, model: bool, compiled: bool, passes: str) -> None:
+    """Refuse options that would do nothing."""
+
+    def given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    if compiled and not model:
+        raise ValueError("--compile is for whole models: add --model, or leave it out")
+    for name in NOT_FOR_MODELS:
+        if model and given(name):
+            raise ValueError(f"--{name} is not for whole models: leave out one of --model and --{name}")
+    if given("batch") and "step" not in passes:
+        raise ValueError("--batch is for decoding steps, other passes get tokens / length: add step to --passes, or leave it out")
 
 
 def _run_speed(options: dict[str, Any], save: Save) -> dict[str, Any]:
@@ -134,17 +152,17 @@ def parsed_length(text: str) -> int:
 
 
 def _passes(text: str) -> tuple[str, ...]:
-    from regard.bench.floors import BOTH, FORWARD
+    from regard.bench.floors import FORWARD, TRAINING
     from regard.bench.token_step import STEP
 
-    names = dict(zip(PASS_NAMES, (FORWARD, BOTH, STEP), strict=True))
+    names = dict(zip(PASS_NAMES, (FORWARD, TRAINING, STEP), strict=True))
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError("--passes names no pass: write for example --passes forward,both")
-    return tuple(dict.fromkeys(names[_checked("passes", word, PASS_NAMES)] for word in words))
+    return tuple(dict.fromkeys(names[_one_of("passes", word, PASS_NAMES)] for word in words))
 
 
-def _checked(name: str, value: str, allowed: tuple[str, ...]) -> str:
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
     return value
@@ -183,14 +201,21 @@ def _writer(path: Path | None) -> Save:
     return save
 
 
-def draw_record(record: dict[str, Any], out: Path) -> None:
-    """Draw the times of a record into a file, into another one first, so that no picture is half drawn."""
+def _painter_of_speed() -> Callable[..., Figure]:
+    """Import Matplotlib, which is an extra."""
     try:
         from regard.plots.speed_plot import speed_plot
     except ModuleNotFoundError as error:
         raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
+    return speed_plot
+
+
+def draw_record(record: dict[str, Any], out: Path) -> None:
+    """Draw the times of a record into a file, into another one first, so that no picture is half drawn."""
+    speed_plot = _painter_of_speed()
     s, with_what = record["settings"], record["made_with"]
-    title = f"{s['tokens']:,} tokens, {s['heads']} heads x {s['dim']}, {s['dtype']}, {with_what['device']}"
+    shape = f"{s['tokens']:,} tokens in all, {s['heads']} heads x {s['dim']}, {s['dtype']}"
+    title = f"{shape}, {with_what['device']}: regard (solid) and peers (dashed)"
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         speed_plot(record["rows"], title).savefig(part, format=out.suffix[1:].lower())

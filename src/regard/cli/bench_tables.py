@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from regard.cli.console import columns, screen
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def print_speed(record: dict[str, Any], json_file: Path | None, out: Path | None) -> None:
@@ -31,10 +30,11 @@ def print_speed(record: dict[str, Any], json_file: Path | None, out: Path | None
     _print_next(record, json_file, out)
 
 
-def _speed_table(rows: list[Row], ratios: dict[Any, dict[str, float]], ours: str) -> Table:
+def _speed_table(rows: list[dict[str, Any]], ratios: dict[Any, dict[str, float]], ours: str) -> Table:
     table = columns("mechanism", "by", "n", "batch", "ms", "graph ms", "launches", "MiB", "of floor", "times as fast as")
     for row in rows:
-        cells = [row["spec"], row["by"], f"{row['n']:,}", str(row["batch"])]
+        used = f" ({', '.join(row['backends'])})" if row.get("backends") else ""
+        cells = [row["spec"], row["by"] + used, f"{row['n']:,}", str(row["batch"])]
         if "ms" not in row:
             table.add_row(*cells, "", "", "", "", "", row.get("reason", ""))
             continue
@@ -66,12 +66,12 @@ def print_models(record: dict[str, Any], json_file: Path | None, _out: Path | No
     _print_next(record, json_file, None)
 
 
-def _same_model(other: Row, row: Row) -> bool:
+def _same_model(other: dict[str, Any], row: dict[str, Any]) -> bool:
     keys = ("model", "compiled", "n")
     return other["spec"] == "softmax" and all(other[key] == row[key] for key in keys)
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("spec", "causal", "level", "n", "pass"))
 
 
@@ -115,6 +115,6 @@ def _count(number: int | None) -> str:
     return "" if number is None else f"{number:,}"
 
 
-def _mebibytes(row: Row) -> str:
+def _mebibytes(row: dict[str, Any]) -> str:
     size = row.get("peak_bytes")
     return "" if size is None else f"{size / 2**20:,.0f}"

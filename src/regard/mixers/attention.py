@@ -37,10 +37,12 @@ class UnmadeProjection(nn.Module):
         return x.new_zeros(()).expand(*x.shape[:-1], self.size)
 
 
-def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
+def fused_linear(x: Tensor, *maps: nn.Module, head: int | None = None) -> Sequence[Tensor]:
     """What each of the maps makes of the tokens x (b n w); in training by one product of all weights, if tokens are many.
 
     x is read once, and its gradient is one product as well, instead of a sum of several: that outweighs a copy of the weights.
+    head: a product of all weights is split by heads of this size, (b n heads head) for each map, because a gradient that comes
+    in the order of heads is then copied once: into its place among the others.
     """
     fused = getattr(maps[0], "fused", None)
     if fused is not None and all(getattr(one, "fused", None) is fused for one in maps):
@@ -61,7 +63,18 @@ def fused_linear(x: Tensor, *maps: nn.Module) -> Sequence[Tensor]:
         return [one(x) for one in maps]
     bias = torch.cat(given) if given else None
     weight = torch.cat(weights)
-    return linear(x, weight, bias).split(sizes, -1)
+    y = linear(x, weight, bias)
+    if head is None:
+        return y.split(sizes, -1)
+    counts = [size // head for size in sizes]
+    return y.unflatten(-1, (-1, head)).split(counts, -2)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Return projections (b n heads * d), or (b n heads d), as (b heads n d)."""
+    if x.dim() == 3:
+        x = x.unflatten(-1, (heads, -1))
+    return x.transpose(1, 2)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -104,6 +117,8 @@ class Attention(Mixer):
         self.v = nn.Linear(reads, values, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
         self._watched = type(core).watch is not Core.watch
+        alike = dims.d == dims.e and many == 1 and not core.gates
+        self._head_size = dims.d if alike else None  # of queries, keys and values
 
     @property
     def name(self) -> str:
@@ -221,9 +236,9 @@ class Attention(Mixer):
 
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
-        q, *k, v = fused_linear(x, self.q, self.v) if self.shared_qk else fused_linear(x, self.q, self.k, self.v)
-        v = v.unflatten(-1, (self.dims.g, -1))
-        v = v.transpose(1, 2)
+        maps = (self.q, self.v) if self.shared_qk else (self.q, self.k, self.v)
+        q, *k, v = fused_linear(x, *maps, head=self._head_size)
+        v = _by_head(v, self.dims.g)
         q = self._turned(q, self.dims.heads, places)
         return q, self._turned(k[0], self.dims.g, places) if k else q, v
 
@@ -236,8 +251,7 @@ class Attention(Mixer):
 
     def _turned(self, x: Tensor, heads: int, places: Places) -> Tensor:
         """Queries or keys by heads, turned by their positions if they are to be; gates behind a key are not turned."""
-        x = x.unflatten(-1, (heads, -1))
-        x = x.transpose(1, 2)
+        x = _by_head(x, heads)
         if self.positions is None:
             return x
         d, streams = self.dims.d, self.core.streams
@@ -258,10 +272,9 @@ class Attention(Mixer):
     def _remember(self, context: Tensor, places: Places) -> Any:
         """Return a memory of the whole context (b m w)."""
         self.check_length(places)
-        k, v = fused_linear(context, self.k, self.v)
+        k, v = fused_linear(context, self.k, self.v, head=self._head_size)
         k = self._turned(k, self.dims.g, places)
-        v = v.unflatten(-1, (self.dims.g, -1))
-        v = v.transpose(1, 2)
+        v = _by_head(v, self.dims.g)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
 

@@ -228,7 +228,9 @@ class Compressed(Core):
             scale = rate / count.clamp_min(1).to(upcast(k).dtype)
         found = []
         for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
-            y = pad(upcast(x), (0, 0, 0, missing))
+            y = upcast(x)
+            if missing:
+                y = pad(y, (0, 0, 0, missing))
             y = y.unflatten(2, (strides, rate))
             form = "gu,bgsux->bgsx" if kernel.dim() == 2 else "guxy,bgsux->bgsy"
             y = torch.einsum(form, kernel.to(y.dtype), y)

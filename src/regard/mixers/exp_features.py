@@ -23,7 +23,13 @@ from regard.mixers.feature_math import (
 )
 from regard.mixers.linear_attention import Kernel
 from regard.ops.linear.feature_maps import safe_ratio
-from regard.ops.linear.linear_op import decayed_prefix_sum, linear_attention, linear_write, normalized_linear_attention
+from regard.ops.linear.linear_op import (
+    decayed_prefix_sum,
+    divided_linear_attention,
+    linear_attention,
+    linear_read,
+    normalized_linear_write,
+)
 from regard.ops.linear.prefix import cumulative_max
 
 
@@ -60,8 +66,7 @@ class _ExpFeatures(Kernel):
         keys = (logs - unit.unsqueeze(2)).exp()
         kept = (memory.top - unit).exp()
         old = kept.unsqueeze(-1) * memory.s
-        s = linear_write(keys, v, old, backend=self.dims.backend)
-        z = kept * memory.z + keys.sum(2)
+        s, z = normalized_linear_write(keys, v, old, kept * memory.z, backend=self.dims.backend)
         return ExpSums(s, z, top)
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -103,7 +108,8 @@ class Efficient(_ExpFeatures):
         return x
 
     def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
-        return read_state(self._mix(q, places, memory.z.unsqueeze(2)), memory.s)
+        maps = memory.s / memory.z.clamp(min=1).unsqueeze(-1)  # one division of the sums, not one for each query
+        return read_state(self._queries(q, places), maps)
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
@@ -213,13 +219,14 @@ class Performer(Estimator, _ExpFeatures):
         products = queries @ (logs - top).exp().mT
         return safe_ratio(products, products.sum(-1, keepdim=True))
 
+    def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
+        return linear_read(self._queries(q, places), memory.s, memory.z, backend=self.dims.backend)
+
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         keys, decay, top = self._rising(memory, k, places)
         queries = self._queries(q, places)
-        out, norm, s, z = normalized_linear_attention(
-            queries, keys, v, memory.s, memory.z, log_decay=decay, backend=self.dims.backend
-        )
-        return safe_ratio(out, norm), ExpSums(s, z, top)
+        out, s, z = divided_linear_attention(queries, keys, v, memory.s, memory.z, log_decay=decay, backend=self.dims.backend)
+        return out, ExpSums(s, z, top)
 
 
 def _limit(max_norm: float | str | None) -> float | None:

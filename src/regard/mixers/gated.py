@@ -11,14 +11,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.feature_math import empty_sums, log_gate, per_query_head, read_state, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
-from regard.ops.delta.delta_op import delta_rule, delta_write
+from regard.ops.backend import AUTO
+from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
+from regard.ops.delta.unit_features import unit_features
 from regard.ops.linear.feature_maps import safe_ratio
 from regard.ops.linear.linear_op import linear_attention, linear_read, linear_write
 
@@ -175,6 +176,9 @@ class Delta(Kernel):
     def empty(self, k: Tensor, v: Tensor) -> Matrix:
         return Matrix(empty_sums(k, v, self.f)[0])
 
+    def _fused(self, memory: Matrix, x: Tensor, places: Places) -> bool:  # noqa: ARG002 - the same at every position
+        return takes_halves(x[..., : self.f], memory.s, self.dims.backend)
+
     def _push(self, memory: Matrix, k: Tensor, v: Tensor, places: Places) -> Matrix:
         if k.shape[2] == 0:
             return memory
@@ -182,7 +186,8 @@ class Delta(Kernel):
         return Matrix(delta_write(keys, v, beta, memory.s, log_decay=decay, backend=self.dims.backend))
 
     def _read(self, memory: Matrix, q: Tensor, places: Places) -> Tensor:
-        return read_state(self._queries(q, places), memory.s)
+        queries = upcast(self._queries(q, places))
+        return read_state(queries, memory.s)
 
     def _scan(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Matrix]:
         keys, beta, decay = self._written(k, places)
@@ -193,11 +198,11 @@ class Delta(Kernel):
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
+        gate = upcast(gate)
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
         alpha = log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
         return self._queries(k, places), beta, alpha
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        if self.activation == "silu":
-            q = F.silu(q)
-        return F.normalize(q, dim=-1, eps=1e-6)
+        kernels = self.dims.backend == "triton" or (self.dims.backend == AUTO and q.is_cuda)
+        return unit_features(q, silu=self.activation == "silu", fused=kernels)

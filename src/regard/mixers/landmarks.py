@@ -15,7 +15,7 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_queries
 from regard.mixers.softmax import Softmax
 from regard.ops.dense import sdpa
-from regard.ops.tile.tile_op import MASKED_SCORE
+from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
 
 def real_first(x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
     steps = torch.arange(longest, device=x.device)
     if starts is None and torch.compiler.is_compiling():  # always filled up: a graph without that would be another one
         filled = pad(x, (0, 0, 0, (s + 1) * longest - n))
-        sums = filled.unflatten(2, (s + 1, longest)).sum(3)[:, :, :s]
+        sums = filled.unflatten(2, (s + 1, longest)).sum(3, dtype=accumulator(x.dtype))[:, :, :s]
         return sums / sizes.clamp_min(1)[:, None, :, None]
     if starts is None:
         if n < s * longest:
@@ -50,7 +50,7 @@ def means(x: Tensor, starts: Tensor | None, sizes: Tensor, longest: int) -> Tens
         x = x.gather(2, index[:, None, :, None].expand(b, h, -1, d))
         outside = steps >= sizes.unsqueeze(-1)
         x = x.masked_fill(outside.flatten(1)[:, None, :, None], 0)
-    sums = x.unflatten(2, (s, longest)).sum(3)
+    sums = x.unflatten(2, (s, longest)).sum(3, dtype=accumulator(x.dtype))
     return sums / sizes.clamp_min(1)[:, None, :, None]
 
 
@@ -79,7 +79,7 @@ class PooledQueries(Softmax):
         if self.rate > 1:
             x, count = real_first(q, places)
             sizes = (count - torch.arange(0, q.shape[2], self.rate, device=q.device)).clamp(0, self.rate)
-            q = means(upcast(x), None, sizes, self.rate).to(q.dtype)
+            q = means(x, None, sizes, self.rate).to(q.dtype)
         return super().answer(log, q, places, causal)
 
 
@@ -145,25 +145,26 @@ class Nystrom(CachedCore):
         if log.size <= self.landmarks:
             out = sdpa(q, log.keys, log.values, scale=self.scale, valid=log.places.valid)
         else:
-            out = self._estimate(log, upcast(q), places)
+            out = self._estimate(log, q, places)
         if self.conv is not None:
             out = out + self._skip(log, places)
         return out.to(log.v.dtype)
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
-        k = upcast(log.keys)
-        v = upcast(log.values)
-        valid = log.places.valid
+        k, v, valid = log.keys, log.values, log.places.valid
         few_q, there_q, _ = self._landmarks(q, places)
         few_k, there_k, count = self._landmarks(k, log.places)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = few_q.double() * self.scale @ few_k.double().mT
         s = scores.masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
         s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
-        found = self._solve(s, sdpa(few_q, k, v, scale=self.scale, valid=valid))  # (b h landmarks e)
+        # what rounding adds to the answers of the landmarks, the solve multiplies
+        answers = sdpa(few_q, upcast(k), upcast(v), scale=self.scale, valid=valid)
+        found = self._solve(s, answers)  # (b h landmarks e)
         if valid is not None:  # the landmarks of a short row are its tokens
             own = self._landmarks(v, log.places)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
             found = torch.where((count <= self.landmarks)[..., None, None], own, found)
+        few_k, found = few_k.to(q.dtype), found.to(q.dtype)
         return sdpa(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
 
     def _landmarks(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:

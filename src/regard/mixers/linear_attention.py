@@ -68,7 +68,7 @@ class Kernel(Core):
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         if self._fused(memory, k, places):
             return self._push(memory, k, v, places)
-        for keys, values, here in self._runs(places, k, v):
+        for keys, values, here in self._runs(places, k, v, memory=memory):
             memory = self._push(memory, keys, values, here)
         return memory
 
@@ -86,7 +86,7 @@ class Kernel(Core):
             memory = self.push(memory, k, v, places)
             return self.read(memory, q, places).to(v.dtype), memory
         out = []
-        for queries, keys, values, here in self._runs(places, q, k, v):
+        for queries, keys, values, here in self._runs(places, q, k, v, memory=memory):
             y, memory = self._scan(memory, queries, keys, values, here)
             out.append(y.to(v.dtype))
         return concat_chunks(out), memory
@@ -111,10 +111,12 @@ class Kernel(Core):
         norm = read_state(queries, memory.z.unsqueeze(-1))
         return safe_ratio(out, norm)
 
-    def _runs(self, places: Places, *tensors: Tensor) -> list[tuple[Any, ...]]:
-        """Tokens (b h n ...) and their places, a run at a time."""
+    def _runs(self, places: Places, *tensors: Tensor, memory: Any = None) -> list[tuple[Any, ...]]:
+        """Tokens (b h n ...) and their places, a run at a time; with a memory to write to, the last tensor are values."""
         b, h, n, _ = tensors[0].shape
         wide = [upcast(x) for x in tensors]
+        if memory is not None and "linear" in self.operations and fuses_features(tensors[0], memory.s, self.dims.backend):
+            wide[-1] = tensors[-1]  # kernels compute products in the type of the values
         runs = token_runs(wide, b * h * self.f)
         if len(runs) == 1:
             return [(*runs[0], places)]
@@ -268,7 +270,7 @@ class RFA(Estimator, Kernel):
             s = kept.unsqueeze(-1) * memory.s
             memory = WeighedSums(s, kept * memory.z, kept * memory.even)
         s = linear_write(keys, v, memory.s, backend=self.dims.backend)
-        even = weight.mT @ self._spread(v)
+        even = weight.mT @ upcast(self._spread(v))
         even = torch.cat([even, weight.sum(2, keepdim=True)], -1).squeeze(2)
         z = memory.z + keys.sum(2)
         return WeighedSums(s, z, memory.even + even)

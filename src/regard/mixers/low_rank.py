@@ -14,8 +14,9 @@ from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, wh
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.dense import sdpa
 from regard.ops.linear.linear_op import linear_attention
+from regard.ops.mix_tokens import mix_tokens
 from regard.ops.strip import token_runs
-from regard.ops.tile.tile_op import MASKED_SCORE
+from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
 SHARES = ("none", "head", "kv", "layer")
 
@@ -61,7 +62,7 @@ class Linformer(Core):
         return f"rank={self.rank}, share={self.share!r}, max_len={self.longest}"
 
     def empty(self, k: Tensor, v: Tensor) -> LinformerState:
-        new_k, new_v = (upcast(x).new_zeros(*x.shape[:2], self.rank, x.shape[-1]) for x in (k, v))
+        new_k, new_v = (x.new_zeros(*x.shape[:2], self.rank, x.shape[-1], dtype=accumulator(x.dtype)) for x in (k, v))
         return LinformerState(
             new_k, new_v, torch.zeros(k.shape[0], len(self.project_k), self.rank, dtype=torch.bool, device=k.device)
         )
@@ -70,17 +71,16 @@ class Linformer(Core):
         k = memory.k.to(q.dtype)
         v = memory.v.to(q.dtype)
         seen = memory.seen
+        empty = ~seen.any(-1)  # no slot at all: zeros are answered, and their gradient is zero
+        v = v.masked_fill(empty[..., None, None], 0)
         if seen.shape[1] != 1:
             seen = per_query_head(seen, q)
-        return sdpa(q, k, v, scale=self.scale, valid=seen, dropout=self.drop)
+        return sdpa(q, k, v, scale=self.scale, valid=seen, dropout=self.drop, keep_empty=True)
 
     def push(self, memory: LinformerState, k: Tensor, v: Tensor, places: Places) -> LinformerState:
-        k = upcast(k)
-        v = upcast(v)
         to_k, to_v = self._columns(places, k.dtype)
-        new_k, new_v = (torch.einsum("bgnr,bgnx->bgrx", w, x) for w, x in ((to_k, k), (to_v, v)))
-        seen = memory.seen | _writes(to_k, to_v).any(2)
-        return LinformerState(memory.k + new_k, memory.v + new_v, seen)
+        seen = memory.seen | _any_writes(to_k, to_v)
+        return LinformerState(memory.k + mix_tokens(to_k, k), memory.v + mix_tokens(to_v, v), seen)
 
     def scan(self, memory: LinformerState, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, LinformerState]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
@@ -143,6 +143,15 @@ def _first_weights(heads: int, length: int, rank: int) -> Tensor:
 def _writes(to_k: Tensor, to_v: Tensor) -> Tensor:
     """Which tokens write into which slots at all."""
     return (to_k != 0) | (to_v != 0)
+
+
+def _any_writes(to_k: Tensor, to_v: Tensor) -> Tensor:
+    """Return the slots (b g r) that some of n tokens write into; extremes are found without a mask of all weights."""
+    if to_k.shape[2] == 0:
+        return _writes(to_k, to_v).any(2)
+    extremes = [x.detach().aminmax(dim=2) for x in (to_k, to_v)]
+    written = [(low != 0) | (high != 0) for low, high in extremes]
+    return written[0] | written[1]
 
 
 def _so_far(writes: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_keys, expand_heads
+from regard.ops.budget import budget
+from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
@@ -81,24 +83,22 @@ class Sinkhorn(CachedCore):
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         cut = _Cut.of(log, q, self.block)
-        queries = q.to(accumulator(q.dtype))
-        queries = queries * q.shape[-1] ** -0.5
         if self.form == "sortcut":
             mixed = cut.sorted_by(self.shares(cut, causal))
-            k, v, bias = (x.flatten(2, 3).unsqueeze(2) for x in mixed)
-            each = math.prod(q.shape[:2]) * k.shape[3]
-            out = in_strips(_all_at_once, (queries, k, v, bias.unsqueeze(-2)), 2, each)[0]
+            k, v, bias = (x.flatten(2, 3) for x in mixed)
+            out = _biased_sdpa(q, k, v, bias)
         else:
-            out = self._own_and_sorted(cut, queries, places, causal)
+            out = self._own_and_sorted(cut, q, places, causal)
         return out.to(log.v.dtype)
 
     def shares(self, cut: _Cut, causal: bool) -> Tensor:
         """P: how much of each block of keys goes to each block of queries (b h c c), or to each first place (b h top c)."""
-        sums, some = cut.k.sum(3), cut.there[:, :, 0]
+        sums = cut.k.sum(3, dtype=accumulator(cut.k.dtype))
+        some = cut.there[:, :, 0]
         rows = cols = normalize(sums, dim=-1, eps=1e-6)
         if self.form == "sortcut":
             logits, seen, mass = _with_the_rest(self.sort.to(sums.dtype) @ cols.mT, some)
-            return self._balance(balanced, self._noisy(logits, seen), mass)[:, :, :-1]
+            return self._balance(balanced, self._noisy(logits, seen), seen, mass)[:, :, :-1]
         seen = some[:, None, :, None] & some[:, None, None]
         if causal:
             before = pad(sums.cumsum(2), (0, 0, 1, 0))[
@@ -107,20 +107,23 @@ class Sinkhorn(CachedCore):
             rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)
             seen = seen & torch.ones_like(seen).tril(-1)
         scores = rows @ self.sort.to(sums.dtype) @ cols.mT
-        logits = self._noisy(scores, seen)
-        return self._balance(balanced_in_time if causal else balanced, logits)
+        if causal:
+            return self._balance(balanced_in_time, self._noisy(scores, seen))
+        pairs = None if cut.every_block else seen
+        return self._balance(balanced, self._noisy(scores, pairs), pairs)
 
-    def _noisy(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def _noisy(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         if self.training:
             noise = torch.empty_like(logits).exponential_().log()
             logits = logits - noise
-        return (logits / self.temperature).masked_fill(~seen, MASKED_SCORE)
+        logits = logits / self.temperature
+        return logits if seen is None else logits.masked_fill(~seen, MASKED_SCORE)
 
-    def _balance(self, way: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def _balance(self, way: Callable[..., Tensor], logits: Tensor, *more: Tensor | None) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
-        size = 2 * self.iterations * math.prod(tensors[0].shape[2:])
-        shape = tensors[0].shape[:2]
-        flat = tuple(x.flatten(0, 1) for x in tensors)
+        size = 2 * self.iterations * math.prod(logits.shape[2:])
+        shape = logits.shape[:2]
+        flat = [None if x is None else x.expand(*shape, *x.shape[2:]).flatten(0, 1) for x in (logits, *more)]
         found = in_strips(lambda *x: (way(self.iterations, *x),), flat, 0, size)
         return found[0].unflatten(0, shape)
 
@@ -129,14 +132,14 @@ class Sinkhorn(CachedCore):
         shares = self.shares(cut, causal)
         own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
         shares = grid.rows(shares.masked_fill(own, 0))
-        k, v, bias = cut.sorted_by(shares)
+        k2, v2, bias = cut.sorted_by(shares)
         own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
-        own_bias = own_bias.expand(q.shape[0], q.shape[1], -1, -1).to(bias.dtype)
+        own_bias = own_bias.expand(*q.shape[:2], -1, -1).to(bias.dtype)
         bias = torch.cat([grid.rows(own_bias), bias], -1)
-        bias = bias.unsqueeze(-2)
-        tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k, v, bias)
-        each = math.prod(q.shape[:2]) * 2 * p * p
-        out = in_strips(partial(_two_blocks, causal), tensors, 2, each)[0]
+        tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k2, v2, bias)
+        each = 2 * math.prod(q.shape[:2]) * p * q.shape[-1]
+        each = max(each, q.shape[1] * budget(q.device).strip >> 15)  # a fused kernel takes no more than 65,535 heads
+        out = in_strips(partial(_two_blocks, causal), tensors, 2, each, recompute=False)[0]
         return grid.back(out.flatten(2, 3), q.shape[2])
 
 
@@ -153,29 +156,46 @@ class _Cut(NamedTuple):
     k: Tensor  # (b h c p d), zero where there is none
     v: Tensor  # (b h c p e)
     there: Tensor  # (b c p), or (1 c p) where all rows agree
+    every_block: bool  # each holds a token, in all rows
+    every_slot: bool  # there are no others
 
     @staticmethod
     def of(log: KVCache, q: Tensor, p: int) -> _Cut:
         c = _block_count(log.size, p)
         k, v, real = compact_keys(log.keys, log.values, log.places)
+        every = real is None and not torch.compiler.is_compiling()
         if real is None:
             real = torch.ones(1, log.size, dtype=torch.bool, device=q.device)
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
-        acc = accumulator(q.dtype)
         more = c * p - log.size
         k, v = expand_heads(k, v, q.shape[1])
-        k, v = (pad(x.to(acc), (0, 0, 0, more)).unflatten(2, (c, p)) for x in (k, v))
-        return _Cut(k, v, pad(real, (0, more)).unflatten(1, (c, p)))
+        if more or not every:
+            k, v = (pad(x, (0, 0, 0, more)) for x in (k, v))
+        k, v = (x.unflatten(2, (c, p)) for x in (k, v))
+        return _Cut(k, v, pad(real, (0, more)).unflatten(1, (c, p)), every, every and not more)
 
     def sorted_by(self, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks mixed by shares (b h u c): keys (b h u p d), values, and the log of their mass (b h u p), UNSEEN for none."""
-        mass = shares @ self.there[:, None].to(shares.dtype)
-        limits = torch.finfo(mass.dtype)
-        some = mass > limits.tiny / limits.eps
-        mass = torch.where(some, mass, 1)
-        k, v = ((shares @ x.flatten(3)).unflatten(3, x.shape[3:]) / mass[..., None] for x in (self.k, self.v))
-        return k, v, torch.where(some, mass.log(), MASKED_SCORE)
+        total = shares.sum(-1, keepdim=True)
+        mass = total if self.every_slot else shares @ self.there[:, None].to(shares.dtype)
+        row, _ = _positive(total)
+        mass, some = _positive(mass)
+        bias = torch.where(some, mass.log(), MASKED_SCORE)
+        bias = bias.expand(*shares.shape[:3], self.there.shape[2])
+        weights = (shares / row).to(self.k.dtype)
+        k, v = ((weights @ x.flatten(3)).unflatten(3, x.shape[3:]) for x in (self.k, self.v))
+        if self.every_slot:
+            return k, v, bias
+        lack = (row / mass).to(k.dtype)[..., None]  # a slot that the last block does not have
+        return k * lack, v * lack, bias
+
+
+def _positive(mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums with 1 for those that have no digits left, and which of them have some."""
+    limits = torch.finfo(mass.dtype)
+    some = mass > limits.tiny / limits.eps
+    return torch.where(some, mass, 1), some
 
 
 class _Grid(NamedTuple):
@@ -209,7 +229,9 @@ class _Grid(NamedTuple):
     def laid(self, q: Tensor, places: Places, p: int) -> Tensor:
         """Queries (b h n d) in their blocks (b h u p d)."""
         if self.slot is None:
-            q = pad(q, (0, 0, 0, self.u * p - q.shape[2]))
+            missing = self.u * p - q.shape[2]
+            if missing or torch.compiler.is_compiling():
+                q = pad(q, (0, 0, 0, missing))
             return q.unflatten(2, (self.u, p))
         if places.valid is not None:  # padding lies where the next real token does
             q = q.masked_fill(~places.valid[:, None, :, None], 0)
@@ -223,22 +245,21 @@ class _Grid(NamedTuple):
         return out.gather(2, self.slot[:, None, :, None].expand(*out.shape[:2], n, out.shape[3]))
 
 
-def balanced(iterations: int, logits: Tensor, mass: Tensor | None = None) -> Tensor:
+def balanced(iterations: int, logits: Tensor, seen: Tensor | None = None, mass: Tensor | None = None) -> Tensor:
     """exp(logits) (... r c), its columns and rows scaled in turn until both sum to 1, or rows to exp(mass) (... r).
 
-    Rows come last and sum exactly. A row or a column whose logits are all UNSEEN is not there.
+    Rows come last and sum exactly. A pair that is not seen weighs nothing, nor does a row or a column without any.
     """
-    seen = logits > MASKED_SCORE / 2
-    row = seen.any(-1)
-    col = seen.any(-2)
-    down = torch.zeros_like(logits[..., 0])
-    along = torch.zeros_like(logits[..., 0, :])
     for _ in range(iterations):
-        columns = (logits - down[..., None]).logsumexp(-2)
-        along = torch.where(col, columns, 0)
-        sums = (logits - along[..., None, :]).logsumexp(-1)
-        down = torch.where(row, sums - (0 if mass is None else mass), 0)
-    return (logits - down[..., None] - along[..., None, :]).exp()
+        logits = _unseen(logits.log_softmax(-2), seen)
+        logits = _unseen(logits.log_softmax(-1), seen)
+        if mass is not None:
+            logits = logits + mass[..., None]
+    return logits.exp()
+
+
+def _unseen(logits: Tensor, seen: Tensor | None) -> Tensor:
+    return logits if seen is None else logits.masked_fill(~seen, MASKED_SCORE)
 
 
 def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
@@ -263,21 +284,28 @@ def _with_the_rest(logits: Tensor, some: Tensor) -> tuple[Tensor, Tensor, Tensor
     return pad(logits, (0, 0, 0, 1)), seen, mass[:, None].expand(*logits.shape[:2], -1)
 
 
-def _block_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, future: Tensor | None = None) -> Tensor:
-    """q (b h u x d), k (b h u y d), v (b h u y e), bias (b h u 1 y) -> (b h u x e); a query that sees nothing gets 0."""
-    s = q @ k.mT + bias
-    if future is not None:
-        s = s.masked_fill(future, MASKED_SCORE)
-    nothing = bias.amax(-1, keepdim=True) < MASKED_SCORE / 2
-    return (s.softmax(-1) @ v).masked_fill(nothing, 0)
-
-
-def _all_at_once(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
-    return (_block_softmax(q.unsqueeze(2), k, v, bias).squeeze(2),)
-
-
 def _two_blocks(causal: bool, q: Tensor, k: Tensor, v: Tensor, k2: Tensor, v2: Tensor, bias: Tensor) -> tuple[Tensor]:
-    p, future = q.shape[3], None
+    """Blocks of queries (b h u p d) see their own keys and the sorted ones (b h u p d), with a bias (b h u 2p) of both."""
+    p, seen = q.shape[3], None
     if causal:
-        future = pad(torch.ones(p, p, dtype=torch.bool, device=q.device).triu(1), (0, p))
-    return (_block_softmax(q, torch.cat([k, k2], 3), torch.cat([v, v2], 3), bias, future),)
+        square = torch.ones(p, p, dtype=torch.bool, device=q.device)
+        seen = pad(square.tril(), (0, p), value=True)
+    return (_biased_sdpa(q, torch.cat([k, k2], 3), torch.cat([v, v2], 3), bias, seen),)
+
+
+def _biased_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Compute attention (... x e) of q (... x d) to k (... y d), v (... y e), with a number for each key added to its scores.
+
+    bias (... y) is two more columns of the keys, because the fused kernel has no gradient for a bias: the second one is what
+    rounding to the type of the keys takes from the first. seen (x y): pairs that exist. A block is a head of its own.
+    """
+    scale = q.shape[-1] ** -0.5
+    limit = torch.finfo(k.dtype).min / 2
+    bias = (bias / scale).clamp_min(limit)
+    coarse = bias.to(k.dtype)
+    fine = (bias - coarse).detach().to(k.dtype)
+    keys = torch.cat([k, torch.stack([coarse, fine], -1)], -1)
+    queries = pad(q, (0, 2), value=1.0)
+    heads = q.shape[1:-2]
+    queries, keys, v = (x.flatten(1, -3) for x in (queries, keys, v))
+    return sdpa(queries, keys, v, scale=scale, pairs=seen).unflatten(1, heads)

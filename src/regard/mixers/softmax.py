@@ -88,8 +88,8 @@ class _Strips(CachedCore):
         """(b h n m) from prepared queries and keys."""
         raise NotImplementedError
 
-    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
-        """A (b h n m); seen (b 1 n m); a row that sees nothing is all 0."""
+    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
+        """A (b h n m); seen broadcasts to (b 1 n m), None: all; a row that sees nothing is all 0."""
         raise NotImplementedError
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
@@ -97,13 +97,19 @@ class _Strips(CachedCore):
         k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
         term = None if positions is None else positions.term(q.to(acc), self.scale)
         q, k = self.prepare(q.to(acc), k)
-        j, valid = log.places.at, log.valid[:, : log.size]
+        j, valid = log.places.at, log.places.valid
         rate = self.drop
+        ordered = causal and log.plain and log.start == 0 and places.start is not None and places.valid is None
 
-        def strip(q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> tuple[Tensor]:
-            distance = i[:, None, :, None] - j[:, None, None]
-            seen = valid[:, None, None]
-            seen = seen & (distance >= 0) if causal else seen.expand(-1, 1, i.shape[1], -1)
+        def strip(end: int, q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> tuple[Tensor]:
+            """Of queries at positions i, the last of which sees none but the first `last` keys."""
+            last = min(log.size, places.start + end) if ordered else log.size  # type: ignore[operator]
+            k, v = (x[:, :, :last] for x in (k, v))
+            seen = None if valid is None else valid[:, None, None, :last]
+            distance = i[:, None, :, None] - j[:, None, None, :last] if causal or term else i
+            if causal:
+                past = distance >= 0
+                seen = past if seen is None else seen & past
             s = self.scores(q, k)
             own = term and term._replace(by_query=by_query)
             if own:
@@ -117,7 +123,7 @@ class _Strips(CachedCore):
         tensors = (q, k, v, places.at, term and term.by_query)
         each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
         room = budget(q.device).softmax_strip
-        out = in_strips(strip, tensors, 2, each, dims=(2, None, None, 1, 2), room=room)[0].to(log.v.dtype)
+        out = in_strips(strip, tensors, 2, each, dims=(2, None, None, 1, 2), room=room, ends=True)[0].to(log.v.dtype)
         if positions is None:
             return out
         return positions.finish(out, v.shape[-1])
@@ -147,7 +153,9 @@ class Additive(_Strips):
         made = torch.tanh(q[:, :, :, None] + k[:, :, None])  # (b h strip m hidden)
         return torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
 
-    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
+    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
+        if seen is None:
+            return s.softmax(-1)
         return s.masked_fill(~seen, -1e30).softmax(-1) * seen
 
 
@@ -172,9 +180,16 @@ class Relu(_Strips):
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT
 
-    def normalise(self, s: Tensor, seen: Tensor) -> Tensor:
-        positive = s.relu() * seen
-        total = seen.sum(-1, keepdim=True).to(s.dtype) if self.norm == "count" else positive.sum(-1, keepdim=True)
+    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
+        positive = s.relu()
+        if seen is not None:
+            positive = positive.masked_fill(~seen, 0)
+        if self.norm == "sum":
+            total = positive.sum(-1, keepdim=True)
+        elif seen is None:
+            return positive / s.shape[-1]
+        else:
+            total = seen.sum(-1, keepdim=True).to(s.dtype)
         return positive / torch.where(total > 0, total, 1)
 
 

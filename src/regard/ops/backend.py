@@ -6,6 +6,7 @@ An operation (`tile`, `linear`, `delta`) has one API function and several backen
     backend="auto"     the first backend, in order of registration, that does not refuse; kernels for GPUs on GPUs alone
     backend="torch"    that one, or an error with its sentence
 
+A call that the kernels of its device refuse is computed by the next backend, with one warning (`SlowBackend`) for each reason.
 REGARD_LOG=kernels prints the backend of every call that `auto` decides, once for each backend and operation.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,11 @@ AUTO = "auto"
 
 _BACKENDS: dict[str, dict[str, Any]] = {}
 _logged: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
+
+
+class SlowBackend(UserWarning):
+    """A call that the kernels of its device do not take."""
 
 
 def register_backend(operation: str, backend: Any, *, first: bool = False) -> None:
@@ -68,10 +75,14 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
             raise ValueError(f"backend {name!r} cannot compute this {operation} attention: {why}")
         return every[name]
     for backend in every.values():
-        if _automatic(backend, call[0]) and backend.refuses(*call) is None:
+        if not _automatic(backend, call[0]):
+            continue
+        why = backend.refuses(*call)
+        if why is None:
             if "REGARD_LOG" in os.environ:
                 log_backend(operation, backend.name)
             return backend
+        _warn_refused(operation, backend.name, call[0], why)
     reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
     raise ValueError(f"no backend can compute this {operation} attention: {reasons}")
 
@@ -83,6 +94,16 @@ def _automatic(backend: Any, call: tuple) -> bool:
     """
     devices = getattr(backend, "devices", None)
     return devices is None or call[1].device.type in devices
+
+
+def _warn_refused(operation: str, name: str, call: tuple, why: str) -> None:
+    """Warn, once for each reason, that a call goes to the next backend; float64 has one backend by design."""
+    if torch.compiler.is_compiling() or (operation, why) in _warned or call[1].dtype == torch.float64:
+        return
+    _warned.add((operation, why))
+    warnings.warn(
+        f"{operation} attention is not computed by backend {name!r}, but by a slower one: {why}", SlowBackend, stacklevel=4
+    )
 
 
 def log_backend(operation: str, name: str) -> None:

@@ -21,7 +21,7 @@ class Budget:
     few_queries: int = 16  # queries up to which all keys of a KV cache are scored
     # strips of a dimension: see `regard.ops.strip`
     strip: int = 1 << 26  # elements of the largest tensor of a strip
-    softmax_strip: int = 1 << 22  # elements of the scores of a strip of queries, where all pairs are scored
+    softmax_strip: int = 1 << 25  # elements of the scores of a strip of queries, where all pairs are scored
     edge_strip: int = 1 << 26  # elements of the largest tensor of a strip of edges
     pair_strip: int = 1 << 22  # pairs of a strip that are tested one by one for being in a pattern
     triangle_rows: int = 1024  # rows of a triangular matrix that are multiplied together; what is above them is never touched
@@ -37,7 +37,15 @@ class Budget:
 
 
 DEVICES: dict[str, Budget] = {
-    "cpu": Budget(tile_scores=1 << 20, tile_queries=1 << 21, strip=1 << 21, edge_strip=1 << 18, features=1 << 20, topk_part=64),
+    "cpu": Budget(
+        tile_scores=1 << 20,
+        tile_queries=1 << 21,
+        strip=1 << 21,
+        softmax_strip=1 << 22,
+        edge_strip=1 << 18,
+        features=1 << 20,
+        topk_part=64,
+    ),
 }
 DEFAULT = Budget()
 

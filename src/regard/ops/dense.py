@@ -50,16 +50,18 @@ def sdpa(
     causal: bool = False,
     dropout: float = 0.0,
     keep_empty: bool = False,
+    pairs: Tensor | None = None,
 ) -> Tensor:
     """Compute SDPA for any key and value widths; rows without a visible key are 0, with gradient 0.
 
     valid (b m), or (b h m) where heads have keys of their own; or the mask that `sdpa_mask` made of it in the type of q.
     keep_empty: outputs of a row that sees nothing are finite, and not set to zero, because they are not used.
+    pairs (n m): True where a query sees a key, the same for all rows and heads, in place of valid; each query sees one.
     """
     e = v.shape[-1]
     if isinstance(valid, Tensor):
         valid = sdpa_mask(valid, q.dtype)
-    mask, empty = (None, None) if valid is None else valid
+    mask, empty = (pairs, None) if valid is None else valid
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
     if q.is_cuda:
         wide = ceil_div(wide, 8) * 8  # and on a GPU with odd ones too
@@ -67,7 +69,7 @@ def sdpa(
         out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
     else:
         q, k, v = (_widened(x, wide) for x in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
+        grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - sizes may be symbols, which the kernel refuses
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped
         )

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from regard.transforms import transformed
+
 
 def fourier_mix(x: Tensor, norm: str) -> Tensor:
-    """Return Re(F_n x F_w) of x (b n w), in the type of x.
-
-    The waves of real numbers come in pairs, (k, l) and (-k, -l), with one real part: half of the channels is all.
-    """
+    """Return Re(F_n x F_w) of x (b n w), in the type of x."""
     if x.shape[1] == 0:
         return x
+    if torch.compiler.is_compiling() or transformed():
+        return _half_spectrum(x, norm)
+    return FourierMix.apply(x, norm)
+
+
+class FourierMix(torch.autograd.Function):
+    """The transform with itself as its gradient: F_n and F_w are symmetric. Nothing is kept."""
+
+    @staticmethod
+    def forward(x: Tensor, norm: str) -> Tensor:
+        return _half_spectrum(x, norm)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:  # noqa: ARG004 - torch names them
+        ctx.norm = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return fourier_mix(grad, ctx.norm), None
+
+
+def _half_spectrum(x: Tensor, norm: str) -> Tensor:
+    """Transform x (b n w). Waves of real numbers come in pairs, (k, l) and (-k, -l), with one real part: half of them is all."""
     half = torch.fft.rfft2(x.to(torch.promote_types(x.dtype, torch.float32)), dim=(1, 2), norm=norm).real
     w = x.shape[2]
     rest = half[:, :, 1 : w - w // 2].flip(1, 2).roll(1, 1)

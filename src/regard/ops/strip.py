@@ -30,12 +30,14 @@ def in_strips(
     dims: CutDims | None = None,
     room: int | None = None,
     ends: bool = False,
+    recompute: bool = True,
 ) -> tuple[Tensor, ...]:
     """Return f(*tensors), where f works on every index by itself, a strip of indices at a time. Results are joined in `dim`.
 
     each: elements of the largest tensor that f makes for one index; a strip makes at most `room`, by default the device's budget.
     dims: where each tensor is cut, by default in `dim`; None: it goes whole to every strip, as does one of size 1 there.
     ends: f takes one more argument in front, the index behind the last one of its strip or a later one.
+    recompute: strips are computed once more in the backward pass. False: f keeps no more than its arguments for it.
     """
     if dims is None:
         dims = (dim,) * len(tensors)
@@ -46,7 +48,7 @@ def in_strips(
     if torch.compiler.is_compiling() and not exporting():
         n = next((size for size in sizes if size != 1), 1)
         whole = partial(f, n) if ends else f
-        return _in_even_strips(whole, tensors, dims, dim, n, each, room)
+        return _in_even_strips(whole, tensors, dims, dim, n, each, room, recompute)
     n = max(sizes)
     each = max(1, each)
     size = max(1, room // each)
@@ -57,13 +59,13 @@ def in_strips(
     strips: dict[int, Sequence] = {i + ends: x.split(size, own) for i, x, own in _to_cut(tensors, dims)}
     if ends:
         strips[0] = range(size, n + size, size)
-    again = torch.is_grad_enabled() and _any_grad(tensors) and not transformed()
+    again = recompute and torch.is_grad_enabled() and _any_grad(tensors) and not transformed()
     found = _computed(f, args, strips, again)
     return tuple(torch.cat(several, dim) for several in zip(*found, strict=True))
 
 
 def _in_even_strips(
-    f: Callable[..., tuple[Tensor, ...]], tensors: Tensors, dims: CutDims, dim: int, n: int, each: int, room: int
+    f: Callable[..., tuple[Tensor, ...]], tensors: Tensors, dims: CutDims, dim: int, n: int, each: int, room: int, recompute: bool
 ) -> tuple[Tensor, ...]:
     """As in_strips, for torch.compile: the number of strips is a power of two, so that one graph serves many lengths n.
 
@@ -79,7 +81,7 @@ def _in_even_strips(
         return f(*tensors)
     size = n // count + 1  # always something to fill up: a graph without that would be another one
     strips = {i: _even(x, own, count, size) for i, x, own in _to_cut(tensors, dims)}
-    again = torch.is_grad_enabled() and _any_grad(tensors)
+    again = recompute and torch.is_grad_enabled() and _any_grad(tensors)
     found = _computed(f, tensors, strips, again)
     joined = [torch.cat(several, dim) for several in zip(*found, strict=True)]
     return tuple(x.narrow(dim, 0, n) for x in joined)

@@ -7,20 +7,19 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from regard.plots.colours import GREY, INK, LINE
 
 PALETTE = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207", "#4338ca", "#b91c1c", "#0f766e")
 MARKERS = ("s", "^", "v", "D", "P", "X", "*", "<", ">", "p")
 FULL_NAME = "SDPA"
-PANEL_WIDTH, PANEL_HEIGHT = 5.2, 4.4
+PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH = 4.6, 3.6, 3.0  # inches
 
-Row = dict[str, Any]
 Panel = tuple[str, str, bool]
 
 
-def speed_plot(rows: Sequence[Row], title: str, ours: str = "regard") -> Figure:
+def speed_plot(rows: Sequence[dict[str, Any]], title: str, ours: str = "regard") -> Figure:
     """Draw the rows of a measurement: solid lines are regard, dashed ones of the same colour its peers, SDPA is black.
 
     A time is that of a CUDA graph where there is one. A row without a time is left out.
@@ -29,8 +28,9 @@ def speed_plot(rows: Sequence[Row], title: str, ours: str = "regard") -> Figure:
     panels = list(dict.fromkeys(_panel(row) for row in timed))
     columns = max(1, min(len(panels), 2))
     lines = -(-max(len(panels), 1) // columns)
-    figure = Figure(figsize=(columns * PANEL_WIDTH + 2.6, lines * PANEL_HEIGHT + 0.9), dpi=150, facecolor="white")
-    figure.suptitle(title, x=0.02, y=0.99, ha="left", va="top", size=12, weight="bold", color=INK)
+    size = (columns * PANEL_WIDTH + LEGEND_WIDTH, lines * PANEL_HEIGHT + 0.5)
+    figure = Figure(figsize=size, dpi=150, facecolor="white")
+    figure.text(0.02, 1 - 0.12 / size[1], title, ha="left", va="top", size=11, weight="bold", color=INK)
     specs = list(dict.fromkeys(row["spec"] for row in timed if row["by"] == ours))
     colours = {spec: PALETTE[i % len(PALETTE)] for i, spec in enumerate(specs)}
     peers = list(dict.fromkeys(row["by"] for row in timed if row["by"] not in (ours, FULL_NAME)))
@@ -39,22 +39,22 @@ def speed_plot(rows: Sequence[Row], title: str, ours: str = "regard") -> Figure:
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1)
         _draw_panel(axes, panel, [row for row in timed if _panel(row) == panel], colours, markers, ours, handles)
-    top = 1 - 0.55 / figure.get_figheight()
-    figure.tight_layout(rect=(0, 0, 1 - 2.5 / figure.get_figwidth(), top))
-    figure.legend(
-        handles.values(), handles.keys(), loc="center right", frameon=False, fontsize=7.5, labelcolor=INK, handlelength=2.6
-    )
+    top = 1 - 0.4 / figure.get_figheight()
+    right = 1 - LEGEND_WIDTH / figure.get_figwidth()
+    figure.tight_layout(rect=(0, 0, right, top))
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (right, top), "frameon": False}
+    figure.legend(list(handles.values()), list(handles), fontsize=7.5, labelcolor=INK, handlelength=2.6, **place)
     return figure
 
 
-def _panel(row: Row) -> Panel:
+def _panel(row: dict[str, Any]) -> Panel:
     return row["pass"], row["level"], row["causal"]
 
 
 def _draw_panel(
     axes: Axes,
     panel: Panel,
-    rows: Sequence[Row],
+    rows: Sequence[dict[str, Any]],
     colours: dict[str, str],
     markers: dict[str, str],
     ours: str,
@@ -91,7 +91,9 @@ def _style_panel(axes: Axes, panel: Panel, lengths: Sequence[int]) -> None:
     axes.set_xticks(list(lengths))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _length_text(x)))
     axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(colors=GREY, labelsize=7.5, which="both")
     axes.grid(color=LINE, lw=0.6, which="major")
     for spine in axes.spines.values():

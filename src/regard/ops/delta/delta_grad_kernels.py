@@ -83,15 +83,50 @@ def delta_value_grads(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def delta_key_grads(
-    Q, K, V, BETA, DECAY, S, D, U, DR, DO, DQ, DK, DBETA, DDECAY,
-    sqb, sqh, sqn, skb, skg, skn, svb, svg, svn, sbb, sbg, sbn, sdb, sdg, sdn, sob, soh, son,
-    xqb, xqh, xqn, xkb, xkg, xkn,
+def delta_query_grads(
+    Q, K, DECAY, S, U, DO, DQ, SLOPE,
+    sqb, sqh, sqn, skb, skg, skn, sdb, sdg, sdn, sob, soh, son, xqb, xqh, xqn,
     n, chunks, G,
     SHARE: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
     DECAYS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK, dbeta and the gradient of the log decay of a chunk; DBETA and DDECAY (b g n) in float32."""
+    """dQ of a chunk, for one query head; SLOPE (b h n) in float32: q . dQ, which the gradient of the decays needs."""
+    chunk, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, h = bh // (G * SHARE), bh % (G * SHARE)
+    g = h // SHARE
+    c, f, first = tl.arange(0, C), tl.arange(0, BF), chunk * C
+    i = first + c
+    at = (b * G + g) * chunks + chunk
+    own = (b * G + g) * n * E
+    level, _last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
+    dq = tl.zeros([C, BF], tl.float32)
+    apart = tl.zeros([C, C], tl.float32)
+    for low in range(0, E, BE):
+        e = low + tl.arange(0, BE)
+        do = _rows(DO, b * sob + h * soh, son, i, e, n, E)
+        st = _transposed(S, at * F * E, e, f, E, F)
+        ut = _columns(U, own, E, i, e, n, E)
+        dq = tl.dot(do, st, dq, input_precision=DOT)
+        apart = tl.dot(do, ut, apart, input_precision=DOT)
+    k = _rows(K, b * skb + g * skg, skn, i, f, n, F)
+    dq *= tl.exp(level)[:, None]
+    dq = tl.dot((apart * _fade(level, C)).to(k.dtype), k, dq, input_precision=DOT)
+    to = DQ + b * xqb + h * xqh + i[:, None] * xqn + f[None, :]
+    tl.store(to, dq.to(DQ.dtype.element_ty), mask=(i[:, None] < n) & (f[None, :] < F))
+    if DECAYS:
+        q = _rows(Q, b * sqb + h * sqh, sqn, i, f, n, F)
+        tl.store(SLOPE + bh * n + i, tl.sum(dq * q.to(tl.float32), 1), mask=i < n)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_key_grads(
+    Q, K, V, BETA, DECAY, S, D, U, DR, DO, SLOPE, DK, DBETA, DDECAY,
+    sqb, sqh, sqn, skb, skg, skn, svb, svg, svn, sbb, sbg, sbn, sdb, sdg, sdn, sob, soh, son, xkb, xkg, xkn,
+    n, chunks, G,
+    SHARE: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
+    DECAYS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """dK, dbeta and the gradient of the log decay of a chunk; DBETA and DDECAY (b g n) in float32."""
     chunk, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, g = bg // G, bg % G
     c, f, first = tl.arange(0, C), tl.arange(0, BF), chunk * C
@@ -101,9 +136,6 @@ def delta_key_grads(
     k = _rows(K, b * skb + g * skg, skn, i, f, n, F)
     beta = tl.load(BETA + b * sbb + g * sbg + i * sbn, mask=i < n, other=0.0).to(tl.float32)
     level, last = _levels(DECAY, b * sdb + g * sdg, sdn, first, n, C, DECAYS)
-    grown, late = tl.exp(level)[:, None], tl.exp(last - level)[:, None]
-    strict = c[:, None] > c[None, :]
-    fade, later = _fade(level, C), _fade_back(level, C)
 
     read = tl.zeros([C, BF], tl.float32)  # H: a key reads
     apart = tl.zeros([C, C], tl.float32)
@@ -111,17 +143,17 @@ def delta_key_grads(
     for low in range(0, E, BE):
         e = low + tl.arange(0, BE)
         dr = _rows(DR, own, E, i, e, n, E)
-        st = _transposed(S, at * F * E, e, f, E, F).to(k.dtype)
+        st = _transposed(S, at * F * E, e, f, E, F)
         ut = _columns(U, own, E, i, e, n, E)
         read = tl.dot(dr, st, read, input_precision=DOT)
         apart = tl.dot(dr, ut, apart, input_precision=DOT)
         v = _rows(V, b * svb + g * svg, svn, i, e, n, E)
         dbeta += tl.sum(dr.to(tl.float32) * v.to(tl.float32), 1)
-    read *= grown
-    apart = tl.where(strict, apart * fade, 0.0)
+    read *= tl.exp(level)[:, None]
+    apart = tl.where(c[:, None] > c[None, :], apart * _fade(level, C), 0.0)
     read = tl.dot(apart.to(k.dtype), k, read, input_precision=DOT)
     reading = tl.sum(read * k.to(tl.float32), 1)
-    dbeta -= reading
+    tl.store(DBETA + bg * n + i, dbeta - reading, mask=i < n)
 
     write = tl.zeros([C, BF], tl.float32)  # a key is written
     apart = tl.zeros([C, C], tl.float32)
@@ -132,46 +164,32 @@ def delta_key_grads(
         dt = _transposed(D, at * F * E, e, f, E, F)
         drt = _columns(DR, own, E, i, e, n, E)
         if DECAYS:
-            kept += tl.sum(dt * _transposed(S, at * F * E, e, f, E, F), 0)
-        write = tl.dot(u, dt.to(k.dtype), write, input_precision=DOT)
+            kept += tl.sum(dt.to(tl.float32) * _transposed(S, at * F * E, e, f, E, F).to(tl.float32), 0)
+        write = tl.dot(u, dt, write, input_precision=DOT)
         apart = tl.dot(u, drt, apart, input_precision=DOT)
-    write *= late
-    ending = tl.sum(write * k.to(tl.float32), 1)
+    write *= tl.exp(last - level)[:, None]
+    if DECAYS:
+        end = tl.sum(tl.sum(write * k.to(tl.float32), 1), 0) + tl.exp(last) * tl.sum(kept, 0)
+    later = _fade_back(level, C)
     apart = tl.where(c[None, :] > c[:, None], apart * later * beta[None, :], 0.0)
     write -= tl.dot(apart.to(k.dtype), k, input_precision=DOT)
-
-    asking = tl.zeros([C], tl.float32)
     for x in range(SHARE):
         h = g * SHARE + x
-        q = _rows(Q, b * sqb + h * sqh, sqn, i, f, n, F)
-        dq = tl.zeros([C, BF], tl.float32)
-        apart = tl.zeros([C, C], tl.float32)
-        for low in range(0, E, BE):
-            e = low + tl.arange(0, BE)
-            do = _rows(DO, b * sob + h * soh, son, i, e, n, E)
-            st = _transposed(S, at * F * E, e, f, E, F).to(k.dtype)
-            ut = _columns(U, own, E, i, e, n, E)
-            dq = tl.dot(do, st, dq, input_precision=DOT)
-            apart = tl.dot(do, ut, apart, input_precision=DOT)
-        dq *= grown
-        dq = tl.dot((apart * fade).to(k.dtype), k, dq, input_precision=DOT)
-        asking += tl.sum(dq * q.to(tl.float32), 1)
-        to = DQ + b * xqb + h * xqh + i[:, None] * xqn + f[None, :]
-        tl.store(to, dq.to(DQ.dtype.element_ty), mask=(i[:, None] < n) & (f[None, :] < F))
         apart = tl.zeros([C, C], tl.float32)
         for low in range(0, E, BE):
             e = low + tl.arange(0, BE)
             u = _rows(U, own, E, i, e, n, E)
             dout = _columns(DO, b * sob + h * soh, son, i, e, n, E)
             apart = tl.dot(u, dout, apart, input_precision=DOT)
+        q = _rows(Q, b * sqb + h * sqh, sqn, i, f, n, F)
         write = tl.dot((apart * later).to(k.dtype), q, write, input_precision=DOT)
 
     dk = write - beta[:, None] * read
     to = DK + b * xkb + g * xkg + i[:, None] * xkn + f[None, :]
     tl.store(to, dk.to(DK.dtype.element_ty), mask=(i[:, None] < n) & (f[None, :] < F))
-    tl.store(DBETA + bg * n + i, dbeta, mask=i < n)
     if DECAYS:
-        slope = asking - beta * reading - tl.sum(write * k.to(tl.float32), 1)
-        end = tl.sum(ending, 0) + tl.exp(last) * tl.sum(kept, 0)
+        slope = -beta * reading - tl.sum(write * k.to(tl.float32), 1)
+        for x in range(SHARE):
+            slope += tl.load(SLOPE + (bg * SHARE + x) * n + i, mask=i < n, other=0.0)
         sums = tl.sum(tl.where(c[None, :] >= c[:, None], slope[None, :], 0.0), 1) + end
         tl.store(DDECAY + bg * n + i, sums, mask=i < n)

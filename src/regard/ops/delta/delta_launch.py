@@ -15,15 +15,20 @@ from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_co
 class DeltaChunks(NamedTuple):
     """What the forward pass leaves for the backward pass: matrices of every chunk of tokens."""
 
-    inverse: Tensor  # (b g c p p) W
-    lost: Tensor  # (b g c f f) N, in float32
+    inverse: Tensor  # (b g c p p) W, in the type of the keys
+    lost: Tensor  # (b g c f f) N: see `turn_type`
     whole: Tensor  # (b g c) exp(L_last), in float32
-    states: Tensor  # (b g c f e) before each chunk, in float32
+    states: Tensor  # (b g c f e) before each chunk, in the type of the keys, which products of them have
 
 
-def chunk_tokens(device: torch.device) -> int:
-    """Return the tokens of a chunk on a device."""
-    return kernel_config("delta", "any", device)["chunk"]
+def turn_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of N: its elements are at most about 1, where float16 has the digits that tensor cores use of float32."""
+    return torch.float16 if dtype in HALVES else torch.float32
+
+
+def chunk_tokens(k: Tensor) -> int:
+    """Return the tokens of a chunk for the type and the device of the keys."""
+    return kernel_config("delta", "half" if k.dtype in HALVES else "float", k.device)["chunk"]
 
 
 class _Sizes:
@@ -31,8 +36,8 @@ class _Sizes:
 
     def __init__(self, call: DeltaCall) -> None:
         (self.b, self.g, self.n, self.f), self.e = call.k.shape, call.v.shape[-1]
-        self.device, self.half = call.k.device, call.k.dtype in HALVES
-        self.chunk = chunk_tokens(self.device)
+        self.device, self.dtype, self.half = call.k.device, call.k.dtype, call.k.dtype in HALVES
+        self.chunk = chunk_tokens(call.k)
         self.chunks = -(-self.n // self.chunk)
         self.share = 0 if call.q is None else call.q.shape[1] // self.g
         self.precision = _precision(call.k)
@@ -60,7 +65,11 @@ class _Sizes:
 
     def empty(self, *shape: int) -> Tensor:
         """Return float32 numbers (b g ...) of a call."""
-        return torch.empty(self.b, self.g, *shape, dtype=torch.float32, device=self.device)
+        return self.typed(torch.float32, *shape)
+
+    def typed(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Return numbers (b g ...) of a call."""
+        return torch.empty(self.b, self.g, *shape, dtype=dtype, device=self.device)
 
 
 def _precision(x: Tensor) -> str:
@@ -97,14 +106,14 @@ def delta_chunks(call: DeltaCall) -> tuple[Tensor, Tensor, DeltaChunks]:
     call, sizes = _arranged(call), _Sizes(call)
     q, k, v, beta, state, decay = call
     c, f, e, chunk = sizes.chunks, sizes.f, sizes.e, sizes.chunk
-    w = torch.empty(sizes.b, sizes.g, c, chunk, chunk, dtype=k.dtype, device=k.device)
-    lost, states, whole = sizes.empty(c, f, f), sizes.empty(c, f, e), sizes.empty(c)
+    w, lost = sizes.typed(k.dtype, c, chunk, chunk), sizes.typed(turn_type(k.dtype), c, f, f)
+    new, whole = sizes.empty(c, f, e), sizes.empty(c)
     config = sizes.config("delta_prepare")
     grid = (c, sizes.b * sizes.g)
     strides = _strides(k, v, beta, decay)
-    kernels.delta_prepare[grid](k, v, beta, decay, w, lost, states, whole, *strides, *sizes.lengths, **sizes.fixed, **config)
+    kernels.delta_prepare[grid](k, v, beta, decay, w, lost, new, whole, *strides, *sizes.lengths, **sizes.fixed, **config)
     after = sizes.empty(f, e)
-    walk_states(sizes, lost, whole, states, state.contiguous(), after, back=False)
+    states = walk_states(sizes, lost, whole, new, state.contiguous(), after, back=False)
     out = v.new_empty(sizes.b, sizes.g * sizes.share, sizes.n, e)
     if q is not None:
         config = sizes.config("delta_outputs")
@@ -123,15 +132,14 @@ def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_stat
     q, k, v, beta, state, decay = call
     d_out = _inner(d_out)
     common = {**sizes.fixed, "SHARE": sizes.share}
-    dr = torch.empty(sizes.b, sizes.g, sizes.n, sizes.e, dtype=k.dtype, device=k.device)
-    d_states = torch.empty_like(saved.states)
+    dr, new = sizes.typed(k.dtype, sizes.n, sizes.e), sizes.empty(*saved.states.shape[2:])
     config = sizes.config("delta_state_grads")
     strides = _strides(q, k, beta, decay, d_out)
     kernels.delta_state_grads[sizes.grid(config)](
-        q, k, beta, decay, saved.inverse, d_out, dr, d_states, *strides, *sizes.lengths, **common, **config
+        q, k, beta, decay, saved.inverse, d_out, dr, new, *strides, *sizes.lengths, **common, **config
     )
     d_first = sizes.empty(sizes.f, sizes.e)
-    walk_states(sizes, saved.lost, saved.whole, d_states, d_state.contiguous(), d_first, back=True)
+    d_states = walk_states(sizes, saved.lost, saved.whole, new, d_state.contiguous(), d_first, back=True)
     u, dv = torch.empty_like(dr), torch.empty_like(v)
     config = sizes.config("delta_value_grads")
     strides = _strides(k, v, beta, decay, dv)
@@ -143,17 +151,27 @@ def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_stat
         **config,
     )
     dq, dk = (None if x is None else torch.empty_like(x) for x in (q, k))
-    d_beta, d_decay = sizes.empty(sizes.n), sizes.empty(sizes.n)
-    strides = _strides(q, k, v, beta, decay, d_out, dq, dk)
+    d_beta, d_decay = sizes.empty(sizes.n), None if decay is None else sizes.empty(sizes.n)
+    slope = None if decay is None else sizes.empty(sizes.share, sizes.n)
+    if q is not None:
+        strides = _strides(q, k, decay, d_out, dq)
+        kernels.delta_query_grads[(sizes.chunks, sizes.b * q.shape[1])](
+            *(q, k, decay, saved.states, u, d_out, dq, slope),
+            *strides,
+            *sizes.lengths,
+            **common,
+            **sizes.config("delta_query_grads"),
+        )
+    strides = _strides(q, k, v, beta, decay, d_out, dk)
     kernels.delta_key_grads[(sizes.chunks, sizes.b * sizes.g)](
-        *(q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, dq, dk, d_beta, d_decay),
+        *(q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, slope, dk, d_beta, d_decay),
         *strides,
         *sizes.lengths,
         **common,
         **sizes.config("delta_key_grads"),
     )
     grads = [dq, dk, dv, d_beta.unsqueeze(-1).to(beta.dtype), d_first.to(state.dtype)]
-    if decay is not None:
+    if decay is not None and d_decay is not None:
         grads.append(d_decay.unsqueeze(-1).to(decay.dtype))
     return [x for x in grads if x is not None]
 
@@ -165,8 +183,8 @@ def _steps(sizes: _Sizes, columns: int, direct: int, programs: int) -> int:
     return 1 << (isqrt(sizes.chunks) - 1).bit_length()
 
 
-def walk_states(sizes: _Sizes, lost: Tensor, whole: Tensor, states: Tensor, first: Tensor, last: Tensor, *, back: bool) -> None:
-    """Replace what every chunk adds (b g c f e) by the state before it, from a first state on, and write the last one.
+def walk_states(sizes: _Sizes, lost: Tensor, whole: Tensor, new: Tensor, first: Tensor, last: Tensor, *, back: bool) -> Tensor:
+    """Return the state before every chunk (b g c f e), from a first state on and what each adds, and write the last one.
 
     back: from the last chunk to the first. Many chunks are divided into segments: what each does is found first, for all at the
     same time, then the states between segments, then those inside of them.
@@ -178,15 +196,15 @@ def walk_states(sizes: _Sizes, lost: Tensor, whole: Tensor, states: Tensor, firs
     steps = _steps(sizes, columns, config.pop("direct"), config.pop("programs"))
     segments, rows = -(-sizes.chunks // steps), sizes.b * sizes.g
     fixed = {x: sizes.fixed[x] for x in ("F", "E", "BF", "DOT")} | {"BACK": back} | config
+    states = sizes.typed(sizes.dtype, *new.shape[2:]) if sizes.half else new
     if segments == 1:
-        kernels.delta_walk[(columns, 1, rows)](lost, whole, states, first, last, steps, sizes.chunks, **fixed)
-        return
-    own_lost, own_states = sizes.empty(segments, sizes.f, sizes.f), sizes.empty(segments, sizes.f, sizes.e)
-    own_whole = sizes.empty(segments)
-    every = columns + -(-sizes.f // config["BE"])
-    kernels.delta_totals[(every, segments, rows)](
-        lost, whole, states, own_lost, own_whole, own_states, steps, sizes.chunks, **fixed
-    )
-    kernels.delta_walk[(columns, 1, rows)](own_lost, own_whole, own_states, first, last, segments, segments, **fixed)
-    ends = torch.empty_like(own_states)
-    kernels.delta_walk[(columns, segments, rows)](lost, whole, states, own_states, ends, steps, sizes.chunks, **fixed)
+        kernels.delta_walk[(columns, 1, rows)](lost, whole, new, states, first, last, steps, sizes.chunks, **fixed)
+        return states
+    f, e = sizes.f, sizes.e
+    own_lost, own_whole, own_new = sizes.typed(lost.dtype, segments, f, f), sizes.empty(segments), sizes.empty(segments, f, e)
+    every = columns + -(-f // config["BE"])
+    kernels.delta_totals[(every, segments, rows)](lost, whole, new, own_lost, own_whole, own_new, steps, sizes.chunks, **fixed)
+    ends = torch.empty_like(own_new)
+    kernels.delta_walk[(columns, 1, rows)](own_lost, own_whole, own_new, own_new, first, last, segments, segments, **fixed)
+    kernels.delta_walk[(columns, segments, rows)](lost, whole, new, states, own_new, ends, steps, sizes.chunks, **fixed)
+    return states

@@ -35,6 +35,7 @@ class DeltaBackend(Protocol):
     """An implementation of the delta rule."""
 
     name: str
+    fuses: bool  # it takes queries, keys and values of half precision beside float32 gates and states, any number at once
 
     def refuses(self, call: DeltaCall) -> str | None:
         """Return a sentence about what this backend cannot compute in a call, or None."""
@@ -47,6 +48,12 @@ class DeltaBackend(Protocol):
     def write(self, call: DeltaCall) -> Tensor:
         """Return the state (b g f e) after the last token; the call has no queries."""
         ...
+
+
+def takes_halves(x: Tensor, state: Tensor, backend: str = AUTO) -> bool:
+    """Return whether the backend that gets tokens x (b h n f) and this state needs no conversion to the type of the state."""
+    call = DeltaCall(None, x, x, x[..., :1], state)
+    return choose_backend("delta", backend, call).fuses
 
 
 def delta_rule(

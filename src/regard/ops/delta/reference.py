@@ -12,6 +12,7 @@ class ReferenceDelta:
     """The recurrence, token by token."""
 
     name = "reference"
+    fuses = False
 
     def refuses(self, call: DeltaCall) -> str | None:  # noqa: ARG002 - it computes every call
         return None

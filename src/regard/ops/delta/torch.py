@@ -33,6 +33,7 @@ class TorchDelta:
     """Chunks of tokens: a triangular solve for each, then one product of matrices from chunk to chunk."""
 
     name = "torch"
+    fuses = False
 
     def refuses(self, call: DeltaCall) -> str | None:  # noqa: ARG002 - it computes every call
         return None

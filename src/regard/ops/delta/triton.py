@@ -1,7 +1,7 @@
 """The delta rule by fused kernels on CUDA devices: chunks in parallel, one recurrence over their states, its own backward pass.
 
-Eager calls go through an autograd.Function, torch.compile gets one opaque operator. Function transforms, second derivatives,
-export and single tokens use the formulas of `regard.ops.delta.torch`.
+Eager calls go through an autograd.Function, torch.compile gets one opaque operator, a decoding step is one kernel. Function
+transforms, second derivatives and export use the formulas of `regard.ops.delta.torch`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.delta.delta_launch import DeltaChunks, chunk_tokens, delta_chunk_grads, delta_chunks
+from regard.ops.delta.delta_launch import DeltaChunks, chunk_tokens, delta_chunk_grads, delta_chunks, turn_type
 from regard.ops.delta.delta_op import DeltaCall
 from regard.ops.delta.torch import TorchDelta
 from regard.ops.triton_support import triton_cannot_run
@@ -26,7 +26,7 @@ class TritonDelta:
 
     name = "triton"
     devices = ("cuda",)
-    plain = TorchDelta()
+    fuses = True
 
     def refuses(self, call: DeltaCall) -> str | None:
         why = triton_cannot_run(*call)
@@ -39,30 +39,36 @@ class TritonDelta:
         return None
 
     def forward(self, call: DeltaCall) -> tuple[Tensor, Tensor]:
-        if needs_plain_ops():
-            return self.plain.forward(call)
-        out, state = _computed(call)
-        return out, state
+        return _computed(call)
 
     def write(self, call: DeltaCall) -> Tensor:
-        if needs_plain_ops() or call.k.shape[2] == 1:
-            return self.plain.write(call)
         return _computed(call)[1]
 
 
 def _computed(call: DeltaCall) -> tuple[Tensor, Tensor]:
+    """Compute out (b h n e) and the state (b g f e); without queries, out has no heads."""
+    if needs_plain_ops() or call.k.numel() == 0 or call.v.numel() == 0:
+        return _plain(*call)
     if torch.compiler.is_compiling():
         out, state, *_ = _delta_operator(*call)
         return out, state
+    traced = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call)
+    if call.k.shape[2] == 1 and not traced:
+        from regard.ops.delta.delta_step import delta_step
+
+        return delta_step(call)
     return _DeltaFunction.apply(*call)
 
 
 def _plain(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the same in differentiable operations; without queries, out has no heads."""
-    call = DeltaCall(*tensors)  # type: ignore[arg-type]
-    if call.q is not None:
-        return TorchDelta().forward(call)
-    return call.v[:, :0], TorchDelta().write(call)
+    """Compute the same in differentiable operations, in the type of the state or a better one."""
+    own = DeltaCall(*tensors)  # type: ignore[arg-type]
+    dtype = torch.promote_types(own.v.dtype, own.state.dtype)
+    call = DeltaCall(*(None if x is None else x.to(dtype) for x in own))  # type: ignore[arg-type]
+    if call.q is None:
+        return own.v[:, :0], TorchDelta().write(call).to(own.state.dtype)
+    out, state = TorchDelta().forward(call)
+    return out.to(own.v.dtype), state.to(own.state.dtype)
 
 
 class _DeltaFunction(torch.autograd.Function):
@@ -116,12 +122,11 @@ def _delta_operator_backward(
 @_delta_operator.register_fake
 def fake_delta_rule(q, k, v, beta, state, log_decay):  # noqa: ARG001
     (b, g, n, f), e = k.shape, v.shape[-1]
-    chunk = chunk_tokens(k.device)
+    chunk = chunk_tokens(k)
     chunks = (n + chunk - 1) // chunk
     heads = 0 if q is None else q.shape[1]
-    single = {"dtype": torch.float32}
-    matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, **single)
-    states = k.new_empty(b, g, chunks, **single), k.new_empty(b, g, chunks, f, e, **single)
+    matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, dtype=turn_type(k.dtype))
+    states = k.new_empty(b, g, chunks, dtype=torch.float32), k.new_empty(b, g, chunks, f, e)
     return v.new_empty(b, heads, n, e), state.new_empty(b, g, f, e), *matrices, *states
 
 

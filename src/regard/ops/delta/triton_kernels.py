@@ -137,10 +137,13 @@ def delta_prepare(
     at = bg * chunks + chunk
     tl.store(W + at * C * C + c[:, None] * C + c[None, :], w)
     tl.store(WHOLE + at, tl.exp(last))
+    k = _rows(K, key, skn, i, f, n, F)  # once more: the solve needs the registers
+    kt = _columns(K, key, skn, i, f, n, F)
     late = kt.to(tl.float32) * tl.exp(last - level)[None, :]
     moved = tl.dot(late.to(k.dtype), w, input_precision=DOT).to(k.dtype)  # K'^T W (f C)
     read = k.to(tl.float32) * (beta * tl.exp(level))[:, None]
     lost = tl.dot(moved, read.to(k.dtype), input_precision=DOT)
+    lost = lost.to(N.dtype.element_ty)
     tl.store(N + at * F * F + f[:, None] * F + f[None, :], lost, mask=(f[:, None] < F) & (f[None, :] < F))
     for low in range(0, E, BE):
         e = low + tl.arange(0, BE)
@@ -151,14 +154,15 @@ def delta_prepare(
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_walk(
-    N, WHOLE, X, FIRST, LAST,
+    N, WHOLE, X, STATES, FIRST, LAST,
     steps, count,
     F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     BACK: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """S' = whole S - N S + B over the `count` matrices of a row, in segments of `steps`; BACK: from the last, with N^T.
 
-    N (rows count f f); X (rows count f e) holds B and gets the state before each step; FIRST and LAST (rows segments f e).
+    N (rows count f f), X: B (rows count f e); STATES, before each step, has the sizes of X or is X itself; FIRST and LAST
+    (rows segments f e).
     """
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     f = tl.arange(0, BF)
@@ -174,8 +178,8 @@ def delta_walk(
         lost = _transposed(N, at * F * F, f, f, F, F) if BACK else _matrix(N, at * F * F, f, f, F, F)
         kept = tl.load(WHOLE + at)
         new = tl.load(X + at * F * E + spot, mask=here, other=0.0)
-        tl.store(X + at * F * E + spot, s, mask=here)
-        s = kept * s + new - tl.dot(lost, s, input_precision=DOT)
+        tl.store(STATES + at * F * E + spot, s.to(STATES.dtype.element_ty), mask=here)
+        s = kept * s + new - tl.dot(lost.to(tl.float32), s, input_precision=DOT)
     tl.store(LAST + seg * F * E + spot, s, mask=here)
 
 
@@ -210,11 +214,11 @@ def delta_totals(
         kept = tl.load(WHOLE + at)
         new = tl.load(X + at * F * E + spot, mask=in_state, other=0.0)
         new += whole * tl.load(N + at * F * F + turn_spot, mask=in_turn, other=0.0)
-        s = kept * s + new - tl.dot(lost, s, input_precision=DOT)
+        s = kept * s + new - tl.dot(lost.to(tl.float32), s, input_precision=DOT)
         whole *= kept
     seg = row * tl.num_programs(1) + segment
     tl.store(TOTAL_X + seg * F * E + spot, s, mask=in_state)
-    tl.store(TOTAL_N + seg * F * F + turn_spot, s, mask=in_turn)
+    tl.store(TOTAL_N + seg * F * F + turn_spot, s.to(TOTAL_N.dtype.element_ty), mask=in_turn)
     tl.store(TOTAL_WHOLE + seg, whole)
 
 

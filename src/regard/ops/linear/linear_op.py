@@ -234,9 +234,11 @@ def plain_read(call: ReadCall) -> Tensor:
     dtype = torch.promote_types(call.q.dtype, call.state.dtype)
     q = plain_queries(call.q.to(dtype), call.feature, call.scale)
     grouped = q.unflatten(1, (call.state.shape[1], -1)).flatten(2, 3)
-    out = (grouped @ call.state).reshape(*q.shape[:3], call.state.shape[-1])
+    state = call.state
     if call.normalize:
         assert call.norm_state is not None
-        norm = grouped @ call.norm_state.unsqueeze(-1)
-        out = safe_ratio(out, norm.reshape(*q.shape[:3], 1))
+        state = torch.cat([state, call.norm_state.unsqueeze(-1)], -1)  # one product, and one of its gradient
+    out = (grouped @ state).reshape(*q.shape[:3], state.shape[-1])
+    if call.normalize:
+        out = safe_ratio(out[..., :-1], out[..., -1:])
     return out.to(call.q.dtype)

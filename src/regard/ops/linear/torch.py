@@ -61,8 +61,12 @@ class TorchLinear:
             keys = keys * decay_to_end(call.log_decay)
             state = kept.unsqueeze(-1) * state
             norm_state = None if norm_state is None else kept * norm_state
-        state = state + keys.mT @ call.v
-        return state, None if norm_state is None else norm_state + keys.sum(2)
+        # values times keys, not keys times values: the gradient of the many features then needs no copy
+        if norm_state is None:
+            return state + (call.v.mT @ keys).mT, None
+        ones = torch.ones_like(call.v[..., :1])
+        both = torch.cat([call.v, ones], -1).mT @ keys  # one product, and one of its gradient
+        return state + both[..., :-1, :].mT, norm_state + both[..., -1, :]
 
     def read(self, call: ReadCall) -> Tensor:
         return plain_read(call)

@@ -17,7 +17,7 @@ from regard.ops.triton_support import triton_cannot_run
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 LARGEST = 256  # features, and numbers of a value
-TENSORS = 6  # that have gradients: q, k, v, state, log_decay, norm_state
+_TENSORS = 6  # that have gradients: q, k, v, state, log_decay, norm_state
 PLAIN = TorchLinear()
 
 
@@ -42,6 +42,10 @@ class TritonLinear:
     def forward(self, call: LinearCall) -> LinearResult:
         if needs_plain_ops() or call.k.numel() == 0:
             return PLAIN.forward(call)
+        if _is_step(call):
+            from regard.ops.linear.triton_step import linear_step
+
+            return linear_step(call)
         out, norm, state, norm_state = _computed(call)
         assert out is not None
         norm = None if norm is None or call.normalize else norm.unsqueeze(-1)
@@ -68,6 +72,14 @@ class TritonLinear:
         return PrefixFunction.apply(*call, False)
 
 
+def _is_step(call: LinearCall) -> bool:
+    """Return whether a call is one token without gradients: a decoding step."""
+    if call.k.shape[2] != 1 or torch.compiler.is_compiling():
+        return False
+    tensors = (x for x in call if isinstance(x, Tensor))
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
 def _flat(call: LinearCall | ReadCall) -> tuple[Any, ...]:
     """The arguments of the kernels in one order: tensors that have gradients, the validity, options."""
     if isinstance(call, ReadCall):
@@ -81,11 +93,25 @@ Results = tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]
 def _computed(call: LinearCall | ReadCall) -> Results:
     """Compute out (b h n e), norm (b h n), and both states behind the last token."""
     flat = _flat(call)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat[:TENSORS]):
+    if torch.compiler.is_compiling():
+        return _opaque(*flat)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat[:_TENSORS]):
         return _LinearFunction.apply(*flat)
     from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
     return launch_forward(LinearInputs(*flat), keep=False)[:4]
+
+
+def _opaque(*flat: Any) -> Results:
+    """Compute the same by an operator that a compiler does not trace."""
+    from regard.ops.linear.triton_compiled import linear_operator
+
+    q, k, _, state, _, norm_state, *_ = flat
+    out, norm, last, last_norm = linear_operator(*flat)
+    has_norm = norm_state is not None
+    if k is None:
+        last, last_norm = state, norm_state
+    return None if q is None else out, norm if has_norm and q is not None else None, last, last_norm if has_norm else None
 
 
 def _plain(*flat: Any) -> Results:
@@ -110,8 +136,8 @@ class _LinearFunction(torch.autograd.Function):
         from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
         out, norm, last, last_norm, kept = launch_forward(LinearInputs(*flat), keep=True)
-        ctx.save_for_backward(*flat[: TENSORS + 1], *kept)
-        ctx.options = flat[TENSORS + 1 :]
+        ctx.save_for_backward(*flat[: _TENSORS + 1], *kept)
+        ctx.options = flat[_TENSORS + 1 :]
         ctx.set_materialize_grads(False)
         if flat[1] is None:  # a state that is read does not change
             return out, None, None, None  # type: ignore[return-value]
@@ -122,7 +148,7 @@ class _LinearFunction(torch.autograd.Function):
         from regard.ops.linear.triton_launch import LinearInputs, LinearStates, launch_backward
 
         saved = ctx.saved_tensors
-        inputs, kept = saved[: TENSORS + 1], saved[TENSORS + 1 :]
+        inputs, kept = saved[: _TENSORS + 1], saved[_TENSORS + 1 :]
         none = [None] * (1 + len(ctx.options))
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return *_differentiable_grads(inputs, ctx.options, grads), *none
@@ -136,7 +162,7 @@ def _differentiable_grads(inputs: tuple, options: tuple, grads: tuple[Tensor | N
     made = [g is not None for g in grads]
 
     def f(*tensors: Tensor | None) -> list[Tensor]:
-        results = _plain(*tensors, inputs[TENSORS], *options)
+        results = _plain(*tensors, inputs[_TENSORS], *options)
         return [y for y, used in zip(results, made, strict=True) if used and y is not None]
 
-    return differentiable_grads(f, inputs[:TENSORS], [g for g in grads if g is not None])
+    return differentiable_grads(f, inputs[:_TENSORS], [g for g in grads if g is not None])

@@ -13,22 +13,20 @@ With dn the gradient of a numerator and dd that of a norm, L the cumulative log 
 import triton
 import triton.language as tl
 
+from regard.ops.linear.triton_feature_decay import halved_key_grads, halved_query_grads, halved_scores_of_keys
 from regard.ops.linear.triton_tiles import (
     chunk_decay,
     chunk_levels,
     end_decay_rows,
-    feature_key_grads,
-    feature_query_grads,
-    feature_scores_of_keys,
     feature_slope,
     inverse_norm,
     key_rows,
-    load_columns,
-    load_rows,
     present,
     query_features,
     start_decay_columns,
     start_decay_rows,
+    token_columns,
+    token_rows,
 )
 
 
@@ -40,7 +38,7 @@ def linear_backward_queries(
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
     FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ (b n h f) of one segment, head and part of the features, and what the segment adds to the adjoint state.
 
@@ -79,10 +77,10 @@ def linear_backward_queries(
     before = tl.zeros([BF], tl.float32)  # log decay of the chunks before this one
     for low in range(0, count, C):
         i = low + r
-        dn = load_rows(DO, i, sdn, c, count, e).to(tl.float32)
+        dn = token_rows(DO, i, sdn, c, count, e).to(tl.float32)
         dd = tl.zeros([C], tl.float32)
         if NORMALIZE:
-            o = load_rows(OUT, i, H * e, c, count, e).to(tl.float32)
+            o = token_rows(OUT, i, H * e, c, count, e).to(tl.float32)
             inverse = inverse_norm(tl.load(DEN + i, mask=i < count, other=0.0))
             dd = -tl.sum(dn * o, 1) * inverse
             dn = dn * inverse[:, None]
@@ -97,13 +95,14 @@ def linear_backward_queries(
         if DECAY > 0:
             dq = dq * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
         if HAS_KEYS:
-            vt = load_columns(V, i, svn, c, count, e).to(TYPE)
+            vt = token_columns(V, i, svn, c, count, e).to(TYPE)
             k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             da = tl.dot(half, vt, input_precision=PRECISION)
             if NORM:
                 da += dd[:, None]
             if DECAY == 2:
-                dq = feature_query_grads(dq, da, K, VALID, LD, low, skn, sln, d, count, f, C, FEATURE, HAS_VALID)
+                rows = k.to(tl.float32)
+                dq = halved_query_grads(dq, da, rows, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
             else:
                 if DECAY == 1:
                     level = chunk_levels(LD, low, sln, count, C)
@@ -111,8 +110,8 @@ def linear_backward_queries(
                 else:
                     da = tl.where(r[:, None] >= r[None, :], da, 0.0)
                 dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
-        x = load_rows(Q, i, sqn, d, count, f)
-        qt = query_features(load_columns(Q, i, sqn, d, count, f), scale, FEATURE)
+        x = token_rows(Q, i, sqn, d, count, f)
+        qt = query_features(token_columns(Q, i, sqn, d, count, f), scale, FEATURE)
         if DECAY_GRAD:
             product = query_features(x, scale, FEATURE) * dq
             mask = i < count
@@ -153,7 +152,7 @@ def _key_grads(
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
     FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK (b n g f) of one segment and part of the features, and with DECAY_GRAD the gradient of its decays."""
     d = part * BF + tl.arange(0, BF)
@@ -174,7 +173,7 @@ def _key_grads(
     for x in range(chunks):
         low = (chunks - 1 - x) * C
         j = low + r
-        v = load_rows(V, j, svn, c, count, e).to(TYPE)
+        v = token_rows(V, j, svn, c, count, e).to(TYPE)
         dk = tl.dot(v, rt.to(TYPE), input_precision=PRECISION)
         if NORM:
             dk += t[None, :]
@@ -191,7 +190,7 @@ def _key_grads(
         product = tl.zeros([C], tl.float32)
         if HAS_QUERIES:
             for head in range(R):
-                dnt = load_columns(DO + head * sdh, j, sdn, c, count, e)
+                dnt = token_columns(DO + head * sdh, j, sdn, c, count, e)
                 if NORMALIZE:
                     den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
                     dnt = dnt.to(tl.float32) * inverse_norm(den)[None, :]
@@ -200,9 +199,9 @@ def _key_grads(
                 if NORM:
                     dd = tl.load(DD + head * n + j, mask=j < count, other=0.0)
                     dat += dd[None, :]
-                q = query_features(load_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
                 if DECAY == 2:
-                    dk = feature_key_grads(dk, dat, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
+                    dk = halved_key_grads(dk, dat, q, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     if DECAY == 1:
                         dat = dat * weight
@@ -218,7 +217,7 @@ def _key_grads(
                     if DECAY == 1:
                         product += tl.load(QD + (part * heads_all + bh + head) * n + start + j, mask=j < count, other=0.0)
                     else:
-                        products += load_rows(QD + ((bh + head) * n + start) * f, j, f, d, count, f)
+                        products += token_rows(QD + ((bh + head) * n + start) * f, j, f, d, count, f)
         if DECAY_GRAD:
             k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
             if DECAY == 1:
@@ -233,7 +232,7 @@ def _key_grads(
                 mask = (j[:, None] < count) & inside[None, :]
                 tl.store(DLD + (bg * n + start + j[:, None]) * f + d[None, :], grads, mask=mask)
         if FEATURE != 0:
-            dk = dk * feature_slope(load_rows(K, j, skn, d, count, f), FEATURE)
+            dk = dk * feature_slope(token_rows(K, j, skn, d, count, f), FEATURE)
         if HAS_VALID:
             dk = tl.where(present(VALID, j, count, HAS_VALID)[:, None], dk, 0.0)
         mask = (j[:, None] < count) & inside[None, :]
@@ -247,7 +246,8 @@ def _value_grads(
     scale, n, slots, G, R, part, seg, bg, count,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DV (b n g e) of one segment and part of the values."""
     d = tl.arange(0, BF)
@@ -275,15 +275,16 @@ def _value_grads(
             weight = tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
         if HAS_QUERIES:
             for head in range(R):
-                dn = load_rows(DO + head * sdh, j, sdn, c, count, e)
+                dn = token_rows(DO + head * sdh, j, sdn, c, count, e)
                 if NORMALIZE:
                     den = tl.load(DEN + head * n + j, mask=j < count, other=0.0)
                     dn = dn.to(tl.float32) * inverse_norm(den)[:, None]
                 dn = dn.to(TYPE)
-                qt = query_features(load_columns(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                qt = query_features(token_columns(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
                 if DECAY == 2:
                     rows = k.to(tl.float32)
-                    a = feature_scores_of_keys(rows, Q + head * sqh, LD, low, sqn, sln, d, count, scale, f, C, FEATURE)
+                    q = query_features(token_rows(Q + head * sqh, j, sqn, d, count, f), scale, FEATURE)
+                    a = halved_scores_of_keys(rows, q, qt, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
                 else:
                     a = tl.dot(k.to(TYPE), qt.to(TYPE), input_precision=PRECISION)
                     if DECAY == 1:
@@ -306,7 +307,7 @@ def linear_backward_keys(
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PF: tl.constexpr, PE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
     FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DK and DLD, or DV, of one segment and key-value head; the query heads of the latter are added one after the other.
 
@@ -336,7 +337,8 @@ def linear_backward_keys(
             Q, K, V, LD, VALID, DO, DEN, DD, ADJ, ADJ_Z, QD, DOT, DK, DLD,
             sqh, sqn, skn, svn, sln, sdh, sdn,
             scale, n, segs + 1, heads_all, kv_all, G, R, part, seg, bg, bh, start, count,
-            f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD, TYPE, PRECISION,
+            f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, DECAY_GRAD,
+            HALVINGS, TYPE, PRECISION,
         )  # fmt: skip
     else:
         DV += ((b * n + start) * G + g) * e
@@ -344,5 +346,5 @@ def linear_backward_keys(
             Q, K, LD, VALID, DO, DEN, ADJ, DV,
             sqh, sqn, skn, sln, sdh, sdn,
             scale, n, segs + 1, G, R, part - FEATURE_PARTS, seg, bg, count,
-            f, e, BF, PE, C, DECAY, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, TYPE, PRECISION,
+            f, e, BF, PE, C, DECAY, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, HALVINGS, TYPE, PRECISION,
         )  # fmt: skip

@@ -8,35 +8,41 @@ A sequence is cut into segments, which run in parallel; a segment is walked in c
 
 Letters as in `linear_op`. State buffers are (b g slots f e), one slot for each segment and one behind the last; BF and BE are the
 padded tile sizes. DECAY is 0 for none, 1 for one number a token, 2 for one a feature. FEATURE is 0 for none, 1 for elu + 1 and 2
-for relu. All products take operands of the type `TYPE`; no exponent is ever positive.
+for relu. A decay per feature comes as its sums from the start of every chunk (LEVEL of the sums). All products take operands of
+the type `TYPE`; no exponent is ever positive.
 """
 
 import triton
 import triton.language as tl
 
+from regard.ops.linear.triton_feature_decay import halved_scores
 from regard.ops.linear.triton_tiles import (
     chunk_decay,
     chunk_levels,
     end_decay_columns,
-    feature_scores,
     inverse_norm,
     key_columns,
-    load_rows,
+    key_rows,
     query_features,
     start_decay_rows,
+    token_columns,
+    token_rows,
 )
 
 
 @triton.jit(do_not_specialize=["n", "segs", "SEG"])
 def linear_sums(
-    K, V, LD, VALID, S, Z, A,
+    K, V, LD, VALID, S, Z, A, LEVEL,
     skb, skh, skn, svb, svh, svn, slb, slh, sln,
     n, segs, SEG, G,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, FEATURE: tl.constexpr,
     HAS_VALID: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens."""
+    """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
+
+    For a decay per feature LEVEL (b g n f) gets the log decay from the start of the chunk up to every token.
+    """
     pid = tl.program_id(0)
     part, seg, bg = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
     b, g = bg // G, bg % G
@@ -54,10 +60,18 @@ def linear_sums(
     for low in range(0, count, C):
         j = low + tl.arange(0, C)
         kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
-        v = load_rows(V, j, svn, c, count, e)
-        if DECAY > 0:
+        v = token_rows(V, j, svn, c, count, e)
+        if DECAY == 2:
+            level = tl.cumsum(token_columns(LD, j, sln, d, count, f).to(tl.float32), 1)
+            chunk = tl.sum(token_columns(LD, j, sln, d, count, f).to(tl.float32), 1)
+            kt = kt.to(tl.float32) * tl.exp(tl.minimum(chunk[:, None] - level, 0.0))
+            if part == 0:
+                mask = (d[:, None] < f) & (j[None, :] < count)
+                tl.store(LEVEL + ((b * G + g) * n + start + j[None, :]) * f + d[:, None], level, mask=mask)
+        if DECAY == 1:
             kt = kt.to(tl.float32) * end_decay_columns(LD, low, sln, d, count, f, C, DECAY)
             chunk = chunk_decay(LD, low, sln, d, count, f, C, DECAY)
+        if DECAY > 0:
             s = s * tl.exp(chunk)[:, None]
             z = z * tl.exp(chunk)
             total += chunk
@@ -155,7 +169,7 @@ def linear_forward(
     scale, n, segs, SEG, slots, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, WITH_LAST: tl.constexpr,
+    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, WITH_LAST: tl.constexpr, HALVINGS: tl.constexpr,
     TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT (b n h e) and its norm DEN (b h n) of one segment and query head.
@@ -191,17 +205,18 @@ def linear_forward(
         z = tl.load(Z + at + d, mask=inside, other=0.0).to(tl.float32)
     for low in range(0, count, C):
         i = low + r
-        q = query_features(load_rows(Q, i, sqn, d, count, f), scale, FEATURE)
+        q = query_features(token_rows(Q, i, sqn, d, count, f), scale, FEATURE)
         entry = q
         if DECAY > 0:
             entry = q * start_decay_rows(LD, low, sln, d, count, f, C, DECAY)
         o = tl.dot(entry.to(TYPE), s.to(TYPE), input_precision=PRECISION)
         den = tl.sum(entry * z[None, :], 1)
         if HAS_KEYS:
-            v = load_rows(V, i, svn, c, count, e).to(TYPE)
+            v = token_rows(V, i, svn, c, count, e).to(TYPE)
             kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             if DECAY == 2:
-                a = feature_scores(q, K, VALID, LD, low, skn, sln, d, count, f, C, FEATURE, HAS_VALID)
+                rows = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
+                a = halved_scores(q, rows, kt, LD, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
             else:
                 a = tl.dot(q.to(TYPE), kt.to(TYPE), input_precision=PRECISION)
                 if DECAY == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -13,6 +13,7 @@ from regard.ops.linear.triton_backward import linear_backward_keys, linear_backw
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
+OptionalT = TypeVar("OptionalT", Tensor, Tensor | None)
 STATE_TILE = 1 << 14  # elements of a state that one program holds
 SCAN_BLOCK = 16  # segments that the scan loads at once
 
@@ -40,6 +41,7 @@ class LinearStates(NamedTuple):
     states: Tensor  # (b g slots f e) before every segment and behind the last
     norms: Tensor | None  # (b g slots f)
     decays: Tensor | None  # (b g slots f) log decay of every segment
+    levels: Tensor | None  # (b g n f) log decay of every feature from the start of the chunk
 
 
 class LinearGrads(NamedTuple):
@@ -68,9 +70,9 @@ class LinearLaunch:
         self.bf, self.be = block_of(self.f, self.device), block_of(self.e, self.device)
         self.decay = 0 if x.log_decay is None else (1 if x.log_decay.shape[-1] == 1 else 2)
         self.norm = x.norm_state is not None
-        types = {t.dtype for t in (x.q, x.k, x.v) if t is not None}
-        half = types == {torch.bfloat16}  # the range of float16 is too small for sums over a sequence
-        exact = torch.float32 in types
+        dtype = tokens.dtype if x.v is None else x.v.dtype  # of products: features may come in more digits
+        half = dtype == torch.bfloat16  # the range of float16 is too small for sums over a sequence
+        exact = dtype == torch.float32
         precision = dot_precision(torch.float32) if exact else "tf32"
         if precision == "ieee":
             precision = "tf32x3"  # all digits of float32, by three products on tensor cores
@@ -91,9 +93,14 @@ class LinearLaunch:
         }
 
     def tiles(self, kernel: str) -> dict[str, Any]:
+        """The tile sizes of a kernel that walks in chunks; with a decay per feature all kernels have the same chunks."""
         config = dict(kernel_config(kernel, self.key, self.device))
-        if (chunk := config.pop("chunk", None)) is not None:
-            config["C"] = chunk
+        chunk = config.pop("chunk")
+        if self.decay == 2:
+            chunk = kernel_config("linear_sums", self.key, self.device)["chunk"]
+        config["C"] = chunk
+        if kernel != "linear_sums":
+            config["HALVINGS"] = chunk.bit_length() - 1
         return config
 
     def _segment(self) -> int:
@@ -125,13 +132,14 @@ class LinearLaunch:
 
 def _aligned(x: LinearInputs) -> LinearInputs:
     """Make the features of every token adjacent, and states contiguous float32."""
-    tokens = {name: _adjacent(getattr(x, name)) for name in ("q", "k", "v", "log_decay")}
+    q, k, v, log_decay = (_adjacent(t) for t in (x.q, x.k, x.v, x.log_decay))
+    state = x.state.float().contiguous()
     norm_state = None if x.norm_state is None else x.norm_state.float().contiguous()
     valid = None if x.valid is None else x.valid.contiguous().view(torch.uint8)
-    return x._replace(**tokens, state=x.state.float().contiguous(), norm_state=norm_state, valid=valid)
+    return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize)
 
 
-def _adjacent(x: Tensor | None) -> Tensor | None:
+def _adjacent(x: OptionalT) -> OptionalT:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -142,36 +150,53 @@ def launch_forward(
     run = LinearLaunch(inputs)
     x = run.x
     last, last_z = x.state, x.norm_state
-    states, norms, decays = x.state, x.norm_state, None
+    states, norms, decays, levels = x.state, x.norm_state, None, x.log_decay
     at_once = x.q is not None and run.segs == 1 and not keep  # a decoding step: one kernel
+    if run.decay == 2 and run.n > 1:
+        at_once = False
     if x.k is not None:
         last = torch.empty_like(x.state)
         last_z = None if x.norm_state is None else torch.empty_like(x.norm_state)
         if not at_once:
-            states, norms, decays = _segment_states(run, last, last_z)
+            states, norms, decays, levels = _segment_states(run, last, last_z)
+    kept = LinearStates(None, None, states, norms, decays, levels)
     if x.q is None:
-        return None, None, last, last_z, LinearStates(None, None, states, norms, decays)
-    out, den = _outputs(run, states, norms, (last, last_z) if at_once and x.k is not None else None)
-    return out, den, last, last_z, LinearStates(out if x.normalize else None, den, states, norms, decays)
+        return None, None, last, last_z, kept
+    out, den = _outputs(run, kept, (last, last_z) if at_once and x.k is not None else None)
+    return out, den, last, last_z, kept._replace(out=out if x.normalize else None, den=den)
 
 
-def _segment_states(run: LinearLaunch, last: Tensor, last_z: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The state and the norm before every segment, and the log decay of each."""
+def launch_states(inputs: LinearInputs, out: Tensor, den: Tensor | None) -> LinearStates:
+    """Return what the backward pass needs, from results of a forward pass that kept nothing else."""
+    run = LinearLaunch(inputs)
+    x = run.x
+    states, norms, decays, levels = x.state, x.norm_state, None, x.log_decay
+    if x.k is not None:
+        last_z = None if x.norm_state is None else torch.empty_like(x.norm_state)
+        states, norms, decays, levels = _segment_states(run, torch.empty_like(x.state), last_z)
+    return LinearStates(out, den, states, norms, decays, levels)
+
+
+def _segment_states(
+    run: LinearLaunch, last: Tensor, last_z: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The state and the norm before every segment, the log decay of each, and decays as the other kernels take them."""
     x, some = run.x, run.x.state
     assert x.k is not None and x.v is not None
     own = run.slots(run.g, run.f, run.e)
     own_z = run.slots(run.g, run.f) if run.norm else None
     decays = run.slots(run.g, run.f) if run.decay else None
+    levels = run.new(run.b, run.g, run.n, run.f) if run.decay == 2 else x.log_decay
     width = _part(run.be, run.bf)
     parts = run.be // width
     tiles = run.tiles("linear_sums")
     linear_sums[(parts * run.segs * run.b * run.g,)](
         x.k, x.v, _or(x.log_decay, some), _or(x.valid, some), own, _or(own_z, some), _or(decays, some),
-        *run.strides(x.k, x.v, x.log_decay), run.n, run.segs, run.seg, run.g,
+        _or(levels, some), *run.strides(x.k, x.v, x.log_decay), run.n, run.segs, run.seg, run.g,
         BF=run.bf, BE=width, PARTS=parts, **run.flags, **run.product, **tiles,
     )  # fmt: skip
     _scan(run, own, own_z, (own, own_z), decays, (x.state, x.norm_state), (last, last_z), heads=1)
-    return own, own_z, decays
+    return own, own_z, decays, levels
 
 
 def _scan(
@@ -197,13 +222,11 @@ def _scan(
         first[0], _or(first[1], some), last[0], _or(last[1], some), others[0], _or(others[1], some), _or(dots, some),
         run.segs, heads,
         f=run.f, e=run.e, BE=run.be, SB=SCAN_BLOCK, DECAY=run.decay, NORM=run.norm, REVERSE=reverse,
-        HAS_OWN=own is not None, WITH_DOT=with_dot, **run.tiles("linear_scan"),
+        HAS_OWN=own is not None, WITH_DOT=with_dot, **kernel_config("linear_scan", run.key, run.device),
     )  # fmt: skip
 
 
-def _outputs(
-    run: LinearLaunch, states: Tensor, norms: Tensor | None, last: tuple[Tensor, Tensor | None] | None
-) -> tuple[Tensor, Tensor | None]:
+def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None]:
     x, some = run.x, run.x.state
     assert x.q is not None
     out = run.tokens(run.h, run.e, x.q.dtype if x.v is None else x.v.dtype)
@@ -211,11 +234,11 @@ def _outputs(
     width = _part(run.be, run.bf)
     parts = run.be // width
     ends = last if last is not None else (some, some)
-    slots = run.segs + 1 if states.dim() == 5 else 1
+    slots = run.segs + 1 if kept.states.dim() == 5 else 1
     linear_forward[(parts * run.segs * run.b * run.h,)](
-        x.q, _or(x.k, some), _or(x.v, some), _or(x.log_decay, some), _or(x.valid, some), states, _or(norms, some),
+        x.q, _or(x.k, some), _or(x.v, some), _or(kept.levels, some), _or(x.valid, some), kept.states, _or(kept.norms, some),
         out, _or(den, some), ends[0], _or(ends[1], some),
-        *run.strides(x.q, x.k, x.v, x.log_decay), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
+        *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
         BF=run.bf, BE=width, PARTS=parts, NORMALIZE=x.normalize, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
         **run.flags, **run.product, **run.tiles("linear_forward"),
     )  # fmt: skip
@@ -245,6 +268,7 @@ def launch_backward(
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
         d_out = _adjacent(d_out)
+        assert d_out is not None
         dd = _norm_grad(run, d_norm)
         d_q, own, own_z, qd = _query_grads(run, kept, d_out, dd, decay_grad)
     d_state = torch.empty_like(x.state)
@@ -287,9 +311,9 @@ def _query_grads(
         qd = run.new(parts, run.b, run.h, run.n) if run.decay == 1 else run.new(run.b, run.h, run.n, run.f)
     slots = run.segs + 1 if kept.states.dim() == 5 else 1
     linear_backward_queries[(parts * run.segs * run.b * run.h,)](
-        x.q, _or(x.k, some), _or(x.v, some), _or(x.log_decay, some), _or(x.valid, some), d_out, _or(kept.out, some),
+        x.q, _or(x.k, some), _or(x.v, some), _or(kept.levels, some), _or(x.valid, some), d_out, _or(kept.out, some),
         _or(kept.den, some), _or(dd, some), kept.states, _or(kept.norms, some), d_q, own, _or(own_z, some), _or(qd, some),
-        *run.strides(x.q, x.k, x.v, x.log_decay, d_out),
+        *run.strides(x.q, x.k, x.v, kept.levels, d_out),
         x.scale, run.n, run.segs, run.seg, slots, run.b * run.h, run.h, run.h // run.g,
         BF=width, BE=run.be, PARTS=parts, NORMALIZE=x.normalize, HAS_KEYS=x.k is not None, DECAY_GRAD=decay_grad,
         **run.flags, **run.product, **run.tiles("linear_backward_queries"),
@@ -316,9 +340,9 @@ def _key_grads(
     if dots is not None:
         d_decay = run.new(parts, run.b, run.g, run.n) if run.decay == 1 else run.new(run.b, run.g, run.n, run.f)
     linear_backward_keys[((parts + run.be // values) * run.segs * run.b * run.g,)](
-        _or(x.q, some), x.k, x.v, _or(x.log_decay, some), _or(x.valid, some), _or(d_out, some), _or(kept.den, some),
+        _or(x.q, some), x.k, x.v, _or(kept.levels, some), _or(x.valid, some), _or(d_out, some), _or(kept.den, some),
         _or(dd, some), adjoint[0], _or(adjoint[1], some), _or(qd, some), _or(dots, some), d_k, d_v, _or(d_decay, some),
-        *run.strides(x.q, x.k, x.v, x.log_decay, d_out),
+        *run.strides(x.q, x.k, x.v, kept.levels, d_out),
         x.scale, run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.h, run.h // run.g,
         BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=x.normalize, HAS_QUERIES=x.q is not None,
         DECAY_GRAD=dots is not None, **run.flags, **run.product, **run.tiles("linear_backward_keys"),

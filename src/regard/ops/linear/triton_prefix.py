@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.ops.linear.triton_kernels import linear_scan
+from regard.ops.linear.triton_launch import SCAN_BLOCK
 from regard.ops.triton_support import block_of, kernel_config
-
-SCAN_BLOCK = 16  # segments that the scan loads at once
 
 
 @triton.jit
@@ -60,7 +59,7 @@ def prefix_segments(
     decay = tl.zeros([BF], tl.float32)
     end = tl.minimum(seg * SEG + SEG, n)
     for low in range(seg * SEG, end, C):
-        x, log, i, mask = _chunk(X, LD, low, sxn, sln, d, n, f, C, DECAY, REVERSE)
+        x, log, _i, _mask = _chunk(X, LD, low, sxn, sln, d, n, f, C, DECAY, REVERSE)
         chunk = tl.sum(log, 0)
         if DECAY > 0:
             x = x * tl.exp(tl.minimum(chunk[None, :] - tl.cumsum(log, 0), 0.0))

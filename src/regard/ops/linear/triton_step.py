@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.ops.linear.feature_maps import FEATURES
+from regard.ops.linear.linear_op import LinearCall, LinearResult
 from regard.ops.triton_support import block_of, kernel_config
 
-STEP_FEATURES = {"identity": 0, "elu": 1, "relu": 2}
 LEAST_NORM = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps  # below it weights have no digits left
 
 
@@ -85,23 +86,9 @@ def _inner(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def linear_step(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None = None,
-    norm_state: Tensor | None = None,
-    valid: Tensor | None = None,
-    feature: str = "identity",
-    scale: float = 1.0,
-    normalize: bool = False,
-) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Compute one token: out (b h 1 e), the state (b g f e), norm (b h 1 1) and the norm state (b g f) behind it.
-
-    q (b h 1 f) or None, k (b g 1 f), v (b g 1 e), state (b g f e), log_decay (b g 1 1 or f), norm_state (b g f), valid (b 1).
-    normalize: out is divided by the norm, 0 where that has no digits left, and no norm is returned.
-    """
+def linear_step(call: LinearCall) -> LinearResult:
+    """Compute a call of one token by one launch; without queries, out has no heads. Norms that divide out are not returned."""
+    q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize = call
     (b, g, n, f), e = k.shape, v.shape[-1]
     if n != 1:
         raise ValueError(f"a decoding step takes one token of every row, not {n}")
@@ -113,7 +100,7 @@ def linear_step(
     wide = min(config.pop("BE"), block_of(e, k.device))
     new_state = torch.empty(state.shape, dtype=state.dtype, device=k.device)
     new_norm = None if norm_state is None else torch.empty(norm_state.shape, dtype=norm_state.dtype, device=k.device)
-    out = None if q is None else v.new_empty(b, g * share, 1, e)
+    out = v.new_empty(b, g * share, 1, e)
     norm = None if q is None or norm_state is None or normalize else norm_state.new_empty(b, g * share, 1, 1)
     decays = 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
     strides: list[int] = []
@@ -129,7 +116,7 @@ def linear_step(
         E=e,
         BF=triton.next_power_of_2(f),
         BE=wide,
-        KIND=STEP_FEATURES[feature],
+        KIND=FEATURES.index(feature),
         DECAYS=decays,
         NORMS=norm_state is not None,
         DIVIDES=normalize,
@@ -137,4 +124,4 @@ def linear_step(
         MASKED=valid is not None,
         **config,
     )
-    return out, new_state, norm, new_norm
+    return LinearResult(out, new_state, norm, new_norm)

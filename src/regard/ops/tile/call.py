@@ -55,9 +55,17 @@ class TileBackend(Protocol):
         ...
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
-        """Return out (b h n width) and log-sum-exp (b h n) in float32 or better; 0 and MASKED_SCORE for rows without pairs."""
+        """Return out (b h n width) in the type of v or better, and log-sum-exp (b h n) in float32 or better.
+
+        Rows without pairs are 0 and MASKED_SCORE. The results are new tensors.
+        """
         ...
 
-    def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
-        """Return the gradients of q, k, v and bias.by_query, from the results of `forward` and their gradients."""
+    def backward(
+        self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        """Return the gradients of q, k, v and bias.by_query, from the results of `forward` and their gradients.
+
+        d_lse is None where nothing depends on the log-sum-exp.
+        """
         ...

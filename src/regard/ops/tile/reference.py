@@ -47,10 +47,12 @@ class ReferenceTiles:
         call: TileCall,
         plans: HeadPlans,
         out: Tensor,  # noqa: ARG002 - computed again
-        lse: Tensor,  # noqa: ARG002
+        lse: Tensor,
         d_out: Tensor,
-        d_lse: Tensor,
+        d_lse: Tensor | None,
     ) -> Gradients:
+        if d_lse is None:
+            d_lse = torch.zeros_like(lse)
         by_query = None if call.bias is None else call.bias.by_query
         inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v, by_query) if x is not None]
         q, k, v, *more = inputs

@@ -179,15 +179,20 @@ class _TileFunction(torch.autograd.Function):
         out, lse = backend.forward(call, plans)
         ctx.save_for_backward(*flat[:FLAT_TENSORS], out, lse)
         ctx.rest = flat[FLAT_TENSORS:], plans, backend
-        return out.to(call.v.dtype), lse.clone()
+        ctx.set_materialize_grads(False)
+        return out.to(call.v.dtype), lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         rest, plans, backend = ctx.rest
         call = unflatten_call(*tensors, *rest)
         none = [None] * 3
+        if d_out is None:
+            d_out = torch.zeros_like(out, dtype=call.v.dtype)
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            if d_lse is None:
+                d_lse = torch.zeros_like(lse)
             grads = _differentiable_backward(call, plans, (d_out, d_lse))
             return *grads, *none
         return *backend.backward(call, plans, out, lse, d_out, d_lse), *none
@@ -226,7 +231,7 @@ def _operator(
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
     plans = heads_by_plan_of_text(pattern, q.shape[1], Span(*span), causal)
     out, lse = forward_by_name(call, plans, backend)
-    return out.to(v.dtype, copy=True), lse.clone()
+    return out.to(v.dtype), lse
 
 
 @torch.library.custom_op("regard::tile_attention_backward", mutates_args=())
@@ -253,7 +258,7 @@ def _operator_backward(
 ) -> list[Tensor]:
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
     plans = heads_by_plan_of_text(pattern, q.shape[1], Span(*span), causal)
-    found = backward_by_name(call, plans, backend, out.to(lse.dtype), lse, d_out, d_lse)
+    found = backward_by_name(call, plans, backend, out, lse, d_out, d_lse)
     return [x.contiguous() for x in found if x is not None]
 
 

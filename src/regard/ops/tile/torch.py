@@ -42,7 +42,11 @@ class TorchTiles:
             out[:, piece.heads], lse[:, piece.heads] = TilePass(plan, piece, call, *use).forward()
         return out, lse
 
-    def backward(self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Gradients:
+    def backward(
+        self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
+    ) -> Gradients:
+        if d_lse is None:
+            d_lse = torch.zeros_like(lse)
         use = budget(call.q.device), scratch_buffers(call.q.device)
         pieces = _head_pieces(call, plans, use[0])
         results = (out, lse, d_out, d_lse)

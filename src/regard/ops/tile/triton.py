@@ -56,10 +56,8 @@ class TritonTiles:
         return TritonPass(call, plans).forward()
 
     def backward(
-        self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor | None, d_lse: Tensor | None
+        self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
-        if d_out is None:
-            d_out = torch.zeros_like(out)
         return TritonPass(call, plans).backward(out, lse, d_out, d_lse)
 
 
@@ -163,7 +161,7 @@ class TritonPass:
         listed = "" if group.by_query is None else " list"
         width = max(block_of(self.d, self.device), block_of(self.e, self.device))
         config = kernel_config(kernel, f"{kind} {width}{listed}", self.device)
-        return {"SPLIT": 0, **config, "SUB": TILE // min(config["BM"], config["BN"])}
+        return {**config, "SUB": TILE // min(config["BM"], config["BN"])}
 
     def _grid(self, group: _Group, items: KernelItems | None, length: int, tile: int, heads: int) -> tuple[tuple[int, int], int]:
         """Return the grid, and the tiles of a residue class."""

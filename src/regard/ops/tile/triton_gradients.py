@@ -15,6 +15,7 @@ from regard.ops.tile.triton_kernels import (
     BITS_MASK,
     LIST_TILE,
     LOWEST,
+    RUN_TIME_NUMBERS,
     band_of_queries,
     closed_range,
     inside_range,
@@ -22,7 +23,6 @@ from regard.ops.tile.triton_kernels import (
     load_tile_transposed,
     locate,
     scores_of_keys,
-    split_band,
     store_part,
     store_tile,
 )
@@ -51,12 +51,12 @@ def query_step(dq, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.co
     return tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART,
                     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sdb, sdh, sdn, sgb, sgh, sgn,
                     n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
                     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
                     ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                     MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
                     DROP: tl.constexpr, LSES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -94,17 +94,8 @@ def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QU
     y0 = tl.arange(0, BN)
     low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
     high = tl.minimum(tile * BM + BM + shift + ahead, keys)
-    if SPLIT:
-        whole = tile * BM + BM - 1 + shift - back
-        inner, outer, left, right = split_band(low, high, whole, tl.minimum(tile * BM + shift + ahead, keys - 1), BN)
-        for j0 in range(inner, outer, BN):
-            dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION)
-        for z in range(0, left + right):
-            y = tl.where(z < left, low + z * BN, outer + (z - left) * BN) + y0
-            dq = query_step(dq, own, at, y, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
-    else:
-        for j0 in range(low, high, BN):
-            dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+    for j0 in range(low, high, BN):
+        dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
     if ITEMISED:
         for z in range(first * SUB, middle * SUB):
             y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
@@ -164,12 +155,12 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART_K, PART_V,
                   sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sdb, sdh, sdn, sgb, sgh, sgn, swb, swh, swn,
                   n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, G, tiles, slots,
                   R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                  BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                  BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
                   ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                   MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
                   DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -213,17 +204,8 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
         at = (Q + b * sqb + h * sqh, D_OUT + b * sdb + h * sdh, LSE + line, PULL + line, QUERY_KEYS + line,
               sqn, sdn, first_query, shift, step, n)  # fmt: skip
         none = (x0, x0)
-        if SPLIT:
-            whole = tile * BN + BN - 1 - shift - ahead
-            inner, outer, left, right = split_band(start, end, whole, tl.minimum(tile * BN - shift + back, queries - 1), BM)
-            for i0 in range(inner, outer, BM):
-                dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION)
-            for z in range(0, left + right):
-                x = tl.where(z < left, start + z * BM, outer + (z - left) * BM) + x0
-                dk, dv = key_step(dk, dv, own, at, x, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
-        else:
-            for i0 in range(start, end, BM):
-                dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+        for i0 in range(start, end, BM):
+            dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
         if ITEMISED:
             for z in range(first * SUB, middle * SUB):
                 x = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BM + x0

@@ -23,6 +23,19 @@ from regard.ops.triton_math import LN2, LOG2E, hash_keeps
 LOWEST = tl.constexpr(-1.0e30)
 NOWHERE = tl.constexpr(1 << 30)
 LIST_TILE = tl.constexpr(64)  # queries and keys of a tile of a list
+RUN_TIME_NUMBERS = (
+    "n",
+    "m",
+    "t",
+    "u",
+    "back",
+    "ahead",
+    "hole_back",
+    "hole_ahead",
+    "step",
+    "tiles",
+    "slots",
+)  # compiled for all values
 FIELDS = tl.constexpr(8)  # numbers of an item
 BAND_MASK = tl.constexpr(1)  # what hides pairs of a tile: the range of keys of a query
 BITS_MASK = tl.constexpr(2)  # or a bit for each pair; 0: nothing
@@ -137,19 +150,6 @@ def band_of_queries(x, band, hole, residue):
 
 
 @triton.jit
-def split_band(low, high, first_whole, last_whole, B: tl.constexpr):
-    """Split low .. high - 1 in steps of B: where the steps begin and end that hold every pair, and how many lie on each side.
-
-    first_whole, last_whole: the first number from which, and the last up to which no pair is missing.
-    """
-    inner = (tl.maximum(first_whole, 0) + B - 1) // B * B
-    outer = tl.maximum(last_whole + 1, 0) // B * B
-    inner = tl.minimum(tl.maximum(inner, low), tl.maximum(high, low))
-    outer = tl.maximum(tl.minimum(outer, high), inner)
-    return inner, outer, (inner - low + B - 1) // B, (tl.maximum(high - outer, 0) + B - 1) // B
-
-
-@triton.jit
 def scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK: tl.constexpr, HOLE: tl.constexpr,
                    VALIDS: tl.constexpr, SLOPED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Return the scores (queries keys) of a tile, hidden pairs -inf. ranges: those of the queries; word (queries): 32 bits."""
@@ -192,12 +192,12 @@ def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.const
     return acc, total, new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART, PART_LSE,
                  sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
                  n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
                  R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, SPLIT: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
                  ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                  MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
                  DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -234,23 +234,10 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
     y0 = tl.arange(0, BN)
     low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
     high = tl.minimum(tile * BM + BM + shift + ahead, keys)
-    if SPLIT:
-        whole = tile * BM + BM - 1 + shift - back
-        inner, outer, left, right = split_band(low, high, whole, tl.minimum(tile * BM + shift + ahead, keys - 1), BN)
-        for j0 in range(inner, outer, BN):
-            acc, total, top = forward_step(
-                acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 0, HOLE, VALIDS, SLOPED, DROP, PRECISION
-            )
-        for z in range(0, left + right):
-            y = tl.where(z < left, low + z * BN, outer + (z - left) * BN) + y0
-            acc, total, top = forward_step(
-                acc, total, top, own, at, y, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
-            )
-    else:
-        for j0 in range(low, high, BN):
-            acc, total, top = forward_step(
-                acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
-            )
+    for j0 in range(low, high, BN):
+        acc, total, top = forward_step(
+            acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
+        )
     if ITEMISED:
         for z in range(first * SUB, middle * SUB):
             y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
@@ -277,7 +264,7 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
         tl.store(LSE + line + i, lse, mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
                 E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """Merge the attention of one tile of queries over several parts of its keys by log-sum-exp."""
@@ -312,7 +299,7 @@ def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
     tl.store(LSE + (b * H + h).to(tl.int64) * n + i, lse, mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
 def sum_parts(TOTAL, MERGES, PART, sb, sh, sn, n, H, slots,
               C: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
     """Sum the gradient of one tile over the parts it was computed in."""

@@ -1,0 +1,143 @@
+"""The tables of speed on a GPU, from results/bench_*.json: times, floors, ratios to peers, crossovers, whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from regard.bench.floors import TRAINING
+from regard.bench.summary import best_time, ratio
+from tables_base import Made, code, not_yet, short, table
+
+SETS = {
+    "windows": "Sliding windows",
+    "patterns": "Windows with global tokens, Longformer, BigBird",
+    "linear": "Linear attention, retention, gated linear attention, the delta rule",
+    "others": "Random features, hashes, clusters, sorts and low ranks",
+    "softmax": "Softmax beside the bare operation of PyTorch",
+    "steps": "One decoding step of a layer",
+}
+MODELS = "models"
+NAMES = (*SETS, MODELS)
+PLACE = {"core": "operation", "layer": "layer"}
+OURS, FULL = "regard", "SDPA"
+
+Row = dict[str, Any]
+
+
+def speed(results: dict[str, Made]) -> str:
+    """One table for each set; `results` has a record by the name of each, without rows where it was not measured."""
+    parts = [f"### {title}\n{_set_table(results[name], name)}" for name, title in SETS.items()]
+    parts.append(f"### Whole models\n{_model_table(results[MODELS])}")
+    return "\n\n".join(parts)
+
+
+def _set_table(made: Made, name: str) -> str:
+    """One line for each mechanism, form, level and length, the passes side by side."""
+    if not made["rows"]:
+        return not_yet(f"bench_gpu.py --only {name}")
+    own = [row for row in made["rows"] if row["by"] == OURS]
+    passes = list(dict.fromkeys(row["pass"] for row in own))
+    keys = dict.fromkeys(_place(row) for row in own)
+    body = [_line([row for row in own if _place(row) == key], made["rows"]) for key in keys]
+    head = ["mechanism", "", "n", "ms", "as a graph", "launches", "MiB", "of the floor", "peers: ms, times as fast"]
+    return f"{' / '.join(passes)}. {_setting(made)}\n\n{table(head, body)}{_missing(made)}{_crossed(made)}"
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["spec"], row["causal"], row["level"], row["n"]
+
+
+def _line(own: list[Row], rows: list[Row]) -> list[str]:
+    first = own[0]
+    form = "causal" if first["causal"] else "full"
+    used = ", ".join(dict.fromkeys(name.split(": ")[1] for row in own for name in row.get("backends", [])))
+    where = ", ".join(filter(None, (form, PLACE[first["level"]], used)))
+    start = [code(first["spec"]), where, f"{first['n']:,}"]
+    if not any("ms" in row for row in own):
+        return [*start, "", "", "", "", "", first.get("reason", "")]
+    cells = [
+        _cells(own, lambda row: short(row["ms"]) if "ms" in row else "-"),
+        _cells(own, lambda row: short(row["graph_ms"]) if row.get("graph_ms") else "-"),
+        _cells(own, lambda row: f"{row['launches']:,}" if "launches" in row else "-"),
+        _cells(own, lambda row: f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else "-"),
+        _cells(own, lambda row: f"{100 * row['fraction']:.0f} % {row['floor_of']}" if "fraction" in row else "-"),
+    ]
+    names = dict.fromkeys(row["by"] for mine in own for row in _own_peers(rows, mine))
+    return [*start, *cells, "; ".join(_peer(name, own, rows) for name in names)]
+
+
+def _cells(own: list[Row], text: Callable[[Row], str]) -> str:
+    return " / ".join(text(row) for row in own)
+
+
+def _peer(name: str, own: list[Row], rows: list[Row]) -> str:
+    """Times of a peer in every pass, and how many times as long it takes; or why there are none."""
+    found = [(mine, next((x for x in _own_peers(rows, mine) if x["by"] == name), None)) for mine in own]
+    reasons = [peer["reason"] for _, peer in found if peer is not None and "reason" in peer]
+    if reasons and len(reasons) == len(found):
+        return f"{name}: {reasons[0]}"
+    times = " / ".join("-" if peer is None or not best_time(peer) else short(best_time(peer) or 0) for _, peer in found)
+    ratios = [None if peer is None else ratio(mine, peer) for mine, peer in found]
+    faster = " / ".join("-" if value is None else f"**{value:.2f}**" for value in ratios)
+    return f"{name} {times}: {faster} x"
+
+
+def _own_peers(rows: list[Row], row: Row) -> list[Row]:
+    """Peers of a row, SDPA over all pairs first."""
+    keys = ("causal", "level", "n", "pass")
+    alike = [x for x in rows if x["by"] != OURS and all(x[key] == row[key] for key in keys)]
+    full = [x for x in alike if x["by"] == FULL][:1]
+    return full + [x for x in alike if x["by"] != FULL and x["spec"] == row["spec"]]
+
+
+def _setting(made: Made) -> str:
+    s, w = made["settings"], made["made_with"]
+    size = f"{s['heads']} heads x {s['dim']}, {s['dtype']}, {s['tokens']:,} tokens in all"
+    rates = made["rates"]
+    reached = f"copies {rates['bytes'] / 1e12:.1f} TB/s, products of matrices {rates['flops'] / 1e12:.0f} TFLOP/s"
+    return f"({size}; {w['device']}: {reached}; torch {w['torch']}, commit {w['commit']}.)"
+
+
+def _missing(made: Made) -> str:
+    absent = [name for name, why in made.get("peers", {}).items() if "not installed" in why]
+    return f"\n\nNot installed in this run: {', '.join(absent)}." if absent else ""
+
+
+def _crossed(made: Made) -> str:
+    """From which length a mechanism beats SDPA over all pairs, forward + backward."""
+    found: dict[str, list[str]] = {}
+    for row in made.get("crossovers", []):
+        if row["pass"] == TRAINING:
+            at = "at none of these lengths" if row["from"] is None else f"from n = {row['from']:,.0f}"
+            form = "causal" if row["causal"] else "full"
+            found.setdefault(row["spec"], []).append(f"{at} ({form}, {PLACE[row['level']]})")
+    if not found:
+        return ""
+    texts = [f"`{spec}` {', '.join(dict.fromkeys(where))}" for spec, where in found.items()]
+    return "\n\nForward + backward is faster than SDPA over all pairs: " + "; ".join(texts) + "."
+
+
+def _model_table(made: Made) -> str:
+    if not made["rows"]:
+        return not_yet("bench_gpu.py --only models")
+    s, w = made["settings"], made["made_with"]
+    body = [_model_line(row, made["rows"]) for row in made["rows"]]
+    text = (
+        f"Forward + backward of {s['depth']} layers of width {s['width']}, {s['tokens']:,} tokens in all, {s['dtype']} by "
+        f"autocast. ({w['device']}, torch {w['torch']}, commit {w['commit']}.)"
+    )
+    head = ["mechanism", "model", "n", "ms", "thousand tokens a second", "GiB", "against softmax"]
+    return f"{text}\n\n{table(head, body)}"
+
+
+def _model_line(row: Row, rows: list[Row]) -> list[str]:
+    kind = f"{row['model']}, compiled" if row["compiled"] else row["model"]
+    start = [code(row["spec"]), kind, f"{row['n']:,}"]
+    if "ms" not in row:
+        return [*start, "", "", "", row["reason"]]
+    keys = ("model", "compiled", "n")
+    full = [x for x in rows if x["spec"] == "softmax" and "ms" in x and all(x[key] == row[key] for key in keys)]
+    faster = f"{full[0]['ms'] / row['ms']:.2f} x" if full else ""
+    tokens = f"{row['tokens_per_second'] / 1e3:,.0f}"
+    return [*start, short(row["ms"]), tokens, f"{row['peak_bytes'] / 2**30:.2f}", faster]
