@@ -67,9 +67,10 @@ def bucket_query_grads(
     if DROP:
         asking = tl.load(ASKING + wide * n + token, mask=inside, other=0)
     dq = tl.zeros([BM, BD], tl.float32)
-    for j0 in range(tl.min(low), tl.max(high) + 1, BN):
+    stop = tl.max(high) + 1
+    for j0 in range(tl.min(low), stop, BN):
         j = j0 + tl.arange(0, BN)
-        there = j < n
+        there = j < stop
         key = tl.load(ORDER + j, mask=there, other=0)
         k = load_tokens(K, key, skn, there, D, BD)
         v = load_tokens(V, key, svn, there, E, BE)
@@ -151,9 +152,10 @@ def bucket_key_grads(
         keyed = tl.load(THERE + key, mask=there, other=0)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BE], tl.float32)
-    for i0 in range(tl.min(low), tl.max(high) + 1, BM):
+    stop = tl.max(high) + 1
+    for i0 in range(tl.min(low), stop, BM):
         i = i0 + tl.arange(0, BM)
-        inside = i < n
+        inside = i < stop
         token = tl.load(ORDER + i, mask=inside, other=0)
         q = load_tokens(Q, token, sqn, inside, D, BD)
         grad = load_tokens(GRAD, token, sgn, inside, E, BE)

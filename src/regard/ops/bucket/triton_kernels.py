@@ -216,9 +216,10 @@ def bucket_forward(
         acc = tl.zeros([BM, BE], tl.float32)
         top = tl.full([BM], FLOOR, tl.float32)
         weight = tl.zeros([BM], tl.float32)
-    for j0 in range(tl.min(low), tl.max(high) + 1, BN):
+    stop = tl.max(high) + 1
+    for j0 in range(tl.min(low), stop, BN):
         j = j0 + tl.arange(0, BN)
-        there = j < n
+        there = j < stop
         key = tl.load(ORDER + j, mask=there, other=0)
         k = load_tokens(K, key, skn, there, D, BD)
         v = load_tokens(V, key, svn, there, E, BE)
