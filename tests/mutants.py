@@ -112,8 +112,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "relu counts padding among the visible keys": (
         R + "mixers/softmax.py",
-        "seen.sum(-1, keepdim=True).to(s.dtype)",
-        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(s.dtype)",
+        "seen.sum(-1, keepdim=True).to(weights.dtype)",
+        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(weights.dtype)",
     ),
     # causal asked, something else done
     "tiles ignore causal": (R + "ops/tile/tile_op.py", "p & Causal() if causal else p", "p"),

@@ -246,3 +246,25 @@ def test_edges_cost_what_the_edges_cost():
         out.sum().backward()
     assert watch.most <= 4 * nodes * 2 * 8
     assert out.isfinite().all()
+
+
+def test_no_transform_makes_all_pairs_of_a_long_sequence():
+    """Where the fused kernel cannot go, scores of all pairs are one tensor: refused beyond 8,192 tokens, in one sentence."""
+    m = core("softmax", Dims(8, 1))
+    q, k, v = (torch.randn(1, 1, 8193, 8, device=DEVICE) for _ in range(3))
+    with pytest.raises(ValueError, match=r"8,193 queries and 8,193 keys would be one tensor, and more than 8,192 tokens"):
+        torch.func.jvp(lambda x: attend(x, k, v, m), (q,), (q,))
+    found = torch.func.jvp(lambda x: attend(x, k[:, :, :9], v[:, :, :9], m), (q,), (q,))[0]  # few keys are no limit
+    assert found.shape == q.shape
+
+
+@pytest.mark.parametrize("spec", ["relu", "additive(hidden=2)"])
+def test_a_strip_of_queries_scores_no_key_behind_its_last(spec, set_limits):
+    """Half of the pairs of a causal pass lie in the future: strips end with their last query."""
+    n, scored = 512, []
+    set_limits(softmax_strip=16 * n * (2 if "additive" in spec else 1))
+    made = core(spec, Dims(8, 1, causal=True)).to(DEVICE)
+    plain, made.scores = made.scores, lambda q, k: scored.append(q.shape[2] * k.shape[2]) or plain(q, k)
+    q, k, v = (torch.randn(1, 1, n, 8, device=DEVICE) for _ in range(3))
+    attend(q, k, v, made, causal=True)
+    assert len(scored) == 32 and sum(scored) <= 0.55 * n * n

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as exact
 
+import regard.mixers.attention as attention
 import regard.mixers.low_rank as low_rank
 from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.mixers.base import pool_tokens
 from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie_linformer
+from regard.ops.mix_tokens import mix_tokens
 from test_limits import Largest, check_same, qkv
 
 BOTH = pytest.mark.parametrize("causal", [False, True])
@@ -517,3 +519,47 @@ def test_a_long_chunk_behind_a_memory_is_seen_in_strips(set_limits):
         y, _ = mechanism.scan(memory, *(x[:, :, 1001:] for x in (q, k, v)), places.part(1001, 2048))
         y.sum().backward()
     assert watch.most <= 2048 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 4), (3, 4), (3, 1)], ids=str)
+def test_tokens_are_mixed_by_one_product_of_whatever_shares_weights(rows, heads):
+    weights = torch.randn(rows, heads, 20, 5, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    x = torch.randn(3, 20, 4, 6, dtype=torch.float64, device=DEVICE).transpose(1, 2).requires_grad_()  # as a layer has it
+    mixed, formula = mix_tokens(weights, x), weights.mT @ x
+    close(mixed, formula)
+    for mine, theirs in zip(*(torch.autograd.grad(y.square().sum(), (weights, x)) for y in (mixed, formula)), strict=True):
+        close(mine, theirs)
+    assert torch.autograd.gradgradcheck(mix_tokens, (weights[:, :, :3, :2], x[:, :, :3, :2]))
+    assert mix_tokens(weights[:, :, :0], x[:, :, :0]).eq(0).all()
+
+
+def test_half_precision_tokens_are_summed_in_float32():
+    weights, x = (torch.full((1, 1, 4096, 1), y, dtype=torch.bfloat16, device=DEVICE) for y in (1.0, 1.5))
+    found = mix_tokens(weights, x)
+    assert found.dtype == torch.float32 and found.item() == 4096 * 1.5
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("share", ["head", "kv"])
+def test_sums_of_tokens_are_projected_where_heads_share_weights(share, cross, monkeypatch):
+    """A linear map of a sum is the sum of its maps: the same layer, with rank vectors to project in place of all tokens."""
+    torch.manual_seed(0)
+    made = layer(f"linformer(rank=6, share={share!r})", width=32, heads=4, kv_heads=2, max_len=50, cross=cross)
+    made = made.to(DEVICE, torch.float64)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.normal_(std=0.2)
+    x, more = data(20).requires_grad_(), data(50, seed=5).requires_grad_()
+    read = more if cross else x
+    valid = torch.rand(read.shape[:2], generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.7
+    options = {"context": more, "valid": valid} if cross else {"valid": valid}
+    inputs, sizes, found = [x, *([more] if cross else []), *made.parameters()], [], []
+    for pools in (True, False):
+        monkeypatch.setattr(made, "_pools", pools)
+        monkeypatch.setattr(attention, "linear", lambda y, *rest: sizes.append(y.shape[1]) or nn.functional.linear(y, *rest))
+        y = made(x, **options)
+        monkeypatch.undo()
+        found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    assert sizes[:2] == [6, 6] and sizes[2:] == [read.shape[1]]
+    for mine, theirs in zip(*found, strict=True):
+        close(mine, theirs)

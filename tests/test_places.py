@@ -98,6 +98,17 @@ def test_three_maps_in_one_product_are_the_three_maps():
         close(mine, theirs)
 
 
+def test_gradients_by_head_are_copied_once():
+    """The gradient of queries, keys and values comes by heads, and goes into one tensor by tokens: without a copy of each."""
+    x = tokens().requires_grad_()
+    made = layer("efficient", width=WIDTH, heads=HEADS).to(DEVICE, torch.float64)
+    y = made(x)
+    with Names() as names:
+        y.backward(torch.ones_like(y))
+    assert names.seen["clone"] == 1  # of the gradient of the outputs
+    assert names.seen["cat"] == 1
+
+
 def test_maps_that_are_fewer_than_the_tokens_or_watched_or_of_another_kind_are_called():
     x, maps = tokens(), [nn.Linear(WIDTH, WIDTH).to(DEVICE, torch.float64) for _ in range(2)]
     few, heard = x[:1, :3], []

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import DEVICE, close, some
 from regard import Dims, attend, core, layer
@@ -228,3 +229,44 @@ def test_a_sortcut_answers_another_sequence():
     q, k, v = qkv(50, 75)
     assert attend(q, k, v, m).shape == q.shape
     close(attend(q[:, :, 20:], k, v, m), attend(q, k, v, m)[:, :, 20:])
+
+
+def test_a_step_of_the_balance_is_two_operations():
+    """Columns, rows: a kernel each. What a step costs beyond that is launches alone, on blocks as few as these."""
+    counts = []
+    for iterations in (4, 24):
+        m = core(f"sinkhorn(block=8, iterations={iterations})", Dims(32, 4)).eval()
+        q, k, v = (torch.randn(1, 4, 64, 8, device=DEVICE) for _ in range(3))
+        m = m.to(DEVICE)
+        with Kernels() as kernels:
+            attend(q, k, v, m)
+        counts.append(kernels.count)
+    assert counts[1] - counts[0] == 2 * 20
+
+
+def test_whole_blocks_are_mixed_without_a_pass_for_their_mass():
+    """A row of shares is divided by its sum; only a slot that the last block lacks needs a factor of its own."""
+    m = made()
+    for n, factors in ((64, 0), (60, 2)):
+        k = torch.randn(1, 4, n, 8, dtype=torch.float64, device=DEVICE)
+        blocks = cut(k, 8)
+        assert blocks.every_block and blocks.every_slot == (n == 64)
+        parts = m.shares(blocks, False)
+        with Kernels() as kernels:
+            blocks.sorted_by(parts)
+        assert kernels.made.count(("mul", 64 * 4 * 8)) == factors
+
+
+class Kernels(TorchDispatchMode):
+    """Count the operators that compute something: views and empty tensors do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.made = 0, []  # all of them; names and sizes of those with one result
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += not func.is_view
+        if isinstance(out, torch.Tensor):
+            self.made.append((func.overloadpacket.__name__, out.numel()))
+        return out

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.mixers.attend import attend
 from regard.mixers.base import Dims
-from regard.mixers.softmax import _Strips
+from regard.mixers.softmax import _Strips, softmax_of_seen
 from regard.ops.tile.tile_op import accumulator
 
 SHARP = 40.0  # e^-40 is 4e-18: all pixels but the target have weights below the rounding of float64
@@ -52,9 +52,7 @@ class Offsets(_Strips):
         return far * -sharpness[:, None, None]
 
     def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        if seen is None:
-            return s.softmax(-1)
-        return s.masked_fill(~seen, -1e30).softmax(-1) * seen
+        return softmax_of_seen(s, seen)
 
 
 class ConvAttention(nn.Module):

@@ -70,6 +70,13 @@ def fused_linear(x: Tensor, *maps: nn.Module, head: int | None = None) -> Sequen
     return y.unflatten(-1, (-1, head)).split(counts, -2)
 
 
+def _project_sums(one: nn.Module, x: Tensor, mass: Tensor) -> Tensor:
+    """Return the sums of what an affine map makes of tokens, from sums x (b r w) of them with weights of this mass (b r 1)."""
+    weight, bias = one.weight, one.bias
+    y = linear(x.to(weight.dtype), weight)  # type: ignore[arg-type]
+    return y if bias is None else y + mass.to(y.dtype) * bias.to(y.dtype)  # type: ignore[operator]
+
+
 def _by_head(x: Tensor, heads: int) -> Tensor:
     """Return projections (b n heads * d), or (b n heads d), as (b heads n d)."""
     if x.dim() == 3:
@@ -117,6 +124,7 @@ class Attention(Mixer):
         self.v = nn.Linear(reads, values, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
         self._watched = type(core).watch is not Core.watch
+        self._pools = type(core).pool is not Core.pool
         alike = dims.d == dims.e and many == 1 and not core.gates
         self._head_size = dims.d if alike else None  # of queries, keys and values
 
@@ -161,6 +169,9 @@ class Attention(Mixer):
         core = self.core
         if self.dims.max_len is not None:
             self.check_length(places)
+        pooled = None if self.dims.causal else self._pooled(x, places)
+        if pooled is not None:
+            return self._ask(pooled, x, places)
         q, k, v = self.heads(x, places)
         with no_autocast(x):
             if self._watched:
@@ -272,11 +283,29 @@ class Attention(Mixer):
     def _remember(self, context: Tensor, places: Places) -> Any:
         """Return a memory of the whole context (b m w)."""
         self.check_length(places)
+        pooled = self._pooled(context, places)
+        if pooled is not None:
+            return pooled
         k, v = fused_linear(context, self.k, self.v, head=self._head_size)
         k = self._turned(k, self.dims.g, places)
         v = _by_head(v, self.dims.g)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
+
+    def _pooled(self, x: Tensor, places: Places) -> Any:
+        """Return a memory of tokens x (b m w) that was made of a few sums of them, where the core can do with those; or None."""
+        maps = (self.k, self.v)
+        if not self._pools or any(type(one) is not nn.Linear or has_hooks(one) for one in maps):
+            return None
+        with no_autocast(x):
+            pooled = self.core.pool(x, places)
+        if pooled is None:
+            return None
+        k = _project_sums(self.k, pooled.for_k, pooled.mass_k)
+        v = _project_sums(self.v, pooled.for_v, pooled.mass_v)
+        k, v = (_by_head(y, self.dims.g) for y in (k, v))
+        with no_autocast(k):
+            return self.core.push_pooled(self.core.empty(k, v), k, v, pooled)
 
     def _ask(self, memory: Any, x: Tensor, places: Places) -> Tensor:
         """Return what tokens x (b n w) read from a memory, (b n w)."""

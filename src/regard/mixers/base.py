@@ -7,7 +7,7 @@ Polarity, here and everywhere: `valid` is True where there is a real token.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,16 @@ def refer(owner: nn.Module, name: str, module: nn.Module) -> None:
 def _listed_elsewhere(name: str, module: nn.Module, weights: dict[str, Tensor], prefix: str, *_: object) -> None:  # noqa: ARG001
     for key in [key for key in weights if key.startswith(f"{prefix}{name}.")]:
         del weights[key]
+
+
+class PooledTokens(NamedTuple):
+    """Sums of tokens with weights, from which keys and values are projected: a linear map of a sum is the sum of its maps."""
+
+    for_k: Tensor  # (b r w)
+    for_v: Tensor  # (b r w)
+    mass_k: Tensor  # (b r 1), or (1 r 1): the sum of the weights, which multiplies the bias of the map
+    mass_v: Tensor
+    seen: Tensor  # (b 1 r), or (1 1 r): some token has a weight
 
 
 class Core(nn.Module):
@@ -107,6 +117,14 @@ class Core(nn.Module):
 
     def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
         """What the queries get from everything in the memory; zeros where there is nothing to see."""
+        raise NotImplementedError
+
+    def pool(self, x: Tensor, places: Places) -> PooledTokens | None:  # noqa: ARG002 - most cores need every key
+        """Sums of tokens x (b m w), where a memory is so few sums of keys and values that these are projected instead."""
+        return None
+
+    def push_pooled(self, memory: Any, k: Tensor, v: Tensor, pooled: PooledTokens) -> Any:
+        """The memory with sums of keys (b g r d) and values (b g r e), which were projected from sums of tokens."""
         raise NotImplementedError
 
     def forget(self, memory: Any, t: Tensor) -> Any:  # noqa: ARG002 - t is for the cores that forget

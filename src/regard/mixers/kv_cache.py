@@ -44,8 +44,8 @@ class KVCache(NamedTuple):
 
     @staticmethod
     def empty(k: Tensor, v: Tensor) -> KVCache:
-        at = torch.zeros(k.shape[0], 0, dtype=torch.long, device=k.device)
-        return KVCache(k[:, :, :0], v[:, :, :0], at, at.bool(), 0, None, True, WriteCursor(0))
+        at, valid = (torch.empty(k.shape[0], 0, dtype=kind, device=k.device) for kind in (torch.long, torch.bool))
+        return KVCache(k[:, :, :0], v[:, :, :0], at, valid, 0, None, True, WriteCursor(0))
 
     @property
     def keys(self) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from regard.checks import WIDEST, need
-from regard.mixers.base import Core, Dims, Places, needed_length
+from regard.mixers.base import Core, Dims, Places, PooledTokens, needed_length
 from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, where_valid
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.dense import sdpa
@@ -82,6 +82,23 @@ class Linformer(Core):
         seen = memory.seen | _any_writes(to_k, to_v)
         return LinformerState(memory.k + mix_tokens(to_k, k), memory.v + mix_tokens(to_v, v), seen)
 
+    def pool(self, x: Tensor, places: Places) -> PooledTokens | None:
+        """As `push`, of tokens in place of keys: heads that share weights are one product, and rank vectors are projected."""
+        dims = self.dims
+        if self.share == "none" or self.rank > dims.g * min(dims.d, dims.e):
+            return None
+        to_k, to_v = self._columns(places, x.dtype)
+        tokens = x.unsqueeze(1)
+        acc = accumulator(x.dtype)
+        for_k, mass_k = mix_tokens(to_k, tokens).squeeze(1), to_k.sum(2, dtype=acc).mT
+        for_v, mass_v = for_k, mass_k
+        if self.project_v is not None:
+            for_v, mass_v = mix_tokens(to_v, tokens).squeeze(1), to_v.sum(2, dtype=acc).mT
+        return PooledTokens(for_k, for_v, mass_k, mass_v, _any_writes(to_k, to_v))
+
+    def push_pooled(self, memory: LinformerState, k: Tensor, v: Tensor, pooled: PooledTokens) -> LinformerState:
+        return LinformerState(memory.k + k, memory.v + v, memory.seen | pooled.seen)
+
     def scan(self, memory: LinformerState, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, LinformerState]:
         if k.shape[2] <= 1:  # a decoding step writes, then reads
             memory = self.push(memory, k, v, places)
@@ -149,9 +166,8 @@ def _any_writes(to_k: Tensor, to_v: Tensor) -> Tensor:
     """Return the slots (b g r) that some of n tokens write into; extremes are found without a mask of all weights."""
     if to_k.shape[2] == 0:
         return _writes(to_k, to_v).any(2)
-    extremes = [x.detach().aminmax(dim=2) for x in (to_k, to_v)]
-    written = [(low != 0) | (high != 0) for low, high in extremes]
-    return written[0] | written[1]
+    extremes = [y for x in (to_k.detach(), to_v.detach()) for y in (x.amin(2), x.amax(2))]
+    return torch.stack(extremes).ne(0).any(0)
 
 
 def _so_far(writes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from regard.mixers.base import Can, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_keys, expand_heads
 from regard.ops.budget import budget
-from regard.ops.dense import sdpa
+from regard.ops.dense import sdpa, widened
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
@@ -132,6 +132,9 @@ class Sinkhorn(CachedCore):
         shares = self.shares(cut, causal)
         own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
         shares = grid.rows(shares.masked_fill(own, 0))
+        e = cut.v.shape[-1]
+        wide = q.shape[-1] + _bias_columns(q.shape[-1])
+        cut = cut._replace(v=widened(cut.v, wide))  # before they are mixed: the copy that a product of blocks needs anyway
         k2, v2, bias = cut.sorted_by(shares)
         own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
         own_bias = own_bias.expand(*q.shape[:2], -1, -1).to(bias.dtype)
@@ -140,7 +143,7 @@ class Sinkhorn(CachedCore):
         each = 2 * math.prod(q.shape[:2]) * p * q.shape[-1]
         each = max(each, q.shape[1] * budget(q.device).strip >> 15)  # a fused kernel takes no more than 65,535 heads
         out = in_strips(partial(_two_blocks, causal), tensors, 2, each, recompute=False)[0]
-        return grid.back(out.flatten(2, 3), q.shape[2])
+        return grid.back(out[..., :e].flatten(2, 3), q.shape[2])
 
 
 def _block_count(n: int, p: int) -> int:
@@ -293,6 +296,11 @@ def _two_blocks(causal: bool, q: Tensor, k: Tensor, v: Tensor, k2: Tensor, v2: T
     return (_biased_sdpa(q, torch.cat([k, k2], 3), torch.cat([v, v2], 3), bias, seen),)
 
 
+def _bias_columns(d: int) -> int:
+    """Return the number of columns that join the d of a key: two for its bias, and zeros up to a width of the fused kernels."""
+    return 2 + -(d + 2) % 8
+
+
 def _biased_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor | None = None) -> Tensor:
     """Compute attention (... x e) of q (... x d) to k (... y d), v (... y e), with a number for each key added to its scores.
 
@@ -304,8 +312,9 @@ def _biased_sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor | N
     bias = (bias / scale).clamp_min(limit)
     coarse = bias.to(k.dtype)
     fine = (bias - coarse).detach().to(k.dtype)
-    keys = torch.cat([k, torch.stack([coarse, fine], -1)], -1)
-    queries = pad(q, (0, 2), value=1.0)
+    more = _bias_columns(q.shape[-1])
+    keys = torch.cat([k, pad(torch.stack([coarse, fine], -1), (0, more - 2))], -1)
+    queries = torch.cat([q, q.new_ones(*q.shape[:-1], more)], -1)
     heads = q.shape[1:-2]
     queries, keys, v = (x.flatten(1, -3) for x in (queries, keys, v))
     return sdpa(queries, keys, v, scale=scale, pairs=seen).unflatten(1, heads)

@@ -89,8 +89,12 @@ class _Strips(CachedCore):
         raise NotImplementedError
 
     def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        """A (b h n m); seen broadcasts to (b 1 n m), None: all; a row that sees nothing is all 0."""
+        """A (b h n m), up to `total`; seen broadcasts to (b 1 n m), None: all; a row that sees nothing is all 0."""
         raise NotImplementedError
+
+    def total(self, weights: Tensor, seen: Tensor | None) -> Tensor | float | None:  # noqa: ARG002 - most are normalised
+        """What the rows of the weights are still to be divided by, one number or (b h n 1): outputs are fewer than weights."""
+        return None
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         acc, positions = accumulator(q.dtype), self.positions
@@ -114,11 +118,13 @@ class _Strips(CachedCore):
             own = term and term._replace(by_query=by_query)
             if own:
                 s = own.add(s, distance)
-            a = dropout(self.normalise(s, seen), rate)
+            a = self.normalise(s, seen)
+            total = self.total(a, seen)
+            a = dropout(a, rate)
             out = a @ v
             if own and own.mass:
                 out = torch.cat([out, own.masses(a, distance)], -1)
-            return (out,)
+            return (out if total is None else out / total,)
 
         tensors = (q, k, v, places.at, term and term.by_query)
         each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
@@ -127,6 +133,13 @@ class _Strips(CachedCore):
         if positions is None:
             return out
         return positions.finish(out, v.shape[-1])
+
+
+def softmax_of_seen(s: Tensor, seen: Tensor | None) -> Tensor:
+    """Return the softmax of scores (b h n m) over the keys that are seen, None: all; 0 in a row that sees nothing."""
+    if seen is None:
+        return s.softmax(-1)
+    return s.masked_fill(~seen, -1e30).softmax(-1) * seen
 
 
 class Additive(_Strips):
@@ -154,9 +167,7 @@ class Additive(_Strips):
         return torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
 
     def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        if seen is None:
-            return s.softmax(-1)
-        return s.masked_fill(~seen, -1e30).softmax(-1) * seen
+        return softmax_of_seen(s, seen)
 
 
 class Relu(_Strips):
@@ -182,15 +193,16 @@ class Relu(_Strips):
 
     def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
         positive = s.relu()
-        if seen is not None:
-            positive = positive.masked_fill(~seen, 0)
+        return positive if seen is None else positive.masked_fill(~seen, 0)
+
+    def total(self, weights: Tensor, seen: Tensor | None) -> Tensor | float | None:
         if self.norm == "sum":
-            total = positive.sum(-1, keepdim=True)
+            found = weights.sum(-1, keepdim=True)
         elif seen is None:
-            return positive / s.shape[-1]
+            return weights.shape[-1]
         else:
-            total = seen.sum(-1, keepdim=True).to(s.dtype)
-        return positive / torch.where(total > 0, total, 1)
+            found = seen.sum(-1, keepdim=True).to(weights.dtype)
+        return torch.where(found > 0, found, 1)
 
 
 class Values(NamedTuple):

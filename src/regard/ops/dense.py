@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, transformed
+
+DENSE_LIMIT = 8192  # tokens up to which scores of all pairs may be made at once
 
 
 class SdpaMask(NamedTuple):
@@ -65,10 +67,12 @@ def sdpa(
     wide = max(q.shape[-1], e)  # with unequal widths PyTorch would fall back to the n x m form,
     if q.is_cuda:
         wide = ceil_div(wide, 8) * 8  # and on a GPU with odd ones too
+    if q.is_cuda and q.dtype == torch.float64:
+        _refuse_all_pairs(q, k, "float64 on a GPU has no fused kernel")
     if transformed():
         out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
     else:
-        q, k, v = (_widened(x, wide) for x in (q, k, v))
+        q, k, v = (widened(x, wide) for x in (q, k, v))
         grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - sizes may be symbols, which the kernel refuses
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped
@@ -83,10 +87,22 @@ def sdpa(
     return out.masked_fill(empty, 0).transpose(1, 2)
 
 
-def _widened(x: Tensor, wide: int) -> Tensor:
-    """Append columns of zeros up to a width."""
+def _refuse_all_pairs(q: Tensor, k: Tensor, why: str) -> None:
+    """Refuse to make the scores of q (b h n d) and k (b g m d) at once, where both are long."""
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return
+    n, m = q.shape[2], k.shape[2]
+    if min(n, m) > DENSE_LIMIT:
+        raise ValueError(
+            f"{why}: the scores of {n:,} queries and {m:,} keys would be one tensor, and more than {DENSE_LIMIT:,} tokens are "
+            "not allowed there; use fewer tokens, or a mechanism that is not quadratic"
+        )
+
+
+def widened(x: Tensor, wide: int) -> Tensor:
+    """Append columns of zeros up to a width. Joined, not padded: the gradient is then a view."""
     missing = wide - x.shape[-1]
-    return pad(x, (0, missing)) if missing > 0 else x
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], missing)], -1) if missing > 0 else x
 
 
 def _sdpa_composite(
@@ -96,6 +112,7 @@ def _sdpa_composite(
 
     mask (b h n m): numbers to add, or True where a pair is seen.
     """
+    _refuse_all_pairs(q, k, "a transform of torch.func, forward-mode AD or a second derivative has no fused kernel")
     share = q.shape[1] // k.shape[1]
     if share != 1:
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
