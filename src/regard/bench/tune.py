@@ -272,6 +272,8 @@ class TuneRun:
                 lab, reason = self._lab(planned)
             before = planned
             found.append(TuneRow(planned, None, reason) if lab is None else self._row(lab, planned))
+        if self.done < self.total:
+            self.report(self.total, self.total, "")
         return found
 
     def _lab(self, planned: PlannedKernel) -> tuple[Lab | None, str]:
