@@ -186,8 +186,8 @@ def personified(path: Path) -> list[tuple[int, str]]:
 def word_rate(root: Path = SOURCE) -> float:
     """Return personified words per 1,000 words of docstrings and comments."""
     paths = modules(root) if root.is_dir() else [root]
-    total = sum(len(words(found.text)) for path in paths for found in texts(path))
-    return 1000 * sum(len(personified(path)) for path in paths) / max(1, total)
+    every = [word for path in paths for found in texts(path) for word in words(found.text)]
+    return 1000 * sum(word in WORDS for word in every) / max(1, len(every))
 
 
 # Density
