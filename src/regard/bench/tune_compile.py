@@ -14,12 +14,12 @@ from functools import lru_cache
 from multiprocessing import TimeoutError, get_context
 from typing import NamedTuple
 
-from regard.bench.tune_candidates import Changes
+from regard.bench.tune_candidates import FieldChanges
 from regard.bench.tune_workloads import TUNE_CASES, TuneCase, TunePass, TuneShape
 from regard.ops.triton_support import trial_configs
 from regard.ops.tuned_table import KernelConfig
 
-SHORT = 256  # tokens of a sequence: kernels are compiled for any number
+SHORT_LENGTH = 256  # tokens of a sequence: kernels are compiled for any number
 MOST_PROCESSES = 12
 
 
@@ -29,12 +29,12 @@ class CompileJob(NamedTuple):
     case: int  # index in TUNE_CASES
     shape: TuneShape
     kernel: str
-    changes: Changes
+    changes: FieldChanges
 
 
 def compile_jobs(case: TuneCase, shape: TuneShape, kernel: str) -> list[CompileJob]:
     """List the candidates of one kernel, on short sequences."""
-    short = replace(shape, length=SHORT, tokens=2 * SHORT)
+    short = replace(shape, length=SHORT_LENGTH, tokens=2 * SHORT_LENGTH)
     return [CompileJob(TUNE_CASES.index(case), short, kernel, changes) for changes in case.candidates[kernel]]
 
 
