@@ -6,6 +6,7 @@ A process runs every candidate on short sequences. A kernel that does not compil
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -46,7 +47,8 @@ def default_processes() -> int:
 def compile_ahead(jobs: Sequence[CompileJob], processes: int, report: Callable[[int, int, str], None], seconds: float) -> None:
     """Compile candidates by several processes, for at most so many seconds."""
     end = time.monotonic() + seconds
-    with get_context("spawn").Pool(processes) as pool, suppress(TimeoutError):
+    ignored = (signal.SIGINT, signal.SIG_IGN)  # Control-C is handled by the process that started these
+    with get_context("spawn").Pool(processes, signal.signal, ignored) as pool, suppress(TimeoutError):
         found = pool.imap_unordered(compile_candidate, jobs)
         for done in range(len(jobs)):
             report(done, len(jobs), "compiling")
