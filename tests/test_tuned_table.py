@@ -131,9 +131,7 @@ def test_a_bad_table_is_refused_with_file_and_key(text, sentence, tmp_path, monk
 
 def test_a_table_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv(OWN_TABLE, str(tmp_path / "none.json"))
-    with pytest.raises(
-        TableError, match=r"REGARD_TUNED names .*none\.json, which does not exist: unset it, and `regard tune"
-    ):
+    with pytest.raises(TableError, match=r"REGARD_TUNED names .*none\.json, which does not exist: unset it, and `regard tune"):
         current_table()
     with pytest.raises(TableError, match=f"{tmp_path} cannot be read: Is a directory"):
         read_table(tmp_path, SHIPPED)
