@@ -1,7 +1,6 @@
 """Bucketed attention on a GPU: errors, repeated results, CUDA-graph times and peak memory, beside PyTorch and peers.
 
     PYTHONPATH=src python benchmarks/kernels_bucket.py            everything, about a minute
-    PYTHONPATH=src python benchmarks/kernels_bucket.py --tune     configurations of every kernel instead
     PYTHONPATH=src python benchmarks/kernels_bucket.py --json F   rows into a file as well
 
 Kernels are compiled beforehand by processes of this script, one for each case (--warm), side by side.
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from regard import Dims, attend, core
-from regard.ops.bucket import triton as fused
 from regard.ops.bucket.bucket_launch import sorted_places
 from regard.ops.bucket.bucket_op import BucketCall, bucket_attention, product_labels
 
@@ -29,7 +27,6 @@ TOKENS, HEADS, HEAD = 32768, 8, 64
 LENGTHS = (4096, 16384, 65536)
 HALF = torch.bfloat16
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = ("bucket_forward", "bucket_query_grads", "bucket_key_grads")
 REFORMER = {"rounds": 4, "buckets": 32, "reach": 128, "causal": True, "own": False, "unit_keys": True, "scale": 1.0}
 ROUTING = {"rounds": 1, "buckets": 16, "reach": 128, "causal": True, "own": True, "unit_keys": False, "scale": 0.125}
 CASES: dict[str, dict[str, Any]] = {
@@ -42,11 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped, 32 and 128 bf16": {**REFORMER, "rounds": 2, "groups": 4, "d": 32, "e": 128},
     "wide 256 bf16": {**ROUTING, "d": 256, "e": 256},
     "padding bf16": {**REFORMER, "rounds": 2, "padded": True},
-}
-CANDIDATES = {  # queries and keys of a tile, warps, stages
-    "bucket_forward": "64,64,4,2 64,64,4,3 64,32,4,3 128,64,8,2 128,64,4,2 64,128,4,2 128,32,4,3",
-    "bucket_query_grads": "64,64,4,2 64,64,4,1 64,32,4,2 64,32,4,3 128,64,8,2 64,64,8,2 128,32,8,2",
-    "bucket_key_grads": "64,64,4,2 64,64,4,1 32,64,4,2 32,64,4,3 64,128,8,2 64,64,8,2 32,128,8,2",
 }
 ROWS: list[dict[str, Any]] = []
 
@@ -301,103 +293,45 @@ def peers(n: int, q: Tensor, v: Tensor) -> None:
     attempt(f"n={n} routing-transformer", routing)
 
 
-def config_of(text: str) -> tuple[str, dict[str, int]]:
-    kernel, numbers = text.split(":")
-    names = ("BM", "BN", "num_warps", "num_stages")
-    return kernel, dict(zip(names, map(int, numbers.split(",")), strict=True))
-
-
-def with_config(kernel: str, config: dict[str, int]) -> None:
-    """Let one kernel use a configuration from now on; the others keep theirs."""
-    shipped = fused.kernel_config
-    fused.kernel_config = lambda name, key, device: config if name == kernel else shipped(name, key, device)
-
-
-def warm(case: str, config: str | None) -> None:
-    """Compile the kernels of a case."""
-    if config:
-        with_config(*config_of(config))
-    passes(make_call(256, 1, **CASES[case]), "triton")
-    torch.cuda.synchronize()
-
-
-def warm_all(jobs: Sequence[tuple[str, str | None]]) -> dict[tuple[str, str | None], str]:
-    """Compile the kernels of all jobs in processes, 14 at a time; return the reason of each that failed."""
-    waiting, running, failed = list(jobs), {}, {}
+def warm_all(cases: Sequence[str]) -> dict[str, str]:
+    """Compile the kernels of all cases in processes, 14 at a time; return the reason of each that failed."""
+    waiting, running, failed = list(cases), {}, {}
     while waiting or running:
         while waiting and len(running) < 14:
-            job = waiting.pop(0)
-            more = ["--config", job[1]] if job[1] else []
-            command = [sys.executable, __file__, "--warm", job[0], *more]
-            running[job] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for job, process in list(running.items()):
+            case = waiting.pop(0)
+            command = [sys.executable, __file__, "--warm", case]
+            running[case] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for case, process in list(running.items()):
             if process.poll() is not None:
-                del running[job]
+                del running[case]
                 if process.returncode:
-                    failed[job] = (process.stderr.read() if process.stderr else "").strip()[-200:]
+                    failed[case] = (process.stderr.read() if process.stderr else "").strip()[-200:]
         time.sleep(0.05)
     return failed
 
 
-def tune(case: str, n: int = 4096) -> None:
-    """Report the time of the whole operation with every candidate of every kernel, beside the shipped ones."""
-    jobs = [(case, f"{kernel}:{numbers}") for kernel in KERNELS for numbers in CANDIDATES[kernel].split()]
-    failed = warm_all(jobs)
-    call = make_call(n, tokens(n), **CASES[case])
-    shipped, true = fused.kernel_config, passes(call, "triton")
-
-    def both() -> Any:
-        out = bucket_attention(call, "triton")
-        return torch.autograd.grad(out, call[:3], torch.ones_like(out))
-
-    def alone() -> Tensor:
-        with torch.no_grad():
-            return bucket_attention(call, "triton")
-
-    report(what=f"tune {case} shipped", forward=graph_time(alone), both=graph_time(both))
-    for _, text in jobs:
-        if (case, text) in failed:
-            report(what=f"tune {case} {text}", failed=failed[case, text].replace("\n", " "))
-            continue
-        fused.kernel_config = shipped
-        with_config(*config_of(text))
-        ms = attempt(text, lambda: (graph_time(alone), graph_time(both)))
-        found = attempt(text, lambda: passes(call, "triton"))
-        if ms is None or found is None:
-            continue
-        equal = all(torch.equal(a, b) for _ in range(5) for a, b in zip(found, passes(call, "triton"), strict=True))
-        report(
-            what=f"tune {case} {text}", forward=ms[0], both=ms[1], apart=errors(found, [x.double() for x in true]), equal=equal
-        )
-    fused.kernel_config = shipped
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", nargs="?", const="reformer bf16", choices=list(CASES))
     parser.add_argument("--warm", choices=list(CASES))
-    parser.add_argument("--config")
     parser.add_argument("--json")
     given = parser.parse_args()
     start = time.time()
     if given.warm:
-        warm(given.warm, given.config)
+        passes(make_call(256, 1, **CASES[given.warm]), "triton")
+        torch.cuda.synchronize()
         return
-    if given.tune:
-        tune(given.tune)
-    else:
-        for (case, _), why in warm_all([(case, None) for case in CASES]).items():
-            report(what=f"compile {case}", failed=why.replace("\n", " "))
-        report(what="compiled", seconds=time.time() - start)
-        for case in CASES:
-            attempt(f"error {case}", lambda case=case: check(case))
-        attempt("labels", check_labels)
-        attempt("routing", check_routing)
-        for case in ("reformer bf16", "routing bf16", "chunks bf16", "dropout bf16"):
-            attempt(f"repeat {case}", lambda case=case: repeat(case))
-        report(what="checked", seconds=time.time() - start)
-        for n in LENGTHS:
-            attempt(f"n={n}", lambda n=n: compare(n))
+    for case, why in warm_all(list(CASES)).items():
+        report(what=f"compile {case}", failed=why.replace("\n", " "))
+    report(what="compiled", seconds=time.time() - start)
+    for case in CASES:
+        attempt(f"error {case}", lambda case=case: check(case))
+    attempt("labels", check_labels)
+    attempt("routing", check_routing)
+    for case in ("reformer bf16", "routing bf16", "chunks bf16", "dropout bf16"):
+        attempt(f"repeat {case}", lambda case=case: repeat(case))
+    report(what="checked", seconds=time.time() - start)
+    for n in LENGTHS:
+        attempt(f"n={n}", lambda n=n: compare(n))
     report(what="done", seconds=time.time() - start, card=torch.cuda.get_device_name())
     if given.json:
         with open(given.json, "w") as file:

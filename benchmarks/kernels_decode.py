@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/kernels_decode.py
 
-Times are CUDA-graph times in microseconds at position 16,384, bf16, 8 heads x 64, also of every candidate configuration.
+Times are CUDA-graph times in microseconds at position 16,384, bf16, 8 heads x 64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode_step import built, clocked, stepping
-from kernels_delta import TYPES, attempt, graph_ms, note, with_config
+from kernels_delta import TYPES, attempt, graph_ms, note
 from regard.decoding import GraphedDecoder
 from regard.mixers.base import Dims, Places
 from regard.mixers.kv_cache import KVCache, StaticCursor, StaticKVCache
@@ -30,10 +30,6 @@ from regard.patterns import Pattern
 
 T, HEADS, D = 16384, 8, 64
 PATTERN = "Local(256) | Global(first=4)"
-CANDIDATES = {
-    "window_step": [{"BM": m, "num_warps": w, "eager": x} for m in (128, 256, 512) for w in (4, 8, 16) for x in (0, 1000)],
-    "linear_step": [{"BE": e, "num_warps": w} for e in (16, 32, 64) for w in (1, 2, 4, 8)],
-}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -166,23 +162,6 @@ def models() -> None:
             attempt(f"model {mixer} {backend}", row)
 
 
-def tune() -> None:
-    card = torch.cuda.get_device_name()
-    for kernel, tried in CANDIDATES.items():
-        for changes in tried:
-
-            def row(kernel: str = kernel, changes: Any = changes) -> None:
-                us = []
-                for b in (1, 32):
-                    own = linear_inputs(b)
-                    call = window_call(torch.bfloat16, b, HEADS, HEADS, 512, D, D, StepWindow(255, 1, 4, 4), T)
-                    f = (lambda call=call: decoding_step(call)) if kernel == "window_step" else lambda own=own: linear_step(own)
-                    us.append(1000 * graph_ms(f, rep=10))
-                note(kernel, changes, " / ".join(f"{x:.2f}" for x in us))
-
-            with_config(card, kernel, changes, row)
-
-
 def main() -> None:
     note(torch.cuda.get_device_name(), torch.__version__)
     for kind in TYPES:
@@ -190,8 +169,6 @@ def main() -> None:
         attempt(f"{kind} linear", lambda kind=kind: check_linear(kind))
     for b in (1, 32):
         speed(b)
-    with torch.no_grad():
-        tune()
     models()
 
 

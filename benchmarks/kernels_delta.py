@@ -1,7 +1,6 @@
-"""The Triton kernels of the delta rule on a GPU: errors against float64, repeated calls, times beside peers, configurations.
+"""The Triton kernels of the delta rule on a GPU: errors against float64, repeated calls, times beside peers.
 
-    PYTHONPATH=src python benchmarks/kernels_delta.py            errors, repeats and times
-    PYTHONPATH=src python benchmarks/kernels_delta.py --tune     also every candidate configuration: error, equality and time
+    PYTHONPATH=src python benchmarks/kernels_delta.py
 
 Times are CUDA-graph times in ms, bf16, 8 heads x 64, 32,768 tokens in all (65,536 at n = 65,536).
 """
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.ops import triton_support
 from regard.ops.delta.delta_op import delta_rule
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -31,17 +29,6 @@ SHAPES: list[tuple[Any, ...]] = [  # b h g n f e gated, and the share of all key
     (1, 2, 2, 500, 128, 128, True),
     (1, 2, 2, 600, 64, 64, False, 0.9),
 ]
-WALKS = ((16, 4), (32, 4), (64, 4))
-CANDIDATES = {
-    "delta_prepare": [{"num_warps": w} for w in (2, 4, 8)] + [{"maxnreg": r} for r in (128, 168)],
-    "delta_walk": [{"BE": e, "num_warps": w, "num_stages": s} for e, w in WALKS for s in (1, 2, 3)]
-    + [{"direct": x, "programs": y} for x in (16, 32, 64, 128) for y in (100, 512)],
-    "delta_outputs": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
-    "delta_state_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}, {"maxnreg": 128}],
-    "delta_value_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
-    "delta_query_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
-    "delta_key_grads": [{"num_warps": 2}, {"num_warps": 4}, {"num_warps": 8}, {"BE": 32}, {"maxnreg": 168}],
-}  # fmt: skip
 START = time.time()
 
 
@@ -184,57 +171,6 @@ def speed() -> None:
         note(n, "peak", attempt("memory", lambda n=n: peak_memory(n)))
 
 
-def settings(card: str, kernel: str) -> dict[str, int]:
-    """The configuration in use, as a dictionary that may be changed."""
-    table = triton_support._tuned()
-    own = table.setdefault(card, {}).setdefault(kernel, {"any": dict(table["default"][kernel]["any"])})
-    triton_support._config.cache_clear()
-    return own["any"]
-
-
-def with_config(card: str, kernel: str, changes: dict[str, int], f: Callable[[], Any]) -> Any:
-    own = settings(card, kernel)
-    before = dict(own)
-    own.update(changes)
-    try:
-        return attempt(f"{kernel} {changes}", f)
-    finally:
-        own.clear()
-        own.update(before)
-
-
-def compile_all(part: int, parts: int) -> None:
-    """Compile every candidate whose number is `part` modulo `parts`: they stay in Triton's cache on disk."""
-    card = torch.cuda.get_device_name()
-    every = [(kernel, changes) for kernel, tried in CANDIDATES.items() for changes in tried]
-    call = random_call(torch.bfloat16, 1, 2, 2, 4160, 64, 64, False)
-    for kernel, changes in every[part::parts]:
-        with_config(card, kernel, changes, lambda: results(call, "triton"))
-
-
-def tune() -> None:
-    card = torch.cuda.get_device_name()
-    call = random_call(torch.bfloat16, 1, 2, 2, 4160, 64, 64, False)
-    exact = results(call, "torch", torch.float64)
-    f = kernel_rule
-    for kernel, tried in CANDIDATES.items():
-        for changes in tried:
-
-            def row(kernel: str = kernel, changes: Any = changes) -> None:
-                _, worst = errors(call, "triton", exact)
-                same = repeated(call, 5)
-                ms = [times("triton", f, n) for n in (4096, 65536)]
-                note(
-                    kernel,
-                    changes,
-                    f"error {worst:.1e}",
-                    "" if same else "DIFFER",
-                    " | ".join(f"{a:.4f} / {b:.4f}" for a, b in ms),
-                )
-
-            with_config(card, kernel, changes, row)
-
-
 def parallel(*commands: list[str]) -> None:
     """Run this script with these arguments, all at the same time, for a minute at most."""
     jobs = [subprocess.Popen([sys.executable, __file__, *command]) for command in commands]
@@ -251,19 +187,10 @@ def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--check"]:
         check(words[1], int(words[2]))
-    elif words[:1] == ["--peer"]:
-        attempt("fla", lambda: peer(int(words[1])))
-    elif words[:1] == ["--compile"]:
-        compile_all(int(words[1]), int(words[2]))
     else:
         note(torch.cuda.get_device_name(), torch.__version__)
         speed()
         parallel(*(["--check", kind, str(i)] for kind in ("fp32", "bf16", "fp16") for i in range(len(SHAPES))))
-        if "--tune" in words:
-            parallel(*(["--compile", str(i), "12"] for i in range(12)))
-            tune()
-        for n in ("4096", "16384", "65536"):  # it tunes itself in its first call, which takes long
-            parallel(["--peer", n])
 
 
 if __name__ == "__main__":

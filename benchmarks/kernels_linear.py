@@ -1,10 +1,9 @@
-"""Triton kernels of linear attention on a GPU: errors, repetition, times and tile sizes.
+"""Triton kernels of linear attention on a GPU: errors, repetition and times.
 
-PYTHONPATH=src python benchmarks/kernels_linear.py [--check] [--time] [--tune] [--json FILE]     without a flag: all three
+PYTHONPATH=src python benchmarks/kernels_linear.py [--check] [--time] [--json FILE]     without a flag: --check --time
 
 --check   results and gradients against the torch backend in float64, |a - b| / |b|; 20 repetitions must be equal bit by bit
 --time    CUDA-graph times beside SDPA, the torch backend and flash-linear-attention, and the time of every kernel
---tune    candidates of tile sizes, one kernel at a time
 A failure of one configuration is a row with its reason. Kernels are compiled by several processes at once.
 """
 
@@ -14,8 +13,8 @@ import argparse
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ WORKERS = 14
 TOKENS, HEADS, SIZE = 32768, 8, 64
 LENGTHS = (4096, 16384, 65536)
 BOUNDS = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-TILED = ("linear_sums", "linear_forward", "linear_backward_queries", "linear_backward_keys")
 
 
 class Shape(NamedTuple):
@@ -330,118 +328,21 @@ def _peer(name: str, f: Callable[..., Tensor], n: int) -> dict[str, Any]:
     return row_of(name, forward, lambda: torch.autograd.grad(f(*x), x, up))
 
 
-# Tile sizes
-
-
-@contextmanager
-def configured(changes: dict[str, dict[str, int]]) -> Iterator[None]:
-    """Replace the tile sizes of some kernels."""
-    from regard.ops.linear import triton_launch
-
-    before = triton_launch.kernel_config
-
-    def changed(kernel: str, key: str, device: torch.device) -> dict[str, Any]:
-        return changes[kernel] if kernel in changes else before(kernel, key, device)
-
-    triton_launch.kernel_config = changed
-    try:
-        yield
-    finally:
-        triton_launch.kernel_config = before
-
-
-# chunk, warps, stages, and the most registers of a thread
-PLAIN_TILES = [
-    (64, 4, 1, 0), (64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 2, 168), (64, 4, 2, 128), (64, 4, 1, 128),
-    (64, 8, 1, 0), (64, 8, 2, 0), (64, 8, 2, 128), (32, 4, 1, 0), (32, 4, 2, 0), (32, 4, 3, 0), (32, 2, 2, 0), (32, 4, 2, 128),
-    (128, 8, 1, 0), (128, 8, 2, 0),
-]  # fmt: skip
-FEATURE_TILES = [
-    (64, 4, 1, 0),
-    (64, 8, 1, 0),
-    (64, 8, 2, 0),
-    (32, 4, 1, 0),
-    (32, 4, 2, 0),
-    (32, 8, 1, 0),
-    (16, 4, 1, 0),
-    (16, 2, 1, 0),
-]
-
-
-def candidates(decay: int) -> list[dict[str, int]]:
-    made = []
-    for chunk, warps, stages, registers in FEATURE_TILES if decay > 1 else PLAIN_TILES:
-        config = {"chunk": chunk, "num_warps": warps, "num_stages": stages}
-        if registers:
-            config["maxnreg"] = registers
-        made.append(config)
-    return made
-
-
-def compiled(job: tuple[Shape, dict[str, dict[str, int]]]) -> str:
-    """Run one configuration in a process of its own, so that its kernels are in the cache on disk."""
-    shape, changes = job
-    try:
-        with configured(changes):
-            training(shape._replace(b=1, n=256))[1]()
+def compiled(shape: Shape) -> None:
+    """Run one shape in a process of its own, so that its kernels are in the cache on disk. The times show a failure."""
+    with suppress(Exception):
+        training(shape._replace(b=1, n=256))[1]()
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {str(error).strip()[-200:]}"
-    return ""
-
-
-def tune(pool: Any, which: list[str], limit: float) -> list[dict[str, Any]]:
-    """The best tile sizes of every kernel for some shapes, with those of the other kernels as they are."""
-    rows: list[dict[str, Any]] = []
-    started = time.time()
-    shapes = {name: timed_shapes()[name] for name in which}
-    jobs = []
-    for shape in shapes.values():
-        for one in candidates(shape.decay):
-            jobs.append((shape, dict.fromkeys(TILED, one)))
-    reasons = pool.map(compiled, jobs, chunksize=1)
-    print(f"compiled {len(jobs)} configurations in {time.time() - started:.0f} s", flush=True)
-    started = time.time()
-    for (shape, changes), reason in zip(jobs, reasons, strict=True):
-        if reason:
-            print(tuple(shape), changes[TILED[0]], reason, flush=True)
-    for name, shape in shapes.items():
-        best: dict[str, tuple[float, dict[str, int]]] = {}
-        _, both = training(shape)
-        for (own, changes), reason in zip(jobs, reasons, strict=True):
-            if own is not shape or reason or time.time() - started > limit:
-                continue
-            try:
-                with configured(changes):
-                    found = kernel_times(both, 3)
-            except Exception as error:  # noqa: BLE001
-                print(name, changes[TILED[0]], type(error).__name__, str(error)[-100:])
-                continue
-            rows.append({"name": name, "config": changes[TILED[0]], "kernels": found})
-            for kernel in TILED:
-                if kernel in found:
-                    best[kernel] = min(best.get(kernel, (1e9, {})), (found[kernel], changes[kernel]), key=lambda x: x[0])
-        for kernel, (microseconds, config) in best.items():
-            print(f"{name:24s} {kernel:28s} {microseconds:8.1f} us  {config}", flush=True)
-        chosen = {kernel: config for kernel, (_, config) in best.items()}
-        for size in (128, 256, 512, 1024):
-            segment = {"linear_segment": {"tokens": size, "smallest": size, "programs": 1}}
-            with configured({**chosen, **segment}):
-                rows.append(row_of(f"{name}, best, segment {size}", *training(shape)))
-    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("check", "time", "tune", "profile"):
+    for flag in ("check", "time", "profile"):
         parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--shapes", nargs="*", default=["linear 4096", "retention 4096", "gla 4096"])
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds to measure candidates")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    torch.cuda.init()
-    if not (options.check or options.time or options.tune):
-        options.check = options.time = options.tune = True
+    if not (options.check or options.time):
+        options.check = options.time = True
     written: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
     started = time.time()
     with get_context("spawn").Pool(WORKERS) as pool:
@@ -452,12 +353,9 @@ def main() -> None:
                 show_check(row)
             print(f"checked after {time.time() - started:.0f} s", flush=True)
         if options.time:
-            pool.map(compiled, [(shape, {}) for shape in timed_shapes().values()], chunksize=1)
+            pool.map(compiled, timed_shapes().values(), chunksize=1)
             written["time"] = times(profile=True)
             print(f"timed after {time.time() - started:.0f} s", flush=True)
-        if options.tune:
-            written["tune"] = tune(pool, options.shapes, options.limit)
-            print(f"tuned after {time.time() - started:.0f} s", flush=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(written, indent=1))

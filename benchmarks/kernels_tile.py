@@ -1,7 +1,6 @@
 """The Triton kernels of tile attention on a CUDA device: right, repeatable, and how fast.
 
     python benchmarks/kernels_tile.py                check all types and patterns, then times against SDPA and FlexAttention
-    python benchmarks/kernels_tile.py --tune         times of every candidate of tile sizes, warps and stages
     python benchmarks/kernels_tile.py --json FILE    write the times too
 
 Errors are ||a - b|| / ||b|| against the torch backend in float64. Times are those of a CUDA graph, 8 heads x 64, bfloat16.
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from regard.ops import triton_support
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
 from regard.patterns import Pattern
@@ -169,45 +167,6 @@ def report(row: dict, times: tuple[float, float]) -> dict:
     return row
 
 
-CANDIDATES = {  # rows that a program owns, rows that it takes at a time, warps, stages
-    "tile_forward": [(64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2)],
-    "tile_query_gradients": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)],
-    "tile_key_gradients": [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)],
-}
-TUNED = [("Local(256)", True), ("Local(128)", False), ("Local(128) | Global(first=2)", False)]
-
-
-def tune(width: int, dry: bool, part: int, parts: int) -> None:
-    """Print the times of every candidate of one kernel, the others as they are; dry: only compile, one of several parts."""
-    n, card = 4096, torch.cuda.get_device_name()
-    x, up = operands(8, n, d=width)
-    work = [(p, kernel, c) for p in TUNED for kernel, found in CANDIDATES.items() for c in found]
-    found: dict = {}
-    for number, ((text, causal), kernel, (own, taken, warps, stages)) in enumerate(work):
-        listed = "Global" in text
-        if (listed and (own, taken) != (64, 32)) or number % parts != part:
-            continue
-        sizes = {"BM": own, "BN": taken} if kernel != "tile_key_gradients" else {"BM": taken, "BN": own}
-        table = triton_support._tuned().setdefault(card, {}).setdefault(kernel, {})
-        key = f"half {max(64, width)}{' list' if listed else ''}"
-        before = table.get(key)
-        table[key] = {**sizes, "num_warps": warps, "num_stages": stages}
-        triton_support._config.cache_clear()
-        try:
-            if dry:
-                torch.autograd.grad(ours(text, causal)(*x), x, up)
-            else:
-                times = timed(ours(text, causal), x, up)
-                ms = times[0] if kernel == "tile_forward" else times[1]
-                found.setdefault((text, causal, kernel), []).append((ms, table[key]))
-        except Exception as error:  # noqa: BLE001
-            print("failed", kernel, table[key], type(error).__name__, str(error)[:150], flush=True)
-        table.pop(key) if before is None else table.update({key: before})
-        triton_support._config.cache_clear()
-    for what, times in found.items():
-        print(*what, *(f"\n    {ms:.4f} {config}" for ms, config in sorted(times, key=lambda y: y[0])), flush=True)
-
-
 PATTERNS = [
     ("Local(256)", True),
     ("Local(128)", False),
@@ -223,9 +182,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tune", type=int, nargs="*", help="head sizes")
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, for checks and dry tuning")
-    parser.add_argument("--dry", action="store_true", help="compile what --tune would time")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, for checks")
     parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 16384, 65536])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--flex", type=int, default=16384, help="longest length for FlexAttention; 0: without")
@@ -235,8 +192,6 @@ def main() -> int:
     start = time.perf_counter()
     wrong = check("cuda", args.repeats, *args.part) if args.check else 0
     print(f"{wrong} wrong, {time.perf_counter() - start:.0f} s", flush=True)
-    for width in args.tune or ():
-        tune(width, args.dry, *args.part)
     rows = speed(args) if args.lengths else []
     if args.json:
         made = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "dtype": "bfloat16"}

@@ -18,6 +18,8 @@ from regard.data import synthetic
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
 from regard.ops.budget import DEFAULT, DEVICES
+from regard.ops.triton_support import read_tables_again
+from regard.ops.tuned_table import OWN_TABLE
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
@@ -50,6 +52,16 @@ def set_limits(monkeypatch):
             monkeypatch.setitem(DEVICES, kind, replace(DEVICES.get(kind, DEFAULT), **fields))
 
     return change
+
+
+@pytest.fixture
+def shipped_tables(monkeypatch):
+    """Begin and end a test with the shipped table of kernel configurations, whatever REGARD_TUNED names."""
+    monkeypatch.delenv(OWN_TABLE, raising=False)
+    read_tables_again()
+    yield
+    monkeypatch.undo()
+    read_tables_again()
 
 
 @pytest.fixture(scope="module")

@@ -48,4 +48,36 @@ BENCH: dict[str, tuple[str, str, str, str]] = {
         "",
         "peers",
     ),
+    "a wrong candidate is taken": (
+        B + "tune.py",
+        "right = [trial for trial in others if not trial.problem]",
+        "right = [trial for trial in others if trial.seconds]",
+        "tune",
+    ),
+    "NaN is a right result": (
+        B + "tune.py",
+        "if not error <= BOUNDS[self.shape.dtype]:",
+        "if error > BOUNDS[self.shape.dtype]:",
+        "tune",
+    ),
+    "any gain is taken": (B + "tune.py", "LEAST_GAIN = 1.02", "LEAST_GAIN = 1.0", "tune"),
+    "candidates are compared with the card's own": (
+        B + "tune.py",
+        "with trial_configs(self.defaults):",
+        "with trial_configs({}):",
+        "tune",
+    ),
+    "a lucky measurement counts": (B + "tune.py", "        best = choose_trial(again[0], again[1:])\n", "", "tune"),
+    "REGARD_TUNED replaces the shipped table": (
+        "src/regard/ops/tuned_table.py",
+        "return merge_tables(shipped, read_table(Path(own), shipped)) if own",
+        "return read_table(Path(own), shipped) if own",
+        "tuned_table",
+    ),
+    "a new table forgets other cards": (
+        B + "tune.py",
+        "if path.exists() else TunedTable()",
+        "if False else TunedTable()",
+        "tuned_table",
+    ),
 }

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,24 +25,11 @@ from regard.ops.tuned_table import (
     OWN_TABLE,
     TUNED,
     find_config,
-    shipped_table,
 )
+from test_tuned_table import CPU, ENTRY, GOOD, SHIPPED
 
-CPU = torch.device("cpu")
-SHIPPED = shipped_table()
-GOOD = {"BM": 16, "BN": 32, "num_warps": 2, "num_stages": 1}
-ENTRY = ("tile_forward", "half 64")
+pytestmark = pytest.mark.usefixtures("shipped_tables")
 SMALL = TuneShape(16, "fp32", "cpu", tokens=16, length=16, heads=1)
-
-
-@pytest.fixture(autouse=True)
-def _own_tables(monkeypatch):
-    """Every test begins and ends with the shipped table."""
-    monkeypatch.delenv(OWN_TABLE, raising=False)
-    read_tables_again()
-    yield
-    monkeypatch.undo()
-    read_tables_again()
 
 
 # The choice
@@ -83,9 +72,13 @@ class FakeLab:
     def __init__(self, times, entries=(ENTRY,)):
         self.times = {number: list(each) if isinstance(each, list) else [each] for number, each in times.items()}
         self.entries, self.kept, self.tried = entries, {}, []
+        self.shipped = {"BM": 64, "BN": 32}
 
     def settings(self, kernel):
         return {entry: self.kept.get(entry, {"BM": 64, "BN": 32}) for entry in self.entries if entry[0] == kernel}
+
+    def default(self, kernel):
+        return {entry: dict(self.shipped) for entry in self.entries if entry[0] == kernel}
 
     def attempt(self, settings):
         number = next(iter(settings.values()))["BM"]
@@ -125,6 +118,12 @@ def test_refused_candidates_are_listed_and_time_ends_a_search():
     assert stopped.after.settings[ENTRY]["BM"] == 16
 
 
+def test_the_default_is_a_candidate_too():
+    lab = FakeLab({64: "results differ", 32: 1.0, 16: "results differ", 128: "out of resource"})
+    lab.shipped["BM"] = 32
+    assert tune_kernel(lab, "tile_forward", CANDIDATES, always).after.settings[ENTRY]["BM"] == 32
+
+
 # Candidates on a device
 
 
@@ -132,7 +131,7 @@ def fake_case(answer):
     """A case whose result is a function of the configuration."""
 
     def forward():
-        return [answer(kernel_config(*ENTRY, CPU)["BM"])]
+        return [torch.ones(1), answer(kernel_config(*ENTRY, CPU)["BM"])]
 
     return TuneCase("tile", "fake", {"tile_forward": CANDIDATES}, lambda _shape: [TunePass(forward)])
 
@@ -155,7 +154,7 @@ def test_candidates_are_compared_with_the_default(monkeypatch):
 
     lab = fake_lab(answer, monkeypatch)
     assert lab.settings("tile_forward").keys() == {ENTRY} and lab.settings("delta") == {}
-    assert torch.equal(lab.expected[0], answer(default))
+    assert torch.equal(lab.expected[1], answer(default))
 
     def found(number):
         return lab.attempt({ENTRY: {**GOOD, "BM": number}})
@@ -354,3 +353,18 @@ def test_rows_without_a_result_print_their_reason(monkeypatch, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "the default configuration fails: out of resource" in out
     assert "Nothing is faster by 2 %: the table stays as it is." in out
+
+
+def test_candidates_with_wrong_results_are_printed(monkeypatch, capsys):
+    rows, _, _ = run_of({64: 1.0, 16: "results differ from call to call", 128: "RuntimeError: x"}, monkeypatch)
+    print_tuned(rows, TUNED)
+    out = capsys.readouterr().out
+    assert "tile_forward, BM 16, BN 32: results differ from call to call" in out
+    assert "RuntimeError" not in out
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from typer.testing import CliRunner; from regard.cli import app; "
+    code += "print(CliRunner().invoke(app, ['tune', '--help']).output); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 and "--minutes" in done.stdout

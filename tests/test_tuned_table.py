@@ -11,7 +11,7 @@ import torch
 from regard.bench import tune_candidates
 from regard.bench.tune import table_writer
 from regard.bench.tune_workloads import TUNE_CASES
-from regard.cli.tune_command import FAMILIES
+from regard.cli.tune_command import KERNEL_FAMILIES
 from regard.ops.triton_support import kernel_config, read_tables_again, trial_configs
 from regard.ops.tuned_table import (
     DEFAULT_CARD,
@@ -30,20 +30,11 @@ from regard.ops.tuned_table import (
 )
 from regard.training.atomic_files import RunError
 
+pytestmark = pytest.mark.usefixtures("shipped_tables")
 CPU = torch.device("cpu")
 SHIPPED = shipped_table()
 GOOD = {"BM": 16, "BN": 32, "num_warps": 2, "num_stages": 1}
 ENTRY = ("tile_forward", "half 64")
-
-
-@pytest.fixture(autouse=True)
-def _own_tables(monkeypatch):
-    """Every test begins and ends with the shipped table."""
-    monkeypatch.delenv(OWN_TABLE, raising=False)
-    read_tables_again()
-    yield
-    monkeypatch.undo()
-    read_tables_again()
 
 
 def test_the_shipped_table_has_the_fields_of_every_kernel():
@@ -70,7 +61,7 @@ def test_every_kernel_in_the_code_has_a_default_and_candidates():
     assert {"tile_forward", "linear_sums", "delta_walk", "bucket_forward", "window_step"} <= named
     assert named == set(SHIPPED[DEFAULT_CARD])
     assert named == {kernel for case in TUNE_CASES for kernel in case.candidates}
-    assert {case.family for case in TUNE_CASES} == set(FAMILIES)
+    assert {case.family for case in TUNE_CASES} == set(KERNEL_FAMILIES)
 
 
 @pytest.mark.parametrize("case", TUNE_CASES, ids=lambda case: f"{case.family}, {case.name}")
@@ -140,8 +131,10 @@ def test_a_bad_table_is_refused_with_file_and_key(text, sentence, tmp_path, monk
 
 def test_a_table_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv(OWN_TABLE, str(tmp_path / "none.json"))
-    with pytest.raises(TableError, match=r"none\.json cannot be read: No such file"):
+    with pytest.raises(TableError, match=r"REGARD_TUNED names .*none\.json, which does not exist: unset it, and `regard tune"):
         current_table()
+    with pytest.raises(TableError, match=f"{tmp_path} cannot be read: Is a directory"):
+        read_table(tmp_path, SHIPPED)
 
 
 def test_launch_options_may_be_left_to_triton():

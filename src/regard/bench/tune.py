@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from regard.bench.timing import first_line, graph_time, plain_time
-from regard.bench.tune_candidates import Changes
+from regard.bench.tune_candidates import FieldChanges
 from regard.bench.tune_workloads import TUNE_CASES, TuneCase, TunePass, TuneShape
 from regard.ops.triton_support import read_tables_again, trial_configs
 from regard.ops.tuned_table import (
@@ -38,10 +38,10 @@ REPEATS = 5  # calls with equal results
 TIMED_SECONDS = 0.05  # of every timed pass
 SEED = 0
 BOUNDS = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}  # ||a - b|| / ||b|| between two right configurations
-SMALLEST_NORM = 1e-30
+LEAST_EXACT_NORM = 1e-30
 
-Entry = tuple[str, str]  # a kernel and a key
-Settings = dict[Entry, KernelConfig]
+TableEntry = tuple[str, str]  # a kernel and a key
+Settings = dict[TableEntry, KernelConfig]
 TuneReport = Callable[[int, int, str], None]  # done, total, what
 
 
@@ -77,6 +77,10 @@ class Lab(Protocol):
         """Return the configurations in use, for every key that the case requests of a kernel."""
         ...
 
+    def default(self, kernel: str) -> Settings:
+        """Return the configurations of cards that the shipped table does not list."""
+        ...
+
     def attempt(self, settings: Settings) -> Trial:
         """Check configurations, and time the passes that use them."""
         ...
@@ -99,16 +103,19 @@ class TunedKernel(NamedTuple):
         return self.after.settings != self.before.settings
 
 
-def tune_kernel(lab: Lab, kernel: str, candidates: Sequence[Changes], go_on: Callable[[], bool]) -> TunedKernel:
-    """Choose among candidates for one kernel, the others as they are. `go_on` is called before each: False ends the search."""
-    before = lab.settings(kernel)
+def tune_kernel(lab: Lab, kernel: str, candidates: Sequence[FieldChanges], go_on: Callable[[], bool]) -> TunedKernel:
+    """Choose among candidates and the default of one kernel, the others as they are.
+
+    `go_on` is called before every candidate: False ends the search.
+    """
+    before, default = lab.settings(kernel), lab.default(kernel)
     current = lab.attempt(before)
-    trials: list[Trial] = []
+    trials = [] if default == before else [lab.attempt(default)]
     for changes in candidates:
         if not go_on():
             break
         settings = {entry: {**config, **changes} for entry, config in before.items()}
-        if settings != before:
+        if settings not in (before, default):
             trials.append(lab.attempt(settings))
     best = choose_trial(current, trials)
     if best is not current:
@@ -128,10 +135,10 @@ class CudaLab:
         self.device = torch.device(shape.device)
         self.passes = case.make(shape)
         self.used = [self._used(each) for each in self.passes]
+        entries = {entry for forward, both in self.used for entry in forward | both}
         shipped = shipped_table()
-        default = {entry: find_config(shipped, DEFAULT_CARD, *entry) for own, _ in self.used for entry in own}
-        default |= {entry: find_config(shipped, DEFAULT_CARD, *entry) for _, own in self.used for entry in own}
-        with trial_configs(default):
+        self.defaults = {entry: find_config(shipped, DEFAULT_CARD, *entry) for entry in entries}
+        with trial_configs(self.defaults):
             self.expected = self._results()
 
     def _used(self, each: TunePass) -> tuple[Settings, Settings]:
@@ -146,7 +153,8 @@ class CudaLab:
     def _results(self) -> list[Tensor]:
         found: list[Tensor] = []
         for each in self.passes:
-            found += each.forward() if each.both is None else each.both()
+            found += each.forward()
+            found += [] if each.both is None else each.both()
         return found
 
     def settings(self, kernel: str) -> Settings:
@@ -154,6 +162,9 @@ class CudaLab:
         for forward, both in self.used:
             found |= {entry: config for entry, config in (forward | both).items() if entry[0] == kernel}
         return {entry: self.kept.get(entry, config) for entry, config in found.items()}
+
+    def default(self, kernel: str) -> Settings:
+        return {entry: config for entry, config in self.defaults.items() if entry[0] == kernel}
 
     def attempt(self, settings: Settings) -> Trial:
         with trial_configs({**self.kept, **settings}):
@@ -170,9 +181,10 @@ class CudaLab:
     def _problem(self) -> str:
         """Compare results with those of the default configuration, and with themselves."""
         found = self._results()
-        error = max(relative_error(a, b) for a, b in zip(found, self.expected, strict=True))
-        if not error <= BOUNDS[self.shape.dtype]:
-            return f"results differ from those of the default by {error:.1e}"
+        for own, expected in zip(found, self.expected, strict=True):
+            error = relative_error(own, expected)
+            if not error <= BOUNDS[self.shape.dtype]:  # NaN is no right result
+                return f"results differ from those of the default by {error:.1e}"
         for _ in range(REPEATS):
             again = self._results()
             if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
@@ -197,7 +209,7 @@ class CudaLab:
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return ||a - b|| / ||b||; NaN where a result is not finite and the other one is."""
     wide, exact = found.double(), expected.double()
-    return float((wide - exact).norm() / exact.norm().clamp_min(SMALLEST_NORM))
+    return float((wide - exact).norm() / exact.norm().clamp_min(LEAST_EXACT_NORM))
 
 
 class PlannedKernel(NamedTuple):
@@ -212,7 +224,7 @@ class PlannedKernel(NamedTuple):
         return f"{self.case.family}, {self.case.name}, {self.shape.width}"
 
     @property
-    def candidates(self) -> tuple[Changes, ...]:
+    def candidates(self) -> tuple[FieldChanges, ...]:
         return self.case.candidates[self.kernel]
 
 
@@ -256,7 +268,7 @@ class TuneRun:
         self.end = clock() + 60 * request.minutes
         self.total = sum(len(planned.candidates) for planned in self.plan)
         self.done = 0
-        self.tuned: set[Entry] = set()
+        self.tuned: set[TableEntry] = set()
 
     def rows(self) -> list[TuneRow]:
         """Tune everything. Without time, the rest stays as it is."""

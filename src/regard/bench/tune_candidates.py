@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-Changes = dict[str, int]
-Candidates = dict[str, tuple[Changes, ...]]  # by kernel
+FieldChanges = dict[str, int]
+Candidates = dict[str, tuple[FieldChanges, ...]]  # by kernel
 
 
-def grid(**values: Sequence[int]) -> tuple[Changes, ...]:
+def grid(**values: Sequence[int]) -> tuple[FieldChanges, ...]:
     """Return every combination of values of some fields."""
     return tuple(dict(zip(values, each, strict=True)) for each in product(*values.values()))
 
 
-def tiles(own: str, taken: str, rows: Iterable[tuple[int, int, int, int]]) -> tuple[Changes, ...]:
+def tiles(own: str, taken: str, rows: Iterable[tuple[int, int, int, int]]) -> tuple[FieldChanges, ...]:
     """Return tiles: rows that a program owns, rows that it takes at a time, warps, stages. Names of the first two are given."""
     names = (own, taken, "num_warps", "num_stages")
     return tuple(dict(zip(names, row, strict=True)) for row in rows)

@@ -6,6 +6,7 @@ A process runs every candidate on short sequences. A kernel that does not compil
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,12 +15,12 @@ from functools import lru_cache
 from multiprocessing import TimeoutError, get_context
 from typing import NamedTuple
 
-from regard.bench.tune_candidates import Changes
+from regard.bench.tune_candidates import FieldChanges
 from regard.bench.tune_workloads import TUNE_CASES, TuneCase, TunePass, TuneShape
 from regard.ops.triton_support import trial_configs
 from regard.ops.tuned_table import KernelConfig
 
-SHORT = 256  # tokens of a sequence: kernels are compiled for any number
+SHORT_LENGTH = 256  # tokens of a sequence: kernels are compiled for any number
 MOST_PROCESSES = 12
 
 
@@ -29,12 +30,12 @@ class CompileJob(NamedTuple):
     case: int  # index in TUNE_CASES
     shape: TuneShape
     kernel: str
-    changes: Changes
+    changes: FieldChanges
 
 
 def compile_jobs(case: TuneCase, shape: TuneShape, kernel: str) -> list[CompileJob]:
     """List the candidates of one kernel, on short sequences."""
-    short = replace(shape, length=SHORT, tokens=2 * SHORT)
+    short = replace(shape, length=SHORT_LENGTH, tokens=2 * SHORT_LENGTH)
     return [CompileJob(TUNE_CASES.index(case), short, kernel, changes) for changes in case.candidates[kernel]]
 
 
@@ -46,7 +47,8 @@ def default_processes() -> int:
 def compile_ahead(jobs: Sequence[CompileJob], processes: int, report: Callable[[int, int, str], None], seconds: float) -> None:
     """Compile candidates by several processes, for at most so many seconds."""
     end = time.monotonic() + seconds
-    with get_context("spawn").Pool(processes) as pool, suppress(TimeoutError):
+    ignored = (signal.SIGINT, signal.SIG_IGN)  # Control-C is handled by the process that started these
+    with get_context("spawn").Pool(processes, signal.signal, ignored) as pool, suppress(TimeoutError):
         found = pool.imap_unordered(compile_candidate, jobs)
         for done in range(len(jobs)):
             report(done, len(jobs), "compiling")

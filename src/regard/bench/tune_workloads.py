@@ -130,11 +130,11 @@ def _linear_pass(shape: TuneShape, decay: int, norm: bool) -> TunePass:
     call = _linear_call(shape, shape.length, decay, norm)
     backend = choose_backend("linear", KERNELS, call)
 
-    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return backend.forward(call._replace(q=q, k=k, v=v)).out
+    def f(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Tensor:
+        return backend.forward(call._replace(q=q, k=k, v=v, log_decay=log_decay)).out
 
-    assert call.q is not None
-    return _trained(f, (call.q, call.k, call.v))
+    inputs = (call.q, call.k, call.v, call.log_decay)
+    return _trained(f, [x for x in inputs if x is not None])
 
 
 def _linear_chunks(shape: TuneShape) -> list[TunePass]:

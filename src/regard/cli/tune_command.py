@@ -13,7 +13,7 @@ from regard.cli.console import columns, one_of, progress_reporter, screen, sente
 if TYPE_CHECKING:
     from regard.bench.tune import PlannedKernel, Settings, Trial, TuneRequest, TuneRow
 
-FAMILIES = ("tile", "linear", "delta", "bucket", "step")
+KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "step")
 TUNED_TYPES = ("bf16", "fp16", "fp32")
 HEAD_SIZES = ("16", "32", "64", "128", "256")
 EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}
@@ -22,7 +22,7 @@ EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}
 def tune(
     kernels: Annotated[
         str, typer.Option(help="tile, linear, delta, bucket, step (decoding), with commas; all unless given.")
-    ] = ",".join(FAMILIES),
+    ] = ",".join(KERNEL_FAMILIES),
     width: Annotated[str, typer.Option(help="Sizes of a head, with commas: 16, 32, 64, 128, 256.")] = "64",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     minutes: Annotated[float, typer.Option(min=0.01, help="Stop after so long; what was found until then is kept.")] = 30.0,
@@ -38,7 +38,7 @@ def tune(
 ) -> None:
     """Tune the kernels for the GPU of this machine: tile sizes, warps and stages."""
     with sentences():
-        families = tuple(one_of("kernels", word, FAMILIES) for word in _words("kernels", kernels))
+        families = tuple(one_of("kernels", word, KERNEL_FAMILIES) for word in _words("kernels", kernels))
         widths = tuple(int(one_of("width", word, HEAD_SIZES)) for word in _words("width", width))
         kind = one_of("dtype", dtype, TUNED_TYPES)
         if dry and processes is not None:
@@ -146,10 +146,11 @@ def print_tuned(rows: list[TuneRow], path: Path) -> None:
             continue
         ratio = "" if found.before.problem or found.after.problem else f"{found.before.slower_than(found.after):.2f}"
         config = _configuration(found.after.settings) if found.changed else note or "as before"
-        table.add_row(
-            *cells, _microseconds(found.before), _microseconds(found.after), ratio, config, str(len(found.refused) or "")
-        )
+        times = _microseconds(found.before), _microseconds(found.after)
+        table.add_row(*cells, *times, ratio, config, str(len(found.refused) or ""))
     console.print(table, highlight=False)
+    for line in _wrong_results(rows):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(_next(rows, path), style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -161,6 +162,16 @@ def _microseconds(trial: Trial) -> str:
 def _configuration(settings: Settings) -> str:
     config = next(iter(settings.values()))
     return ", ".join(f"{field} {value}" for field, value in config.items())
+
+
+def _wrong_results(rows: list[TuneRow]) -> list[str]:
+    """Return a line for every candidate that ran and computed something else."""
+    lines = []
+    for row in rows:
+        refused = row.tuned.refused if row.tuned else ()
+        wrong = [trial for trial in refused if trial.problem.startswith("results differ")]
+        lines += [f"{row.planned.kernel}, {_configuration(trial.settings)}: {trial.problem}" for trial in wrong]
+    return lines
 
 
 def _next(rows: list[TuneRow], path: Path) -> str:

@@ -36,6 +36,8 @@ def current_table() -> TunedTable:
     """Read the shipped table, with the entries of the file that REGARD_TUNED names in place of its own."""
     shipped = shipped_table()
     own = os.environ.get(OWN_TABLE)
+    if own and not Path(own).exists():
+        raise TableError(f"{OWN_TABLE} names {own}, which does not exist: unset it, and `regard tune --out {own}` writes it")
     return merge_tables(shipped, read_table(Path(own), shipped)) if own else shipped
 
 
