@@ -129,11 +129,13 @@ def test_rows_without_any_pair_are_zero():
     assert (out[:, :, :20] != 0).any(-1).all()
 
 
-def test_a_layer_with_kernels_computes_the_same():
+@pytest.mark.parametrize("positions", [None, "relative(clip=4)"])
+def test_a_layer_with_kernels_computes_the_same(positions):
     found = []
+    options = {"width": 32, "heads": 2, "causal": True, "kv_heads": 1, "positions": positions}
     for backend in ("triton", "torch"):
         torch.manual_seed(0)
-        layer = regard.layer("longformer(window=12)", width=32, heads=2, causal=True, kv_heads=1, backend=backend).to(DEVICE)
+        layer = regard.layer("longformer(window=12)", **options, backend=backend).to(DEVICE)
         x = torch.randn(2, 90, 32, device=DEVICE, requires_grad=True)
         y = layer(x, valid=torch.arange(90, device=DEVICE) < torch.tensor([[90], [70]], device=DEVICE))
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
