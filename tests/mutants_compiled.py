@@ -96,6 +96,24 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    last = tl.load(LAST + group, mask=inside, other=0)\n",
         "bucket_backends",
     ),
+    "the weights of distance classes do not pull at the scores": (
+        R + "ops/tile/triton.py",
+        "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",
+        "            pass\n",
+        "triton_tiles",
+    ),
+    "a hidden pair writes its distance class": (
+        R + "ops/tile/triton_classes.py",
+        'inside & (seen > float("-inf")) & (c > 0)',
+        "inside & (c > 0)",
+        "triton_tiles",
+    ),
+    "tiles of inner distance classes end too early": (
+        R + "ops/tile/triton_classes.py",
+        "    end = (tl.maximum(last + reach, 0) + B - 1) // B * B\n",
+        "    end = tl.maximum(last + reach, 0) // B * B\n",
+        "triton_tiles",
+    ),
     "a strip ends where it begins": (R + "ops/strip.py", "range(size, n + size, size)", "range(0, n, size)", "strip"),
     "a strip is kept for the backward pass": (
         R + "ops/strip.py",

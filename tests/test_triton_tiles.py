@@ -28,13 +28,13 @@ CASES = [  # pattern, query and key heads, span, causal, what else
     ("Edges([[0, 1, 60, 3, 9], [2, 3, 5, 60, 9]], nodes=70) | Local(2)", 1, 1, Span(0, 70, 0, 70), False, ""),
 ]
 CLASSED = [  # the same with numbers by query and distance class, up to a distance
-    ("Everything()", 1, 1, Span(0, 150, 0, 150), False, "valid dropout", 9),
-    ("Local(100)", 1, 1, Span(40, 90, 21, 109), True, "alibi dropout", 40),
-    ("Local(20)", 1, 1, Span(0, 70, 0, 70), False, "", 0),
+    ("Everything()", 1, 1, Span(0, 110, 0, 110), False, "valid dropout", 9),
+    ("Local(100)", 1, 1, Span(40, 60, 21, 79), True, "alibi dropout", 40),
+    ("Local(20)", 1, 1, Span(0, 60, 0, 60), False, "", 0),
     ("Local(30) | Global(first=2, at=[33])", 1, 1, Span(0, 100, 0, 100), False, "valid dropout", 5),
     ("PerHead([Local(6), Local(40)]) | Columns(first=1)", 2, 1, Span(0, 70, 0, 70), True, "dropout", 3),
     ("Stride(3) | Local(4)", 2, 1, Span(40, 50, 21, 69), False, "valid dropout", 7),
-    ("Dilated(4, 3)", 1, 1, Span(0, 70, 0, 70), False, "", 4),
+    ("Dilated(4, 3)", 1, 1, Span(0, 50, 0, 50), False, "", 4),
 ]
 
 
@@ -129,11 +129,13 @@ def test_rows_without_any_pair_are_zero():
     assert (out[:, :, :20] != 0).any(-1).all()
 
 
-def test_a_layer_with_kernels_computes_the_same():
+@pytest.mark.parametrize("positions", [None, "relative(clip=4)"])
+def test_a_layer_with_kernels_computes_the_same(positions):
     found = []
+    options = {"width": 32, "heads": 2, "causal": True, "kv_heads": 1, "positions": positions}
     for backend in ("triton", "torch"):
         torch.manual_seed(0)
-        layer = regard.layer("longformer(window=12)", width=32, heads=2, causal=True, kv_heads=1, backend=backend).to(DEVICE)
+        layer = regard.layer("longformer(window=12)", **options, backend=backend).to(DEVICE)
         x = torch.randn(2, 90, 32, device=DEVICE, requires_grad=True)
         y = layer(x, valid=torch.arange(90, device=DEVICE) < torch.tensor([[90], [70]], device=DEVICE))
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
