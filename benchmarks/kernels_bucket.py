@@ -143,6 +143,25 @@ def check_labels() -> None:
             report(what=f"labels {kind}, directions {other}", **row)
 
 
+def check_routing(times: int = 20) -> None:
+    """Compare bidirectional routing by kernels with PyTorch's, both in half precision and with the same members."""
+    found = []
+    for backend in ("triton", "torch"):
+        made = core("routing", Dims(HEADS * HEAD, HEADS, backend=backend)).cuda().eval()
+        g = torch.Generator("cuda").manual_seed(3)
+        shapes = [(2, HEADS, 4096, HEAD)] * 3
+        q, k, v = (torch.randn(shape, generator=g, device="cuda").to(HALF).requires_grad_() for shape in shapes)
+
+        def run(made: Any = made, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> list[Tensor]:
+            out = attend(q, k, v, made)
+            return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+        found.append(run())
+        equal = all(torch.equal(a, b) for _ in range(times) for a, b in zip(found[-1], run(), strict=True))
+        report(what=f"{times} x torch.equal routing bidirectional {backend}", equal=equal)
+    report(what="routing bidirectional, triton from torch", apart=errors(found[0], [x.double() for x in found[1]]))
+
+
 def repeat(name: str, times: int = 20) -> None:
     call = make_call(4096, 8, **CASES[name])
     first = passes(call, "triton")
@@ -212,6 +231,25 @@ def measure(label: str, forward: Callable[[], Tensor], inputs: Sequence[Tensor],
     report(what=label, time=kind, forward=ms[0], both=ms[1], plain=event_time(both), peak_mib=mib, times_inputs=mib / size)
 
 
+def profile(label: str, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
+    """Report the microseconds of every kernel of forward + backward, the longest first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    both()
+    torch.cuda.synchronize()
+    with watch(activities=[ProfilerActivity.CUDA]) as seen:
+        both()
+        torch.cuda.synchronize()
+    spent = sorted(((x.device_time_total, x.count, x.key[:40]) for x in seen.key_averages()), reverse=True)
+    kernels = {f"{name} x{count}": round(us, 1) for us, count, name in spent[:16] if us > 0}
+    report(what=f"profile {label}", us=kernels)
+
+
 def tokens(n: int) -> int:
     return max(1, TOKENS // n)
 
@@ -231,12 +269,12 @@ def compare(n: int) -> None:
             for backend in ("triton", "torch"):
                 if (backend == "torch" or not causal) and n != LENGTHS[0]:
                     continue
-                if spec == "routing" and not causal and backend == "torch":
-                    continue
                 made = core(spec, Dims(HEADS * HEAD, HEADS, causal=causal, backend=backend)).cuda().to(HALF).eval()
                 label = f"n={n} core {spec} {'causal' if causal else 'bidirectional'} {backend}"
                 run = lambda made=made, causal=causal: attend(q, q, v, made, causal=causal)  # noqa: E731
                 measure(label, run, (q, v), graphs=backend == "triton")
+                if n == LENGTHS[0] and backend == "triton":
+                    attempt(label, lambda label=label, run=run: profile(label, run, (q, v)))
     sdpa = torch.nn.functional.scaled_dot_product_attention
     measure(f"n={n} SDPA causal", lambda: sdpa(q, q, v, is_causal=True), (q, v))
     peers(n, q, v)
@@ -354,6 +392,7 @@ def main() -> None:
         for case in CASES:
             attempt(f"error {case}", lambda case=case: check(case))
         attempt("labels", check_labels)
+        attempt("routing", check_routing)
         for case in ("reformer bf16", "routing bf16", "chunks bf16", "dropout bf16"):
             attempt(f"repeat {case}", lambda case=case: repeat(case))
         report(what="checked", seconds=time.time() - start)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,16 +31,16 @@ SHAPES: list[tuple[Any, ...]] = [  # b h g n f e gated, and the share of all key
     (1, 2, 2, 500, 128, 128, True),
     (1, 2, 2, 600, 64, 64, False, 0.9),
 ]
-WALKS = ((16, 2), (16, 4), (32, 4), (64, 4), (64, 8))
+WALKS = ((16, 4), (32, 4), (64, 4))
 CANDIDATES = {
-    "delta_prepare": [{"num_warps": w} for w in (2, 4, 8)],
+    "delta_prepare": [{"num_warps": w} for w in (2, 4, 8)] + [{"maxnreg": r} for r in (128, 168)],
     "delta_walk": [{"BE": e, "num_warps": w, "num_stages": s} for e, w in WALKS for s in (1, 2, 3)]
     + [{"direct": x, "programs": y} for x in (16, 32, 64, 128) for y in (100, 512)],
-    "delta_outputs": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_state_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_value_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_query_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
-    "delta_key_grads": [{"BE": e, "num_warps": w} for e in (32, 64) for w in (2, 4, 8)],
+    "delta_outputs": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
+    "delta_state_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}, {"maxnreg": 128}],
+    "delta_value_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
+    "delta_query_grads": [{"num_warps": 4}, {"num_warps": 8}, {"BE": 32}],
+    "delta_key_grads": [{"num_warps": 2}, {"num_warps": 4}, {"num_warps": 8}, {"BE": 32}, {"maxnreg": 168}],
 }  # fmt: skip
 START = time.time()
 
@@ -118,17 +118,21 @@ def check(kind: str, number: int) -> None:
     attempt(f"{kind} {own}", row)
 
 
-def peers() -> Iterator[tuple[str, Callable[..., Tensor]]]:
-    """Functions of q, k, v, beta (b h n ...); flash-linear-attention gets its own order of dimensions, (b n h ...)."""
-    state = torch.zeros(1, device="cuda")
-    yield "triton", lambda q, k, v, beta: delta_rule(q, k, v, beta, state.expand(*k.shape[:2], 64, 64), backend="triton")[0]
-    yield "SDPA", lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    try:
-        from fla.ops.delta_rule import chunk_delta_rule
-    except Exception as error:  # noqa: BLE001
-        note("flash-linear-attention is not there:", error)
-        return
-    yield "fla", lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta, scale=1.0)[0]
+def kernel_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    state = torch.zeros(1, device="cuda").expand(*k.shape[:2], k.shape[-1], v.shape[-1])
+    return delta_rule(q, k, v, beta, state, backend="triton")[0]
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def peer(n: int) -> None:
+    """Print the times of flash-linear-attention, which gets its own order of dimensions, (b n h ...)."""
+    from fla.ops.delta_rule import chunk_delta_rule
+
+    one, both = times("fla", lambda q, k, v, beta: chunk_delta_rule(q, k, v, beta, scale=1.0)[0], n)
+    note(n, "fla", f"{one:.3f} / {both:.3f}")
 
 
 def times(name: str, f: Callable[..., Tensor], n: int) -> tuple[float, float]:
@@ -138,8 +142,6 @@ def times(name: str, f: Callable[..., Tensor], n: int) -> tuple[float, float]:
     if name == "fla":
         x = [y.transpose(1, 2).contiguous() for y in x]
         x[3] = x[3].squeeze(-1)
-    if name == "torch":
-        x = [y.float() for y in x]
     *x, d_out = x
     with torch.no_grad():
         forward = graph_ms(lambda: f(*x))
@@ -174,20 +176,12 @@ def peak_memory(n: int) -> str:
 
 def speed() -> None:
     for n in (4096, 16384, 65536):
-        found = {}
-        for name, f in peers():
-            if (both := attempt(f"{name} {n}", lambda name=name, f=f, n=n: times(name, f, n))) is not None:
-                found[name] = both
+        for name, f in (("triton", kernel_rule), ("SDPA", full_attention)):
+            both = attempt(f"{name} {n}", lambda name=name, f=f, n=n: times(name, f, n))
+            if both is not None:
                 note(n, name, f"{both[0]:.3f} / {both[1]:.3f}")
-        if {"triton", "fla"} <= found.keys():
-            ratios = (a / b for a, b in zip(found["fla"], found["triton"], strict=True))
-            note(n, "fla : triton", " / ".join(f"{x:.2f}" for x in ratios))
         attempt(f"kernels {n}", lambda n=n: kernels(n))
         note(n, "peak", attempt("memory", lambda n=n: peak_memory(n)))
-    if time.time() - START < 45:
-        slow = lambda q, k, v, beta: delta_rule(q, k, v, beta, q.new_zeros(*k.shape[:2], 64, 64), backend="torch")[0]  # noqa: E731
-        both = attempt("torch", lambda: times("torch", slow, 4096))
-        note(4096, "torch backend in float32", both)
 
 
 def settings(card: str, kernel: str) -> dict[str, int]:
@@ -222,7 +216,7 @@ def tune() -> None:
     card = torch.cuda.get_device_name()
     call = random_call(torch.bfloat16, 1, 2, 2, 4160, 64, 64, False)
     exact = results(call, "torch", torch.float64)
-    f = next(iter(peers()))[1]
+    f = kernel_rule
     for kernel, tried in CANDIDATES.items():
         for changes in tried:
 
@@ -257,6 +251,8 @@ def main() -> None:
     words = sys.argv[1:]
     if words[:1] == ["--check"]:
         check(words[1], int(words[2]))
+    elif words[:1] == ["--peer"]:
+        attempt("fla", lambda: peer(int(words[1])))
     elif words[:1] == ["--compile"]:
         compile_all(int(words[1]), int(words[2]))
     else:
@@ -266,6 +262,8 @@ def main() -> None:
         if "--tune" in words:
             parallel(*(["--compile", str(i), "12"] for i in range(12)))
             tune()
+        for n in ("4096", "16384", "65536"):  # it tunes itself in its first call, which takes long
+            parallel(["--peer", n])
 
 
 if __name__ == "__main__":

@@ -36,6 +36,36 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "norm_state = 1 * norm_state",
         "linear_backends",
     ),
+    "a delta kernel takes the triangle of a chunk for its own inverse": (
+        R + "ops/delta/triton_kernels.py",
+        "            d -= tl.dot(step, d, input_precision=DOT)\n",
+        "            d -= step\n",
+        "delta_triton",
+    ),
+    "segments of the delta rule do not add what they write": (
+        R + "ops/delta/triton_kernels.py",
+        "        new += whole * tl.load(N + at",
+        "        new += 0 * tl.load(N + at",
+        "delta_triton",
+    ),
+    "a delta kernel has no gradient for the end of a chunk's decay": (
+        R + "ops/delta/delta_grad_kernels.py",
+        "slope[None, :], 0.0), 1) + end\n",
+        "slope[None, :], 0.0), 1)\n",
+        "delta_triton",
+    ),
+    "a decoding step reads the slot that it writes": (
+        R + "ops/decode_step_kernels.py",
+        "        inside = (j < room) & (j != slot)\n",
+        "        inside = j < room\n",
+        "decode_step",
+    ),
+    "a decoding step sees free slots": (
+        R + "ops/decode_step_kernels.py",
+        "        seen = seen & (tl.load(VALID",
+        "        seen = seen | (tl.load(VALID",
+        "decode_step",
+    ),
     "kernels count a pair in every round that holds it": (
         R + "ops/bucket/triton_kernels.py",
         "            seen = seen & ~within(at[r][None, :], ranges[r][0][:, None], ranges[r][1][:, None])\n",

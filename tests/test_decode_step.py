@@ -94,6 +94,15 @@ def test_a_step_is_the_attention_of_one_query(pattern: str) -> None:
     assert fixed.k[:, :, 21:].isnan().all() and torch.equal(fixed.at[:, :21], whole.at[:, :21])
 
 
+def test_few_programs_load_keys_before_their_positions() -> None:
+    """A single row is computed without waiting for positions, and free slots may hold NaN."""
+    fixed = static(cache(20)[0], 27)
+    places = torch.full((B, 1), 20, device=DEVICE)
+    call = StepCall(tokens(H, 1, D), fixed.k, fixed.v, fixed.at, fixed.valid, places, StepWindow(6, 1, 2, 0), 0.4)
+    row = StepCall(*(x[:1] for x in call[:6]), *call[6:])
+    torch.testing.assert_close(decoding_step(row), decoding_step(call)[:1])
+
+
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     log, places = cache(20)
     call = StepCall(tokens(H, 1, D), log.keys, log.values, log.at, log.valid, places.at, StepWindow(-1, 1, 0, 0), 1.0)

@@ -27,26 +27,50 @@ CASES = [  # pattern, query and key heads, span, causal, what else
     ("PerHead([Local(6), Local(40)]) | Columns(first=1)", 2, 1, Span(0, 100, 0, 100), True, "dropout"),
     ("Edges([[0, 1, 60, 3, 9], [2, 3, 5, 60, 9]], nodes=70) | Local(2)", 1, 1, Span(0, 70, 0, 70), False, ""),
 ]
+CLASSED = [  # the same with numbers by query and distance class, up to a distance
+    ("Everything()", 1, 1, Span(0, 150, 0, 150), False, "valid dropout", 9),
+    ("Local(100)", 1, 1, Span(40, 90, 21, 109), True, "alibi dropout", 40),
+    ("Local(20)", 1, 1, Span(0, 70, 0, 70), False, "", 0),
+    ("Local(30) | Global(first=2, at=[33])", 1, 1, Span(0, 100, 0, 100), False, "valid dropout", 5),
+    ("PerHead([Local(6), Local(40)]) | Columns(first=1)", 2, 1, Span(0, 70, 0, 70), True, "dropout", 3),
+    ("Stride(3) | Local(4)", 2, 1, Span(40, 50, 21, 69), False, "valid dropout", 7),
+    ("Dilated(4, 3)", 1, 1, Span(0, 70, 0, 70), False, "", 4),
+]
 
 
 def results(backend, dtype, text, inputs, span, **options):
     """Outputs, log-sum-exp and all gradients, for the same seed."""
     x = [y.detach().to(dtype).requires_grad_() for y in inputs]
+    bias = options["bias"]
+    if bias is not None and bias.by_query is not None:
+        by_query = bias.by_query.detach().to(dtype).requires_grad_()
+        options["bias"] = bias._replace(by_query=by_query)
+        wanted = [*x, by_query]
+    else:
+        wanted = x
     torch.manual_seed(3)
     patterns = HeadPatterns.of(Pattern.parse(text), x[0].shape[1])
     out, lse = tile_attention(*x, patterns, span, scale=0.5, backend=backend, **options)
     up = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
     loss = (out * up).sum() + (lse * (lse > -1e29)).sin().sum()
-    return [out, lse, *torch.autograd.grad(loss, x)]
+    return [out, lse, *torch.autograd.grad(loss, wanted)]
 
 
-def compare(text, h, g, span, causal, more, d=6, e=5):
+def bias_of(more, h, n, clip):
+    """ALiBi, numbers by query and class with the weights of classes, both, or nothing."""
+    slopes = torch.tensor([0.5, 0.1], device=DEVICE)[:h] if "alibi" in more else None
+    if clip is not None:
+        return ScoreBias(slopes, clip, torch.randn(1, h, n, 2 * clip + 1, device=DEVICE).double(), mass=True)
+    return None if slopes is None else ScoreBias(slopes)
+
+
+def compare(text, h, g, span, causal, more, d=6, e=5, clip=None):
     shapes = ((h, span.n, d), (g, span.m, d), (g, span.m, e))
     inputs = [torch.randn(1, *shape, dtype=torch.float64, device=DEVICE).float().double() for shape in shapes]
     options = {
         "causal": causal,
         "valid": torch.rand(1, span.m, device=DEVICE) > 0.2 if "valid" in more else None,
-        "bias": ScoreBias(slopes=torch.tensor([0.5, 0.1], device=DEVICE)[:h]) if "alibi" in more else None,
+        "bias": bias_of(more, h, span.n, clip),
         "dropout": 0.3 if "dropout" in more else 0.0,
     }
     found = results("triton", torch.float32, text, inputs, span, **options)
@@ -60,6 +84,24 @@ def test_kernels_compute_the_reference(text, h, g, span, causal, more):
     compare(text, h, g, span, causal, more)
 
 
+@pytest.mark.parametrize(("text", "h", "g", "span", "causal", "more", "clip"), CLASSED, ids=[case[0] for case in CLASSED])
+def test_kernels_add_numbers_by_distance_and_return_the_weights_of_classes(text, h, g, span, causal, more, clip):
+    compare(text, h, g, span, causal, more, clip=clip)
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_numbers_by_distance_and_weights_of_classes_need_not_come_together(keys):
+    """As with positions="relative(values=False)"."""
+    x = [torch.randn(1, 1, 70, 8, device=DEVICE, dtype=torch.float64) for _ in range(3)]
+    by_query = torch.randn(1, 1, 70, 7, device=DEVICE, dtype=torch.float64) if keys else None
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        bias = ScoreBias(clip=3, by_query=None if by_query is None else by_query.to(dtype), mass=not keys)
+        found.append(results(backend, dtype, "Local(9)", x, Span(0, 70, 0, 70), bias=bias))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
 def test_long_rows_of_tiles_are_cut_and_merged(monkeypatch):
     """As those of global tokens are in long sequences, also where heads that share keys have patterns of their own."""
     monkeypatch.setattr(tile_list, "PIECE", 1)
@@ -68,6 +110,7 @@ def test_long_rows_of_tiles_are_cut_and_merged(monkeypatch):
         span = Span(0, 140, 0, 140)
         compare("Local(8) | Global(first=2)", 2, 1, span, False, "dropout")
         compare("PerHead([Local(6), Local(90)]) | Columns(first=1)", 2, 1, span, False, "")
+        compare("Local(8) | Global(first=2)", 1, 1, span, False, "dropout", clip=9)
     finally:
         regard.clear_caches()
 
@@ -103,7 +146,10 @@ def test_a_layer_with_kernels_computes_the_same():
     [
         ({"dtype": torch.float64}, "float16, bfloat16 and float32, not float64"),
         ({"d": 300}, "at most 128 columns of this type, here 300"),
-        ({"bias": ScoreBias(clip=1, by_query=torch.zeros(1, 1, 8, 3), mass=True)}, "not one by query and distance"),
+        (
+            {"bias": ScoreBias(clip=1 << 28, mass=True)},
+            "the 536870913 distance classes of one sequence have more than 2.31 elements",
+        ),
         ({"text": "Stride(3) | Global(first=1)"}, "a stride together with other tokens than one window"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The command line: mechanisms (`list`, `show`, `bench`), tasks and training (`tasks`, `train`), trained runs
+"""The command line: mechanisms (`list`, `show`, `bench`), kernels (`tune`), tasks and training (`tasks`, `train`), trained runs
 (`evaluate`, `predict`, `distil`).
 """
 
@@ -18,6 +18,7 @@ from regard.cli.mechanisms import list_, show
 from regard.cli.signals import Stoppable, handled_signals
 from regard.cli.task_list import tasks
 from regard.cli.train import train
+from regard.cli.tune_command import tune
 
 app = typer.Typer(cls=Stoppable, help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
 
@@ -64,5 +65,5 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
 
 
 app.command("list")(list_)
-for _command in (show, bench, tasks, train, evaluate, predict, distil):
+for _command in (show, bench, tune, tasks, train, evaluate, predict, distil):
     app.command()(_command)

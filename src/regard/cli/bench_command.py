@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli.bench_tables import print_models, print_speed
-from regard.cli.console import sentences
+from regard.cli.console import one_of, progress_reporter, sentences
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from regard.bench.record import Report, Save
+    from regard.bench.record import Save
     from regard.spec import Spec
 
 MIXERS = ("softmax", "Local(256)", "Local(128) | Global(first=2)", "linear", "retention")
@@ -70,7 +70,7 @@ def bench(
         if out is not None:
             _painter_of_speed()  # before anything is measured
         where = choose_device(device)
-        kind = _one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
+        kind = one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
         common: dict[str, Any] = {"mixers": _specs(mixers or list(MIXERS)), "lengths": _lengths(lengths or LENGTHS[where])}
         common |= {"tokens": tokens or TOKENS[where], "heads": heads, "device": where}
         common |= {"dtype": kind, "seed": seed, "seconds": seconds}
@@ -78,8 +78,8 @@ def bench(
         if model:
             record = _run_models(common, compiled, save)
         else:
-            forms = FORM_NAMES[_one_of("form", form, tuple(FORM_NAMES))]
-            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": _one_of("level", level, LEVEL_NAMES)}
+            forms = FORM_NAMES[one_of("form", form, tuple(FORM_NAMES))]
+            more: dict[str, Any] = {"forms": forms, "passes": _passes(passes), "level": one_of("level", level, LEVEL_NAMES)}
             more |= {"peers": against, "step_batch": batch, "dim": dim, "backend": backend, "graphs": graphs}
             record = _run_speed(common | more, save)
         if out is not None:
@@ -111,7 +111,7 @@ def _run_speed(options: dict[str, Any], save: Save) -> dict[str, Any]:
 
     check_backend(options["backend"])
     options["peers"] = tuple(chosen_peers(options["peers"]))
-    return speed_record(Request(**options), _reporter(), save)
+    return speed_record(Request(**options), progress_reporter(), save)
 
 
 def _run_models(options: dict[str, Any], compiled: bool, save: Save) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _run_models(options: dict[str, Any], compiled: bool, save: Save) -> dict[str
     from regard.bench.whole_models import ModelRequest
 
     forms = (False, True) if compiled else (False,)
-    return model_record(ModelRequest(**options, compiled=forms), _reporter(), save)
+    return model_record(ModelRequest(**options, compiled=forms), progress_reporter(), save)
 
 
 def _specs(texts: list[str]) -> tuple[Spec, ...]:
@@ -159,32 +159,7 @@ def _passes(text: str) -> tuple[str, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise ValueError("--passes names no pass: write for example --passes forward,both")
-    return tuple(dict.fromkeys(names[_one_of("passes", word, PASS_NAMES)] for word in words))
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
-    return value
-
-
-def _reporter() -> Report:
-    """Progress on stderr, with the time left."""
-    from rich.console import Console
-
-    from regard.training.progress import Progress, progress
-
-    shown: list[Progress] = []
-
-    def report(done: int, total: int, text: str) -> None:
-        if not shown:
-            shown.append(progress(total, console=Console(stderr=True)))
-        shown[0].score = text
-        shown[0].step(done)
-        if done == total:
-            shown[0].close()
-
-    return report
+    return tuple(dict.fromkeys(names[one_of("passes", word, PASS_NAMES)] for word in words))
 
 
 def _writer(path: Path | None) -> Save:

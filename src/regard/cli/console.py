@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -76,6 +76,30 @@ def plain_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """Return a value that is allowed, or raise a ValueError."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+    return value
+
+
+def progress_reporter() -> Callable[[int, int, str], None]:
+    """Return a function that shows progress on stderr, with the time left: steps done, all steps, a text."""
+    from regard.training.progress import Progress, progress
+
+    shown: list[Progress] = []
+
+    def report(done: int, total: int, text: str) -> None:
+        if not shown:
+            shown.append(progress(total, console=Console(stderr=True)))
+        shown[0].score = text
+        shown[0].step(done)
+        if done == total:
+            shown[0].close()
+
+    return report
 
 
 def number(value: float) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.triton_support import block_of, kernel_config, triton_cannot_run
+from regard.ops.triton_support import SMALLEST_DOT, block_of, kernel_config, triton_cannot_run
 from regard.patterns import Columns, Pattern, Rows
 from regard.patterns.algebra import Alternative
 from regard.patterns.relative import Band
@@ -103,7 +103,9 @@ def decoding_step(call: StepCall) -> Tensor:
     (b, h, _, d), (g, room), e = q.shape, k.shape[1:3], v.shape[-1]
     k, v, at, valid = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, at, valid))
     out = v.new_empty(b, h, 1, e)
-    config = kernel_config("window_step", "any", k.device)
+    config = dict(kernel_config("window_step", "any", k.device))
+    few = b * h <= config.pop("eager")
+    tile = min(config.pop("BM"), max(SMALLEST_DOT, 1 << (room - 1).bit_length()))
     strides = [*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], at.stride(0), valid.stride(0), where.stride(0)]
     for x in (new_k, new_v):
         strides += (0, 0) if x is None else x.stride()[:2]
@@ -117,8 +119,10 @@ def decoding_step(call: StepCall) -> Tensor:
         E=e,
         BD=block_of(d, k.device),
         BE=block_of(e, k.device),
+        BM=tile,
         WRITES=slot is not None,
         STEPS=window.step > 1,
+        EAGER=few,
         **config,
     )
     return out

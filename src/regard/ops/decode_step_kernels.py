@@ -12,12 +12,13 @@ def window_step_kernel(
     sqb, sqh, skb, skg, skm, svb, svg, svm, sab, seb, sxb, syb, syg, szb, szg,
     room, scale, back, step, first, rows,
     H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, WRITES: tl.constexpr, STEPS: tl.constexpr,
+    BM: tl.constexpr, WRITES: tl.constexpr, STEPS: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     """One query head: softmax over the slots whose positions the query at WHERE (b) may see.
 
     A gap of 0 to `back`, a multiple of `step` (STEPS: step > 1), a key below `first` or a query below `rows` makes a pair; no
-    later key does. WRITES: the new key goes into SLOT and counts at gap 0, whatever the cache holds there.
+    later key does. WRITES: the new key goes into SLOT and counts at gap 0, whatever the cache holds there. EAGER: keys and
+    values are loaded without waiting for their positions, also those that are not seen.
     """
     b, h = tl.program_id(0), tl.program_id(1)
     g = h // SHARE
@@ -49,8 +50,11 @@ def window_step_kernel(
             near = near & (gap % step == 0)
         seen = inside & (gap >= 0) & (near | (i - gap < first) | (i < rows))
         seen = seen & (tl.load(VALID + b * seb + j, mask=inside, other=0) != 0)
-        key = tl.load(keys + j[:, None] * skm + d[None, :], mask=seen[:, None] & (d[None, :] < D), other=0.0)
-        value = tl.load(values + j[:, None] * svm + e[None, :], mask=seen[:, None] & (e[None, :] < E), other=0.0)
+        wanted = inside if EAGER else seen
+        key = tl.load(keys + j[:, None] * skm + d[None, :], mask=wanted[:, None] & (d[None, :] < D), other=0.0)
+        value = tl.load(values + j[:, None] * svm + e[None, :], mask=wanted[:, None] & (e[None, :] < E), other=0.0)
+        if EAGER:
+            value = tl.where(seen[:, None], value, 0.0)  # free slots may hold anything
         score = tl.where(seen, tl.sum(key.to(tl.float32) * q[None, :], 1), float("-inf"))
         highest = tl.maximum(top, tl.max(score, 0))
         safe = tl.where(highest == float("-inf"), 0.0, highest)

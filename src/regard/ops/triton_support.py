@@ -2,21 +2,23 @@
 
 Triton is optional, and importing it takes time: a module of kernels (`triton_kernels.py` beside a backend) is imported by the
 first call. TRITON_INTERPRET=1, set before that, runs kernels on a CPU in Triton's interpreter: slow, for tests.
+REGARD_TUNED=FILE, set before that, reads configurations of kernels from a file too: see `regard.ops.tuned_table`.
 """
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TUNED = Path(__file__).with_name("tuned.json")
+from regard.ops.tuned_table import KernelConfig, TunedTable, current_table, find_config
+
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
 INSTALLED = find_spec("triton") is not None  # not a cached function: torch.compile cannot trace those
@@ -66,23 +68,52 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=1)
-def _tuned() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    return json.loads(TUNED.read_text())
+def _tuned() -> TunedTable:
+    return current_table()
 
 
 @lru_cache(maxsize=256)
-def _config(card: str, kernel: str, key: str) -> dict[str, int]:
-    for table in (_tuned().get(card, {}), _tuned()["default"]):
-        configs = table.get(kernel, {})
-        for name in (key, "any"):
-            if name in configs:
-                return configs[name]
-    raise KeyError(f"{TUNED.name} has no configuration of {kernel} for {key}, and none for any")
+def _config(card: str, kernel: str, key: str) -> KernelConfig:
+    return find_config(_tuned(), card, kernel, key)
 
 
 @lru_cache(maxsize=16)
-def _card(device: torch.device) -> str:
+def card_name(device: torch.device) -> str:
+    """Return the name of a device in tables of configurations."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+def read_tables_again() -> None:
+    """Forget the configurations in use: the next kernel reads the tables from their files."""
+    _tuned.cache_clear()
+    _config.cache_clear()
+
+
+class ConfigTrial:
+    """Hold configurations that replace those of the table for a while, and all that were used, by kernel and key."""
+
+    def __init__(self, changes: Mapping[tuple[str, str], KernelConfig]) -> None:
+        self.changes = changes
+        self.used: dict[tuple[str, str], KernelConfig] = {}
+
+    def take(self, kernel: str, key: str, tuned: KernelConfig) -> KernelConfig:
+        found = self.changes.get((kernel, key), tuned)
+        self.used[kernel, key] = found
+        return found
+
+
+_trials: list[ConfigTrial] = []  # the last one counts, in all threads: autograd has threads of its own
+
+
+@contextmanager
+def trial_configs(changes: Mapping[tuple[str, str], KernelConfig]) -> Iterator[ConfigTrial]:
+    """Use other configurations inside, by kernel and key; yields a record of all that kernels used."""
+    trial = ConfigTrial(changes)
+    _trials.append(trial)
+    try:
+        yield trial
+    finally:
+        _trials.remove(trial)
 
 
 def kernel_config(kernel: str, key: str, device: torch.device) -> dict[str, Any]:
@@ -90,4 +121,5 @@ def kernel_config(kernel: str, key: str, device: torch.device) -> dict[str, Any]
 
     key: what the best sizes depend on, as text, such as "half 64" for a type and a head size; "any" serves all others.
     """
-    return _config(_card(device), kernel, key)
+    found = _config(card_name(device), kernel, key)
+    return _trials[-1].take(kernel, key, found) if _trials else found

@@ -15,11 +15,11 @@ from regard.ops.bucket.triton_kernels import (
     earlier_places,
     earlier_ranges,
     head_at,
-    load_rows,
+    load_tokens,
     number_of_places,
     other_places,
     seeing_places,
-    store_rows,
+    store_tokens,
     within,
 )
 from regard.ops.triton_math import LOG2E, hash_keeps
@@ -59,20 +59,21 @@ def bucket_query_grads(
     last = tl.load(ORDER + 2 * total + p, mask=inside, other=-1)
     low, high = other_places(p, first, last, reach, CAUSAL, OWN)
     number = number_of_places(low, high)
-    ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
-    q = load_rows(Q, token, sqn, inside, D, BD)
-    grad = load_rows(GRAD, token, sgn, inside, E, BE)
+    ranges = earlier_ranges(MARKS, token, inside, n, total, reach, ROUND, CAUSAL, False)
+    q = load_tokens(Q, token, sqn, inside, D, BD)
+    grad = load_tokens(GRAD, token, sgn, inside, E, BE)
     lse = tl.load(LSE + token, mask=inside, other=LONELY)
     delta = tl.load(DELTA + token, mask=inside, other=0.0)
     if DROP:
         asking = tl.load(ASKING + wide * n + token, mask=inside, other=0)
     dq = tl.zeros([BM, BD], tl.float32)
-    for j0 in range(tl.min(low), tl.max(high) + 1, BN):
+    stop = tl.max(high) + 1
+    for j0 in range(tl.min(low), stop, BN):
         j = j0 + tl.arange(0, BN)
-        there = j < n
+        there = j < stop
         key = tl.load(ORDER + j, mask=there, other=0)
-        k = load_rows(K, key, skn, there, D, BD)
-        v = load_rows(V, key, svn, there, E, BE)
+        k = load_tokens(K, key, skn, there, D, BD)
+        v = load_tokens(V, key, svn, there, E, BE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if UNIT:
             short = tl.load(SHORT + key, mask=there, other=0.0)
@@ -96,11 +97,11 @@ def bucket_query_grads(
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq *= scale
     if ROUND > 0:
-        dq += load_rows(SUM, token, D, inside, D, BD)
+        dq += load_tokens(SUM, token, D, inside, D, BD)
     if LAST_ROUND:
-        store_rows(DQ, token, sdn, dq, inside, D, BD)
+        store_tokens(DQ, token, sdn, dq, inside, D, BD)
     else:
-        store_rows(SUM, token, D, dq, inside, D, BD)
+        store_tokens(SUM, token, D, dq, inside, D, BD)
 
 
 @triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "threshold"])
@@ -138,10 +139,11 @@ def bucket_key_grads(
     key = tl.load(ORDER + p, mask=there, other=0)
     first = tl.load(ORDER + total + p, mask=there, other=n)
     last = tl.load(ORDER + 2 * total + p, mask=there, other=-1)
-    low, high = seeing_places(p, first, last, reach, CAUSAL)
-    at = earlier_places(MARKS, key, there, n, ROUND)
-    k = load_rows(K, key, skn, there, D, BD)
-    v = load_rows(V, key, svn, there, E, BE)
+    low, high = seeing_places(p, first, last, reach, CAUSAL, OWN)
+    number = number_of_places(low, high)
+    ranges = earlier_ranges(MARKS, key, there, n, total, reach, ROUND, CAUSAL, True)
+    k = load_tokens(K, key, skn, there, D, BD)
+    v = load_tokens(V, key, svn, there, E, BE)
     factor = tl.full([BN], scale * LOG2E, tl.float32)
     if UNIT:
         short = tl.load(SHORT + key, mask=there, other=0.0)
@@ -150,24 +152,22 @@ def bucket_key_grads(
         keyed = tl.load(THERE + key, mask=there, other=0)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BE], tl.float32)
-    for i0 in range(tl.min(low), tl.max(high) + 1, BM):
+    stop = tl.max(high) + 1
+    for i0 in range(tl.min(low), stop, BM):
         i = i0 + tl.arange(0, BM)
-        inside = i < n
+        inside = i < stop
         token = tl.load(ORDER + i, mask=inside, other=0)
-        first_there = tl.load(ORDER + total + i, mask=inside, other=n)
-        last_there = tl.load(ORDER + 2 * total + i, mask=inside, other=-1)
-        from_place, to_place = other_places(i, first_there, last_there, reach, CAUSAL, OWN)
-        q = load_rows(Q, token, sqn, inside, D, BD)
-        grad = load_rows(GRAD, token, sgn, inside, E, BE)
+        q = load_tokens(Q, token, sqn, inside, D, BD)
+        grad = load_tokens(GRAD, token, sgn, inside, E, BE)
         lse = tl.load(LSE + token, mask=inside, other=LONELY)
         delta = tl.load(DELTA + token, mask=inside, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * factor[:, None]
-        seen = within(p[:, None], from_place[None, :], number_of_places(from_place, to_place)[None, :])
+        seen = within(i[None, :], low[:, None], number[:, None])
         if not OWN and not CAUSAL:
             seen = seen & (p[:, None] != i[None, :])
-        ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
+        at = earlier_places(MARKS, token, inside, n, ROUND)
         for r in tl.static_range(ROUND):
-            seen = seen & ~within(at[r][:, None], ranges[r][0][None, :], ranges[r][1][None, :])
+            seen = seen & ~within(at[r][None, :], ranges[r][0][:, None], ranges[r][1][:, None])
         w = tl.exp2(tl.where(seen, s, HIDDEN) - lse[None, :])
         dw = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
         dropped = w
@@ -180,11 +180,11 @@ def bucket_key_grads(
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk *= scale
     if ROUND > 0:
-        dk += load_rows(SUM_K, key, D, there, D, BD)
-        dv += load_rows(SUM_V, key, E, there, E, BE)
+        dk += load_tokens(SUM_K, key, D, there, D, BD)
+        dv += load_tokens(SUM_V, key, E, there, E, BE)
     if not LAST_ROUND:
-        store_rows(SUM_K, key, D, dk, there, D, BD)
-        store_rows(SUM_V, key, E, dv, there, E, BE)
+        store_tokens(SUM_K, key, D, dk, there, D, BD)
+        store_tokens(SUM_V, key, E, dv, there, E, BE)
     else:
         if UNIT:
             unit = k.to(tl.float32) * short[:, None]
@@ -192,10 +192,10 @@ def bucket_key_grads(
             dk = (dk - unit * along[:, None]) * short[:, None]
         if not OWN:
             alone = there & (last >= 0) & (tl.load(LSE + key, mask=there, other=0.0) == LONELY)
-            own_grad = load_rows(GRAD, key, sgn, alone, E, BE).to(tl.float32)
+            own_grad = load_tokens(GRAD, key, sgn, alone, E, BE).to(tl.float32)
             if DROP:
                 kept = hash_keeps(tl.load(ASKING + wide * n + key, mask=there, other=0), keyed, threshold)
                 own_grad = own_grad * tl.where(kept, keep, 0.0)[:, None]
             dv += own_grad
-        store_rows(DK, key, sdkn, dk, there, D, BD)
-        store_rows(DV, key, sdvn, dv, there, E, BE)
+        store_tokens(DK, key, sdkn, dk, there, D, BD)
+        store_tokens(DV, key, sdvn, dv, there, E, BE)

@@ -61,10 +61,7 @@ def sorted_places(call: BucketCall) -> Tensor:
     first, last = torch.empty(2, groups, dtype=torch.int32, device=codes.device)
     kernels.label_bounds[grid](codes, first, last, n, tiles, bits, SIZE=PLACE_BLOCK)
     places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
-    reach = min(call.reach, n)
-    kernels.token_places[grid](
-        codes, first, last, places, n, tiles, total, call.buckets, bits, reach, CAUSAL=call.causal, MARKS=r > 1, SIZE=PLACE_BLOCK
-    )
+    kernels.token_places[grid](codes, first, last, places, n, tiles, total, call.buckets, bits, MARKS=r > 1, SIZE=PLACE_BLOCK)
     return places
 
 

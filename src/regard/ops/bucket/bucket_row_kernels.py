@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.ops.bucket.triton_kernels import head_at, load_rows, store_rows
+from regard.ops.bucket.triton_kernels import head_at, load_tokens, store_tokens
 
 
 @triton.jit(do_not_specialize=["n", "heads", "tiles"])
@@ -19,7 +19,7 @@ def largest_products(
     row = pid // tiles
     i = pid % tiles * BM + tl.arange(0, BM)
     inside = i < n
-    k = load_rows(head_at(K, row, skb, skh, heads, SHARE), i, skn, inside, D, BD)
+    k = load_tokens(head_at(K, row, skb, skh, heads, SHARE), i, skn, inside, D, BD)
     if not ALIKE:
         k = k.to(tl.float32)
     c = tl.arange(0, BD)
@@ -63,11 +63,11 @@ def gather_rows(
     first = row.to(tl.int64) * each
     token = tl.load(TAKEN + first + i, mask=inside, other=rows)
     real = token < rows
-    x = load_rows(head_at(X, row, sb, sh, heads, 1), token - row * n, sn, real, E, BE)
+    x = load_tokens(head_at(X, row, sb, sh, heads, 1), token - row * n, sn, real, E, BE)
     if MEAN:
         times = tl.load(STARTS + token + 1, mask=real, other=1) - tl.load(STARTS + token, mask=real, other=0)
         x = x.to(tl.float32) / times.to(tl.float32)[:, None]
-    store_rows(Y + first * E, i, E, x, inside, E, BE)
+    store_tokens(Y + first * E, i, E, x, inside, E, BE)
 
 
 @triton.jit(do_not_specialize=["n", "heads", "tiles"])
@@ -86,7 +86,7 @@ def sum_rows(
     for number in range(0, tl.max(times)):
         there = number < times
         slot = tl.load(SLOTS + first + number, mask=there, other=0)
-        total += load_rows(X, slot, E, there, E, BE).to(tl.float32)
+        total += load_tokens(X, slot, E, there, E, BE).to(tl.float32)
     if MEAN:
         total = total / tl.maximum(times, 1).to(tl.float32)[:, None]
-    store_rows(head_at(OUT, row, sb, sh, heads, 1), i, sn, total, inside, E, BE)
+    store_tokens(head_at(OUT, row, sb, sh, heads, 1), i, sn, total, inside, E, BE)

@@ -80,10 +80,12 @@ def within(place, low, number):
 
 
 @triton.jit
-def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
-    """Return the first and the last place whose tokens see the tokens at places p."""
+def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr, OWN: tl.constexpr):
+    """Return the first and the last place whose tokens see the tokens at places p; without the token itself, where it is the
+    first of them and does not count.
+    """
     if CAUSAL:
-        low = tl.maximum(first, p)
+        low = tl.maximum(first, p if OWN else p + 1)
         high = tl.minimum(last, p + reach - 1)
     else:
         start = p // reach * reach
@@ -92,13 +94,12 @@ def seeing_places(p, first, last, reach, CAUSAL: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["n", "tiles", "total", "buckets", "bits", "reach"])
+@triton.jit(do_not_specialize=["n", "tiles", "total", "buckets", "bits"])
 def token_places(
-    CODES, FIRST, LAST, PLACES, n, tiles, total, buckets, bits, reach,
-    CAUSAL: tl.constexpr, MARKS: tl.constexpr, SIZE: tl.constexpr,
+    CODES, FIRST, LAST, PLACES, n, tiles, total, buckets, bits, MARKS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place, and the
-    first and the last place that it sees. Padding sees no place.
+    """Write PLACES (3 or 6, lines n): by place its token, the first and the last place of its label; by token its place and the
+    same two. For padding these are n and -1: a range without places.
     """
     pid = tl.program_id(0)
     total = total.to(tl.int64)
@@ -116,14 +117,13 @@ def token_places(
     tl.store(PLACES + total + place, first, mask=inside)
     tl.store(PLACES + 2 * total + place, last, mask=inside)
     if MARKS:
-        low, high = seen_places(place, first, last, reach, CAUSAL)
         tl.store(PLACES + 3 * total + token, place, mask=inside)
-        tl.store(PLACES + 4 * total + token, low, mask=inside)
-        tl.store(PLACES + 5 * total + token, high, mask=inside)
+        tl.store(PLACES + 4 * total + token, first, mask=inside)
+        tl.store(PLACES + 5 * total + token, last, mask=inside)
 
 
 @triton.jit
-def load_rows(X, token, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_tokens(X, token, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load rows of tokens, (tokens, BLOCK); columns behind SIZE are 0."""
     c = tl.arange(0, BLOCK)
     at = X + token.to(tl.int64)[:, None] * stride + c[None, :]
@@ -133,7 +133,7 @@ def load_rows(X, token, stride, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def store_rows(X, token, stride, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def store_tokens(X, token, stride, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     c = tl.arange(0, BLOCK)
     at = X + token.to(tl.int64)[:, None] * stride + c[None, :]
     tl.store(at, x.to(X.dtype.element_ty), mask=inside[:, None] & (c[None, :] < SIZE))
@@ -148,19 +148,24 @@ def head_at(X, row, sb, sh, heads, share):
 
 
 @triton.jit
-def earlier_ranges(MARKS, token, inside, n, total, ROUND: tl.constexpr):
-    """Load what queries see in the rounds before ROUND: a tuple of first places and numbers of places."""
+def earlier_ranges(MARKS, token, inside, n, total, reach, ROUND: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
+    """Return what queries see in the rounds before ROUND, or which queries see KEYS: a tuple of first places and numbers."""
     found = ()
     for r in tl.static_range(ROUND):
-        low = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
-        high = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=0)
+        p = tl.load(MARKS + r * n + token, mask=inside, other=0)
+        first = tl.load(MARKS + total + r * n + token, mask=inside, other=1)
+        last = tl.load(MARKS + 2 * total + r * n + token, mask=inside, other=-1)
+        if KEYS:
+            low, high = seeing_places(p, first, last, reach, CAUSAL, True)
+        else:
+            low, high = seen_places(p, first, last, reach, CAUSAL)
         found = found + ((low, number_of_places(low, high)),)  # type: ignore[assignment]  # noqa: RUF005 - what Triton compiles
     return found
 
 
 @triton.jit
 def earlier_places(MARKS, token, inside, n, ROUND: tl.constexpr):
-    """Load the places of keys in the rounds before ROUND, as a tuple."""
+    """Load the places of tokens in the rounds before ROUND, as a tuple."""
     found = ()
     for r in tl.static_range(ROUND):
         found = found + (tl.load(MARKS + r * n + token, mask=inside, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
@@ -199,24 +204,25 @@ def bucket_forward(
     last = tl.load(ORDER + 2 * total + p, mask=inside, other=-1)
     low, high = other_places(p, first, last, reach, CAUSAL, OWN)
     number = number_of_places(low, high)
-    ranges = earlier_ranges(MARKS, token, inside, n, total, ROUND)
-    q = load_rows(Q, token, sqn, inside, D, BD)
+    ranges = earlier_ranges(MARKS, token, inside, n, total, reach, ROUND, CAUSAL, False)
+    q = load_tokens(Q, token, sqn, inside, D, BD)
     if DROP:
         asking = tl.load(ASKING + row.to(tl.int64) * n + token, mask=inside, other=0)
     if ROUND > 0:
-        acc = load_rows(SUM, token, E, inside, E, BE)
+        acc = load_tokens(SUM, token, E, inside, E, BE)
         top = tl.load(LSE + token, mask=inside, other=FLOOR)
         weight = tl.where(top > FLOOR, 1.0, 0.0)
     else:
         acc = tl.zeros([BM, BE], tl.float32)
         top = tl.full([BM], FLOOR, tl.float32)
         weight = tl.zeros([BM], tl.float32)
-    for j0 in range(tl.min(low), tl.max(high) + 1, BN):
+    stop = tl.max(high) + 1
+    for j0 in range(tl.min(low), stop, BN):
         j = j0 + tl.arange(0, BN)
-        there = j < n
+        there = j < stop
         key = tl.load(ORDER + j, mask=there, other=0)
-        k = load_rows(K, key, skn, there, D, BD)
-        v = load_rows(V, key, svn, there, E, BE)
+        k = load_tokens(K, key, skn, there, D, BD)
+        v = load_tokens(V, key, svn, there, E, BE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if UNIT:
             short = tl.load(SHORT + key, mask=there, other=0.0)
@@ -245,17 +251,17 @@ def bucket_forward(
     acc = acc / safe[:, None]
     lse = top + tl.log2(safe)
     if not LAST_ROUND:
-        store_rows(SUM, token, E, acc, inside, E, BE)
+        store_tokens(SUM, token, E, acc, inside, E, BE)
         tl.store(LSE + token, lse, mask=inside)
     else:
         if not OWN:
             alone = inside & (weight == 0) & (last >= 0)
-            value = load_rows(V, token, svn, alone, E, BE).to(tl.float32)
+            value = load_tokens(V, token, svn, alone, E, BE).to(tl.float32)
             if DROP:
                 kept = hash_keeps(asking, tl.load(THERE + token, mask=inside, other=0), threshold)
                 value = value * tl.where(kept, keep, 0.0)[:, None]
             acc += value
-        store_rows(OUT, token, son, acc, inside, E, BE)
+        store_tokens(OUT, token, son, acc, inside, E, BE)
         tl.store(LSE + token, tl.where(some, lse, LONELY), mask=inside)
 
 
@@ -268,7 +274,7 @@ def output_products(
     row = pid // tiles
     i = pid % tiles * BM + tl.arange(0, BM)
     inside = i < n
-    out = load_rows(head_at(OUT, row, sob, soh, heads, 1), i, son, inside, E, BE)
-    grad = load_rows(head_at(GRAD, row, sgb, sgh, heads, 1), i, sgn, inside, E, BE)
+    out = load_tokens(head_at(OUT, row, sob, soh, heads, 1), i, son, inside, E, BE)
+    grad = load_tokens(head_at(GRAD, row, sgb, sgh, heads, 1), i, sgn, inside, E, BE)
     product = out.to(tl.float32) * grad.to(tl.float32)
     tl.store(DELTA + row.to(tl.int64) * n + i, tl.sum(product, 1), mask=inside)

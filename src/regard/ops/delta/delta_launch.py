@@ -114,7 +114,8 @@ def delta_chunks(call: DeltaCall) -> tuple[Tensor, Tensor, DeltaChunks]:
     kernels.delta_prepare[grid](k, v, beta, decay, w, lost, new, whole, *strides, *sizes.lengths, **sizes.fixed, **config)
     after = sizes.empty(f, e)
     states = walk_states(sizes, lost, whole, new, state.contiguous(), after, back=False)
-    out = v.new_empty(sizes.b, sizes.g * sizes.share, sizes.n, e)
+    del new  # its memory is free for out
+    out = v.new_empty(sizes.b, sizes.n, sizes.g * sizes.share, e).transpose(1, 2)  # a layer joins the heads of a token
     if q is not None:
         config = sizes.config("delta_outputs")
         strides = _strides(q, k, v, beta, decay, out)
@@ -140,6 +141,7 @@ def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_stat
     )
     d_first = sizes.empty(sizes.f, sizes.e)
     d_states = walk_states(sizes, saved.lost, saved.whole, new, d_state.contiguous(), d_first, back=True)
+    del new  # its memory is free for gradients
     u, dv = torch.empty_like(dr), torch.empty_like(v)
     config = sizes.config("delta_value_grads")
     strides = _strides(k, v, beta, decay, dv)

@@ -18,7 +18,7 @@ from regard.ops.triton_support import triton_cannot_run
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 WIDEST_KEY = 128  # columns of a key: a state of more does not fit a program
-TENSORS = len(DeltaCall._fields)
+CALL_TENSORS = len(DeltaCall._fields)
 
 
 class TritonDelta:
@@ -84,7 +84,7 @@ class _DeltaFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_state: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        call, saved = DeltaCall(*tensors[:TENSORS]), DeltaChunks(*tensors[TENSORS:])
+        call, saved = DeltaCall(*tensors[:CALL_TENSORS]), DeltaChunks(*tensors[CALL_TENSORS:])
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return tuple(differentiable_grads(_plain, call, (d_out, d_state)))
         found = iter(delta_chunk_grads(call, saved, d_out, d_state))
@@ -127,7 +127,8 @@ def fake_delta_rule(q, k, v, beta, state, log_decay):  # noqa: ARG001
     heads = 0 if q is None else q.shape[1]
     matrices = k.new_empty(b, g, chunks, chunk, chunk), k.new_empty(b, g, chunks, f, f, dtype=turn_type(k.dtype))
     states = k.new_empty(b, g, chunks, dtype=torch.float32), k.new_empty(b, g, chunks, f, e)
-    return v.new_empty(b, heads, n, e), state.new_empty(b, g, f, e), *matrices, *states
+    out = v.new_empty(b, n, heads, e).transpose(1, 2)
+    return out, state.new_empty(b, g, f, e), *matrices, *states
 
 
 @_delta_operator_backward.register_fake
@@ -144,7 +145,7 @@ def keep_call(ctx: Any, inputs: tuple, output: tuple) -> None:
 def delta_grads(ctx: Any, d_out: Tensor, d_state: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operator: one for each tensor that is there."""
     found = iter(_delta_operator_backward(d_out, d_state, *ctx.saved_tensors))
-    return tuple(None if x is None else next(found) for x in ctx.saved_tensors[:TENSORS])
+    return tuple(None if x is None else next(found) for x in ctx.saved_tensors[:CALL_TENSORS])
 
 
 _delta_operator.register_autograd(delta_grads, setup_context=keep_call)

@@ -86,32 +86,20 @@ def _fade_back(level, C: tl.constexpr):
 
 @triton.jit
 def _inverse(a, C: tl.constexpr, DOT: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangle a (C C) in float32, without division.
+    """(I + a)^-1 of a strictly lower triangle a (C C), without division and without powers of a, which would lose all digits.
 
-    Blocks of 16 rows on the diagonal are solved row by row; with D their inverses and M = D (the rest of a), which is zero
-    after four products with itself, the inverse is (I - M) (I + M^2) D.
+    The inverses D of two neighbouring blocks on the diagonal, with what is between them in a, make that of a block twice as
+    large: D - D a D. Blocks begin with one row and end with all.
     """
-    BLOCKS: tl.constexpr = C // 16
-    which = tl.arange(0, BLOCKS)
-    own = which[:, None, None, None] == which[None, None, :, None]
-    blocks = tl.sum(tl.where(own, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    r = tl.arange(0, 16)
-    row, col = r[None, :, None], r[None, None, :]
-    w = tl.where((row == col) & (which[:, None, None] >= 0), 1.0, 0.0)
-    for i in range(1, 16):
-        weights = tl.sum(tl.where(row == i, blocks, 0.0), 1)
-        new = tl.sum(weights[:, :, None] * w, 1)
-        w = tl.where(row == i, w - new[:, None, :], w)
-    d = tl.reshape(tl.where(own, w[:, :, None, :], 0.0), [C, C])
-    if BLOCKS == 1:
-        return d
     i = tl.arange(0, C)
-    rest = tl.where(i[:, None] // 16 > i[None, :] // 16, a, 0.0)
-    m = tl.dot(d, rest, input_precision=DOT)
-    square = tl.dot(m, m, input_precision=DOT)
-    series = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - m + square
-    series -= tl.dot(m, square, input_precision=DOT)
-    return tl.dot(series, d, input_precision=DOT)
+    row, col = i[:, None], i[None, :]
+    d = tl.where(row == col, 1.0, 0.0) - tl.where(row // 2 == col // 2, a, 0.0)
+    for power in tl.static_range(1, 6):  # blocks of 2 ** power rows
+        if 2**power < C:
+            between = (row >> (power + 1) == col >> (power + 1)) & (row >> power != col >> power)
+            step = tl.dot(d, tl.where(between, a, 0.0), input_precision=DOT)
+            d -= tl.dot(step, d, input_precision=DOT)
+    return d
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -1,7 +1,7 @@
 """The backend "triton": fused kernels for tile attention, forward and backward, on CUDA devices.
 
-float16, bfloat16 and float32 with float32 sums; any length, grouped heads without copies, padding, ALiBi, dropout by pair.
-Results are deterministic. What the kernels do not compute (a bias by query, float64) is refused with a sentence.
+float16, bfloat16 and float32 with float32 sums; any length, grouped heads without copies, padding, ALiBi, relative positions,
+dropout by pair. Results are deterministic. What the kernels do not compute (float64, very wide heads) is refused with a sentence.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from regard.patterns.tile_list import TILE, KernelItems, KernelPlan, StridedBand
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 
 WIDEST_FLOAT_HEAD = 128  # the tiles of wider ones do not fit into the shared memory of a multiprocessor
+MASS_ROWS, MASS_COLUMNS = 64, 32  # queries and distance classes of a program that writes weights of classes
 FURTHEST = 1 << 31  # elements of one head that 32-bit offsets reach
 
 
@@ -41,8 +42,6 @@ class TritonTiles:
     def refuses(self, call: TileCall, plans: HeadPlans) -> str | None:
         if why := triton_cannot_run(call.q, call.k, call.v):
             return why
-        if call.bias is not None and (call.bias.by_query is not None or call.bias.mass):
-            return "its kernels add a bias by distance (ALiBi), not one by query and distance"
         widest = WIDEST_FLOAT_HEAD if call.q.dtype == torch.float32 else WIDEST_HEAD
         if max(call.q.shape[-1], call.v.shape[-1]) > widest:
             return f"a head has at most {widest} columns of this type, here {max(call.q.shape[-1], call.v.shape[-1])}"
@@ -50,7 +49,7 @@ class TritonTiles:
             return f"queries, keys and values are of one type, here {call.q.dtype}, {call.k.dtype} and {call.v.dtype}"
         if any(x.shape[2] * x.stride(2) >= FURTHEST for x in (call.q, call.k, call.v)):
             return "a head of one sequence reaches over more than 2^31 elements"
-        return _refused(plans)
+        return _refused_classes(call) or _refused(plans)
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
         return TritonPass(call, plans).forward()
@@ -59,6 +58,15 @@ class TritonTiles:
         self, call: TileCall, plans: HeadPlans, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None
     ) -> Gradients:
         return TritonPass(call, plans).backward(out, lse, d_out, d_lse)
+
+
+def _refused_classes(call: TileCall) -> str | None:
+    if call.bias is None or (call.bias.by_query is None and not call.bias.mass):
+        return None
+    _, h, n, _ = call.q.shape
+    if h * n * (call.v.shape[-1] + call.bias.classes) >= FURTHEST:
+        return f"the {call.bias.classes} distance classes of one sequence have more than 2^31 elements"
+    return None
 
 
 def _refused(plans: HeadPlans) -> str | None:
@@ -112,6 +120,10 @@ class TritonPass:
         self.valid = None if call.valid is None else call.valid.contiguous().view(torch.uint8)
         self.slopes = None if call.bias is None or call.bias.slopes is None else call.bias.slopes.float().contiguous()
         self.keys = self._dropout_keys() if call.dropout else None
+        by_query = None if call.bias is None else call.bias.by_query
+        self.by_query = None if by_query is None else by_query.float().contiguous()
+        self.mass = call.bias is not None and call.bias.mass
+        self.clip = 0 if call.bias is None else call.bias.clip
 
     def _dropout_keys(self) -> tuple[Tensor, Tensor]:
         """Return the keys of queries (b h n) and of keys (m), for the hash of a pair."""
@@ -138,12 +150,14 @@ class TritonPass:
             "HOLE": group.strided is not None and number > 0,
             "VALIDS": self.valid is not None,
             "SLOPED": self.slopes is not None,
+            "CLASSED": self.by_query is not None,
+            "MASSED": self.mass,
             "DROP": self.keys is not None,
             "PRECISION": dot_precision(self.q.dtype),
         }
 
     def _numbers(self, group: _Group) -> tuple:
-        """Return the numbers that all kernels take: lengths, positions, the band and its hole, scale and dropout."""
+        """Return the numbers that all kernels take: lengths, positions, the band and its hole, classes, scale and dropout."""
         back, ahead = group.band or (0, 0)
         hole, step = (0, 0), 1
         if group.strided is not None:
@@ -153,12 +167,16 @@ class TritonPass:
             hole = x.hole_back // step, x.hole_ahead // step
         rate = self.call.dropout
         drop = (keep_threshold(rate), 1 / (1 - rate)) if rate else (0, 1.0)
-        return self.n, self.m, self.span.t, self.span.u, back, ahead, *hole, step, self.call.scale, *drop
+        return self.n, self.m, self.span.t, self.span.u, back, ahead, *hole, step, self.clip, self.call.scale, *drop
 
     def _config(self, kernel: str, group: _Group) -> dict[str, int]:
-        """Return the sizes of a kernel; programs that walk lists of tiles own 64 rows and take at most 32 at a time."""
+        """Return the sizes of a kernel; those that walk lists of tiles own 64 rows and take at most 32 at a time.
+
+        So do those with distance classes, whose tiles need more registers.
+        """
         kind = "half" if self.q.dtype in HALVES else "float"
-        listed = "" if group.by_query is None else " list"
+        classed = self.by_query is not None or self.mass
+        listed = " list" if classed or group.by_query is not None else ""
         width = max(block_of(self.d, self.device), block_of(self.e, self.device))
         config = kernel_config(kernel, f"{kind} {width}{listed}", self.device)
         return {**config, "SUB": TILE // min(config["BM"], config["BN"])}
@@ -186,73 +204,132 @@ class TritonPass:
         none = self.q
         query_hash, key_hash = self.keys or (none, none)
         lists = (none, none, none) if items is None else (items.items, items.entries, items.masks)
-        valid = none if self.valid is None else self.valid
-        return valid, none if self.slopes is None else self.slopes, query_hash, key_hash, *lists
+        valid, slopes, by_query = (none if x is None else x for x in (self.valid, self.slopes, self.by_query))
+        return valid, slopes, query_hash, key_hash, *lists, by_query
+
+    def _by_class(self, used: bool, fill: float) -> tuple[Tensor, Tensor]:
+        """Allocate numbers (b h n classes) and those of the two outer classes (b h n 2), any tensors where they are not used."""
+        if not used:
+            return self.q, self.q
+        shape = (self.b, self.h, self.n)
+        inner = torch.full((*shape, 2 * self.clip + 1), fill, dtype=torch.float32, device=self.device)
+        return inner, torch.zeros(*shape, 2, dtype=torch.float32, device=self.device)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return out (b h n e), in float32 while several groups add to it, and log-sum-exp (b h n)."""
-        from regard.ops.tile.triton_kernels import merge_parts, tile_forward
+        """Return out (b h n width), in float32 while several groups add to it, and log-sum-exp (b h n)."""
+        from regard.ops.tile.triton_kernels import tile_forward
 
         several = len(self.groups) > 1
-        out = _empty_like(self.q, self.e, torch.float32 if several else self.v.dtype)
+        out = _empty_like(self.q, self.call.width, torch.float32 if several else self.v.dtype)
         lse = torch.empty(self.b, self.h, self.n, dtype=torch.float32, device=self.device)
         if not self.groups:
             return out.zero_(), lse.fill_(MASKED_SCORE)
+        inner, outer = self._by_class(self.mass, float("-inf"))
         for number, group in enumerate(self.groups):
             flags, config, items = self._flags(group, number), self._config("tile_forward", group), group.by_query
             grid, tiles = self._grid(group, items, self.n, config["BM"], self.h)
-            (part, part_lse), slots = self._parts(items, self.h, flags["BE"], 1)
+            (part, part_lse, part_outer), slots = self._parts(items, self.h, flags["BE"], 1, 2)
             strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3])
             tile_forward[grid](
-                self.q, self.k, self.v, out, lse, *self._common(items), part, part_lse, *strides, *self._numbers(group),
-                self.h, tiles, slots, **flags, **config,
+                self.q, self.k, self.v, out, lse, *self._common(items), part, part_lse, inner, outer, part_outer, *strides,
+                *self._numbers(group), self.h, tiles, slots, **flags, **config,
             )  # fmt: skip
-            if slots and items is not None:
-                merge_parts[(len(items.merges), grid[1])](
-                    out, lse, items.merges, part, part_lse, *out.stride()[:3], self.n, self.h, slots,
-                    E=self.e, BE=flags["BE"], BM=TILE, SHARED=items.shared, num_warps=4,
-                )  # fmt: skip
+            self._merge(out, lse, items, part, part_lse, self.e, flags["BE"])
+            if self.mass:
+                self._merge(outer, lse, items, part_outer, part_lse, 2, 2)
+        if self.mass:
+            self._write_masses(out, inner, outer, lse)
         return out, lse
 
+    def _merge(
+        self, out: Tensor, lse: Tensor, items: KernelItems | None, part: Tensor, part_lse: Tensor, width: int, block: int
+    ) -> None:
+        """Merge the parts of rows of tiles that were cut."""
+        from regard.ops.tile.triton_merges import merge_parts
+
+        if items is None or not items.slots:
+            return
+        merge_parts[(len(items.merges), len(part))](
+            out, lse, items.merges, part, part_lse, *out.stride()[:3], self.n, self.h, items.slots,
+            E=width, BE=block, BM=TILE, SHARED=items.shared, num_warps=4,
+        )  # fmt: skip
+
+    def _sum(self, total: Tensor, items: KernelItems | None, part: Tensor, block: int) -> None:
+        """Sum the parts of a gradient (b heads length width)."""
+        from regard.ops.tile.triton_merges import sum_parts
+
+        if items is None or not items.slots:
+            return
+        _, heads, length, width = total.shape
+        sum_parts[(len(items.merges), len(part))](
+            total, items.merges, part, *total.stride()[:3], length, heads, items.slots,
+            C=width, BC=block, BM=TILE, SHARED=items.shared, num_warps=4,
+        )  # fmt: skip
+
+    def _write_masses(self, out: Tensor, inner: Tensor, outer: Tensor, lse: Tensor) -> None:
+        """Write the weights of distance classes behind the outputs."""
+        from regard.ops.tile.triton_classes import write_masses
+
+        kept = 1 / (1 - self.call.dropout)
+        grid = (ceil_div(self.n, MASS_ROWS), self.b * self.h, ceil_div(2 * self.clip + 1, MASS_COLUMNS))
+        write_masses[grid](
+            out[..., self.e :], inner, outer, lse, *out.stride()[:3], self.n, self.clip, kept, self.h,
+            BM=MASS_ROWS, BC=MASS_COLUMNS, num_warps=4,
+        )  # fmt: skip
+
     def backward(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
-        """Return the gradients of q, k and v."""
+        """Return the gradients of q, k, v and of what the bias adds by query."""
         several = len(self.groups) > 1
         out, d_out = _rows_contiguous(out), _rows_contiguous(d_out.to(self.q.dtype))
         made = [_empty_like(x, x.shape[-1], torch.float32 if several else x.dtype) for x in (self.q, self.k, self.v)]
+        inner, outer = self._by_class(self.by_query is not None, 0.0)
+        found = None if self.by_query is None else inner
         if not self.groups:
-            return *(x.zero_() for x in made), None
+            return *(x.zero_() for x in made), found
+        if self.mass:  # its columns pull at the scores of a row as the outputs do
+            pulled = (out[..., self.e :].float() * d_out[..., self.e :].float()).sum(-1)
+            d_lse = -pulled if d_lse is None else d_lse - pulled
         pull = torch.empty_like(lse)
         for number, group in enumerate(self.groups):
-            self._query_gradients(group, number, out, lse, d_out, d_lse, pull, made[0])
+            self._query_gradients(group, number, out, lse, d_out, d_lse, pull, made[0], inner, outer)
             self._key_gradients(group, number, lse, d_out, pull, *made[1:])
-        return *(x.to(self.q.dtype) for x in made), None
+        if found is not None:
+            found[..., 0] += outer[..., 0]
+            found[..., -1] += outer[..., 1]
+        return *(x.to(self.q.dtype) for x in made), found
 
     def _query_gradients(
-        self, group: _Group, number: int, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, pull: Tensor, dq: Tensor
+        self,
+        group: _Group,
+        number: int,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        pull: Tensor,
+        dq: Tensor,
+        inner: Tensor,
+        outer: Tensor,
     ) -> None:
         from regard.ops.tile.triton_gradients import query_gradients
-        from regard.ops.tile.triton_kernels import sum_parts
 
         flags, config, items = self._flags(group, number), self._config("tile_query_gradients", group), group.by_query
         grid, tiles = self._grid(group, items, self.n, config["BM"], self.h)
-        (part,), slots = self._parts(items, self.h, flags["BD"])
+        (part, part_outer), slots = self._parts(items, self.h, flags["BD"], 2)
         strides = [x.stride()[:3] for x in (self.q, self.k, self.v, out, d_out, dq)]
         lses = lse if d_lse is None else d_lse.contiguous()
         query_gradients[grid](
-            self.q, self.k, self.v, out, lse, d_out, lses, pull, dq, *self._common(items), part, *sum(strides, ()),
-            *self._numbers(group), self.h, tiles, slots, **flags, LSES=d_lse is not None, **config,
+            self.q, self.k, self.v, out, lse, d_out, lses, pull, dq, *self._common(items), part, inner, outer, part_outer,
+            *sum(strides, ()), *self._numbers(group), self.h, tiles, slots, **flags, LSES=d_lse is not None, **config,
         )  # fmt: skip
-        if slots and items is not None:
-            sum_parts[(len(items.merges), grid[1])](
-                dq, items.merges, part, *dq.stride()[:3], self.n, self.h, slots,
-                C=self.d, BC=flags["BD"], BM=TILE, SHARED=items.shared, num_warps=4,
-            )  # fmt: skip
+        self._sum(dq, items, part, flags["BD"])
+        if self.by_query is not None:
+            self._sum(outer, items, part_outer, 2)
 
     def _key_gradients(
         self, group: _Group, number: int, lse: Tensor, d_out: Tensor, pull: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         from regard.ops.tile.triton_gradients import key_gradients
-        from regard.ops.tile.triton_kernels import sum_parts
 
         flags, config, items = self._flags(group, number), self._config("tile_key_gradients", group), group.by_key
         grid, tiles = self._grid(group, items, self.m, config["BN"], self.g)
@@ -262,9 +339,5 @@ class TritonPass:
             self.q, self.k, self.v, lse, d_out, pull, dk, dv, *self._common(items), part_k, part_v, *sum(strides, ()),
             *self._numbers(group), self.h, self.g, tiles, slots, **flags, **config,
         )  # fmt: skip
-        if slots and items is not None:
-            for total, part, width, block in ((dk, part_k, self.d, flags["BD"]), (dv, part_v, self.e, flags["BE"])):
-                sum_parts[(len(items.merges), grid[1])](
-                    total, items.merges, part, *total.stride()[:3], self.m, self.g, slots,
-                    C=width, BC=block, BM=TILE, SHARED=items.shared, num_warps=4,
-                )  # fmt: skip
+        self._sum(dk, items, part_k, flags["BD"])
+        self._sum(dv, items, part_v, flags["BE"])

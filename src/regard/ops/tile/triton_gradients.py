@@ -10,6 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regard.ops.tile.triton_classes import (
+    FIRST_CLASS,
+    LAST_CLASS,
+    add_by_class,
+    collect_classes,
+    load_pair,
+    near_tiles,
+    store_pair,
+)
 from regard.ops.tile.triton_kernels import (
     BAND_MASK,
     BITS_MASK,
@@ -30,10 +39,13 @@ from regard.ops.triton_math import LOG2E, hash_keeps
 
 
 @triton.jit
-def query_step(dq, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-               MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr, DROP: tl.constexpr,
+def query_step(sums, own, at, classes, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+               SIDE: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr,
+               SLOPED: tl.constexpr, CLASSED: tl.constexpr, MASSED: tl.constexpr, DROP: tl.constexpr,
                PRECISION: tl.constexpr):  # fmt: skip
-    """Add what the keys number y give to the gradient of a tile of queries."""
+    """Add what the keys number y give to the gradients of a tile of queries and of their outer classes."""
+    dq, first, last = sums
+    BY_QUERY, INNER, lines, inside, MASSES, mass_lines, clip = classes
     q, x, ranges, query_keys, slope, threshold, kept, d_out, lse, pull = own
     K, V, VALID, KEYS, skn, svn, first_key, shift, step, m = at
     j = tl.minimum(first_key + y * step, m - 1)
@@ -42,25 +54,38 @@ def query_step(dq, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.co
     valid = y < 0
     if VALIDS:
         valid = tl.load(VALID + j) != 0
-    s = scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK, HOLE, VALIDS, SLOPED, PRECISION)
+    s = scores_of_keys(q, k, x, y, ranges, word, valid, slope, BY_QUERY, lines, shift, step, clip,
+                       SIDE, MASK, HOLE, VALIDS, SLOPED, CLASSED, PRECISION)  # fmt: skip
     p = tl.exp2(s - lse[:, None])
     dp = tl.dot(d_out, v, input_precision=PRECISION)
+    if MASSED:
+        dp = add_by_class(dp, MASSES, mass_lines, 1.0, x[:, None], y[None, :], shift, step, clip, SIDE)
     if DROP:
         dp = tl.where(hash_keeps(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), dp * kept, 0.0)
     ds = p * (dp - pull[:, None])
-    return tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
+    if CLASSED:
+        first, last = collect_classes(
+            first, last, ds, ds, s, INNER, lines, inside, x[:, None], y[None, :], shift, step, clip, SIDE
+        )
+    dq = tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
+    return dq, first, last
 
 
 @triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
-def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART,
+def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS,
+                    BY_QUERY, PART, INNER, OUTER, PART_OUTER,
                     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son, sdb, sdh, sdn, sgb, sgh, sgn,
-                    n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
+                    n, m, t, u, back, ahead, hole_back, hole_ahead, step, clip, scale, threshold, kept, H, tiles, slots,
                     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
                     BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
                     ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                     MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
-                    DROP: tl.constexpr, LSES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Write the gradient of one tile of queries, and their pull. With MORE, it is added to what is there."""
+                    CLASSED: tl.constexpr, MASSED: tl.constexpr, DROP: tl.constexpr, LSES: tl.constexpr,
+                    PRECISION: tl.constexpr):  # fmt: skip
+    """Write the gradient of one tile of queries, and their pull. With MORE, it is added to what is there.
+
+    With CLASSED, also the gradients of their numbers by class: inner classes, and the sums of the two outer ones.
+    """
     place, band, residue = locate(ITEMS, back, ahead, t, u, n, m, H, tiles, step, ITEMISED, SHARED, STEPPED)
     b, h, tile, first, middle, last, slot = place
     back, ahead = band
@@ -94,34 +119,67 @@ def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QU
     y0 = tl.arange(0, BN)
     low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
     high = tl.minimum(tile * BM + BM + shift + ahead, keys)
+    classes = (BY_QUERY, INNER, i, i, D_OUT, i, clip)
+    if CLASSED or MASSED:
+        first_line = line * (2 * clip + 1)
+        lines = (here * (2 * clip + 1))[:, None]
+        masses = D_OUT + b * sdb + h * sdh + E
+        classes = (BY_QUERY + first_line, INNER + first_line, lines, (i < n)[:, None], masses, (here * sdn)[:, None], clip)
+    zero = tl.zeros([BM], tl.float32)
+    sums = (dq, zero, zero)
+    if CLASSED or MASSED:
+        begin, end = near_tiles(tile * BM + shift, tile * BM + BM - 1 + shift, clip, step, low, high, BN)
+        for j0 in range(low, begin, BN):
+            sums = query_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                              LAST_CLASS, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+        for j0 in range(end, high, BN):
+            sums = query_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                              FIRST_CLASS, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+        low = begin
+        high = end
     for j0 in range(low, high, BN):
-        dq = query_step(dq, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+        sums = query_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                          0, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     if ITEMISED:
         for z in range(first * SUB, middle * SUB):
-            y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
-            dq = query_step(dq, own, at, y, rows, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION)
+            j0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN
+            sums = query_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                              0, 0, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
         for z in range(middle * SUB, last * SUB):
             entry = ENTRIES + z // SUB * 2
-            y = tl.load(entry) * LIST_TILE + z % SUB * BN + y0
+            j0 = tl.load(entry) * LIST_TILE + z % SUB * BN
             word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
-            dq = query_step(dq, own, at, y, word, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION)
+            sums = query_step(sums, own, at, classes, j0 + y0, word, D, E, BD, BE,
+                              0, 2, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+    dq, outer_first, outer_last = sums
     dq = dq * scale
     DQ += b * sgb + h * sgh
     if slot >= 0:
-        store_part(PART, tl.program_id(1) * slots + slot, dq, BM, BD)
+        number = tl.program_id(1) * slots + slot
+        store_part(PART, number, dq, BM, BD)
+        if CLASSED:
+            store_pair(PART_OUTER, number.to(tl.int64) * BM + rows, outer_first, outer_last, rows >= 0)
     else:
         if MORE:
             dq += load_tile(DQ, here, sgn, D, BD).to(tl.float32)
+        if CLASSED:
+            if MORE:
+                before_first, before_last = load_pair(OUTER, line + here)
+                outer_first += before_first
+                outer_last += before_last
+            store_pair(OUTER, line + i, outer_first, outer_last, i < n)
         store_tile(DQ, i, sgn, n, dq, D, BD)
 
 
 @triton.jit
-def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-             MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr, DROP: tl.constexpr,
+def key_step(dk, dv, own, at, classes, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+             SIDE: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr,
+             SLOPED: tl.constexpr, CLASSED: tl.constexpr, MASSED: tl.constexpr, DROP: tl.constexpr,
              PRECISION: tl.constexpr):  # fmt: skip
     """Add what the queries number x give to the gradients of a tile of keys and values. Scores are transposed: (keys queries)."""
     k, v, y, ranges, key_keys, valid, slope, threshold, kept, scale = own
     Q, D_OUT, LSE, PULL, QUERY_KEYS, sqn, sdn, first_query, shift, step, n = at
+    BY_QUERY, clip = classes
     low, width, hole_low, hole_width = ranges
     i = tl.minimum(first_query + x * step, n - 1)
     q = load_tile_transposed(Q, i, sqn, D, BD)
@@ -132,6 +190,8 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
     s = tl.dot(k, q, input_precision=PRECISION) * (scale * LOG2E)
     if SLOPED:
         s -= slope * tl.abs((x[None, :] - y[:, None] + shift) * step).to(tl.float32)
+    if CLASSED:
+        s = add_by_class(s, BY_QUERY, (i * (2 * clip + 1))[None, :], LOG2E, x[None, :], y[:, None], shift, step, clip, SIDE)
     if MASK == BAND_MASK:
         s = tl.where(inside_range(x[None, :], low[:, None], width[:, None]), s, float("-inf"))
     if MASK == BITS_MASK:
@@ -144,6 +204,8 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
         s = tl.where(valid[:, None], s, float("-inf"))
     p = tl.exp2(s - lse[None, :])
     dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    if MASSED:
+        dp = add_by_class(dp, D_OUT + E, (i * sdn)[None, :], 1.0, x[None, :], y[:, None], shift, step, clip, SIDE)
     if DROP:
         keep = hash_keeps(tl.load(QUERY_KEYS + i)[None, :], key_keys[:, None], threshold)
         dp = tl.where(keep, dp * kept, 0.0)
@@ -156,14 +218,15 @@ def key_step(dk, dv, own, at, x, words, D: tl.constexpr, E: tl.constexpr, BD: tl
 
 
 @triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
-def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART_K, PART_V,
+def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS,
+                  BY_QUERY, PART_K, PART_V,
                   sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sdb, sdh, sdn, sgb, sgh, sgn, swb, swh, swn,
-                  n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, G, tiles, slots,
+                  n, m, t, u, back, ahead, hole_back, hole_ahead, step, clip, scale, threshold, kept, H, G, tiles, slots,
                   R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
                   ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                   MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
-                  DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                  CLASSED: tl.constexpr, MASSED: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Write the gradients of one tile of keys and values, summed over the query heads that share them."""
     place, band, residue = locate(ITEMS, back, ahead, t, u, n, m, G, tiles, step, ITEMISED, SHARED, STEPPED)
     b, g, tile, first, middle, last, slot = place
@@ -194,7 +257,7 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
     dv = tl.zeros([BN, BE], tl.float32)
     x0 = tl.arange(0, BM)
     start = tl.maximum(tile * BN - shift - ahead, 0) // BM * BM
-    end = tl.minimum(tile * BN + BN - shift + back, queries)
+    stop = tl.minimum(tile * BN + BN - shift + back, queries)
     for h in range(first_head, last_head):
         line = (b * H + h) * n
         slope = 0.0
@@ -204,19 +267,35 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
         at = (Q + b * sqb + h * sqh, D_OUT + b * sdb + h * sdh, LSE + line, PULL + line, QUERY_KEYS + line,
               sqn, sdn, first_query, shift, step, n)  # fmt: skip
         none = (x0, x0)
-        for i0 in range(start, end, BM):
-            dk, dv = key_step(dk, dv, own, at, i0 + x0, none, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION)
+        classes = (BY_QUERY, clip)
+        if CLASSED:
+            classes = (BY_QUERY + line * (2 * clip + 1), clip)
+        begin = start
+        end = stop
+        if CLASSED or MASSED:
+            begin, end = near_tiles(tile * BN - shift, tile * BN + BN - 1 - shift, clip, step, start, stop, BM)
+            for i0 in range(start, begin, BM):
+                dk, dv = key_step(dk, dv, own, at, classes, i0 + x0, none, D, E, BD, BE,
+                                  FIRST_CLASS, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+            for i0 in range(end, stop, BM):
+                dk, dv = key_step(dk, dv, own, at, classes, i0 + x0, none, D, E, BD, BE,
+                                  LAST_CLASS, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+        for i0 in range(begin, end, BM):
+            dk, dv = key_step(dk, dv, own, at, classes, i0 + x0, none, D, E, BD, BE,
+                              0, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
         if ITEMISED:
             for z in range(first * SUB, middle * SUB):
-                x = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BM + x0
-                dk, dv = key_step(dk, dv, own, at, x, none, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION)
+                i0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BM
+                dk, dv = key_step(dk, dv, own, at, classes, i0 + x0, none, D, E, BD, BE,
+                                  0, 0, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
             for z in range(middle * SUB, last * SUB):
                 entry = ENTRIES + z // SUB * 2
                 x1 = z % SUB * BM + x0
                 bits = MASKS + tl.load(entry + 1) * 2 * LIST_TILE + x1
                 words = (tl.load(bits), tl.load(bits + LIST_TILE))
-                x = tl.load(entry) * LIST_TILE + x1
-                dk, dv = key_step(dk, dv, own, at, x, words, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION)
+                i0 = tl.load(entry) * LIST_TILE
+                dk, dv = key_step(dk, dv, own, at, classes, i0 + x1, words, D, E, BD, BE,
+                                  0, 2, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     dk = dk * scale
     DK += b * sgb + g * sgh
     DV += b * swb + g * swh

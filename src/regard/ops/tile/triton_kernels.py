@@ -18,24 +18,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regard.ops.tile.triton_classes import (
+    FIRST_CLASS,
+    LAST_CLASS,
+    add_by_class,
+    collect_classes,
+    load_pair,
+    near_tiles,
+    store_pair,
+)
 from regard.ops.triton_math import LN2, LOG2E, hash_keeps
 
 LOWEST = tl.constexpr(-1.0e30)
 NOWHERE = tl.constexpr(1 << 30)
 LIST_TILE = tl.constexpr(64)  # queries and keys of a tile of a list
-RUN_TIME_NUMBERS = (
-    "n",
-    "m",
-    "t",
-    "u",
-    "back",
-    "ahead",
-    "hole_back",
-    "hole_ahead",
-    "step",
-    "tiles",
-    "slots",
-)  # compiled for all values
+# Compiled for all values:
+RUN_TIME_NUMBERS = ("n", "m", "t", "u", "back", "ahead", "hole_back", "hole_ahead", "step", "tiles", "slots", "clip")
 FIELDS = tl.constexpr(8)  # numbers of an item
 BAND_MASK = tl.constexpr(1)  # what hides pairs of a tile: the range of keys of a query
 BITS_MASK = tl.constexpr(2)  # or a bit for each pair; 0: nothing
@@ -150,13 +148,16 @@ def band_of_queries(x, band, hole, residue):
 
 
 @triton.jit
-def scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK: tl.constexpr, HOLE: tl.constexpr,
-                   VALIDS: tl.constexpr, SLOPED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def scores_of_keys(q, k, x, y, ranges, word, valid, slope, BY_QUERY, lines, shift, step, clip, SIDE: tl.constexpr,
+                   MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr, CLASSED: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
     """Return the scores (queries keys) of a tile, hidden pairs -inf. ranges: those of the queries; word (queries): 32 bits."""
     low, width, hole_low, hole_width = ranges
     s = tl.dot(q, k, input_precision=PRECISION)
     if SLOPED:
         s -= slope * tl.abs((x[:, None] - y[None, :] + shift) * step).to(tl.float32)
+    if CLASSED:
+        s = add_by_class(s, BY_QUERY, lines, LOG2E, x[:, None], y[None, :], shift, step, clip, SIDE)
     if MASK == BAND_MASK:
         s = tl.where(inside_range(y[None, :], low[:, None], width[:, None]), s, float("-inf"))
     if MASK == BITS_MASK:
@@ -169,11 +170,14 @@ def scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK: tl
 
 
 @triton.jit
-def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                 MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr, DROP: tl.constexpr,
+def forward_step(sums, own, at, classes, y, word, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+                 SIDE: tl.constexpr, MASK: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr,
+                 SLOPED: tl.constexpr, CLASSED: tl.constexpr, MASSED: tl.constexpr, DROP: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """Add the keys number y to the running sums of a tile of queries: outputs (BM BE), weights and largest score (BM)."""
+    """Add the keys number y to the sums of a tile of queries: outputs (BM BE), weights, largest score, outer classes (BM)."""
+    acc, total, top, first, last = sums
     q, x, ranges, query_keys, slope, threshold = own
+    BY_QUERY, INNER, lines, inside, clip = classes
     K, V, VALID, KEYS, skn, svn, first_key, shift, step, m = at
     j = tl.minimum(first_key + y * step, m - 1)
     k = load_tile_transposed(K, j, skn, D, BD)
@@ -181,27 +185,37 @@ def forward_step(acc, total, top, own, at, y, word, D: tl.constexpr, E: tl.const
     valid = y < 0
     if VALIDS:
         valid = tl.load(VALID + j) != 0
-    s = scores_of_keys(q, k, x, y, ranges, word, valid, slope, shift, step, MASK, HOLE, VALIDS, SLOPED, PRECISION)
+    s = scores_of_keys(q, k, x, y, ranges, word, valid, slope, BY_QUERY, lines, shift, step, clip,
+                       SIDE, MASK, HOLE, VALIDS, SLOPED, CLASSED, PRECISION)  # fmt: skip
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
     fade = tl.exp2(top - new)
     total = total * fade + tl.sum(p, 1)
     if DROP:
-        p = tl.where(hash_keeps(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold), p, 0.0)
+        keep = hash_keeps(query_keys[:, None], tl.load(KEYS + j)[None, :], threshold)
+        p = tl.where(keep, p, 0.0)
+        if MASSED:
+            s = tl.where(keep, s, float("-inf"))
+    if MASSED:
+        first, last = collect_classes(
+            first * fade, last * fade, p, s, s, INNER, lines, inside, x[:, None], y[None, :], shift, step, clip, SIDE
+        )
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return acc, total, new
+    return acc, total, new, first, last
 
 
 @triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
-def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, PART, PART_LSE,
-                 sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
-                 n, m, t, u, back, ahead, hole_back, hole_ahead, step, scale, threshold, kept, H, tiles, slots,
+def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, ENTRIES, MASKS, BY_QUERY,
+                 PART, PART_LSE, INNER, OUTER, PART_OUTER, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
+                 n, m, t, u, back, ahead, hole_back, hole_ahead, step, clip, scale, threshold, kept, H, tiles, slots,
                  R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
-                 ITEMISED: tl.constexpr, SHARED: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr, ITEMISED: tl.constexpr, SHARED: tl.constexpr,
                  MORE: tl.constexpr, STEPPED: tl.constexpr, HOLE: tl.constexpr, VALIDS: tl.constexpr, SLOPED: tl.constexpr,
-                 DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Write the outputs and log-sum-exp of one tile of queries. With MORE, what is there already counts too."""
+                 CLASSED: tl.constexpr, MASSED: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Write the outputs and log-sum-exp of one tile of queries. With MORE, what is there already counts too.
+
+    With MASSED, also the scores of kept pairs by inner class, and the weights of the outer classes: see `write_masses`.
+    """
     place, band, residue = locate(ITEMS, back, ahead, t, u, n, m, H, tiles, step, ITEMISED, SHARED, STEPPED)
     b, h, tile, first, middle, last, slot = place
     back, ahead = band
@@ -229,92 +243,60 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
         acc = load_tile(OUT, here, son, E, BE).to(tl.float32) / kept
         top = tl.load(LSE + line + here) * LOG2E
         total += tl.where(top > LOWEST, 1.0, 0.0)
+    classes = (BY_QUERY, INNER, i, i, clip)
+    outer_first = tl.zeros([BM], tl.float32)
+    outer_last = outer_first
+    if CLASSED or MASSED:
+        first_line = line * (2 * clip + 1)
+        lines = (here * (2 * clip + 1))[:, None]
+        classes = (BY_QUERY + first_line, INNER + first_line, lines, (i < n)[:, None], clip)
+        if MORE and MASSED:
+            outer_first, outer_last = load_pair(OUTER, line + here)
     own = (q, x, ranges, query_keys, slope, threshold)
     at = (K + b * skb + g * skh, V + b * svb + g * svh, VALID + b * m, KEY_KEYS, skn, svn, first_key, shift, step, m)
     y0 = tl.arange(0, BN)
     low = tl.maximum(tile * BM + shift - back, 0) // BN * BN
     high = tl.minimum(tile * BM + BM + shift + ahead, keys)
+    sums = (acc, total, top, outer_first, outer_last)
+    if CLASSED or MASSED:
+        begin, end = near_tiles(tile * BM + shift, tile * BM + BM - 1 + shift, clip, step, low, high, BN)
+        for j0 in range(low, begin, BN):
+            sums = forward_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                                LAST_CLASS, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+        for j0 in range(end, high, BN):
+            sums = forward_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                                FIRST_CLASS, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+        low = begin
+        high = end
     for j0 in range(low, high, BN):
-        acc, total, top = forward_step(
-            acc, total, top, own, at, j0 + y0, rows, D, E, BD, BE, 1, HOLE, VALIDS, SLOPED, DROP, PRECISION
-        )
+        sums = forward_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                            0, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     if ITEMISED:
         for z in range(first * SUB, middle * SUB):
-            y = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN + y0
-            acc, total, top = forward_step(
-                acc, total, top, own, at, y, rows, D, E, BD, BE, 0, False, VALIDS, SLOPED, DROP, PRECISION
-            )
+            j0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN
+            sums = forward_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
+                                0, 0, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
         for z in range(middle * SUB, last * SUB):
             entry = ENTRIES + z // SUB * 2
-            y = tl.load(entry) * LIST_TILE + z % SUB * BN + y0
+            j0 = tl.load(entry) * LIST_TILE + z % SUB * BN
             word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
-            acc, total, top = forward_step(
-                acc, total, top, own, at, y, word, D, E, BD, BE, 2, False, VALIDS, SLOPED, DROP, PRECISION
-            )
+            sums = forward_step(sums, own, at, classes, j0 + y0, word, D, E, BD, BE,
+                                0, 2, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
+    acc, total, top, outer_first, outer_last = sums
     some = total > 0
     whole = tl.where(some, total, 1.0)
+    outer_first = outer_first / whole
+    outer_last = outer_last / whole
     out = acc * (kept / whole)[:, None]
     lse = tl.where(some, (top + tl.log2(whole)) * LN2, LOWEST)
     if slot >= 0:
         number = tl.program_id(1) * slots + slot
         store_part(PART, number, out, BM, BE)
         tl.store(PART_LSE + number.to(tl.int64) * BM + rows, lse)
+        if MASSED:
+            store_pair(PART_OUTER, number.to(tl.int64) * BM + rows, outer_first, outer_last, rows >= 0)
     else:
         store_tile(OUT, i, son, n, out, E, BE)
         tl.store(LSE + line + i, lse, mask=i < n)
-
-
-@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
-def merge_parts(OUT, LSE, MERGES, PART, PART_LSE, sob, soh, son, n, H, slots,
-                E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
-    """Merge the attention of one tile of queries over several parts of its keys by log-sum-exp."""
-    merge = MERGES + tl.program_id(0) * 4
-    row = tl.program_id(1)
-    tile = tl.load(merge + 1)
-    b = row // H
-    h = row % H
-    if not SHARED:
-        b = row
-        h = tl.load(merge)
-    rows = tl.arange(0, BM)
-    c = tl.arange(0, BE)
-    acc = tl.zeros([BM, BE], tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    top = tl.full([BM], LOWEST, tl.float32)
-    for slot in range(tl.load(merge + 2), tl.load(merge + 3)):
-        at = (row * slots + slot).to(tl.int64) * BM + rows
-        lse = tl.load(PART_LSE + at) * LOG2E
-        out = tl.load(PART + at[:, None] * BE + c[None, :])
-        new = tl.maximum(top, lse)
-        fade = tl.exp2(top - new)
-        share = tl.where(lse > LOWEST, tl.exp2(lse - new), 0.0)
-        acc = acc * fade[:, None] + out * share[:, None]
-        total = total * fade + share
-        top = new
-    some = total > 0
-    whole = tl.where(some, total, 1.0)
-    i = tile * BM + rows
-    store_tile(OUT + b.to(tl.int64) * sob + h.to(tl.int64) * soh, i, son, n, acc / whole[:, None], E, BE)
-    lse = tl.where(some, (top + tl.log2(whole)) * LN2, LOWEST)
-    tl.store(LSE + (b * H + h).to(tl.int64) * n + i, lse, mask=i < n)
-
-
-@triton.jit(do_not_specialize=RUN_TIME_NUMBERS)
-def sum_parts(TOTAL, MERGES, PART, sb, sh, sn, n, H, slots,
-              C: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, SHARED: tl.constexpr):  # fmt: skip
-    """Sum the gradient of one tile over the parts it was computed in."""
-    merge = MERGES + tl.program_id(0) * 4
-    row = tl.program_id(1)
-    tile = tl.load(merge + 1)
-    b = row // H
-    h = row % H
-    if not SHARED:
-        b = row
-        h = tl.load(merge)
-    rows = tl.arange(0, BM)
-    c = tl.arange(0, BC)
-    total = tl.zeros([BM, BC], tl.float32)
-    for slot in range(tl.load(merge + 2), tl.load(merge + 3)):
-        at = (row * slots + slot).to(tl.int64) * BM + rows
-        total += tl.load(PART + at[:, None] * BC + c[None, :])
-    store_tile(TOTAL + b.to(tl.int64) * sb + h.to(tl.int64) * sh, tile * BM + rows, sn, n, total, C, BC)
+        if MASSED:
+            store_pair(OUTER, line + i, outer_first, outer_last, i < n)

@@ -1,0 +1,93 @@
+"""Candidates of `regard tune`: the configurations that are tried for every kernel, as changes of the one in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+Changes = dict[str, int]
+Candidates = dict[str, tuple[Changes, ...]]  # by kernel
+
+
+def grid(**values: Sequence[int]) -> tuple[Changes, ...]:
+    """Return every combination of values of some fields."""
+    return tuple(dict(zip(values, each, strict=True)) for each in product(*values.values()))
+
+
+def tiles(own: str, taken: str, rows: Iterable[tuple[int, int, int, int]]) -> tuple[Changes, ...]:
+    """Return tiles: rows that a program owns, rows that it takes at a time, warps, stages. Names of the first two are given."""
+    names = (own, taken, "num_warps", "num_stages")
+    return tuple(dict(zip(names, row, strict=True)) for row in rows)
+
+
+_FORWARD = ((64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2),
+            (128, 32, 4, 2), (64, 32, 8, 2), (64, 32, 8, 1))  # fmt: skip
+_BACKWARD = ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2),
+             (64, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 2))  # fmt: skip
+_LISTS = (
+    (64, 32, 4, 1),
+    (64, 32, 4, 2),
+    (64, 32, 4, 3),
+    (64, 32, 8, 1),
+    (64, 32, 8, 2),
+)  # of tiles of 64 x 64, half a tile at a time
+_SMALL = ((32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1))
+
+TILE_BANDS: Candidates = {
+    "tile_forward": tiles("BM", "BN", _FORWARD),
+    "tile_query_gradients": tiles("BM", "BN", _BACKWARD),
+    "tile_key_gradients": tiles("BN", "BM", _BACKWARD),
+}
+TILE_LISTS: Candidates = {
+    "tile_forward": tiles("BM", "BN", _LISTS),
+    "tile_query_gradients": tiles("BM", "BN", _LISTS),
+    "tile_key_gradients": tiles("BN", "BM", _LISTS),
+}
+
+_SEGMENTS = grid(tokens=(256, 512, 1024), smallest=(128,), programs=(128, 256, 512))
+_CHUNKS = grid(chunk=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
+_FEATURE_CHUNKS = grid(chunk=(32, 64), num_warps=(4, 8), num_stages=(1, 2))
+_SCANS = grid(num_warps=(1, 2, 4), num_stages=(1, 2, 3))
+LINEAR_CHUNKS: Candidates = {
+    "linear_sums": _CHUNKS,
+    "linear_forward": _CHUNKS,
+    "linear_backward_queries": _CHUNKS,
+    "linear_backward_keys": _CHUNKS,
+    "linear_scan": _SCANS,
+    "linear_segment": _SEGMENTS,
+}
+LINEAR_FEATURES: Candidates = {  # all kernels walk in the chunks of linear_sums
+    "linear_sums": _FEATURE_CHUNKS,
+    "linear_forward": grid(num_warps=(4, 8), num_stages=(1, 2)),
+    "linear_backward_queries": grid(num_warps=(4, 8), num_stages=(1, 2)),
+    "linear_backward_keys": grid(num_warps=(4, 8), num_stages=(1, 2)),
+    "linear_scan": _SCANS,
+    "linear_segment": _SEGMENTS,
+}
+LINEAR_PREFIX: Candidates = {"linear_prefix": grid(tokens=(128, 256, 512), chunk=(16, 32, 64), num_warps=(2, 4, 8))}
+
+_VALUE_COLUMNS = grid(BE=(32, 64), num_warps=(2, 4, 8))
+DELTA_RULE: Candidates = {
+    "delta": grid(chunk=(32, 64)),
+    "delta_prepare": grid(num_warps=(2, 4, 8)),
+    "delta_walk": (
+        *grid(BE=(16, 32, 64), num_warps=(2, 4, 8), num_stages=(1, 2, 3)),
+        *grid(direct=(16, 32, 64, 128), programs=(128, 512)),
+    ),
+    "delta_outputs": _VALUE_COLUMNS,
+    "delta_state_grads": _VALUE_COLUMNS,
+    "delta_value_grads": _VALUE_COLUMNS,
+    "delta_query_grads": _VALUE_COLUMNS,
+    "delta_key_grads": _VALUE_COLUMNS,
+}
+UNIT_FEATURES: Candidates = {"unit_features": grid(BN=(16, 32, 64, 128), num_warps=(2, 4, 8))}
+
+BUCKETS: Candidates = {
+    "bucket_forward": tiles("BM", "BN", (*_FORWARD, *_SMALL)),
+    "bucket_query_grads": tiles("BM", "BN", (*_BACKWARD, *_SMALL)),
+    "bucket_key_grads": tiles("BN", "BM", (*_BACKWARD, *_SMALL)),
+}
+
+WINDOW_STEP: Candidates = {"window_step": grid(BM=(32, 64, 128, 256, 512), num_warps=(4, 8, 16))}
+LINEAR_STEP: Candidates = {"linear_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
+DELTA_STEP: Candidates = {"delta_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}

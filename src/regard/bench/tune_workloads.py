@@ -1,0 +1,257 @@
+"""Workloads of `regard tune`: calls of every operation that has kernels, at one head size and type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from regard.bench import tune_candidates as tried
+from regard.bench.tune_candidates import Candidates
+from regard.bench.workload import TYPES_BY_NAME
+from regard.ops.backend import choose_backend
+from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
+from regard.ops.decode_step import StepCall, StepWindow, decoding_step
+from regard.ops.delta.delta_op import delta_rule
+from regard.ops.delta.unit_features import unit_features
+from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
+from regard.ops.tile.tile_op import HeadPatterns, tile_attention
+from regard.patterns import Pattern
+from regard.patterns.tiles import Span
+
+KERNELS = "triton"  # the backend whose configurations are tuned
+STEP_BATCHES = (1, 32)
+PassResults = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class TuneShape:
+    """Hold the sizes of a workload: batch = tokens / length."""
+
+    width: int = 64  # of a head
+    dtype: str = "bf16"
+    device: str = "cuda"
+    tokens: int = 32768
+    length: int = 4096
+    heads: int = 8
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.length)
+
+    @property
+    def type(self) -> torch.dtype:
+        return TYPES_BY_NAME[self.dtype]
+
+    def normal(self, *sizes: int) -> Tensor:
+        """Draw numbers (b h sizes) of the type, the heads of a token side by side, as a layer splits them."""
+        n, width = sizes
+        x = torch.randn(self.batch, n, self.heads, width, device=self.device)
+        return x.to(self.type).transpose(1, 2)
+
+    def tokens_of(self, count: int) -> list[Tensor]:
+        """Draw tensors (b h n width)."""
+        return [self.normal(self.length, self.width) for _ in range(count)]
+
+    def state(self) -> Tensor:
+        """Draw a state (b h width width) in float32."""
+        return self.uniform(self.width, self.width) - 0.5
+
+    def uniform(self, *sizes: int) -> Tensor:
+        """Draw numbers (b h sizes) from 0 to 1 in float32."""
+        return torch.rand(self.batch, self.heads, *sizes, device=self.device)
+
+
+class TunePass(NamedTuple):
+    """One call: results of the forward pass, and of forward and backward where there is a backward pass."""
+
+    forward: PassResults
+    both: PassResults | None = None
+
+
+class TuneCase(NamedTuple):
+    """Kernels that are tuned together, with their candidates, and the passes that they are timed on."""
+
+    family: str
+    name: str
+    candidates: Candidates
+    make: Callable[[TuneShape], list[TunePass]]
+
+
+def _trained(f: Callable[..., Tensor], inputs: Sequence[Tensor]) -> TunePass:
+    """Return the passes of a function of tensors, with gradients of all of them."""
+    variables = [x.detach().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        up = torch.randn_like(f(*inputs))
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return [f(*variables)]
+
+    def both() -> list[Tensor]:
+        out = f(*variables)
+        return [out.detach(), *torch.autograd.grad(out, variables, up)]
+
+    return TunePass(forward, both)
+
+
+def _tile_pass(shape: TuneShape, text: str, causal: bool) -> TunePass:
+    patterns = HeadPatterns.of(Pattern.parse(text), shape.heads)
+    span = Span(0, shape.length, 0, shape.length)
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tile_attention(q, k, v, patterns, span, scale=shape.width**-0.5, causal=causal, backend=KERNELS)[0]
+
+    return _trained(f, shape.tokens_of(3))
+
+
+def _tile_bands(shape: TuneShape) -> list[TunePass]:
+    return [_tile_pass(shape, "Local(256)", True), _tile_pass(shape, "Local(128)", False)]
+
+
+def _tile_lists(shape: TuneShape) -> list[TunePass]:
+    return [_tile_pass(shape, "Local(128) | Global(first=2)", False)]
+
+
+def _linear_call(shape: TuneShape, n: int, decay: int, norm: bool) -> LinearCall:
+    """Return a call with a decay of so many numbers a token: a norm goes with features that are positive."""
+    q, k, v = (shape.normal(n, shape.width) for _ in range(3))
+    decays = -0.1 * shape.uniform(n, decay) if decay else None
+    norms = shape.uniform(shape.width) if norm else None
+    state = shape.state()
+    return LinearCall(q, k, v, state, decays, norms, None, "elu" if norm else "identity", 1.0, norm)
+
+
+def _linear_pass(shape: TuneShape, decay: int, norm: bool) -> TunePass:
+    call = _linear_call(shape, shape.length, decay, norm)
+    backend = choose_backend("linear", KERNELS, call)
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return backend.forward(call._replace(q=q, k=k, v=v)).out
+
+    assert call.q is not None
+    return _trained(f, (call.q, call.k, call.v))
+
+
+def _linear_chunks(shape: TuneShape) -> list[TunePass]:
+    return [_linear_pass(shape, 0, True), _linear_pass(shape, 1, False)]
+
+
+def _linear_features(shape: TuneShape) -> list[TunePass]:
+    return [_linear_pass(shape, shape.width, False)]
+
+
+def _linear_prefix(shape: TuneShape) -> list[TunePass]:
+    first, decay = shape.uniform(shape.width), -0.1 * shape.uniform(shape.length, 1)
+    return [_trained(lambda x: decayed_prefix_sum(x, first, log_decay=decay, backend=KERNELS), shape.tokens_of(1))]
+
+
+def _delta_inputs(shape: TuneShape, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q, k of length 1, v and write strengths."""
+    q, k, v = (shape.normal(n, shape.width) for _ in range(3))
+    strengths = shape.uniform(n, 1).to(shape.type)
+    return q, normalize(k, dim=-1), v, strengths
+
+
+def _delta_pass(shape: TuneShape) -> TunePass:
+    state = shape.state()
+
+    def f(q: Tensor, k: Tensor, v: Tensor, strengths: Tensor) -> Tensor:
+        return delta_rule(q, k, v, strengths, state, backend=KERNELS)[0]
+
+    return _trained(f, _delta_inputs(shape, shape.length))
+
+
+def _delta_rules(shape: TuneShape) -> list[TunePass]:
+    """Return many short sequences, and one long sequence, where a state walks through more chunks."""
+    long = replace(shape, length=16 * shape.length)
+    return [_delta_pass(shape), _delta_pass(long)]
+
+
+def _unit_vectors(shape: TuneShape) -> list[TunePass]:
+    return [_trained(lambda x: unit_features(x, silu=True, fused=True), shape.tokens_of(1))]
+
+
+def _bucket_pass(shape: TuneShape, rounds: int, buckets: int, unit_keys: bool) -> TunePass:
+    """Return attention among tokens of labels of uneven size, as those of a hash are."""
+    q, k, v = shape.tokens_of(3)
+    count = shape.batch * shape.heads * rounds * shape.length
+    weights = torch.rand(buckets, device=shape.device) + 0.1
+    drawn = torch.multinomial(weights, count, replacement=True)
+    labels = drawn.int().view(shape.batch, shape.heads, rounds, shape.length)
+    scale = 1.0 if unit_keys else shape.width**-0.5
+    call = BucketCall(q, k, v, labels, None, buckets, 128, True, not unit_keys, unit_keys, scale, 0.0)
+    return _trained(lambda q, k, v: bucket_attention(call._replace(q=q, k=k, v=v), KERNELS), call[:3])
+
+
+def _bucket_labels(shape: TuneShape) -> list[TunePass]:
+    return [_bucket_pass(shape, 4, 32, True), _bucket_pass(shape, 1, 16, False)]
+
+
+def _of_batch(shape: TuneShape, batch: int) -> TuneShape:
+    return replace(shape, tokens=batch, length=1)
+
+
+def _window_pass(shape: TuneShape) -> TunePass:
+    """Return a step over a cache of 512 slots, with a window of 256 tokens and 4 sinks."""
+    room, t, b = 512, 511, shape.batch
+    at = torch.arange(room, device=shape.device).expand(b, -1).contiguous()
+    where = torch.full((b, 1), t, device=shape.device)
+    slot = torch.full((1,), t, device=shape.device)
+    keys, values = (shape.normal(room, shape.width) for _ in range(2))
+    q, k, v = (shape.normal(1, shape.width) for _ in range(3))
+    window, scale = StepWindow(255, 1, 4, 4), shape.width**-0.5
+    call = StepCall(q, keys, values, at, at < t, where, window, scale, k, v, slot)
+    return TunePass(lambda: [decoding_step(call)])
+
+
+def _window_steps(shape: TuneShape) -> list[TunePass]:
+    return [_window_pass(_of_batch(shape, b)) for b in STEP_BATCHES]
+
+
+def _linear_step_pass(shape: TuneShape) -> TunePass:
+    call = _linear_call(shape, 1, 0, True)
+    backend = choose_backend("linear", KERNELS, call)
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return [x for x in backend.forward(call) if x is not None]
+
+    return TunePass(forward)
+
+
+def _linear_steps(shape: TuneShape) -> list[TunePass]:
+    return [_linear_step_pass(_of_batch(shape, b)) for b in STEP_BATCHES]
+
+
+def _delta_step_pass(shape: TuneShape) -> TunePass:
+    state, inputs = shape.state(), _delta_inputs(shape, 1)
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return list(delta_rule(*inputs, state, backend=KERNELS))
+
+    return TunePass(forward)
+
+
+def _delta_steps(shape: TuneShape) -> list[TunePass]:
+    return [_delta_step_pass(_of_batch(shape, b)) for b in STEP_BATCHES]
+
+
+TUNE_CASES = (
+    TuneCase("tile", "bands", tried.TILE_BANDS, _tile_bands),
+    TuneCase("tile", "lists of tiles", tried.TILE_LISTS, _tile_lists),
+    TuneCase("linear", "one decay or none", tried.LINEAR_CHUNKS, _linear_chunks),
+    TuneCase("linear", "a decay per feature", tried.LINEAR_FEATURES, _linear_features),
+    TuneCase("linear", "prefix sums", tried.LINEAR_PREFIX, _linear_prefix),
+    TuneCase("delta", "delta rule", tried.DELTA_RULE, _delta_rules),
+    TuneCase("delta", "vectors of length 1", tried.UNIT_FEATURES, _unit_vectors),
+    TuneCase("bucket", "hashes and clusters", tried.BUCKETS, _bucket_labels),
+    TuneCase("step", "window", tried.WINDOW_STEP, _window_steps),
+    TuneCase("step", "linear attention", tried.LINEAR_STEP, _linear_steps),
+    TuneCase("step", "delta rule", tried.DELTA_STEP, _delta_steps),
+)

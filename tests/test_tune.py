@@ -1,0 +1,356 @@
+"""`regard tune`: checks of candidates, the choice among them, runs, and the command. Tables: see test_tuned_table.py."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from conftest import DEVICE
+from regard.bench import tune_workloads
+from regard.bench.tune import CudaLab, Trial, TuneRequest, TuneRun, choose_trial, relative_error, table_writer, tune_kernel
+from regard.bench.tune_compile import compile_candidate, compile_jobs, run_short
+from regard.bench.tune_workloads import TUNE_CASES, TuneCase, TunePass, TuneShape
+from regard.cli import app
+from regard.cli.tune_command import print_tuned, table_path
+from regard.ops import triton_support
+from regard.ops.triton_support import has_triton, kernel_config, read_tables_again, trial_configs
+from regard.ops.tuned_table import (
+    DEFAULT_CARD,
+    OWN_TABLE,
+    TUNED,
+    find_config,
+    shipped_table,
+)
+
+CPU = torch.device("cpu")
+SHIPPED = shipped_table()
+GOOD = {"BM": 16, "BN": 32, "num_warps": 2, "num_stages": 1}
+ENTRY = ("tile_forward", "half 64")
+SMALL = TuneShape(16, "fp32", "cpu", tokens=16, length=16, heads=1)
+
+
+@pytest.fixture(autouse=True)
+def _own_tables(monkeypatch):
+    """Every test begins and ends with the shipped table."""
+    monkeypatch.delenv(OWN_TABLE, raising=False)
+    read_tables_again()
+    yield
+    monkeypatch.undo()
+    read_tables_again()
+
+
+# The choice
+
+
+def trial(number, *seconds, problem=""):
+    return Trial({ENTRY: {"BM": number}}, seconds, problem)
+
+
+def test_the_fastest_is_taken_beyond_two_percent():
+    current = trial(0, 1.0)
+    assert choose_trial(current, []) is current
+    assert choose_trial(current, [trial(1, 0.985)]) is current
+    best = trial(2, 0.9)
+    assert choose_trial(current, [trial(1, 0.95), best, trial(3, 0.97)]) is best
+    assert choose_trial(current, [trial(1, 1.5)]) is current
+
+
+def test_a_wrong_candidate_is_never_taken():
+    current, wrong = trial(0, 1.0), trial(1, 0.1, problem="results differ")
+    assert choose_trial(current, [wrong]) is current
+    right = trial(2, 0.9)
+    assert choose_trial(current, [wrong, right]) is right
+    broken = trial(0, problem="results differ")
+    slow = trial(3, 5.0)
+    assert choose_trial(broken, [wrong, slow, trial(4, 6.0)]) is slow
+    assert choose_trial(broken, [wrong]) is broken
+
+
+def test_all_passes_count_alike():
+    current = trial(0, 1.0, 100.0)
+    assert choose_trial(current, [trial(1, 2.0, 90.0)]) is current
+    assert choose_trial(current, [best := trial(2, 0.5, 101.0)]) is best
+    assert current.slower_than(trial(1, 0.5, 50.0)) == pytest.approx(2)
+
+
+class FakeLab:
+    """Times by BM: a list, one for every measurement, its last for all others; a text is a problem."""
+
+    def __init__(self, times, entries=(ENTRY,)):
+        self.times = {number: list(each) if isinstance(each, list) else [each] for number, each in times.items()}
+        self.entries, self.kept, self.tried = entries, {}, []
+
+    def settings(self, kernel):
+        return {entry: self.kept.get(entry, {"BM": 64, "BN": 32}) for entry in self.entries if entry[0] == kernel}
+
+    def attempt(self, settings):
+        number = next(iter(settings.values()))["BM"]
+        self.tried.append(number)
+        found = self.times[number].pop(0) if len(self.times[number]) > 1 else self.times[number][0]
+        return Trial(settings, problem=found) if isinstance(found, str) else Trial(settings, (found,))
+
+    def keep(self, settings):
+        self.kept |= settings
+
+
+CANDIDATES = ({"BM": 16}, {"BM": 64}, {"BM": 128})
+
+
+def always():
+    return True
+
+
+def test_a_better_candidate_is_measured_twice_and_kept():
+    lab = FakeLab({64: 1.0, 16: 1.1, 128: 0.8})
+    found = tune_kernel(lab, "tile_forward", CANDIDATES, always)
+    assert lab.tried == [64, 16, 128, 64, 128]
+    assert found.after.settings == {ENTRY: {"BM": 128, "BN": 32}} == lab.kept
+    assert found.changed and found.refused == ()
+    lucky = FakeLab({64: 1.0, 16: 1.1, 128: [0.8, 1.0]})
+    found = tune_kernel(lucky, "tile_forward", CANDIDATES, always)
+    assert not found.changed and lucky.kept == {ENTRY: {"BM": 64, "BN": 32}}
+
+
+def test_refused_candidates_are_listed_and_time_ends_a_search():
+    lab = FakeLab({64: 1.0, 16: "results differ", 128: 0.5})
+    found = tune_kernel(lab, "tile_forward", CANDIDATES, always)
+    assert [each.problem for each in found.refused] == ["results differ"]
+    assert found.after.settings[ENTRY]["BM"] == 128
+    left = [True, False]
+    stopped = tune_kernel(FakeLab({64: 1.0, 16: 0.5, 128: 0.1}), "tile_forward", CANDIDATES, lambda: left.pop(0))
+    assert stopped.after.settings[ENTRY]["BM"] == 16
+
+
+# Candidates on a device
+
+
+def fake_case(answer):
+    """A case whose result is a function of the configuration."""
+
+    def forward():
+        return [answer(kernel_config(*ENTRY, CPU)["BM"])]
+
+    return TuneCase("tile", "fake", {"tile_forward": CANDIDATES}, lambda _shape: [TunePass(forward)])
+
+
+def fake_lab(answer, monkeypatch):
+    monkeypatch.setattr(CudaLab, "_time", lambda _self, f: float(f()[0].sum() * 0 + kernel_config(*ENTRY, CPU)["BM"]))
+    return CudaLab(fake_case(answer), SMALL)
+
+
+def test_candidates_are_compared_with_the_default(monkeypatch):
+    default = find_config(SHIPPED, DEFAULT_CARD, *ENTRY)["BM"]
+    calls = iter(range(1000))
+
+    def answer(number):
+        if number == 1:
+            raise RuntimeError("out of resource: shared memory\nmore")
+        wrong = {2: 1e-2, 3: 1e-6, 4: float("nan")}.get(number, 0.0)
+        again = 1e-7 * next(calls) if number == 5 else 0.0
+        return torch.ones(3, dtype=torch.float64) + wrong + again
+
+    lab = fake_lab(answer, monkeypatch)
+    assert lab.settings("tile_forward").keys() == {ENTRY} and lab.settings("delta") == {}
+    assert torch.equal(lab.expected[0], answer(default))
+
+    def found(number):
+        return lab.attempt({ENTRY: {**GOOD, "BM": number}})
+
+    assert found(1).problem == "RuntimeError: out of resource: shared memory"
+    assert found(2).problem == "results differ from those of the default by 1.0e-02"
+    assert found(3).problem == "" and found(3).seconds == (3.0,)
+    assert found(4).problem == "results differ from those of the default by nan"
+    assert found(5).problem == "results differ from call to call"
+    assert found(2).seconds == found(5).seconds == ()
+
+
+def test_the_result_to_compare_with_is_that_of_the_default_not_of_the_card(tmp_path, monkeypatch):
+    table_writer(tmp_path / "own.json", "interpreter")({ENTRY: {**GOOD, "BM": 7}})
+    monkeypatch.setenv(OWN_TABLE, str(tmp_path / "own.json"))
+    read_tables_again()
+    lab = fake_lab(lambda number: torch.ones(3) * (2 if number == 7 else 1), monkeypatch)
+    assert lab.settings("tile_forward")[ENTRY]["BM"] == 7
+    found = tune_kernel(lab, "tile_forward", CANDIDATES, always)
+    assert found.before.problem and found.after.settings[ENTRY]["BM"] == 16
+
+
+def test_kept_configurations_stay_while_others_are_tried(monkeypatch):
+    lab = fake_lab(lambda _number: torch.ones(3), monkeypatch)
+    lab.keep({ENTRY: {**GOOD, "BM": 32}})
+    assert lab.settings("tile_forward")[ENTRY]["BM"] == 32
+    assert lab.attempt({}).seconds == ()
+    with trial_configs({}) as seen:
+        lab.attempt({("delta", "half"): {"chunk": 32}})
+    assert seen.used == {}  # the inner trial counts
+
+
+def test_errors_are_relative_and_not_a_number_is_none():
+    assert relative_error(torch.tensor([3.0, 4.1]), torch.tensor([3.0, 4.0])) == pytest.approx(0.02, rel=1e-4)
+    assert not relative_error(torch.tensor([torch.nan]), torch.ones(1)) <= 1
+    assert not relative_error(torch.tensor([torch.inf]), torch.ones(1)) <= 1
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+
+
+@pytest.mark.skipif(not has_triton() or DEVICE.type == "cuda", reason="needs the package triton, in its interpreter")
+@pytest.mark.parametrize("number", range(len(TUNE_CASES)), ids=lambda i: f"{TUNE_CASES[i].family}, {TUNE_CASES[i].name}")
+def test_workloads_use_the_kernels_that_they_tune(number, monkeypatch):
+    monkeypatch.setattr(tune_workloads, "STEP_BATCHES", (1,))
+    _, used = run_short(number, SMALL)
+    assert set(TUNE_CASES[number].candidates) <= {kernel for kernel, _ in used}
+
+
+def test_candidates_are_compiled_on_short_sequences(monkeypatch):
+    seen = []
+    case = fake_case(lambda number: seen.append(number) or torch.ones(1))
+    monkeypatch.setattr("regard.bench.tune_compile.TUNE_CASES", (case,))
+    jobs = compile_jobs(case, SMALL, "tile_forward")
+    assert [job.changes for job in jobs] == list(CANDIDATES)
+    compile_candidate(jobs[2])
+    assert seen[-1] == 128
+    compile_candidate(jobs[0]._replace(case=5))  # fails, which the measurement reports
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: REGARD_DEVICE=cuda")
+@pytest.mark.parametrize("case", TUNE_CASES, ids=lambda case: f"{case.family}, {case.name}")
+def test_kernels_are_timed_on_a_device(case):
+    lab = CudaLab(case, replace(TuneShape(), tokens=1024, length=512))
+    for kernel in case.candidates:
+        found = lab.attempt(lab.settings(kernel))
+        assert found.problem == "" and all(0 < seconds < 1 for seconds in found.seconds) and found.seconds
+
+
+# Runs
+
+
+def run_of(times, monkeypatch, *, widths=(64,), minutes=1.0, clock=lambda: 0.0, entries=(ENTRY,), fails=False):
+    monkeypatch.setattr("regard.bench.tune.TUNE_CASES", (fake_case(torch.ones),))
+    saved, reports = [], []
+
+    def make(_case, _shape):
+        if fails:
+            raise RuntimeError("out of resource\nmore")
+        return FakeLab(times, entries)
+
+    request = TuneRequest(("tile",), widths, minutes=minutes)
+    run = TuneRun(request, saved.append, lambda *x: reports.append(x), make, clock)
+    return run.rows(), saved, reports
+
+
+def test_a_run_saves_what_is_better(monkeypatch):
+    rows, saved, reports = run_of({64: 1.0, 16: 0.9, 128: 0.8}, monkeypatch)
+    assert saved == [{ENTRY: {"BM": 128, "BN": 32}}]
+    assert [row.planned.what for row in rows] == ["tile, fake, 64"]
+    assert reports[0] == (0, 3, "tile, fake, 64: tile_forward") and reports[-1][:2] == (3, 3)
+    assert [done for done, _, _ in reports] == sorted(done for done, _, _ in reports)
+    rows, saved, _ = run_of({64: 1.0, 16: 0.99, 128: 1.2}, monkeypatch)
+    assert saved == [] and not rows[0].tuned.changed
+
+
+def test_an_entry_is_tuned_once(monkeypatch):
+    rows, saved, reports = run_of({64: 1.0, 16: 0.9, 128: 0.8}, monkeypatch, widths=(64, 128))
+    assert len(saved) == 1 and rows[1].tuned is None
+    assert rows[1].note == "tuned before: this head size has the same entry"
+    assert reports[-1][:2] == (6, 6)
+
+
+def test_a_run_leaves_out_what_it_cannot_do(monkeypatch):
+    rows, saved, reports = run_of({}, monkeypatch, fails=True)
+    assert rows[0].note == "the default configuration fails: out of resource" and saved == []
+    assert reports == [(3, 3, "")]
+    rows, _, _ = run_of({}, monkeypatch, entries=())
+    assert rows[0].note == "not used at this size and type"
+    times = iter((0.0, 61.0))
+    rows, _, _ = run_of({}, monkeypatch, clock=lambda: next(times))
+    assert rows[0].note == "no time left"
+
+
+# The command
+
+
+def invoke(*words, code=2):
+    result = CliRunner().invoke(app, ["tune", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there is a CUDA device")
+def test_without_a_device_the_command_refuses():
+    assert "there is none here: --dry lists what it would try" in invoke()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, step, not 'tiles'"),
+        (("--kernels", " , "), "--kernels names nothing: write for example --kernels tile,linear"),
+        (("--width", "63"), "width must be one of 16, 32, 64, 128, 256, not '63'"),
+        (("--dtype", "fp64"), "dtype must be one of bf16, fp16, fp32, not 'fp64'"),
+        (("--processes", "2"), "leave out one of --dry and --processes"),
+    ],
+)
+def test_wrong_options_are_refused(words, sentence):
+    assert sentence in " ".join(invoke("--dry", *words).split())
+
+
+def test_dry_lists_what_would_be_tried(tmp_path):
+    out = invoke("--dry", "--kernels", "step,tile", "--width", "64,128", "--out", str(tmp_path / "x"), code=0)
+    assert "window_step" in out and "BM 32 64 128 256 512, num_warps 4 8 16" in out
+    assert "tile, bands, 128" in out and "linear_sums" not in out
+    request = TuneRequest(("tile", "step"), (64, 128))
+    count = sum(len(planned.candidates) for planned in request.plan())
+    assert f"{count} candidates of 18 kernels, bf16, 30 minutes at most" in out
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_table_is_the_given_one_the_named_one_or_the_shipped_one(tmp_path, monkeypatch):
+    assert table_path(None) == TUNED
+    monkeypatch.setenv(OWN_TABLE, "own.json")
+    assert table_path(None) == Path("own.json")
+    assert table_path(tmp_path) == tmp_path
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card whose times are known."""
+    lab = FakeLab({64: 1e-3, 16: 5e-4, 128: 9e-4})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("regard.cli.tune_command._check_device", lambda: None)
+    monkeypatch.setattr(triton_support, "card_name", lambda _device: "A card")
+    monkeypatch.setattr("regard.bench.tune.TUNE_CASES", (fake_case(torch.ones),))
+    monkeypatch.setattr("regard.bench.tune.CudaLab.__new__", lambda *_: lab)
+    return lab
+
+
+@pytest.mark.usefixtures("card")
+def test_the_command_writes_a_table(tmp_path):
+    out = tmp_path / "own.json"
+    text = " ".join(invoke("--kernels", "tile", "--out", str(out), "--processes", "0", code=0).split())
+    assert json.loads(out.read_text()) == {"A card": {"tile_forward": {"half 64": {"BM": 16, "BN": 32}}}}
+    assert "1000.0 500.0 2.00 BM 16, BN 32" in text
+    assert f"1 kernels have new configurations in {out}. Next: REGARD_TUNED={out} makes regard read it" in text
+
+
+@pytest.mark.usefixtures("card")
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, card, monkeypatch):
+    assert "there is no folder" in invoke("--out", str(tmp_path / "no" / "x.json"))
+    assert "it is a folder" in invoke("--out", str(tmp_path))
+    (tmp_path / "bad.json").write_text('{"card": {"tile_forward": {"any": {"BM": 0, "BN": 1}}}}')
+    assert "'card' / 'tile_forward' / 'any' has BM = 0" in " ".join(invoke("--out", str(tmp_path / "bad.json")).split())
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused = " ".join(invoke("--out", str(tmp_path / "x.json")).split())
+    assert "its folder is read-only; write another file by --out FILE, and set REGARD_TUNED=FILE to use it" in refused
+    monkeypatch.setenv(OWN_TABLE, str(tmp_path / "bad.json"))
+    assert "has BM = 0" in " ".join(invoke("--dry").split())
+    assert card.tried == []
+
+
+def test_rows_without_a_result_print_their_reason(monkeypatch, capsys):
+    rows, _, _ = run_of({}, monkeypatch, fails=True)
+    print_tuned(rows, TUNED)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the default configuration fails: out of resource" in out
+    assert "Nothing is faster by 2 %: the table stays as it is." in out
