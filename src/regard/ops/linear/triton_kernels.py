@@ -46,7 +46,7 @@ def linear_sums(
 ):  # fmt: skip
     """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
 
-    CUMSUM: `tl.cumsum` may be used, which fails beside other sums for some numbers of warps.
+    CUMSUM: `tl.cumsum` of vectors may be used, which fails beside other sums for some numbers of warps.
     LEVEL (b g n), or (b g n f) for a decay per feature, gets the log decay from the start of the chunk up to every token.
     """
     pid = tl.program_id(0)

@@ -112,10 +112,7 @@ def _key_grads(
                 tl.store(DLD + (part * kv_all + bg) * n + start + j, grad.to(DLD.dtype.element_ty), mask=j < count)
             else:
                 products -= k * dk
-                if CUMSUM:
-                    grads = behind[None, :] + tl.cumsum(products, 0, reverse=True)
-                else:
-                    grads = behind[None, :] + tl.dot(late.to(tl.float32), products, input_precision="tf32x3")
+                grads = behind[None, :] + tl.cumsum(products, 0, reverse=True)
                 behind += tl.sum(products, 0)
                 mask = (j[:, None] < count) & inside[None, :]
                 if GATES:
@@ -209,7 +206,7 @@ def linear_backward_keys(
     """Compute DK and DLD, or DV, of one segment and key-value head; the query heads of the latter are added one after the other.
 
     BF and BE hold all features and all values; a program computes PF of the former or PE of the latter.
-    CUMSUM: `tl.cumsum` may be used, which fails beside other sums for some numbers of warps.
+    CUMSUM: `tl.cumsum` of vectors may be used, which fails beside other sums for some numbers of warps.
     """
     FEATURE_PARTS: tl.constexpr = BF // PF
     PARTS: tl.constexpr = FEATURE_PARTS + BE // PE

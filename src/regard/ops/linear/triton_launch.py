@@ -15,7 +15,6 @@ from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
 OptionalT = TypeVar("OptionalT", Tensor, Tensor | None)
 STATE_TILE = 1 << 14  # elements of a state that one program holds
-FEW_TOKENS = 16  # tokens of a decoding step or a few
 SCAN_BLOCK = 16  # segments that the scan loads at once
 
 
@@ -240,7 +239,7 @@ def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor |
         *filled(some, x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den, *ends),
         *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
         BF=run.bf, BE=width, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
-        **run.flags, **run.product, **run.tiles("linear_few" if run.n <= FEW_TOKENS else "linear_forward"),
+        **run.flags, **run.product, **run.tiles("linear_forward"),
     )  # fmt: skip
     return out, den
 

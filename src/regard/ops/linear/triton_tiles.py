@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 SMALLEST_LOG = tl.constexpr(-113.53750817571904)  # 1.3 log(tiny) of float32: a log decay that leaves nothing
-SMALLEST_NORM = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: below, weights have no digits left
+NORM_FLOOR = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: below, weights have no digits left
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def key_columns(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.cons
 @triton.jit
 def inverse_norm(den):
     """Return 1 / norm, and 0 where the weights of a row have no digits left."""
-    enough = den > SMALLEST_NORM
+    enough = den > NORM_FLOOR
     return tl.where(enough, 1.0 / tl.where(enough, den, 1.0), 0.0)
 
 
