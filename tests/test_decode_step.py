@@ -186,9 +186,9 @@ def test_a_linear_step_has_features_a_scale_a_norm_and_padding() -> None:
 def test_a_linear_step_refuses_more_than_a_token() -> None:
     two = tokens(G, 2, D)
     with pytest.raises(ValueError, match="one token of every row, not 2"):
-        linear_step(LinearCall(two, two, two, torch.zeros(B, G, D, D)))
+        linear_step(LinearCall(two, two, two, torch.zeros(B, G, D, D, device=DEVICE)))
     with pytest.raises(ValueError, match="no norm to divide by"):
-        linear_step(LinearCall(None, two[:, :, :1], two[:, :, :1], torch.zeros(B, G, D, D), normalize=True))
+        linear_step(LinearCall(None, two[:, :, :1], two[:, :, :1], torch.zeros(B, G, D, D, device=DEVICE), normalize=True))
 
 
 @pytest.mark.parametrize("spec", ["linear", "retention", "gla", "delta"])

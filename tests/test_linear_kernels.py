@@ -24,6 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 FAR = 1e-5  # |a - b| / |b| in float32
 
 
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, device=DEVICE)
+
+
 def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, device=DEVICE)
 
@@ -182,8 +186,8 @@ def test_wide_states_are_cut_into_parts(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (LinearCall(None, *(torch.zeros(1, 1, 2, 3, dtype=torch.float64),) * 3), "float16, bfloat16 and float32, not float64"),
-        (ReadCall(torch.zeros(1, 1, 2, 300), torch.zeros(1, 1, 300, 4)), "up to 256 features .* not 300"),
+        (LinearCall(None, *(zeros(1, 1, 2, 3).double(),) * 3), "float16, bfloat16 and float32, not float64"),
+        (ReadCall(zeros(1, 1, 2, 300), zeros(1, 1, 300, 4)), "up to 256 features .* not 300"),
     ],
 )
 def test_what_kernels_cannot_compute_is_refused(call, reason: str) -> None:
@@ -263,8 +267,8 @@ def test_a_layer_takes_the_kernels_and_grouped_heads() -> None:
 
 
 def test_a_write_of_no_tokens_changes_nothing() -> None:
-    state, norm = torch.randn(1, 1, 4, 3), torch.randn(1, 1, 4)
-    empty = torch.zeros(1, 1, 0, 4)
+    state, norm = torch.randn(1, 1, 4, 3, device=DEVICE), torch.randn(1, 1, 4, device=DEVICE)
+    empty = zeros(1, 1, 0, 4)
     found = normalized_linear_write(empty, empty[..., :3], state, norm, backend="triton")
     assert torch.equal(found[0], state) and torch.equal(found[1], norm)
 
