@@ -1,24 +1,19 @@
-"""The Triton kernels of tile attention on a CUDA device: right, repeatable, and how fast.
+"""The Triton kernels of tile attention on a CUDA device: right, and equal in every repeat.
 
-    python benchmarks/kernels_tile.py                check all types and patterns, then times against SDPA and FlexAttention
-    python benchmarks/kernels_tile.py --json FILE    write the times too
+    python benchmarks/kernels_tile.py [--repeats 3] [--part 0 4]
 
-Errors are ||a - b|| / ||b|| against the torch backend in float64. Times are those of a CUDA graph, 8 heads x 64, bfloat16.
+Errors are ||a - b|| / ||b|| against the torch backend in float64. `benchmarks/bench_gpu.py` has the times.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
@@ -106,117 +101,16 @@ def check(device: str, repeats: int, part: int, parts: int) -> int:
     return wrong
 
 
-def graph_ms(f) -> float:
-    """Return the median time of a function in a CUDA graph, in milliseconds."""
-    import triton.testing
-
-    return triton.testing.do_bench_cudagraph(f, rep=30, return_mode="median")
-
-
-def timed(f, inputs: list[Tensor], up: Tensor) -> tuple[float, float]:
-    """Return the times of forward, and of forward and backward."""
-    with torch.no_grad():
-        forward = graph_ms(lambda: f(*inputs))
-
-    def both():
-        return torch.autograd.grad(f(*inputs), inputs, up)
-
-    return forward, graph_ms(both)
-
-
-def operands(
-    b: int, n: int, h: int = 8, g: int = 8, d: int = 64, dtype: torch.dtype = torch.bfloat16
-) -> tuple[list[Tensor], Tensor]:
-    x = [torch.randn(b, heads, n, d, device="cuda", dtype=dtype, requires_grad=True) for heads in (h, g, g)]
-    return x, torch.randn(b, h, n, d, device="cuda", dtype=dtype)
-
-
-def ours(text: str, causal: bool, backend: str = "triton"):
-    patterns = HeadPatterns.of(Pattern.parse(text), 8)
-
-    def f(q, k, v):
-        span = Span(0, q.shape[2], 0, k.shape[2])
-        return tile_attention(q, k, v, patterns, span, scale=1 / math.sqrt(q.shape[-1]), causal=causal, backend=backend)[0]
-
-    return f
-
-
-def flex(text: str, causal: bool, n: int):
-    """Return FlexAttention with the mask of a pattern."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    pattern = Pattern.parse(text).bound(n, n)
-    torch._dynamo.reset()
-    seen = torch.compile(flex_attention, dynamic=False)
-
-    def mask(b, h, i, j):  # noqa: ARG001
-        found = pattern(0, i, j)
-        return found & (i >= j) if causal else found
-
-    blocks = create_block_mask(mask, None, None, n, n, device="cuda")
-    return lambda q, k, v: seen(q, k, v, block_mask=blocks)
-
-
-def speed(args: argparse.Namespace) -> list[dict]:
-    """Time patterns at several lengths against SDPA over all pairs and FlexAttention over the same."""
-    rows = []
-    for n in args.lengths:
-        b = max(1, args.tokens // n)
-        x, up = operands(b, n)
-        for causal in (True, False):
-            f = partial(sdpa, is_causal=causal)
-            row = {"n": n, "batch": b, "causal": causal, "pattern": "all pairs", "by": "SDPA"}
-            rows.append(report(row, timed(f, x, up)))
-        for text, causal in args.patterns:
-            makers = {"regard": lambda text=text, causal=causal: ours(text, causal)}
-            if args.flex and n <= args.flex and "Random" not in text:
-                makers["FlexAttention"] = lambda text=text, causal=causal, n=n: flex(text, causal, n)
-            for by, make in makers.items():
-                row = {"n": n, "batch": b, "causal": causal, "pattern": text, "by": by}
-                try:
-                    rows.append(report(row, timed(make(), x, up)))
-                except Exception as error:  # noqa: BLE001
-                    print(row, type(error).__name__, str(error)[:300], flush=True)
-    return rows
-
-
-def report(row: dict, times: tuple[float, float]) -> dict:
-    row = {**row, "forward_ms": round(times[0], 4), "both_ms": round(times[1], 4)}
-    kind = "causal" if row["causal"] else "      "
-    print(f"n={row['n']:7d} {kind} {row['pattern']:56s} {row['by']:14s} {times[0]:8.3f} {times[1]:8.3f}", flush=True)
-    return row
-
-
-PATTERNS = [
-    ("Local(256)", True),
-    ("Local(128)", False),
-    ("Local(128)", True),
-    ("Local(256)", False),
-    ("Local(128) | Global(first=2)", False),
-    ("Blocks(64, around=1) | Random(3, 64) | Global(first=64)", False),
-    ("Stride(64) | Local(64)", True),
-]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, for checks")
-    parser.add_argument("--lengths", type=int, nargs="*", default=[4096, 16384, 65536])
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--flex", type=int, default=16384, help="longest length for FlexAttention; 0: without")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, to compile side by side")
     args = parser.parse_args()
-    args.patterns = PATTERNS
     start = time.perf_counter()
-    wrong = check("cuda", args.repeats, *args.part) if args.check else 0
-    print(f"{wrong} wrong, {time.perf_counter() - start:.0f} s", flush=True)
-    rows = speed(args) if args.lengths else []
-    if args.json:
-        made = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": args.tokens, "dtype": "bfloat16"}
-        args.json.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n")
-    print(f"{time.perf_counter() - start:.0f} s")
+    wrong = check("cuda", args.repeats, *args.part)
+    print(
+        f"{wrong} wrong, {time.perf_counter() - start:.0f} s; times: benchmarks/bench_gpu.py --only windows patterns", flush=True
+    )
     return bool(wrong)
 
 

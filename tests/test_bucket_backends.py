@@ -12,8 +12,6 @@ from regard.ops.bucket.few_queries import few_bucket_queries
 from regard.ops.bucket.members import Members, gather_members, mean_of_members
 from regard.ops.bucket.reference import _seen_pairs
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # Triton's interpreter
-
 OTHERS = [name for name in backends("bucket") if name != "reference"]
 HALVES = [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]  # the interpreter has no bfloat16 products
 CASES = {

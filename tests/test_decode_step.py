@@ -16,11 +16,9 @@ from regard.ops.tile.tile_op import HeadPatterns
 from regard.patterns import Pattern
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own, of loops
-
-from regard.ops.delta import delta_step  # noqa: E402 - these import triton
-from regard.ops.linear import triton_step  # noqa: E402
-from regard.ops.linear.triton_step import linear_step  # noqa: E402
+from regard.ops.delta import delta_step  # these import triton
+from regard.ops.linear import triton_step
+from regard.ops.linear.triton_step import linear_step
 
 B, H, G, D, E = 2, 4, 2, 6, 5
 WINDOWS = {

@@ -14,8 +14,6 @@ from regard.ops.delta.triton import TritonDelta, _delta_operator
 from regard.ops.delta.unit_features import unit_features
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own, of loops
-
 SIZES = [  # b h g n f e, decays
     (1, 2, 1, 40, 20, 3, True),
     (2, 1, 1, 20, 16, 16, False),

@@ -19,8 +19,6 @@ from regard.ops.linear.linear_op import (
 
 triton = pytest.importorskip("triton")
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # by the interpreter
-
 FAR = 1e-5  # |a - b| / |b| in float32
 
 

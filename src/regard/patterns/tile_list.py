@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.cache import bounded_cache, outlives_tracing
+from regard.cache import bounded_cache
 from regard.patterns import Alternative, Band
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import Layout, Span, TilePart, ceil_div
@@ -65,7 +65,6 @@ class KernelPlan(NamedTuple):
 
 
 @bounded_cache(lambda made: made.size)
-@outlives_tracing
 def kernel_plan(plan: Plan) -> KernelPlan:
     """Lower the plan of one head."""
     alternatives = [_atoms(part) for part in plan.parts]
