@@ -1,0 +1,1 @@
+"""Tasks that compare mechanisms: long sequences as integer tensors, with trivial floors and slices."""

@@ -1,0 +1,21 @@
+"""The tasks of the arena by name; a module is imported when its task is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from regard.arena.arena_task import ArenaTask
+from regard.options import parse_options
+
+ARENA: dict[str, str] = {}  # name -> module:class
+
+
+def arena_task(text: str) -> ArenaTask:
+    """Read a task with its options, such as `recall(length=128, pairs=8)`."""
+    return parse_options(text, {name: arena_class(name) for name in ARENA})
+
+
+def arena_class(name: str) -> type[ArenaTask]:
+    """Return the class of a task."""
+    module, own = ARENA[name].split(":")
+    return getattr(import_module(module), own)

@@ -1,0 +1,111 @@
+"""The interface of arena tasks: splits as integer tensors, trivial floors, slices of the score, and the usual model and budget.
+
+A task is a frozen dataclass of options, written by the grammar of specs: `recall(length=128, pairs=8)`. It has no code for models
+or training. A task of your own subclasses `ArenaTask`, sets `name`, and defines `vocab`, `classes` and `examples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+from torch import Generator, Tensor
+
+from regard.options import Options
+
+ExamplesPart = Literal["train", "val", "test"]
+TaskForm = Literal["label", "pair", "token", "next"]
+IGNORED = -100  # a target that is not scored; the default of torch's cross_entropy
+
+
+class Examples(NamedTuple):
+    """Hold one split as integer tensors on the host; padding is 0, behind the tokens of an example."""
+
+    tokens: Tensor  # (examples, n); (examples, 2, n) for pairs; uint8 or int16 where the vocabulary allows
+    targets: Tensor  # (examples,), or (examples, n) for a label per token, IGNORED where nothing is scored
+    lengths: Tensor | None = None  # (examples,) or (examples, 2); None where all examples are full
+    slices: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class ArenaModel:
+    """Hold the model that a task is usually compared with."""
+
+    width: int = 64
+    depth: int = 2
+    heads: int = 2
+    ffn: int = 128  # 0: blocks without a feed-forward layer
+    positions: str = "sinusoidal"  # "none": mechanisms see the order only as their pattern does
+    dropout: float = 0.0
+    gated: bool = False  # SwiGLU instead of GELU
+    conv: int = 0  # kernel of a short causal convolution before each mixer, 0: none
+
+
+@dataclass(frozen=True)
+class ArenaBudget:
+    """Hold how a task is usually trained: AdamW, linear warm-up, one cosine."""
+
+    steps: int = 2000
+    batch: int = 64
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # learning rates, the best on validation is taken
+    weight_decay: float = 0.01
+    warmup: float = 0.1  # of all steps
+    evaluations: int = 10  # on validation, equally spaced, the last one at the end
+    clip: float = 1.0  # of the gradient's norm
+
+
+@dataclass(frozen=True)
+class ArenaTask(Options):
+    """Describe a task. Forms: a label per sequence, a label for a pair of sequences, a label per token, the next token."""
+
+    form: ClassVar[TaskForm] = "label"
+    causal: ClassVar[bool] = False  # the model sees no later token; always so for the form "next"
+    metric: ClassVar[str] = "accuracy"  # or "bits per token", the only one where less is better
+    title: ClassVar[str] = ""  # one line for tables
+    source: ClassVar[str] = ""  # paper or data set
+    needs: ClassVar[str] = ""  # the data set that must be there, as `regard.data.locate` names it; generated where empty
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest example."""
+        raise NotImplementedError
+
+    @property
+    def vocab(self) -> int:
+        """Return the number of token ids, padding included."""
+        raise NotImplementedError
+
+    @property
+    def classes(self) -> int:
+        """Return the number of labels."""
+        raise NotImplementedError
+
+    def examples(self, part: ExamplesPart) -> Examples:
+        """Return one split: a pure function of the options. No example is in two splits."""
+        raise NotImplementedError
+
+    def floors(self) -> dict[str, float]:
+        """Return scores on test that need no attention, by name: the most frequent label, bytes counted, chance ..."""
+        raise NotImplementedError
+
+    def model(self) -> ArenaModel:
+        """Return the usual model."""
+        return ArenaModel()
+
+    def budget(self) -> ArenaBudget:
+        """Return the usual budget."""
+        return ArenaBudget()
+
+    def augment(self, tokens: Tensor, targets: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Change a batch of training examples on its device, by operations of constant shapes: a step may be captured."""
+        return tokens, targets
+
+
+@dataclass
+class ArenaScore:
+    """Hold the score of a model on one split."""
+
+    value: float
+    count: int  # targets that were scored
+    slices: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)  # slice -> value of it -> score, count
