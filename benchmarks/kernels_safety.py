@@ -1,0 +1,140 @@
+"""Kernels on a CUDA device, every head size and type: near float64, equal in every repeat, and blind to memory they do not own.
+
+    python benchmarks/kernels_safety.py [--repeats 250] [--part 0 8]       rows as JSON lines, exits 1 if one is wrong
+    python benchmarks/kernels_safety.py --join FILE ...                    results/kernels_safety.json from the lines of all parts
+    compute-sanitizer --tool memcheck python benchmarks/kernels_safety.py --once      small shapes, one pass each
+
+Before every repeat free memory is filled with NaN, so that a kernel that reads what was never written changes its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import save
+from regard import Dims, attend, core
+
+SPECS = (
+    *("Local(40)", "Local(200) | Global(first=2)", "Stride(5) | Local(12)", "Blocks(64, around=1) | Random(2, 64)"),
+    *("linear", "efficient", "retention", "gla", "gla(gate='head')", "performer(features=48)", "delta", "delta(gated=True)"),
+    *("reformer(rounds=2, buckets=8, chunk=16)", "routing(clusters=8, window=32)"),
+)
+DRAWN = ("reformer", "routing")  # a hash or a centroid may round to another bucket: bits only, kernels_bucket.py has the errors
+SIZES = (16, 32, 64, 128, 256)
+BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+LENGTHS = (1, 130, 1100)
+HEADS, KV_HEADS, BATCH = 4, 2, 2
+POISONED = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # bytes of the blocks that hold NaN
+
+
+def poison() -> None:
+    """Fill free blocks of several sizes with NaN."""
+    held = [torch.full((size // 4,), float("nan"), device="cuda") for size in POISONED for _ in range(4)]
+    del held
+
+
+def one_pass(own: torch.nn.Module, x: list[Tensor], causal: bool, valid: Tensor | None) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v."""
+    given = [y.detach().requires_grad_() for y in x]
+    torch.manual_seed(3)
+    out = attend(*given, own, causal=causal, valid=valid, query_valid=None if causal else valid)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), given)]
+
+
+def inputs(own: torch.nn.Module, n: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    """Draw q, k and v; keys of a shared space are the queries, gates come behind each key."""
+    torch.manual_seed(2)
+    kv = HEADS if own.shared_qk else KV_HEADS
+    q = torch.randn(BATCH, HEADS, n, d, device="cuda")
+    k = q if own.shared_qk else torch.randn(BATCH, kv, n, d, device="cuda")
+    if own.gates:
+        gates = torch.randn(BATCH, kv, n, own.gates, device="cuda")
+        k = torch.cat([k, gates], -1)
+    v = torch.randn(BATCH, kv, n, d, device="cuda")
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+def row(text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: bool, repeats: int) -> dict[str, Any]:
+    """Check one case."""
+    start = time.perf_counter()
+    known = {"spec": text, "d": d, "dtype": str(dtype)[6:], "n": n, "causal": causal, "padded": padded, "repeats": repeats}
+    try:
+        torch.manual_seed(1)
+        kv = HEADS if text.startswith(DRAWN) else KV_HEADS
+        own = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="triton")).cuda().eval()
+        x = inputs(own, n, d, dtype)
+        valid = torch.rand(BATCH, n, device="cuda") > 0.25 if padded else None
+        first = one_pass(own, x, causal, valid)
+        same = True
+        for _ in range(repeats):
+            poison()
+            again = one_pass(own, x, causal, valid)
+            same = same and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        errors: list[float] = []
+        if not text.startswith(DRAWN):
+            torch.manual_seed(1)
+            exact = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="torch")).cuda().eval()
+            exact.load_state_dict(copy.deepcopy(own.state_dict()))
+            expected = one_pass(exact.double(), [y.double() for y in x], causal, valid)
+            errors = [((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(first, expected, strict=True)]
+        finite = all(bool(y.isfinite().all()) for y in first)
+        near = all(error <= BOUNDS[dtype] for error in errors)
+        problem = (
+            ""
+            if same and finite and near
+            else ", ".join(
+                name for name, good in (("repeats differ", same), ("not finite", finite), ("too far", near)) if not good
+            )
+        )
+    except Exception as error:  # noqa: BLE001 - a compiler's failure is a row of the table
+        errors, problem = [], f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}"
+    return known | {"errors": errors, "problem": problem, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def cases(once: bool) -> list[tuple[str, int, torch.dtype, int, bool, bool]]:
+    """List what is checked; lengths and padding take turns, so that every kernel meets all of them."""
+    if once:
+        return [(text, 64, torch.bfloat16, 130, causal, True) for text in SPECS for causal in (True, False)]
+    found = []
+    for text in SPECS:
+        for number, d in enumerate(SIZES):
+            for dtype in BOUNDS:
+                for causal in (True, False):
+                    n = LENGTHS[-1] if causal else LENGTHS[1 + number % 2]
+                    found.append((text, d, dtype, n, causal, number % 2 == 0))
+        found.append((text, 64, torch.bfloat16, LENGTHS[0], True, False))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=250)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, to compile side by side")
+    parser.add_argument("--once", action="store_true")
+    parser.add_argument("--join", type=Path, nargs="*")
+    args = parser.parse_args()
+    if args.join:
+        rows = [json.loads(line) for path in args.join for line in path.read_text().splitlines() if line.startswith("{")]
+        print(save("kernels_safety", {"heads": [HEADS, KV_HEADS], "batch": BATCH, "poisoned": POISONED}, rows))
+        return any(x["problem"] for x in rows)
+    part, parts = args.part
+    wrong = 0
+    for case in cases(args.once)[part::parts]:
+        found = row(*case, 0 if args.once else args.repeats)
+        wrong += bool(found["problem"])
+        print(json.dumps(found), flush=True)
+    print(f"{wrong} wrong; next: --join the lines of all parts into results/", file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
