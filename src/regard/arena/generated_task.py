@@ -97,7 +97,8 @@ def select_examples(examples: Examples, index: Tensor) -> Examples:
 
 def join_examples(parts: list[Examples]) -> Examples:
     """Concatenate parts of one split."""
-    tokens, targets = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    tokens = torch.cat([part.tokens for part in parts])
+    targets = torch.cat([part.targets for part in parts])
     known = [part.lengths for part in parts if part.lengths is not None]
     slices = {name: torch.cat([part.slices[name] for part in parts]) for name in parts[0].slices}
     return Examples(tokens, targets, torch.cat(known) if known else None, slices)

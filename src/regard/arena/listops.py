@@ -24,7 +24,7 @@ OPERATORS = ("MIN", "MAX", "MED", "SM")  # SM: the sum modulo 10
 DIGIT, OPERATOR, CLOSE = 1, 11, 15  # token ids of 0, of [MIN and of ]; 0 is padding
 OPERATOR_SHARE = 0.25  # of arguments
 TREES = 4096  # drawn at a time
-LEVELS = 3  # of operators that the shallow readers evaluate
+READER_LEVELS = 3  # of operators that the shallow readers evaluate
 FLOOR_EXAMPLES = 5000  # of train, which the labels of the root operators are counted on
 
 
@@ -82,7 +82,7 @@ class ListOps(GeneratedTask):
             "most frequent label of the root operator": label_by_value(train, test, "operator"),
         }
         rows = [row.tolist() for row in test.tokens]
-        for k in range(1, LEVELS + 1):
+        for k in range(1, READER_LEVELS + 1):
             values = torch.tensor([shallow_value(row, k) for row in rows])
             found[f"levels of operators evaluated: {k}"] = share_right(values, test.targets)
         return found
@@ -113,7 +113,9 @@ def _operator_value(operator: int, digits: list[int]) -> int:
     name = OPERATORS[operator]
     if name == "MED":
         return int(median(digits))
-    return {"MIN": min, "MAX": max, "SM": sum}[name](digits) % 10
+    if name == "SM":
+        return sum(digits) % 10
+    return min(digits) if name == "MIN" else max(digits)
 
 
 class _Level:
@@ -188,11 +190,11 @@ class _Forest:
         row = np.zeros(TREES, np.int64)
         row[trees] = np.arange(len(trees))
         value = self._values(len(self.levels))
-        wrong = [self._values(k) != value for k in range(1, LEVELS + 1)]
+        wrong = [self._values(k) != value for k in range(1, READER_LEVELS + 1)]
         slices = {
             "operator": self.levels[0].operator,
             "depth": self._depths(row, len(trees)),
-            "levels": 1 + np.maximum.reduce([wrong[k] * (k + 1) for k in range(LEVELS)]),  # from so many on, readers are right
+            "levels": 1 + np.maximum.reduce([wrong[k] * (k + 1) for k in range(READER_LEVELS)]),  # from so many on, readers are right
             "tokens": self.sizes[trees] * 4 // length * length // 4,
         }
         tokens = self._write(row, len(trees), length)
