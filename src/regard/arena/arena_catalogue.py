@@ -7,7 +7,9 @@ from importlib import import_module
 from regard.arena.arena_task import ArenaTask
 from regard.options import parse_options
 
-ARENA: dict[str, str] = {}  # name -> module:class
+ARENA: dict[str, str] = {  # name -> module:class
+    "listops": "regard.arena.listops:ListOps",
+}
 
 
 def arena_task(text: str) -> ArenaTask:
