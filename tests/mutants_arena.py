@@ -37,4 +37,48 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "        if without == PATIENCE:\n            return join_examples(found)\n",
         "arena_lra",
     ),
+    "reviews of test stay in train": (
+        R + "arena/text_bytes.py",
+        "[review for review in train if review[0] not in held_out]",
+        "train",
+        "arena_read",
+    ),
+    "a turned pair of papers is another pair": (
+        R + "arena/retrieval.py",
+        "        train = [pair for pair in train if frozenset(pair[1:]) not in held_out]\n",
+        "        train = [pair for pair in train if pair not in test]\n",
+        "arena_read",
+    ),
+    "a paper is in two splits": (R + "arena/retrieval.py", "        if first == second:\n", "        if True:\n", "arena_read"),
+    "a pair of train tells its own label": (R + "arena/retrieval.py", "inside = pairs is train", "inside = False", "arena_read"),
+    "an image of test stays in train": (
+        R + "arena/image_pixels.py",
+        "fresh = rows[new_rows(torch.from_numpy(train.images[rows]), taken)]",
+        "fresh = rows",
+        "arena_read",
+    ),
+    "validation images stay in train": (
+        R + "arena/image_pixels.py",
+        'order[:cut] if part == "val" else order[cut:]',
+        'order[:cut] if part == "val" else order',
+        "arena_read",
+    ),
+    "some examples are the first ones": (
+        R + "arena/read_task.py",
+        "drawn = np.random.default_rng(SELECTION_SEED).permutation(there)",
+        "drawn = np.arange(there) * 2 % there",
+        "arena_read",
+    ),
+    "equal scores are parted by a threshold": (
+        R + "arena/trivial_floors.py",
+        "ordered[1:] > ordered[:-1]",
+        "ordered[1:] >= ordered[:-1]",
+        "arena_read",
+    ),
+    "an n-gram counts each time": (
+        R + "arena/trivial_floors.py",
+        "        yield cells[last[cells] == places]\n",
+        "        yield cells\n",
+        "arena_read",
+    ),
 }
