@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.transforms import transformed
+
 ALIGNMENT = 16  # bytes; Triton distinguishes addresses that are multiples of it
 LAUNCHER_ARGUMENTS = "iiiKKppOOOOOO"  # of a compiled launcher before those of the kernel: the only form that is called directly
 _address = Tensor.data_ptr
@@ -37,6 +39,21 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 def tensor_key(x: Tensor) -> tuple[Hashable, ...]:
     """Return what a launch depends on in a tensor, except its address and its device."""
     return x.shape, x.stride(), x.dtype
+
+
+def current_stream_number(x: Tensor) -> int:
+    """Return the address of the current stream of a tensor's device: part of the key of constants that are kept there."""
+    return _current_stream(x.get_device()) if x.is_cuda else 0
+
+
+def may_keep_constants(x: Tensor) -> bool:
+    """Return whether tensors made now on the device of x may be kept for later passes on the same stream.
+
+    Not while a compiler or a transform traces, and not in a CUDA graph, whose memory is its own and which reads it for ever.
+    """
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def present_slots(present: Sequence[bool]) -> tuple[int, ...]:
