@@ -41,16 +41,44 @@ def tensor_key(x: Tensor) -> tuple[Hashable, ...]:
     return x.shape, x.stride(), x.dtype
 
 
-def current_stream_number(x: Tensor) -> int:
-    """Return the address of the current stream of a tensor's device: part of the key of constants that are kept there."""
-    return _current_stream(x.get_device()) if x.is_cuda else 0
+_in_graphs: dict[int, Any] = {}  # what CUDA graphs read, by id: kept for ever, because no graph tells when it ends
 
 
-def may_keep_constants(x: Tensor) -> bool:
-    """Return whether tensors made now on the device of x may be kept for later passes on the same stream.
+def hold_for_graphs(x: Tensor, what: Any) -> None:
+    """Keep an object whose tensors the current stream reads, if that is captured into a CUDA graph."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _in_graphs[id(what)] = what
 
-    Not while a compiler or a transform traces, and not in a CUDA graph, whose memory is its own and which reads it for ever.
-    """
+
+class SharedConstants:
+    """Tensors of one device that all later passes read, on any stream and in CUDA graphs; made on the current stream."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self.size = sum(x.numel() for x in tensors)
+        first = tensors[0]
+        self.device = first.get_device()
+        if first.is_cuda:
+            self.stream, self.made = _current_stream(self.device), torch.cuda.Event()
+            self.made.record(torch.cuda.current_stream(first.device))
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Return the tensors, ready for the current stream."""
+        first = self.tensors[0]
+        if not first.is_cuda:
+            return self.tensors
+        if torch.cuda.is_current_stream_capturing():  # which began with a wait for all that came before
+            hold_for_graphs(first, self)
+        elif _current_stream(self.device) != self.stream:
+            stream = torch.cuda.current_stream(first.device)
+            stream.wait_event(self.made)
+            for x in self.tensors:
+                x.record_stream(stream)
+        return self.tensors
+
+
+def may_keep(x: Tensor) -> bool:
+    """Return whether tensors made now on the device of x may be kept: no tracer is active, and no CUDA graph is captured."""
     if torch.compiler.is_compiling() or transformed():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
