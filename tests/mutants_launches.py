@@ -67,7 +67,7 @@ LAUNCHES: dict[str, tuple[str, str, str, str]] = {
         "    _trials.append(trial)\n",
         "kernel_launch",
     ),
-    "signatures are kept without end": (R + "cache.py", "if len(kept) > MAX_SIGNATURES:", "if False:", "kernel_launch"),
+    "signatures are kept without end": (R + "cache.py", "while len(kept) > MAX_SIGNATURES or (", "while (", "kernel_launch"),
     "a pass is kept for tensors that lie otherwise": (
         R + "ops/tile/tile_op.py",
         "v.shape, q.stride(), k.stride(), v.stride(), q.dtype",
