@@ -121,9 +121,10 @@ class Retention(_Fading):
         return CountedMatrix(unread_sums(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
 
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        constants = self._constants(k) if places.valid is None and k.shape[2] > 1 else None
         first = unread_sums(k, v, self.f)[0]
-        if constants is None or not fuses_features(q, first, self.dims.backend):
+        plain = places.valid is None and k.shape[2] > 1
+        constants = self._constants(k) if plain and fuses_features(q, first, self.dims.backend) else None
+        if constants is None:
             return super().scan_all(q, k, v, places)
         rate, gain = constants.read()
         decay = rate.expand(k.shape[0], -1, k.shape[2], 1)
