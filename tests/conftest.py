@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 from functools import partial
 
-gc.disable()  # until all tests are collected: modules and tests stay, and every search for garbage among them takes longer
+if gc.isenabled():  # not before all tests are collected: modules and tests stay, and searches for garbage among them take long
+    gc.disable()
 if os.environ.get("REGARD_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run in its interpreter
 
