@@ -1,14 +1,14 @@
 """Triton kernels of additive attention, sum_f w_f tanh(a_if + b_jf), without a tensor of pairs and features.
 
-tanh(a + b) = 1 - 2 r with r = 1 / (1 + exp(2 a) exp(2 b)): exponentials are of single tokens, so that a pair and a feature cost one
-product and a share of a reciprocal, one for two features: 1/x and 1/y are y and x times 1/(x y). The sum of w is the same for all
-pairs and changes no softmax. Gradients: tanh' = 4 r (1 - r).
+tanh(a + b) = 1 - 2 r with r = 1 / (1 + exp(2 a) exp(2 b)): exponentials are of single tokens, so that a pair and a feature cost
+one product and a share of a reciprocal, one for two features: 1/x and 1/y are y and x times 1/(x y). The sum of w is the same for
+all pairs and changes no softmax. Gradients: tanh' = 4 r (1 - r).
 
 Exponentials are (rows features tokens), in float32; features are even in number, and tokens filled up with zeros to `rooms` of
 queries and `room` of keys, so that tiles need no bounds. Tiles are (others, own): a program owns tokens of
 the last dimension, so that sums over the others stay inside of a thread. Products of gradients and values are made in the same
-way, column by column of transposed tensors: the result of a matrix product is laid out otherwise. No atomics: gradients of features
-are added in memory that no other program writes.
+way, column by column of transposed tensors: the result of a matrix product is laid out otherwise. No atomics: gradients of
+features are added in memory that no other program writes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.ops.pair.triton_kernels import BY_PLACE, BY_POSITION, LOWEST_TOP, NOWHERE, pair_head, pair_rows, seen_pairs
+from regard.ops.pair.triton_kernels import BY_PLACE, BY_POSITION, LOWEST_TOP, NO_PAIRS, existing_pairs, pair_head, pair_rows
 from regard.ops.triton_math import hash_keeps
 
-LARGEST = tl.constexpr(4.611686018427388e18)  # 2^62: two of them are no overflow, and tanh is 1 up to 2^-61
+LARGEST_SUM = tl.constexpr(4.611686018427388e18)  # 2^62: two of them are no overflow, and tanh is 1 up to 2^-61
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def both_sums(OWN, OTHER, f, own, other, own_size, other_size):
     OTHER += f * other_size
     a = tl.load(OTHER + other)[:, None] * tl.load(OWN + own)[None, :] + 1.0
     b = tl.load(OTHER + other_size + other)[:, None] * tl.load(OWN + own_size + own)[None, :] + 1.0
-    return tl.minimum(a, LARGEST), tl.minimum(b, LARGEST)
+    return tl.minimum(a, LARGEST_SUM), tl.minimum(b, LARGEST_SUM)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def additive_forward(
         key_at = j
         if SEEN == BY_POSITION:
             key_at = tl.load(KEY_AT + b * m + j)
-        seen = seen_pairs(at[None, :], key_at[:, None], (number < m)[:, None], VALID + b * m, j[:, None], SEEN, VALIDS)
+        seen = existing_pairs(at[None, :], key_at[:, None], (number < m)[:, None], VALID + b * m, j[:, None], SEEN, VALIDS)
         s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, 0))
         p = tl.exp2(s - new[None, :])
@@ -114,7 +114,7 @@ def additive_forward(
     whole = tl.where(some, total, 1.0)
     OUT = pair_head(OUT, row, sob, soh, heads, 1)
     write_columns(OUT, i, son, acc * (keep / whole)[None, :], i < n, E, BE)
-    tl.store(STAT + wide * n + i, tl.where(some, top + tl.log2(whole), NOWHERE), mask=i < n)
+    tl.store(STAT + wide * n + i, tl.where(some, top + tl.log2(whole), NO_PAIRS), mask=i < n)
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def additive_query_grads(
     UQ, UK, W, VT, OUT, GRAD, GT, STAT, DELTA, GRADS, SUMS, AT, KEY_AT, VALID, DRAWN, KEYED,
     sob, soh, son, sgb, sgh, sgn, n, m, rooms, room, start, heads, tiles, threshold, keep,
     SHARE: tl.constexpr, SEEN: tl.constexpr, VALIDS: tl.constexpr, DROP: tl.constexpr, FEATURES: tl.constexpr,
-    E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a tile of queries to GRADS and SUMS (rows features n), which are 0, and write DELTA (rows n)."""
     pid = tl.program_id(0)
@@ -193,7 +193,7 @@ def additive_query_grads(
         key_at = j
         if SEEN == BY_POSITION:
             key_at = tl.load(KEY_AT + b * m + j)
-        seen = seen_pairs(at[None, :], key_at[:, None], (number < m)[:, None], VALID + b * m, j[:, None], SEEN, VALIDS)
+        seen = existing_pairs(at[None, :], key_at[:, None], (number < m)[:, None], VALID + b * m, j[:, None], SEEN, VALIDS)
         p = tl.exp2(tl.where(seen, s, float("-inf")) - stat[None, :])
         dw = column_products(GT, VT, i, number, rooms, room, E, BM, BN)
         if DROP:
@@ -243,7 +243,7 @@ def additive_key_grads(
         at = here + start
         if SEEN == BY_POSITION:
             at = tl.load(AT + b * n + here)
-        seen = seen_pairs(at[:, None], key_at[None, :], (i < n)[:, None], VALID + b * m, j[None, :], SEEN, VALIDS)
+        seen = existing_pairs(at[:, None], key_at[None, :], (i < n)[:, None], VALID + b * m, j[None, :], SEEN, VALIDS)
         stat = tl.load(STAT + wide * n + here)
         delta = tl.load(DELTA + wide * n + here)
         p = tl.exp2(tl.where(seen, s, float("-inf")) - stat[:, None])

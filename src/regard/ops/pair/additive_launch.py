@@ -31,7 +31,7 @@ def token_exponentials(x: Tensor) -> Tensor:
     return found
 
 
-def token_columns(x: Tensor) -> Tensor:
+def value_columns(x: Tensor) -> Tensor:
     """Return x (b h n e) transposed: (b h e n) in float32, n filled up with zeros."""
     return torch.nn.functional.pad(x.mT.float(), (0, -x.shape[2] % WHOLE_TILES)).contiguous()
 
@@ -60,7 +60,8 @@ def additive_forward_pass(
     tiles = ceil_div(n, config["BM"])
     kernels.additive_forward[(b * h * tiles,)](
         queries, keys, base_two_weights(call.w), v, out, stat, *masks, *row_strides(v, out),
-        n, m, queries.shape[3], keys.shape[3], call.start, h, tiles, *numbers, FEATURES=queries.shape[2], FAST=not interpreting(), **constants, **config,
+        n, m, queries.shape[3], keys.shape[3], call.start, h, tiles, *numbers,
+        FEATURES=queries.shape[2], FAST=not interpreting(), **constants, **config,
     )  # fmt: skip
 
 
@@ -81,12 +82,13 @@ def additive_backward(
     queries, keys = token_exponentials(call.q), token_exponentials(call.k)
     scaled = base_two_weights(call.w)
     more = constants | {"FEATURES": queries.shape[2], "FAST": not interpreting()}
+    without = {name: value for name, value in more.items() if name != "PRECISION"}
     query_sums, key_sums, weighted = (torch.zeros_like(x) for x in (queries, keys, queries))
-    delta, values, grads = torch.empty_like(stat), token_columns(v), token_columns(grad)
+    delta, values, grads = torch.empty_like(stat), value_columns(v), value_columns(grad)
     tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(m, of_keys["BN"])
     kernels.additive_query_grads[(b * h * tiles,)](
         queries, keys, scaled, values, out, grad, grads, stat, delta, query_sums, weighted, *masks, *row_strides(out, grad),
-        n, m, queries.shape[3], keys.shape[3], call.start, h, tiles, *numbers, **more, **of_queries,
+        n, m, queries.shape[3], keys.shape[3], call.start, h, tiles, *numbers, **without, **of_queries,
     )  # fmt: skip
     dv = by_token(v, b, m, h, e, v.dtype if v.shape[1] == h else torch.float32)
     kernels.additive_key_grads[(b * h * key_tiles,)](
