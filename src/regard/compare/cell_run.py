@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -86,7 +86,7 @@ def _train(job: CellJob, report: Report | None) -> CellRecord:
     record = cell.record(
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
     )
-    record.settings |= {"made_with": made_with(), "steps": trained.steps, "graph": trained.note or "captured"}
+    record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or "captured"}
     if trained.val is None or trained.val != trained.val:
         raise Diverged("no score on validation is a number")
     about = {"task": cell.task, "mixer": cell.mixer, "lr": str(cell.lr), "seed": str(cell.seed)}
@@ -146,6 +146,11 @@ def _stored(write: Callable[[], str]) -> str:
 def _seeded_model(cell: Cell, task: ArenaTask, device: torch.device) -> ComparedModel:
     torch.manual_seed(cell.seed)
     return build_model(task, cell.mixer, cell.model).to(device)
+
+
+@lru_cache(maxsize=1)
+def _machine() -> dict[str, Any]:
+    return made_with()
 
 
 @lru_cache(maxsize=6)
