@@ -23,12 +23,12 @@ from regard.runtime.graphed_decoder import GraphedDecoder
 
 TIMED = 0.2  # seconds for each time
 DECODED = 32  # tokens that are decoded one by one, at most
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CELL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cell_costs(cell: Cell, task: ArenaTask, split: DeviceSplit) -> dict[str, Any]:
     """Measure a new model of the cell on its own training data."""
-    device, dtype = split.tokens.device, DTYPES[cell.grid.dtype]
+    device, dtype = split.tokens.device, CELL_DTYPES[cell.grid.dtype]
     model = _new_model(cell, task, device)
     step = TrainingStep(model, task, split, cell.usual, dtype)
     sequences = len(step.index) * (2 if task.form == "pair" else 1)
@@ -59,7 +59,7 @@ def costs_by_length(cell: Cell, task: ArenaTask, split: DeviceSplit) -> list[dic
 def _at_length(cell: Cell, task: ArenaTask, device: torch.device, n: int) -> dict[str, Any]:
     batch = max(1, cell.usual.batch * cell.length // n)
     row: dict[str, Any] = {"n": n, "batch": batch, "forward_ms": None, "step_ms": None, "peak_bytes": None, "reason": ""}
-    dtype = DTYPES[cell.grid.dtype]
+    dtype = CELL_DTYPES[cell.grid.dtype]
     try:
         model = _new_model(cell, task, device, n)
         split = _random_split(task, batch, n, device)

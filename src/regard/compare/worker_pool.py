@@ -164,7 +164,7 @@ def _outcome(job: CellJob, link: Connection) -> tuple[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended: nobody would record what it does."""
+    """End this process when its parent has ended: no process would record its work."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
