@@ -8,7 +8,11 @@ from regard.arena.arena_task import ArenaTask
 from regard.options import parse_options
 
 ARENA: dict[str, str] = {  # name -> module:class
+    "induction": "regard.arena.induction:Induction",
     "listops": "regard.arena.listops:ListOps",
+    "mixed_recall": "regard.arena.recall:MixedRecall",
+    "recall": "regard.arena.recall:Recall",
+    "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
 }
 
 
