@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from regard.compare.grid_run import GridRun
     from regard.compare.worker_pool import SameProcess, WorkerPool
 
-COST_LENGTHS = {"cpu": "256,1k", "cuda": "512,2k,8k"}
+COST_LENGTHS = {"cpu": "1k", "cuda": "512,2k,8k"}
 CARD_JOBS = 4  # processes that share a GPU
 MOST_JOBS = 256
 MINUTE = 60.0
@@ -44,7 +44,7 @@ def compare(
         str | None, typer.Option(help="Learning rates to choose from: 1e-3,3e-3; those of each task unless given.")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Lengths at which speed and memory are measured too; 256,1k unless given, none: no others.")
+        str | None, typer.Option(help="Lengths at which speed and memory are measured too; 1k unless given, none: no others.")
     ] = None,
     changes: Annotated[
         list[str] | None,

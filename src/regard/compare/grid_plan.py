@@ -23,7 +23,7 @@ from regard.spec import Spec
 ALL = "all"
 # One or more of every family, of those that can be causal.
 QUICK_MIXERS = (
-    *("softmax", "identity", "Local(16)", "linear", "gla", "delta", "hybrid(pattern=Local(8))", "gmlp", "conv", "rnn"),
+    *("softmax", "identity", "Local(16)", "linear", "delta", "hybrid(pattern=Local(8))", "gmlp", "conv"),
     *("sinkhorn", "gat(pattern=Local(8))", "reformer", "synthesizer", "linformer"),
 )
 

@@ -43,12 +43,14 @@ def _read_value(name: str, text: str) -> Any:
     if name not in defaults:
         raise ValueError(unknown("--set has no", name, defaults))
     default = defaults[name]
+    value: Any
     try:
         value = text if isinstance(default, str) else ast.literal_eval(text.capitalize() if isinstance(default, bool) else text)
     except (ValueError, SyntaxError):
         value = None
     if isinstance(default, float) and type(value) is int:
         value = float(value)
-    if type(value) is not type(default) or (not isinstance(value, str) and value < 0):
+    negative = isinstance(value, int | float) and value < 0
+    if type(value) is not type(default) or negative:
         raise ValueError(f"{name} is a value such as {default}, not {text!r}")
     return value
