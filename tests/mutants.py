@@ -21,6 +21,7 @@ from pathlib import Path
 from mutants_bench import BENCH
 from mutants_compiled import COMPILED
 from mutants_models import MODELS
+from mutants_report import REPORT
 from mutants_training import TRAINING
 from regard.catalogue import CATALOGUE
 
@@ -445,7 +446,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     """By name: a file, what stands there, what shall stand there, and the tests that must notice."""
-    return {**MODELS, **TRAINING, **COMPILED, **BENCH, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
+    return {**MODELS, **TRAINING, **COMPILED, **BENCH, **REPORT, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
 
 
 def killed_by(name: str, mutant: tuple[str, str, str, str], known: str) -> str:
