@@ -1,4 +1,4 @@
-"""Is attention the bottleneck? Parts of a model over n, the end-to-end time with other mechanisms, and the error of the prediction.
+"""Is attention the bottleneck? Parts of a model over n, the end-to-end time with other mechanisms, and the error of predictions.
 
 A model of `depth` layers is composed: one of 1 and one of 3 layers are measured, which gives the cost of a layer and of all
 else. Another mechanism changes a layer by the difference of the two parts, each timed alone on the same tokens.
@@ -28,7 +28,7 @@ from regard.bench.model_parts import (
     ATTENTION,
     IN_EVERY_LAYER,
     OPTIMISER,
-    PARTS,
+    PART_KINDS,
     PROJECTIONS,
     REST,
     Part,
@@ -46,7 +46,7 @@ from regard.bench.workload import spec_text
 from regard.spec import Spec
 
 SHALLOW = 3  # layers of the second model that is measured
-COPIES = 4  # of all weights in training: weights, gradients, and two moments of AdamW
+WEIGHT_COPIES = 4  # of all weights in training: weights, gradients, and two moments of AdamW
 
 
 @dataclass
@@ -113,7 +113,7 @@ def share_row(frame: Frame) -> Measured:
     """Milliseconds and bytes by part, on the clock that limits the model."""
     total = frame.total()
     bound = total.host_bound
-    ms = {kind: 1e3 * frame.times[kind].of_bound(bound) for kind in PARTS if kind in frame.times}
+    ms = {kind: 1e3 * frame.times[kind].of_bound(bound) for kind in PART_KINDS if kind in frame.times}
     ms[OPTIMISER] = 1e3 * frame.optimiser.of_bound(bound)
     ms[REST] = max(0.0, 1e3 * total.total - sum(ms.values()))
     held = frame.saved | {OPTIMISER: float(frame.weights)}
@@ -170,7 +170,7 @@ def _framed(
         times[part.kind] = times.get(part.kind, NO_TIME).plus(alone, count)
         held[part.kind] = held.get(part.kind, 0.0) + count * _part_held(part, request)
     held[REST] = max(0.0, saved - sum(held.values()))
-    return Frame(whole, optimiser, times, own, held, parts, int(weights * (COPIES if request.training else 1)), repeats)
+    return Frame(whole, optimiser, times, own, held, parts, int(weights * (WEIGHT_COPIES if request.training else 1)), repeats)
 
 
 def _alone(module: nn.Module, part: Part, request: AdviceRequest) -> StepTime:

@@ -21,7 +21,7 @@ from regard.models.heads import NextToken
 
 ATTENTION, PROJECTIONS, FEEDFORWARD, EMBEDDING, HEAD = "attention", "projections", "feed-forward", "embedding", "head"
 REST, OPTIMISER = "rest", "optimiser"
-PARTS = (ATTENTION, PROJECTIONS, FEEDFORWARD, EMBEDDING, HEAD, REST, OPTIMISER)  # in the order of tables and figures
+PART_KINDS = (ATTENTION, PROJECTIONS, FEEDFORWARD, EMBEDDING, HEAD, REST, OPTIMISER)  # in the order of tables and figures
 IN_EVERY_LAYER = (ATTENTION, FEEDFORWARD)
 CLASSES: tuple[tuple[type[nn.Module], str], ...] = (
     (Mixer, ATTENTION),
@@ -86,7 +86,7 @@ class _Recorder:
 
 
 def _leaf(x: Any, made: dict[int, Tensor]) -> Any:
-    """Detach a tensor of the pass; gradients are taken where they were before. A KV cache, which would grow by every call, is dropped."""
+    """Detach a tensor of the pass; gradients are taken where they were. A KV cache, which would grow, is dropped."""
     if hasattr(x, "get_seq_length"):
         return None
     if not isinstance(x, Tensor):

@@ -1,5 +1,5 @@
-"""The command line: mechanisms (`list`, `show`, `bench`, `advise`), kernels (`tune`), tasks and training (`tasks`, `train`), trained
-runs (`evaluate`, `predict`, `distil`).
+"""The command line: mechanisms (`list`, `show`, `bench`, `advise`), kernels (`tune`), tasks and training (`tasks`, `train`),
+trained runs (`evaluate`, `predict`, `distil`).
 """
 
 from __future__ import annotations

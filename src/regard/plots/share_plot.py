@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from regard.bench.advice_text import shares_of
-from regard.bench.model_parts import PARTS
+from regard.bench.model_parts import PART_KINDS
 from regard.plots.colours import GREY, INK, LINE
 from regard.plots.speed_plot import PALETTE
 
-SHARE_COLOURS = dict(zip(PARTS, (*PALETTE[:6], GREY), strict=False))
+SHARE_COLOURS = dict(zip(PART_KINDS, (*PALETTE[:6], GREY), strict=False))
 BAR = 0.7  # of the room for one length
 TITLES = {"parts_ms": "time of a step", "parts_bytes": "memory kept for the backward pass, weights and optimiser"}
 
@@ -32,7 +32,7 @@ def share_plot(record: dict[str, Any]) -> Figure:
         _draw_shares(axes, rows, key, handles)
         axes.set_title(words, size=9, color=INK, loc="left")
     place_of: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (0.84, 0.5), "frameon": False}
-    names = [kind for kind in reversed(PARTS) if kind in handles]
+    names = [kind for kind in reversed(PART_KINDS) if kind in handles]
     figure.legend([handles[kind] for kind in names], names, fontsize=8, labelcolor=INK, **place_of)
     return figure
 
@@ -41,7 +41,7 @@ def _draw_shares(axes: Axes, rows: list[dict[str, Any]], key: str, handles: dict
     shares = [shares_of(row[key]) for row in rows]
     places = range(len(rows))
     below = [0.0] * len(rows)
-    for kind in PARTS:
+    for kind in PART_KINDS:
         heights = [100 * share.get(kind, 0.0) for share in shares]
         if not any(heights):
             continue
