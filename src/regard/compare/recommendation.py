@@ -55,7 +55,19 @@ def _task_line(task: ComparedTask, rows: Sequence[ComparedRow], every: Sequence[
     alike = "it is the best" if len(good) == 1 else f"the fastest of {len(good)} mixers that cannot be told apart from the best"
     beside = _beside(fastest, full_row(every, task.name))
     own = f"{score_text(fastest.score, task.metric)}; {alike} ({best.mixer}, {score})" if fastest is not best else f"{score}; {alike}"
-    return f"{name}: take {fastest.mixer}, {own}.{beside}"
+    return f"{name}: take {fastest.mixer}, {own}.{beside}{_faster(fastest, scored, task)}"
+
+
+def _faster(chosen: ComparedRow, rows: Sequence[ComparedRow], task: ComparedTask) -> str:
+    """Name what is faster at the price of quality: each is the best among all that are as fast."""
+    key = "train_tokens_per_s"
+    above = [row for row in rows if row.costs.get(key) and above_floor(row, task.best_floor)]  # the best first
+    found: list[ComparedRow] = [chosen]
+    for row in above:
+        if row.costs[key] > found[-1].costs[key]:
+            found.append(row)
+    named = [f"{row.mixer} ({row.costs[key] / chosen.costs[key]:.2f} x, {score_text(row.score, row.metric)})" for row in found[1:]]
+    return f" Faster, with worse scores: {', '.join(named[:NAMED])}." if named else ""
 
 
 def _beside(row: ComparedRow, full: ComparedRow | None) -> str:
@@ -104,11 +116,15 @@ def _length_line(comparison: Comparison, n: int, good: set[str], machine: str) -
     ranked = sorted((name for name in times if name in good), key=lambda name: times[name])
     if not ranked:
         quickest = min(times, key=lambda name: times[name])
-        return f"For n = {n:,} on {machine}: {quickest} is the fastest, {times[quickest]:.3g} ms a step, but no mixer is good on all tasks."
+        return f"For n = {n:,} on {machine}: {quickest} is the fastest, {_ms(times[quickest])} a step, but no mixer is good on all tasks."
     named = ", ".join(f"{name} ({_step_text(times[name], exact, name)})" for name in ranked[:NAMED])
     return f"For n = {n:,} on {machine}: by time of a training step, among mixers that are good on all tasks: {named}."
 
 
 def _step_text(ms: float, exact: float | None, name: str) -> str:
     ratio = f", {exact / ms:.2f} x softmax" if exact and name != "softmax" else ""
-    return f"{ms:.3g} ms{ratio}"
+    return f"{_ms(ms)}{ratio}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"

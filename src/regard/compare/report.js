@@ -93,7 +93,7 @@
     if (!points.length) { host.textContent = "Nothing was measured for this choice."; host.classList.add("quiet"); return; }
     host.classList.remove("quiet");
     const width = Math.max(280, host.clientWidth), height = Math.round(Math.min(460, Math.max(260, width * .5)));
-    const left = 56, right = 14, top = 12, bottom = 44;
+    const lines = o.series.some(s => s.line), left = 56, right = lines && o.names && width > 640 ? 150 : 14, top = 26, bottom = 44;
     const svg = node("svg", {viewBox: "0 0 " + width + " " + height, width, height, xmlns: "http://www.w3.org/2000/svg"});
     const x = scale(points.map(p => p.x), left, width - right, o.x);
     const ys = points.flatMap(p => [p.y, p.low, p.high]).concat((o.floors || []).map(f => f.y));
@@ -109,7 +109,7 @@
       svg.append(node("text", {x: x(t), y: height - bottom + 16, "text-anchor": "middle"}, o.x.text(t)));
     }
     svg.append(node("text", {x: (left + width - right) / 2, y: height - 8, "text-anchor": "middle"}, o.x.label));
-    svg.append(node("text", {x: 12, y: top - 2, "text-anchor": "start"}, o.y.label));
+    svg.append(node("text", {x: 2, y: 11, "text-anchor": "start"}, o.y.label));
     for (const f of o.floors || []) {
       svg.append(node("line", {class: "floor", x1: left, x2: width - right, y1: y(f.y), y2: y(f.y)}));
       svg.append(node("text", {x: width - right, y: y(f.y) - 4, "text-anchor": "end"}, f.name));
