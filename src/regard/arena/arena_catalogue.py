@@ -7,7 +7,12 @@ from importlib import import_module
 from regard.arena.arena_task import ArenaTask
 from regard.options import parse_options
 
-ARENA: dict[str, str] = {}  # name -> module:class
+ARENA: dict[str, str] = {  # name -> module:class
+    "image": "regard.arena.image_pixels:ImagePixels",
+    "listops": "regard.arena.listops:ListOps",
+    "retrieval": "regard.arena.retrieval:Retrieval",
+    "text": "regard.arena.text_bytes:TextBytes",
+}
 
 
 def arena_task(text: str) -> ArenaTask:

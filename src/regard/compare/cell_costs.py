@@ -23,21 +23,21 @@ from regard.runtime.graphed_decoder import GraphedDecoder
 
 TIMED = 0.2  # seconds for each time
 DECODED = 32  # tokens that are decoded one by one, at most
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CELL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def cell_costs(cell: Cell, task: ArenaTask, split: DeviceSplit, seconds: float = TIMED) -> dict[str, Any]:
+def cell_costs(cell: Cell, task: ArenaTask, split: DeviceSplit) -> dict[str, Any]:
     """Measure a new model of the cell on its own training data."""
-    device, dtype = split.tokens.device, DTYPES[cell.grid.dtype]
+    device, dtype = split.tokens.device, CELL_DTYPES[cell.grid.dtype]
     model = _new_model(cell, task, device)
     step = TrainingStep(model, task, split, cell.usual, dtype)
     sequences = len(step.index) * (2 if task.form == "pair" else 1)
     tokens = sequences * cell.length
-    one_step, notes = _train_seconds(step, seconds), {}
+    one_step, notes = _train_seconds(step), {}
     forward = _forward(model, split, step.index, dtype)
     costs: dict[str, Any] = {"n": cell.length, "batch": len(step.index), "train_steps_per_s": 1 / one_step}
     costs["train_tokens_per_s"] = tokens / one_step
-    costs["infer_tokens_per_s"] = tokens / _forward_seconds(forward, device, seconds)
+    costs["infer_tokens_per_s"] = tokens / _forward_seconds(forward, device)
     costs["peak_bytes"] = step_bytes(step)
     costs["decode_ms"] = costs["state_bytes"] = None
     if why := _why_not_decoded(cell, model):
@@ -51,21 +51,21 @@ def cell_costs(cell: Cell, task: ArenaTask, split: DeviceSplit, seconds: float =
     return costs | {"notes": notes}
 
 
-def costs_by_length(cell: Cell, task: ArenaTask, split: DeviceSplit, seconds: float = TIMED) -> list[dict[str, Any]]:
+def costs_by_length(cell: Cell, task: ArenaTask, split: DeviceSplit) -> list[dict[str, Any]]:
     """Measure models of the same shape at other lengths, on random tokens; about as many tokens a batch as the task has."""
-    return [_at_length(cell, task, split.tokens.device, n, seconds) for n in cell.grid.lengths]
+    return [_at_length(cell, task, split.tokens.device, n) for n in cell.grid.lengths]
 
 
-def _at_length(cell: Cell, task: ArenaTask, device: torch.device, n: int, seconds: float) -> dict[str, Any]:
+def _at_length(cell: Cell, task: ArenaTask, device: torch.device, n: int) -> dict[str, Any]:
     batch = max(1, cell.usual.batch * cell.length // n)
     row: dict[str, Any] = {"n": n, "batch": batch, "forward_ms": None, "step_ms": None, "peak_bytes": None, "reason": ""}
-    dtype = DTYPES[cell.grid.dtype]
+    dtype = CELL_DTYPES[cell.grid.dtype]
     try:
         model = _new_model(cell, task, device, n)
         split = _random_split(task, batch, n, device)
         step = TrainingStep(model, task, split, replace(cell.usual, batch=batch), dtype)
-        row["step_ms"] = 1e3 * _train_seconds(step, seconds)
-        row["forward_ms"] = 1e3 * _forward_seconds(_forward(model, split, step.index, dtype), device, seconds)
+        row["step_ms"] = 1e3 * _train_seconds(step)
+        row["forward_ms"] = 1e3 * _forward_seconds(_forward(model, split, step.index, dtype), device)
         row["peak_bytes"] = step_bytes(step)
     except (ValueError, RuntimeError, MemoryError) as error:
         row["reason"] = first_line(error)
@@ -87,13 +87,13 @@ def _random_split(task: ArenaTask, batch: int, n: int, device: torch.device) -> 
     return DeviceSplit(tokens.to(device), targets.to(device), None, None)
 
 
-def _train_seconds(step: TrainingStep, seconds: float) -> float:
+def _train_seconds(step: TrainingStep) -> float:
     """Return the seconds of a training step, behind those that warm up and are captured."""
     index = torch.arange(len(step.index), device=step.device)
     with step.on_stream():
         for _ in range(EAGER_STEPS + 2):
             step(index, 1e-5)
-        return plain_time(lambda: step(index, 1e-5), step.device, seconds)
+        return plain_time(lambda: step(index, 1e-5), step.device, TIMED)
 
 
 def step_bytes(step: TrainingStep) -> int | None:
@@ -140,15 +140,15 @@ def _forward(model: ComparedModel, split: DeviceSplit, index: Tensor, dtype: tor
     return run
 
 
-def _forward_seconds(run: Callable[[], Tensor], device: torch.device, seconds: float) -> float:
+def _forward_seconds(run: Callable[[], Tensor], device: torch.device) -> float:
     """Return the seconds of a forward pass; as a CUDA graph on a GPU where it can be captured."""
     run()
     if device.type == "cuda":
         try:
-            return plain_time(captured(run, device, 1).replay, device, seconds)
+            return plain_time(captured(run, device, 1).replay, device, TIMED)
         except NotCaptured:
             pass
-    return plain_time(run, device, seconds)
+    return plain_time(run, device, TIMED)
 
 
 def _why_not_decoded(cell: Cell, model: ComparedModel) -> str:
@@ -177,6 +177,6 @@ def _decoding(model: ComparedModel, length: int, device: torch.device) -> dict[s
 
     _, filled = decoder.extend(decoder.start(1), prompt)
     decode()
-    times = [plain_time(decode, device, 0.05) for _ in range(2)]
+    times = [plain_time(decode, device, TIMED / 2) for _ in range(2)]
     _, state = model.extend(model.start(1), torch.cat([prompt, token.expand(1, count)], 1))
     return {"decode_ms": 1e3 * min(times) / count, "state_bytes": held_bytes(state)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
 from regard.bench.machine import made_with
-from regard.compare.cell_costs import DTYPES, cell_costs, costs_by_length
+from regard.compare.cell_costs import CELL_DTYPES, cell_costs, costs_by_length
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_store import CellStore
 from regard.compare.cell_training import EVALUATED, CellBudget, CellTraining, Diverged
@@ -25,7 +25,7 @@ from regard.data.text_files import DataError
 from regard.training.atomic_files import RunError
 
 JobKind = Literal["train", "train and test", "test", "costs"]
-Report = Callable[[float], None]
+ReportShare = Callable[[float], None]
 NO_MEMORY = "there was too little memory: use fewer --jobs, or a smaller batch"
 
 
@@ -39,10 +39,10 @@ class CellJob(NamedTuple):
 
 
 class CannotStore(RuntimeError):
-    """Report a folder that cannot be written: nothing can go on."""
+    """ReportShare a folder that cannot be written: nothing can go on."""
 
 
-def run_job(job: CellJob, report: Report | None = None) -> CellRecord:
+def run_job(job: CellJob, report: ReportShare | None = None) -> CellRecord:
     """Return the record of a cell behind a job. Only CannotStore is raised: any other error is in the record."""
     try:
         return _JOBS[job.kind](job, report)
@@ -74,19 +74,19 @@ def crashed_record(job: CellJob, reason: str) -> CellRecord:
     return job.cell.record(status="crashed", reason=reason)
 
 
-def _train(job: CellJob, report: Report | None) -> CellRecord:
+def _train(job: CellJob, report: ReportShare | None) -> CellRecord:
     cell, device = job.cell, torch.device(job.cell.grid.device)
     task = read_task(cell.task, cell.grid.files)
     train, _ = _split(cell.task, cell.grid.files, "train", device)
     val, _ = _split(cell.task, cell.grid.files, "val", device)
     model = _seeded_model(cell, task, device)
-    step = TrainingStep(model, task, train, cell.usual, DTYPES[cell.grid.dtype])
+    step = TrainingStep(model, task, train, cell.usual, CELL_DTYPES[cell.grid.dtype])
     budget = CellBudget(cell.usual, cell.grid.steps, cell.grid.seconds)
     trained = CellTraining(step, val, budget, cell.lr, cell.seed, report).run()
     record = cell.record(
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
     )
-    record.settings |= {"made_with": made_with(), "steps": trained.steps, "graph": trained.note or "captured"}
+    record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or "captured"}
     if trained.val is None or trained.val != trained.val:
         raise Diverged("no score on validation is a number")
     about = {"task": cell.task, "mixer": cell.mixer, "lr": str(cell.lr), "seed": str(cell.seed)}
@@ -94,12 +94,12 @@ def _train(job: CellJob, report: Report | None) -> CellRecord:
     return record
 
 
-def _train_and_test(job: CellJob, report: Report | None) -> CellRecord:
+def _train_and_test(job: CellJob, report: ReportShare | None) -> CellRecord:
     record = _train(job, report)
     return _test(job._replace(record=record), report)
 
 
-def _test(job: CellJob, report: Report | None) -> CellRecord:
+def _test(job: CellJob, report: ReportShare | None) -> CellRecord:
     """Score the best weights of a trained cell on test, once; weights that cannot be read are trained again."""
     cell, record, device = job.cell, job.record, torch.device(job.cell.grid.device)
     assert record is not None
@@ -110,13 +110,13 @@ def _test(job: CellJob, report: Report | None) -> CellRecord:
     except (RunError, RuntimeError):
         return _train_and_test(job._replace(record=None), report)
     split, made = _split(cell.task, cell.grid.files, "test", device)
-    points = target_points(model, split, task.metric, EVALUATED * cell.usual.batch, DTYPES[cell.grid.dtype])
+    points = target_points(model, split, task.metric, EVALUATED * cell.usual.batch, CELL_DTYPES[cell.grid.dtype])
     score = arena_score(points, split, made)
     record.test, record.test_count, record.slices, record.final = score.value, score.count, score.slices, True
     return record
 
 
-def _costs(job: CellJob, report: Report | None) -> CellRecord:
+def _costs(job: CellJob, report: ReportShare | None) -> CellRecord:
     cell, record = job.cell, job.record
     assert record is not None
     task = read_task(cell.task, cell.grid.files)
@@ -128,7 +128,7 @@ def _costs(job: CellJob, report: Report | None) -> CellRecord:
     return record
 
 
-_JOBS: dict[str, Callable[[CellJob, Report | None], CellRecord]] = {
+_JOBS: dict[str, Callable[[CellJob, ReportShare | None], CellRecord]] = {
     "train": _train,
     "train and test": _train_and_test,
     "test": _test,
@@ -146,6 +146,11 @@ def _stored(write: Callable[[], str]) -> str:
 def _seeded_model(cell: Cell, task: ArenaTask, device: torch.device) -> ComparedModel:
     torch.manual_seed(cell.seed)
     return build_model(task, cell.mixer, cell.model).to(device)
+
+
+@lru_cache(maxsize=1)
+def _machine() -> dict[str, Any]:
+    return made_with()
 
 
 @lru_cache(maxsize=6)

@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.compare.cell_record import CellRecord
 from regard.training.atomic_files import RunError, as_json, bytes_to_tensors, read_bytes, read_json, replace, tensors_to_bytes
 
-CELLS, WEIGHTS, GRID = "cells", "weights", "grid.json"
+CELLS, WEIGHTS_FOLDER, GRID = "cells", "weights", "grid.json"
 AGAIN = "it is run again"
 
 
@@ -50,7 +50,7 @@ class CellStore:
 
     def save_weights(self, key: str, weights: dict[str, Tensor], metadata: dict[str, str]) -> str:
         """Write the weights of a cell; returns their path in the folder."""
-        name = f"{WEIGHTS}/{key}.safetensors"
+        name = f"{WEIGHTS_FOLDER}/{key}.safetensors"
         replace(self.folder / name, tensors_to_bytes(weights, metadata))
         return name
 

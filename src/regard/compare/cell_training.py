@@ -39,7 +39,7 @@ class CellBudget:
 
 
 @dataclass
-class Trained:
+class TrainedCell:
     """Hold the outcome of a training."""
 
     curve: list[tuple[int, float, float, float]] = field(default_factory=list)
@@ -88,9 +88,9 @@ class CellTraining:
         self.step, self.val, self.budget, self.lr, self.report = step, val, budget, lr, report
         self.order = BatchOrder(len(step.split), budget.usual.batch, seed, step.device)
         self.metric = step.task.metric
-        self.found = Trained(note=step.note)
+        self.found = TrainedCell(note=step.note)
 
-    def run(self) -> Trained:
+    def run(self) -> TrainedCell:
         """Train to the end of the budget. Raises Diverged where the loss is not finite."""
         found, usual = self.found, self.budget.usual
         with self.step.on_stream():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.arena.arena_task import IGNORED, ArenaTask, Examples, ExamplesPart
 
-FEW = 0.5  # scores are computed at the scored positions alone where these are at most this share
+FEW_SCORED = 0.5  # scores are computed at the scored positions alone where these are at most this share
 
 
 class TaskBatch(NamedTuple):
@@ -65,7 +65,7 @@ def _scored(targets: Tensor) -> tuple[Tensor, Tensor | None]:
     """Keep the targets that are scored, as many columns as the fullest example has, and their positions; all if they are many."""
     real = targets != IGNORED
     most = max(1, int(real.sum(1).max()))
-    if most > FEW * targets.shape[1]:
+    if most > FEW_SCORED * targets.shape[1]:
         return targets, None
     at = real.to(torch.int8).sort(dim=1, descending=True, stable=True).indices[:, :most]
     return targets.gather(1, at), at.to(torch.int32)
@@ -74,8 +74,9 @@ def _scored(targets: Tensor) -> tuple[Tensor, Tensor | None]:
 def _check_examples(task: ArenaTask, part: str, made: Examples) -> None:
     """Refuse tensors that do not have the shapes and values that the task declares."""
     tokens, targets = made.tokens, made.targets
-    shape = (len(tokens), 2, task.length) if task.form == "pair" else (len(tokens), task.length)
-    if tuple(tokens.shape) != shape or not len(tokens):
+    width = min(tokens.shape[-1], task.length)
+    shape = (len(tokens), 2, width) if task.form == "pair" else (len(tokens), width)
+    if tuple(tokens.shape) != shape or not tokens.numel():
         raise ValueError(f"{part} tokens of {task.name} must have shape {shape}, not {tuple(tokens.shape)}")
     wanted = shape[:1] if task.form in ("label", "pair") else shape
     if tuple(targets.shape) != wanted:

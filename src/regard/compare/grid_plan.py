@@ -97,7 +97,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Hold the cells of one task and mixer, or the record that says why there are none."""
+    """Hold the cells of one task and mixer, or the record with the reason why there are none."""
 
     cell: Cell  # the first one; the others differ in learning rate and seed
     rates: tuple[float, ...]

@@ -26,11 +26,22 @@ class JobEvent(NamedTuple):
     record: CellRecord | None = None
 
 
+def _start_method() -> Any:
+    """Return how processes are started: from one that has imported everything and has no threads, where there is such a way."""
+    for name, level in QUIET.items():
+        os.environ.setdefault(name, level)
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["regard.compare.grid_run"])
+    return context
+
+
 class Worker:
     """Hold one process and the job that it runs."""
 
     def __init__(self, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _start_method()
         self.link, other = context.Pipe()
         self.process: BaseProcess = context.Process(target=serve_jobs, args=(other, threads), daemon=True)
         self.process.start()
@@ -47,15 +58,19 @@ class WorkerPool:
 
     def __init__(self, count: int, threads: int = 1) -> None:
         self.threads = threads
-        for name, level in QUIET.items():
-            os.environ.setdefault(name, level)
-        self.workers = [Worker(threads) for _ in range(count)]
+        self.count = count
+        self.workers: list[Worker] = []
 
     def idle(self) -> int:
-        return sum(worker.job is None for worker in self.workers)
+        return self.count - sum(worker.job is not None for worker in self.workers)
 
     def submit(self, job: CellJob) -> None:
-        next(worker for worker in self.workers if worker.job is None).begin(job)
+        """Give a job to a process that is idle, or to a new one."""
+        worker = next((worker for worker in self.workers if worker.job is None), None)
+        if worker is None:
+            worker = Worker(self.threads)
+            self.workers.append(worker)
+        worker.begin(job)
 
     def events(self, timeout: float = 1.0) -> Iterator[JobEvent]:
         """Iterate over what has happened since the last call, or within the timeout."""
@@ -80,11 +95,11 @@ class WorkerPool:
         yield JobEvent(job, 1.0, value)
 
     def _replaced(self, worker: Worker) -> JobEvent:
-        """Start another process in place of one that has died, and record the cell as crashed."""
+        """Take out a process that has died, and record its cell as crashed."""
         worker.process.join()
         code, job = worker.process.exitcode, worker.job
         assert job is not None
-        self.workers[self.workers.index(worker)] = Worker(self.threads)
+        self.workers.remove(worker)
         reason = f"its process ended by signal {-code}" if code and code < 0 else f"its process ended with code {code}"
         return JobEvent(job, 1.0, crashed_record(job, reason))
 
@@ -149,7 +164,7 @@ def _outcome(job: CellJob, link: Connection) -> tuple[str, Any]:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended: nobody would record what it does."""
+    """End this process when its parent has ended: no process would record its work."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

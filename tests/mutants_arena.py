@@ -1,0 +1,84 @@
+"""Defects for `mutants.py`: tasks of the arena and what compares mechanisms on them. Each names the tests that must notice it."""
+
+from __future__ import annotations
+
+R = "src/regard/"
+
+ARENA: dict[str, tuple[str, str, str, str]] = {
+    "the median of listops is the upper one": (
+        R + "arena/listops.py",
+        "(lower + upper) // 2",
+        "(upper + upper) // 2",
+        "arena_lra",
+    ),
+    "listops nests one level too deep": (R + "arena/listops.py", "level == depth - 1", "level == depth", "arena_lra"),
+    "listops keeps trees of any length": (
+        R + "arena/listops.py",
+        "kept = (forest.sizes > least) & (forest.sizes < self.length)",
+        "kept = forest.sizes < self.length",
+        "arena_lra",
+    ),
+    "a shallow reader of listops sees one level more": (
+        R + "arena/listops.py",
+        "len(stack) < levels",
+        "len(stack) <= levels",
+        "arena_lra",
+    ),
+    "validation may hold examples of test": (
+        R + "arena/generated_task.py",
+        "            distinct_examples(stream, getattr(self, name), taken, str(self))\n",
+        "            pass\n",
+        "arena_lra",
+    ),
+    "an example is drawn twice": (R + "arena/generated_task.py", "            taken.add(key)\n", "", "arena_lra"),
+    "a generator without new examples goes on": (
+        R + "arena/generated_task.py",
+        "        if without == PATIENCE:\n            break\n",
+        "        if without == PATIENCE:\n            return join_examples(found)\n",
+        "arena_lra",
+    ),
+    "reviews of test stay in train": (
+        R + "arena/text_bytes.py",
+        "[review for review in train if review[0] not in held_out]",
+        "train",
+        "arena_read",
+    ),
+    "a turned pair of papers is another pair": (
+        R + "arena/retrieval.py",
+        "        train = [pair for pair in train if frozenset(pair[1:]) not in held_out]\n",
+        "        train = [pair for pair in train if pair not in test]\n",
+        "arena_read",
+    ),
+    "a paper is in two splits": (R + "arena/retrieval.py", "        if first == second:\n", "        if True:\n", "arena_read"),
+    "a pair of train tells its own label": (R + "arena/retrieval.py", "inside = pairs is train", "inside = False", "arena_read"),
+    "an image of test stays in train": (
+        R + "arena/image_pixels.py",
+        "fresh = rows[new_rows(torch.from_numpy(train.images[rows]), taken)]",
+        "fresh = rows",
+        "arena_read",
+    ),
+    "validation images stay in train": (
+        R + "arena/image_pixels.py",
+        'order[:cut] if part == "val" else order[cut:]',
+        'order[:cut] if part == "val" else order',
+        "arena_read",
+    ),
+    "some examples are the first ones": (
+        R + "arena/read_task.py",
+        "drawn = np.random.default_rng(SELECTION_SEED).permutation(there)",
+        "drawn = np.arange(there) * 2 % there",
+        "arena_read",
+    ),
+    "equal scores are parted by a threshold": (
+        R + "arena/trivial_floors.py",
+        "ordered[1:] > ordered[:-1]",
+        "ordered[1:] >= ordered[:-1]",
+        "arena_read",
+    ),
+    "an n-gram counts each time": (
+        R + "arena/trivial_floors.py",
+        "        yield cells[last[cells] == places]\n",
+        "        yield cells\n",
+        "arena_read",
+    ),
+}
