@@ -97,7 +97,7 @@ def compare_records(records: Sequence[CellRecord]) -> Comparison:
     for record in records:
         groups.setdefault(record.group, []).append(record)
     rows = [_compared(found) for found in groups.values()]
-    tasks = {record.task: _task(record) for record in records}
+    tasks = {record.task: _task(record) for record in sorted(records, key=lambda record: record.task)}
     for record in records:
         tasks[record.task].floors |= record.floors
     names = list(tasks)

@@ -45,8 +45,7 @@ def _task_line(task: ComparedTask, rows: Sequence[ComparedRow], every: Sequence[
     best = scored[0]
     score = score_text(best.score, task.metric)
     if not above_floor(best, task.best_floor):
-        floor = score_text(task.best_floor, task.metric)
-        return f"{name}: nothing was learned: the best score, {score}, is not above the floor of {floor}. Train longer."
+        return f"{name}: {_at_floor(best, task)}"
     good = [row for row in alike_best(rows) if above_floor(row, task.best_floor)]
     timed = [row for row in good if row.costs.get("train_tokens_per_s")]
     if not timed:
@@ -56,6 +55,15 @@ def _task_line(task: ComparedTask, rows: Sequence[ComparedRow], every: Sequence[
     beside = _beside(fastest, full_row(every, task.name))
     own = f"{score_text(fastest.score, task.metric)}; {alike} ({best.mixer}, {score})" if fastest is not best else f"{score}; {alike}"
     return f"{name}: take {fastest.mixer}, {own}.{beside}{_faster(fastest, scored, task)}"
+
+
+def _at_floor(best: ComparedRow, task: ComparedTask) -> str:
+    """Describe a best score that is not certainly better than a trivial one."""
+    floor, score = score_text(task.best_floor, task.metric), score_text(best.score, task.metric)
+    if best.score is not None and not is_better(task.metric, best.score, task.best_floor):
+        return f"nothing was learned: the best score, {score} of {best.mixer}, does not reach the floor of {floor}. Train longer."
+    interval = f"{score_text(best.low, task.metric)} to {score_text(best.high, task.metric)}"
+    return f"the best score, {score} of {best.mixer} (95 %: {interval}), cannot be told apart from the floor of {floor}. Train more seeds."
 
 
 def _faster(chosen: ComparedRow, rows: Sequence[ComparedRow], task: ComparedTask) -> str:
@@ -116,9 +124,9 @@ def _length_line(comparison: Comparison, n: int, good: set[str], machine: str) -
     ranked = sorted((name for name in times if name in good), key=lambda name: times[name])
     if not ranked:
         quickest = min(times, key=lambda name: times[name])
-        return f"For n = {n:,} on {machine}: {quickest} is the fastest, {_ms(times[quickest])} a step, but no mixer is good on all tasks."
+        return f"For n = {n:,} on {machine}: {quickest} is the fastest, {_ms(times[quickest])} a step, but no mixer is among the best on all tasks."
     named = ", ".join(f"{name} ({_step_text(times[name], exact, name)})" for name in ranked[:NAMED])
-    return f"For n = {n:,} on {machine}: by time of a training step, among mixers that are good on all tasks: {named}."
+    return f"For n = {n:,} on {machine}: by time of a training step, among the best mixers of all tasks that were learned: {named}."
 
 
 def _step_text(ms: float, exact: float | None, name: str) -> str:

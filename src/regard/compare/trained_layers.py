@@ -100,7 +100,11 @@ def _probed(model: ComparedModel, tokens: Tensor, record: CellRecord) -> Iterato
     """Yield the layers that are weighted sums of values; mixers without queries and keys are passed over."""
     seen: dict[Attention, Tensor] = {}
     mixers = [block.mixer for block in model.stack if isinstance(block.mixer, Attention)]
-    hooks = [mixer.register_forward_pre_hook(lambda own, args: seen.setdefault(own, args[0]) and None) for mixer in mixers]
+
+    def record_input(mixer: Any, args: tuple[Any, ...]) -> None:
+        seen[mixer] = args[0]
+
+    hooks = [mixer.register_forward_pre_hook(record_input) for mixer in mixers]
     try:
         places = model.embed.places(tokens)
         model.stack(model.embed(tokens, places), places)
