@@ -23,6 +23,7 @@ from mutants_bench import BENCH
 from mutants_compiled import COMPILED
 from mutants_launches import LAUNCHES
 from mutants_models import MODELS
+from mutants_report import REPORT
 from mutants_training import TRAINING
 from regard.catalogue import CATALOGUE
 
@@ -455,6 +456,7 @@ def all_of_them() -> dict[str, tuple[str, str, str, str]]:
         **LAUNCHES,
         **BENCH,
         **ARENA,
+        **REPORT,
     }
     return {**others, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
 
