@@ -145,7 +145,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "pair_backends",
     ),
     "the weights of distance classes do not pull at the scores": (
-        R + "ops/tile/triton.py",
+        R + "ops/tile/tile_launch.py",
         "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",
         "            pass\n",
         "triton_tiles",
