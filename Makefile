@@ -30,7 +30,7 @@ lint: $(VENV)/ready
 
 # Runs in whatever python has a CUDA torch and pytest: nothing is installed.
 test-gpu:
-	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider -p no:benchmark tests/test_laws.py tests/test_precision.py tests/test_limits.py tests/test_positions.py tests/test_padding.py tests/test_states.py tests/test_attend.py tests/test_caches.py tests/test_transforms.py tests/test_backends.py tests/test_triton_tiles.py tests/test_linear_kernels.py tests/test_delta_triton.py tests/test_bucket_backends.py tests/test_pair_backends.py tests/test_decode_step.py
+	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider -p no:benchmark tests/test_laws.py tests/test_precision.py tests/test_limits.py tests/test_positions.py tests/test_padding.py tests/test_states.py tests/test_attend.py tests/test_caches.py tests/test_transforms.py tests/test_backends.py tests/test_triton_tiles.py tests/test_linear_kernels.py tests/test_delta_triton.py tests/test_bucket_backends.py tests/test_pair_backends.py tests/test_small_kernels.py tests/test_decode_step.py
 
 bench: $(VENV)/ready
 	$(PY) benchmarks/growth.py

@@ -138,6 +138,12 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        first = (tl.maximum(c * step - start, 0) + BM - 1) // BM * BM\n",
         "pair_backends",
     ),
+    "an elimination stops before the last row": (
+        R + "ops/spd_solve_kernels.py",
+        "    for k in range(0, n):\n",
+        "    for k in range(0, n - 1):\n",
+        "small_kernels",
+    ),
     "the weights of distance classes do not pull at the scores": (
         R + "ops/tile/triton.py",
         "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",
