@@ -75,4 +75,34 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "        yield cells\n",
         "arena_read",
     ),
+    "a dash that is taken back leaves its marks": (
+        R + "arena/dashed_paths.py",
+        "self.canvas.occupy(rows, self._dash(rows, self.step[rows]), -1)",
+        "pass",
+        "pathfinder",
+    ),
+    "the newest dash of the other path is not seen": (
+        R + "arena/dashed_paths.py",
+        "        self.canvas.occupy(kept, found.some(fits))\n",
+        "        self.canvas.occupy(kept, last.some(fits))\n",
+        "pathfinder",
+    ),
+    "a distractor that ended early is drawn": (
+        R + "arena/dashed_paths.py",
+        "self.dashes += [dash._replace(alive=path[-1].alive) for dash in path]",
+        "self.dashes += path",
+        "pathfinder",
+    ),
+    "dots are at the ends of one path always": (
+        R + "arena/pathfinder.py",
+        "np.where(labels[:, None] == 1, ends[:, 0, 1], ends[:, 1, 1])",
+        "ends[:, 0, 1]",
+        "pathfinder",
+    ),
+    "a path turns by any angle": (
+        R + "arena/dashed_paths.py",
+        "np.arcsin(2 * self.random(len(rows), TURNS) - 1)",
+        "np.pi * (2 * self.random(len(rows), TURNS) - 1)",
+        "pathfinder",
+    ),
 }

@@ -10,6 +10,7 @@ from regard.options import parse_options
 ARENA: dict[str, str] = {  # name -> module:class
     "image": "regard.arena.image_pixels:ImagePixels",
     "listops": "regard.arena.listops:ListOps",
+    "pathfinder": "regard.arena.pathfinder:Pathfinder",
     "retrieval": "regard.arena.retrieval:Retrieval",
     "text": "regard.arena.text_bytes:TextBytes",
 }
