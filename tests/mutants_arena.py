@@ -26,8 +26,8 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
     ),
     "validation may hold examples of test": (
         R + "arena/generated_task.py",
-        "            distinct_examples(stream, getattr(self, name), taken, str(self))\n",
-        "            pass\n",
+        "if name == last else getattr(self, name), taken, str(self))",
+        "if name == last else getattr(self, name), set(), str(self))",
         "arena_lra",
     ),
     "an example is drawn twice": (R + "arena/generated_task.py", "            taken.add(key)\n", "", "arena_lra"),

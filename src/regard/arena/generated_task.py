@@ -44,13 +44,25 @@ class GeneratedTask(ArenaTask):
 
     def first_examples(self, part: ExamplesPart, count: int) -> Examples:
         """Return the first examples of a split, without drawing the others of it."""
+        if part not in DRAW_ORDER:
+            raise ValueError(f"a split is one of {', '.join(DRAW_ORDER)}, not {part!r}")
+        return self._drawn(part, count)[part]
+
+    def train_and_test(self, most: int) -> tuple[Examples, Examples]:
+        """Return the first examples of train, at most so many, and all of test: what floors are fitted to and scored on."""
+        found = self._drawn("train", min(most, self.train))
+        return found["train"], found["test"]
+
+    def _drawn(self, last: ExamplesPart, count: int) -> dict[ExamplesPart, Examples]:
+        """Draw splits up to one of them, and so many examples of that."""
         taken: set[bytes] = set()
+        found: dict[ExamplesPart, Examples] = {}
         for number, name in enumerate(DRAW_ORDER):
             stream = self.draws(np.random.default_rng([self.seed, number]))
-            if name == part:
-                return distinct_examples(stream, count, taken, str(self))
-            distinct_examples(stream, getattr(self, name), taken, str(self))
-        raise ValueError(f"a split is one of {', '.join(DRAW_ORDER)}, not {part!r}")
+            found[name] = distinct_examples(stream, count if name == last else getattr(self, name), taken, str(self))
+            if name == last:
+                break
+        return found
 
 
 def distinct_examples(stream: Iterable[Examples], count: int, taken: set[bytes], name: str) -> Examples:

@@ -25,8 +25,8 @@ STYLES = {
 }
 DISTRACTING_DASHES = {32: 20, 128: 35}
 BATCHES = {32: 2048, 128: 512}  # images begun at a time
-ROUNDS = 2  # for each distractor
-FITTED = 20000  # images of train that floors are fitted to
+DISTRACTOR_ROUNDS = 2  # for each distractor
+FITTED = 10000  # images of train that floors are fitted to
 POOLED = 8  # squares each way that the floors average pixels of
 
 
@@ -75,7 +75,7 @@ class Pathfinder(GeneratedTask):
         while True:
             canvas = Canvas(generator, style, BATCHES[self.size])
             ends = canvas.long_paths(self.contour)
-            distractors = canvas.distractors(count, short, ROUNDS * count)
+            distractors = canvas.distractors(count, short, DISTRACTOR_ROUNDS * count)
             labels = generator.integers(2, size=len(ends))
             dots = np.stack([ends[:, 0, 0], np.where(labels[:, None] == 1, ends[:, 0, 1], ends[:, 1, 1])], 1)
             images = torch.from_numpy(canvas.draw(dots)).flatten(1)
@@ -88,8 +88,7 @@ class Pathfinder(GeneratedTask):
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, the distance of the dots, nearest means, and ridge regressions of averaged pixels."""
-        train = self.first_examples("train", min(self.train, FITTED))
-        test = self.examples("test")
+        train, test = self.train_and_test(FITTED)
         far = [x.slices["distance"].float() for x in (train, test)]
         pooled = [_square_means(x.tokens, self.size) for x in (train, test)]
         return {
