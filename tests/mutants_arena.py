@@ -105,4 +105,16 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "np.pi * (2 * self.random(len(rows), TURNS) - 1)",
         "pathfinder",
     ),
+    "splits of all seeds share a file": (
+        R + "arena/split_cache.py",
+        '{GENERATOR_VERSION} {key}".encode()',
+        '{GENERATOR_VERSION}".encode()',
+        "arena_lra",
+    ),
+    "a failed write leaves a part of a split": (
+        R + "arena/split_cache.py",
+        "        Path(name).unlink(missing_ok=True)\n",
+        "",
+        "arena_lra",
+    ),
 }
