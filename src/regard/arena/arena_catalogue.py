@@ -13,6 +13,7 @@ ARENA: dict[str, str] = {  # name -> module:class
     "listops": "regard.arena.listops:ListOps",
     "mixed_recall": "regard.arena.recall:MixedRecall",
     "recall": "regard.arena.recall:Recall",
+    "pathfinder": "regard.arena.pathfinder:Pathfinder",
     "retrieval": "regard.arena.retrieval:Retrieval",
     "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
     "text": "regard.arena.text_bytes:TextBytes",
