@@ -10,6 +10,12 @@ from regard.options import parse_options
 ARENA: dict[str, str] = {  # name -> module:class
     "induction": "regard.arena.induction:Induction",
     "listops": "regard.arena.listops:ListOps",
+    "mad_compression": "regard.arena.mad_memory:MadCompression",
+    "mad_fuzzy_recall": "regard.arena.mad_recall:MadFuzzyRecall",
+    "mad_memorization": "regard.arena.mad_memory:MadMemorization",
+    "mad_noisy_recall": "regard.arena.mad_recall:MadNoisyRecall",
+    "mad_recall": "regard.arena.mad_recall:MadRecall",
+    "mad_selective_copy": "regard.arena.mad_memory:MadSelectiveCopy",
     "mixed_recall": "regard.arena.recall:MixedRecall",
     "recall": "regard.arena.recall:Recall",
     "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
