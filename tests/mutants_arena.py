@@ -5,6 +5,26 @@ from __future__ import annotations
 R = "src/regard/"
 
 ARENA: dict[str, tuple[str, str, str, str]] = {
+    # the language model of papers
+    "windows of papers overlap": (
+        R + "arena/papers.py",
+        "text[first : first + self.length + 1]",
+        "text[first : first + self.length + 2]",
+        "arena_papers",
+    ),
+    "a paper counts twice": (R + "arena/papers.py", "texts = dict.fromkeys(", "texts = list(", "arena_papers"),
+    "n-grams do not back off": (
+        R + "arena/papers.py",
+        "lower = np.where(seen, mixed, lower)",
+        "lower = mixed + 1e-9",
+        "arena_papers",
+    ),
+    "padding of papers is scored": (
+        R + "arena/papers.py",
+        "masked_fill_(places >= lengths[:, None], IGNORED)",
+        "masked_fill_(places > lengths[:, None], IGNORED)",
+        "arena_papers",
+    ),
     # the tasks of MAD
     "a first value is scored": (
         R + "arena/mad_recall.py",
@@ -152,5 +172,43 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "        if without == PATIENCE:\n            break\n",
         "        if without == PATIENCE:\n            return join_examples(found)\n",
         "arena_lra",
+    ),
+    "reviews of test stay in train": (
+        R + "arena/text_bytes.py",
+        "[review for review in train if review[0] not in held_out]",
+        "train",
+        "arena_read",
+    ),
+    "a turned pair of papers is another pair": (
+        R + "arena/retrieval.py",
+        "        train = [pair for pair in train if frozenset(pair[1:]) not in held_out]\n",
+        "        train = [pair for pair in train if pair not in test]\n",
+        "arena_read",
+    ),
+    "a paper is in two splits": (R + "arena/retrieval.py", "        if first == second:\n", "        if True:\n", "arena_read"),
+    "a pair of train tells its own label": (R + "arena/retrieval.py", "inside = pairs is train", "inside = False", "arena_read"),
+    "an image of test stays in train": (
+        R + "arena/image_pixels.py",
+        "fresh = rows[new_rows(torch.from_numpy(train.images[rows]), taken)]",
+        "fresh = rows",
+        "arena_read",
+    ),
+    "some examples are the first ones": (
+        R + "arena/read_task.py",
+        "drawn = np.random.default_rng(SELECTION_SEED).permutation(there)",
+        "drawn = np.arange(there) * 2 % there",
+        "arena_read",
+    ),
+    "equal scores are parted by a threshold": (
+        R + "arena/trivial_floors.py",
+        "ordered[1:] > ordered[:-1]",
+        "ordered[1:] >= ordered[:-1]",
+        "arena_read",
+    ),
+    "an n-gram counts each time": (
+        R + "arena/trivial_floors.py",
+        "        yield cells[last[cells] == places]\n",
+        "        yield cells\n",
+        "arena_read",
     ),
 }

@@ -8,6 +8,7 @@ from regard.arena.arena_task import ArenaTask
 from regard.options import parse_options
 
 ARENA: dict[str, str] = {  # name -> module:class
+    "image": "regard.arena.image_pixels:ImagePixels",
     "induction": "regard.arena.induction:Induction",
     "listops": "regard.arena.listops:ListOps",
     "mad_compression": "regard.arena.mad_memory:MadCompression",
@@ -17,8 +18,11 @@ ARENA: dict[str, str] = {  # name -> module:class
     "mad_recall": "regard.arena.mad_recall:MadRecall",
     "mad_selective_copy": "regard.arena.mad_memory:MadSelectiveCopy",
     "mixed_recall": "regard.arena.recall:MixedRecall",
+    "papers": "regard.arena.papers:Papers",
     "recall": "regard.arena.recall:Recall",
+    "retrieval": "regard.arena.retrieval:Retrieval",
     "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
+    "text": "regard.arena.text_bytes:TextBytes",
 }
 
 

@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from regard.arena.arena_task import IGNORED, ArenaTask, Examples, ExamplesPart
 from regard.arena.generated_task import DRAW_ORDER, select_examples
+from regard.arena.read_task import power_of_two
 from regard.options import check_positive
 
 REDRAWS = 50  # of drawing what is missing, before the options are refused
@@ -141,5 +142,4 @@ def first_places(ids: Tensor) -> Tensor:
 
 def log_buckets(values: Tensor, least: int) -> Tensor:
     """Round down to a power of two; what lies below `least`, a power of two itself, is 0."""
-    powers = 2 ** values.clamp(min=1).double().log2().floor().to(torch.int64)
-    return torch.where(values < least, 0, powers)
+    return torch.where(values < least, 0, power_of_two(values))

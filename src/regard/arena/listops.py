@@ -194,7 +194,8 @@ class _Forest:
         slices = {
             "operator": self.levels[0].operator,
             "depth": self._depths(row, len(trees)),
-            "levels": 1 + np.maximum.reduce([wrong[k] * (k + 1) for k in range(READER_LEVELS)]),  # from so many on, readers are right
+            "levels": 1
+            + np.maximum.reduce([wrong[k] * (k + 1) for k in range(READER_LEVELS)]),  # from so many on, readers are right
             "tokens": self.sizes[trees] * 4 // length * length // 4,
         }
         tokens = self._write(row, len(trees), length)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from regard.arena.arena_task import IGNORED, Examples
 
-ROWS = 64  # sequences counted at a time
+COUNTED_ROWS = 64  # sequences counted at a time
 
 
 def token_floors(fitted: Examples, test: Examples, classes: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ def label_accuracy(given: Tensor, given_test: Tensor, label: Tensor, truth: Tens
 def commonest_so_far(test: Examples, first: int, end: int) -> float:
     """Score, at each target, the commonest token of its sequence so far among the ids from `first` to before `end`."""
     hits = 0
-    for tokens, targets in zip(test.tokens.split(ROWS), test.targets.split(ROWS), strict=True):
+    for tokens, targets in zip(test.tokens.split(COUNTED_ROWS), test.targets.split(COUNTED_ROWS), strict=True):
         seen = tokens.long()[..., None] == torch.arange(first, end)
         best = first + seen.cumsum(1, dtype=torch.int32).argmax(-1)
         hits += int((best == targets).sum())
