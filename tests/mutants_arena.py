@@ -6,10 +6,10 @@ R = "src/regard/"
 
 ARENA: dict[str, tuple[str, str, str, str]] = {
     # the language model of papers
-    "windows of papers overlap": (
+    "bytes between windows of papers are left out": (
         R + "arena/papers.py",
-        "text[first : first + self.length + 1]",
-        "text[first : first + self.length + 2]",
+        "len(text) - 1), self.length)",
+        "len(text) - 1), self.length + 1)",
         "arena_papers",
     ),
     "a paper counts twice": (R + "arena/papers.py", "texts = dict.fromkeys(", "texts = list(", "arena_papers"),
