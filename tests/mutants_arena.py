@@ -26,6 +26,18 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "arena_papers",
     ),
     # the tasks of MAD
+    "labels behind a bottleneck are read from their own tokens": (
+        R + "compare/bottleneck_head.py",
+        "code = y[:, -1:]",
+        "code = y",
+        "arena_mad",
+    ),
+    "a bottleneck is padding": (
+        R + "compare/bottleneck_head.py",
+        "last = torch.where(valid, places, 0).amax(1)",
+        "last = torch.where(valid, places, places).amax(1)",
+        "arena_mad",
+    ),
     "a first value is scored": (
         R + "arena/mad_recall.py",
         "torch.zeros_like(noise), before >= 0]",

@@ -1,10 +1,13 @@
 """The six tasks of MAD: every sequence is read back by its definition, and the published sizes are the defaults."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from regard.arena.arena_catalogue import arena_task
 from regard.arena.arena_task import IGNORED
+from regard.compare.compared_model import build_model
 
 PARTS = ("train", "val", "test")
 SMALL = [
@@ -115,6 +118,23 @@ def test_compression_repeats_its_tokens_through_a_bottleneck():
     made = task.examples("test")
     assert torch.equal(made.tokens.short(), made.targets) and (made.tokens[:, -1] == 16).all() and made.tokens[:, :-1].max() == 15
     assert task.model().bottleneck and not arena_task(SMALL[0]).model().bottleneck
+
+
+def test_labels_behind_a_bottleneck_depend_on_the_last_vector_alone():
+    task = arena_task(SMALL[4])
+    model = build_model(task, "Local(2)", replace(task.model(), width=16, heads=2, ffn=16, depth=1))
+    tokens = task.examples("test").tokens[:3].long()
+    scores = model(tokens)
+    changed = tokens.clone()
+    changed[:, 4] = 1 + tokens[:, 4] % 15
+    assert scores.shape == (3, 8, task.classes) and torch.equal(model(changed), scores)  # too far from the last token
+    changed[:, 6] = 1 + tokens[:, 6] % 15
+    assert ((model(changed) - scores).abs().amax(-1) > 1e-6).all()  # at every position
+    valid = torch.arange(8) < 6
+    padded = model(tokens, valid.expand(3, 8))
+    assert torch.allclose(padded[:, :6], model(tokens[:, :6]), atol=1e-6)
+    at = torch.tensor([[1, 5]] * 3)
+    assert torch.equal(model(tokens, None, at), scores[:, [1, 5]])
 
 
 def test_facts_are_the_same_in_all_splits():
