@@ -63,9 +63,9 @@ def test_a_damaged_record_is_reported_and_run_again(tmp_path):
         path.write_bytes(damage)
         store = CellStore(tmp_path)
         assert store.load(record.key) is None and len(store.damaged) == 1 and str(path) in store.damaged[0]
-        (again,) = run_grid(tmp_path, grid)
-        assert scores([again]) == scores([record])
-        assert CellStore(tmp_path).load(record.key).test == record.test
+    (again,) = run_grid(tmp_path, grid)
+    assert scores([again]) == scores([record])
+    assert CellStore(tmp_path).load(record.key).test == record.test
 
 
 def test_lost_weights_are_trained_again(tmp_path):

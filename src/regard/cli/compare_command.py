@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from regard.compare.worker_pool import SameProcess, WorkerPool
 
 COST_LENGTHS = {"cpu": "1k", "cuda": "512,2k,8k"}
-CARD_JOBS = 4  # processes that share a GPU
+CARD_JOBS = 8  # cells that share a GPU, in CARD_PROCESSES processes
+CARD_PROCESSES = 1
 MOST_JOBS = 256
 MINUTE = 60.0
 FIRST_ESTIMATE = 0.3  # of a cell, before the time left is shown
@@ -55,7 +56,7 @@ def compare(
     task: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A Python file with a task of your own.")] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=0, max=MOST_JOBS, help="Processes; one a core unless given, on a GPU 4; 0: none beside this one."),
+        typer.Option(min=0, max=MOST_JOBS, help="Cells at a time; one a core unless given, on a GPU 8; 0: in this process."),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For records, weights and the report; finished cells are kept.")
@@ -169,12 +170,12 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
     from regard.compare.cell_run import CannotStore
     from regard.compare.cell_store import CellStore
     from regard.compare.grid_plan import plan_grid
-    from regard.compare.worker_pool import SameProcess, WorkerPool
+    from regard.compare.worker_pool import SameProcess
 
     groups, store = plan_grid(grid), CellStore(out)
     store.begin({"settings": grid.to_json(), "records": [cell.key for group in groups for cell in group.search()]})
     count = max(1, min(jobs, _useful(groups)))
-    pool: WorkerPool | SameProcess = WorkerPool(count) if jobs else SameProcess()
+    pool = _pool(grid.device, count) if jobs else SameProcess()
     run = _grid_run(groups, store, pool)
     _begin_text(groups, run, jobs and count)
     try:
@@ -182,11 +183,20 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
     except (KeyboardInterrupt, SystemExit) as error:
         pool.close()
         code = 130 if isinstance(error, KeyboardInterrupt) else 143
-        stop(f"stopped: {int(run.done)} of {run.total} cells are kept in {out}. The same command goes on from there.", code)
+        stop(f"stopped: {run.kept} of {run.total} cells are kept in {out}. The same command goes on from there.", code)
     except CannotStore as error:
-        raise ValueError(f"{error}. {int(run.done)} of {run.total} cells are kept: the same command goes on from there") from None
+        raise ValueError(f"{error}. {run.kept} of {run.total} cells are kept: the same command goes on from there") from None
     finally:
         pool.close()
+
+
+def _pool(device: str, count: int) -> WorkerPool | SameProcess:
+    """Make the processes: one a cell on a CPU; on a GPU cells share a process, each on a stream of its own."""
+    from regard.compare.worker_pool import WorkerPool
+
+    if device == "cuda":
+        return WorkerPool(min(count, CARD_PROCESSES), lanes=-(-count // CARD_PROCESSES))
+    return WorkerPool(count)
 
 
 def _useful(groups: list[PlannedGroup]) -> int:
@@ -205,9 +215,8 @@ def _grid_run(groups: list[PlannedGroup], store: Any, pool: Any) -> GridRun:
 
 
 def _begin_text(groups: list[PlannedGroup], run: GridRun, jobs: int) -> None:
-    done = int(run.done)
-    kept = f", {done} of them are there already" if done else ""
-    where = f"in {jobs} process{'es' * (jobs > 1)}" if jobs else "in this process"
+    kept = f", {run.kept} of them are there already" if run.kept else ""
+    where = f"{jobs} at a time" if jobs else "in this process"
     open_groups = sum(group.refused is None for group in groups)
     aside(f"{open_groups} models to compare: {run.total} cells to train and measure{kept}, {where}")
 
