@@ -113,12 +113,6 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "fresh = rows",
         "arena_read",
     ),
-    "validation images stay in train": (
-        R + "arena/image_pixels.py",
-        'order[:cut] if part == "val" else order[cut:]',
-        'order[:cut] if part == "val" else order',
-        "arena_read",
-    ),
     "some examples are the first ones": (
         R + "arena/read_task.py",
         "drawn = np.random.default_rng(SELECTION_SEED).permutation(there)",

@@ -15,10 +15,10 @@ import triton.language as tl
 from regard.ops.pair.triton_kernels import (
     BY_PLACE,
     BY_POSITION,
+    existing_pairs,
     first_tiles,
     pair_head,
     pair_rows,
-    seen_pairs,
     write_pair_rows,
 )
 from regard.ops.triton_math import LOG2E, hash_keeps
@@ -61,7 +61,7 @@ def query_grad_step(sums, own, keys, c, MASKED: tl.constexpr, DOT: tl.constexpr,
         key_at = j
         if SEEN == BY_POSITION:
             key_at = tl.load(KEY_AT + j)
-        seen = seen_pairs(at[:, None], key_at[None, :], there[None, :], VALID, j[None, :], SEEN, VALIDS)
+        seen = existing_pairs(at[:, None], key_at[None, :], there[None, :], VALID, j[None, :], SEEN, VALIDS)
         s = tl.where(seen, s, float("-inf"))
     dw = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
     if DROP:
@@ -166,7 +166,7 @@ def key_grad_step(sums, own, queries, i0, MASKED: tl.constexpr, DOT: tl.constexp
         x = tl.load(X + here.to(tl.int64) * sxn + c).to(tl.float32)
         s += (x * LOG2E)[None, :] * y.to(tl.float32)
     if MASKED:
-        seen = seen_pairs(at[None, :], key_at[:, None], there[:, None] & (i < n)[None, :], VALID, j[:, None], SEEN, VALIDS)
+        seen = existing_pairs(at[None, :], key_at[:, None], there[:, None] & (i < n)[None, :], VALID, j[:, None], SEEN, VALIDS)
         s = tl.where(seen, s, float("-inf"))
     dw = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
     if DROP:
@@ -283,7 +283,7 @@ def pair_table_grads(
             q = pair_rows(pair_head(Q, row, sqb, sqh, heads, 1), here, sqn, D, BD)
             k = pair_rows(pair_head(K, row, skb, skh, heads, SHARE_K), j, skn, D, BD)
             s += tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
-        seen = seen_pairs(at[:, None], j[None, :], (number < m)[None, :], VALID + (row // heads).to(tl.int64) * m, j[None, :],
+        seen = existing_pairs(at[:, None], j[None, :], (number < m)[None, :], VALID + (row // heads).to(tl.int64) * m, j[None, :],
                           SEEN, VALIDS)  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
         dw = tl.dot(grad, tl.trans(v), input_precision=PRECISION)

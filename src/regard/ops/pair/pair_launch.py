@@ -15,7 +15,7 @@ from regard.ops.triton_support import HALVES, SMALLEST_DOT, block_of, dot_precis
 from regard.patterns.tiles import ceil_div
 
 PairGrads = tuple[Tensor | None, ...]  # of q, k, v, w, table, share, x and y
-NOT_CAUSAL, BY_PLACE, BY_POSITION = 0, 1, 2  # as in triton_kernels
+NOT_CAUSAL, CAUSAL_BY_PLACE, CAUSAL_BY_POSITION = 0, 1, 2  # as in triton_kernels
 
 
 class MaskTensors(NamedTuple):
@@ -32,9 +32,9 @@ def mask_tensors(call: PairCall, unused: Tensor) -> MaskTensors:
     """Return positions, padding and keys of dropout as kernels read them."""
     b, n, m = len(call.v), call.q.shape[2], call.v.shape[2]
     at = key_at = unused
-    if call.at is not None or _seen(call) == BY_POSITION:
+    if call.at is not None or _seen(call) == CAUSAL_BY_POSITION:
         at = query_positions(call).expand(b, n).to(torch.int32).contiguous()
-    if _seen(call) == BY_POSITION:
+    if _seen(call) == CAUSAL_BY_POSITION:
         key_at = key_positions(call).expand(b, m).to(torch.int32).contiguous()
     valid = unused if call.valid is None else call.valid.expand(b, m).contiguous()
     return MaskTensors(at, key_at, valid, *(pair_dropout_keys(call) or (unused, unused)))
@@ -44,7 +44,7 @@ def _seen(call: PairCall) -> int:
     """Return how causal queries find their keys: see `triton_kernels`."""
     if not call.causal:
         return NOT_CAUSAL
-    return BY_PLACE if call.at is None and call.key_at is None else BY_POSITION
+    return CAUSAL_BY_PLACE if call.at is None and call.key_at is None else CAUSAL_BY_POSITION
 
 
 def mask_constants(call: PairCall) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def drop_numbers(call: PairCall) -> tuple[int, float]:
     return keep_threshold(call.dropout), 1 / (1 - call.dropout) if call.dropout < 1 else 0.0
 
 
-def pair_config(kernel: str, call: PairCall) -> dict[str, Any]:
+def _config(kernel: str, call: PairCall) -> dict[str, Any]:
     """Return the tile sizes of a kernel for the type and the widest head of a call."""
     kind = "half" if call.v.dtype in HALVES else "float32"
     widest = max(call.q.shape[-1] if call.w is None else 1, call.v.shape[-1])
@@ -86,8 +86,8 @@ class _Tiles(NamedTuple):
     constants: dict[str, Any]
 
 
-def _tiles(kernel: str, call: PairCall, masks: dict[str, Any]) -> _Tiles:
-    config = dict(pair_config(kernel, call))
+def _tiles(config: dict[str, Any], call: PairCall, masks: dict[str, Any]) -> _Tiles:
+    config = dict(config)
     step = config["BN"]
     ragged = False
     if call.y is not None:
@@ -100,8 +100,8 @@ def _tiles(kernel: str, call: PairCall, masks: dict[str, Any]) -> _Tiles:
         "TABLE": call.table is not None,
         "FACTORS": call.y is not None,
         "RELU": call.norm != SOFTMAX,
-        "MASKS": ragged or masks["VALIDS"] or masks["SEEN"] == BY_POSITION,
-        "ATS": call.at is not None or masks["SEEN"] == BY_POSITION,
+        "MASKS": ragged or masks["VALIDS"] or masks["SEEN"] == CAUSAL_BY_POSITION,
+        "ATS": call.at is not None or masks["SEEN"] == CAUSAL_BY_POSITION,
         "D": d,
         "Y": 1 if call.y is None else step,
         "BD": block_of(max(d, 1), call.v.device),
@@ -137,11 +137,11 @@ def pair_forward_pass(call: PairCall) -> tuple[Tensor, Tensor]:
     masks = mask_tensors(call, stat)
     constants = mask_constants(call)
     if call.w is not None:
-        config = pair_config("additive_forward", call)
+        config = _config("additive_forward", call)
         additive_forward_pass(call, (out, stat), masks, drop_numbers(call), constants, config)
         return out, stat
     q, k, v = (dense_rows(x) for x in call[:3])
-    cut = _tiles("pair_forward", call, constants)
+    cut = _tiles(_config("pair_forward", call), call, constants)
     parts, strides, rows = _parts(call, stat)
     tiles = ceil_div(n, cut.config["BM"])
     kernels.pair_forward[(b * h * tiles,)](
@@ -158,7 +158,7 @@ def pair_backward_pass(call: PairCall, out: Tensor, stat: Tensor, grad: Tensor, 
     masks, constants = mask_tensors(call, stat), mask_constants(call)
     grad = dense_rows(grad)
     if call.w is not None:
-        configs = [pair_config(name, call) for name in ("additive_query_grads", "additive_key_grads")]
+        configs = [_config("additive_query_grads", call), _config("additive_key_grads", call)]
         return additive_backward(call, (out, stat, grad), masks, drop_numbers(call), constants, configs)
     q, k, v = (dense_rows(x) for x in call[:3])
     inputs = call._replace(q=q, k=k, v=v)
@@ -178,7 +178,7 @@ def _query_grads(
     out, stat, grad = found
     q, k, v = call[:3]
     (b, h, n, d), m = q.shape, v.shape[2]
-    cut = _tiles("pair_query_grads", call, constants)
+    cut = _tiles(_config("pair_query_grads", call), call, constants)
     parts, strides, rows = _parts(call, stat)
     tiles = ceil_div(n, cut.config["BM"])
     delta, dq = torch.empty_like(stat), by_token(q, b, n, h, d)
@@ -203,7 +203,7 @@ def _key_grads(
     stat, delta, grad = found
     q, k, v = call[:3]
     (b, h, n, d), (m, e) = q.shape, v.shape[2:]
-    cut = _tiles("pair_key_grads", call, constants)
+    cut = _tiles(_config("pair_key_grads", call), call, constants)
     parts, strides, rows = _parts(call, stat)
     tiles = ceil_div(m, cut.step)
     dk = by_token(k, b, m, h, d, k.dtype if k.shape[1] == h else torch.float32)
@@ -231,7 +231,7 @@ def _table_grads(
     stat, delta, grad = found
     q, k, v, table = *call[:3], dense_rows(call.table)
     (b, h, n, _), m = q.shape, v.shape[2]
-    cut = _tiles("pair_table_grads", call, constants)
+    cut = _tiles(_config("pair_table_grads", call), call, constants)
     unused = ("TABLE", "FACTORS", "RELU", "MASKS", "ATS", "Y")
     own = {name: value for name, value in cut.constants.items() if name not in unused}
     tiles, key_tiles = ceil_div(n, cut.config["BM"]), ceil_div(m, cut.config["BN"])

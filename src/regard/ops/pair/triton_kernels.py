@@ -16,7 +16,7 @@ from regard.ops.triton_math import LOG2E, hash_keeps
 BY_PLACE = tl.constexpr(1)
 BY_POSITION = tl.constexpr(2)
 LOWEST_TOP = tl.constexpr(-1.0e20)  # below every score: the maximum of no pairs so far
-NOWHERE = tl.constexpr(1.0e30)  # log-sum-exp of a row without pairs: its weights become 0
+NO_PAIRS = tl.constexpr(1.0e30)  # log-sum-exp of a row without pairs: its weights become 0
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def write_pair_rows(X, i, stride, x, inside, SIZE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def seen_pairs(at, key_at, there, VALID, j, SEEN: tl.constexpr, VALIDS: tl.constexpr):
+def existing_pairs(at, key_at, there, VALID, j, SEEN: tl.constexpr, VALIDS: tl.constexpr):
     """Return which pairs exist: positions of queries and keys broadcast, and so does `there`, which keys are in the tile."""
     seen = there
     if VALIDS:
@@ -94,7 +94,7 @@ def pair_step(sums, own, keys, c, SHIFT: tl.constexpr, MASKED: tl.constexpr, DOT
         key_at = j
         if SEEN == BY_POSITION:
             key_at = tl.load(KEY_AT + j)
-        seen = seen_pairs(at[:, None], key_at[None, :], there[None, :], VALID, j[None, :], SEEN, VALIDS)
+        seen = existing_pairs(at[:, None], key_at[None, :], there[None, :], VALID, j[None, :], SEEN, VALIDS)
         s = tl.where(seen, s, float("-inf"))
     if RELU:
         p = tl.maximum(s, 0.0)
@@ -166,5 +166,5 @@ def pair_forward(
     whole = tl.where(some, total, 1.0)
     inside = i < n
     write_pair_rows(pair_head(OUT, row, sob, soh, heads, 1), i, son, acc * (keep / whole)[:, None], inside, E, BE)
-    stat = 1.0 / whole if RELU else tl.where(some, top + tl.log2(whole), NOWHERE)
+    stat = 1.0 / whole if RELU else tl.where(some, top + tl.log2(whole), NO_PAIRS)
     tl.store(STAT + wide * n + i, stat, mask=inside)
