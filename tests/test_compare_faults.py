@@ -135,9 +135,12 @@ def test_the_command_ends_with_a_table_a_picture_and_what_to_do_next(tmp_path):
     mixers = ["--mixers", "softmax, fnet", "--mixers", "small_arena:Raising"]
     result = own_task(*mixers, "--lr", "1e-3", "--budget", "4", "--out", str(out))
     assert result.exit_code == 0, result.output
-    for word in ("softmax", "fnet", "chance", "crashed: RuntimeError: it fell", "compare.png", "Next:"):
+    for word in ("softmax", "fnet", "chance", "crashed: RuntimeError: it fell", "bubble_1_first_token", "report.html", "Next:"):
         assert word in result.output
-    assert (out / "compare.png").stat().st_size > 5000
+    assert (out / "report.html").stat().st_size > 5000
+    again = command("--report-only", "--out", str(out))
+    assert again.exit_code == 0 and "softmax" in again.output and "report.html" in again.output
+    assert "has no records" in command("--report-only", "--out", str(tmp_path / "empty")).output
     settings = json.loads((out / "grid.json").read_text())["settings"]
     assert settings["steps"] == 4 and settings["rates"] == [1e-3]
     assert all(record.curve[-1][0] == 4 for record in CellStore(out).records() if record.status == "done")

@@ -23,7 +23,6 @@ CARD_PROCESSES = 1
 MOST_JOBS = 256
 MINUTE = 60.0
 FIRST_ESTIMATE = 0.3  # of a cell, before the time left is shown
-PICTURE = "compare.png"
 
 
 def compare(
@@ -61,17 +60,36 @@ def compare(
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For records, weights and the report; finished cells are kept.")
     ] = Path("compare"),
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Train nothing: the tables and the report of FOLDER again.")
+    ] = False,
 ) -> None:
     """Compare mechanisms on tasks: scores, speed and memory of equal models with equal budgets."""
     from regard.cli.settings import device as choose_device
 
     with sentences():
+        if report_only:
+            _finish(_stored(out), out)
+            return
         where = choose_device(device)
         more: dict[str, Any] = {"seeds": seeds, "rates": read_rates(lr), "lengths": _lengths(lengths, where), "device": where}
         more |= dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
         grid = _settings(tasks, mixers, task, changes, dtype=one_of("dtype", dtype, ("fp32", "bf16")), **more)
         records = _run(grid, out, _jobs(jobs, where))
-    _finish(records, out)
+        _finish(records, out)
+
+
+def _stored(out: Path) -> list[CellRecord]:
+    """Read the records of a folder."""
+    from regard.compare.cell_store import CellStore
+
+    store = CellStore(out)
+    records = store.records()
+    for line in store.damaged:
+        aside(f"a damaged record is left out: {line}")
+    if not records:
+        raise ValueError(f"{out} has no records of a comparison: name the folder that regard compare --out wrote")
+    return records
 
 
 def _settings(
@@ -222,35 +240,16 @@ def _begin_text(groups: list[PlannedGroup], run: GridRun, jobs: int) -> None:
 
 
 def _finish(records: list[CellRecord], out: Path) -> None:
-    """Print the results, draw them, and print what to do next."""
+    """Print the results, write the report, and print what to do next."""
     from regard.cli.compare_tables import print_results
+    from regard.compare.report import FIGURE_FOLDER, write_report
 
     print_results(records)
+    page = write_report(out)
+    pictures = sorted((out / FIGURE_FOLDER).glob("bubble_*.png"))
+    lines = [f"records   {out}/cells", *(f"picture   {path}" for path in pictures), f"report    {page}"]
     console = screen()
-    lines = [f"records  {out}/cells", *_drawn(records, out)]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    text = "Next: the same command with more --seeds, --tasks or --mixers trains what is new alone."
+    text = "Next: open the report. The same command with more --seeds, --tasks or --mixers trains what is new alone."
     console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
-
-
-def _drawn(records: list[CellRecord], out: Path) -> list[str]:
-    """Draw the picture; a line about it."""
-    try:
-        from regard.compare.score_picture import score_picture
-    except ModuleNotFoundError as error:
-        return [f"picture  needs {error.name}: pip install 'regard[draw]'"]
-    from regard.compare.grid_summary import group_rows, task_floors
-
-    rows = [row for row in group_rows(records) if row.score is not None]
-    if not rows:
-        return []
-    part = out / f".{PICTURE}.{os.getpid()}.part"
-    try:
-        score_picture(rows, task_floors(records)).savefig(part, format="png")
-        os.replace(part, out / PICTURE)
-    except OSError as error:
-        return [f"picture  cannot be written: {error.strerror or error}"]
-    finally:
-        part.unlink(missing_ok=True)
-    return [f"picture  {out / PICTURE}"]

@@ -66,6 +66,12 @@ class GridRun:
         return list({cell.key: cell for cell in [*search, *later]}.values())
 
     def _read_earlier(self) -> None:
+        """Read the records of earlier runs; those of the same groups with other settings or other code are set aside."""
+        for record in self.store.records():
+            group = self.group_of.get(record.group)
+            if group is not None and group.cell.at(record.lr, record.seed).key != record.key:
+                self.store.set_aside(record)
+        self.store.damaged.clear()  # each is listed when its cell is read
         for group in self.groups:
             for cell in group.search():
                 self._recall(cell)
