@@ -14,7 +14,7 @@ from regard.plots.colours import GREY, INK, LINE, family_shades
 from regard.plots.mechanism_plot import paint, scale_of
 
 DASH_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 2)))
-SMALLEST_DOT, LARGEST_DOT = 30.0, 900.0  # square points
+LEAST_BUBBLE, MOST_BUBBLE = 30.0, 900.0  # square points
 ROW_CELLS = 8  # matrices in a row
 MATRIX_INCHES = 1.5
 LONGEST_NAME = 34  # letters
@@ -60,7 +60,7 @@ def bubble_plot(bubbles: Sequence[Bubble], words: AxesWords, floor: float | None
     most = max((bubble.memory or 0 for bubble in bubbles), default=0) or 1
     for bubble in bubbles:
         colour = shades[bubble.family][0]
-        area = SMALLEST_DOT + LARGEST_DOT * (bubble.memory or 0) / most
+        area = LEAST_BUBBLE + MOST_BUBBLE * (bubble.memory or 0) / most
         if bubble.low is not None and bubble.high is not None:
             axes.plot([bubble.speed] * 2, [bubble.low, bubble.high], color=colour, lw=1.2, alpha=0.8)
         axes.scatter([bubble.speed], [bubble.score], s=area, color=colour, alpha=0.6, lw=0)
