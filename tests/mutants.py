@@ -41,6 +41,7 @@ WORDS = {  # by a part of the path: what the names of the tests contain that run
     "ops/linear": "linear or retention or gla or performer",
     "ops/delta": "delta",
     "ops/bucket": "reformer or routing",
+    "ops/pair": "additive or relu or synthesizer",
     "ops/edge": "gat or edge or graph",
     "ops/dropout_hash": "dropout or drops",
     "positions/": "position or alibi or rotary or relative",
@@ -114,9 +115,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        pass\n",
     ),
     "relu counts padding among the visible keys": (
-        R + "mixers/softmax.py",
-        "seen.sum(-1, keepdim=True).to(weights.dtype)",
-        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(weights.dtype)",
+        R + "ops/pair/torch.py",
+        "seen.sum(-1, keepdim=True).to(s.dtype)",
+        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(s.dtype)",
     ),
     # causal asked, something else done
     "tiles ignore causal": (R + "ops/tile/tile_op.py", "p & Causal() if causal else p", "p"),
@@ -126,9 +127,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            pass\n",
     ),
     "strips ignore causal": (
-        R + "mixers/softmax.py",
-        "            if causal:\n                past = distance >= 0\n",
-        "            if False:\n                past = distance >= 0\n",
+        R + "ops/pair/torch.py",
+        "    if not call.causal:\n        return seen\n",
+        "    if True:\n        return seen\n",
     ),
     "a kernel scan sees one token ahead": (R + "ops/linear/torch.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),

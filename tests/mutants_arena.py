@@ -5,6 +5,62 @@ from __future__ import annotations
 R = "src/regard/"
 
 ARENA: dict[str, tuple[str, str, str, str]] = {
+    # recall and copying
+    "an example may be in two drawn splits": (
+        R + "arena/example_draws.py",
+        "new = ~torch.isin(row_hashes(drawn.tokens), taken)",
+        "new = torch.ones(len(drawn.tokens), dtype=torch.bool)",
+        "arena_recall",
+    ),
+    "a key is told twice": (R + "arena/example_draws.py", "again = seen_before(part)", "again = part < 0", "arena_recall"),
+    "hashes depend on padding": (
+        R + "arena/example_draws.py",
+        "weights = torch.full((flat.shape[1],), MULTIPLIER).cumprod(0)",
+        "weights = torch.full((flat.shape[1],), MULTIPLIER).cumprod(0).flip(0)",
+        "arena_recall",
+    ),
+    "recall is uniform over gaps": (
+        R + "arena/recall.py",
+        "weights = (self.power - 1) * torch.arange(1, space + 1).log()",
+        "weights = torch.zeros(space)",
+        "arena_recall",
+    ),
+    "the value of another key is scored": (
+        R + "arena/recall.py",
+        "IGNORED).scatter_(1, places, values)",
+        "IGNORED).scatter_(1, places, values.flip(1))",
+        "arena_recall",
+    ),
+    "a distance is that of the key": (
+        R + "arena/recall.py",
+        "places - torch.arange(1, begin, 2)",
+        "places - torch.arange(0, begin, 2) + 2",
+        "arena_recall",
+    ),
+    "copied tokens are in any order": (
+        R + "arena/selective_copy.py",
+        ".topk(self.copied, dim=1).indices.sort(1).values",
+        ".topk(self.copied, dim=1).indices",
+        "arena_recall",
+    ),
+    "a fresh batch is the old one": (
+        R + "arena/selective_copy.py",
+        "drawn, data, _ = self.drawn(len(tokens), generator, tokens.device)",
+        "drawn, data, _ = self.drawn(len(tokens), torch.Generator().manual_seed(0), tokens.device)",
+        "arena_recall",
+    ),
+    "the answer of induction is the token before the trigger": (
+        R + "arena/induction.py",
+        "tokens.gather(1, place + 1)",
+        "tokens.gather(1, (place - 1).clamp(min=0))",
+        "arena_recall",
+    ),
+    "floors take the rarest label": (
+        R + "arena/token_floors.py",
+        "counts.argsort(stable=True)",
+        "counts.argsort(stable=True, descending=True)",
+        "arena_recall",
+    ),
     "the median of listops is the upper one": (
         R + "arena/listops.py",
         "(lower + upper) // 2",
@@ -55,12 +111,6 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         R + "arena/image_pixels.py",
         "fresh = rows[new_rows(torch.from_numpy(train.images[rows]), taken)]",
         "fresh = rows",
-        "arena_read",
-    ),
-    "validation images stay in train": (
-        R + "arena/image_pixels.py",
-        'order[:cut] if part == "val" else order[cut:]',
-        'order[:cut] if part == "val" else order',
         "arena_read",
     ),
     "some examples are the first ones": (

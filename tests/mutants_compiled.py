@@ -102,6 +102,48 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    last = tl.load(LAST + group, mask=inside, other=0)\n",
         "bucket_backends",
     ),
+    "additive kernels take the derivative of tanh for 4 r": (
+        R + "ops/pair/additive_kernels.py",
+        "tl.sum(second - second * (r * a), 0))\n",
+        "tl.sum(second, 0))\n",
+        "pair_backends",
+    ),
+    "additive kernels forget every second feature": (
+        R + "ops/pair/additive_kernels.py",
+        "(tl.load(W + f) * b + tl.load(W + f + 1) * a)",
+        "(tl.load(W + f) * b)",
+        "pair_backends",
+    ),
+    "relu kernels count keys that are not seen": (
+        R + "ops/pair/triton_kernels.py",
+        'top += tl.sum(tl.where(s > float("-inf"), 1.0, 0.0), 1)',
+        "top += SHIFT",
+        "pair_backends",
+    ),
+    "kernels of pairs call a tile full that the last query sees": (
+        R + "ops/pair/triton_kernels.py",
+        "        whole = tl.minimum(m, low + start + 1)\n",
+        "        whole = bound\n",
+        "pair_backends",
+    ),
+    "the gradient of relu weights ignores their sum": (
+        R + "ops/pair/pair_grad_kernels.py",
+        "        return p, tl.where(s > 0, stat * (dw - delta), 0.0)\n",
+        "        return p, tl.where(s > 0, stat * dw, 0.0)\n",
+        "pair_backends",
+    ),
+    "the gradient of a table is that of the last row of the batch": (
+        R + "ops/pair/pair_grad_kernels.py",
+        "        total += ds\n",
+        "        total = ds\n",
+        "pair_backends",
+    ),
+    "keys of a causal tile begin one tile of queries late": (
+        R + "ops/pair/pair_grad_kernels.py",
+        "        first = tl.maximum(c * step - start, 0) // BM * BM\n",
+        "        first = (tl.maximum(c * step - start, 0) + BM - 1) // BM * BM\n",
+        "pair_backends",
+    ),
     "the weights of distance classes do not pull at the scores": (
         R + "ops/tile/triton.py",
         "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",

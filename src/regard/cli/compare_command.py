@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from regard.compare.grid_run import GridRun
     from regard.compare.worker_pool import SameProcess, WorkerPool
 
-COST_LENGTHS = {"cpu": "256,1k", "cuda": "512,2k,8k"}
+COST_LENGTHS = {"cpu": "1k", "cuda": "512,2k,8k"}
 CARD_JOBS = 4  # processes that share a GPU
 MOST_JOBS = 256
 MINUTE = 60.0
@@ -26,10 +26,15 @@ PICTURE = "compare.png"
 
 
 def compare(
-    tasks: Annotated[str, typer.Option(metavar="TASKS", help="Tasks with commas: 'recall(length=64), induction'.")] = "",
+    tasks: Annotated[
+        str, typer.Option(metavar="TASKS", help="Tasks with commas: 'recall(length=64), induction'; quick ones unless given.")
+    ] = "",
     mixers: Annotated[
         list[str] | None,
-        typer.Option(metavar="MIXERS", help="Names, specs, patterns, mypkg.mod:MyCore, with commas; all: the whole catalogue."),
+        typer.Option(
+            metavar="MIXERS",
+            help="Names, specs, patterns, mypkg.mod:MyCore, with commas; all: the catalogue; one of every family unless given.",
+        ),
     ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Of each cell: steps (500) or minutes (2m); the usual steps of each task unless given.")
@@ -39,7 +44,11 @@ def compare(
         str | None, typer.Option(help="Learning rates to choose from: 1e-3,3e-3; those of each task unless given.")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Lengths at which speed and memory are measured too; 256,1k unless given, none: no others.")
+        str | None, typer.Option(help="Lengths at which speed and memory are measured too; 1k unless given, none: no others.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Of all models and budgets: width=32, depth=4, batch=128 ..."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="fp32, or bf16 (autocast).")] = "fp32",
@@ -57,35 +66,31 @@ def compare(
 
     with sentences():
         where = choose_device(device)
-        grid = _settings(tasks, mixers, budget, seeds, lr, lengths, where, dtype, task)
+        more: dict[str, Any] = {"seeds": seeds, "rates": read_rates(lr), "lengths": _lengths(lengths, where), "device": where}
+        more |= dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
+        grid = _settings(tasks, mixers, task, changes, dtype=one_of("dtype", dtype, ("fp32", "bf16")), **more)
         records = _run(grid, out, _jobs(jobs, where))
     _finish(records, out)
 
 
 def _settings(
-    tasks: str,
-    mixers: list[str] | None,
-    budget: str | None,
-    seeds: int,
-    lr: str | None,
-    lengths: str | None,
-    device: str,
-    dtype: str,
-    files: list[Path] | None,
+    tasks: str, mixers: list[str] | None, files: list[Path] | None, changes: list[str] | None, **more: Any
 ) -> GridSettings:
-    """Read the options, or raise a ValueError that says what is allowed."""
-    from regard.compare.grid_plan import GridSettings, mixer_texts, split_outside
+    """Put the settings together; what is not given is the quick comparison."""
+    from regard.arena.quick_tasks import QUICK_TASKS
+    from regard.compare.grid_plan import QUICK_MIXERS, GridSettings, mixer_texts, split_outside
+    from regard.compare.size_changes import read_changes
 
     paths = tuple(str(path.resolve()) for path in files or ())
     named = tuple(split_outside(tasks)) or _own_names(paths)
-    if not named:
-        raise ValueError(f"--tasks names no task: write for example --tasks {example_tasks()}")
-    chosen = mixer_texts(mixers or [])
+    quick = not named
+    if tasks and not named:
+        raise ValueError(f"--tasks names no task: write for example --tasks {QUICK_TASKS[0].task.partition('(')[0]}")
+    chosen = mixer_texts(QUICK_MIXERS if mixers is None else mixers)
     if not chosen:
         raise ValueError("--mixers names no mechanism: write for example --mixers 'softmax, linear, Local(16)', or all")
-    steps, seconds = read_budget(budget)
-    kind = one_of("dtype", dtype, ("fp32", "bf16"))
-    return GridSettings(named, chosen, read_rates(lr), seeds, steps, seconds, _lengths(lengths, device), device, kind, paths)
+    named = named or tuple(own.task for own in QUICK_TASKS[:2])
+    return GridSettings(named, chosen, files=paths, quick=quick, changes=read_changes(changes or []), **more)
 
 
 def _own_names(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -93,12 +98,6 @@ def _own_names(paths: tuple[str, ...]) -> tuple[str, ...]:
     from regard.compare.own_code import file_tasks
 
     return tuple(kind.name for path in paths for kind in file_tasks(path))
-
-
-def example_tasks() -> str:
-    from regard.arena.arena_catalogue import ARENA
-
-    return ",".join(list(ARENA)[:2]) or "mytask --task mytask.py"
 
 
 def read_budget(text: str | None) -> tuple[int | None, float | None]:

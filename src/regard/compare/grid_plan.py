@@ -10,15 +10,22 @@ from functools import cached_property
 from typing import Any
 
 from regard.arena.arena_task import ArenaBudget, ArenaModel, ArenaTask
+from regard.arena.quick_tasks import QUICK_TASKS
 from regard.catalogue import CATALOGUE
 from regard.compare.cell_record import RECORD_FORMAT, CellRecord, is_better
 from regard.compare.compared_model import MatchedModel, is_causal, matched_model
 from regard.compare.own_code import compared_spec, own_source, read_task, task_source
+from regard.compare.size_changes import changed_sizes
 from regard.data.locate import find
 from regard.data.text_files import DataError
 from regard.spec import Spec
 
 ALL = "all"
+# One or more of every family, of those that can be causal.
+QUICK_MIXERS = (
+    *("softmax", "identity", "Local(16)", "linear", "delta", "hybrid(pattern=Local(8))", "gmlp", "conv"),
+    *("sinkhorn", "gat(pattern=Local(8))", "reformer", "synthesizer", "linformer"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class GridSettings:
     device: str = "cpu"
     dtype: str = "fp32"
     files: tuple[str, ...] = ()  # with tasks of your own
+    quick: bool = False  # quick tasks have their small models and budgets
+    changes: tuple[tuple[str, Any], ...] = ()  # fields of the models and budgets with other values
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -122,7 +131,7 @@ def plan_grid(grid: GridSettings) -> list[PlannedGroup]:
 
 
 def _planned(grid: GridSettings, task: ArenaTask, mixer: str, spec: Spec) -> PlannedGroup:
-    usual, model = task.budget(), task.model()
+    model, usual = _sizes(grid, task)
     rates = grid.rates or usual.rates
     cell = Cell(str(task), mixer, spec.row.family, rates[0], 0, model, usual, grid)
     cell = replace(cell, title=task.title, metric=task.metric, causal=is_causal(task))
@@ -135,6 +144,15 @@ def _planned(grid: GridSettings, task: ArenaTask, mixer: str, spec: Spec) -> Pla
     except Exception as error:  # noqa: BLE001 - a mechanism of anybody's own may raise anything
         return PlannedGroup(cell, rates, _unbuilt(cell, error))
     return PlannedGroup(_with(cell, matched), rates)
+
+
+def _sizes(grid: GridSettings, task: ArenaTask) -> tuple[ArenaModel, ArenaBudget]:
+    """Return the model and the budget of a task: its own, or those of quick tasks, with the changes of the grid."""
+    model, usual = task.model(), task.budget()
+    if grid.quick:
+        same = [quick for quick in QUICK_TASKS if str(read_task(quick.task)) == str(task)]
+        model, usual = (same[0].model, same[0].budget) if same else (model, usual)
+    return changed_sizes(model, usual, dict(grid.changes))
 
 
 def _with(cell: Cell, matched: MatchedModel) -> Cell:

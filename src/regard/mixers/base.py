@@ -75,7 +75,7 @@ class Core(nn.Module):
     joint: bool = False  # what a query gets depends on which other queries come with it
     operations: tuple[
         str, ...
-    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket"
+    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket", "pair"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
