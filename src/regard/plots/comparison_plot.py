@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from regard.plots.colours import GREY, INK, LINE, family_shades
@@ -56,6 +58,7 @@ class AxesWords(NamedTuple):
 def bubble_plot(bubbles: Sequence[Bubble], words: AxesWords, floor: float | None = None) -> Figure:
     """Draw score over speed; the area of a dot is memory, its colour the family, a dashed line the best trivial score."""
     figure, axes = _sheet(words)
+    axes.margins(x=0.14, y=0.1)  # room for names and large dots
     shades = family_shades(dict.fromkeys(bubble.family for bubble in bubbles))
     most = max((bubble.memory or 0 for bubble in bubbles), default=0) or 1
     for bubble in bubbles:
@@ -117,8 +120,10 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     axes.set_ylabel(words.y, size=8.5, color=GREY)
     if words.log_x:
         axes.set_xscale("log")
+        _plain_ticks(axes.xaxis)
     if words.log_y:
         axes.set_yscale("log")
+        _plain_ticks(axes.yaxis)
     if words.reversed_y:
         axes.invert_yaxis()
     if words.ticks:
@@ -130,6 +135,12 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure, axes
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """Write 20,000 and 0.001 instead of powers of ten."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 and str(value)[0] in "25" else ""))
 
 
 def _add_legend(figure: Figure, marks: Sequence[Line2D]) -> None:
