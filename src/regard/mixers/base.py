@@ -146,7 +146,7 @@ class Core(nn.Module):
 
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """What `scan` gives from an empty memory, where the memory is not needed afterwards."""
-        return self.scan(self.empty(k, v), q, k, v, places)[0]
+        return self.scan(self.empty(k[:, :, :0], v[:, :, :0]), q, k, v, places)[0]
 
 
 class Mixer(nn.Module):

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.cache import signature_cache
-from regard.ops.kernel_launch import KernelLaunch, present_slots, tensor_key
+from regard.ops.kernel_launch import KernelLaunch, present_slots
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import gain_of_heads
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
@@ -159,13 +159,18 @@ class LinearLaunch:
 
 def linear_launch(x: LinearInputs) -> LinearLaunch:
     """Return what is prepared for the signature of these inputs."""
-    zero = is_zero_state(x.state)
-    some = x.q if x.k is None else x.k
+    q, k, v, state, log_decay, norm_state, valid, *options, gain, root = x
+    zero = is_zero_state(state)
+    some = q if v is None else v
     assert some is not None
-    tensors = tuple(None if t is None else (*tensor_key(t), t.get_device()) for t in (x.q, x.k, x.v, x.log_decay))
-    there = (x.norm_state is None, x.valid is None, x.gain is None, x.state.get_device())
-    options = (x.feature, x.scale, x.normalize, x.gate_root, torch.get_float32_matmul_precision())
-    return _prepared_launch((tensors, there, options, x.state.shape, zero), x, zero)
+    precision = torch.get_float32_matmul_precision() if some.dtype == torch.float32 else None
+    there = (norm_state is None, valid is None, gain is None, root, precision)
+    key = (*_key(q), *_key(k), *_key(v), *_key(log_decay), there, *options, state.shape, state.get_device(), zero)
+    return _prepared_launch(key, x, zero)
+
+
+def _key(x: Tensor | None) -> tuple[Hashable, ...]:
+    return (None,) if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
 
 
 @signature_cache
@@ -194,10 +199,13 @@ def features_adjacent(x: OptionalT) -> OptionalT:
 
 
 def launch_forward(
-    inputs: LinearInputs, *, keep: bool
+    inputs: LinearInputs, *, keep: bool, run: LinearLaunch | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, LinearStates]:
-    """Return out (b h n e), its norm (b h n), the last state and norm state, and what the backward pass needs if `keep`."""
-    run = linear_launch(inputs)
+    """Return out (b h n e), its norm (b h n), the last state and norm state, and what the backward pass needs if `keep`.
+
+    run: what `linear_launch` gives for these inputs, if the caller has it.
+    """
+    run = run or linear_launch(inputs)
     x = run.inputs(inputs)
     last, last_z = x.state, x.norm_state
     kept = LinearStates(None, None, x.state, x.norm_state, None, x.log_decay)

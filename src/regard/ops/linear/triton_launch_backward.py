@@ -54,13 +54,15 @@ def launch_backward(
     *,
     decay_grad: bool,
     state_grad: bool = True,
+    run: LinearLaunch | None = None,
 ) -> LinearGrads:
     """Return the gradients of all tensors, given those of out (b h n e), norm (b h n), and the last states."""
-    run = linear_launch(inputs)
+    run = run or linear_launch(inputs)
     x = run.inputs(inputs)
     decay_grad = decay_grad and x.log_decay is not None
     last = _given_last(run, x, d_last, d_last_z)
-    own, dd = (None, None), None
+    own: tuple[Tensor | None, Tensor | None] = (None, None)
+    dd = None
     if x.q is not None:
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)

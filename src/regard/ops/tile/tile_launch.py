@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.dropout_hash import head_numbers, key_keys, query_keys
-from regard.ops.kernel_launch import KernelLaunch, present_slots
+from regard.ops.kernel_launch import KernelLaunch, hold_for_graphs, present_slots
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall
 from regard.ops.tile.tile_sizes import PairGroup, StrideSizes, TileSizes, rows_contiguous
 from regard.patterns.tile_list import TILE, KernelItems
@@ -105,6 +105,8 @@ class TritonPass(TileSizes):
         if steps is None:
             steps = self._forward_steps = [self._forward_step(group, number) for number, group in enumerate(self.groups)]
         for launch, lists, rooms, merges in steps:
+            if lists:
+                hold_for_graphs(q, self)
             parts = [self.new(room) for room in rooms]
             launch(q, k, v, out, lse, *before, *lists, *by_query, *parts[:2], *classes, *parts[2:])
             if parts:
