@@ -177,9 +177,9 @@ class Attention(Mixer):
             if self._watched:
                 core.watch(q, k, places.valid)
             if self.dims.causal:
-                y, _ = core.scan(self._empty(x.shape[0]), q, k, v, places)
+                y, _ = core.scan(core.unwritten(k, v), q, k, v, places)
             else:
-                y = core.read(core.push(core.empty(k, v), k, v, places), q, places)
+                y = core.read(core.push(core.unwritten(k, v), k, v, places), q, places)
         return self._project(y, x)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:

@@ -111,6 +111,10 @@ class Core(nn.Module):
         """A memory that holds nothing, shaped after keys and values of any length."""
         raise NotImplementedError
 
+    def unwritten(self, k: Tensor, v: Tensor) -> Any:
+        """The same for one `push` or `scan`, after which it is not needed any more: it may share its elements."""
+        return self.empty(k, v)
+
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         """The memory with more tokens in it. Never changes what `memory` itself answers."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.checks import shown
+from regard.ops.linear.zero_state import zero_state
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -20,8 +21,16 @@ def concat_chunks(runs: list[Tensor]) -> Tensor:
 
 
 def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    z = upcast(k).new_zeros(*k.shape[:2], features)
+    z = upcast(k[:, :, :0]).new_zeros(*k.shape[:2], features)
     return z.new_zeros(*z.shape, v.shape[-1]), z
+
+
+def unwritten_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of no tokens, only to be read: on CUDA devices without memory or a kernel."""
+    if not k.is_cuda:
+        return empty_sums(k, v, features)
+    dtype, sizes = torch.promote_types(k.dtype, torch.float32), (*k.shape[:2], features)
+    return zero_state(k, *sizes, v.shape[-1], dtype=dtype), zero_state(k, *sizes, dtype=dtype)
 
 
 def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:

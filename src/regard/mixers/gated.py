@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import empty_sums, per_query_head, read_state, upcast, where_valid
+from regard.mixers.feature_math import empty_sums, per_query_head, read_state, unwritten_sums, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
 from regard.ops.backend import AUTO
 from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
@@ -47,6 +47,12 @@ class _Fading(Kernel):
 
     def empty(self, k: Tensor, v: Tensor) -> Any:
         return Matrix(empty_sums(k, v, self.f)[0])
+
+    def unwritten(self, k: Tensor, v: Tensor) -> Any:
+        return self._without_tokens(unwritten_sums(k, v, self.f)[0])
+
+    def _without_tokens(self, s: Tensor) -> Any:
+        return Matrix(s)
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Keys (b g m d), whatever padding holds, and log decays (b g m 1 or d) in the type of sums, 0 at padding, or gates."""
@@ -108,7 +114,10 @@ class Retention(_Fading):
         self.register_buffer("powers", torch.arange(power, power + dims.g))  # integers: no dtype rounds gamma up to 1
 
     def empty(self, k: Tensor, v: Tensor) -> CountedMatrix:
-        return CountedMatrix(empty_sums(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
+        return self._without_tokens(empty_sums(k, v, self.f)[0])
+
+    def _without_tokens(self, s: Tensor) -> CountedMatrix:
+        return CountedMatrix(s, torch.zeros(s.shape[0], dtype=torch.long, device=s.device))
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         decay = self._rate(k).expand(k.shape[0], -1, k.shape[2], 1)

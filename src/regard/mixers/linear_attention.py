@@ -23,6 +23,7 @@ from regard.mixers.feature_math import (
     empty_sums,
     per_query_head,
     read_state,
+    unwritten_sums,
     upcast,
     where_valid,
 )
@@ -140,6 +141,9 @@ class Linear(Kernel):
 
     def empty(self, k: Tensor, v: Tensor) -> Sums:
         return Sums(*empty_sums(k, v, self.f))
+
+    def unwritten(self, k: Tensor, v: Tensor) -> Sums:
+        return Sums(*unwritten_sums(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
         keys = self._queries(k, places)
