@@ -18,9 +18,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from mutants_arena import ARENA
 from mutants_bench import BENCH
 from mutants_compiled import COMPILED
+from mutants_launches import LAUNCHES
 from mutants_models import MODELS
+from mutants_report import REPORT
 from mutants_training import TRAINING
 from regard.catalogue import CATALOGUE
 
@@ -447,7 +450,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 
 def all_of_them() -> dict[str, tuple[str, str, str, str]]:
     """By name: a file, what stands there, what shall stand there, and the tests that must notice."""
-    return {**MODELS, **TRAINING, **COMPILED, **BENCH, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
+    others = {
+        **MODELS,
+        **TRAINING,
+        **COMPILED,
+        **LAUNCHES,
+        **BENCH,
+        **ARENA,
+        **REPORT,
+    }
+    return {**others, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
 
 
 def killed_by(name: str, mutant: tuple[str, str, str, str], known: str) -> str:

@@ -36,6 +36,12 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "norm_state = 1 * norm_state",
         "linear_backends",
     ),
+    "a delta step without queries does not compile on a card": (
+        R + "ops/delta/delta_step.py",
+        "    if SHARE > 0:",
+        "    if True:",
+        "delta_triton",
+    ),
     "a delta kernel takes the triangle of a chunk for its own inverse": (
         R + "ops/delta/triton_kernels.py",
         "            d -= tl.dot(step, d, input_precision=DOT)\n",

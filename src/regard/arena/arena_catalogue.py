@@ -7,7 +7,16 @@ from importlib import import_module
 from regard.arena.arena_task import ArenaTask
 from regard.options import parse_options
 
-ARENA: dict[str, str] = {}  # name -> module:class
+ARENA: dict[str, str] = {  # name -> module:class
+    "image": "regard.arena.image_pixels:ImagePixels",
+    "induction": "regard.arena.induction:Induction",
+    "listops": "regard.arena.listops:ListOps",
+    "mixed_recall": "regard.arena.recall:MixedRecall",
+    "recall": "regard.arena.recall:Recall",
+    "retrieval": "regard.arena.retrieval:Retrieval",
+    "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
+    "text": "regard.arena.text_bytes:TextBytes",
+}
 
 
 def arena_task(text: str) -> ArenaTask:

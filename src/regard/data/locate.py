@@ -53,6 +53,18 @@ DATASETS = {
         "https://github.com/jkkummerfeld/text2sql-data/tree/master/data",
         ["wikisql.json"],
     ),
+    "aan_scisumm": DatasetInfo(
+        "papers of computational linguistics and pairs of them, one of which cites the other or not",
+        "https://github.com/WING-NUS/scisumm-corpus",
+        ["docs.jsonl", *(f"pairs.{part}.tsv" for part in ("train", "val", "test"))],
+        'A line of docs.jsonl is a paper: {"id": "…", "text": "…"}; pairs have the columns label (0 or 1), doc1, doc2.',
+    ),
+    "cifar10": DatasetInfo(
+        "CIFAR-10 in gray, as arrays of NumPy",
+        "https://www.cs.toronto.edu/~kriz/cifar.html",
+        [f"gray_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
+        "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9.",
+    ),
 }
 
 

@@ -59,6 +59,14 @@ def read_text(path: Path | str) -> str:
     return "".join(lines) if "\0" in whole else whole.replace("\r\n", "\n")
 
 
+def read_binary(path: Path | str) -> bytes:
+    """Return the bytes of a plain or compressed file, decompressed."""
+    if not Path(path).is_file():
+        raise DataError(f"there is no file {path}")
+    with _reading(Path(path)) as file:
+        return file.read()
+
+
 def read_parallel(source: Path | str, target: Path | str) -> ParallelText:
     """Pair line i of one file with line i of the other. Lines that are empty in both are dropped and counted in `dropped`.
 
