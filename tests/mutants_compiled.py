@@ -157,7 +157,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "small_kernels",
     ),
     "the weights of distance classes do not pull at the scores": (
-        R + "ops/tile/triton.py",
+        R + "ops/tile/tile_launch.py",
         "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",
         "            pass\n",
         "triton_tiles",
