@@ -15,10 +15,12 @@ from regard.transforms import needs_plain_ops, untraced
 
 MAX_ELEMENTS = 1 << 24  # elements that one cache holds; the newest result is kept whatever its size
 MAX_RESULTS = 64  # results that one cache holds
+MAX_SIGNATURES = 512  # results that a cache by signature holds
 
 CachedFunction = TypeVar("CachedFunction", bound=Callable[..., Any])
 
 _clearers: list[Callable[[], None]] = []  # one for every cache of this library
+_by_signature: list[dict[Hashable, Any]] = []  # the contents of caches by signature
 _cache_lock = Lock()  # of all caches; nothing is computed while it is held
 # A fork waits until it is free, so that the child gets consistent caches and a free lock.
 os.register_at_fork(before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache_lock.release)
@@ -81,3 +83,39 @@ def bounded_cache(size: Callable[[Any], int]) -> Callable[[CachedFunction], Cach
 
 def _over_limit(kept: OrderedDict[Hashable, Any], size: Callable[[Any], int]) -> bool:
     return len(kept) > MAX_RESULTS or sum(map(size, kept.values())) > MAX_ELEMENTS
+
+
+def signature_cache(make: CachedFunction) -> CachedFunction:
+    """Decorate make(key, *more), whose result depends on the key alone: made once, kept for the newest keys.
+
+    For results such as prepared launches of kernels; `size`, if they have it, counts the numbers they hold. A hit takes no lock.
+    """
+    kept: dict[Hashable, Any] = {}
+    build = outlives_tracing(make)
+
+    @wraps(make)
+    def cached(key: Hashable, *more: Any) -> Any:
+        found = kept.get(key)
+        if found is None:
+            found = build(key, *more)
+            with _cache_lock:
+                kept[key] = found
+                while len(kept) > MAX_SIGNATURES or (len(kept) > 1 and sum(map(_held, kept.values())) > MAX_ELEMENTS):
+                    del kept[next(iter(kept))]
+        return found
+
+    cached.kept = kept  # type: ignore[attr-defined]
+    register_cache(kept.clear)
+    _by_signature.append(kept)
+    return cached  # type: ignore[return-value]
+
+
+def _held(result: Any) -> int:
+    return getattr(result, "size", 0)
+
+
+def forget_signatures() -> None:
+    """Empty all caches by signature: for when what their results were made of changes, such as configurations of kernels."""
+    with _cache_lock:
+        for kept in _by_signature:
+            kept.clear()

@@ -44,24 +44,27 @@ TILE_LISTS: Candidates = {
     "tile_key_gradients": tiles("BN", "BM", _LISTS),
 }
 
-_SEGMENTS = grid(tokens=(256, 512, 1024), smallest=(128,), programs=(128, 256, 512))
+_SEGMENTS = grid(tokens=(128, 256, 512), smallest=(64,), programs=(128, 256, 512))
 _CHUNKS = grid(chunk=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
 _FEATURE_CHUNKS = grid(chunk=(32, 64), num_warps=(4, 8), num_stages=(1, 2))
-_SCANS = grid(num_warps=(1, 2, 4), num_stages=(1, 2, 3))
+_SCANS = grid(segments=(16, 32, 64), num_warps=(1, 2, 4))
+_DECAYS = grid(chunk=(32, 64, 128), num_warps=(2, 4))
 LINEAR_CHUNKS: Candidates = {
     "linear_sums": _CHUNKS,
-    "linear_forward": _CHUNKS,
-    "linear_backward_queries": _CHUNKS,
-    "linear_backward_keys": _CHUNKS,
     "linear_scan": _SCANS,
+    "linear_forward": _CHUNKS,
+    "linear_adjoint": _CHUNKS,
+    "linear_gradients": _CHUNKS,
+    "linear_decay_grads": _DECAYS,
     "linear_segment": _SEGMENTS,
 }
-LINEAR_FEATURES: Candidates = {  # all kernels walk in the chunks of linear_sums
+LINEAR_FEATURES: Candidates = {
     "linear_sums": _FEATURE_CHUNKS,
-    "linear_forward": grid(num_warps=(4, 8), num_stages=(1, 2)),
-    "linear_backward_queries": grid(num_warps=(4, 8), num_stages=(1, 2)),
-    "linear_backward_keys": grid(num_warps=(4, 8), num_stages=(1, 2)),
     "linear_scan": _SCANS,
+    "linear_forward": _FEATURE_CHUNKS,
+    "linear_adjoint": _FEATURE_CHUNKS,
+    "linear_gradients": _FEATURE_CHUNKS,
+    "linear_decay_grads": _DECAYS,
     "linear_segment": _SEGMENTS,
 }
 LINEAR_PREFIX: Candidates = {"linear_prefix": grid(tokens=(128, 256, 512), chunk=(16, 32, 64), num_warps=(2, 4, 8))}
@@ -86,6 +89,20 @@ BUCKETS: Candidates = {
     "bucket_forward": tiles("BM", "BN", (*_FORWARD, *_SMALL)),
     "bucket_query_grads": tiles("BM", "BN", (*_BACKWARD, *_SMALL)),
     "bucket_key_grads": tiles("BN", "BM", (*_BACKWARD, *_SMALL)),
+}
+
+_LONG = ((128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3))  # of sequences without a window
+PAIRS: Candidates = {
+    "pair_forward": tiles("BM", "BN", (*_FORWARD, *_LONG)),
+    "pair_query_grads": tiles("BM", "BN", (*_BACKWARD, *_LONG)),
+    "pair_key_grads": tiles("BN", "BM", (*_BACKWARD, *_LONG)),
+    "pair_table_grads": tiles("BM", "BN", (*_BACKWARD, *_LONG)),
+}
+_LANES = ((128, 16, 4, 1), (128, 32, 4, 1), (128, 64, 4, 1), (256, 16, 8, 1), (256, 32, 8, 1), (64, 32, 2, 1), (64, 64, 2, 1))
+ADDITIVE: Candidates = {  # own tokens along the lanes: 32 for every warp
+    "additive_forward": tiles("BM", "BN", _LANES),
+    "additive_query_grads": tiles("BM", "BN", _LANES),
+    "additive_key_grads": tiles("BN", "BM", _LANES),
 }
 
 WINDOW_STEP: Candidates = {"window_step": grid(BM=(32, 64, 128, 256, 512), num_warps=(4, 8, 16))}

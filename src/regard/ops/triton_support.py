@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache import forget_signatures
 from regard.ops.tuned_table import KernelConfig, TunedTable, current_table, find_config
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -87,6 +88,7 @@ def read_tables_again() -> None:
     """Forget the configurations in use: the next kernel reads the tables from their files."""
     _tuned.cache_clear()
     _config.cache_clear()
+    forget_signatures()
 
 
 class ConfigTrial:
@@ -110,10 +112,12 @@ def trial_configs(changes: Mapping[tuple[str, str], KernelConfig]) -> Iterator[C
     """Use other configurations inside, by kernel and key; yields a record of all that kernels used."""
     trial = ConfigTrial(changes)
     _trials.append(trial)
+    forget_signatures()
     try:
         yield trial
     finally:
         _trials.remove(trial)
+        forget_signatures()
 
 
 def kernel_config(kernel: str, key: str, device: torch.device) -> dict[str, Any]:

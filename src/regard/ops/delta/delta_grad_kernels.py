@@ -31,13 +31,14 @@ def delta_state_grads(
     later = _fade_back(level, C)
     ds = tl.zeros([BF, BE], tl.float32)
     du = tl.zeros([C, BE], tl.float32)
-    for x in range(SHARE):
-        h = g * SHARE + x
-        qt = _columns(Q, b * sqb + h * sqh, sqn, i, f, n, F)
-        do = _rows(DO, b * sob + h * soh, son, i, e, n, E)
-        pt = tl.dot(k, qt, input_precision=DOT) * later
-        du = tl.dot(pt.to(k.dtype), do, du, input_precision=DOT)
-        ds = tl.dot((qt.to(tl.float32) * grown).to(k.dtype), do, ds, input_precision=DOT)
+    if SHARE > 0:  # without queries Q is None, and Triton finds types in loops of no turns too
+        for x in range(SHARE):
+            h = g * SHARE + x
+            qt = _columns(Q, b * sqb + h * sqh, sqn, i, f, n, F)
+            do = _rows(DO, b * sob + h * soh, son, i, e, n, E)
+            pt = tl.dot(k, qt, input_precision=DOT) * later
+            du = tl.dot(pt.to(k.dtype), do, du, input_precision=DOT)
+            ds = tl.dot((qt.to(tl.float32) * grown).to(k.dtype), do, ds, input_precision=DOT)
     wt = _transposed(W, at * C * C, c, c, C, C)
     dr = tl.dot(wt, du.to(k.dtype), input_precision=DOT).to(k.dtype)
     kt = _columns(K, key, skn, i, f, n, F).to(tl.float32) * (grown * beta[None, :])
@@ -173,16 +174,17 @@ def delta_key_grads(
     later = _fade_back(level, C)
     apart = tl.where(c[None, :] > c[:, None], apart * later * beta[None, :], 0.0)
     write -= tl.dot(apart.to(k.dtype), k, input_precision=DOT)
-    for x in range(SHARE):
-        h = g * SHARE + x
-        apart = tl.zeros([C, C], tl.float32)
-        for low in range(0, E, BE):
-            e = low + tl.arange(0, BE)
-            u = _rows(U, own, E, i, e, n, E)
-            dout = _columns(DO, b * sob + h * soh, son, i, e, n, E)
-            apart = tl.dot(u, dout, apart, input_precision=DOT)
-        q = _rows(Q, b * sqb + h * sqh, sqn, i, f, n, F)
-        write = tl.dot((apart * later).to(k.dtype), q, write, input_precision=DOT)
+    if SHARE > 0:
+        for x in range(SHARE):
+            h = g * SHARE + x
+            apart = tl.zeros([C, C], tl.float32)
+            for low in range(0, E, BE):
+                e = low + tl.arange(0, BE)
+                u = _rows(U, own, E, i, e, n, E)
+                dout = _columns(DO, b * sob + h * soh, son, i, e, n, E)
+                apart = tl.dot(u, dout, apart, input_precision=DOT)
+            q = _rows(Q, b * sqb + h * sqh, sqn, i, f, n, F)
+            write = tl.dot((apart * later).to(k.dtype), q, write, input_precision=DOT)
 
     dk = write - beta[:, None] * read
     to = DK + b * xkb + g * xkg + i[:, None] * xkn + f[None, :]

@@ -36,10 +36,11 @@ def delta_step_kernel(
     difference = beta * (v - tl.sum(k[:, None] * s, 0))
     s += k[:, None] * difference[None, :]
     tl.store(NEW + (bg * F + f[:, None]) * E + e[None, :], s.to(NEW.dtype.element_ty), mask=here)
-    for x in range(SHARE):
-        q = tl.load(Q + b * sqb + (g * SHARE + x) * sqh + f, mask=f < F, other=0.0).to(tl.float32)
-        out = tl.sum(q[:, None] * s, 0)
-        tl.store(OUT + (bg * SHARE + x) * E + e, out.to(OUT.dtype.element_ty), mask=e < E)
+    if SHARE > 0:  # without queries Q is None, and Triton finds types in loops of no turns too
+        for x in range(SHARE):
+            q = tl.load(Q + b * sqb + (g * SHARE + x) * sqh + f, mask=f < F, other=0.0).to(tl.float32)
+            out = tl.sum(q[:, None] * s, 0)
+            tl.store(OUT + (bg * SHARE + x) * E + e, out.to(OUT.dtype.element_ty), mask=e < E)
 
 
 def delta_step(call: DeltaCall) -> tuple[Tensor, Tensor]:

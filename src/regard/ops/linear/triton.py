@@ -158,7 +158,8 @@ class _LinearFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return *_differentiable_grads(inputs, ctx.options, grads), *none
         flat = LinearInputs(*inputs, *ctx.options)
-        found = launch_backward(flat, LinearStates(*kept), *grads, decay_grad=ctx.needs_input_grad[4])
+        needs = ctx.needs_input_grad
+        found = launch_backward(flat, LinearStates(*kept), *grads, decay_grad=needs[4], state_grad=needs[3] or needs[5])
         return *(g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)), *none
 
 

@@ -1,53 +1,54 @@
 """Triton kernels of causal linear attention, forward: sums of segments, a scan over segments, outputs.
 
-A sequence is cut into segments, which run in parallel; a segment is walked in chunks of C tokens. Sums and states are float32.
+A sequence is cut into segments of SEG tokens, and a segment into tiles of C tokens. No program waits for another one.
 
     sums      what each segment adds to the state and its norm, and by how much it lets them decay
     scan      the state before every segment, or the adjoint state behind every segment
-    forward   outputs of a segment from the state before it
+    forward   outputs of one tile: the state before its segment, the tiles before it in the segment, and its own
 
 Letters as in `linear_op`. State buffers are (b g slots f e), one slot for each segment and one behind the last; BF and BE are the
 padded tile sizes. DECAY is 0 for none, 1 for one number a token, 2 for one a feature. FEATURE is 0 for none, 1 for elu + 1 and 2
-for relu. Decays come as their sums from the start of every chunk (LEVEL of the first kernel). All products take operands of
-the type `TYPE`; no exponent is ever positive.
+for relu. Decays come as their sums from the start of every segment (LEVEL of the first kernel). All products take operands of
+the type `TYPE`, sums are float32; no exponent is ever positive, but for those of `triton_feature_decay.py`, which are bounded.
 """
 
 import triton
 import triton.language as tl
 
-from regard.ops.linear.triton_feature_decay import halved_scores
+from regard.ops.linear.triton_feature_decay import tile_scores
 from regard.ops.linear.triton_tiles import (
     apply_feature,
-    chunk_decay,
-    chunk_levels,
-    end_decay_columns,
-    end_decay_rows,
     gate_decay,
     inverse_norm,
     key_columns,
     key_rows,
+    level_at,
+    level_columns,
+    level_rows,
+    one_level,
     output_factor,
     present,
     row_mask,
-    start_decay_rows,
     token_columns,
+    token_levels,
     token_rows,
 )
 
 
 @triton.jit(do_not_specialize=["n", "segs", "SEG"])
 def linear_sums(
-    K, V, LD, VALID, S, Z, A, LEVEL,
+    K, V, LD, VALID, S, Z, A, LEVEL, FIRST, FIRST_Z,
     skb, skh, skn, svb, svh, svn, slb, slh, sln,
-    gate_root, n, segs, SEG, G,
+    gate_root, n, segs, slots, SEG, G,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, FEATURE: tl.constexpr,
-    HAS_VALID: tl.constexpr, GATES: tl.constexpr, CUMSUM: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
+    GATES: tl.constexpr, CUMSUM: tl.constexpr, WITH_FIRST: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
 
-    CUMSUM: `tl.cumsum` of vectors may be used, which fails beside other sums for some numbers of warps.
-    LEVEL (b g n), or (b g n f) for a decay per feature, gets the log decay from the start of the chunk up to every token.
+    WITH_FIRST: there is one segment, and the state before it is added. CUMSUM: `tl.cumsum` of vectors may be used, which fails
+    beside other sums for some numbers of warps. LEVEL (b g n), or (b g n f) for a decay per feature, gets the log decay from the
+    start of the segment up to every token.
     """
     pid = tl.program_id(0)
     part, seg, bg = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
@@ -63,6 +64,7 @@ def linear_sums(
     s = tl.zeros([BF, BE], tl.float32)
     z = tl.zeros([BF], tl.float32)
     total = tl.zeros([BF], tl.float32)
+    passed = 0.0
     for low in range(0, count, C):
         j = low + tl.arange(0, C)
         kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
@@ -77,7 +79,7 @@ def linear_sums(
             kt = kt.to(tl.float32) * tl.exp(tl.minimum(chunk[:, None] - level, 0.0))
             if part == 0:
                 mask = (d[:, None] < f) & (j[None, :] < count)
-                tl.store(LEVEL + ((b * G + g) * n + start + j[None, :]) * f + d[:, None], level, mask=mask)
+                tl.store(LEVEL + ((b * G + g) * n + start + j[None, :]) * f + d[:, None], total[:, None] + level, mask=mask)
         if DECAY == 1:
             r = tl.arange(0, C)
             log = tl.load(LD + j * sln, mask=j < count, other=0.0).to(tl.float32)
@@ -91,7 +93,8 @@ def linear_sums(
             kt = kt.to(tl.float32) * tl.exp(tl.minimum(total_log - level, 0.0))[None, :]
             chunk = total_log + tl.zeros([BF], tl.float32)
             if part == 0:
-                tl.store(LEVEL + (b * G + g) * n + start + j, level, mask=j < count)
+                tl.store(LEVEL + (b * G + g) * n + start + j, passed + level, mask=j < count)
+            passed += total_log
         if DECAY > 0:
             s = s * tl.exp(chunk)[:, None]
             z = z * tl.exp(chunk)
@@ -99,9 +102,15 @@ def linear_sums(
         s = tl.dot(kt.to(TYPE), v.to(TYPE), s, input_precision=PRECISION)
         if NORM:
             z += tl.sum(kt.to(tl.float32), 1)
-    at = (bg * (segs + 1) + seg) * f
+    at = (bg * slots + seg) * f
     inside = d < f
-    tl.store(S + at * e + d[:, None] * e + c[None, :], s, mask=inside[:, None] & (c[None, :] < e))
+    state_at = d[:, None] * e + c[None, :]
+    mask = inside[:, None] & (c[None, :] < e)
+    if WITH_FIRST:
+        s += tl.load(FIRST + at * e + state_at, mask=mask, other=0.0) * tl.exp(total)[:, None]
+        if NORM:
+            z += tl.load(FIRST_Z + at + d, mask=inside, other=0.0) * tl.exp(total)
+    tl.store(S + at * e + state_at, s, mask=mask)
     if part == 0:
         if NORM:
             tl.store(Z + at + d, z, mask=inside)
@@ -109,17 +118,24 @@ def linear_sums(
             tl.store(A + at + d, total, mask=inside)
 
 
+@triton.jit
+def _after(keep_a, a, keep_b, b):
+    """Compose two maps y -> keep y + x."""
+    return keep_a * keep_b, b + keep_b * a
+
+
 @triton.jit(do_not_specialize=["segs", "heads"])
 def linear_scan(
     OWN, OWN_Z, S, Z, A, FIRST, FIRST_Z, LAST, LAST_Z, OTHER, OTHER_Z, DOT,
     segs, heads,
-    f: tl.constexpr, e: tl.constexpr, BE: tl.constexpr, SB: tl.constexpr,
-    DECAY: tl.constexpr, NORM: tl.constexpr, REVERSE: tl.constexpr, HAS_OWN: tl.constexpr, WITH_DOT: tl.constexpr,
+    f: tl.constexpr, e: tl.constexpr, BE: tl.constexpr, SB: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr,
+    REVERSE: tl.constexpr, HAS_OWN: tl.constexpr, HAS_FIRST: tl.constexpr, WITH_STATES: tl.constexpr, WITH_DOT: tl.constexpr,
 ):  # fmt: skip
     """Scan one feature of one key-value head over the segments, SB of them at a time.
 
     OWN (b g heads slots f e): what each segment adds, summed over `heads`. S (b g slots f e) gets the state before every segment
-    and LAST the one behind all; with REVERSE from the last segment to the first. WITH_DOT: DOT (b g slots f) gets the products
+    and LAST the one behind all; with REVERSE from the last segment to the first: S gets the adjoint behind every segment and
+    LAST that before the first. HAS_FIRST: the scan begins with FIRST, else with 0. WITH_DOT: DOT (b g slots f) gets the products
     of the adjoint behind every segment with OTHER (b g slots f e), the state there.
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -128,15 +144,29 @@ def linear_scan(
     c = tl.arange(0, BE)
     inside = c < e
     slots = segs + 1
-    carry = tl.load(FIRST + pid * e + c, mask=inside, other=0.0).to(tl.float32)
+    carry = tl.zeros([BE], tl.float32)
     norm = 0.0
-    if NORM:
-        norm = tl.load(FIRST_Z + pid).to(tl.float32)
+    if HAS_FIRST:
+        carry += tl.load(FIRST + pid * e + c, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            norm += tl.load(FIRST_Z + pid).to(tl.float32)
+    if WITH_STATES:
+        begin = (bg * slots + (segs - 1 if REVERSE else 0)) * f + row
+        tl.store(S + begin * e + c, carry.to(S.dtype.element_ty), mask=inside)
+        if NORM:
+            tl.store(Z + begin, norm)
+        if WITH_DOT:
+            behind = begin + f  # the slot behind the segment
+            outset = tl.sum(carry * tl.load(OTHER + behind * e + c, mask=inside, other=0.0).to(tl.float32), 0)
+            if NORM:
+                outset += norm * tl.load(OTHER_Z + behind)
+            tl.store(DOT + begin, outset)
     for low in range(0, segs, SB):
-        seg = low + r
-        there = seg < segs
+        step = low + r
+        there = step < segs
+        seg = step
         if REVERSE:
-            seg = segs - 1 - seg
+            seg = segs - 1 - step
         spot = (bg * slots + seg) * f + row
         own = tl.zeros([SB, BE], tl.float32)
         own_z = tl.zeros([SB], tl.float32)
@@ -147,62 +177,58 @@ def linear_scan(
                 if NORM:
                     own_z += tl.load(OWN_Z + at, mask=there, other=0.0)
         if DECAY > 0:
-            log = tl.load(A + spot, mask=there, other=0.0)
-            until = tl.sum(tl.where(r[:, None] > r[None, :], log[None, :], 0.0), 1)  # up to the segment, without it
-            between = until[:, None] - until[None, :] - log[None, :]
-            weight = tl.exp(tl.where(r[:, None] > r[None, :], between, float("-inf")))
-            kept = tl.exp(until)
-            whole = tl.sum(log, 0)
-            rest = tl.exp(tl.sum(tl.where(r[:, None] < r[None, :], log[None, :], 0.0), 1))
+            keep = tl.exp(tl.load(A + spot, mask=there, other=0.0))
+            kept, after = tl.associative_scan((keep[:, None] + tl.zeros([SB, BE], tl.float32), own), 0, _after)
+            after += kept * carry[None, :]
         else:
-            weight = (r[:, None] > r[None, :]).to(tl.float32)
-            kept = tl.full([SB], 1.0, tl.float32)
-            whole = 0.0
-            rest = kept
-        before = tl.dot(weight, own, input_precision="ieee") + kept[:, None] * carry[None, :]
-        tl.store(S + spot[:, None] * e + c[None, :], before, mask=there[:, None] & inside[None, :])
+            after = tl.cumsum(own, 0) + carry[None, :]
         if NORM:
-            before_z = tl.sum(weight * own_z[None, :], 1) + kept * norm
-            tl.store(Z + spot, before_z, mask=there)
-        if WITH_DOT:
-            other = spot + f  # the slot behind this segment
-            state = tl.load(OTHER + other[:, None] * e + c[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            product = tl.sum(before * state, 1)
+            if DECAY > 0:
+                kept_z, after_z = tl.associative_scan((keep, own_z), 0, _after)
+                after_z += kept_z * norm
+            else:
+                after_z = tl.cumsum(own_z, 0) + norm
+        if WITH_STATES:
+            into = spot - f if REVERSE else spot + f
+            stored = there & (seg > 0) if REVERSE else there
+            mask = stored[:, None] & inside[None, :]
+            tl.store(S + into[:, None] * e + c[None, :], after.to(S.dtype.element_ty), mask=mask)
             if NORM:
-                product += before_z * tl.load(OTHER_Z + other, mask=there, other=0.0)
-            tl.store(DOT + spot, product, mask=there)
-        carry = carry * tl.exp(whole) + tl.sum(own * rest[:, None], 0)
-        norm = norm * tl.exp(whole) + tl.sum(own_z * rest, 0)
+                tl.store(Z + into, after_z, mask=stored)
+            if WITH_DOT:
+                state = tl.load(OTHER + spot[:, None] * e + c[None, :], mask=mask, other=0.0).to(tl.float32)
+                product = tl.sum(after * state, 1)
+                if NORM:
+                    product += after_z * tl.load(OTHER_Z + spot, mask=stored, other=0.0)
+                tl.store(DOT + into, product, mask=stored)
+        carry = tl.sum(tl.where(r[:, None] == SB - 1, after, 0.0), 0)
+        if NORM:
+            norm = tl.sum(tl.where(r == SB - 1, after_z, 0.0), 0)
     tl.store(LAST + pid * e + c, carry, mask=inside)
     if NORM:
         tl.store(LAST_Z + pid, norm)
-    if not REVERSE:
-        spot = (bg * slots + segs) * f + row
-        tl.store(S + spot * e + c, carry, mask=inside)
-        if NORM:
-            tl.store(Z + spot, norm)
 
 
-@triton.jit(do_not_specialize=["n", "segs", "SEG", "slots"])
+@triton.jit(do_not_specialize=["n", "tiles", "SEG", "slots"])
 def linear_forward(
-    Q, K, V, LEVEL, VALID, S, Z, OUT, DEN, LAST, LAST_Z,
+    Q, K, V, LEVEL, VALID, S, Z, OUT, DEN,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln,
-    scale, n, segs, SEG, slots, H, R,
+    scale, n, tiles, SEG, slots, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, WITH_LAST: tl.constexpr, HALVINGS: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_STATE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUT (b n h e) and its norm DEN (b h n) of one segment and query head.
+    """Compute OUT (b n h e) and its norm DEN (b h n) of one tile of C tokens, one query head and BE numbers of the values.
 
     NORMALIZE is 0 for sums, 1 for sums divided by their norm, and 2 for sums with factors that DEN holds: then there is no norm.
-    Without HAS_KEYS all queries read the same state. With WITH_LAST there is one segment, whose last state is stored.
+    Without HAS_KEYS all queries read the same state; without HAS_STATE it is 0.
     """
     pid = tl.program_id(0)
-    part, seg, bh = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
+    part, tile, bh = pid % PARTS, (pid // PARTS) % tiles, (pid // PARTS // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     g = h // R
-    bg = b * (H // R) + g
+    seg = tile * C // SEG
+    low = tile * C - seg * SEG
     start = (seg * SEG).to(tl.int64)
     Q += b * sqb + h * sqh + start * sqn
     K += b * skb + g * skh + start * skn
@@ -215,74 +241,75 @@ def linear_forward(
     d = tl.arange(0, BF)
     c = part * BE + tl.arange(0, BE)
     r = tl.arange(0, C)
-    at = bg * slots * f
-    if HAS_KEYS:
-        at += seg * f
-    inside = d < f
-    state_at = d[:, None] * e + c[None, :]
-    state_mask = inside[:, None] & (c[None, :] < e)
-    s = tl.load(S + at * e + state_at, mask=state_mask, other=0.0).to(tl.float32)
-    z = tl.zeros([BF], tl.float32)
-    if NORM:
-        z = tl.load(Z + at + d, mask=inside, other=0.0).to(tl.float32)
-    for low in range(0, count, C):
-        i = low + r
-        q = apply_feature(token_rows(Q, i, sqn, d, count, f), FEATURE)
+    i = low + r
+    q = apply_feature(token_rows(Q, i, sqn, d, count, f), FEATURE)
+    entry = q
+    if DECAY == 2:  # from the token before the tile on
+        before = level_at(LEVEL, low - 1, sln, d, f, DECAY)
+        entry = q.to(tl.float32) * tl.exp(level_rows(LEVEL, i, sln, d, count, f) - before[None, :])
+    if DECAY == 1:
+        level = token_levels(LEVEL, i, sln, count)
+        before = one_level(LEVEL, low - 1, sln)
+    late = entry.to(TYPE)
+    o = tl.zeros([C, BE], tl.float32)
+    den = tl.zeros([C], tl.float32)
+    if HAS_STATE:
+        at = (b * (H // R) + g) * slots * f
+        if HAS_KEYS:
+            at += seg * f
+        mask = (d[:, None] < f) & (c[None, :] < e)
+        s = tl.load(S + at * e + d[:, None] * e + c[None, :], mask=mask, other=0.0)
         if DECAY == 2:
-            entry = q.to(tl.float32) * start_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
-        else:
-            entry = q
-        o = tl.dot(entry.to(TYPE), s.to(TYPE), input_precision=PRECISION)
-        den = tl.zeros([C], tl.float32)
+            s = s.to(tl.float32) * tl.exp(before)[:, None]
+        o = tl.dot(late, s.to(TYPE), o, input_precision=PRECISION)
         if NORM:
+            z = tl.load(Z + at + d, mask=d < f, other=0.0).to(tl.float32)
+            if DECAY == 2:
+                z = z * tl.exp(before)
             den = tl.sum(entry.to(tl.float32) * z[None, :], 1)
         if DECAY == 1:
-            level = chunk_levels(LEVEL, low, sln, count, C)
-            share = tl.exp(level)
-            o = o * share[:, None]
-            den = den * share
-        if HAS_KEYS:
-            v = token_rows(V, i, svn, c, count, e).to(TYPE)
+            o = o * tl.exp(before)
+            den = den * tl.exp(before)
+    if HAS_KEYS:
+        for other in range(0, low, C):
+            j = other + r
+            kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID, True)
             if DECAY == 2:
-                k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
-                a = halved_scores(q.to(tl.float32), k, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
-            else:
-                kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
-                a = tl.dot(q.to(TYPE), kt.to(TYPE), input_precision=PRECISION)
-                if DECAY == 1:
-                    a = a * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
-                else:
-                    a = tl.where(r[:, None] >= r[None, :], a, 0.0)
+                kt = kt.to(tl.float32) * tl.exp(before[:, None] - level_columns(LEVEL, j, sln, d, count, f))
+            a = tl.dot(late, kt.to(TYPE), input_precision=PRECISION)
+            if DECAY == 1:
+                a = a * tl.exp(before - token_levels(LEVEL, j, sln, count))[None, :]
             if NORM:
                 den += tl.sum(a, 1)
-            o = tl.dot(a.to(TYPE), v, o, input_precision=PRECISION)
-            if DECAY == 2:
-                k = k * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
-                kt = tl.trans(k.to(TYPE))
-            if DECAY == 1:
-                kt = kt.to(tl.float32) * end_decay_columns(LEVEL, low, sln, d, count, f, C, DECAY)
-            if DECAY > 0:
-                chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
-                s = s * tl.exp(chunk)[:, None]
-                z = z * tl.exp(chunk)
-            s = tl.dot(kt.to(TYPE), v, s, input_precision=PRECISION)
-            if NORM:
-                z += tl.sum(kt.to(tl.float32), 1)
-        den = den * scale
-        if NORMALIZE == 1:
-            o = o * (scale * inverse_norm(den))[:, None]
-        elif NORMALIZE == 2:
-            o = o * output_factor(DEN, i, count, scale, NORMALIZE)[:, None]
+            v = token_rows(V, j, svn, c, count, e, True)
+            o = tl.dot(a.to(TYPE), v.to(TYPE), o, input_precision=PRECISION)
+        if DECAY == 1:
+            share = tl.exp(level - before)
+            o = o * share[:, None]
+            den = den * share
+        if DECAY == 2:
+            k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID).to(tl.float32)
+            a = tile_scores(q.to(tl.float32), k, LEVEL, low, sln, d, count, f, C, False, TYPE, PRECISION)
         else:
-            o = o * scale
-        mask = (i[:, None] < count) & (c[None, :] < e)
-        tl.store(OUT + i[:, None] * (H * e) + c[None, :], o.to(OUT.dtype.element_ty), mask=mask)
+            kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
+            a = tl.dot(late, kt.to(TYPE), input_precision=PRECISION)
+            if DECAY == 1:
+                a = a * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
+            else:
+                a = tl.where(r[:, None] >= r[None, :], a, 0.0)
         if NORM:
-            if part == 0:
-                tl.store(DEN + i, den, mask=i < count)
-    if WITH_LAST:
-        if h % R == 0:
-            tl.store(LAST + at * e + state_at, s, mask=state_mask)
-            if NORM:
-                if part == 0:
-                    tl.store(LAST_Z + at + d, z, mask=inside)
+            den += tl.sum(a, 1)
+        v = token_rows(V, i, svn, c, count, e)
+        o = tl.dot(a.to(TYPE), v.to(TYPE), o, input_precision=PRECISION)
+    den = den * scale
+    if NORMALIZE == 1:
+        o = o * (scale * inverse_norm(den))[:, None]
+    elif NORMALIZE == 2:
+        o = o * output_factor(DEN, i, count, scale, NORMALIZE)[:, None]
+    else:
+        o = o * scale
+    mask = (i[:, None] < count) & (c[None, :] < e)
+    tl.store(OUT + i[:, None] * (H * e) + c[None, :], o.to(OUT.dtype.element_ty), mask=mask)
+    if NORM:
+        if part == 0:
+            tl.store(DEN + i, den, mask=i < count)

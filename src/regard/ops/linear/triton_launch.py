@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from regard.cache import signature_cache
+from regard.ops.kernel_launch import KernelLaunch, present_slots, tensor_key
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import gain_of_heads
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
+from regard.ops.linear.zero_state import is_zero_state
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
 OptionalT = TypeVar("OptionalT", Tensor, Tensor | None)
 STATE_TILE = 1 << 14  # elements of a state that one program holds
-SCAN_BLOCK = 16  # segments that the scan loads at once
 
 
 class LinearInputs(NamedTuple):
@@ -40,20 +43,26 @@ class LinearStates(NamedTuple):
 
     out: Tensor | None  # (b h n e), if it is divided by the norm
     den: Tensor | None  # (b h n)
-    states: Tensor  # (b g slots f e) before every segment and behind the last
+    states: Tensor  # (b g slots f e) before every segment and behind the last, in the type of products; or the one given
     norms: Tensor | None  # (b g slots f)
     decays: Tensor | None  # (b g slots f) log decay of every segment
-    levels: Tensor | None  # (b g n 1) or (b g n f) log decay from the start of the chunk
+    levels: Tensor | None  # (b g n 1) or (b g n f) log decay from the start of the segment
+
+
+LaunchParts = tuple[tuple[int, ...], tuple, dict[str, Any]]  # the grid, the numbers and the constants of a kernel
 
 
 class LinearLaunch:
-    """The sizes, flags and buffers that the kernels of one pass share."""
+    """The sizes, flags and launches that all passes of one signature share: see `linear_launch`."""
 
-    def __init__(self, x: LinearInputs) -> None:
-        self.x = _aligned(x)
-        x = self.x
+    def __init__(self, x: LinearInputs, zero: bool) -> None:
+        self.zero = zero
+        self.ready = _is_aligned(x)
+        x = _aligned(x, zero)
+        self._launches: dict[Hashable, KernelLaunch] = {}
         tokens = x.q if x.q is not None else x.k
         assert tokens is not None
+        self.number = tokens.get_device()
         self.device = tokens.device
         self.b, self.n = tokens.shape[0], tokens.shape[2]
         self.g, self.f, self.e = x.state.shape[1:]
@@ -68,6 +77,7 @@ class LinearLaunch:
         precision = dot_precision(torch.float32) if exact else "tf32"
         if precision == "ieee":
             precision = "tf32x3"  # all digits of float32, by three products on tensor cores
+        self.type = torch.bfloat16 if half else torch.float32
         self.product = {"TYPE": tl.bfloat16 if half else tl.float32, "PRECISION": precision}
         width = max(self.bf, self.be)
         self.key = f"{'half' if half else 'single'} {width}"
@@ -84,15 +94,25 @@ class LinearLaunch:
             "HAS_VALID": x.valid is not None,
         }
 
+    def inputs(self, x: LinearInputs) -> LinearInputs:
+        """Return inputs as kernels take them."""
+        return x if self.ready and self.zero else _aligned(x, self.zero)
+
+    def launch(self, name: Hashable, kernel: Any, tensors: tuple[Tensor | None, ...], parts: Callable[[], LaunchParts]) -> None:
+        """Launch a kernel with those tensors that are there; the name and which they are decide its other arguments."""
+        present = tuple([x is not None for x in tensors])
+        key = (name, present)
+        found = self._launches.get(key)
+        if found is None:
+            grid, numbers, constants = parts()
+            found = KernelLaunch(kernel, grid, present_slots(present), numbers, constants, self.number)
+            self._launches[key] = found
+        found(*[x for x in tensors if x is not None])
+
     def tiles(self, kernel: str) -> dict[str, Any]:
-        """The tile sizes of a kernel that walks in chunks; with a decay all kernels have the same chunks."""
+        """The tokens in a tile of a kernel, and its warps and stages."""
         config = dict(kernel_config(kernel, self.key, self.device))
-        chunk = config.pop("chunk")
-        if self.decay and self.n > 1:
-            chunk = kernel_config("linear_sums", self.key, self.device)["chunk"]
-        config["C"] = chunk
-        if kernel != "linear_sums":
-            config["HALVINGS"] = 0 if self.n == 1 else chunk.bit_length() - 1
+        config["C"] = min(config.pop("chunk"), self.seg)
         return config
 
     def _segment(self) -> int:
@@ -111,28 +131,60 @@ class LinearLaunch:
             found += (0, 0, 0) if t is None else t.stride()[:3]
         return found
 
-    def factors(self) -> Tensor | None:
+    def factors(self, gain: Tensor | None) -> Tensor | None:
         """The given factors of all outputs (b h n)."""
-        if self.x.gain is None:
+        if gain is None:
             return None
-        return gain_of_heads(self.x.gain, self.h).float().contiguous()
+        return gain_of_heads(gain, self.h).float().contiguous()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def tokens(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """An empty tensor (b heads n size) in the layout (b n heads size), from which heads are joined without a copy."""
-        return self.new(self.b, self.n, heads, size, dtype=dtype).transpose(1, 2)
+        wide = heads * size
+        return torch.empty_strided((self.b, heads, self.n, size), (self.n * wide, size, wide, 1), dtype=dtype, device=self.device)
 
-    def slots(self, heads: int, *size: int) -> Tensor:
-        return self.new(self.b, heads, self.segs + 1, *size)
+    def slots(self, heads: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.new(self.b, heads, self.segs + 1, *size, dtype=dtype)
+
+    def state_slots(self, states: Tensor) -> int:
+        """How many states there are: one for each segment, or the given one."""
+        return self.segs + 1 if states.dim() == 5 else 1
+
+    def has_states(self, states: Tensor) -> bool:
+        """Return whether there are other states than zeros."""
+        return states.dim() == 5 or not self.zero
 
 
-def _aligned(x: LinearInputs) -> LinearInputs:
-    """Make the features of every token adjacent, and states contiguous float32."""
+def linear_launch(x: LinearInputs) -> LinearLaunch:
+    """Return what is prepared for the signature of these inputs."""
+    zero = is_zero_state(x.state)
+    some = x.q if x.k is None else x.k
+    assert some is not None
+    tensors = tuple(None if t is None else (*tensor_key(t), t.get_device()) for t in (x.q, x.k, x.v, x.log_decay))
+    there = (x.norm_state is None, x.valid is None, x.gain is None, x.state.get_device())
+    options = (x.feature, x.scale, x.normalize, x.gate_root, torch.get_float32_matmul_precision())
+    return _prepared_launch((tensors, there, options, x.state.shape, zero), x, zero)
+
+
+@signature_cache
+def _prepared_launch(key: Hashable, x: LinearInputs, zero: bool) -> LinearLaunch:  # noqa: ARG001 - the key of the cache
+    return LinearLaunch(x, zero)
+
+
+def _is_aligned(x: LinearInputs) -> bool:
+    """Return whether no tensor but the states has to be converted for kernels."""
+    return x.valid is None and all(features_adjacent(t) is t for t in (x.q, x.k, x.v, x.log_decay))
+
+
+def _aligned(x: LinearInputs, zero: bool) -> LinearInputs:
+    """Make the features of every token adjacent, and states contiguous float32; a state of zeros is not read."""
     q, k, v, log_decay = (features_adjacent(t) for t in (x.q, x.k, x.v, x.log_decay))
-    state = x.state.float().contiguous()
-    norm_state = None if x.norm_state is None else x.norm_state.float().contiguous()
+    state, norm_state = x.state, x.norm_state
+    if not zero:
+        state = state.float().contiguous()
+        norm_state = None if norm_state is None else norm_state.float().contiguous()
     valid = None if x.valid is None else x.valid.contiguous().view(torch.uint8)
     return LinearInputs(q, k, v, state, log_decay, norm_state, valid, x.feature, x.scale, x.normalize, x.gain, x.gate_root)
 
@@ -145,110 +197,118 @@ def launch_forward(
     inputs: LinearInputs, *, keep: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, LinearStates]:
     """Return out (b h n e), its norm (b h n), the last state and norm state, and what the backward pass needs if `keep`."""
-    run = LinearLaunch(inputs)
-    x = run.x
+    run = linear_launch(inputs)
+    x = run.inputs(inputs)
     last, last_z = x.state, x.norm_state
-    states, norms, decays, levels = x.state, x.norm_state, None, x.log_decay
-    at_once = x.q is not None and run.segs == 1 and not keep  # a decoding step: one kernel
-    if run.decay and (run.n > 1 or x.gate_root):  # decays are computed by the first kernel
-        at_once = False
+    kept = LinearStates(None, None, x.state, x.norm_state, None, x.log_decay)
     if x.k is not None:
-        last = torch.empty_like(x.state)
-        last_z = None if x.norm_state is None else torch.empty_like(x.norm_state)
-        if not at_once:
-            states, norms, decays, levels = _segment_states(run, last, last_z)
-    kept = LinearStates(None, None, states, norms, decays, levels)
+        last = run.new(*x.state.shape)
+        last_z = None if x.norm_state is None else run.new(*x.norm_state.shape)
+        kept = _segment_states(run, x, last, last_z, with_states=x.q is not None or (keep and run.decay > 0))
     if x.q is None:
         return None, None, last, last_z, kept
-    out, den = _outputs(run, kept, (last, last_z) if at_once and x.k is not None else None)
+    out, den = _outputs(run, x, kept)
     return out, den if run.norm else None, last, last_z, kept._replace(out=out if x.normalize else None, den=den)
 
 
 def launch_states(inputs: LinearInputs, out: Tensor, den: Tensor | None) -> LinearStates:
     """Return what the backward pass needs, from results of a forward pass that kept nothing else."""
-    run = LinearLaunch(inputs)
-    x = run.x
-    states, norms, decays, levels = x.state, x.norm_state, None, x.log_decay
+    run = linear_launch(inputs)
+    x = run.inputs(inputs)
+    kept = LinearStates(None, None, x.state, x.norm_state, None, x.log_decay)
     if x.k is not None:
-        last_z = None if x.norm_state is None else torch.empty_like(x.norm_state)
-        states, norms, decays, levels = _segment_states(run, torch.empty_like(x.state), last_z)
-    return LinearStates(out, den if x.gain is None else run.factors(), states, norms, decays, levels)
+        last_z = None if x.norm_state is None else run.new(*x.norm_state.shape)
+        kept = _segment_states(run, x, run.new(*x.state.shape), last_z, with_states=True)
+    return kept._replace(out=out, den=den if x.gain is None else run.factors(x.gain))
 
 
 def _segment_states(
-    run: LinearLaunch, last: Tensor, last_z: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The state and the norm before every segment, the log decay of each, and decays as the other kernels take them."""
-    x, some = run.x, run.x.state
-    assert x.k is not None and x.v is not None
-    own = run.slots(run.g, run.f, run.e)
-    own_z = run.slots(run.g, run.f) if run.norm else None
+    run: LinearLaunch, x: LinearInputs, last: Tensor, last_z: Tensor | None, *, with_states: bool
+) -> LinearStates:
+    """The state and the norm before every segment, the log decay of each, and decays as the other kernels take them.
+
+    One segment alone needs no scan: the state before it is the one given. Slots behind the last segment are for states alone.
+    """
+    once = run.segs == 1 and not (with_states and run.decay)
+    own, own_z = (last, last_z) if once else (run.slots(run.g, run.f, run.e), run.slots(run.g, run.f) if run.norm else None)
     decays = run.slots(run.g, run.f) if run.decay else None
     levels = run.new(run.b, run.g, run.n, 1 if run.decay == 1 else run.f) if run.decay else None
-    width = state_part(run.be, run.bf)
-    parts = run.be // width
-    tiles = run.tiles("linear_sums")
-    linear_sums[(parts * run.segs * run.b * run.g,)](
-        *filled(some, x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels),
-        *run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, run.seg, run.g,
-        BF=run.bf, BE=width, PARTS=parts, GATES=x.gate_root > 0, CUMSUM=tiles["num_warps"] <= 4,
-        **run.flags, **run.product, **tiles,
-    )  # fmt: skip
-    scan_segments(run, own, own_z, (own, own_z), decays, (x.state, x.norm_state), (last, last_z), heads=1)
-    return own, own_z, decays, levels
+    tensors = (x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels, x.state, x.norm_state)
+
+    def parts() -> LaunchParts:
+        width = state_part(run.be, run.bf)
+        parts = run.be // width
+        tiles = run.tiles("linear_sums")
+        numbers = (*run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, 1 if once else run.segs + 1, run.seg, run.g)
+        own = {"BF": run.bf, "BE": width, "PARTS": parts, "GATES": x.gate_root > 0, "CUMSUM": tiles["num_warps"] <= 4}
+        first = {"WITH_FIRST": once and not run.zero}
+        return (parts * run.segs * run.b * run.g,), numbers, {**own, **first, **run.flags, **run.product, **tiles}
+
+    run.launch(("sums", once), linear_sums, tensors, parts)
+    states, norms = x.state, x.norm_state
+    if not once:
+        if with_states:
+            states = run.slots(run.g, run.f, run.e, dtype=run.type)
+            norms = run.slots(run.g, run.f) if run.norm else None
+        first = None if run.zero else (x.state, x.norm_state)
+        scan_segments(run, (own, own_z), (states, norms) if with_states else None, decays, first, (last, last_z), heads=1)
+    return LinearStates(None, None, states, norms, decays, levels)
+
+
+PairOfStates = tuple[Tensor, Tensor | None]
 
 
 def scan_segments(
     run: LinearLaunch,
-    own: Tensor | None,
-    own_z: Tensor | None,
-    into: tuple[Tensor, Tensor | None],
+    own: tuple[Tensor | None, Tensor | None],
+    into: PairOfStates | None,
     decays: Tensor | None,
-    first: tuple[Tensor, Tensor | None],
-    last: tuple[Tensor, Tensor | None],
+    first: PairOfStates | None,
+    last: PairOfStates,
     *,
     heads: int,
     reverse: bool = False,
-    other: tuple[Tensor, Tensor | None] | None = None,
+    other: PairOfStates | None = None,
     dots: Tensor | None = None,
 ) -> None:
-    """Scan over the segments; `other` and `dots`: see the kernel."""
-    some = first[0]
-    with_dot = dots is not None
-    others = other if other is not None else (some, some)
-    linear_scan[(run.b * run.g * run.f,)](
-        *filled(some, own, own_z, *into, decays, *first, *last, *others, dots),
-        run.segs, heads,
-        f=run.f, e=run.e, BE=run.be, SB=SCAN_BLOCK, DECAY=run.decay, NORM=run.norm, REVERSE=reverse,
-        HAS_OWN=own is not None, WITH_DOT=with_dot, **kernel_config("linear_scan", run.key, run.device),
-    )  # fmt: skip
+    """Scan over the segments, from 0 where there is no `first`; `other` and `dots`: see the kernel."""
+    nothing = (None, None)
+    tensors = (*own, *(into or nothing), decays, *(first or nothing), *last, *(other or nothing), dots)
+
+    def parts() -> LaunchParts:
+        config = dict(kernel_config("linear_scan", run.key, run.device))
+        sizes = {"f": run.f, "e": run.e, "BE": run.be, "SB": config.pop("segments"), "DECAY": run.decay, "NORM": run.norm}
+        there = {"HAS_OWN": own[0] is not None, "HAS_FIRST": first is not None, "WITH_STATES": into is not None}
+        constants = {**sizes, "REVERSE": reverse, **there, "WITH_DOT": dots is not None, **config}
+        return (run.b * run.g * run.f,), (run.segs, heads), constants
+
+    name = ("scan", reverse, heads, own[0] is None, first is None, into is None, other is None, dots is None)
+    run.launch(name, linear_scan, tensors, parts)
 
 
-def _outputs(run: LinearLaunch, kept: LinearStates, last: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None]:
-    x, some = run.x, run.x.state
+def _outputs(run: LinearLaunch, x: LinearInputs, kept: LinearStates) -> tuple[Tensor, Tensor | None]:
     assert x.q is not None
     out = run.tokens(run.h, run.e, x.q.dtype if x.v is None else x.v.dtype)
-    den = run.factors()
+    den = run.factors(x.gain)
     if den is None and run.norm:
         den = run.new(run.b, run.h, run.n)
-    width = state_part(run.be, run.bf)
-    parts = run.be // width
-    ends = last if last is not None else (some, some)
-    slots = run.segs + 1 if kept.states.dim() == 5 else 1
-    linear_forward[(parts * run.segs * run.b * run.h,)](
-        *filled(some, x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den, *ends),
-        *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, run.segs, run.seg, slots, run.h, run.h // run.g,
-        BF=run.bf, BE=width, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, WITH_LAST=last is not None,
-        **run.flags, **run.product, **run.tiles("linear_forward"),
-    )  # fmt: skip
+    tensors = (x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den)
+
+    def parts() -> LaunchParts:
+        width = state_part(run.be, run.bf)
+        parts = run.be // width
+        tiles = run.tiles("linear_forward")
+        count = -(-run.n // tiles["C"])
+        sizes = (run.n, count, run.seg, run.state_slots(kept.states), run.h, run.h // run.g)
+        numbers = (*run.strides(x.q, x.k, x.v, kept.levels), x.scale, *sizes)
+        own = {"BF": run.bf, "BE": width, "PARTS": parts, "NORMALIZE": run.divides, "HAS_KEYS": x.k is not None}
+        state = {"HAS_STATE": run.has_states(kept.states)}
+        return (parts * count * run.b * run.h,), numbers, {**own, **state, **run.flags, **run.product, **tiles}
+
+    run.launch(("forward", kept.states.dim()), linear_forward, tensors, parts)
     return out, den
 
 
 def state_part(width: int, other: int) -> int:
     """How much of one dimension of a state one program holds, where it holds all of the other."""
     return min(width, max(STATE_TILE // other, 16))
-
-
-def filled(some: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Return tensors, with any other one in place of those that a kernel does not read."""
-    return [some if x is None else x for x in tensors]

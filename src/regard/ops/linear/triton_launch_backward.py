@@ -1,4 +1,4 @@
-"""Launch the backward kernels of linear attention: gradients of queries, adjoint states, gradients of keys, values and decays."""
+"""Launch the backward kernels of linear attention: adjoint states, gradients of queries, keys and values, gradients of decays."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.linear.triton_keys import linear_backward_keys
+from regard.ops.linear.triton_keys import linear_decay_grads, linear_gradients
 from regard.ops.linear.triton_launch import (
+    LaunchParts,
     LinearInputs,
     LinearLaunch,
     LinearStates,
+    PairOfStates,
     features_adjacent,
-    filled,
+    linear_launch,
     scan_segments,
     state_part,
 )
-from regard.ops.linear.triton_queries import linear_backward_queries
+from regard.ops.linear.triton_queries import linear_adjoint
+from regard.ops.triton_support import kernel_config
 
 
 class LinearGrads(NamedTuple):
@@ -26,9 +29,19 @@ class LinearGrads(NamedTuple):
     q: Tensor | None
     k: Tensor | None
     v: Tensor | None
-    state: Tensor
+    state: Tensor | None
     log_decay: Tensor | None
     norm_state: Tensor | None
+
+
+class _Adjoint(NamedTuple):
+    """The adjoint states behind the segments."""
+
+    states: Tensor | None  # (b g slots f e), or (b g f e) where it is the same for all; None: they are 0
+    norms: Tensor | None
+    slots: int
+    first: PairOfStates | None  # the gradients of the states before the first token
+    dots: Tensor | None  # (b g slots f) products of states and adjoints
 
 
 def launch_backward(
@@ -40,107 +53,165 @@ def launch_backward(
     d_last_z: Tensor | None,
     *,
     decay_grad: bool,
+    state_grad: bool = True,
 ) -> LinearGrads:
     """Return the gradients of all tensors, given those of out (b h n e), norm (b h n), and the last states."""
-    run = LinearLaunch(inputs)
-    x = run.x
-    last = torch.zeros_like(x.state) if d_last is None else d_last.float().contiguous()
-    last_z = None
-    if x.norm_state is not None:
-        last_z = torch.zeros_like(x.norm_state) if d_last_z is None else d_last_z.float().contiguous()
+    run = linear_launch(inputs)
+    x = run.inputs(inputs)
     decay_grad = decay_grad and x.log_decay is not None
-    d_q = own = own_z = dd = qd = None
+    last = _given_last(run, x, d_last, d_last_z)
+    own, dd = (None, None), None
     if x.q is not None:
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
         d_out = features_adjacent(d_out)
-        assert d_out is not None
-        dd = _norm_grad(run, d_norm)
-        d_q, own, own_z, qd = _query_grads(run, kept, d_out, dd, decay_grad)
-    d_state = torch.empty_like(x.state)
-    d_norm_state = None if x.norm_state is None else torch.empty_like(x.norm_state)
-    adjoint = (run.slots(run.g, run.f, run.e), run.slots(run.g, run.f) if run.norm else None)
-    dots = run.slots(run.g, run.f) if decay_grad else None
-    scan_segments(
-        run, own, own_z, adjoint, kept.decays, (last, last_z), (d_state, d_norm_state),
-        heads=run.h // run.g, reverse=True, other=(kept.states, kept.norms), dots=dots,
-    )  # fmt: skip
-    if x.k is None:
-        return LinearGrads(d_q, None, None, d_state, None, d_norm_state)
-    d_k, d_v, d_decay = _key_grads(run, kept, d_out, dd, adjoint, qd, dots)
+        dd = _norm_grad(run, x, d_norm)
+        alone = run.segs == 1 and last is None and not state_grad and not decay_grad
+        if not alone or x.normalize:  # sums of one segment alone are the gradient of the state before it
+            own = _adjoint_sums(run, x, kept, d_out, dd)
+        if alone:
+            own = (None, None)
+    adjoint = _adjoint_states(run, x, kept, own, last, decay_grad, state_grad)
+    d_q, d_k, d_v, products = _token_grads(run, x, kept, d_out, dd, adjoint, decay_grad)
+    d_decay = _decay_grads(run, x, products, adjoint.dots) if adjoint.dots is not None else None
+    d_state, d_norm_state = adjoint.first or (None, None)
     return LinearGrads(d_q, d_k, d_v, d_state, d_decay, d_norm_state)
 
 
-def _norm_grad(run: LinearLaunch, d_norm: Tensor | None) -> Tensor | None:
+def _given_last(run: LinearLaunch, x: LinearInputs, d_last: Tensor | None, d_last_z: Tensor | None) -> PairOfStates | None:
+    """The gradients of the states behind the last token, or None if nothing depends on them."""
+    if d_last is None and d_last_z is None:
+        return None
+    last = torch.zeros(x.state.shape, device=run.device) if d_last is None else d_last.float().contiguous()
+    if x.norm_state is None:
+        return last, None
+    norms = torch.zeros(x.norm_state.shape, device=run.device) if d_last_z is None else d_last_z.float().contiguous()
+    return last, norms
+
+
+def _norm_grad(run: LinearLaunch, x: LinearInputs, d_norm: Tensor | None) -> Tensor | None:
     """The gradient of the norm (b h n): given, 0, or room for the kernel to compute it."""
     if not run.norm:
         return None
-    if run.x.normalize:
+    if x.normalize:
         return run.new(run.b, run.h, run.n)
     if d_norm is None:
         return torch.zeros(run.b, run.h, run.n, device=run.device)
     return d_norm.float().contiguous()
 
 
-def _query_grads(
-    run: LinearLaunch, kept: LinearStates, d_out: Tensor, dd: Tensor | None, decay_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    x, some = run.x, run.x.state
-    assert x.q is not None
-    width = state_part(run.bf, run.be)
-    parts = run.bf // width
-    d_q = run.tokens(run.h, run.f, x.q.dtype)
+def _adjoint_sums(
+    run: LinearLaunch, x: LinearInputs, kept: LinearStates, d_out: Tensor, dd: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What every segment and head adds to the adjoint, (b h slots f e) and (b h slots f); fills dd if outputs are divided."""
     own = run.slots(run.h, run.f, run.e)
     own_z = run.slots(run.h, run.f) if run.norm else None
-    qd = None
-    if decay_grad:
-        qd = run.new(parts, run.b, run.h, run.n) if run.decay == 1 else run.new(run.b, run.h, run.n, run.f)
-    slots = run.segs + 1 if kept.states.dim() == 5 else 1
-    linear_backward_queries[(parts * run.segs * run.b * run.h,)](
-        *filled(some, x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.out, kept.den, dd, kept.states, kept.norms),
-        *filled(some, d_q, own, own_z, qd),
-        *run.strides(x.q, x.k, x.v, kept.levels, d_out),
-        x.scale, run.n, run.segs, run.seg, slots, run.b * run.h, run.h, run.h // run.g,
-        BF=width, BE=run.be, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None, DECAY_GRAD=decay_grad,
-        **run.flags, **run.product, **run.tiles("linear_backward_queries"),
-    )  # fmt: skip
-    return d_q, own, own_z, qd
+
+    def parts() -> LaunchParts:
+        width = state_part(run.bf, run.be)
+        parts = run.bf // width
+        numbers = (*run.strides(x.q, kept.levels, d_out), x.scale, run.n, run.segs, run.seg, run.h, run.h // run.g)
+        flags = {name: flag for name, flag in run.flags.items() if name != "HAS_VALID"}
+        sizes = {"BF": width, "BE": run.be, "PARTS": parts, "NORMALIZE": run.divides}
+        constants = {**sizes, **flags, **run.product, **run.tiles("linear_adjoint")}
+        return (parts * run.segs * run.b * run.h,), numbers, constants
+
+    tensors = (x.q, kept.levels, d_out, kept.out, kept.den, dd, own, own_z)
+    run.launch(("adjoint", d_out.stride(), d_out.dtype), linear_adjoint, tensors, parts)
+    return own, own_z
 
 
-def _key_grads(
+def _adjoint_states(
     run: LinearLaunch,
+    x: LinearInputs,
+    kept: LinearStates,
+    own: tuple[Tensor | None, Tensor | None],
+    last: PairOfStates | None,
+    decay_grad: bool,
+    state_grad: bool,
+) -> _Adjoint:
+    """Scan from the last segment to the first, where there is something to scan."""
+    if own[0] is None and last is None and not state_grad and not decay_grad:
+        return _Adjoint(None, None, 1, None, None)
+    if own[0] is None and last is not None and not run.decay:  # nothing reads, nothing decays: all tokens have the same adjoint
+        return _Adjoint(*last, 1, last, None)
+    first = run.new(*x.state.shape), run.new(*x.norm_state.shape) if x.norm_state is not None else None
+    into = None
+    if x.k is not None:
+        into = run.slots(run.g, run.f, run.e, dtype=run.type), run.slots(run.g, run.f) if run.norm else None
+    dots = run.slots(run.g, run.f) if decay_grad else None
+    other = (kept.states, kept.norms) if decay_grad else None
+    scan_segments(run, own, into, kept.decays, last, first, heads=run.h // run.g, reverse=True, other=other, dots=dots)
+    states, norms = into or (None, None)
+    return _Adjoint(states, norms, run.segs + 1, first, dots)
+
+
+Products = tuple[Tensor | None, Tensor | None]
+
+
+def _token_grads(
+    run: LinearLaunch,
+    x: LinearInputs,
     kept: LinearStates,
     d_out: Tensor | None,
     dd: Tensor | None,
-    adjoint: tuple[Tensor, Tensor | None],
-    qd: Tensor | None,
-    dots: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, some = run.x, run.x.state
-    assert x.k is not None and x.v is not None
+    adjoint: _Adjoint,
+    decay_grad: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Products]:
+    """The gradients of queries, keys and values, and for those of decays the products q . dq and k . dk."""
     features, values = state_part(run.bf, run.be), state_part(run.be, run.bf)
-    parts = run.bf // features
-    d_k = run.tokens(run.g, run.f, x.k.dtype)
-    d_v = run.tokens(run.g, run.e, x.v.dtype)
-    d_decay = None
-    if dots is not None:
-        assert x.log_decay is not None
-        d_decay = run.new(parts, run.b, run.g, run.n)
-        if run.decay == 2:
-            d_decay = run.new(run.b, run.g, run.n, run.f, dtype=x.log_decay.dtype)
-    tiles = run.tiles("linear_backward_keys")
-    linear_backward_keys[((parts + run.be // values) * run.segs * run.b * run.g,)](
-        *filled(some, x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, *adjoint, qd, dots),
-        *filled(some, d_k, d_v, d_decay, x.log_decay),
-        *run.strides(x.q, x.k, x.v, kept.levels, d_out, x.log_decay),
-        x.scale, x.gate_root, run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.h, run.h // run.g,
-        BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=run.divides, HAS_QUERIES=x.q is not None,
-        DECAY_GRAD=dots is not None, GATES=x.gate_root > 0, CUMSUM=tiles["num_warps"] <= 4, **run.flags, **run.product, **tiles,
-    )  # fmt: skip
-    if d_decay is not None:
-        assert x.log_decay is not None
-        if run.decay == 1:
-            d_decay = d_decay[0] if parts == 1 else d_decay.sum(0)
-            d_decay = d_decay.unsqueeze(-1)
-        d_decay = d_decay.to(x.log_decay.dtype)
-    return d_k, d_v, d_decay
+    parts, ratio = run.bf // features, run.h // run.g
+    d_q = d_k = d_v = qd = kd = None
+    if x.q is not None:
+        d_q = run.tokens(run.h, run.f, x.q.dtype)
+        qd = _products(run, run.h, parts) if decay_grad else None
+    if x.k is not None and x.v is not None:
+        d_k, d_v = run.tokens(run.g, run.f, x.k.dtype), run.tokens(run.g, run.e, x.v.dtype)
+        kd = _products(run, run.g, parts) if decay_grad else None
+
+    def arguments() -> LaunchParts:
+        reading = 0 if x.q is None else ratio * parts
+        writing = 0 if x.k is None else parts + run.be // values
+        tiles = run.tiles("linear_gradients")
+        count = -(-run.n // tiles["C"])
+        states = (run.state_slots(kept.states), adjoint.slots)
+        sizes = (run.n, count, run.seg, *states, run.b * run.h, run.b * run.g, run.h, ratio)
+        numbers = (*run.strides(x.q, x.k, x.v, kept.levels, d_out), x.scale, *sizes)
+        there = {"HAS_QUERIES": x.q is not None, "HAS_KEYS": x.k is not None, "HAS_STATE": run.has_states(kept.states)}
+        more = {"HAS_ADJOINT": adjoint.states is not None, "DECAY_GRAD": decay_grad}
+        widths = {"BF": run.bf, "BE": run.be, "PF": features, "PE": values, "NORMALIZE": run.divides}
+        constants = {**widths, **there, **more, **run.flags, **run.product, **tiles}
+        return ((reading + writing) * count * run.b * run.g,), numbers, constants
+
+    given = (x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, kept.states, kept.norms)
+    tensors = (*given, adjoint.states, adjoint.norms, d_q, d_k, d_v, qd, kd)
+    outer = None if d_out is None else (d_out.stride(), d_out.dtype)
+    adjoint_kind = None if adjoint.states is None else (adjoint.states.dtype, adjoint.slots)
+    run.launch(("gradients", outer, kept.states.dim(), adjoint_kind), linear_gradients, tensors, arguments)
+    return d_q, d_k, d_v, (qd, kd)
+
+
+def _products(run: LinearLaunch, heads: int, parts: int) -> Tensor:
+    """Room for one number a token in every part of the features, or for one a feature."""
+    return run.new(parts, run.b, heads, run.n) if run.decay == 1 else run.new(run.b, heads, run.n, run.f)
+
+
+def _decay_grads(run: LinearLaunch, x: LinearInputs, products: Products, dots: Tensor) -> Tensor:
+    """The gradient of log decays or gates, in their type."""
+    qd, kd = products
+    assert x.log_decay is not None and kd is not None
+    grads = run.new(*x.log_decay.shape, dtype=x.log_decay.dtype)
+    sums = kd.shape[0] if run.decay == 1 else 1
+
+    def parts() -> LaunchParts:
+        config = dict(kernel_config("linear_decay_grads", run.key, run.device))
+        width = 16 if run.decay == 1 else min(run.bf, 64)
+        blocks = 1 if run.decay == 1 else -(-run.f // width)
+        sizes = (run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.g, run.h // run.g, sums)
+        numbers = (*run.strides(x.log_decay), x.gate_root, *sizes)
+        there = {"HAS_VALID": x.valid is not None, "HAS_QUERIES": qd is not None, "GATES": x.gate_root > 0}
+        constants = {"f": run.f, "BF": width, "C": config.pop("chunk"), "DECAY": run.decay, **there, **config}
+        return (blocks * run.segs * run.b * run.g,), numbers, constants
+
+    run.launch("decays", linear_decay_grads, (qd, kd, dots, x.log_decay, x.valid, grads), parts)
+    return grads

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.ops.linear.triton_kernels import linear_scan
-from regard.ops.linear.triton_launch import SCAN_BLOCK
 from regard.ops.triton_support import block_of, kernel_config
 
 
@@ -116,12 +115,14 @@ def _launch(x: Tensor, first: Tensor, log_decay: Tensor | None, reverse: bool) -
     strides = (*x.stride()[:3], *log.stride()[:3])
     prefix_segments[grid](x, log, sums, decays, *strides, n, segs, size, g, parts, **shared)
     last = torch.empty_like(first)
-    tiles = kernel_config("linear_scan", "any", x.device)
+    tiles = dict(kernel_config("linear_scan", "any", x.device))
+    before = torch.empty_like(sums)
     linear_scan[(b * g * f,)](
-        sums, sums, sums, sums, decays, first, first, last, last, sums, sums, sums, segs, 1,
-        f=f, e=1, BE=16, SB=SCAN_BLOCK, DECAY=decay, NORM=False, REVERSE=False, HAS_OWN=True, WITH_DOT=False, **tiles,
+        sums, sums, before, sums, decays, first, first, last, last, sums, sums, sums, segs, 1,
+        f=f, e=1, BE=16, SB=tiles.pop("segments"), DECAY=decay, NORM=False, REVERSE=False, HAS_OWN=True, HAS_FIRST=True,
+        WITH_STATES=True, WITH_DOT=False, **tiles,
     )  # fmt: skip
-    prefix_outputs[grid](x, log, sums, out, *strides, n, segs, size, g, parts, **shared)
+    prefix_outputs[grid](x, log, before, out, *strides, n, segs, size, g, parts, **shared)
     return out
 
 

@@ -1,8 +1,10 @@
-"""The Triton kernel for gradients of queries in linear attention, and how the backward pass is ordered.
+"""Triton kernels for the adjoint states of linear attention and the gradients of queries, and how the backward pass is ordered.
 
-    queries   walks a segment forwards from the state before it: dq, and what the segment adds to the adjoint of the state
-    (scan)    `linear_scan` from the last segment to the first: the adjoint behind every segment
-    keys      walks a segment backwards from the adjoint behind it: dk and dlog_decay, or dv
+    adjoint     what every segment adds to the adjoint of the state, and the gradients of the norms
+    (scan)      `linear_scan` from the last segment to the first: the adjoint behind every segment
+    gradients   dq, dk and dv of one tile each: the state before its segment or the adjoint behind it, the tiles of the segment
+                that it sees or is seen by, and its own (`triton_keys.py`)
+    decays      dlog_decay, sums over a segment from its end, where decays have gradients
 
 With dn the gradient of a numerator and dd that of a norm, L the cumulative log decay and w_ij = exp(L_i - L_j) for j <= i:
 
@@ -13,134 +15,159 @@ With dn the gradient of a numerator and dd that of a norm, L the cumulative log 
 import triton
 import triton.language as tl
 
-from regard.ops.linear.triton_feature_decay import halved_query_grads
+from regard.ops.linear.triton_feature_decay import tile_grads
 from regard.ops.linear.triton_tiles import (
     apply_feature,
-    chunk_decay,
-    chunk_levels,
-    end_decay_rows,
     feature_slope,
     inverse_norm,
     key_rows,
+    level_at,
+    level_columns,
+    level_rows,
+    one_level,
     output_factor,
-    start_decay_columns,
-    start_decay_rows,
     token_columns,
+    token_levels,
     token_rows,
 )
 
 
-@triton.jit(do_not_specialize=["n", "segs", "SEG", "slots", "heads_all"])
-def linear_backward_queries(
-    Q, K, V, LEVEL, VALID, DO, OUT, DEN, DD, S, Z, DQ, OWN, OWN_Z, QD,
-    sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln, sdb, sdh, sdn,
-    scale, n, segs, SEG, slots, heads_all, H, R,
-    f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr,
-    FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_KEYS: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    HALVINGS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "segs", "SEG"])
+def linear_adjoint(
+    Q, LEVEL, DO, OUT, DEN, DD, OWN, OWN_Z,
+    sqb, sqh, sqn, slb, slh, sln, sdb, sdh, sdn,
+    scale, n, segs, SEG, H, R,
+    f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
+    DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
+    TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute DQ (b n h f) of one segment, head and part of the features, and what the segment adds to the adjoint state.
+    """Sum q_i dn_i^T and q_i dd_i over a segment of one head and part of the features, with the decay since its start.
 
-    OWN (b h slots f e) and OWN_Z (b h slots f) get the latter. DD (b h n) is the gradient of the norm: with NORMALIZE it is
-    computed and stored here, else given. With DECAY_GRAD QD gets q . dq: (PARTS b h n), or (b h n f) for a decay per feature.
+    OWN (b h slots f e) and OWN_Z (b h slots f) get the sums. DD (b h n) is the gradient of the norm: with NORMALIZE 1 it is
+    computed and stored here, else given.
     """
     pid = tl.program_id(0)
     part, seg, bh = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
     b, h = bh // H, bh % H
-    g = h // R
     start = (seg * SEG).to(tl.int64)
     Q += b * sqb + h * sqh + start * sqn
-    K += b * skb + g * skh + start * skn
-    V += b * svb + g * svh + start * svn
-    LEVEL += b * slb + g * slh + start * sln
+    LEVEL += b * slb + (h // R) * slh + start * sln
     DO += b * sdb + h * sdh + start * sdn
-    VALID += b * n + start
     OUT += ((b * n + start) * H + h) * e
-    DQ += ((b * n + start) * H + h) * f
     DEN += bh * n + start
     DD += bh * n + start
     count = tl.minimum(n - seg * SEG, SEG)
     d = part * BF + tl.arange(0, BF)
     c = tl.arange(0, BE)
-    r = tl.arange(0, C)
-    at = (b * (H // R) + g) * slots * f
-    if HAS_KEYS:
-        at += seg * f
-    inside = d < f
-    st = tl.load(S + at * e + d[None, :] * e + c[:, None], mask=inside[None, :] & (c[:, None] < e), other=0.0).to(tl.float32)
-    z = tl.zeros([BF], tl.float32)
-    if NORM:
-        z = tl.load(Z + at + d, mask=inside, other=0.0).to(tl.float32)
     own = tl.zeros([BF, BE], tl.float32)
     own_z = tl.zeros([BF], tl.float32)
-    before = tl.zeros([BF], tl.float32)  # log decay of the chunks before this one
     for low in range(0, count, C):
-        i = low + r
-        dn = token_rows(DO, i, sdn, c, count, e).to(tl.float32)
-        dd = tl.zeros([C], tl.float32)
+        i = low + tl.arange(0, C)
+        dn = token_rows(DO, i, sdn, c, count, e)
+        qt = apply_feature(token_columns(Q, i, sqn, d, count, f), FEATURE)
         if NORMALIZE == 2:
-            dn = dn * output_factor(DEN, i, count, 1.0, NORMALIZE)[:, None]
+            dn = dn.to(tl.float32) * output_factor(DEN, i, count, 1.0, NORMALIZE)[:, None]
         if NORMALIZE == 1:
-            o = token_rows(OUT, i, H * e, c, count, e).to(tl.float32)
+            o = token_rows(OUT, i, H * e, c, count, e)
             inverse = inverse_norm(tl.load(DEN + i, mask=i < count, other=0.0))
-            dd = -tl.sum(dn * o, 1) * inverse
-            dn = dn * inverse[:, None]
+            dd = -tl.sum(dn.to(tl.float32) * o.to(tl.float32), 1) * inverse
+            dn = dn.to(tl.float32) * inverse[:, None]
             if part == 0:
                 tl.store(DD + i, dd, mask=i < count)
         elif NORM:
             dd = tl.load(DD + i, mask=i < count, other=0.0)
-        half = dn.to(TYPE)
-        dq = tl.dot(half, st.to(TYPE), input_precision=PRECISION)
+        if DECAY == 1:
+            qt = qt.to(tl.float32) * tl.exp(token_levels(LEVEL, i, sln, count))[None, :]
+        if DECAY == 2:
+            qt = qt.to(tl.float32) * tl.exp(level_columns(LEVEL, i, sln, d, count, f))
+        own = tl.dot(qt.to(TYPE), dn.to(TYPE), own, input_precision=PRECISION)
         if NORM:
-            dq += dd[:, None] * z[None, :]
-        if DECAY > 0:
-            dq = dq * start_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
-        if HAS_KEYS:
-            vt = token_columns(V, i, svn, c, count, e).to(TYPE)
-            k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
-            da = tl.dot(half, vt, input_precision=PRECISION)
-            if NORM:
-                da += dd[:, None]
-            if DECAY == 2:
-                rows = k.to(tl.float32)
-                dq = halved_query_grads(dq, da, rows, LEVEL, low, sln, d, count, f, C, HALVINGS, TYPE, PRECISION)
-            else:
-                if DECAY == 1:
-                    level = chunk_levels(LEVEL, low, sln, count, C)
-                    da = da * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
-                else:
-                    da = tl.where(r[:, None] >= r[None, :], da, 0.0)
-                dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
-        x = token_rows(Q, i, sqn, d, count, f)
-        qt = apply_feature(token_columns(Q, i, sqn, d, count, f), FEATURE)
-        if DECAY_GRAD:
-            product = apply_feature(x, FEATURE) * (dq * scale)
-            mask = i < count
-            if DECAY == 1:
-                tl.store(QD + (part * heads_all + bh) * n + start + i, tl.sum(product, 1), mask=mask)
-            else:
-                tl.store(QD + (bh * n + start + i[:, None]) * f + d[None, :], product, mask=mask[:, None] & inside[None, :])
-        dq = dq * scale
-        if FEATURE != 0:
-            dq = dq * feature_slope(x, FEATURE)
-        mask = (i[:, None] < count) & inside[None, :]
-        tl.store(DQ + i[:, None] * (H * f) + d[None, :], dq.to(DQ.dtype.element_ty), mask=mask)
-        if DECAY > 0:
-            qt = qt * (start_decay_columns(LEVEL, low, sln, d, count, f, C, DECAY) * tl.exp(before)[:, None])
-            chunk = chunk_decay(LEVEL, low, sln, d, count, f, C, DECAY)
-            before += chunk
-            st = st * tl.exp(chunk)[None, :]
-            z = z * tl.exp(chunk)
-            k = k.to(tl.float32) * end_decay_rows(LEVEL, low, sln, d, count, f, C, DECAY)
-        own = tl.dot(qt.to(TYPE), half, own, input_precision=PRECISION)
-        if NORM:
-            own_z += tl.sum(qt * dd[None, :], 1)
-        if HAS_KEYS:
-            st = tl.dot(vt, k.to(TYPE), st, input_precision=PRECISION)
-            if NORM:
-                z += tl.sum(k.to(tl.float32), 0)
+            own_z += tl.sum(qt.to(tl.float32) * dd[None, :], 1)
     at = (bh * (segs + 1) + seg) * f
+    inside = d < f
     tl.store(OWN + at * e + d[:, None] * e + c[None, :], own * scale, mask=inside[:, None] & (c[None, :] < e))
     if NORM:
         tl.store(OWN_Z + at + d, own_z * scale, mask=inside)
+
+
+@triton.jit
+def query_grads(
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, DQ, QD,
+    sqn, skn, svn, sln, sdn,
+    scale, part, bh, at, start, low, count, n, heads_all, H,
+    f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
+    NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
+    HAS_KEYS: tl.constexpr, HAS_STATE: tl.constexpr, DECAY_GRAD: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute DQ (b n h f) of one tile, head and part of the features; S, Z: the state before its segment, at row `at`.
+
+    With DECAY_GRAD QD gets q . dq: (parts b h n), or (b h n f) for a decay per feature.
+    """
+    d = part * BF + tl.arange(0, BF)
+    c = tl.arange(0, BE)
+    r = tl.arange(0, C)
+    i = low + r
+    dn = token_rows(DO, i, sdn, c, count, e)
+    if NORMALIZE != 0:
+        dn = dn.to(tl.float32) * output_factor(DEN, i, count, 1.0, NORMALIZE)[:, None]
+    half = dn.to(TYPE)
+    dd = tl.zeros([C], tl.float32)
+    if NORM:
+        dd = tl.load(DD + i, mask=i < count, other=0.0)
+    dq = tl.zeros([C, BF], tl.float32)
+    if HAS_STATE:
+        st = tl.load(S + at * e + d[None, :] * e + c[:, None], mask=(d[None, :] < f) & (c[:, None] < e), other=0.0)
+        dq = tl.dot(half, st.to(TYPE), dq, input_precision=PRECISION)
+        if NORM:
+            z = tl.load(Z + at + d, mask=d < f, other=0.0).to(tl.float32)
+            dq += dd[:, None] * z[None, :]
+        if DECAY > 0:
+            dq = dq * tl.exp(level_at(LEVEL, low - 1, sln, d, f, DECAY))[None, :]
+    if HAS_KEYS:
+        if DECAY == 1:
+            level = token_levels(LEVEL, i, sln, count)
+            before = one_level(LEVEL, low - 1, sln)
+        if DECAY == 2:
+            befores = level_at(LEVEL, low - 1, sln, d, f, DECAY)
+        for other in range(0, low, C):
+            j = other + r
+            vt = token_columns(V, j, svn, c, count, e, True)
+            da = tl.dot(half, vt.to(TYPE), input_precision=PRECISION)
+            if NORM:
+                da += dd[:, None]
+            if DECAY == 1:
+                da = da * tl.exp(before - token_levels(LEVEL, j, sln, count))[None, :]
+            k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID, True)
+            if DECAY == 2:
+                k = k.to(tl.float32) * tl.exp(befores[None, :] - level_rows(LEVEL, j, sln, d, count, f))
+            dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
+        if DECAY == 1:
+            dq = dq * tl.exp(level - before)[:, None]
+        if DECAY == 2:
+            dq = dq * tl.exp(level_rows(LEVEL, i, sln, d, count, f) - befores[None, :])
+        vt = token_columns(V, i, svn, c, count, e)
+        da = tl.dot(half, vt.to(TYPE), input_precision=PRECISION)
+        if NORM:
+            da += dd[:, None]
+        k = key_rows(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
+        if DECAY == 2:
+            dq = tile_grads(dq, da, k.to(tl.float32), LEVEL, low, sln, d, count, f, C, False, TYPE, PRECISION)
+        else:
+            if DECAY == 1:
+                da = da * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
+            else:
+                da = tl.where(r[:, None] >= r[None, :], da, 0.0)
+            dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
+    dq = dq * scale
+    mask = (i[:, None] < count) & (d[None, :] < f)
+    if FEATURE != 0 or DECAY_GRAD:
+        x = token_rows(Q, i, sqn, d, count, f)
+        if DECAY_GRAD:
+            product = apply_feature(x, FEATURE) * dq
+            if DECAY == 1:
+                tl.store(QD + (part * heads_all + bh) * n + start + i, tl.sum(product, 1), mask=i < count)
+            else:
+                tl.store(QD + (bh * n + start + i[:, None]) * f + d[None, :], product, mask=mask)
+        if FEATURE != 0:
+            dq = dq * feature_slope(x, FEATURE)
+    tl.store(DQ + i[:, None] * (H * f) + d[None, :], dq.to(DQ.dtype.element_ty), mask=mask)

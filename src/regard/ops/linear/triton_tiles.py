@@ -1,6 +1,6 @@
 """Tiles that all Triton kernels of linear attention load: queries, keys and values, feature maps, decays inside a chunk.
 
-Pointers are advanced to the first token of a segment of `count` tokens; a chunk begins at token `low` and has C tokens.
+Pointers are advanced to the first token of a segment of `count` tokens; a tile begins at token `low` and has C tokens.
 Rows are tokens and columns are features; `..._columns` are the transpose, loaded as such: no product is ever transposed.
 """
 
@@ -28,15 +28,17 @@ def row_mask(mask, d, size: tl.constexpr):
 
 
 @triton.jit
-def token_rows(P, i, stride, d, count, size: tl.constexpr):
-    """Load a tile (tokens, features), 0 outside."""
-    return tl.load(P + i[:, None] * stride + d[None, :], mask=column_mask(i[:, None] < count, d, size), other=0.0)
+def token_rows(P, i, stride, d, count, size: tl.constexpr, FULL: tl.constexpr = False):
+    """Load a tile (tokens, features), 0 outside; FULL: all tokens exist."""
+    mask = column_mask(i[:, None] >= 0 if FULL else i[:, None] < count, d, size)
+    return tl.load(P + i[:, None] * stride + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def token_columns(P, i, stride, d, count, size: tl.constexpr):
-    """Load a tile (features, tokens), 0 outside."""
-    return tl.load(P + i[None, :] * stride + d[:, None], mask=row_mask(i[None, :] < count, d, size), other=0.0)
+def token_columns(P, i, stride, d, count, size: tl.constexpr, FULL: tl.constexpr = False):
+    """Load a tile (features, tokens), 0 outside; FULL: all tokens exist."""
+    mask = row_mask(i[None, :] >= 0 if FULL else i[None, :] < count, d, size)
+    return tl.load(P + i[None, :] * stride + d[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -62,26 +64,30 @@ def feature_slope(x, FEATURE: tl.constexpr):
 
 
 @triton.jit
-def present(VALID, i, count, HAS_VALID: tl.constexpr):
+def present(VALID, i, count, HAS_VALID: tl.constexpr, FULL: tl.constexpr = False):
     """Return which tokens exist: inside of the segment, and valid."""
-    there = i < count
+    there = i >= 0 if FULL else i < count
     if HAS_VALID:
         there = there & (tl.load(VALID + i, mask=there, other=0) != 0)
     return there
 
 
 @triton.jit
-def key_rows(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr):
+def key_rows(
+    K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, FULL: tl.constexpr = False
+):
     """Load features of keys (tokens, features), 0 for tokens that do not exist: no feature map is above 0 at -1e30."""
-    mask = column_mask(present(VALID, i, count, HAS_VALID)[:, None], d, f)
+    mask = column_mask(present(VALID, i, count, HAS_VALID, FULL)[:, None], d, f)
     x = tl.load(K + i[:, None] * stride + d[None, :], mask=mask, other=0.0 if FEATURE == 0 else -1e30)
     return apply_feature(x, FEATURE)
 
 
 @triton.jit
-def key_columns(K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr):
+def key_columns(
+    K, VALID, i, stride, d, count, f: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, FULL: tl.constexpr = False
+):
     """Load features of keys (features, tokens), 0 for tokens that do not exist."""
-    mask = row_mask(present(VALID, i, count, HAS_VALID)[None, :], d, f)
+    mask = row_mask(present(VALID, i, count, HAS_VALID, FULL)[None, :], d, f)
     x = tl.load(K + i[None, :] * stride + d[:, None], mask=mask, other=0.0 if FEATURE == 0 else -1e30)
     return apply_feature(x, FEATURE)
 
@@ -116,81 +122,40 @@ def gate_slope(x, root):
     return tl.where(log / root >= SMALLEST_LOG, 1.0 / (1.0 + tl.exp(x)) / root, 0.0)
 
 
-# Decays inside of a chunk. LEVEL holds the log decay from the start of the chunk up to every token: one number (DECAY 1), or one
-# for each feature (DECAY 2). A token behind the segment decays nothing: it has the level of the last one.
+# Decays. LEVEL holds the log decay from the start of the segment up to every token: one number (DECAY 1), or one for each feature
+# (DECAY 2). A token behind the segment decays nothing: it has the level of the last one.
 
 
 @triton.jit
-def chunk_levels(LEVEL, low, stride, count, C: tl.constexpr):
-    """Load the levels of a chunk, (C)."""
-    i = tl.minimum(low + tl.arange(0, C), count - 1)
-    return tl.load(LEVEL + i * stride)
+def token_levels(LEVEL, i, stride, count):
+    """Load the levels of tokens i, one number each."""
+    return tl.load(LEVEL + tl.minimum(i, count - 1) * stride)
 
 
 @triton.jit
 def level_rows(LEVEL, i, stride, d, count, f: tl.constexpr):
     """Load the levels of tokens i, (tokens, features)."""
-    return token_rows(LEVEL, tl.minimum(i, count - 1), stride, d, count, f)
+    return token_rows(LEVEL, tl.minimum(i, count - 1), stride, d, count, f, True)
 
 
 @triton.jit
 def level_columns(LEVEL, i, stride, d, count, f: tl.constexpr):
     """Load the levels of tokens i, (features, tokens)."""
-    return token_columns(LEVEL, tl.minimum(i, count - 1), stride, d, count, f)
+    return token_columns(LEVEL, tl.minimum(i, count - 1), stride, d, count, f, True)
 
 
 @triton.jit
-def chunk_decay(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """Return the log decay of all tokens of a chunk, (f)."""
-    last = tl.minimum(low + C, count) - 1
+def level_at(LEVEL, at, stride, d, f: tl.constexpr, DECAY: tl.constexpr):
+    """Load the level of one token, (f): 0 before the segment, and without a decay."""
+    level = tl.zeros_like(d).to(tl.float32)
     if DECAY == 1:
-        total = tl.load(LEVEL + last * stride) + tl.zeros_like(d).to(tl.float32)
-    else:
-        total = tl.load(LEVEL + last * stride + d, mask=d < f, other=0.0)
-    return total
+        level += tl.load(LEVEL + at * stride, mask=at >= 0, other=0.0)
+    if DECAY == 2:
+        level += tl.load(LEVEL + at * stride + d, mask=(d < f) & (at >= 0), other=0.0)
+    return level
 
 
 @triton.jit
-def start_decay_rows(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """Return the share of the state before a chunk that is left at each token: (C, 1), or (C, features)."""
-    if DECAY == 1:
-        share = tl.exp(chunk_levels(LEVEL, low, stride, count, C))[:, None]
-    else:
-        share = tl.exp(level_rows(LEVEL, low + tl.arange(0, C), stride, d, count, f))
-    return share
-
-
-@triton.jit
-def start_decay_columns(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """Return the share of the state before a chunk that is left at each token: (1, C), or (features, C)."""
-    if DECAY == 1:
-        share = tl.exp(chunk_levels(LEVEL, low, stride, count, C))[None, :]
-    else:
-        share = tl.exp(level_columns(LEVEL, low + tl.arange(0, C), stride, d, count, f))
-    return share
-
-
-@triton.jit
-def end_decay_columns(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """Return the share of each token that is left at the end of a chunk: (1, C), or (features, C)."""
-    if DECAY == 1:
-        total = tl.load(LEVEL + (tl.minimum(low + C, count) - 1) * stride)
-        late = tl.exp(tl.minimum(total - chunk_levels(LEVEL, low, stride, count, C), 0.0))[None, :]
-    else:
-        level = level_columns(LEVEL, low + tl.arange(0, C), stride, d, count, f)
-        total = chunk_decay(LEVEL, low, stride, d, count, f, C, DECAY)
-        late = tl.exp(tl.minimum(total[:, None] - level, 0.0))
-    return late
-
-
-@triton.jit
-def end_decay_rows(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr):
-    """Return the share of each token that is left at the end of a chunk: (C, 1), or (C, features)."""
-    if DECAY == 1:
-        total = tl.load(LEVEL + (tl.minimum(low + C, count) - 1) * stride)
-        late = tl.exp(tl.minimum(total - chunk_levels(LEVEL, low, stride, count, C), 0.0))[:, None]
-    else:
-        level = level_rows(LEVEL, low + tl.arange(0, C), stride, d, count, f)
-        total = chunk_decay(LEVEL, low, stride, d, count, f, C, DECAY)
-        late = tl.exp(tl.minimum(total[None, :] - level, 0.0))
-    return late
+def one_level(LEVEL, at, stride):
+    """Load the level of one token under a decay of one number, 0 before the segment."""
+    return tl.load(LEVEL + at * stride, mask=at >= 0, other=0.0)

@@ -1,0 +1,30 @@
+"""States of zeros that cost no memory and no kernel: every element is the one zero of a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.transforms import transformed
+
+_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def zero_state(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros on the device of a tensor, not to be written to: kernels see that they are zeros and do not read them."""
+    plain = torch.compiler.is_compiling() or transformed()
+    if plain or (like.is_cuda and torch.cuda.is_current_stream_capturing() and (like.device, dtype) not in _zeros):
+        return like.new_zeros(shape, dtype=dtype)  # memory of a CUDA graph is not kept
+    key = (like.device, dtype)
+    if key not in _zeros:
+        with torch.inference_mode(False):
+            _zeros[key] = torch.zeros((), dtype=dtype, device=like.device)
+    return _zeros[key].expand(shape)
+
+
+def is_zero_state(x: Tensor) -> bool:
+    """Return whether a tensor was made by `zero_state`."""
+    if x.dim() == 0 or any(x.stride()):
+        return False
+    zero = _zeros.get((x.device, x.dtype))
+    return zero is not None and zero.data_ptr() == x.data_ptr()
