@@ -174,8 +174,8 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
     ),
     "validation may hold examples of test": (
         R + "arena/generated_task.py",
-        "            distinct_examples(stream, getattr(self, name), taken, str(self))\n",
-        "            pass\n",
+        "if name == last else getattr(self, name), taken, str(self))",
+        "if name == last else getattr(self, name), set(), str(self))",
         "arena_lra",
     ),
     "an example is drawn twice": (R + "arena/generated_task.py", "            taken.add(key)\n", "", "arena_lra"),
@@ -222,5 +222,47 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
         "        yield cells[last[cells] == places]\n",
         "        yield cells\n",
         "arena_read",
+    ),
+    "a dash that is taken back leaves its marks": (
+        R + "arena/dashed_paths.py",
+        "self.canvas.occupy(rows, self._dash(rows, self.step[rows]), -1)",
+        "pass",
+        "pathfinder",
+    ),
+    "the newest dash of the other path is not seen": (
+        R + "arena/dashed_paths.py",
+        "        self.canvas.occupy(kept, found.some(fits))\n",
+        "        self.canvas.occupy(kept, last.some(fits))\n",
+        "pathfinder",
+    ),
+    "a distractor that ended early is drawn": (
+        R + "arena/dashed_paths.py",
+        "self.dashes += [dash._replace(alive=path[-1].alive) for dash in path]",
+        "self.dashes += path",
+        "pathfinder",
+    ),
+    "dots are at the ends of one path always": (
+        R + "arena/pathfinder.py",
+        "np.where(labels[:, None] == 1, ends[:, 0, 1], ends[:, 1, 1])",
+        "ends[:, 0, 1]",
+        "pathfinder",
+    ),
+    "a path turns by any angle": (
+        R + "arena/dashed_paths.py",
+        "np.arcsin(2 * self.random(len(rows), TURNS) - 1)",
+        "np.pi * (2 * self.random(len(rows), TURNS) - 1)",
+        "pathfinder",
+    ),
+    "splits of all seeds share a file": (
+        R + "arena/split_cache.py",
+        '{GENERATOR_VERSION} {key}".encode()',
+        '{GENERATOR_VERSION}".encode()',
+        "arena_lra",
+    ),
+    "a failed write leaves a part of a split": (
+        R + "arena/split_cache.py",
+        "        Path(name).unlink(missing_ok=True)\n",
+        "",
+        "arena_lra",
     ),
 }

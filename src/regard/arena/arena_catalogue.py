@@ -20,6 +20,7 @@ ARENA: dict[str, str] = {  # name -> module:class
     "mixed_recall": "regard.arena.recall:MixedRecall",
     "papers": "regard.arena.papers:Papers",
     "recall": "regard.arena.recall:Recall",
+    "pathfinder": "regard.arena.pathfinder:Pathfinder",
     "retrieval": "regard.arena.retrieval:Retrieval",
     "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
     "text": "regard.arena.text_bytes:TextBytes",
