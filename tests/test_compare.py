@@ -160,7 +160,7 @@ def test_scores_count_only_targets():
 
 
 def test_bits_are_those_of_the_cross_entropy():
-    split, _ = load_split(task("next_one"), "test", CPU)
+    split, made = load_split(task("next_one"), "test", CPU)
 
     class Even(torch.nn.Module):
         def forward(self, tokens, *_):
@@ -168,6 +168,9 @@ def test_bits_are_those_of_the_cross_entropy():
 
     points = target_points(Even(), split, "bits per token", 5, torch.float32)
     assert points.shape == (32, 8) and torch.allclose(points, torch.tensor(math.log2(6)))
+    split.targets[:, :3] = IGNORED
+    score = arena_score(target_points(Even(), split, "bits per token", 5, torch.float32), split, made)
+    assert score.count == 32 * 5 and score.value == pytest.approx(math.log2(6))
 
 
 def test_less_is_better_for_bits():
