@@ -1,5 +1,6 @@
 """Records of a comparison that was never run, for tests of its report: any number of mixers, names that are hostile, failures."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ def record(task: str, mixer: str, family: str, lr: float, seed: int, quality: fl
     curve = [(100 * i, 2.0 / i, val * i / 10, 1.5 * i) for i in range(1, 11)]
     settings = {"model": {"width": 16, "depth": 2}, "device": "cpu", "made_with": MACHINE}
     floors = {"most frequent": 0.25, "chance": 0.1}
-    key = f"{abs(hash((task, mixer, lr, seed))):016x}"
+    key = hashlib.sha256(repr((task, mixer, lr, seed)).encode()).hexdigest()[:16]
     made = CellRecord(key, task, mixer, family, lr, seed, metric="accuracy", length=128, title="A task", settings=settings)
     made.curve, made.val, made.floors, made.parameters, made.train_seconds = curve, val, floors, 12345, 15.0
     for name, value in more.items():
@@ -34,7 +35,12 @@ def finished(made: CellRecord, place: int) -> CellRecord:
     if made.seed == 0:
         speed = 1e4 * (1 + place)
         made.costs = {"n": 128, "batch": 8, "train_steps_per_s": speed / 1024, "train_tokens_per_s": speed}
-        made.costs |= {"infer_tokens_per_s": 3 * speed, "decode_ms": None, "peak_bytes": 1 << (20 + place % 4), "state_bytes": None}
+        made.costs |= {
+            "infer_tokens_per_s": 3 * speed,
+            "decode_ms": None,
+            "peak_bytes": 1 << (20 + place % 4),
+            "state_bytes": None,
+        }
         made.cost_by_length = [
             {"n": n, "batch": 4, "forward_ms": cost / 3, "step_ms": cost, "peak_bytes": 1000 * n, "reason": ""}
             for n in (256, 1024, 4096)
@@ -57,7 +63,9 @@ def some_records(count: int = 7, tasks: tuple[str, ...] = ("recall(length=128)",
             chosen = [x for x in found if x.group == (task, name) and x.lr == 1e-3]
             finished(chosen[0], place)
             found += [finished(record(task, name, family, 1e-3, seed, quality), place) for seed in range(1, seeds)]
-        found.append(record(task, "sinkhorn", "sinkhorn", 1e-3, 0, 0.0, status="refused", reason="it is not causal", val=None, curve=[]))
+        found.append(
+            record(task, "sinkhorn", "sinkhorn", 1e-3, 0, 0.0, status="refused", reason="it is not causal", val=None, curve=[])
+        )
     return found
 
 

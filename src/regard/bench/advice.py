@@ -39,7 +39,7 @@ from regard.bench.model_parts import (
 )
 from regard.bench.record import Report, Save
 from regard.bench.speed import FAILURES, Measured, failure_text
-from regard.bench.step_time import NO_TIME, StepTime, deeper, step_time
+from regard.bench.step_time import NO_TIME, StepTime, deeper, real_time, step_time
 from regard.bench.summary import crossing
 from regard.bench.timing import light_collections
 from regard.bench.workload import spec_text
@@ -218,8 +218,8 @@ def _checked(request: AdviceRequest, predictions: Sequence[Measured]) -> list[tu
     return unique[: request.checks]
 
 
-def measured_whole(request: AdviceRequest, spec: Spec, n: int) -> StepTime:
-    """Measure the whole model with a mechanism, as deep as it is."""
+def measured_whole(request: AdviceRequest, spec: Spec, n: int) -> float:
+    """Measure the seconds of a step of the whole model with a mechanism, as deep as it is."""
     if request.factory:
         made = factory_model(request, n)
         parts = recorded_parts(made.model, made.loss, request.attention)
@@ -228,14 +228,14 @@ def measured_whole(request: AdviceRequest, spec: Spec, n: int) -> StepTime:
         made = own_model(request, spec, n, request.models.depth)
     passes = made.step(request.training)
     if not (request.training and request.optimiser):
-        return step_time(passes, request.device, request.models.seconds)
+        return real_time(passes, request.device, request.models.seconds)
     update = _optimiser_step(made.model, request)
 
     def step() -> None:
         passes()
         update()
 
-    return step_time(step, request.device, request.models.seconds)
+    return real_time(step, request.device, request.models.seconds)
 
 
 def _check(request: AdviceRequest, spec: Spec, n: int, predictions: Sequence[Measured]) -> Measured:
@@ -243,7 +243,7 @@ def _check(request: AdviceRequest, spec: Spec, n: int, predictions: Sequence[Mea
     row: Measured = {"spec": text, "n": n}
     predicted = next(x["ms"] for x in predictions if x["spec"] == text and x["n"] == n)
     try:
-        measured = 1e3 * measured_whole(request, spec, n).total
+        measured = 1e3 * measured_whole(request, spec, n)
     except FAILURES as error:
         return row | {"reason": failure_text(error)}
     finally:

@@ -65,6 +65,13 @@ def step_time(f: Call, device: torch.device, budget: float) -> StepTime:
     return StepTime(host, min(alone, plain))
 
 
+def real_time(f: Call, device: torch.device, budget: float) -> float:
+    """Seconds of a call as a program makes it, eager calls one after the other: what a prediction is compared with."""
+    f()
+    f()
+    return plain_time(f, device, budget) if device.type == "cuda" else least_time(f, budget)
+
+
 def least_time(f: Call, budget: float) -> float:
     """Seconds of the fastest of several calls on a CPU: other programs only add to a time."""
     found: list[float] = []

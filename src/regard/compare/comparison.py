@@ -1,4 +1,4 @@
-"""Summarise the records of a comparison: a row for each task and mixer, with intervals, the speed against softmax, and lengths."""
+"""Summarise the records of a comparison: a row for each task and mixer, with intervals and costs beside softmax."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from regard.bench.summary import crossing
 from regard.compare.cell_record import LESS_IS_BETTER, CellRecord, is_better
+from regard.plots.colours import FAMILY_ORDER
 
 FULL_MIXER = "softmax"
 NORMAL = 1.96  # standard deviations of a 95 % interval
@@ -88,7 +89,9 @@ class Comparison:
 
     @property
     def families(self) -> list[str]:
-        return list(dict.fromkeys(row.family for row in self.rows))
+        """Return the families that occur, those of the catalogue in its order."""
+        places = {family: place for place, family in enumerate(FAMILY_ORDER)}
+        return sorted({row.family for row in self.rows}, key=lambda family: (places.get(family, len(places)), family))
 
 
 def compare_records(records: Sequence[CellRecord]) -> Comparison:
@@ -104,7 +107,7 @@ def compare_records(records: Sequence[CellRecord]) -> Comparison:
     rows.sort(key=lambda row: (names.index(row.task), *_order(row)))
     for row in rows:
         _add_crossings(row, rows)
-    machine = next((record.settings["made_with"] for record in records if "made_with" in record.settings), {})
+    machine: dict[str, Any] = next((record.settings["made_with"] for record in records if "made_with" in record.settings), {})
     return Comparison(list(tasks.values()), rows, list(records), machine)
 
 
@@ -158,7 +161,7 @@ def _mean_slices(records: Sequence[CellRecord]) -> dict[str, dict[str, tuple[flo
 
 
 def score_interval(scores: Sequence[float], count: int | None, metric: str) -> tuple[float | None, float | None, str]:
-    """Return a 95 % interval and how it was made: over seeds, of the test set (accuracies alone), the wider one if there are both."""
+    """Return a 95 % interval and how it was made: over seeds, or of the test set (accuracies alone); the wider one of both."""
     mean = statistics.fmean(scores)
     found: list[tuple[float, float, str]] = []
     if len(scores) > 1:

@@ -53,7 +53,8 @@ def _task_line(task: ComparedTask, rows: Sequence[ComparedRow], every: Sequence[
     fastest = max(timed, key=lambda row: row.costs["train_tokens_per_s"])
     alike = "it is the best" if len(good) == 1 else f"the fastest of {len(good)} mixers that cannot be told apart from the best"
     beside = _beside(fastest, full_row(every, task.name))
-    own = f"{score_text(fastest.score, task.metric)}; {alike} ({best.mixer}, {score})" if fastest is not best else f"{score}; {alike}"
+    beyond = "" if fastest is best else f" ({best.mixer}, {score})"
+    own = f"{score_text(fastest.score, task.metric)}; {alike}{beyond}"
     return f"{name}: take {fastest.mixer}, {own}.{beside}{_faster(fastest, scored, task)}"
 
 
@@ -63,7 +64,8 @@ def _at_floor(best: ComparedRow, task: ComparedTask) -> str:
     if best.score is not None and not is_better(task.metric, best.score, task.best_floor):
         return f"nothing was learned: the best score, {score} of {best.mixer}, does not reach the floor of {floor}. Train longer."
     interval = f"{score_text(best.low, task.metric)} to {score_text(best.high, task.metric)}"
-    return f"the best score, {score} of {best.mixer} (95 %: {interval}), cannot be told apart from the floor of {floor}. Train more seeds."
+    best_text = f"the best score, {score} of {best.mixer} (95 %: {interval})"
+    return f"{best_text}, cannot be told apart from the floor of {floor}. Train more seeds."
 
 
 def _faster(chosen: ComparedRow, rows: Sequence[ComparedRow], task: ComparedTask) -> str:
@@ -74,7 +76,9 @@ def _faster(chosen: ComparedRow, rows: Sequence[ComparedRow], task: ComparedTask
     for row in above:
         if row.costs[key] > found[-1].costs[key]:
             found.append(row)
-    named = [f"{row.mixer} ({row.costs[key] / chosen.costs[key]:.2f} x, {score_text(row.score, row.metric)})" for row in found[1:]]
+    named = [
+        f"{row.mixer} ({row.costs[key] / chosen.costs[key]:.2f} x, {score_text(row.score, row.metric)})" for row in found[1:]
+    ]
     return f" Faster, with worse scores: {', '.join(named[:NAMED])}." if named else ""
 
 
@@ -124,9 +128,12 @@ def _length_line(comparison: Comparison, n: int, good: set[str], machine: str) -
     ranked = sorted((name for name in times if name in good), key=lambda name: times[name])
     if not ranked:
         quickest = min(times, key=lambda name: times[name])
-        return f"For n = {n:,} on {machine}: {quickest} is the fastest, {_ms(times[quickest])} a step, but no mixer is among the best on all tasks."
+        only = f"{quickest} is the fastest, {_ms(times[quickest])} a step, but no mixer is among the best on all tasks."
+        return f"For n = {n:,} on {machine}: {only}"
     named = ", ".join(f"{name} ({_step_text(times[name], exact, name)})" for name in ranked[:NAMED])
-    return f"For n = {n:,} on {machine}: by time of a training step, among the best mixers of all tasks that were learned: {named}."
+    return (
+        f"For n = {n:,} on {machine}: by time of a training step, among the best mixers of all tasks that were learned: {named}."
+    )
 
 
 def _step_text(ms: float, exact: float | None, name: str) -> str:

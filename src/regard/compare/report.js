@@ -68,7 +68,7 @@
         for (const m of many ? [1] : [1, 2, 5]) if (m * 10 ** d >= low * .999 && m * 10 ** d <= high * 1.001) found.push(m * 10 ** d);
       return found;
     }
-    const raw = (high - low) / 5 || 1, unit = 10 ** Math.floor(Math.log10(raw)), step = unit * [1, 2, 5, 10].find(m => m * unit >= raw);
+    const raw = (high - low) / 6.5 || 1, unit = 10 ** Math.floor(Math.log10(raw)), step = unit * [1, 2, 5, 10].find(m => m * unit >= raw);
     const found = [];
     for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-6; v += step) found.push(+v.toPrecision(12));
     return found;

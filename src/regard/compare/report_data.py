@@ -20,7 +20,14 @@ def report_data(comparison: Comparison, trained: TrainedLayers) -> dict[str, Any
     settings = {record.task: settings_of(record) for record in reversed(comparison.records)}
     tasks = [asdict(task) | {"best_floor": task.best_floor, "settings": settings[task.name]} for task in comparison.tasks]
     spectra = [
-        {"task": one.task, "mixer": one.mixer, "family": one.family, "layer": one.layer, "tokens": one.tokens, "share": one.spectrum}
+        {
+            "task": one.task,
+            "mixer": one.mixer,
+            "family": one.family,
+            "layer": one.layer,
+            "tokens": one.tokens,
+            "share": one.spectrum,
+        }
         for one in trained.layers
     ]
     found = {

@@ -38,13 +38,18 @@ def _figures_of(task: ComparedTask, rows: list[ComparedRow]) -> Iterator[tuple[s
         if r.score is not None and r.costs.get("train_tokens_per_s")
     ]
     if bubbles:
-        words = AxesWords(task.name, "training, tokens a second (area: memory of a step)", f"test {task.metric}", True, False, less)
+        words = AxesWords(
+            task.name, "training, tokens a second (area: memory of a step)", f"test {task.metric}", True, False, less
+        )
         yield "bubble", bubble_plot(bubbles, words, task.best_floor)
     costs = [_cost_curve(row) for row in rows if any(point.get("step_ms") for point in row.by_length)]
     if costs:
         lengths = sorted({n for curve in costs for n in curve.x})
         ticks = [(n, f"{n:,.0f}") for n in lengths]
-        yield "cost", curve_plot(costs, AxesWords(task.name, "tokens of a sequence", "ms of a training step", True, True, ticks=ticks))
+        yield (
+            "cost",
+            curve_plot(costs, AxesWords(task.name, "tokens of a sequence", "ms of a training step", True, True, ticks=ticks)),
+        )
     rates = [_rate_curve(row) for row in rows if any(value is not None for _, value, _ in row.rates)]
     if rates:
         words = AxesWords(task.name, "learning rate", f"best validation {task.metric}", True, False, less)

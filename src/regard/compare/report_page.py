@@ -14,9 +14,7 @@ from regard.compare.small_png import png_url
 from regard.compare.trained_layers import TrainedLayer, TrainedLayers, pooled_matrix, spectrum_rank
 from regard.plots.colours import family_shades
 
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-)
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 MANY_PICTURES, MOST_PICTURES = 160, 480  # beyond the first, one head a layer is shown; beyond the second, pictures are smaller
 FEW_CELLS = 40  # of a smaller picture
 CHARTS = (  # id, title, words
@@ -121,7 +119,8 @@ def _score_table(task: ComparedTask, comparison: Comparison) -> str:
     full = full_row(comparison.rows, task.name)
     rows = [_line(row, _score_cells(row, task, full)) for row in comparison.of_task(task.name) if row.score is not None]
     floors = ", ".join(f"{name} {score_text(value, task.metric)}" for name, value in task.floors.items())
-    words = f"{task.title + '. ' if task.title else ''}{task.length:,} tokens. Floors that need no attention: {floors or 'none'}."
+    title = task.title if task.title.endswith((".", "?", "!")) or not task.title else f"{task.title}."
+    words = f"{title} {task.length:,} tokens. Floors that need no attention: {floors or 'none'}.".strip()
     return (
         f'<section class=of-task data-task="{escape(task.name)}"><h2>Scores on {escape(task.name)}</h2>'
         f"<p class=quiet>{escape(words)}</p>{_table(head, rows)}</section>"
@@ -187,11 +186,13 @@ def _matrices(trained: TrainedLayers) -> str:
         return ""
     count = sum(len(layer.matrices) for layer in trained.layers)
     side = None if count <= MOST_PICTURES else FEW_CELLS
-    pictures = "".join(_layer_figure(layer, 1 if count > MANY_PICTURES else len(layer.matrices), side) for layer in trained.layers)
+    heads = 1 if count > MANY_PICTURES else count
+    pictures = "".join(_layer_figure(layer, heads, side) for layer in trained.layers)
     notes = "".join(f"<li>{escape(note)}</li>" for note in trained.notes)
-    words = "Query down, key across, on the first test example; a cell shows its largest weight. Dark is large, white is zero."
+    words = "Query down, key across, on the first test example; cells show their largest weight. Dark is large, on its own scale."
     listed = f"<details><summary>Not shown: {len(trained.notes)}</summary><ul>{notes}</ul></details>" if notes else ""
-    return f"<section id=matrices><h2>Attention of the trained models</h2><p class=quiet>{words}</p><div class=grid>{pictures}</div>{listed}</section>"
+    head = f"<h2>Attention of the trained models</h2><p class=quiet>{words}</p>"
+    return f"<section id=matrices>{head}<div class=grid>{pictures}</div>{listed}</section>"
 
 
 def _layer_figure(layer: TrainedLayer, heads: int, side: int | None) -> str:
@@ -224,4 +225,5 @@ def _settings(comparison: Comparison, notes: Sequence[str]) -> str:
         for key, value in sorted(record.settings.items()):
             rows.append(f"<tr><td>{escape(name)}</td><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>")
     more = "".join(f"<p class=quiet>{escape(note)}</p>" for note in notes)
-    return f"<section id=settings><h2>Settings</h2>{more}<details><summary>Of one cell of each task</summary>{_table(['task', 'setting', 'value'], rows)}</details></section>"
+    listed = f"<details><summary>Of one cell of each task</summary>{_table(['task', 'setting', 'value'], rows)}</details>"
+    return f"<section id=settings><h2>Settings</h2>{more}{listed}</section>"

@@ -8,11 +8,11 @@ import zlib
 
 from torch import Tensor
 
-LEVELS = 32
+SHADE_LEVELS = 32
 ANCHORS = ((255, 255, 255), (253, 212, 120), (240, 110, 60), (180, 30, 110), (60, 15, 110))  # from weight 0 to the largest
 
 
-def palette(levels: int = LEVELS) -> bytes:
+def palette(levels: int = SHADE_LEVELS) -> bytes:
     """Interpolate the colours of all levels between the anchors."""
     colours = bytearray()
     for level in range(levels):
@@ -27,7 +27,7 @@ def matrix_png(matrix: Tensor) -> bytes:
     """Encode a matrix of weights from 0 on; shades follow the square root, so that small weights are visible."""
     height, width = matrix.shape
     largest = max(float(matrix.max()), 1e-30)
-    shades = (matrix.clamp_min(0) / largest).sqrt() * (LEVELS - 1)
+    shades = (matrix.clamp_min(0) / largest).sqrt() * (SHADE_LEVELS - 1)
     rows = shades.round().byte().tolist()
     data = b"".join(b"\0" + bytes(row) for row in rows)
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)

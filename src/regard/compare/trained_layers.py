@@ -1,4 +1,4 @@
-"""Attention of trained models, from the weights of a comparison: matrices of every layer, and how fast their singular values fall."""
+"""Attention of trained models, from the weights of a comparison: matrices of every layer, and their singular values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class TrainedLayer:
     layer: int  # from 1
     tokens: int
     matrices: list[Tensor]  # one a head, (side, side), the largest weight of each cell
-    spectrum: list[float] = field(default_factory=list)  # share of the sum of singular values in the largest of them, mean of heads
+    spectrum: list[float] = field(
+        default_factory=list
+    )  # share of the sum of singular values in the largest of them, mean of heads
 
 
 @dataclass
@@ -63,7 +65,9 @@ def trained_layers(folder: Path, records: list[CellRecord]) -> TrainedLayers:
             model = _loaded(store, record, task)
             layers = list(_probed(model, tokens, record))
         except UNREADABLE as error:
-            found.notes.append(f"{record.mixer} on {record.task}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            found.notes.append(
+                f"{record.mixer} on {record.task}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            )
             continue
         found.layers += layers
         if not layers:
@@ -130,7 +134,7 @@ def pooled_matrix(matrix: Tensor, side: int = SIDE) -> Tensor:
 
 
 def cumulated_spectrum(weights: Tensor) -> list[float]:
-    """Return the share of the sum of singular values that the first ones hold, at CUMULATED counts up to n, mean over heads (h n n)."""
+    """Return the share of the sum of singular values in the first ones, at CUMULATED counts up to n, mean over heads (h n n)."""
     sizes = torch.linalg.svdvals(weights)
     shares = sizes.cumsum(-1) / sizes.sum(-1, keepdim=True).clamp_min(1e-30)
     count = shares.shape[-1]

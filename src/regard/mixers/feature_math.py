@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.checks import shown
+from regard.ops.linear.zero_state import zero_state
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -20,8 +21,14 @@ def concat_chunks(runs: list[Tensor]) -> Tensor:
 
 
 def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    z = upcast(k).new_zeros(*k.shape[:2], features)
+    z = k.new_zeros(*k.shape[:2], features, dtype=torch.promote_types(k.dtype, torch.float32))
     return z.new_zeros(*z.shape, v.shape[-1]), z
+
+
+def unread_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Return the same zeros without memory of their own: for sums that begin here, see `zero_state`."""
+    (b, g), e, dtype = k.shape[:2], v.shape[-1], torch.promote_types(k.dtype, torch.float32)
+    return zero_state(k, b, g, features, e, dtype=dtype), zero_state(k, b, g, features, dtype=dtype)
 
 
 def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:

@@ -17,7 +17,20 @@ FAMILY_SHADES = (  # on a light ground, and on a dark one
     ("#4d7c0f", "#a9d65a"),
     ("#57534e", "#c9c3bb"),
 )
-FAMILY_ORDER = ("softmax", "sparse", "kernel", "low_rank", "cluster", "hybrid", "free", "baselines", "sinkhorn", "synthesizer", "graph", "own")
+FAMILY_ORDER = (
+    "softmax",
+    "sparse",
+    "kernel",
+    "low_rank",
+    "cluster",
+    "hybrid",
+    "free",
+    "baselines",
+    "sinkhorn",
+    "synthesizer",
+    "graph",
+    "own",
+)
 
 
 def family_shades(families: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 
 from regard.plots.colours import GREY, INK, LINE, family_shades
 from regard.plots.mechanism_plot import paint, scale_of
 
 DASH_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (8, 2)))
-SMALLEST_DOT, LARGEST_DOT = 30.0, 900.0  # square points
+LEAST_BUBBLE, MOST_BUBBLE = 30.0, 900.0  # square points
 ROW_CELLS = 8  # matrices in a row
 MATRIX_INCHES = 1.5
 LONGEST_NAME = 34  # letters
@@ -56,11 +58,12 @@ class AxesWords(NamedTuple):
 def bubble_plot(bubbles: Sequence[Bubble], words: AxesWords, floor: float | None = None) -> Figure:
     """Draw score over speed; the area of a dot is memory, its colour the family, a dashed line the best trivial score."""
     figure, axes = _sheet(words)
+    axes.margins(x=0.14, y=0.1)  # room for names and large dots
     shades = family_shades(dict.fromkeys(bubble.family for bubble in bubbles))
     most = max((bubble.memory or 0 for bubble in bubbles), default=0) or 1
     for bubble in bubbles:
         colour = shades[bubble.family][0]
-        area = SMALLEST_DOT + LARGEST_DOT * (bubble.memory or 0) / most
+        area = LEAST_BUBBLE + MOST_BUBBLE * (bubble.memory or 0) / most
         if bubble.low is not None and bubble.high is not None:
             axes.plot([bubble.speed] * 2, [bubble.low, bubble.high], color=colour, lw=1.2, alpha=0.8)
         axes.scatter([bubble.speed], [bubble.score], s=area, color=colour, alpha=0.6, lw=0)
@@ -117,8 +120,10 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     axes.set_ylabel(words.y, size=8.5, color=GREY)
     if words.log_x:
         axes.set_xscale("log")
+        _plain_ticks(axes.xaxis)
     if words.log_y:
         axes.set_yscale("log")
+        _plain_ticks(axes.yaxis)
     if words.reversed_y:
         axes.invert_yaxis()
     if words.ticks:
@@ -130,6 +135,12 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     for spine in axes.spines.values():
         spine.set_visible(False)
     return figure, axes
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """Write 20,000 and 0.001 instead of powers of ten."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 and str(value)[0] in "25" else ""))
 
 
 def _add_legend(figure: Figure, marks: Sequence[Line2D]) -> None:
