@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mutants_arena import ARENA
 from mutants_bench import BENCH
+from mutants_compare import COMPARE
 from mutants_compiled import COMPILED
 from mutants_launches import LAUNCHES
 from mutants_models import MODELS
@@ -456,6 +457,7 @@ def all_of_them() -> dict[str, tuple[str, str, str, str]]:
         **COMPILED,
         **LAUNCHES,
         **BENCH,
+        **COMPARE,
         **ARENA,
         **REPORT,
     }

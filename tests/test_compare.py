@@ -11,13 +11,14 @@ from regard.compare.cell_costs import allocated_peak
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_run import CellJob, run_job
 from regard.compare.cell_store import CellStore
-from regard.compare.cell_training import BatchOrder, rate_factor
+from regard.compare.cell_training import BatchOrder, CellBudget, CellTraining, rate_factor
 from regard.compare.compared_model import build_model, matched_model
 from regard.compare.comparison import compare_records
 from regard.compare.device_split import load_split
 from regard.compare.grid_plan import best_rate, mixer_texts, plan_grid, split_outside
 from regard.compare.own_code import compared_spec, read_task
 from regard.compare.split_score import arena_score, target_points
+from regard.compare.training_step import TrainingStep
 from regard.compare.worker_pool import WorkerPool
 from small_arena import FILES, run_grid, settings
 
@@ -159,7 +160,7 @@ def test_scores_count_only_targets():
 
 
 def test_bits_are_those_of_the_cross_entropy():
-    split, _ = load_split(task("next_one"), "test", CPU)
+    split, made = load_split(task("next_one"), "test", CPU)
 
     class Even(torch.nn.Module):
         def forward(self, tokens, *_):
@@ -167,6 +168,9 @@ def test_bits_are_those_of_the_cross_entropy():
 
     points = target_points(Even(), split, "bits per token", 5, torch.float32)
     assert points.shape == (32, 8) and torch.allclose(points, torch.tensor(math.log2(6)))
+    split.targets[:, :3] = IGNORED
+    score = arena_score(target_points(Even(), split, "bits per token", 5, torch.float32), split, made)
+    assert score.count == 32 * 5 and score.value == pytest.approx(math.log2(6))
 
 
 def test_less_is_better_for_bits():
@@ -239,3 +243,19 @@ def test_records_of_other_settings_are_set_aside(tmp_path):
     after = run_grid(tmp_path, settings(rates=(1e-3,), steps=6))
     assert [record.key for record in CellStore(tmp_path).records()] == [record.key for record in after]
     assert [path.stem for path in (tmp_path / "replaced").iterdir()] == [record.key for record in before]
+
+
+def test_the_weights_of_the_best_evaluation_are_kept(monkeypatch):
+    own = task("first_token")
+    (train, _), (val, _) = load_split(own, "train", CPU), load_split(own, "val", CPU)
+    step = TrainingStep(build_model(own, "softmax", own.model()), own, train, own.budget())
+    seen = []
+
+    def falling(model, *_):
+        seen.append(model.head.map.weight.detach().clone())
+        return torch.tensor([1.0 / len(seen)])
+
+    monkeypatch.setattr("regard.compare.cell_training.target_points", falling)
+    found = CellTraining(step, val, CellBudget(own.budget()), 1e-2, 0).run()
+    assert found.val == 1.0 and len(seen) == 2 and not torch.equal(seen[0], seen[1])
+    assert torch.equal(found.weights["head.map.weight"], seen[0])

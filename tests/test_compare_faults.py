@@ -4,10 +4,7 @@ import errno
 import json
 import multiprocessing
 import random
-import re
-import shlex
 import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -186,23 +183,3 @@ def test_a_file_without_a_task(tmp_path):
     assert "defines no task" in command("--task", str(path), "--mixers", "softmax", "--out", str(tmp_path)).output
     path.write_text("import nothing_like_this\n")
     assert "cannot be imported: ModuleNotFoundError" in command("--task", str(path), "--mixers", "softmax").output
-
-
-def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
-    """docs/compare.md: a mechanism and a task of your own, as they are printed there."""
-    page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
-    mechanism, task = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(task.splitlines()) < 40
-    (tmp_path / "mymixers.py").write_text(mechanism)
-    (tmp_path / "mytask.py").write_text(task)
-    lines = [shlex.split(line) for line in re.findall(r"^\$ regard compare (.*?)(?:#.*)?$", page, re.MULTILINE)]
-    own = next(line for line in lines if "mytask.py" in line)
-    mixers = next(line for line in lines if "mymixers:Average" in " ".join(line))
-    monkeypatch.chdir(tmp_path)
-    chosen = [*own[: own.index("--mixers")], *mixers, "--budget", "2", "--lr", "1e-3"]
-    result = command(*chosen, "--set", "evaluations=1", "--out", "out")
-    assert result.exit_code == 0, result.output
-    records = CellStore(tmp_path / "out").records()
-    assert sorted(record.mixer for record in records) == ["mymixers:Average", "mymixers:Average(sharpness=2.0)", "softmax"]
-    assert all(record.final and record.task == "first_mark(length=64)" for record in records)
-    assert {record.family for record in records} == {"own", "softmax"}

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from regard.cli.console import aside, one_of, screen, sentences, stop
+from regard.cli.signals import ignore_signals
 
 if TYPE_CHECKING:
     from regard.compare.cell_record import CellRecord
@@ -199,6 +200,7 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
     try:
         return run.run()
     except (KeyboardInterrupt, SystemExit) as error:
+        ignore_signals()  # a second one comes where a whole group of processes is ended
         pool.close()
         code = 130 if isinstance(error, KeyboardInterrupt) else 143
         stop(f"stopped: {run.kept} of {run.total} cells are kept in {out}. The same command goes on from there.", code)
