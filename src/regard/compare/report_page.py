@@ -98,7 +98,7 @@ def _controls() -> str:
 def _chart(name: str, title: str, words: str) -> str:
     return (
         f"<section id={name}><h2>{escape(title)}</h2><p class=quiet>{escape(words)} <span class=choice></span></p>"
-        f'<div class=chart role=img aria-label="{escape(title)}"></div><p class="quiet note"></p></section>'
+        f'<div class=chart role=group aria-label="{escape(title)}"></div><p class="quiet note"></p></section>'
     )
 
 
