@@ -42,6 +42,7 @@ WORDS = {  # by a part of the path: what the names of the tests contain that run
     "ops/delta": "delta",
     "ops/bucket": "reformer or routing",
     "ops/pair": "additive or relu or synthesizer",
+    "ops/balance": "sinkhorn",
     "ops/edge": "gat or edge or graph",
     "ops/dropout_hash": "dropout or drops",
     "positions/": "position or alibi or rotary or relative",
@@ -383,7 +384,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            rows = normalize(before + sums, dim=-1, eps=1e-6)\n",
     ),
     "a block's share is balanced against later ones": (
-        R + "mixers/sinkhorn.py",
+        R + "ops/balance.py",
         "        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]\n",
         "        taken = shares.sum(-2, keepdim=True) - shares\n",
     ),

@@ -144,8 +144,20 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        first = (tl.maximum(c * step - start, 0) + BM - 1) // BM * BM\n",
         "pair_backends",
     ),
+    "the balance of rows has the gradient of columns": (
+        R + "ops/balance_kernels.py",
+        "        g -= tl.exp2(x) * tl.sum(g, 1)[:, None]\n",
+        "        g -= tl.exp2(x) * tl.sum(g, 0)[None, :]\n",
+        "small_kernels",
+    ),
+    "an elimination stops before the last row": (
+        R + "ops/spd_solve_kernels.py",
+        "    for k in range(0, n):\n",
+        "    for k in range(0, n - 1):\n",
+        "small_kernels",
+    ),
     "the weights of distance classes do not pull at the scores": (
-        R + "ops/tile/triton.py",
+        R + "ops/tile/tile_launch.py",
         "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",
         "            pass\n",
         "triton_tiles",

@@ -13,9 +13,9 @@ from regard.compare.cell_run import CellJob, run_job
 from regard.compare.cell_store import CellStore
 from regard.compare.cell_training import BatchOrder, rate_factor
 from regard.compare.compared_model import build_model, matched_model
+from regard.compare.comparison import compare_records
 from regard.compare.device_split import load_split
 from regard.compare.grid_plan import best_rate, mixer_texts, plan_grid, split_outside
-from regard.compare.grid_summary import group_rows
 from regard.compare.own_code import compared_spec, read_task
 from regard.compare.split_score import arena_score, target_points
 from regard.compare.worker_pool import WorkerPool
@@ -122,8 +122,8 @@ def test_what_a_mechanism_cannot_do_is_a_row_with_the_reason(tmp_path):
     records = run_grid(tmp_path, settings("echo", mixers=["fnet", "pooled_queries(rate=2)", "softmax"], rates=(1e-3,)))
     refused = {record.mixer: record for record in records if record.status == "refused"}
     assert "causal" in refused["fnet"].reason and "pooled_queries" in refused["pooled_queries(rate=2)"].reason
-    assert group_rows(records)[0].mixer == "softmax"
-    assert all(row.reason.startswith("refused: ") for row in group_rows(records)[1:])
+    rows = compare_records(records).rows
+    assert rows[0].mixer == "softmax" and all(row.reason.startswith("refused: ") for row in rows[1:])
     assert CellStore(tmp_path).load(refused["fnet"].key).status == "refused"
 
 
@@ -221,3 +221,21 @@ def test_a_process_that_dies_ends_its_own_cell_alone(tmp_path):
     found = {record.mixer: record for record in records}
     assert found["small_arena:Dying"].status == "crashed" and "signal 9" in found["small_arena:Dying"].reason
     assert found["softmax"].status == "done" and found["softmax"].final and found["softmax"].costs
+
+
+def test_cells_that_share_a_process_end_as_if_alone(tmp_path):
+    """Several cells at a time in one process; where it dies, each is run again with none beside it."""
+    grid = settings(mixers=["softmax", "small_arena:Dying", "identity"], rates=(1e-3, 1e-2), steps=30)
+    shared = run_grid(tmp_path / "shared", grid, WorkerPool(1, lanes=4))
+    statuses = {(record.mixer, record.status) for record in shared}
+    assert statuses == {("softmax", "done"), ("small_arena:Dying", "crashed"), ("identity", "done")}
+    alone = run_grid(tmp_path / "alone", settings(mixers=["softmax", "identity"], rates=(1e-3, 1e-2), steps=30))
+    found = {record.key: (record.val, record.test) for record in shared}
+    assert all(found[record.key] == (record.val, record.test) for record in alone)
+
+
+def test_records_of_other_settings_are_set_aside(tmp_path):
+    before = run_grid(tmp_path, settings(rates=(1e-3,), steps=4))
+    after = run_grid(tmp_path, settings(rates=(1e-3,), steps=6))
+    assert [record.key for record in CellStore(tmp_path).records()] == [record.key for record in after]
+    assert [path.stem for path in (tmp_path / "replaced").iterdir()] == [record.key for record in before]

@@ -4,7 +4,10 @@ import errno
 import json
 import multiprocessing
 import random
+import re
+import shlex
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -63,9 +66,9 @@ def test_a_damaged_record_is_reported_and_run_again(tmp_path):
         path.write_bytes(damage)
         store = CellStore(tmp_path)
         assert store.load(record.key) is None and len(store.damaged) == 1 and str(path) in store.damaged[0]
-        (again,) = run_grid(tmp_path, grid)
-        assert scores([again]) == scores([record])
-        assert CellStore(tmp_path).load(record.key).test == record.test
+    (again,) = run_grid(tmp_path, grid)
+    assert scores([again]) == scores([record])
+    assert CellStore(tmp_path).load(record.key).test == record.test
 
 
 def test_lost_weights_are_trained_again(tmp_path):
@@ -135,9 +138,12 @@ def test_the_command_ends_with_a_table_a_picture_and_what_to_do_next(tmp_path):
     mixers = ["--mixers", "softmax, fnet", "--mixers", "small_arena:Raising"]
     result = own_task(*mixers, "--lr", "1e-3", "--budget", "4", "--out", str(out))
     assert result.exit_code == 0, result.output
-    for word in ("softmax", "fnet", "chance", "crashed: RuntimeError: it fell", "compare.png", "Next:"):
+    for word in ("softmax", "fnet", "chance", "crashed: RuntimeError: it fell", "bubble_1_first_token", "report.html", "Next:"):
         assert word in result.output
-    assert (out / "compare.png").stat().st_size > 5000
+    assert (out / "report.html").stat().st_size > 5000
+    again = command("--report-only", "--out", str(out))
+    assert again.exit_code == 0 and "softmax" in again.output and "report.html" in again.output
+    assert "has no records" in command("--report-only", "--out", str(tmp_path / "empty")).output
     settings = json.loads((out / "grid.json").read_text())["settings"]
     assert settings["steps"] == 4 and settings["rates"] == [1e-3]
     assert all(record.curve[-1][0] == 4 for record in CellStore(out).records() if record.status == "done")
@@ -180,3 +186,23 @@ def test_a_file_without_a_task(tmp_path):
     assert "defines no task" in command("--task", str(path), "--mixers", "softmax", "--out", str(tmp_path)).output
     path.write_text("import nothing_like_this\n")
     assert "cannot be imported: ModuleNotFoundError" in command("--task", str(path), "--mixers", "softmax").output
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    """docs/compare.md: a mechanism and a task of your own, as they are printed there."""
+    page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
+    mechanism, task = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(task.splitlines()) < 40
+    (tmp_path / "mymixers.py").write_text(mechanism)
+    (tmp_path / "mytask.py").write_text(task)
+    lines = [shlex.split(line) for line in re.findall(r"^\$ regard compare (.*?)(?:#.*)?$", page, re.MULTILINE)]
+    own = next(line for line in lines if "mytask.py" in line)
+    mixers = next(line for line in lines if "mymixers:Average" in " ".join(line))
+    monkeypatch.chdir(tmp_path)
+    chosen = [*own[: own.index("--mixers")], *mixers, "--budget", "2", "--lr", "1e-3"]
+    result = command(*chosen, "--set", "evaluations=1", "--out", "out")
+    assert result.exit_code == 0, result.output
+    records = CellStore(tmp_path / "out").records()
+    assert sorted(record.mixer for record in records) == ["mymixers:Average", "mymixers:Average(sharpness=2.0)", "softmax"]
+    assert all(record.final and record.task == "first_mark(length=64)" for record in records)
+    assert {record.family for record in records} == {"own", "softmax"}

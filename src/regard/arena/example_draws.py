@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from regard.arena.arena_task import IGNORED, ArenaTask, Examples, ExamplesPart
 from regard.arena.generated_task import DRAW_ORDER, select_examples
+from regard.arena.read_task import power_of_two
 from regard.options import check_positive
 
 REDRAWS = 50  # of drawing what is missing, before the options are refused
@@ -115,19 +116,19 @@ def distinct_numbers(rows: int, count: int, choices: int, generator: Generator) 
     open_rows = torch.arange(rows)
     while len(open_rows):
         part = numbers[open_rows]
-        again = seen_before(part)
+        again = previous_places(part) >= 0
         part[again] = torch.randint(choices, (int(again.sum()),), generator=generator)
         numbers[open_rows] = part
         open_rows = open_rows[again.any(1)]
     return numbers
 
 
-def seen_before(ids: Tensor) -> Tensor:
-    """Tell which entries of a row equal an earlier entry of it: (rows n)."""
+def previous_places(ids: Tensor) -> Tensor:
+    """Return for each entry of a row the index of the latest earlier entry equal to it, -1 where there is none: (rows n)."""
     ordered, places = ids.sort(dim=1, stable=True)
-    repeated = torch.zeros_like(ids, dtype=torch.bool)
-    repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    return torch.zeros_like(repeated).scatter_(1, places, repeated)
+    before = torch.full_like(places, -1)
+    before[:, 1:] = torch.where(ordered[:, 1:] == ordered[:, :-1], places[:, :-1], -1)
+    return torch.empty_like(before).scatter_(1, places, before)
 
 
 def first_places(ids: Tensor) -> Tensor:
@@ -141,5 +142,4 @@ def first_places(ids: Tensor) -> Tensor:
 
 def log_buckets(values: Tensor, least: int) -> Tensor:
     """Round down to a power of two; what lies below `least`, a power of two itself, is 0."""
-    powers = 2 ** values.clamp(min=1).double().log2().floor().to(torch.int64)
-    return torch.where(values < least, 0, powers)
+    return torch.where(values < least, 0, power_of_two(values))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from regard.arena.arena_task import IGNORED, Examples
 
+COUNTED_ROWS = 64  # sequences counted at a time
+
 
 def token_floors(fitted: Examples, test: Examples, classes: int) -> dict[str, float]:
     """Return accuracies on test of the label most frequent in `fitted`: in all, after each token, at each position."""
@@ -43,3 +45,13 @@ def label_accuracy(given: Tensor, given_test: Tensor, label: Tensor, truth: Tens
     rank = torch.full((kinds,), -1).scatter_reduce_(0, pairs // classes, torch.arange(len(pairs)), "amax")
     best = torch.where(rank >= 0, pairs[rank] % classes, label.bincount().argmax())
     return float((best[given_test] == truth).double().mean())
+
+
+def commonest_so_far(test: Examples, first: int, end: int) -> float:
+    """Score, at each target, the commonest token of its sequence so far among the ids from `first` to before `end`."""
+    hits = 0
+    for tokens, targets in zip(test.tokens.split(COUNTED_ROWS), test.targets.split(COUNTED_ROWS), strict=True):
+        seen = tokens.long()[..., None] == torch.arange(first, end)
+        best = first + seen.cumsum(1, dtype=torch.int32).argmax(-1)
+        hits += int((best == targets).sum())
+    return hits / int((test.targets != IGNORED).sum())

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from regard.compare.worker_pool import SameProcess, WorkerPool
 
 COST_LENGTHS = {"cpu": "1k", "cuda": "512,2k,8k"}
-CARD_JOBS = 4  # processes that share a GPU
+CARD_JOBS = 8  # cells that share a GPU, in CARD_PROCESSES processes
+CARD_PROCESSES = 1
 MOST_JOBS = 256
 MINUTE = 60.0
 FIRST_ESTIMATE = 0.3  # of a cell, before the time left is shown
-PICTURE = "compare.png"
 
 
 def compare(
@@ -55,22 +55,41 @@ def compare(
     task: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A Python file with a task of your own.")] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=0, max=MOST_JOBS, help="Processes; one a core unless given, on a GPU 4; 0: none beside this one."),
+        typer.Option(min=0, max=MOST_JOBS, help="Cells at a time; one a core unless given, on a GPU 8; 0: in this process."),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For records, weights and the report; finished cells are kept.")
     ] = Path("compare"),
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Train nothing: the tables and the report of FOLDER again.")
+    ] = False,
 ) -> None:
     """Compare mechanisms on tasks: scores, speed and memory of equal models with equal budgets."""
     from regard.cli.settings import device as choose_device
 
     with sentences():
+        if report_only:
+            _finish(_stored(out), out)
+            return
         where = choose_device(device)
         more: dict[str, Any] = {"seeds": seeds, "rates": read_rates(lr), "lengths": _lengths(lengths, where), "device": where}
         more |= dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
         grid = _settings(tasks, mixers, task, changes, dtype=one_of("dtype", dtype, ("fp32", "bf16")), **more)
         records = _run(grid, out, _jobs(jobs, where))
-    _finish(records, out)
+        _finish(records, out)
+
+
+def _stored(out: Path) -> list[CellRecord]:
+    """Read the records of a folder."""
+    from regard.compare.cell_store import CellStore
+
+    store = CellStore(out)
+    records = store.records()
+    for line in store.damaged:
+        aside(f"a damaged record is left out: {line}")
+    if not records:
+        raise ValueError(f"{out} has no records of a comparison: name the folder that regard compare --out wrote")
+    return records
 
 
 def _settings(
@@ -169,12 +188,12 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
     from regard.compare.cell_run import CannotStore
     from regard.compare.cell_store import CellStore
     from regard.compare.grid_plan import plan_grid
-    from regard.compare.worker_pool import SameProcess, WorkerPool
+    from regard.compare.worker_pool import SameProcess
 
     groups, store = plan_grid(grid), CellStore(out)
     store.begin({"settings": grid.to_json(), "records": [cell.key for group in groups for cell in group.search()]})
     count = max(1, min(jobs, _useful(groups)))
-    pool: WorkerPool | SameProcess = WorkerPool(count) if jobs else SameProcess()
+    pool = _pool(grid.device, count) if jobs else SameProcess()
     run = _grid_run(groups, store, pool)
     _begin_text(groups, run, jobs and count)
     try:
@@ -182,11 +201,20 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
     except (KeyboardInterrupt, SystemExit) as error:
         pool.close()
         code = 130 if isinstance(error, KeyboardInterrupt) else 143
-        stop(f"stopped: {int(run.done)} of {run.total} cells are kept in {out}. The same command goes on from there.", code)
+        stop(f"stopped: {run.kept} of {run.total} cells are kept in {out}. The same command goes on from there.", code)
     except CannotStore as error:
-        raise ValueError(f"{error}. {int(run.done)} of {run.total} cells are kept: the same command goes on from there") from None
+        raise ValueError(f"{error}. {run.kept} of {run.total} cells are kept: the same command goes on from there") from None
     finally:
         pool.close()
+
+
+def _pool(device: str, count: int) -> WorkerPool | SameProcess:
+    """Make the processes: one a cell on a CPU; on a GPU cells share a process, each on a stream of its own."""
+    from regard.compare.worker_pool import WorkerPool
+
+    if device == "cuda":
+        return WorkerPool(min(count, CARD_PROCESSES), lanes=-(-count // CARD_PROCESSES))
+    return WorkerPool(count)
 
 
 def _useful(groups: list[PlannedGroup]) -> int:
@@ -205,43 +233,23 @@ def _grid_run(groups: list[PlannedGroup], store: Any, pool: Any) -> GridRun:
 
 
 def _begin_text(groups: list[PlannedGroup], run: GridRun, jobs: int) -> None:
-    done = int(run.done)
-    kept = f", {done} of them are there already" if done else ""
-    where = f"in {jobs} process{'es' * (jobs > 1)}" if jobs else "in this process"
+    kept = f", {run.kept} of them are there already" if run.kept else ""
+    where = f"{jobs} at a time" if jobs else "in this process"
     open_groups = sum(group.refused is None for group in groups)
     aside(f"{open_groups} models to compare: {run.total} cells to train and measure{kept}, {where}")
 
 
 def _finish(records: list[CellRecord], out: Path) -> None:
-    """Print the results, draw them, and print what to do next."""
+    """Print the results, write the report, and print what to do next."""
     from regard.cli.compare_tables import print_results
+    from regard.compare.report import FIGURE_FOLDER, write_report
 
     print_results(records)
+    page = write_report(out)
+    pictures = sorted((out / FIGURE_FOLDER).glob("bubble_*.png"))
+    lines = [f"records   {out}/cells", *(f"picture   {path}" for path in pictures), f"report    {page}"]
     console = screen()
-    lines = [f"records  {out}/cells", *_drawn(records, out)]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    text = "Next: the same command with more --seeds, --tasks or --mixers trains what is new alone."
+    text = "Next: open the report. The same command with more --seeds, --tasks or --mixers trains what is new alone."
     console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
-
-
-def _drawn(records: list[CellRecord], out: Path) -> list[str]:
-    """Draw the picture; a line about it."""
-    try:
-        from regard.compare.score_picture import score_picture
-    except ModuleNotFoundError as error:
-        return [f"picture  needs {error.name}: pip install 'regard[draw]'"]
-    from regard.compare.grid_summary import group_rows, task_floors
-
-    rows = [row for row in group_rows(records) if row.score is not None]
-    if not rows:
-        return []
-    part = out / f".{PICTURE}.{os.getpid()}.part"
-    try:
-        score_picture(rows, task_floors(records)).savefig(part, format="png")
-        os.replace(part, out / PICTURE)
-    except OSError as error:
-        return [f"picture  cannot be written: {error.strerror or error}"]
-    finally:
-        part.unlink(missing_ok=True)
-    return [f"picture  {out / PICTURE}"]

@@ -10,43 +10,42 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.compare.cell_record import CellRecord
-    from regard.compare.grid_summary import GroupRow
+    from regard.compare.comparison import ComparedRow, ComparedTask
 
 HEADINGS = ("mixer", "family", "score", "seeds", "lr", "parameters", "steps/s", "tokens/s", "decode ms", "step MB", "state kB")
 
 
 def print_results(records: list[CellRecord]) -> None:
     """Print one table a task, with its floors, and the groups that have no score."""
-    from regard.compare.grid_summary import group_rows, task_floors
+    from regard.compare.comparison import compare_records
 
-    console, rows, floors = screen(), group_rows(records), task_floors(records)
-    for task in dict.fromkeys(row.task for row in rows):
-        own = [row for row in rows if row.task == task]
-        _print_task(console, task, own, floors.get(task, {}))
+    console, found = screen(), compare_records(records)
+    for task in found.tasks:
+        _print_task(console, task, found.of_task(task.name))
 
 
-def _print_task(console: Console, task: str, rows: list[GroupRow], floors: dict[str, float]) -> None:
-    console.print(f"\n{task}", style="bold", markup=False, highlight=False)
+def _print_task(console: Console, task: ComparedTask, rows: list[ComparedRow]) -> None:
+    console.print(f"\n{task.name}", style="bold", markup=False, highlight=False)
     table = columns(*HEADINGS)
     for row in rows:
         if row.score is not None:
             table.add_row(*_cells(row))
-    for name, value in floors.items():
-        table.add_row(name, "no attention", _score(value, rows[0].metric), *[""] * 8, style="dim")
+    for name, value in task.floors.items():
+        table.add_row(name, "no attention", _score(value, task.metric), *[""] * 8, style="dim")
     console.print(table, highlight=False, markup=False)
     for row in rows:
         if row.score is None:
             console.print(f"{row.mixer}: {row.reason}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-def _cells(row: GroupRow) -> list[str]:
+def _cells(row: ComparedRow) -> list[str]:
     costs = row.costs
-    spread = f" ({_score(row.low, row.metric)} to {_score(row.high, row.metric)})" if row.seeds > 1 else ""
+    spread = f" ({_score(row.low, row.metric)} to {_score(row.high, row.metric)})" if row.low is not None else ""
     lr = "" if row.lr is None else f"{row.lr:g}"
     score = _score(row.score, row.metric) + spread
     speed = [_number(costs.get("train_steps_per_s")), _number(costs.get("infer_tokens_per_s")), _number(costs.get("decode_ms"))]
     memory = [_number(costs.get("peak_bytes"), 1e6), _number(costs.get("state_bytes"), 1e3)]
-    return [row.mixer, row.family, score, str(row.seeds), lr, _number(row.parameters), *speed, *memory]
+    return [row.mixer, row.family, score, str(len(row.scores)), lr, _number(row.parameters), *speed, *memory]
 
 
 def _score(value: float | None, metric: str) -> str:

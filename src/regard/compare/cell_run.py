@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from regard.training.atomic_files import RunError
 
 JobKind = Literal["train", "train and test", "test", "costs"]
 ReportShare = Callable[[float], None]
+JobParts = Generator[None, None, CellRecord]
 NO_MEMORY = "there was too little memory: use fewer --jobs, or a smaller batch"
 
 
@@ -36,6 +37,11 @@ class CellJob(NamedTuple):
     cell: Cell
     folder: str
     record: CellRecord | None = None
+    alone: bool = False  # with no other cell in its process: another one had died beside it
+
+
+class BrokenCard(RuntimeError):
+    """Report an error of a GPU behind which nothing in this process can use it."""
 
 
 class CannotStore(RuntimeError):
@@ -44,12 +50,35 @@ class CannotStore(RuntimeError):
 
 def run_job(job: CellJob, report: ReportShare | None = None) -> CellRecord:
     """Return the record of a cell behind a job. Only CannotStore is raised: any other error is in the record."""
+    run, record = JobRun(job, report), None
     try:
-        return _JOBS[job.kind](job, report)
-    except CannotStore:
-        raise
-    except Exception as error:  # noqa: BLE001 - a mechanism of anybody's own may raise anything
-        return _failed(job, error)
+        while record is None:
+            record = run.advance()
+    except BrokenCard as error:
+        return crashed_record(job, str(error))
+    return record
+
+
+class JobRun:
+    """Run a job in parts, so that several cells can share a GPU: while one waits, others have started their steps."""
+
+    def __init__(self, job: CellJob, report: ReportShare | None = None) -> None:
+        self.job = job
+        self.parts = _JOBS[job.kind](job, report)
+
+    def advance(self) -> CellRecord | None:
+        """Run the next part; returns the record behind the last one. Only CannotStore and BrokenCard are raised."""
+        try:
+            next(self.parts)
+        except StopIteration as end:
+            return end.value
+        except CannotStore:
+            raise
+        except Exception as error:
+            if "CUDA error" in str(error):
+                raise BrokenCard(str(error).splitlines()[0]) from error
+            return _failed(self.job, error)
+        return None
 
 
 def _failed(job: CellJob, error: Exception) -> CellRecord:
@@ -74,7 +103,7 @@ def crashed_record(job: CellJob, reason: str) -> CellRecord:
     return job.cell.record(status="crashed", reason=reason)
 
 
-def _train(job: CellJob, report: ReportShare | None) -> CellRecord:
+def _train(job: CellJob, report: ReportShare | None) -> JobParts:
     cell, device = job.cell, torch.device(job.cell.grid.device)
     task = read_task(cell.task, cell.grid.files)
     train, _ = _split(cell.task, cell.grid.files, "train", device)
@@ -82,7 +111,9 @@ def _train(job: CellJob, report: ReportShare | None) -> CellRecord:
     model = _seeded_model(cell, task, device)
     step = TrainingStep(model, task, train, cell.usual, CELL_DTYPES[cell.grid.dtype])
     budget = CellBudget(cell.usual, cell.grid.steps, cell.grid.seconds)
-    trained = CellTraining(step, val, budget, cell.lr, cell.seed, report).run()
+    training = CellTraining(step, val, budget, cell.lr, cell.seed, report)
+    yield from training.parts()
+    trained = training.found
     record = cell.record(
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
     )
@@ -94,12 +125,12 @@ def _train(job: CellJob, report: ReportShare | None) -> CellRecord:
     return record
 
 
-def _train_and_test(job: CellJob, report: ReportShare | None) -> CellRecord:
-    record = _train(job, report)
-    return _test(job._replace(record=record), report)
+def _train_and_test(job: CellJob, report: ReportShare | None) -> JobParts:
+    record = yield from _train(job, report)
+    return (yield from _test(job._replace(record=record), report))
 
 
-def _test(job: CellJob, report: ReportShare | None) -> CellRecord:
+def _test(job: CellJob, report: ReportShare | None) -> JobParts:
     """Score the best weights of a trained cell on test, once; weights that cannot be read are trained again."""
     cell, record, device = job.cell, job.record, torch.device(job.cell.grid.device)
     assert record is not None
@@ -108,7 +139,7 @@ def _test(job: CellJob, report: ReportShare | None) -> CellRecord:
     try:
         model.load_state_dict(CellStore(Path(job.folder)).load_weights(record))
     except (RunError, RuntimeError):
-        return _train_and_test(job._replace(record=None), report)
+        return (yield from _train_and_test(job._replace(record=None), report))
     split, made = _split(cell.task, cell.grid.files, "test", device)
     points = target_points(model, split, task.metric, EVALUATED * cell.usual.batch, CELL_DTYPES[cell.grid.dtype])
     score = arena_score(points, split, made)
@@ -116,19 +147,18 @@ def _test(job: CellJob, report: ReportShare | None) -> CellRecord:
     return record
 
 
-def _costs(job: CellJob, report: ReportShare | None) -> CellRecord:
+def _costs(job: CellJob, report: ReportShare | None) -> JobParts:  # noqa: ARG001 - jobs are called alike
     cell, record = job.cell, job.record
     assert record is not None
     task = read_task(cell.task, cell.grid.files)
     split, _ = _split(cell.task, cell.grid.files, "train", torch.device(cell.grid.device))
     record.costs = cell_costs(cell, task, split)
-    if report is not None:
-        report(0.5)
+    yield
     record.cost_by_length = costs_by_length(cell, task, split)
     return record
 
 
-_JOBS: dict[str, Callable[[CellJob, ReportShare | None], CellRecord]] = {
+_JOBS: dict[str, Callable[[CellJob, ReportShare | None], JobParts]] = {
     "train": _train,
     "train and test": _train_and_test,
     "test": _test,

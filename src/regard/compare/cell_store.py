@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from regard.compare.cell_record import CellRecord
-from regard.training.atomic_files import RunError, as_json, bytes_to_tensors, read_bytes, read_json, replace, tensors_to_bytes
+from regard.training.atomic_files import (
+    RunError,
+    as_json,
+    bytes_to_tensors,
+    cannot_write,
+    read_bytes,
+    read_json,
+    replace,
+    tensors_to_bytes,
+)
 
 CELLS, WEIGHTS_FOLDER, GRID = "cells", "weights", "grid.json"
+REPLACED = "replaced"
 AGAIN = "it is run again"
 
 
@@ -65,6 +76,15 @@ class CellStore:
                 (self.folder / record.weights).unlink(missing_ok=True)
                 record.weights = ""
                 self.save(record)
+
+    def set_aside(self, record: CellRecord) -> None:
+        """Move a record to the folder of those that others have replaced: its settings or its code are not those of now."""
+        target = self.folder / REPLACED / f"{record.key}.json"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self._path(record.key), target)
+        except OSError as error:
+            raise RunError(cannot_write(target, error)) from error
 
     def _path(self, key: str) -> Path:
         return self.folder / CELLS / f"{key}.json"

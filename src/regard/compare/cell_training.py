@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -92,15 +92,21 @@ class CellTraining:
 
     def run(self) -> TrainedCell:
         """Train to the end of the budget. Raises Diverged where the loss is not finite."""
-        found, usual = self.found, self.budget.usual
-        with self.step.on_stream():
-            for number in range(1, usual.evaluations + 1):
-                self._train_to(self.budget.total * number / usual.evaluations)
-                self._evaluate()
-        found.note = self.step.note
-        return found
+        for _ in self.parts():
+            pass
+        return self.found
 
-    def _train_to(self, end: float) -> None:
+    def parts(self) -> Iterator[None]:
+        """Train, with a stop behind every few steps that were started: other cells may start theirs before these are done."""
+        count = self.budget.usual.evaluations
+        for number in range(1, count + 1):
+            yield from self._train_to(self.budget.total * number / count)
+            with self.step.on_stream():
+                self._evaluate()
+        self.step.join()
+        self.found.note = self.step.note
+
+    def _train_to(self, end: float) -> Iterator[None]:
         """Make steps until so much of the budget is used, CHECKED of them between two readings of the clock."""
         found, by_time = self.found, self.budget.seconds is not None
         while (found.seconds if by_time else found.steps) < end:
@@ -109,9 +115,12 @@ class CellTraining:
             if warm:
                 count = 1
             begun = time.perf_counter()
-            for _ in range(count):
-                self._step()
-            self._wait()
+            with self.step.on_stream():
+                for _ in range(count):
+                    self._step()
+            yield
+            with self.step.on_stream():
+                self._wait()
             found.seconds += 0.0 if warm else time.perf_counter() - begun
             if self.report is not None:
                 self.report(min(1.0, self._share()))

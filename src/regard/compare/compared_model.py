@@ -13,6 +13,7 @@ from regard.arena.arena_task import ArenaModel, ArenaTask
 from regard.blocks.block import Block
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.stack import Stack
+from regard.compare.bottleneck_head import BottleneckHead
 from regard.compare.own_code import compared_spec
 from regard.mixers.base import Dims, Mixer, mask_padding
 from regard.mixers.state import State
@@ -52,6 +53,9 @@ class ComparedModel(nn.Module):
         y = self.stack(self.embed(tokens, places), places)
         if self.form == "label":
             return self.head(y, self.stack.valid(valid))
+        if isinstance(self.head, BottleneckHead):
+            scores = self.head(y, valid)
+            return scores if at is None else scores.take_along_dim(at[..., None], 1)
         if at is not None:
             y = y.take_along_dim(at[..., None], 1)
         return self.head(y)
@@ -112,7 +116,7 @@ def build_model(task: ArenaTask, mixer: str, model: ArenaModel, length: int | No
     if stack.rate > 1 and task.form in ("token", "next"):
         raise ValueError(f"{spec.name} gives fewer answers than it has tokens, and {task.name} needs one for each")
     embed = Tokens(task.vocab, model.width, positions=outside, dropout=model.dropout)
-    return ComparedModel(embed, glorot(stack), _head(task, model), task.form)
+    return ComparedModel(embed, glorot(stack), _head(task, model, length or task.length), task.form)
 
 
 def _block(mixer: Mixer, model: ArenaModel) -> Block:
@@ -129,7 +133,9 @@ def _short_conv(model: ArenaModel) -> Block:
     return MixerBlock(Spec("conv", kernel=model.conv).build(dims), dropout=model.dropout)
 
 
-def _head(task: ArenaTask, model: ArenaModel) -> nn.Module:
+def _head(task: ArenaTask, model: ArenaModel, length: int) -> nn.Module:
+    if model.bottleneck:
+        return BottleneckHead(model.width, task.classes, length)
     makers: dict[str, Callable[[], nn.Module]] = {
         "label": partial(PerSequence, model.width, task.classes),
         "pair": partial(Matching, model.width, task.classes),

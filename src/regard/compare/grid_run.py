@@ -66,6 +66,12 @@ class GridRun:
         return list({cell.key: cell for cell in [*search, *later]}.values())
 
     def _read_earlier(self) -> None:
+        """Read the records of earlier runs; those of the same groups with other settings or other code are set aside."""
+        for record in self.store.records():
+            group = self.group_of.get(record.group)
+            if group is not None and group.cell.at(record.lr, record.seed).key != record.key:
+                self.store.set_aside(record)
+        self.store.damaged.clear()  # each is listed when its cell is read
         for group in self.groups:
             for cell in group.search():
                 self._recall(cell)
@@ -94,11 +100,14 @@ class GridRun:
             add(group)
         running = 0
         while queue or running:
-            while queue and self.pool.idle() > 0:
+            while queue and self.pool.takes(queue[0]):
                 self.pool.submit(queue.popleft())
                 running += 1
             for event in self.pool.events():
                 self.shares[event.job.cell.key] = event.share
+                if event.again:
+                    running -= 1
+                    queue.append(event.job)
                 if event.record is not None:
                     running -= 1
                     del self.shares[event.job.cell.key]
@@ -156,9 +165,14 @@ class GridRun:
     @property
     def done(self) -> float:
         """Return the cells that are done, with the parts of those that run."""
+        return self.kept + sum(self.shares.values())
+
+    @property
+    def kept(self) -> int:
+        """Return the cells that have a record, and the measurements that were made."""
         found = 0
         for group in self.groups:
             if group.refused is None:
                 records = [self.records[cell.key] for cell in self._cells(group) if cell.key in self.records]
                 found += len(records) + any(record.costs for record in records)
-        return found + sum(self.shares.values())
+        return found

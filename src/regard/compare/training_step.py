@@ -44,19 +44,25 @@ class TrainingStep:
         self.total_loss = torch.zeros((), device=self.device)
         self.stream = torch.cuda.Stream(self.device) if self.on_card else None
         self.graph: Any = None
+        self.join()
         self.note = "" if self.graphs else "not captured"
         self.done = self.summed = 0
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run on the stream that steps are captured on, ordered after earlier and before later work of the current stream."""
+        """Run on the stream that steps are captured on. Streams of several models run side by side: see `join`."""
         if self.stream is None:
             yield
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             yield
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def join(self) -> None:
+        """Order the work of both streams, that of steps and the current one, behind what was started on the other."""
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(current)
+            current.wait_stream(self.stream)
 
     def __call__(self, index: Tensor, rate: float) -> None:
         """Make one update from the examples of these numbers."""

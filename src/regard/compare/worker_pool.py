@@ -12,18 +12,20 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from regard.compare.cell_record import CellRecord
-from regard.compare.cell_run import CannotStore, CellJob, crashed_record, run_job
+from regard.compare.cell_run import BrokenCard, CannotStore, CellJob, JobRun, ReportShare, crashed_record, run_job
 
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler prints when it starts and stops
+BROKEN_CARD = 77  # exit code of a process whose GPU has reported an error
 REPORT_EVERY = 0.02  # share of a cell between two messages
 
 
 class JobEvent(NamedTuple):
-    """Report a share of a job that is done, or its record."""
+    """Report a share of a job that is done, or its record, or that it must run again with no other cell beside it."""
 
     job: CellJob
     share: float
     record: CellRecord | None = None
+    again: bool = False
 
 
 def _start_method() -> Any:
@@ -38,7 +40,7 @@ def _start_method() -> Any:
 
 
 class Worker:
-    """Hold one process and the job that it runs."""
+    """Hold one process and the jobs that it runs, by the keys of their cells."""
 
     def __init__(self, threads: int) -> None:
         context = _start_method()
@@ -46,62 +48,74 @@ class Worker:
         self.process: BaseProcess = context.Process(target=serve_jobs, args=(other, threads), daemon=True)
         self.process.start()
         other.close()
-        self.job: CellJob | None = None
+        self.jobs: dict[str, CellJob] = {}
 
     def begin(self, job: CellJob) -> None:
-        self.job = job
+        self.jobs[job.cell.key] = job
         self.link.send(job)
+
+    def room(self, lanes: int) -> int:
+        """Return how many more jobs it may run."""
+        alone = any(job.alone for job in self.jobs.values())
+        return 0 if alone else lanes - len(self.jobs)
 
 
 class WorkerPool:
-    """Run jobs in so many processes. A process that dies ends its own job alone, as crashed, and is replaced."""
+    """Run jobs in so many processes, `lanes` at a time in each. A process that dies ends its own jobs alone, and is replaced."""
 
-    def __init__(self, count: int, threads: int = 1) -> None:
-        self.threads = threads
-        self.count = count
+    def __init__(self, count: int, threads: int = 1, lanes: int = 1) -> None:
+        self.count, self.threads, self.lanes = count, threads, lanes
         self.workers: list[Worker] = []
 
-    def idle(self) -> int:
-        return self.count - sum(worker.job is not None for worker in self.workers)
+    def takes(self, job: CellJob) -> bool:
+        """Return whether a job can be started now."""
+        return len(self.workers) < self.count or self._free(job) is not None
 
     def submit(self, job: CellJob) -> None:
-        """Give a job to a process that is idle, or to a new one."""
-        worker = next((worker for worker in self.workers if worker.job is None), None)
-        if worker is None:
+        """Give a job to the process with the fewest, or to a new one."""
+        worker = self._free(job)
+        if len(self.workers) < self.count and (worker is None or worker.jobs):
             worker = Worker(self.threads)
             self.workers.append(worker)
+        assert worker is not None
         worker.begin(job)
+
+    def _free(self, job: CellJob) -> Worker | None:
+        free = [worker for worker in self.workers if worker.room(self.lanes) and not (job.alone and worker.jobs)]
+        return min(free, key=lambda worker: len(worker.jobs), default=None)
 
     def events(self, timeout: float = 1.0) -> Iterator[JobEvent]:
         """Iterate over what has happened since the last call, or within the timeout."""
-        links: dict[Any, Worker] = {worker.link: worker for worker in self.workers if worker.job is not None}
+        links: dict[Any, Worker] = {worker.link: worker for worker in self.workers if worker.jobs}
         for link in wait(list(links), timeout):
             worker = links[link]
             try:
-                yield from self._received(worker, worker.link.recv())
+                yield self._received(worker, worker.link.recv())
             except (EOFError, OSError):
-                yield self._replaced(worker)
+                yield from self._died(worker)
 
-    def _received(self, worker: Worker, message: tuple[str, Any]) -> Iterator[JobEvent]:
-        kind, value = message
-        job = worker.job
-        assert job is not None
-        if kind == "share":
-            yield JobEvent(job, value)
-            return
-        worker.job = None
+    def _received(self, worker: Worker, message: tuple[str, str, Any]) -> JobEvent:
+        kind, key, value = message
         if kind == "cannot store":
             raise CannotStore(value)
-        yield JobEvent(job, 1.0, value)
+        if kind == "share":
+            return JobEvent(worker.jobs[key], value)
+        return JobEvent(worker.jobs.pop(key), 1.0, value)
 
-    def _replaced(self, worker: Worker) -> JobEvent:
-        """Take out a process that has died, and record its cell as crashed."""
+    def _died(self, worker: Worker) -> Iterator[JobEvent]:
+        """Take out a process that has died. Its cell is recorded as crashed; if it had several, each is run again alone."""
         worker.process.join()
-        code, job = worker.process.exitcode, worker.job
-        assert job is not None
+        code = worker.process.exitcode
         self.workers.remove(worker)
         reason = f"its process ended by signal {-code}" if code and code < 0 else f"its process ended with code {code}"
-        return JobEvent(job, 1.0, crashed_record(job, reason))
+        if code == BROKEN_CARD:
+            reason = "the GPU reported an error"
+        several = len(worker.jobs) > 1
+        for job in worker.jobs.values():
+            if several:
+                yield JobEvent(job._replace(alone=True), 0.0, None, True)
+            else:
+                yield JobEvent(job, 1.0, crashed_record(job, reason))
 
     def close(self) -> None:
         """End all processes at once: what they were doing is lost, what was recorded is not."""
@@ -110,6 +124,7 @@ class WorkerPool:
         for worker in self.workers:
             worker.process.join(5)
             worker.link.close()
+        self.workers.clear()
 
 
 class SameProcess:
@@ -118,8 +133,8 @@ class SameProcess:
     def __init__(self) -> None:
         self.jobs: list[CellJob] = []
 
-    def idle(self) -> int:
-        return 1 - len(self.jobs)
+    def takes(self, job: CellJob) -> bool:  # noqa: ARG002 - pools are called alike
+        return not self.jobs
 
     def submit(self, job: CellJob) -> None:
         self.jobs.append(job)
@@ -141,26 +156,42 @@ def serve_jobs(link: Connection, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
+    try:
+        _serve(link)
+    except (EOFError, OSError):  # the parent has closed the connection
+        return
+    except BrokenCard:
+        os._exit(BROKEN_CARD)
+
+
+def _serve(link: Connection) -> None:
+    """Run all jobs that were received, a part of each in turn; wait where there is none."""
+    runs: list[JobRun] = []
     while True:
-        try:
+        while not runs or link.poll():
             job = link.recv()
-        except (EOFError, OSError):
-            return
-        link.send(_outcome(job, link))
+            runs.append(JobRun(job, _reporter(link, job.cell.key)))
+        for run in list(runs):
+            try:
+                record = run.advance()
+            except CannotStore as error:
+                link.send(("cannot store", run.job.cell.key, str(error)))
+                runs.remove(run)
+                continue
+            if record is not None:
+                runs.remove(run)
+                link.send(("record", run.job.cell.key, record))
 
 
-def _outcome(job: CellJob, link: Connection) -> tuple[str, Any]:
+def _reporter(link: Connection, key: str) -> ReportShare:
     sent = [0.0]
 
     def report(share: float) -> None:
         if share - sent[0] >= REPORT_EVERY:
             sent[0] = share
-            link.send(("share", share))
+            link.send(("share", key, share))
 
-    try:
-        return "record", run_job(job, report)
-    except CannotStore as error:
-        return "cannot store", str(error)
+    return report
 
 
 def _end_with_parent() -> None:

@@ -144,6 +144,10 @@ class Core(nn.Module):
             out.append(self.read(memory, q[:, :, one], place))
         return torch.cat(out, 2), memory
 
+    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        """What `scan` gives from an empty memory, where the memory is not needed afterwards."""
+        return self.scan(self.empty(k, v), q, k, v, places)[0]
+
 
 class Mixer(nn.Module):
     """Anything that mixes tokens, (b n w) -> (b n w): the whole interface between a model and attention.

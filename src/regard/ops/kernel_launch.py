@@ -39,6 +39,19 @@ def tensor_key(x: Tensor) -> tuple[Hashable, ...]:
     return x.shape, x.stride(), x.dtype
 
 
+def present_slots(present: Sequence[bool]) -> tuple[int, ...]:
+    """Return the slots of pointer parameters of which some get no tensor: those take the address of the first one.
+
+    The others take the tensors of a call in order.
+    """
+    given = 0
+    found = []
+    for there in present:
+        found.append(given if there else 0)
+        given += there
+    return tuple(found)
+
+
 class KernelLaunch:
     """A kernel with everything but its tensors.
 
