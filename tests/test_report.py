@@ -102,6 +102,12 @@ def test_rows_have_the_chosen_cells_and_the_lengths_from_which_they_win():
     assert found.tasks[0].best_floor == 0.25 and found.families == ["softmax", "sparse", "kernel", "sinkhorn"]
 
 
+def test_an_earlier_choice_of_the_learning_rate_does_not_count():
+    old = finished(record("task", "softmax", "softmax", 1e-2, 0, 0.5), 0)
+    row = compare_records([old, *some_records(1, ("task",))]).rows[0]
+    assert len(row.scores) == 2 and row.lr == 1e-3
+
+
 def scored(mixer, score, speed, metric="accuracy", **more):
     made = finished(record("task", mixer, "kernel", 1e-3, 0, 1.0), 0)
     made.test, made.test_count, made.metric = score, 10**5, metric
