@@ -77,7 +77,7 @@ def _family_style(comparison: Comparison) -> str:
 def _head(comparison: Comparison) -> str:
     cells, mixers = len(comparison.records), {row.mixer for row in comparison.rows}
     machine = ", ".join(f"{name} {value}" for name, value in comparison.made_with.items() if value is not None)
-    counts = f"{len(comparison.tasks)} tasks, {len(mixers)} mixers, {cells} cells. {machine}"
+    counts = f"Tasks: {len(comparison.tasks)}, mixers: {len(mixers)}, cells: {cells}. {machine}"
     return f"<header><h1>Comparison of attention mechanisms</h1><p class=quiet>{escape(counts)}</p></header>"
 
 
