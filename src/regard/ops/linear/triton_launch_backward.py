@@ -59,7 +59,8 @@ def launch_backward(
     x = run.x
     decay_grad = decay_grad and x.log_decay is not None
     last = _given_last(run, d_last, d_last_z)
-    own, dd = (None, None), None
+    own: tuple[Tensor | None, Tensor | None] = (None, None)
+    dd = None
     if x.q is not None:
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
