@@ -1,7 +1,8 @@
 """Compile the kernels of linear attention for a Hopper card that is not there: python tests/ahead.py [case ...].
 
 Without a case all are compiled. Launches are recorded on tensors without data, so that grids, constants and configurations are
-those of a card. A kernel that does not compile, or whose shared memory is larger than that of the card, is an error. Triton's interpreter sees neither.
+those of a card. A kernel that does not compile, or whose shared memory is larger than that of the card, is an error. Triton's
+interpreter sees neither.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Products inside of a tile of C tokens under a decay per feature, in Triton.
 
 exp(L_i - L_j) differs by feature, so it must be split between q_i and k_j. Where no feature decays by more than
-exp(LARGEST_SPREAD) in the tile, both factors are taken from the middle of the tile, and one product has all pairs. Elsewhere it is halved again and
-again: for a query in the second half of a block and a key in the first, both factors are at most 1 if they are taken apart at the
-last token of the first half. Every one of the log2(C) sizes of halves is one product of whole tiles with a mask; a token with
-itself has no decay. A token is in one half alone, so it needs one factor for each size. LEVEL points to L, the log decay from the
-start of the segment. No product is transposed but operands.
+exp(LARGEST_SPREAD) in the tile, both factors are taken from the middle of the tile, and one product has all pairs. Elsewhere it
+is halved again and again: for a query in the second half of a block and a key in the first, both factors are at most 1 if they
+are taken apart at the last token of the first half. Every one of the log2(C) sizes of halves is one product of whole tiles with
+a mask; a token with itself has no decay. A token is in one half alone, so it needs one factor for each size. LEVEL points to L,
+the log decay from the start of the segment. No product is transposed but operands.
 """
 
 import triton
