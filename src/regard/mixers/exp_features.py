@@ -207,10 +207,9 @@ class Performer(Estimator, _ExpFeatures):
 
     def _map(self) -> ExpMap:
         """The features as kernels compute them."""
-        bound = self.log_norm
-        if bound is None and self.max_norm is not None:
-            bound = self.directions.new_full((1,), math.log(self.max_norm))
-        return ExpMap(self._rows(), bound)
+        if self.max_norm is None:
+            return ExpMap(self._rows(), self.log_norm)
+        return ExpMap(self._rows(), self.directions.new_full((1,), math.log(self.max_norm)))
 
     def _fused(self, memory: ExpSums, x: Tensor, places: Places) -> bool:
         return exp_kernels_fit(x) and super()._fused(memory, x, places)

@@ -17,7 +17,7 @@ from regard.ops.triton_support import block_of, dot_precision, kernel_config, tr
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 WIDEST_TOKEN = 256  # coordinates
-QUERIES, RUNNING, GIVEN = 0, 1, 2  # what is subtracted from exponents
+_QUERIES, _RUNNING, _GIVEN = 0, 1, 2  # what is subtracted from exponents
 
 
 class ExpMap(NamedTuple):
@@ -57,13 +57,13 @@ def exponents(x: Tensor, directions: Tensor, most: Tensor | None) -> Tensor:
 
 def exp_query_features(x: Tensor, by: ExpMap) -> Tensor:
     """Return the softmax over features of queries x (b h n d), (b h n f)."""
-    return _ExpFunction.apply(x, by.log_norm, by.directions, None, None, None, None, QUERIES)[0]
+    return _ExpFunction.apply(x, by.log_norm, by.directions, None, None, None, None, _QUERIES)[0]
 
 
 def exp_key_features(x: Tensor, by: ExpMap, first: Tensor, valid: Tensor | None) -> KeyFeatures:
     """Return the features of keys x (b g n d) in units of the largest exponent up to each one; first (b g 1): that before."""
     own, maxima = _maxima(x, by, valid)
-    phi, log_decay, top = _ExpFunction.apply(x, by.log_norm, by.directions, first.detach(), own, maxima, valid, RUNNING)
+    phi, log_decay, top = _ExpFunction.apply(x, by.log_norm, by.directions, first.detach(), own, maxima, valid, _RUNNING)
     return KeyFeatures(phi, log_decay.unsqueeze(-1), top.unsqueeze(-1))
 
 
@@ -71,7 +71,7 @@ def exp_keys_at_once(x: Tensor, by: ExpMap, first: Tensor, valid: Tensor | None)
     """Return the features of keys x (b g n d) in units of the largest exponent of them and of `first` (b g 1), and that."""
     _, maxima = _maxima(x, by, valid)
     top = torch.maximum(first.detach().float(), maxima.amax(-1, keepdim=True))
-    return _ExpFunction.apply(x, by.log_norm, by.directions, top, None, None, valid, GIVEN)[0], top
+    return _ExpFunction.apply(x, by.log_norm, by.directions, top, None, None, valid, _GIVEN)[0], top
 
 
 class _Launch:
@@ -139,7 +139,7 @@ class _ExpFunction(torch.autograd.Function):
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         phi = torch.empty(run.b, run.h, run.n, run.f, dtype=dtype, device=x.device)
         top = run.new(run.n)
-        log_decay, last = (run.new(run.n), run.new()) if kind == RUNNING else (None, None)
+        log_decay, last = (run.new(run.n), run.new()) if kind == _RUNNING else (None, None)
         first = first.float().contiguous() if first is not None else None
         others = [top if t is None else t for t in (own, maxima, first, phi, top, log_decay, last)]
         exp_feature_forward[run.grid](
@@ -170,7 +170,7 @@ class _ExpFunction(torch.autograd.Function):
         d_norm = run.new(run.blocks)
         exp_feature_backward[run.grid](
             *run.inputs, top, grad, d_x, d_norm, *run.x.stride()[:3], *grad.stride()[:3], *run.numbers, *run.sizes,
-            SOFTMAX=ctx.kind == QUERIES, **run.constants,
+            SOFTMAX=ctx.kind == _QUERIES, **run.constants,
         )  # fmt: skip
         if log_norm is None or not ctx.needs_input_grad[1]:
             return d_x, None, *none
@@ -184,7 +184,7 @@ def _plain(x: Tensor, log_norm: Tensor | None, directions: Tensor, valid: Tensor
     if log_norm is not None:
         most = (2 * log_norm.to(wide.dtype)).exp().repeat_interleave(x.shape[1] // len(log_norm))[:, None, None]
     logs = exponents(wide, directions, most)
-    if kind == QUERIES:
+    if kind == _QUERIES:
         return torch.softmax(logs, -1)
     if valid is not None:
         logs = logs.masked_fill(~valid[:, None, :, None], -torch.inf)
