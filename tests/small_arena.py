@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +103,12 @@ class Raising(Softmax):
 class Diverging(Softmax):
     def answer(self, *args, **options):
         return super().answer(*args, **options) * torch.nan
+
+
+class Complaining(Softmax):
+    def answer(self, *args, **options):
+        warnings.warn("this is slow", stacklevel=1)
+        return super().answer(*args, **options)
 
 
 class Dying(Softmax):

@@ -1,6 +1,7 @@
 """A comparison: equal models, equal budgets, the best learning rate on validation, test scores once."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,13 @@ def test_what_a_mechanism_cannot_do_is_a_row_with_the_reason(tmp_path):
     rows = compare_records(records).rows
     assert rows[0].mixer == "softmax" and all(row.reason.startswith("refused: ") for row in rows[1:])
     assert CellStore(tmp_path).load(refused["fnet"].key).status == "refused"
+
+
+def test_warnings_are_in_the_record(tmp_path):
+    with pytest.warns(UserWarning, match="nothing"):  # the filter of the tests raises warnings that are not expected
+        warnings.warn("nothing", stacklevel=1)
+        records = run_grid(tmp_path, settings(mixers=["small_arena:Complaining"], rates=(1e-3,)))
+    assert records[0].settings["warnings"] == ["this is slow"]
 
 
 @pytest.mark.parametrize("name", ["first_token", "echo", "next_one", "pairs"])

@@ -43,7 +43,9 @@ def cell_costs(cell: Cell, task: ArenaTask, split: DeviceSplit) -> dict[str, Any
     if why := _why_not_decoded(cell, model):
         notes["decode_ms"] = why
     else:
-        costs |= _decoding(model, cell.length, device)
+        found, why = _decoding(model, cell.length, device)
+        costs |= found
+        notes |= {"decode_ms": why} if why else {}
     if step.note:
         notes["train_steps_per_s"] = step.note
     memory = "bytes of tensors that a training step allocates, beyond weights and optimizer"
@@ -161,8 +163,8 @@ def _why_not_decoded(cell: Cell, model: ComparedModel) -> str:
 
 
 @torch.no_grad()
-def _decoding(model: ComparedModel, length: int, device: torch.device) -> dict[str, Any]:
-    """Return the milliseconds of one token of one sequence behind a prompt, and the bytes of the state after all tokens."""
+def _decoding(model: ComparedModel, length: int, device: torch.device) -> tuple[dict[str, Any], str]:
+    """Return the milliseconds of one token of one sequence behind a prompt, the bytes of its state after all, and a note."""
     model.eval()
     decoder: Any = GraphedDecoder(model, room=length) if device.type == "cuda" else model
     count = min(DECODED, length // 2)
@@ -179,4 +181,10 @@ def _decoding(model: ComparedModel, length: int, device: torch.device) -> dict[s
     decode()
     times = [plain_time(decode, device, TIMED / 2) for _ in range(2)]
     _, state = model.extend(model.start(1), torch.cat([prompt, token.expand(1, count)], 1))
-    return {"decode_ms": 1e3 * min(times) / count, "state_bytes": held_bytes(state)}
+    return {"decode_ms": 1e3 * min(times) / count, "state_bytes": held_bytes(state)}, _refusal(decoder)
+
+
+def _refusal(decoder: Any) -> str:
+    """Return why decoding steps were not captured on a GPU, if they were not."""
+    refused = list(getattr(decoder, "refused", {}).values())
+    return f"not captured: {refused[0]}" if refused else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator
 from functools import lru_cache
 from pathlib import Path
@@ -65,9 +66,18 @@ class JobRun:
     def __init__(self, job: CellJob, report: ReportShare | None = None) -> None:
         self.job = job
         self.parts = _JOBS[job.kind](job, report)
+        self.warned: dict[str, None] = {}  # texts, each once
 
     def advance(self) -> CellRecord | None:
-        """Run the next part; returns the record behind the last one. Only CannotStore and BrokenCard are raised."""
+        """Run the next part; returns the record behind the last one, with all warnings. Raises CannotStore or BrokenCard."""
+        with warnings.catch_warnings(record=True) as caught:
+            record = self._advance()
+        self.warned |= dict.fromkeys(str(warning.message) for warning in caught)
+        if record is not None and self.warned:
+            record.settings["warnings"] = list(dict.fromkeys([*record.settings.get("warnings", []), *self.warned]))
+        return record
+
+    def _advance(self) -> CellRecord | None:
         try:
             next(self.parts)
         except StopIteration as end:
