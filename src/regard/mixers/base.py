@@ -75,7 +75,7 @@ class Core(nn.Module):
     joint: bool = False  # what a query gets depends on which other queries come with it
     operations: tuple[
         str, ...
-    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket"
+    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket", "pair"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -110,6 +110,10 @@ class Core(nn.Module):
     def empty(self, k: Tensor, v: Tensor) -> Any:
         """A memory that holds nothing, shaped after keys and values of any length."""
         raise NotImplementedError
+
+    def unwritten(self, k: Tensor, v: Tensor) -> Any:
+        """The same for one `push` or `scan`, after which it is not needed any more: it may share its elements."""
+        return self.empty(k, v)
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         """The memory with more tokens in it. Never changes what `memory` itself answers."""
@@ -146,7 +150,7 @@ class Core(nn.Module):
 
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """What `scan` gives from an empty memory, where the memory is not needed afterwards."""
-        return self.scan(self.empty(k[:, :, :0], v[:, :, :0]), q, k, v, places)[0]
+        return self.scan(self.unwritten(k, v), q, k, v, places)[0]
 
 
 class Mixer(nn.Module):
