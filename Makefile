@@ -1,7 +1,8 @@
 # make test      the whole suite on a fresh machine: makes .venv, installs, runs          (a few minutes on two cores);
 #                make test SLOWEST=20 also prints the twenty that took longest
+# make compare   mechanisms of every family on two generated tasks, into compare/: a table, a picture, a report (a few minutes)
 # make lint      ruff and mypy
-# make test-gpu  the laws on a CUDA device, with the python that has torch there
+# make test-gpu  the laws and the kernels on a CUDA device, with the python that has torch there; JOBS=8 with pytest-xdist
 # make bench     the growth, stream, peer and recall results, and the tables in the docs
 # make tables    what is generated: tables and the gallery of the docs, and the table of `regard list`
 # make mutants   breaks the library on purpose, one defect at a time: do the laws notice?
@@ -12,7 +13,7 @@ JOBS ?= 2
 # One thread a worker: two workers with two threads each would fight over two cores.
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: test lint test-gpu bench mutants tables clean
+.PHONY: test compare lint test-gpu bench mutants tables clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -23,14 +24,21 @@ $(VENV)/ready: pyproject.toml constraints.txt
 test: $(VENV)/ready
 	$(THREADS) $(PY) -m pytest -n $(JOBS) --dist worksteal $(if $(SLOWEST),--durations=$(SLOWEST))
 
+# Stopped and started again, it goes on from the cells that are there.
+compare: $(VENV)/ready
+	$(VENV)/bin/regard compare --out compare $(COMPARE)
+
 lint: $(VENV)/ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# Runs in whatever python has a CUDA torch and pytest: nothing is installed.
+# Runs in whatever python has a CUDA torch and pytest: nothing is installed. JOBS workers where that python has pytest-xdist.
+GPU_LAWS = laws precision limits positions padding states attend caches transforms
+GPU_KERNELS = backends triton_tiles linear_backends linear_kernels delta_triton bucket_backends pair_backends small_kernels kernel_launch decode_step graphed_step graphed_decoder nat_decoder
+GPU_WORKERS = $(shell python3 -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
 test-gpu:
-	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest -p no:cacheprovider -p no:benchmark tests/test_laws.py tests/test_precision.py tests/test_limits.py tests/test_positions.py tests/test_padding.py tests/test_states.py tests/test_attend.py tests/test_caches.py tests/test_transforms.py tests/test_backends.py tests/test_triton_tiles.py tests/test_linear_kernels.py tests/test_delta_triton.py tests/test_bucket_backends.py tests/test_decode_step.py
+	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest $(GPU_WORKERS) -rfE --tb=short -p no:cacheprovider -p no:benchmark $(patsubst %,tests/test_%.py,$(GPU_KERNELS) $(GPU_LAWS))
 
 bench: $(VENV)/ready
 	$(PY) benchmarks/growth.py

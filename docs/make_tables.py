@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from els
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import house
+import tables_arena
 import tables_features
 import tables_speed
 import tables_tasks as real
@@ -188,6 +189,7 @@ def decode_step(made: Made) -> str:
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "DESIGN.md": {"files": files},
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
+    "docs/arena.md": {"arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors"))},
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),

@@ -107,6 +107,8 @@ def main() -> None:
         for text, compute in delta_calls(whole):
             try:
                 compute()
+                if whole:
+                    print(f"compiled: {text}", flush=True)  # noqa: T201
             except Exception as error:  # noqa: BLE001 - Triton's errors have no common class
                 failed += 1
                 print(f"{launched[-1]} does not compile: {text}\n{error}", flush=True)  # noqa: T201

@@ -20,9 +20,11 @@ from pathlib import Path
 
 from mutants_arena import ARENA
 from mutants_bench import BENCH
+from mutants_compare import COMPARE
 from mutants_compiled import COMPILED
 from mutants_launches import LAUNCHES
 from mutants_models import MODELS
+from mutants_report import REPORT
 from mutants_training import TRAINING
 from regard.catalogue import CATALOGUE
 
@@ -40,6 +42,8 @@ WORDS = {  # by a part of the path: what the names of the tests contain that run
     "ops/linear": "linear or retention or gla or performer",
     "ops/delta": "delta",
     "ops/bucket": "reformer or routing",
+    "ops/pair": "additive or relu or synthesizer",
+    "ops/balance": "sinkhorn",
     "ops/edge": "gat or edge or graph",
     "ops/dropout_hash": "dropout or drops",
     "positions/": "position or alibi or rotary or relative",
@@ -113,9 +117,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        pass\n",
     ),
     "relu counts padding among the visible keys": (
-        R + "mixers/softmax.py",
-        "seen.sum(-1, keepdim=True).to(weights.dtype)",
-        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(weights.dtype)",
+        R + "ops/pair/torch.py",
+        "seen.sum(-1, keepdim=True).to(s.dtype)",
+        "torch.full_like(seen.sum(-1, keepdim=True), seen.shape[-1]).to(s.dtype)",
     ),
     # causal asked, something else done
     "tiles ignore causal": (R + "ops/tile/tile_op.py", "p & Causal() if causal else p", "p"),
@@ -125,9 +129,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            pass\n",
     ),
     "strips ignore causal": (
-        R + "mixers/softmax.py",
-        "            if causal:\n                past = distance >= 0\n",
-        "            if False:\n                past = distance >= 0\n",
+        R + "ops/pair/torch.py",
+        "    if not call.causal:\n        return seen\n",
+        "    if True:\n        return seen\n",
     ),
     "a kernel scan sees one token ahead": (R + "ops/linear/torch.py", ".triu(1)", ".triu(2)"),
     "a kernel scan forgets the newest token": (R + "ops/linear/torch.py", ".triu(1)", ".triu(0)"),
@@ -326,13 +330,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "scores without their scale": (R + "mixers/softmax.py", "        return d**-0.5\n", "        return 1.0\n"),
     "random features are drawn anew in every pass": (
         R + "mixers/exp_features.py",
-        "        x = x * x.shape[-1] ** -0.25\n",
-        "        self.redraw(int(torch.randint(1000, ())))\n        x = x * x.shape[-1] ** -0.25\n",
+        "        return exponents(x, self._rows(), self._most(x))\n",
+        "        self.redraw(int(torch.randint(1000, ())))\n        return exponents(x, self._rows(), self._most(x))\n",
     ),
     "long queries and keys keep their length": (
         R + "mixers/exp_features.py",
-        "if (most := self._most(x)) is not None:",
-        "if (most := None):",
+        "return exponents(x, self._rows(), self._most(x))",
+        "return exponents(x, self._rows(), None)",
     ),
     "a sum of waves may be as small as it likes": (
         R + "mixers/linear_attention.py",
@@ -381,7 +385,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            rows = normalize(before + sums, dim=-1, eps=1e-6)\n",
     ),
     "a block's share is balanced against later ones": (
-        R + "mixers/sinkhorn.py",
+        R + "ops/balance.py",
         "        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]\n",
         "        taken = shares.sum(-2, keepdim=True) - shares\n",
     ),
@@ -453,7 +457,9 @@ def all_of_them() -> dict[str, tuple[str, str, str, str]]:
         **COMPILED,
         **LAUNCHES,
         **BENCH,
+        **COMPARE,
         **ARENA,
+        **REPORT,
     }
     return {**others, **{name: (*mutant, SUITE) for name, mutant in MUTANTS.items()}}
 

@@ -126,6 +126,31 @@ def test_splits_share_nothing_and_repeat(text):
     assert rows(other) != keys[1]
 
 
+def test_splits_are_kept_on_disk_whole_or_not_at_all(tmp_path, monkeypatch, small):
+    """Read back bit by bit; another seed is another file; a damaged file is refused; a failed write leaves nothing."""
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "kept"))
+    task = arena_task(SMALL)
+    made = task.examples("val")
+    (path,) = (tmp_path / "kept").iterdir()
+    monkeypatch.setattr(listops.ListOps, "draws", lambda *_: pytest.fail("the split was drawn again"))
+    again = task.examples("val")
+    for found in (made, again):
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], small["val"][:3], strict=True))
+        assert {name: x.tolist() for name, x in found.slices.items()} == {n: x.tolist() for n, x in small["val"].slices.items()}
+    monkeypatch.undo()
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "kept"))
+    assert rows(arena_task(SMALL.replace("train=300", "train=300, seed=2")).examples("val")) != rows(made)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.raises(ValueError, match=rf"{path} cannot be read .*: delete it, and it is made again"):
+        task.examples("val")
+    path.unlink()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        task.examples("val")
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
 def test_too_few_different_trees_end_in_a_sentence():
     task = arena_task("listops(length=6, shortest=3, depth=2, arguments=2, train=10000, val=10, test=10)")
     with pytest.raises(ValueError, match=r"has no 10,000 different examples .*: \d+ were found"):

@@ -234,11 +234,19 @@ def test_thresholds_and_nearest_means():
     assert trivial_floors.threshold(scores, labels, torch.tensor([0.24, 0.26, 0.05]), torch.tensor([0, 1, 0])) == 1
     assert trivial_floors.threshold(-scores, labels, torch.tensor([-0.24, -0.26, -0.05]), torch.tensor([0, 1, 0])) == 1
     assert trivial_floors.threshold(torch.ones(4), torch.tensor([1, 1, 1, 0]), torch.ones(2), torch.tensor([1, 0])) == 0.5
+    assert trivial_floors.threshold(torch.ones(3), torch.tensor([0, 0, 1]), torch.ones(2), torch.tensor([0, 0])) == 1
     mixed = torch.tensor([0, 1, 0, 1, 1, 1, 1])
     assert trivial_floors.threshold(torch.arange(7.0), mixed, torch.arange(7.0), mixed) == pytest.approx(6 / 7)
     x = torch.tensor([[0.0, 0.0], [0.0, 2.0], [5.0, 1.0]])
     near = trivial_floors.nearest_mean(x, torch.tensor([0, 0, 1]), torch.tensor([[2.0, 1.0], [3.0, 1.0]]), torch.tensor([0, 1]))
     assert near == 1
+
+
+def test_naive_bayes_counts_a_token_once():
+    tokens, lengths = torch.tensor([[1, 2, 0, 0]] * 3 + [[3, 2, 0, 0]] * 2), torch.full((5,), 2)
+    train = Examples(tokens, torch.tensor([0, 0, 0, 1, 1]), lengths)
+    test = Examples(torch.tensor([[1, 3, 3, 3], [3, 3, 9, 9]]), torch.tensor([0, 1]), torch.tensor([4, 2]))
+    assert trivial_floors.token_bayes(train, test, 1, buckets=1 << 19) == 1
 
 
 REAL = Path(os.environ.get("REGARD_DATA") or "/nowhere")

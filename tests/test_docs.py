@@ -6,11 +6,16 @@ In this process, where torch is imported already; one block shows that a fresh p
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from regard.cli import app
+from regard.compare.cell_store import CellStore
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -41,10 +46,31 @@ def test_examples_run_say_something_and_draw_it(path, tmp_path, monkeypatch, cap
 
 
 def test_the_documents_name_files_that_exist():
-    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/training.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/training.md", "docs/compare.md"):
         text = (ROOT / name).read_text()
         found = re.findall(r"`((?:src|tests|benchmarks|results|docs|examples|mixers|kernels)/[\w/.]*)`", text)
         found += re.findall(r"\]\(([\w/.]+)\)", text)
         bases = (ROOT, ROOT / "src" / "regard", ROOT / "docs")
         missing = [path for path in found if not any((base / path).exists() for base in bases)]
         assert missing == [], name
+
+
+def test_the_examples_of_the_page_about_comparisons_run(tmp_path, monkeypatch):
+    """docs/compare.md: a mechanism and a task of your own, as they are printed there."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    mechanism, task = blocks("docs/compare.md")
+    assert len(task.splitlines()) < 40
+    (tmp_path / "mymixers.py").write_text(mechanism)
+    (tmp_path / "mytask.py").write_text(task)
+    lines = [shlex.split(line) for line in re.findall(r"^\$ regard compare (.*?)(?:#.*)?$", page, re.MULTILINE)]
+    own = next(line for line in lines if "mytask.py" in line)
+    mixers = next(line for line in lines if "mymixers:Average" in " ".join(line))
+    monkeypatch.chdir(tmp_path)
+    chosen = [*own[: own.index("--mixers")], *mixers, "--budget", "2", "--lr", "1e-3"]
+    given = ["compare", *chosen, "--set", "evaluations=1", "--jobs", "0", "--lengths", "none", "--device", "cpu", "--out", "out"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    records = CellStore(tmp_path / "out").records()
+    assert sorted(record.mixer for record in records) == ["mymixers:Average", "mymixers:Average(sharpness=2.0)", "softmax"]
+    assert all(record.final and record.task == "first_mark(length=64)" for record in records)
+    assert {record.family for record in records} == {"own", "softmax"}

@@ -19,6 +19,7 @@ from regard.mixers.base import Can, Core, Dims, Places, pool_tokens, select
 
 LENGTHS = (4096, 16384)  # that the growth of cost is measured between: four times as long; half of both where cost is linear
 DENSE = ("softmax", "additive", "relu")  # which score all pairs at every length: a quarter
+STEPWISE = ("compressed",)  # whose buffers are a third too large at some lengths: growth is seen over more of them
 UNCOUNTED = {"identity", "fnet"}  # no product of matrices: a copy, and a Fourier transform that no counter counts
 SILENT = {"identity": ("q.", "k.")}  # the control row has queries and keys like all others, and ignores them
 
@@ -294,7 +295,8 @@ def test_cost_grows_as_claimed(case):
 
 @conftest.claiming(Can.STREAM, causal=True)
 def test_memory_grows_as_claimed(case):
-    most = 2048 if case.example.memory and case.row.name not in DENSE else 1024  # what does not grow is seen sooner
+    growing = 2048 if case.row.name in STEPWISE else 1024
+    most = growing if case.example.memory else 512  # what does not grow is seen sooner
     m, x, size = case.build(causal=True, max_len=most), data(most, b=1), {}
     with torch.no_grad():
         state = m.start(1)

@@ -185,7 +185,7 @@ def test_compiled_training_runs_eagerly_or_refuses():
     up = data(9, seed=5)
     close(torch.autograd.grad(y, x, up)[0], torch.autograd.grad(made(x), x, up)[0])
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="reversible"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="training of reversible stacks"):
         torch.compile(made, backend="aot_eager", fullgraph=True)(x)
     torch._dynamo.reset()
     with torch.no_grad():

@@ -284,7 +284,7 @@ def test_without_a_device_the_command_refuses():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, step, not 'tiles'"),
+        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, pair, step, not 'tiles'"),
         (("--kernels", " , "), "--kernels names nothing: write for example --kernels tile,linear"),
         (("--width", "63"), "width must be one of 16, 32, 64, 128, 256, not '63'"),
         (("--dtype", "fp64"), "dtype must be one of bf16, fp16, fp32, not 'fp64'"),

@@ -88,7 +88,7 @@ def _over_limit(kept: OrderedDict[Hashable, Any], size: Callable[[Any], int]) ->
 def signature_cache(make: CachedFunction) -> CachedFunction:
     """Decorate make(key, *more), whose result depends on the key alone: made once, kept for the newest keys.
 
-    For results that hold no large tensors, such as prepared launches of kernels. A hit takes no lock.
+    For results such as prepared launches of kernels; `size`, if they have it, counts the numbers they hold. A hit takes no lock.
     """
     kept: dict[Hashable, Any] = {}
     build = outlives_tracing(make)
@@ -100,7 +100,7 @@ def signature_cache(make: CachedFunction) -> CachedFunction:
             found = build(key, *more)
             with _cache_lock:
                 kept[key] = found
-                if len(kept) > MAX_SIGNATURES:
+                while len(kept) > MAX_SIGNATURES or (len(kept) > 1 and sum(map(_held, kept.values())) > MAX_ELEMENTS):
                     del kept[next(iter(kept))]
         return found
 
@@ -108,6 +108,10 @@ def signature_cache(make: CachedFunction) -> CachedFunction:
     register_cache(kept.clear)
     _by_signature.append(kept)
     return cached  # type: ignore[return-value]
+
+
+def _held(result: Any) -> int:
+    return getattr(result, "size", 0)
 
 
 def forget_signatures() -> None:

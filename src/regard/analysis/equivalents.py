@@ -10,20 +10,27 @@ from torch.nn.functional import pad
 
 from regard.blocks.feedforward import ACTIVATIONS, FeedForward
 from regard.mixers.attend import attend
-from regard.mixers.base import Dims
-from regard.mixers.softmax import _Strips, softmax_of_seen
+from regard.mixers.base import Can, Dims, Places
+from regard.mixers.kv_cache import CachedCore, KVCache
+from regard.mixers.pattern_attention import expand_heads
+from regard.ops.budget import budget
+from regard.ops.pair.torch import softmax_of_seen
+from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import accumulator
 
 SHARP = 40.0  # e^-40 is 4e-18: all pixels but the target have weights below the rounding of float64
 
 
-class Offsets(_Strips):
+class Offsets(CachedCore):
     """Attend with each head to one fixed offset from the query: scores depend on relative position alone.
 
     s_ij = -sharpness_h |p_j - p_i - offset_h|^2, A = softmax(s). Queries and keys are the positions p themselves, (b h n axes).
     This is u_h . (|x|^2, x) with x = p_j - p_i, the quadratic encoding of the paper, and a number that all j share.
     Cost: n^2 e, a strip of queries at a time: never n^2 in memory. Cordonnier et al. 2020, arXiv:1911.03584.
     """
+
+    can = Can.CROSS | Can.PADDING
+    positional = False
 
     def __init__(self, dims: Dims, offsets: Tensor, *, sharpness: float = SHARP) -> None:
         super().__init__(dims)
@@ -37,22 +44,26 @@ class Offsets(_Strips):
         every = torch.full_like(offsets[:, 0], sharpness)
         self.sharpness = nn.Parameter(every)
 
-    def depth(self) -> int:
-        return 2 * self.dims.d  # a difference and its square, per axis
+    def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:  # noqa: ARG002 - it is never causal
+        acc = accumulator(q.dtype)
+        k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
+        valid = log.places.valid
+        seen = None if valid is None else valid[:, None, None]
 
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        offset = self.offset.to(q.dtype)
-        return q + offset[:, None], k  # the target of each head and query
+        def strip(targets: Tensor) -> tuple[Tensor]:
+            return (softmax_of_seen(self._scores(targets, k), seen) @ v,)
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        targets = q.to(acc) + self.offset.to(acc)[:, None]  # of each head and query
+        each = 2 * q.shape[-1] * q.shape[0] * q.shape[1] * k.shape[2]  # a difference and its square, per axis
+        out = in_strips(strip, (targets,), 2, each, room=budget(q.device).softmax_strip)[0]
+        return out.to(log.v.dtype)
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         far = q.new_zeros(())
         for here, there in zip(q.unbind(-1), k.unbind(-1), strict=True):  # axes: differences are exact in any precision
             far = far + (there[:, :, None] - here[..., None]).square()
         sharpness = self.sharpness.to(q.dtype)
         return far * -sharpness[:, None, None]
-
-    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        return softmax_of_seen(s, seen)
 
 
 class ConvAttention(nn.Module):

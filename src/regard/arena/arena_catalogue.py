@@ -9,8 +9,20 @@ from regard.options import parse_options
 
 ARENA: dict[str, str] = {  # name -> module:class
     "image": "regard.arena.image_pixels:ImagePixels",
+    "induction": "regard.arena.induction:Induction",
     "listops": "regard.arena.listops:ListOps",
+    "mad_compression": "regard.arena.mad_memory:MadCompression",
+    "mad_fuzzy_recall": "regard.arena.mad_recall:MadFuzzyRecall",
+    "mad_memorization": "regard.arena.mad_memory:MadMemorization",
+    "mad_noisy_recall": "regard.arena.mad_recall:MadNoisyRecall",
+    "mad_recall": "regard.arena.mad_recall:MadRecall",
+    "mad_selective_copy": "regard.arena.mad_memory:MadSelectiveCopy",
+    "mixed_recall": "regard.arena.recall:MixedRecall",
+    "papers": "regard.arena.papers:Papers",
+    "pathfinder": "regard.arena.pathfinder:Pathfinder",
+    "recall": "regard.arena.recall:Recall",
     "retrieval": "regard.arena.retrieval:Retrieval",
+    "selective_copy": "regard.arena.selective_copy:SelectiveCopy",
     "text": "regard.arena.text_bytes:TextBytes",
 }
 

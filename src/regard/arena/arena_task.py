@@ -40,6 +40,7 @@ class ArenaModel:
     dropout: float = 0.0
     gated: bool = False  # SwiGLU instead of GELU
     conv: int = 0  # kernel of a short causal convolution before each mixer, 0: none
+    bottleneck: bool = False  # all targets are read from the last vector, each by its position: an auto-encoder
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
+from regard.arena.split_cache import cached_split
 from regard.options import check_positive
 
 DRAW_ORDER: tuple[ExamplesPart, ...] = ("test", "val", "train")  # the small splits need not wait for the large one
@@ -40,17 +41,29 @@ class GeneratedTask(ArenaTask):
 
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split; its examples differ from each other and from those of the other splits."""
-        return self.first_examples(part, getattr(self, part))
+        return cached_split(f"{self} {part}", lambda: self.first_examples(part, getattr(self, part)))
 
     def first_examples(self, part: ExamplesPart, count: int) -> Examples:
         """Return the first examples of a split, without drawing the others of it."""
+        if part not in DRAW_ORDER:
+            raise ValueError(f"a split is one of {', '.join(DRAW_ORDER)}, not {part!r}")
+        return self._drawn(part, count)[part]
+
+    def train_and_test(self, most: int) -> tuple[Examples, Examples]:
+        """Return the first examples of train, at most so many, and all of test: what floors are fitted to and scored on."""
+        found = self._drawn("train", min(most, self.train))
+        return found["train"], found["test"]
+
+    def _drawn(self, last: ExamplesPart, count: int) -> dict[ExamplesPart, Examples]:
+        """Draw splits up to one of them, and so many examples of that."""
         taken: set[bytes] = set()
+        found: dict[ExamplesPart, Examples] = {}
         for number, name in enumerate(DRAW_ORDER):
             stream = self.draws(np.random.default_rng([self.seed, number]))
-            if name == part:
-                return distinct_examples(stream, count, taken, str(self))
-            distinct_examples(stream, getattr(self, name), taken, str(self))
-        raise ValueError(f"a split is one of {', '.join(DRAW_ORDER)}, not {part!r}")
+            found[name] = distinct_examples(stream, count if name == last else getattr(self, name), taken, str(self))
+            if name == last:
+                break
+        return found
 
 
 def distinct_examples(stream: Iterable[Examples], count: int, taken: set[bytes], name: str) -> Examples:

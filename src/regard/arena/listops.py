@@ -75,8 +75,7 @@ class ListOps(GeneratedTask):
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, that of the root operator, and readers of the first levels alone."""
-        train = self.first_examples("train", min(self.train, FLOOR_EXAMPLES))
-        test = self.examples("test")
+        train, test = self.train_and_test(FLOOR_EXAMPLES)
         found = {
             "most frequent label": most_frequent(train.targets, test.targets),
             "most frequent label of the root operator": label_by_value(train, test, "operator"),

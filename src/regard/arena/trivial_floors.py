@@ -75,7 +75,8 @@ def _gram_cells(examples: Examples, order: int, buckets: int) -> Iterator[np.nda
     """Iterate over the cells of the n-grams of each sequence, without repeats."""
     assert examples.lengths is not None
     last = np.zeros(buckets, np.int64)  # place of each cell in a sequence
-    for row, length in zip(examples.tokens.numpy(), examples.lengths.tolist(), strict=True):
+    for tokens, length in zip(examples.tokens.numpy(), examples.lengths.tolist(), strict=True):
+        row = tokens.astype(np.uint32)
         grams = np.zeros(max(length - order + 1, 0), np.uint32)
         for shift in range(order):
             grams = grams * np.uint32(257) + row[shift : shift + len(grams)]

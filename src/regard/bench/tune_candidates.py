@@ -93,6 +93,20 @@ BUCKETS: Candidates = {
     "bucket_key_grads": tiles("BN", "BM", (*_BACKWARD, *_SMALL)),
 }
 
+_LONG = ((128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3))  # of sequences without a window
+PAIRS: Candidates = {
+    "pair_forward": tiles("BM", "BN", (*_FORWARD, *_LONG)),
+    "pair_query_grads": tiles("BM", "BN", (*_BACKWARD, *_LONG)),
+    "pair_key_grads": tiles("BN", "BM", (*_BACKWARD, *_LONG)),
+    "pair_table_grads": tiles("BM", "BN", (*_BACKWARD, *_LONG)),
+}
+_LANES = ((128, 16, 4, 1), (128, 32, 4, 1), (128, 64, 4, 1), (256, 16, 8, 1), (256, 32, 8, 1), (64, 32, 2, 1), (64, 64, 2, 1))
+ADDITIVE: Candidates = {  # own tokens along the lanes: 32 for every warp
+    "additive_forward": tiles("BM", "BN", _LANES),
+    "additive_query_grads": tiles("BM", "BN", _LANES),
+    "additive_key_grads": tiles("BN", "BM", _LANES),
+}
+
 WINDOW_STEP: Candidates = {"window_step": grid(BM=(32, 64, 128, 256, 512), num_warps=(4, 8, 16))}
 LINEAR_STEP: Candidates = {"linear_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
 DELTA_STEP: Candidates = {"delta_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}

@@ -20,9 +20,10 @@ from regard.ops.delta.delta_op import delta_rule
 from regard.ops.delta.unit_features import unit_features
 from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
+from regard.ops.pair.pair_op import PairCall
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
 from regard.patterns import Pattern
-from regard.patterns.tiles import Span
+from regard.patterns.tiles import Span, ceil_div
 
 KERNELS = "triton"  # the backend whose configurations are tuned
 STEP_BATCHES = (1, 32)
@@ -203,6 +204,37 @@ def _bucket_labels(shape: TuneShape) -> list[TunePass]:
     return [_bucket_pass(shape, 4, 32, True), _bucket_pass(shape, 1, 16, False)]
 
 
+def _pair_pass(call: PairCall, names: Sequence[str]) -> TunePass:
+    """Return a call of all pairs with gradients of some of its fields."""
+    backend = choose_backend("pair", KERNELS, call)
+    inputs = [getattr(call, name) for name in names]
+    return _trained(lambda *x: backend.forward(call._replace(**dict(zip(names, x, strict=True)))), inputs)
+
+
+def _all_pairs(shape: TuneShape) -> list[TunePass]:
+    """Return relu weights, causal and not, a table, and factors."""
+    q, k, v = shape.tokens_of(3)
+    scale = shape.width**-0.5
+    relu = PairCall(q, k, v, norm="sum", scale=scale)
+    table = torch.randn(shape.heads, shape.length, shape.length, device=shape.device).to(shape.type)
+    columns = ceil_div(shape.length, shape.width)
+    x, y = shape.uniform(shape.length, columns), shape.uniform(shape.length, shape.width)
+    made = PairCall(q[..., :0], k[..., :0], v, causal=True)
+    return [
+        _pair_pass(relu, "qkv"),
+        _pair_pass(relu._replace(causal=True, norm="count"), "qkv"),
+        _pair_pass(made._replace(table=table), ("v", "table")),
+        _pair_pass(made._replace(x=x, y=y), "vxy"),
+    ]
+
+
+def _additive_pairs(shape: TuneShape) -> list[TunePass]:
+    few = replace(shape, tokens=shape.length)
+    q, k, v = few.tokens_of(3)
+    w = torch.randn(shape.heads, shape.width, device=shape.device)
+    return [_pair_pass(PairCall(q.float(), k.float(), v, w, causal=True), "qkvw")]
+
+
 def _of_batch(shape: TuneShape, batch: int) -> TuneShape:
     return replace(shape, tokens=batch, length=1)
 
@@ -263,6 +295,8 @@ TUNE_CASES = (
     TuneCase("delta", "delta rule", tried.DELTA_RULE, _delta_rules),
     TuneCase("delta", "vectors of length 1", tried.UNIT_FEATURES, _unit_vectors),
     TuneCase("bucket", "hashes and clusters", tried.BUCKETS, _bucket_labels),
+    TuneCase("pair", "relu, tables and factors", tried.PAIRS, _all_pairs),
+    TuneCase("pair", "additive", tried.ADDITIVE, _additive_pairs),
     TuneCase("step", "window", tried.WINDOW_STEP, _window_steps),
     TuneCase("step", "linear attention", tried.LINEAR_STEP, _linear_steps),
     TuneCase("step", "delta rule", tried.DELTA_STEP, _delta_steps),

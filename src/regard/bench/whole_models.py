@@ -101,6 +101,12 @@ def _measured_model(request: ModelRequest, job: ModelJob, batch: int) -> Measure
 
 def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[[], None]:
     """Forward and backward pass of a model on random bytes: cross entropy of the next one, or the mean square of an encoding."""
+    model, loss = whole_model(request, job, batch)
+    return gradient_pass(model, loss)
+
+
+def whole_model(request: ModelRequest, job: ModelJob, batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Build a model on its device, and the forward pass on random bytes that gives its loss."""
     torch.manual_seed(request.seed)
     device = torch.device(request.device)
     with device:
@@ -108,12 +114,20 @@ def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[
     model.train()
     data = torch.randint(VOCABULARY, (batch, job.n), device=device)
     run: Any = torch.compile(model) if job.compiled else model
+
+    def loss() -> Tensor:
+        with mixed_precision(request):
+            return _loss(job.kind, run(data), data)
+
+    return model, loss
+
+
+def gradient_pass(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return a forward and backward pass; gradients of all weights are computed and stored nowhere."""
     weights = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
-        with mixed_precision(request):
-            loss = _loss(job.kind, run(data), data)
-        torch.autograd.grad(loss, weights, allow_unused=True)
+        torch.autograd.grad(loss(), weights, allow_unused=True)
 
     return step
 

@@ -47,7 +47,7 @@ class ReversibleStack(Stack):
         x, places = self._tokens(x, valid)
         weights = [p for p in self.blocks.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and (x.requires_grad or weights):
-            streams = _reversibly(self, x, places, weights)
+            streams = self._reversibly(x, places, weights)
         else:
             streams = self.run(x, places)
         return self._mean(streams, x, places.valid)
@@ -80,6 +80,14 @@ class ReversibleStack(Stack):
             two = two + _channel(block, one, places, x.dtype)
         return one, two
 
+    def _reversibly(self, x: Tensor, places: Places, weights: list[nn.Parameter]) -> TensorPair:
+        """Compute the same so that the backward pass runs backwards: random numbers are restored, which no graph can hold."""
+        if torch.compiler.is_dynamo_compiling():
+            from regard.ops.uncompiled import uncompiled  # it loads the compiler
+
+            return uncompiled(_Reversible.apply, self, x, places, *weights)
+        return _Reversible.apply(self, x, places, *weights)
+
     def _mean(self, streams: TensorPair, x: Tensor, valid: Tensor | None) -> Tensor:
         mean = (streams[0] + streams[1]) / 2
         return self._finish(mean.to(x.dtype), valid)
@@ -95,11 +103,6 @@ def _channel(block: Block, x: Tensor, places: Places, dtype: torch.dtype) -> Ten
     y = block.channel(block.channel_norm(x.to(dtype)))
     y = block.drop(y).to(x.dtype)
     return mask_padding(y, places.valid)
-
-
-@torch.compiler.disable(reason="a reversible stack restores random numbers and inverts itself, which no graph can hold")
-def _reversibly(stack: ReversibleStack, x: Tensor, places: Places, weights: list[nn.Parameter]) -> TensorPair:
-    return _Reversible.apply(stack, x, places, *weights)
 
 
 class _Reversible(torch.autograd.Function):

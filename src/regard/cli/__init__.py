@@ -1,5 +1,5 @@
-"""The command line: mechanisms (`list`, `show`, `bench`), kernels (`tune`), tasks and training (`tasks`, `train`), trained runs
-(`evaluate`, `predict`, `distil`).
+"""The command line: mechanisms (`list`, `show`, `bench`, `advise`, `compare`), kernels (`tune`), tasks and training (`tasks`,
+`train`), trained runs (`evaluate`, `predict`, `distil`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from regard._version import version
+from regard.cli.advise_command import advise
 from regard.cli.bench_command import bench
+from regard.cli.compare_command import compare
 from regard.cli.console import aside, plain_warnings, screen
 from regard.cli.infer import distil, evaluate, predict
 from regard.cli.mechanisms import list_, show
@@ -65,5 +67,5 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
 
 
 app.command("list")(list_)
-for _command in (show, bench, tune, tasks, train, evaluate, predict, distil):
+for _command in (show, bench, advise, compare, tune, tasks, train, evaluate, predict, distil):
     app.command()(_command)

@@ -44,6 +44,13 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
     os._exit(128 + number)
 
 
+def ignore_signals() -> None:
+    """Ignore those signals that are handled here, from now on: the command is about to end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _raise:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def handled_signals() -> Iterator[None]:
     """Take signals that do what Python does by itself: those that are ignored, or that have another handler, stay as they are."""

@@ -13,7 +13,7 @@ from regard.cli.console import columns, one_of, progress_reporter, screen, sente
 if TYPE_CHECKING:
     from regard.bench.tune import PlannedKernel, Settings, Trial, TuneRequest, TuneRow
 
-KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "step")
+KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "pair", "step")
 TUNED_TYPES = ("bf16", "fp16", "fp32")
 HEAD_SIZES = ("16", "32", "64", "128", "256")
 EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}

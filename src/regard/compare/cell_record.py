@@ -67,7 +67,7 @@ class CellRecord:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> CellRecord:
-        """Read a record, or raise a ValueError that says what is wrong with it."""
+        """Read a record, or raise a ValueError with what is wrong with it."""
         allowed = {f.name for f in fields(CellRecord)}
         needed = {"key", "task", "mixer", "family", "lr", "seed", "status", "format"}
         if missing := sorted(needed - data.keys()):

@@ -177,7 +177,7 @@ class Attention(Mixer):
             if self._watched:
                 core.watch(q, k, places.valid)
             if self.dims.causal:
-                y, _ = core.scan(core.unwritten(k, v), q, k, v, places)
+                y = core.scan_all(q, k, v, places)
             else:
                 y = core.read(core.push(core.unwritten(k, v), k, v, places), q, places)
         return self._project(y, x)

@@ -75,7 +75,7 @@ class Core(nn.Module):
     joint: bool = False  # what a query gets depends on which other queries come with it
     operations: tuple[
         str, ...
-    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket"
+    ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket", "pair"
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -147,6 +147,10 @@ class Core(nn.Module):
             memory = self.push(memory, k[:, :, one], v[:, :, one], place)
             out.append(self.read(memory, q[:, :, one], place))
         return torch.cat(out, 2), memory
+
+    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        """What `scan` gives from an empty memory, where the memory is not needed afterwards."""
+        return self.scan(self.unwritten(k, v), q, k, v, places)[0]
 
 
 class Mixer(nn.Module):

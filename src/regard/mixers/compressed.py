@@ -10,14 +10,13 @@ from torch.nn.functional import pad
 
 from regard.checks import need
 from regard.mixers.base import Core, Dims, Places
-from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache, WriteCursor, with_spare_room
 from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
 from regard.ops.strip import in_strips
-from regard.ops.tile.tile_op import HeadPatterns, tile_attention
+from regard.ops.tile.tile_op import HeadPatterns, accumulator, tile_attention
 from regard.patterns import Blocks, Everything
 from regard.patterns.tiles import Span
 
@@ -223,21 +222,29 @@ class Compressed(Core):
         else:
             k, v = (x.masked_fill(~real[:, None, :, None], 0) for x in (k, v))
             count = pad(real, (0, missing)).unflatten(1, (strides, rate)).sum(2)
-        scale = None
+        scale, acc = None, accumulator(k.dtype)
         if real is not None:
-            scale = rate / count.clamp_min(1).to(upcast(k).dtype)
+            scale = rate / count.clamp_min(1).to(acc)
         found = []
         for x, kernel in ((k, self.kernel_k), (v, self.kernel_v)):
-            y = upcast(x)
+            y = x if kernel.dim() == 2 else x.to(acc)
             if missing:
                 y = pad(y, (0, 0, 0, missing))
             y = y.unflatten(2, (strides, rate))
-            form = "gu,bgsux->bgsx" if kernel.dim() == 2 else "guxy,bgsux->bgsy"
-            y = torch.einsum(form, kernel.to(y.dtype), y)
+            y = _tap_sums(y, kernel) if kernel.dim() == 2 else torch.einsum("guxy,bgsux->bgsy", kernel.to(acc), y)
             if scale is not None:
                 y = y * scale[:, None, :, None]
             found.append(y.to(x.dtype))
         return found[0], found[1], count > 0
+
+
+def _tap_sums(x: Tensor, taps: Tensor) -> Tensor:
+    """Return sum_u taps_gu x_bgsux (b g s x) in float32 or better. Products convert what they read: no copy in another type."""
+    weights = taps.to(accumulator(x.dtype))[:, :, None, None].unbind(1)
+    first, *others = (part * weight for part, weight in zip(x.unbind(3), weights, strict=True))
+    for product in others:
+        first = first + product
+    return first
 
 
 def _extended(log: KVCache, k: Tensor, v: Tensor, places: Places) -> KVCache:

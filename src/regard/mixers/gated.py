@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.feature_math import empty_sums, per_query_head, read_state, unwritten_sums, upcast, where_valid
@@ -20,8 +21,10 @@ from regard.mixers.linear_attention import Kernel
 from regard.ops.backend import AUTO
 from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
 from regard.ops.delta.unit_features import unit_features
+from regard.ops.kernel_launch import SharedConstants, may_keep
 from regard.ops.linear.feature_maps import log_gate, safe_ratio
-from regard.ops.linear.linear_op import linear_attention, linear_read, linear_write
+from regard.ops.linear.linear_op import fuses_features, linear_attention, linear_read, linear_write
+from regard.transforms import transformed
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
 
@@ -112,12 +115,39 @@ class Retention(_Fading):
             raise ValueError(f"norm must be True or False, not {norm!r}")
         self.norm = norm
         self.register_buffer("powers", torch.arange(power, power + dims.g))  # integers: no dtype rounds gamma up to 1
+        self._powers_read: tuple[Tensor, int, tuple[int, ...]] | None = None  # their buffer, its version, they
 
     def empty(self, k: Tensor, v: Tensor) -> CountedMatrix:
         return self._without_tokens(empty_sums(k, v, self.f)[0])
 
     def _without_tokens(self, s: Tensor) -> CountedMatrix:
         return CountedMatrix(s, torch.zeros(s.shape[0], dtype=torch.long, device=s.device))
+
+    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        constants = self._constants(k) if places.valid is None and k.shape[2] > 1 else None
+        first = unwritten_sums(k, v, self.f)[0]
+        if constants is None or not fuses_features(q, first, self.dims.backend):
+            return super().scan_all(q, k, v, places)
+        rate, gain = constants.read()
+        decay = rate.expand(k.shape[0], -1, k.shape[2], 1)
+        options = {"scale": self.dims.d**-0.5, "gain": gain if self.norm else None, "backend": self.dims.backend}
+        return linear_attention(q, k, v, first, log_decay=decay, **options)[0].to(v.dtype)
+
+    def _constants(self, k: Tensor) -> SharedConstants | None:
+        """What all passes over sequences of this length share; None where tensors made now cannot be kept."""
+        if torch.compiler.is_compiling() or transformed():
+            return None
+        key = (self._host_powers(), k.shape[0], k.shape[2], torch.promote_types(k.dtype, torch.float32), k.device)
+        if may_keep(k):
+            return _retention_constants(key, self)
+        return _retention_constants.kept.get(key)  # type: ignore[attr-defined]
+
+    def _host_powers(self) -> tuple[int, ...]:
+        """The powers on the host; they are read from the device again when the buffer was loaded, moved or written to."""
+        read, powers = self._powers_read, self.powers
+        if read is None or read[0] is not powers or read[1] != powers._version:
+            read = self._powers_read = powers, powers._version, tuple(powers.tolist())
+        return read[2]
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         decay = self._rate(k).expand(k.shape[0], -1, k.shape[2], 1)
@@ -158,6 +188,15 @@ class Retention(_Fading):
         tokens = count[:, None, :, None]
         weight = torch.expm1(tokens * rate) / torch.expm1(rate)
         return safe_ratio(torch.ones_like(weight), weight.sqrt())
+
+
+@signature_cache
+def _retention_constants(key: tuple, core: Retention) -> SharedConstants:
+    """Log gamma (g 1 1), and the gain (b g n 1) of sequences from their beginning: for all layers and passes."""
+    _, b, n, dtype, device = key
+    like = torch.empty(0, dtype=dtype, device=device)
+    count = torch.arange(1, n + 1, device=device).expand(b, n)
+    return SharedConstants(core._rate(like), core._gain(like, count).contiguous())
 
 
 class GLA(_Fading):

@@ -47,13 +47,20 @@ class KVCache(NamedTuple):
         at, valid = (torch.empty(k.shape[0], 0, dtype=kind, device=k.device) for kind in (torch.long, torch.bool))
         return KVCache(k[:, :, :0], v[:, :, :0], at, valid, 0, None, True, WriteCursor(0))
 
+    @staticmethod
+    def whole_of(k: Tensor, v: Tensor, places: Places, looked: int = 0) -> KVCache:
+        """Return a cache of these tokens alone, which takes the tensors as they are."""
+        n, plain = k.shape[2], places.valid is None
+        cursor = WriteCursor(n)
+        return KVCache(k, v, places.at, places.real, n, places.start, plain, cursor, looked, places)
+
     @property
     def keys(self) -> Tensor:
-        return self.k[:, :, : self.size]
+        return self.k if self.k.shape[2] == self.size else self.k[:, :, : self.size]
 
     @property
     def values(self) -> Tensor:
-        return self.v[:, :, : self.size]
+        return self.v if self.v.shape[2] == self.size else self.v[:, :, : self.size]
 
     @property
     def places(self) -> Places:
@@ -73,10 +80,9 @@ class KVCache(NamedTuple):
         traced = torch.is_grad_enabled() and any(x.requires_grad for x in (self.k, self.v, k, v))
         if self.size and not traced:
             return self._written(k, v, places)
-        valid = torch.ones_like(places.at, dtype=torch.bool) if places.valid is None else places.valid
-        if self.size == 0:  # nothing to join with: take the tensors as they are
-            return KVCache(k, v, places.at, valid, n, places.start, places.valid is None, WriteCursor(n), self.looked, places)
-        both = zip(self[:4], (k, v, places.at, valid), (2, 2, 1, 1), strict=True)
+        if self.size == 0:  # nothing to join with
+            return KVCache.whole_of(k, v, places, self.looked)
+        both = zip(self[:4], (k, v, places.at, places.real), (2, 2, 1, 1), strict=True)
         joined = [torch.cat([x.narrow(dim, 0, self.size), y], dim) for x, y, dim in both]
         keys, values, at, there = joined
         size = self.size + n
@@ -290,6 +296,11 @@ class CachedCore(Core):
             return done
         log = memory.append(k, v, places)
         return self.answer(log, q, places, causal=True), log
+
+    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        if q.shape[2] <= 1 or type(self).scan is not CachedCore.scan:
+            return super().scan_all(q, k, v, places)
+        return self.answer(KVCache.whole_of(k, v, places), q, places, causal=True)
 
     def scan_one(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache] | None:  # noqa: ARG002
         """Append one token and attend with it by a kernel of its own: out and the cache; None: there is none for this call."""

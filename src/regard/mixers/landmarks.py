@@ -15,6 +15,7 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_queries
 from regard.mixers.softmax import Softmax
 from regard.ops.dense import sdpa
+from regard.ops.spd_solve import spd_solve
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
 
@@ -190,8 +191,7 @@ class Nystrom(CachedCore):
         square = s.mT @ s
         one = torch.eye(square.shape[-1], dtype=s.dtype, device=s.device)
         square = square + self.ridge * one
-        solved = torch.linalg.solve_ex(square, s.mT @ answers.double())
-        return solved[0].to(answers.dtype)
+        return spd_solve(square, s.mT @ answers.double()).to(answers.dtype)
 
     def _skip(self, log: KVCache, places: Places) -> Tensor:
         """The convolution (b h n e) over the values, which belong to the queries themselves."""

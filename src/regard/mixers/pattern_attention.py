@@ -111,7 +111,9 @@ class PatternAttention(NamedTuple):
     def _tiles(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute by tiles, with the real tokens of every row side by side, in order: one plan serves all rows."""
         assert places.start is not None and log.start is not None
-        k, v = (x[:, :, : log.size] for x in (log.k, log.v))
+        k, v = log.k, log.v
+        if k.shape[2] != log.size:
+            k, v = log.keys, log.values
         valid = back = None
         if not log.plain:
             k, v, valid = compact_keys(k, v, log.places)

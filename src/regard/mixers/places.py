@@ -60,6 +60,7 @@ class Places:
         self.valid = valid  # (b n), True: a real token; None: every token is real
         self.start = start  # on the host: real tokens of every row are at start, start + 1, ...; None: rows differ
         self._derived: dict[Hashable, tuple[bool, Any]] = {}
+        self._real: Tensor | None = None
 
     @staticmethod
     def of(x: Tensor, valid: Tensor | None = None, t: Tensor | None = None, start: int | None = 0) -> Places:
@@ -134,6 +135,18 @@ class Places:
         if valid is None:
             return None
         return self.derived("order", lambda: unpad_order(valid))
+
+    @property
+    def real(self) -> Tensor:
+        """Which tokens are real, (b n)."""
+        if self.valid is not None:
+            return self.valid
+        if self._real is None or (self._real.is_inference() and not torch.is_inference_mode_enabled()):
+            made = torch.ones_like(self.at, dtype=torch.bool)
+            if _traced():
+                return made
+            self._real = made
+        return self._real
 
     def sdpa_mask(self, dtype: torch.dtype) -> SdpaMask | None:
         """Return what scores against these tokens get, in the form of the fused kernel; None where all tokens are real."""

@@ -15,10 +15,12 @@ from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_keys, expand_heads
+from regard.ops.balance import balance_matrices, balanced, balanced_in_time, balances_in_one_launch
 from regard.ops.budget import budget
 from regard.ops.dense import sdpa, widened
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
+from regard.ops.two_blocks import takes_two_blocks, two_blocks_attention
 
 
 class Sinkhorn(CachedCore):
@@ -121,6 +123,9 @@ class Sinkhorn(CachedCore):
 
     def _balance(self, way: Callable[..., Tensor], logits: Tensor, *more: Tensor | None) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
+        in_time = way is balanced_in_time
+        if more[1:] == () and balances_in_one_launch(logits, in_time):
+            return balance_matrices(logits, self.iterations, in_time)
         size = 2 * self.iterations * math.prod(logits.shape[2:])
         shape = logits.shape[:2]
         flat = [None if x is None else x.expand(*shape, *x.shape[2:]).flatten(0, 1) for x in (logits, *more)]
@@ -133,13 +138,19 @@ class Sinkhorn(CachedCore):
         own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
         shares = grid.rows(shares.masked_fill(own, 0))
         e = cut.v.shape[-1]
-        wide = q.shape[-1] + _bias_columns(q.shape[-1])
-        cut = cut._replace(v=widened(cut.v, wide))  # before they are mixed: the copy that a product of blocks needs anyway
+        laid = grid.laid(q, places, p)
+        fused = takes_two_blocks((laid, cut.k, cut.v, cut.k, cut.v, shares))
+        if not fused:
+            wide = q.shape[-1] + _bias_columns(q.shape[-1])
+            cut = cut._replace(v=widened(cut.v, wide))  # before they are mixed: the copy that a product of blocks needs anyway
         k2, v2, bias = cut.sorted_by(shares)
         own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
         own_bias = own_bias.expand(*q.shape[:2], -1, -1).to(bias.dtype)
         bias = torch.cat([grid.rows(own_bias), bias], -1)
-        tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k2, v2, bias)
+        tensors = (laid, grid.rows(cut.k), grid.rows(cut.v), k2, v2, bias)
+        if fused:
+            out = two_blocks_attention(tensors, causal, lambda *x: _two_blocks(causal, *x)[0])
+            return grid.back(out.flatten(2, 3), q.shape[2])
         each = 2 * math.prod(q.shape[:2]) * p * q.shape[-1]
         each = max(each, q.shape[1] * budget(q.device).strip >> 15)  # a fused kernel takes no more than 65,535 heads
         out = in_strips(partial(_two_blocks, causal), tensors, 2, each, recompute=False)[0]
@@ -246,33 +257,6 @@ class _Grid(NamedTuple):
         if self.slot is None:
             return out[:, :, :n]
         return out.gather(2, self.slot[:, None, :, None].expand(*out.shape[:2], n, out.shape[3]))
-
-
-def balanced(iterations: int, logits: Tensor, seen: Tensor | None = None, mass: Tensor | None = None) -> Tensor:
-    """exp(logits) (... r c), its columns and rows scaled in turn until both sum to 1, or rows to exp(mass) (... r).
-
-    Rows come last and sum exactly. A pair that is not seen weighs nothing, nor does a row or a column without any.
-    """
-    for _ in range(iterations):
-        logits = _unseen(logits.log_softmax(-2), seen)
-        logits = _unseen(logits.log_softmax(-1), seen)
-        if mass is not None:
-            logits = logits + mass[..., None]
-    return logits.exp()
-
-
-def _unseen(logits: Tensor, seen: Tensor | None) -> Tensor:
-    return logits if seen is None else logits.masked_fill(~seen, MASKED_SCORE)
-
-
-def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
-    """softmax(logits - log(1 + what earlier rows took of the column)), repeated: row i no longer changes after i sweeps."""
-    seen = (logits > MASKED_SCORE / 2).any(-1, keepdim=True)
-    taken = torch.zeros_like(logits)
-    for _ in range(iterations):
-        shares = (logits - taken.log1p()).softmax(-1) * seen
-        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]
-    return (logits - taken.log1p()).softmax(-1) * seen
 
 
 def _with_the_rest(logits: Tensor, some: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
-from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries, expand_heads
-from regard.ops.budget import budget
+from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries
 from regard.ops.dense import sdpa
-from regard.ops.strip import in_strips
+from regard.ops.dropout_hash import draw_seed
+from regard.ops.pair.pair_op import PairCall, pair_attention
 from regard.ops.tile.tile_op import HeadPatterns, accumulator
 from regard.patterns import Everything
 
@@ -69,80 +68,36 @@ class Softmax(CachedCore):
         return out.gather(2, back[:, None, :, None].expand_as(out))
 
 
-class _Strips(CachedCore):
-    """Scores of any form, a strip of queries at a time and once more in the backward pass: never n x m at once."""
+class _AllPairs(CachedCore):
+    """Scores of any form over all pairs, by the operation "pair": never n x m at once."""
 
     can = SOFTMAX_CLAIMS | Can.RELATIVE
+    operations = ("pair",)
     positional = False
     scale = 1.0  # of the scores, for positions that add to them
 
-    def depth(self) -> int:
-        """Elements made per pair of query and key."""
-        return 1
-
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """What depends on a query or a key alone."""
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> PairCall:
+        """Return the call that scores and normalises: masks, positions and dropout are not part of it yet."""
         raise NotImplementedError
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """(b h n m) from prepared queries and keys."""
-        raise NotImplementedError
-
-    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        """A (b h n m), up to `total`; seen broadcasts to (b 1 n m), None: all; a row that sees nothing is all 0."""
-        raise NotImplementedError
-
-    def total(self, weights: Tensor, seen: Tensor | None) -> Tensor | float | None:  # noqa: ARG002 - most are normalised
-        """What the rows of the weights are still to be divided by, one number or (b h n 1): outputs are fewer than weights."""
-        return None
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        acc, positions = accumulator(q.dtype), self.positions
-        k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
-        term = None if positions is None else positions.term(q.to(acc), self.scale)
-        q, k = self.prepare(q.to(acc), k)
-        j, valid = log.places.at, log.places.valid
-        rate = self.drop
-        ordered = causal and log.plain and log.start == 0 and places.start is not None and places.valid is None
-
-        def strip(end: int, q: Tensor, k: Tensor, v: Tensor, i: Tensor, by_query: Tensor | None) -> tuple[Tensor]:
-            """Of queries at positions i, the last of which sees none but the first `last` keys."""
-            last = min(log.size, places.start + end) if ordered else log.size  # type: ignore[operator]
-            k, v = (x[:, :, :last] for x in (k, v))
-            seen = None if valid is None else valid[:, None, None, :last]
-            distance = i[:, None, :, None] - j[:, None, None, :last] if causal or term else i
-            if causal:
-                past = distance >= 0
-                seen = past if seen is None else seen & past
-            s = self.scores(q, k)
-            own = term and term._replace(by_query=by_query)
-            if own:
-                s = own.add(s, distance)
-            a = self.normalise(s, seen)
-            total = self.total(a, seen)
-            a = dropout(a, rate)
-            out = a @ v
-            if own and own.mass:
-                out = torch.cat([out, own.masses(a, distance)], -1)
-            return (out if total is None else out / total,)
-
-        tensors = (q, k, v, places.at, term and term.by_query)
-        each = q.shape[0] * q.shape[1] * k.shape[2] * self.depth()
-        room = budget(q.device).softmax_strip
-        out = in_strips(strip, tensors, 2, each, dims=(2, None, None, 1, 2), room=room, ends=True)[0].to(log.v.dtype)
-        if positions is None:
-            return out
-        return positions.finish(out, v.shape[-1])
+        if q.shape[2] == 0 or log.size == 0:
+            return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        positions, drop = self.positions, self.drop
+        term = None if positions is None else positions.term(q.to(accumulator(q.dtype)), self.scale)
+        call = self.call(q, log.keys, log.values)
+        seed = draw_seed(q.device) if drop else None
+        call = call._replace(valid=log.places.valid, seed=seed, causal=causal, dropout=drop, bias=term)
+        ordered = log.plain and log.start == 0 and places.valid is None
+        if ordered and places.start is not None:
+            call = call._replace(start=places.start)
+        elif causal or term is not None:
+            call = call._replace(at=places.at, key_at=log.places.at)
+        out = pair_attention(call, self.dims.backend)
+        return out if positions is None else positions.finish(out, log.v.shape[-1])
 
 
-def softmax_of_seen(s: Tensor, seen: Tensor | None) -> Tensor:
-    """Return the softmax of scores (b h n m) over the keys that are seen, None: all; 0 in a row that sees nothing."""
-    if seen is None:
-        return s.softmax(-1)
-    return s.masked_fill(~seen, -1e30).softmax(-1) * seen
-
-
-class Additive(_Strips):
+class Additive(_AllPairs):
     """Similarity learned by a small network instead of a dot product.
 
     s_ij = w . tanh(Wq q_i + Wk k_j), A = softmax(s), with Wq, Wk, w per head.
@@ -156,21 +111,15 @@ class Additive(_Strips):
         drawn = torch.randn(dims.heads, self.hidden)
         self.w = nn.Parameter(drawn * self.hidden**-0.5)
 
-    def depth(self) -> int:
-        return self.hidden
-
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q @ self.wq.to(q.dtype), k @ self.wk.to(q.dtype)
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        made = torch.tanh(q[:, :, :, None] + k[:, :, None])  # (b h strip m hidden)
-        return torch.einsum("bhnma,ha->bhnm", made, self.w.to(q.dtype))
-
-    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        return softmax_of_seen(s, seen)
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> PairCall:
+        acc, share = accumulator(q.dtype), q.shape[1] // k.shape[1]
+        k = k.to(acc)
+        if share > 1:
+            k = k.repeat_interleave(share, 1)
+        return PairCall(q.to(acc) @ self.wq.to(acc), k @ self.wk.to(acc), v, self.w)
 
 
-class Relu(_Strips):
+class Relu(_AllPairs):
     """No competition between keys: a score below zero simply does not count.
 
     A = relu(s) / number of visible keys (norm="count"), or relu(s) / sum of relu(s) (norm="sum"), s = scale q k^T.
@@ -185,24 +134,8 @@ class Relu(_Strips):
             raise ValueError(f"norm must be 'count' or 'sum', not {norm!r}")
         self.norm, self.scale = norm, default_scale(scale, dims.d)
 
-    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q * self.scale, k
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT
-
-    def normalise(self, s: Tensor, seen: Tensor | None) -> Tensor:
-        positive = s.relu()
-        return positive if seen is None else positive.masked_fill(~seen, 0)
-
-    def total(self, weights: Tensor, seen: Tensor | None) -> Tensor | float | None:
-        if self.norm == "sum":
-            found = weights.sum(-1, keepdim=True)
-        elif seen is None:
-            return weights.shape[-1]
-        else:
-            found = seen.sum(-1, keepdim=True).to(weights.dtype)
-        return torch.where(found > 0, found, 1)
+    def call(self, q: Tensor, k: Tensor, v: Tensor) -> PairCall:
+        return PairCall(q, k, v, norm=self.norm, scale=self.scale)
 
 
 class Values(NamedTuple):

@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, relu
+from torch.nn.functional import pad, relu
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places, needed_length
@@ -14,10 +14,12 @@ from regard.mixers.kv_cache import KVCache
 from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries, expand_heads
 from regard.mixers.softmax import Softmax
 from regard.ops.budget import budget
-from regard.ops.strip import in_strips
-from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
+from regard.ops.dropout_hash import draw_seed
+from regard.ops.pair.pair_op import PairCall, pair_attention
+from regard.ops.tile.tile_op import accumulator
 
 SYNTHESIZER_FORMS = ("dense", "random", "dense_factorised", "random_factorised")
+NO_PRODUCTS = ("random", "dense_factorised")  # forms whose logits are no products of vectors
 
 
 class Synthesizer(Softmax):
@@ -53,8 +55,9 @@ class Synthesizer(Softmax):
         frozen: bool = False,
         seed: int | None = None,
     ) -> None:
-        super().__init__(dims, scale=1.0)
         _check_options(form, mix, rank, frozen, seed)
+        self.operations = ("pair",) if form in NO_PRODUCTS else ()
+        super().__init__(dims, scale=1.0)
         self.form, self.longest = form, needed_length(self.name, dims)
         self.mix = None if mix == 0 else mix
         self.positional = form.startswith("random")
@@ -114,8 +117,8 @@ class Synthesizer(Softmax):
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         self._check_length(log)
-        if self.form in ("random", "dense_factorised"):
-            return self._strips(log, q, places, causal).to(log.v.dtype)
+        if self.form in NO_PRODUCTS:
+            return self._pairs(log, q, places, causal)
         log, made = self._as_dots(log, q, places)
         if q.shape[2] <= budget(q.device).few_queries:  # the fused kernel would first make values as wide as these keys
             return PatternAttention(self.reach, 1.0, causal, self.drop, None, self.dims.backend)(log, made, places)[0]
@@ -151,62 +154,42 @@ class Synthesizer(Softmax):
         hidden = q @ self.inner.to(q.dtype)
         return relu(hidden + self.inner_bias.to(q.dtype))
 
-    def _strips(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
-        """Logits that are no products: some queries at a time, and once more in the backward pass."""
-        acc = accumulator(q.dtype)
+    def _pairs(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
+        """Logits that are no products of vectors: scores of tiles, by the operation "pair"."""
         m = min(log.size, self.longest)
-        back = None
+        back = at = None
         k, v, real = compact_keys(log.keys, log.values, log.places)  # a token's position is its index now
-        k, v = expand_heads(k.to(acc), v.to(acc), q.shape[1])
-        if places.start is not None:
+        if places.start is None:
+            at = places.at
+        else:
             q, back = compact_queries(q, places)
-            places = Places.of(q[:1, 0], start=places.start)
-        dot, own = self._weights()
-        rate, first = self.drop, places.start if causal else None
-
-        def strip(end: int, k: Tensor, v: Tensor, i: Tensor, q: Tensor, *made: Tensor) -> tuple[Tensor]:
-            """Of queries at positions i, the last of which sees none but the first `last` keys."""
-            last = m if first is None else min(m, first + end)
-            s = self._scores(last, *made) * own
-            if self.mix is not None:
-                scaled = q * (q.shape[-1] ** -0.5 * dot)
-                s = s + scaled @ k[:, :, :last].mT
-            seen = i >= torch.arange(last, device=i.device) if causal else (i >= 0).expand(-1, -1, -1, last)
-            if real is not None:
-                seen = seen & real[:, None, None, :last]
-            weights = s.masked_fill(~seen, MASKED_SCORE).softmax(-1)
-            if rate:
-                weights = dropout(weights.expand(v.shape[0], -1, -1, -1), rate)
-            out = weights @ v[:, :, :last]
-            nothing = ~seen.any(-1, keepdim=True)
-            return (out.masked_fill(nothing, 0),)
-
-        queries = (places.at[:, None, :, None], q.to(acc), *self._made(q.to(acc), places))
-        dims = (None, None, *[2] * len(queries))
-        each = q.shape[0] * q.shape[1] * m
-        room = budget(q.device).softmax_strip
-        out = in_strips(strip, (k, v, *queries), 2, each, dims=dims, room=room, ends=True)[0]
+        made, (dot, _) = self._made(q), self._weights()
+        scaled = q.to(accumulator(q.dtype)) * (q.shape[-1] ** -0.5 * dot) if self.mix is not None else q[..., :0]
+        rate = self.drop
+        call = PairCall(
+            *(scaled.to(v.dtype), k[:, :, :m], v[:, :, :m], None, *made, at),
+            valid=None if real is None else real[:, :m],
+            seed=draw_seed(q.device) if rate else None,
+            start=places.start or 0,
+            causal=causal,
+            dropout=rate,
+        )
+        out = pair_attention(call, self.dims.backend)
         if back is None:
             return out
         return out.gather(2, back[:, None, :, None].expand_as(out))
 
-    def _made(self, q: Tensor, places: Places) -> tuple[Tensor, ...]:
-        """What the scores of each query are made of (b h n ...)."""
+    def _made(self, q: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The table (h max_len max_len) and its share (h), and the factors (b h n ...) of every query."""
+        _, own = self._weights()
         if self.form == "random":
-            return (_at(self.table, places),)
-        made = self._hidden(q) @ self.factors.to(q.dtype)
-        made = made + self.factors_bias.to(q.dtype)
+            share = own.flatten() if isinstance(own, Tensor) else self.table.new_full((q.shape[1],), own)
+            return self.table, None if self.mix is None else share, None, None
+        hidden = self._hidden(q.to(accumulator(q.dtype)))
+        made = hidden @ self.factors.to(hidden.dtype)
+        made = made + self.factors_bias.to(hidden.dtype)
         x, y = made.split(self._factors(), -1)
-        return x, y
-
-    def _scores(self, m: int, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (b h n m)."""
-        if y is None:
-            return x[..., :m].to(accumulator(x.dtype))
-        size = y.shape[-1]
-        rows = m // size + 1 if torch.compiler.is_compiling() else -(-m // size)  # a graph that cuts nothing off is another one
-        products = x[..., :rows, None] * y.unsqueeze(-2)
-        return products.flatten(-2)[..., :m]
+        return None, None, x * own, y
 
 
 def _check_options(form: str, mix: float | str | None, rank: int | None, frozen: bool, seed: int | None) -> None:

@@ -1,7 +1,8 @@
 """The registry of backends: which implementations of an operation there are, and which one a call gets.
 
-An operation (`tile`, `linear`, `delta`, `bucket`) has one API function and several backends, one file each. Every backend has the
-methods of its operation's protocol, and `refuses(...)`, which returns None or a sentence: why it cannot compute this call.
+An operation (`tile`, `linear`, `delta`, `bucket`, `pair`) has one API function and several backends, one file each. Every
+backend has the methods of its operation's protocol, and `refuses(...)`, which returns None or a sentence: why it cannot compute
+this call.
 
     backend="auto"     the first backend, in order of registration, that does not refuse; kernels for GPUs on GPUs alone
     backend="torch"    that one, or an error with its sentence

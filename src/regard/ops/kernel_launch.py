@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.transforms import transformed
+
 ALIGNMENT = 16  # bytes; Triton distinguishes addresses that are multiples of it
 LAUNCHER_ARGUMENTS = "iiiKKppOOOOOO"  # of a compiled launcher before those of the kernel: the only form that is called directly
 _address = Tensor.data_ptr
@@ -37,6 +39,62 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 def tensor_key(x: Tensor) -> tuple[Hashable, ...]:
     """Return what a launch depends on in a tensor, except its address and its device."""
     return x.shape, x.stride(), x.dtype
+
+
+_in_graphs: dict[int, Any] = {}  # what CUDA graphs read, by id: kept for ever, because no graph tells when it ends
+
+
+def hold_for_graphs(x: Tensor, what: Any) -> None:
+    """Keep an object whose tensors the current stream reads, if that is captured into a CUDA graph."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _in_graphs[id(what)] = what
+
+
+class SharedConstants:
+    """Tensors of one device that all later passes read, on any stream and in CUDA graphs; made on the current stream."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self.size = sum(x.numel() for x in tensors)
+        first = tensors[0]
+        self.device = first.get_device()
+        if first.is_cuda:
+            self.stream, self.made = _current_stream(self.device), torch.cuda.Event()
+            self.made.record(torch.cuda.current_stream(first.device))
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Return the tensors, ready for the current stream."""
+        first = self.tensors[0]
+        if not first.is_cuda:
+            return self.tensors
+        if torch.cuda.is_current_stream_capturing():  # which began with a wait for all that came before
+            hold_for_graphs(first, self)
+        elif _current_stream(self.device) != self.stream:
+            stream = torch.cuda.current_stream(first.device)
+            stream.wait_event(self.made)
+            for x in self.tensors:
+                x.record_stream(stream)
+        return self.tensors
+
+
+def may_keep(x: Tensor) -> bool:
+    """Return whether tensors made now on the device of x may be kept: no tracer is active, and no CUDA graph is captured."""
+    if torch.compiler.is_compiling() or transformed():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def present_slots(present: Sequence[bool]) -> tuple[int, ...]:
+    """Return the slots of pointer parameters of which some get no tensor: those take the address of the first one.
+
+    The others take the tensors of a call in order.
+    """
+    given = 0
+    found = []
+    for there in present:
+        found.append(given if there else 0)
+        given += there
+    return tuple(found)
 
 
 class KernelLaunch:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from regard.ops import edge
-from regard.ops.backend import AUTO
+from regard.ops.backend import AUTO, choose_backend
 from regard.ops.dropout_hash import draw_seed, row_seed
 from regard.ops.fourier import fourier_mix_by_row
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile import tile_op
-from regard.ops.tile.call import HeadPlans, TileCall, accumulator
+from regard.ops.tile.call import HeadPlans, TileBackend, TileCall, accumulator
 from regard.patterns.edge_list import pairs_by_row
 from regard.patterns.tiles import MASKED_SCORE, Span
 
@@ -67,6 +67,18 @@ def _ragged_rows(call: TileCall, pattern: str, causal: bool) -> Iterator[_Row]:
             yield _Row(b, n, m, own, plans)
 
 
+def _forward_by_name(call: TileCall, plans: HeadPlans, backend: str) -> tuple[Tensor, Tensor]:
+    """Compute a call by the backend of a name or, for "auto", by the first that does not refuse."""
+    chosen: TileBackend = choose_backend("tile", backend, call, plans)
+    return chosen.forward(call, plans)
+
+
+def _backward_by_name(call: TileCall, plans: HeadPlans, backend: str, *results: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of a call by the same backend; results: out, log-sum-exp and the gradients of both."""
+    chosen: TileBackend = choose_backend("tile", backend, call, plans)
+    return chosen.backward(call, plans, *results)
+
+
 @torch.library.custom_op("regard::ragged_tile_attention", mutates_args=())
 def _ragged_tiles(
     q: Tensor,
@@ -88,7 +100,7 @@ def _ragged_tiles(
     out = q.new_zeros(*q.shape[:3], call.width, dtype=v.dtype)
     lse = torch.full(q.shape[:3], MASKED_SCORE, dtype=accumulator(q.dtype), device=q.device)
     for row in _ragged_rows(call, pattern, causal):
-        out[row.b, :, : row.n], lse[row.b, :, : row.n] = tile_op.forward_by_name(row.call, row.plans, backend)
+        out[row.b, :, : row.n], lse[row.b, :, : row.n] = _forward_by_name(row.call, row.plans, backend)
     return out, lse
 
 
@@ -117,7 +129,7 @@ def _ragged_tiles_backward(
     grads = [None if x is None else x.new_zeros(x.shape) for x in (q, k, v, by_query)]
     for row in _ragged_rows(call, pattern, causal):
         results = [x[row.b, :, : row.n] for x in (out.to(lse.dtype), lse, d_out, d_lse)]
-        found = tile_op.backward_by_name(row.call, row.plans, backend, *results)
+        found = _backward_by_name(row.call, row.plans, backend, *results)
         for total, part, size in zip(grads, found, (row.n, row.m, row.m, row.n), strict=True):
             if total is not None and part is not None:
                 total[row.b, :, :size] = part

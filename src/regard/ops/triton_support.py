@@ -40,9 +40,9 @@ def interpreting() -> bool:
 def triton_cannot_run(*tensors: Tensor | None) -> str | None:
     """Return a sentence about why no Triton kernel can take these tensors, or None."""
     for x in tensors:
-        if x is None:
+        if x is None or (x.is_cuda and x.dtype in DTYPES and INSTALLED):
             continue
-        if x.device.type != "cuda" and not interpreting():
+        if not x.is_cuda and not interpreting():
             return f"its kernels run on CUDA devices, not on {x.device.type} (TRITON_INTERPRET=1 runs them in an interpreter)"
         if x.dtype not in DTYPES:
             return f"its kernels take float16, bfloat16 and float32, not {str(x.dtype).removeprefix('torch.')}"

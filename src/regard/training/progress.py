@@ -18,12 +18,14 @@ class Progress:
     """Track progress without output: the base of both kinds."""
 
     def __init__(self, total: int, done: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self.first, self.done, self.clock = total, done, done, clock
+        self.total, self.clock = total, clock
+        self.first: float = done
+        self.done: float = done
         self.begun, self.shown = clock(), -1e9
         self.loss: float | None = None
         self.score: str = ""
 
-    def step(self, done: int) -> None:
+    def step(self, done: float) -> None:
         """Record an update: cheap, and without synchronisation with the device."""
         self.done = done
         now = self.clock()
@@ -45,6 +47,7 @@ class Progress:
         """End the display, after success or failure."""
 
     wait = float("inf")
+    unit = "step"
 
     def show(self) -> None:
         """Print the current line or draw the current bar."""
@@ -57,7 +60,7 @@ class Progress:
         return (self.clock() - self.begun) / made * (self.total - self.done)
 
     def text(self) -> str:
-        parts = [f"step {self.done}/{self.total}"]
+        parts = [f"{self.unit} {int(self.done)}/{self.total}"]
         parts += [f"train loss {self.loss:.4g}"] if self.loss is not None else []
         parts += [self.score] if self.score else []
         return "  ".join([*parts, f"{span(self.left())} left"])

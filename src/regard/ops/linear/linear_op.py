@@ -250,6 +250,8 @@ def plain_result(call: LinearCall, result: LinearResult) -> LinearResult:
 def gain_of_heads(gain: Tensor, heads: int) -> Tensor:
     """Return the factors (b h n) of all query heads, from those of key-value heads (b g n 1)."""
     gain = gain.detach().squeeze(-1)
+    if gain.shape[1] == heads:
+        return gain
     return gain.repeat_interleave(heads // gain.shape[1], 1)
 
 

@@ -30,9 +30,9 @@ class TritonLinear:
     fuses = True
 
     def refuses(self, call: LinearCall | ReadCall | PrefixCall) -> str | None:
-        tensors = [x for x in call if isinstance(x, Tensor) and x.dtype != torch.bool]
-        if why := triton_cannot_run(*tensors):
-            return why
+        for x in call:
+            if isinstance(x, Tensor) and x.dtype != torch.bool and (why := triton_cannot_run(x)):
+                return why
         if isinstance(call, PrefixCall):
             return None
         if isinstance(call, LinearCall) and call.gain is not None and call.norm_state is not None:
@@ -98,7 +98,7 @@ def _computed(call: LinearCall | ReadCall) -> Results:
     flat = _flat(call)
     if torch.compiler.is_compiling():
         return _opaque(*flat)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in flat[:_TENSORS]):
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in flat[:_TENSORS]]):
         return _LinearFunction.apply(*flat)
     from regard.ops.linear.triton_launch import LinearInputs, launch_forward
 
@@ -136,10 +136,11 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Results:
-        from regard.ops.linear.triton_launch import LinearInputs, launch_forward
+        from regard.ops.linear.triton_launch import LinearInputs, launch_forward, linear_launch
 
         inputs = LinearInputs(*flat)
-        out, norm, last, last_norm, kept = launch_forward(inputs, keep=True)
+        ctx.run = linear_launch(inputs)
+        out, norm, last, last_norm, kept = launch_forward(inputs, keep=True, run=ctx.run)
         ctx.save_for_backward(*flat[: _TENSORS + 1], *kept)
         ctx.options = flat[_TENSORS + 1 :]  # a gain is a constant
         ctx.set_materialize_grads(False)
@@ -159,8 +160,9 @@ class _LinearFunction(torch.autograd.Function):
             return *_differentiable_grads(inputs, ctx.options, grads), *none
         flat = LinearInputs(*inputs, *ctx.options)
         needs = ctx.needs_input_grad
-        found = launch_backward(flat, LinearStates(*kept), *grads, decay_grad=needs[4], state_grad=needs[3] or needs[5])
-        return *(g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)), *none
+        wanted = {"decay_grad": needs[4], "state_grad": needs[3] or needs[5]}
+        found = launch_backward(flat, LinearStates(*kept), *grads, **wanted, run=ctx.run)
+        return *[g if needed else None for g, needed in zip(found, needs, strict=False)], *none
 
 
 def _differentiable_grads(inputs: tuple, options: tuple, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:

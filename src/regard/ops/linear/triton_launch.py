@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from regard.cache import signature_cache
+from regard.ops.kernel_launch import KernelLaunch, present_slots
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import gain_of_heads
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
@@ -46,15 +49,20 @@ class LinearStates(NamedTuple):
     levels: Tensor | None  # (b g n 1) or (b g n f) log decay from the start of the segment
 
 
-class LinearLaunch:
-    """The sizes, flags and buffers that the kernels of one pass share."""
+LaunchParts = tuple[tuple[int, ...], tuple, dict[str, Any]]  # the grid, the numbers and the constants of a kernel
 
-    def __init__(self, x: LinearInputs) -> None:
-        self.zero = is_zero_state(x.state)
-        self.x = _aligned(x, self.zero)
-        x = self.x
+
+class LinearLaunch:
+    """The sizes, flags and launches that all passes of one signature share: see `linear_launch`."""
+
+    def __init__(self, x: LinearInputs, zero: bool) -> None:
+        self.zero = zero
+        self.ready = _is_aligned(x)
+        x = _aligned(x, zero)
+        self._launches: dict[Hashable, KernelLaunch] = {}
         tokens = x.q if x.q is not None else x.k
         assert tokens is not None
+        self.number = tokens.get_device()
         self.device = tokens.device
         self.b, self.n = tokens.shape[0], tokens.shape[2]
         self.g, self.f, self.e = x.state.shape[1:]
@@ -86,6 +94,21 @@ class LinearLaunch:
             "HAS_VALID": x.valid is not None,
         }
 
+    def inputs(self, x: LinearInputs) -> LinearInputs:
+        """Return inputs as kernels take them."""
+        return x if self.ready and self.zero else _aligned(x, self.zero)
+
+    def launch(self, name: Hashable, kernel: Any, tensors: tuple[Tensor | None, ...], parts: Callable[[], LaunchParts]) -> None:
+        """Launch a kernel with those tensors that are there; the name and which they are decide its other arguments."""
+        present = tuple([x is not None for x in tensors])
+        key = (name, present)
+        found = self._launches.get(key)
+        if found is None:
+            grid, numbers, constants = parts()
+            found = KernelLaunch(kernel, grid, present_slots(present), numbers, constants, self.number)
+            self._launches[key] = found
+        found(*[x for x in tensors if x is not None])
+
     def tiles(self, kernel: str) -> dict[str, Any]:
         """The tokens in a tile of a kernel, and its warps and stages."""
         config = dict(kernel_config(kernel, self.key, self.device))
@@ -108,18 +131,19 @@ class LinearLaunch:
             found += (0, 0, 0) if t is None else t.stride()[:3]
         return found
 
-    def factors(self) -> Tensor | None:
+    def factors(self, gain: Tensor | None) -> Tensor | None:
         """The given factors of all outputs (b h n)."""
-        if self.x.gain is None:
+        if gain is None:
             return None
-        return gain_of_heads(self.x.gain, self.h).float().contiguous()
+        return gain_of_heads(gain, self.h).float().contiguous()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def tokens(self, heads: int, size: int, dtype: torch.dtype) -> Tensor:
         """An empty tensor (b heads n size) in the layout (b n heads size), from which heads are joined without a copy."""
-        return self.new(self.b, self.n, heads, size, dtype=dtype).transpose(1, 2)
+        wide = heads * size
+        return torch.empty_strided((self.b, heads, self.n, size), (self.n * wide, size, wide, 1), dtype=dtype, device=self.device)
 
     def slots(self, heads: int, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.new(self.b, heads, self.segs + 1, *size, dtype=dtype)
@@ -131,6 +155,32 @@ class LinearLaunch:
     def has_states(self, states: Tensor) -> bool:
         """Return whether there are other states than zeros."""
         return states.dim() == 5 or not self.zero
+
+
+def linear_launch(x: LinearInputs) -> LinearLaunch:
+    """Return what is prepared for the signature of these inputs."""
+    q, k, v, state, log_decay, norm_state, valid, *options, gain, root = x
+    zero = is_zero_state(state)
+    some = q if v is None else v
+    assert some is not None
+    precision = torch.get_float32_matmul_precision() if some.dtype == torch.float32 else None
+    there = (norm_state is None, valid is None, gain is None, root, precision)
+    key = (*_key(q), *_key(k), *_key(v), *_key(log_decay), there, *options, state.shape, state.get_device(), zero)
+    return _prepared_launch(key, x, zero)
+
+
+def _key(x: Tensor | None) -> tuple[Hashable, ...]:
+    return (None,) if x is None else (x.shape, x.stride(), x.dtype, x.get_device())
+
+
+@signature_cache
+def _prepared_launch(key: Hashable, x: LinearInputs, zero: bool) -> LinearLaunch:  # noqa: ARG001 - the key of the cache
+    return LinearLaunch(x, zero)
+
+
+def _is_aligned(x: LinearInputs) -> bool:
+    """Return whether no tensor but the states has to be converted for kernels."""
+    return x.valid is None and all(features_adjacent(t) is t for t in (x.q, x.k, x.v, x.log_decay))
 
 
 def _aligned(x: LinearInputs, zero: bool) -> LinearInputs:
@@ -149,54 +199,60 @@ def features_adjacent(x: OptionalT) -> OptionalT:
 
 
 def launch_forward(
-    inputs: LinearInputs, *, keep: bool
+    inputs: LinearInputs, *, keep: bool, run: LinearLaunch | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, LinearStates]:
-    """Return out (b h n e), its norm (b h n), the last state and norm state, and what the backward pass needs if `keep`."""
-    run = LinearLaunch(inputs)
-    x = run.x
+    """Return out (b h n e), its norm (b h n), the last state and norm state, and what the backward pass needs if `keep`.
+
+    run: what `linear_launch` gives for these inputs, if the caller has it.
+    """
+    run = run or linear_launch(inputs)
+    x = run.inputs(inputs)
     last, last_z = x.state, x.norm_state
     kept = LinearStates(None, None, x.state, x.norm_state, None, x.log_decay)
     if x.k is not None:
         last = run.new(*x.state.shape)
         last_z = None if x.norm_state is None else run.new(*x.norm_state.shape)
-        kept = _segment_states(run, last, last_z, with_states=x.q is not None or (keep and run.decay > 0))
+        kept = _segment_states(run, x, last, last_z, with_states=x.q is not None or (keep and run.decay > 0))
     if x.q is None:
         return None, None, last, last_z, kept
-    out, den = _outputs(run, kept)
+    out, den = _outputs(run, x, kept)
     return out, den if run.norm else None, last, last_z, kept._replace(out=out if x.normalize else None, den=den)
 
 
 def launch_states(inputs: LinearInputs, out: Tensor, den: Tensor | None) -> LinearStates:
     """Return what the backward pass needs, from results of a forward pass that kept nothing else."""
-    run = LinearLaunch(inputs)
-    x = run.x
+    run = linear_launch(inputs)
+    x = run.inputs(inputs)
     kept = LinearStates(None, None, x.state, x.norm_state, None, x.log_decay)
     if x.k is not None:
         last_z = None if x.norm_state is None else run.new(*x.norm_state.shape)
-        kept = _segment_states(run, run.new(*x.state.shape), last_z, with_states=True)
-    return kept._replace(out=out, den=den if x.gain is None else run.factors())
+        kept = _segment_states(run, x, run.new(*x.state.shape), last_z, with_states=True)
+    return kept._replace(out=out, den=den if x.gain is None else run.factors(x.gain))
 
 
-def _segment_states(run: LinearLaunch, last: Tensor, last_z: Tensor | None, *, with_states: bool) -> LinearStates:
+def _segment_states(
+    run: LinearLaunch, x: LinearInputs, last: Tensor, last_z: Tensor | None, *, with_states: bool
+) -> LinearStates:
     """The state and the norm before every segment, the log decay of each, and decays as the other kernels take them.
 
     One segment alone needs no scan: the state before it is the one given. Slots behind the last segment are for states alone.
     """
-    x, some = run.x, run.x.v
-    assert x.k is not None and some is not None
     once = run.segs == 1 and not (with_states and run.decay)
     own, own_z = (last, last_z) if once else (run.slots(run.g, run.f, run.e), run.slots(run.g, run.f) if run.norm else None)
     decays = run.slots(run.g, run.f) if run.decay else None
     levels = run.new(run.b, run.g, run.n, 1 if run.decay == 1 else run.f) if run.decay else None
-    width = state_part(run.be, run.bf)
-    parts = run.be // width
-    tiles = run.tiles("linear_sums")
-    linear_sums[(parts * run.segs * run.b * run.g,)](
-        *filled(some, x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels, x.state, x.norm_state),
-        *run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, 1 if once else run.segs + 1, run.seg, run.g,
-        BF=run.bf, BE=width, PARTS=parts, GATES=x.gate_root > 0, CUMSUM=tiles["num_warps"] <= 4,
-        WITH_FIRST=once and not run.zero, **run.flags, **run.product, **tiles,
-    )  # fmt: skip
+    tensors = (x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels, x.state, x.norm_state)
+
+    def parts() -> LaunchParts:
+        width = state_part(run.be, run.bf)
+        parts = run.be // width
+        tiles = run.tiles("linear_sums")
+        numbers = (*run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, 1 if once else run.segs + 1, run.seg, run.g)
+        own = {"BF": run.bf, "BE": width, "PARTS": parts, "GATES": x.gate_root > 0, "CUMSUM": tiles["num_warps"] <= 4}
+        first = {"WITH_FIRST": once and not run.zero}
+        return (parts * run.segs * run.b * run.g,), numbers, {**own, **first, **run.flags, **run.product, **tiles}
+
+    run.launch(("sums", once), linear_sums, tensors, parts)
     states, norms = x.state, x.norm_state
     if not once:
         if with_states:
@@ -224,44 +280,43 @@ def scan_segments(
     dots: Tensor | None = None,
 ) -> None:
     """Scan over the segments, from 0 where there is no `first`; `other` and `dots`: see the kernel."""
-    some = last[0]
-    config = dict(kernel_config("linear_scan", run.key, run.device))
     nothing = (None, None)
-    linear_scan[(run.b * run.g * run.f,)](
-        *filled(some, *own, *(into or nothing), decays, *(first or nothing), *last, *(other or nothing), dots),
-        run.segs, heads,
-        f=run.f, e=run.e, BE=run.be, SB=config.pop("segments"), DECAY=run.decay, NORM=run.norm, REVERSE=reverse,
-        HAS_OWN=own[0] is not None, HAS_FIRST=first is not None, WITH_STATES=into is not None, WITH_DOT=dots is not None,
-        **config,
-    )  # fmt: skip
+    tensors = (*own, *(into or nothing), decays, *(first or nothing), *last, *(other or nothing), dots)
+
+    def parts() -> LaunchParts:
+        config = dict(kernel_config("linear_scan", run.key, run.device))
+        sizes = {"f": run.f, "e": run.e, "BE": run.be, "SB": config.pop("segments"), "DECAY": run.decay, "NORM": run.norm}
+        there = {"HAS_OWN": own[0] is not None, "HAS_FIRST": first is not None, "WITH_STATES": into is not None}
+        constants = {**sizes, "REVERSE": reverse, **there, "WITH_DOT": dots is not None, **config}
+        return (run.b * run.g * run.f,), (run.segs, heads), constants
+
+    name = ("scan", reverse, heads, own[0] is None, first is None, into is None, other is None, dots is None)
+    run.launch(name, linear_scan, tensors, parts)
 
 
-def _outputs(run: LinearLaunch, kept: LinearStates) -> tuple[Tensor, Tensor | None]:
-    x, some = run.x, run.x.q
-    assert x.q is not None and some is not None
+def _outputs(run: LinearLaunch, x: LinearInputs, kept: LinearStates) -> tuple[Tensor, Tensor | None]:
+    assert x.q is not None
     out = run.tokens(run.h, run.e, x.q.dtype if x.v is None else x.v.dtype)
-    den = run.factors()
+    den = run.factors(x.gain)
     if den is None and run.norm:
         den = run.new(run.b, run.h, run.n)
-    width = state_part(run.be, run.bf)
-    parts = run.be // width
-    tiles = run.tiles("linear_forward")
-    count = -(-run.n // tiles["C"])
-    linear_forward[(parts * count * run.b * run.h,)](
-        *filled(some, x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den),
-        *run.strides(x.q, x.k, x.v, kept.levels), x.scale, run.n, count, run.seg, run.state_slots(kept.states),
-        run.h, run.h // run.g,
-        BF=run.bf, BE=width, PARTS=parts, NORMALIZE=run.divides, HAS_KEYS=x.k is not None,
-        HAS_STATE=run.has_states(kept.states), **run.flags, **run.product, **tiles,
-    )  # fmt: skip
+    tensors = (x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den)
+
+    def parts() -> LaunchParts:
+        width = state_part(run.be, run.bf)
+        parts = run.be // width
+        tiles = run.tiles("linear_forward")
+        count = -(-run.n // tiles["C"])
+        sizes = (run.n, count, run.seg, run.state_slots(kept.states), run.h, run.h // run.g)
+        numbers = (*run.strides(x.q, x.k, x.v, kept.levels), x.scale, *sizes)
+        own = {"BF": run.bf, "BE": width, "PARTS": parts, "NORMALIZE": run.divides, "HAS_KEYS": x.k is not None}
+        state = {"HAS_STATE": run.has_states(kept.states)}
+        return (parts * count * run.b * run.h,), numbers, {**own, **state, **run.flags, **run.product, **tiles}
+
+    run.launch(("forward", kept.states.dim()), linear_forward, tensors, parts)
     return out, den
 
 
 def state_part(width: int, other: int) -> int:
     """How much of one dimension of a state one program holds, where it holds all of the other."""
     return min(width, max(STATE_TILE // other, 16))
-
-
-def filled(some: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Return tensors, with any other one in place of those that a kernel does not read."""
-    return [some if x is None else x for x in tensors]

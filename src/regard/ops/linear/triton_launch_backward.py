@@ -9,12 +9,13 @@ from torch import Tensor
 
 from regard.ops.linear.triton_keys import linear_decay_grads, linear_gradients
 from regard.ops.linear.triton_launch import (
+    LaunchParts,
     LinearInputs,
     LinearLaunch,
     LinearStates,
     PairOfStates,
     features_adjacent,
-    filled,
+    linear_launch,
     scan_segments,
     state_part,
 )
@@ -53,36 +54,36 @@ def launch_backward(
     *,
     decay_grad: bool,
     state_grad: bool = True,
+    run: LinearLaunch | None = None,
 ) -> LinearGrads:
     """Return the gradients of all tensors, given those of out (b h n e), norm (b h n), and the last states."""
-    run = LinearLaunch(inputs)
-    x = run.x
+    run = run or linear_launch(inputs)
+    x = run.inputs(inputs)
     decay_grad = decay_grad and x.log_decay is not None
-    last = _given_last(run, d_last, d_last_z)
+    last = _given_last(run, x, d_last, d_last_z)
     own: tuple[Tensor | None, Tensor | None] = (None, None)
     dd = None
     if x.q is not None:
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
         d_out = features_adjacent(d_out)
-        dd = _norm_grad(run, d_norm)
+        dd = _norm_grad(run, x, d_norm)
         alone = run.segs == 1 and last is None and not state_grad and not decay_grad
         if not alone or x.normalize:  # sums of one segment alone are the gradient of the state before it
-            own = _adjoint_sums(run, kept, d_out, dd)
+            own = _adjoint_sums(run, x, kept, d_out, dd)
         if alone:
             own = (None, None)
-    adjoint = _adjoint_states(run, kept, own, last, decay_grad, state_grad)
-    d_q, d_k, d_v, products = _token_grads(run, kept, d_out, dd, adjoint, decay_grad)
-    d_decay = _decay_grads(run, products, adjoint.dots) if adjoint.dots is not None else None
+    adjoint = _adjoint_states(run, x, kept, own, last, decay_grad, state_grad)
+    d_q, d_k, d_v, products = _token_grads(run, x, kept, d_out, dd, adjoint, decay_grad)
+    d_decay = _decay_grads(run, x, products, adjoint.dots) if adjoint.dots is not None else None
     d_state, d_norm_state = adjoint.first or (None, None)
     return LinearGrads(d_q, d_k, d_v, d_state, d_decay, d_norm_state)
 
 
-def _given_last(run: LinearLaunch, d_last: Tensor | None, d_last_z: Tensor | None) -> PairOfStates | None:
+def _given_last(run: LinearLaunch, x: LinearInputs, d_last: Tensor | None, d_last_z: Tensor | None) -> PairOfStates | None:
     """The gradients of the states behind the last token, or None if nothing depends on them."""
     if d_last is None and d_last_z is None:
         return None
-    x = run.x
     last = torch.zeros(x.state.shape, device=run.device) if d_last is None else d_last.float().contiguous()
     if x.norm_state is None:
         return last, None
@@ -90,36 +91,41 @@ def _given_last(run: LinearLaunch, d_last: Tensor | None, d_last_z: Tensor | Non
     return last, norms
 
 
-def _norm_grad(run: LinearLaunch, d_norm: Tensor | None) -> Tensor | None:
+def _norm_grad(run: LinearLaunch, x: LinearInputs, d_norm: Tensor | None) -> Tensor | None:
     """The gradient of the norm (b h n): given, 0, or room for the kernel to compute it."""
     if not run.norm:
         return None
-    if run.x.normalize:
+    if x.normalize:
         return run.new(run.b, run.h, run.n)
     if d_norm is None:
         return torch.zeros(run.b, run.h, run.n, device=run.device)
     return d_norm.float().contiguous()
 
 
-def _adjoint_sums(run: LinearLaunch, kept: LinearStates, d_out: Tensor, dd: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _adjoint_sums(
+    run: LinearLaunch, x: LinearInputs, kept: LinearStates, d_out: Tensor, dd: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """What every segment and head adds to the adjoint, (b h slots f e) and (b h slots f); fills dd if outputs are divided."""
-    x = run.x
-    assert x.q is not None
-    width = state_part(run.bf, run.be)
-    parts = run.bf // width
     own = run.slots(run.h, run.f, run.e)
     own_z = run.slots(run.h, run.f) if run.norm else None
-    flags = {name: flag for name, flag in run.flags.items() if name != "HAS_VALID"}
-    linear_adjoint[(parts * run.segs * run.b * run.h,)](
-        *filled(x.q, x.q, kept.levels, d_out, kept.out, kept.den, dd, own, own_z), *run.strides(x.q, kept.levels, d_out),
-        x.scale, run.n, run.segs, run.seg, run.h, run.h // run.g,
-        BF=width, BE=run.be, PARTS=parts, NORMALIZE=run.divides, **flags, **run.product, **run.tiles("linear_adjoint"),
-    )  # fmt: skip
+
+    def parts() -> LaunchParts:
+        width = state_part(run.bf, run.be)
+        parts = run.bf // width
+        numbers = (*run.strides(x.q, kept.levels, d_out), x.scale, run.n, run.segs, run.seg, run.h, run.h // run.g)
+        flags = {name: flag for name, flag in run.flags.items() if name != "HAS_VALID"}
+        sizes = {"BF": width, "BE": run.be, "PARTS": parts, "NORMALIZE": run.divides}
+        constants = {**sizes, **flags, **run.product, **run.tiles("linear_adjoint")}
+        return (parts * run.segs * run.b * run.h,), numbers, constants
+
+    tensors = (x.q, kept.levels, d_out, kept.out, kept.den, dd, own, own_z)
+    run.launch(("adjoint", d_out.stride(), d_out.dtype), linear_adjoint, tensors, parts)
     return own, own_z
 
 
 def _adjoint_states(
     run: LinearLaunch,
+    x: LinearInputs,
     kept: LinearStates,
     own: tuple[Tensor | None, Tensor | None],
     last: PairOfStates | None,
@@ -127,7 +133,6 @@ def _adjoint_states(
     state_grad: bool,
 ) -> _Adjoint:
     """Scan from the last segment to the first, where there is something to scan."""
-    x = run.x
     if own[0] is None and last is None and not state_grad and not decay_grad:
         return _Adjoint(None, None, 1, None, None)
     if own[0] is None and last is not None and not run.decay:  # nothing reads, nothing decays: all tokens have the same adjoint
@@ -147,35 +152,44 @@ Products = tuple[Tensor | None, Tensor | None]
 
 
 def _token_grads(
-    run: LinearLaunch, kept: LinearStates, d_out: Tensor | None, dd: Tensor | None, adjoint: _Adjoint, decay_grad: bool
+    run: LinearLaunch,
+    x: LinearInputs,
+    kept: LinearStates,
+    d_out: Tensor | None,
+    dd: Tensor | None,
+    adjoint: _Adjoint,
+    decay_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Products]:
     """The gradients of queries, keys and values, and for those of decays the products q . dq and k . dk."""
-    x = run.x
     features, values = state_part(run.bf, run.be), state_part(run.be, run.bf)
     parts, ratio = run.bf // features, run.h // run.g
     d_q = d_k = d_v = qd = kd = None
-    programs = 0
     if x.q is not None:
-        programs += ratio * parts
         d_q = run.tokens(run.h, run.f, x.q.dtype)
         qd = _products(run, run.h, parts) if decay_grad else None
     if x.k is not None and x.v is not None:
-        programs += parts + run.be // values
         d_k, d_v = run.tokens(run.g, run.f, x.k.dtype), run.tokens(run.g, run.e, x.v.dtype)
         kd = _products(run, run.g, parts) if decay_grad else None
-    some = d_q if d_q is not None else d_k
-    assert some is not None
-    tiles = run.tiles("linear_gradients")
-    count = -(-run.n // tiles["C"])
-    linear_gradients[(programs * count * run.b * run.g,)](
-        *filled(some, x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, kept.states, kept.norms),
-        *filled(some, adjoint.states, adjoint.norms, d_q, d_k, d_v, qd, kd),
-        *run.strides(x.q, x.k, x.v, kept.levels, d_out),
-        x.scale, run.n, count, run.seg, run.state_slots(kept.states), adjoint.slots, run.b * run.h, run.b * run.g, run.h, ratio,
-        BF=run.bf, BE=run.be, PF=features, PE=values, NORMALIZE=run.divides, HAS_QUERIES=x.q is not None,
-        HAS_KEYS=x.k is not None, HAS_STATE=run.has_states(kept.states), HAS_ADJOINT=adjoint.states is not None,
-        DECAY_GRAD=decay_grad, **run.flags, **run.product, **tiles,
-    )  # fmt: skip
+
+    def arguments() -> LaunchParts:
+        reading = 0 if x.q is None else ratio * parts
+        writing = 0 if x.k is None else parts + run.be // values
+        tiles = run.tiles("linear_gradients")
+        count = -(-run.n // tiles["C"])
+        states = (run.state_slots(kept.states), adjoint.slots)
+        sizes = (run.n, count, run.seg, *states, run.b * run.h, run.b * run.g, run.h, ratio)
+        numbers = (*run.strides(x.q, x.k, x.v, kept.levels, d_out), x.scale, *sizes)
+        there = {"HAS_QUERIES": x.q is not None, "HAS_KEYS": x.k is not None, "HAS_STATE": run.has_states(kept.states)}
+        more = {"HAS_ADJOINT": adjoint.states is not None, "DECAY_GRAD": decay_grad}
+        widths = {"BF": run.bf, "BE": run.be, "PF": features, "PE": values, "NORMALIZE": run.divides}
+        constants = {**widths, **there, **more, **run.flags, **run.product, **tiles}
+        return ((reading + writing) * count * run.b * run.g,), numbers, constants
+
+    given = (x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, kept.states, kept.norms)
+    tensors = (*given, adjoint.states, adjoint.norms, d_q, d_k, d_v, qd, kd)
+    outer = None if d_out is None else (d_out.stride(), d_out.dtype)
+    adjoint_kind = None if adjoint.states is None else (adjoint.states.dtype, adjoint.slots)
+    run.launch(("gradients", outer, kept.states.dim(), adjoint_kind), linear_gradients, tensors, arguments)
     return d_q, d_k, d_v, (qd, kd)
 
 
@@ -184,20 +198,22 @@ def _products(run: LinearLaunch, heads: int, parts: int) -> Tensor:
     return run.new(parts, run.b, heads, run.n) if run.decay == 1 else run.new(run.b, heads, run.n, run.f)
 
 
-def _decay_grads(run: LinearLaunch, products: Products, dots: Tensor) -> Tensor:
+def _decay_grads(run: LinearLaunch, x: LinearInputs, products: Products, dots: Tensor) -> Tensor:
     """The gradient of log decays or gates, in their type."""
-    x = run.x
     qd, kd = products
     assert x.log_decay is not None and kd is not None
     grads = run.new(*x.log_decay.shape, dtype=x.log_decay.dtype)
-    config = dict(kernel_config("linear_decay_grads", run.key, run.device))
-    width = 16 if run.decay == 1 else min(run.bf, 64)
-    blocks = 1 if run.decay == 1 else -(-run.f // width)
-    linear_decay_grads[(blocks * run.segs * run.b * run.g,)](
-        *filled(kd, qd, kd, dots, x.log_decay, x.valid, grads), *run.strides(x.log_decay),
-        x.gate_root, run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.g, run.h // run.g,
-        kd.shape[0] if run.decay == 1 else 1,
-        f=run.f, BF=width, C=config.pop("chunk"), DECAY=run.decay, HAS_VALID=x.valid is not None,
-        HAS_QUERIES=qd is not None, GATES=x.gate_root > 0, **config,
-    )  # fmt: skip
+    sums = kd.shape[0] if run.decay == 1 else 1
+
+    def parts() -> LaunchParts:
+        config = dict(kernel_config("linear_decay_grads", run.key, run.device))
+        width = 16 if run.decay == 1 else min(run.bf, 64)
+        blocks = 1 if run.decay == 1 else -(-run.f // width)
+        sizes = (run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.g, run.h // run.g, sums)
+        numbers = (*run.strides(x.log_decay), x.gate_root, *sizes)
+        there = {"HAS_VALID": x.valid is not None, "HAS_QUERIES": qd is not None, "GATES": x.gate_root > 0}
+        constants = {"f": run.f, "BF": width, "C": config.pop("chunk"), "DECAY": run.decay, **there, **config}
+        return (blocks * run.segs * run.b * run.g,), numbers, constants
+
+    run.launch("decays", linear_decay_grads, (qd, kd, dots, x.log_decay, x.valid, grads), parts)
     return grads

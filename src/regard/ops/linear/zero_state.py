@@ -18,13 +18,16 @@ def zero_state(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     key = (like.device, dtype)
     if key not in _zeros:
         with torch.inference_mode(False):
-            _zeros[key] = torch.zeros((), dtype=dtype, device=like.device)
+            made = torch.zeros((), dtype=dtype, device=like.device)
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)  # other streams read it too
+        _zeros[key] = made
     return _zeros[key].expand(shape)
 
 
 def is_zero_state(x: Tensor) -> bool:
     """Return whether a tensor was made by `zero_state`."""
-    if x.dim() == 0 or any(x.stride()):
+    if x.dim() == 0 or x.stride(-1) or any(x.stride()):
         return False
     zero = _zeros.get((x.device, x.dtype))
     return zero is not None and zero.data_ptr() == x.data_ptr()

@@ -45,8 +45,23 @@ HeadPlans = tuple[PlanHeads, ...]  # every query head in exactly one of them
 Gradients = tuple[Tensor | None, ...]  # of q, k, v and bias.by_query
 
 
+class PreparedPass(Protocol):
+    """What a backend prepared for all calls with one signature, see `pass_key`, and one plan."""
+
+    plans: HeadPlans
+    size: int  # numbers that it holds
+
+    def forward(self, call: TileCall) -> tuple[Tensor, Tensor]:
+        """Compute `TileBackend.forward`."""
+        ...
+
+    def backward(self, call: TileCall, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+        """Compute `TileBackend.backward`."""
+        ...
+
+
 class TileBackend(Protocol):
-    """An implementation of tile attention."""
+    """An implementation of tile attention. With prepare(call, plans) -> PreparedPass it prepares a signature."""
 
     name: str
 

@@ -6,19 +6,27 @@ backend: see `TileBackend`. Function transforms, second derivatives and export u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.cache import bounded_cache
-from regard.ops.backend import AUTO, choose_backend, register_backend
+from regard.cache import bounded_cache, signature_cache
+from regard.ops.backend import _BACKENDS, AUTO, choose_backend, register_backend
 from regard.ops.composite import tile_attention_composite
 from regard.ops.dense import few_queries_attention
 from regard.ops.dropout_hash import draw_seed
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.call import HeadPlans, PlanHeads, TileBackend, TileCall, accumulator
+from regard.ops.tile.call import (
+    Gradients,
+    HeadPlans,
+    PlanHeads,
+    PreparedPass,
+    TileBackend,
+    TileCall,
+    accumulator,
+)
 from regard.ops.tile.reference import ReferenceTiles
 from regard.ops.tile.torch import TorchTiles
 from regard.ops.tile.triton import TritonTiles
@@ -31,6 +39,7 @@ __all__ = ["MASKED_SCORE", "HeadPatterns", "accumulator", "tile_attention"]
 
 FLAT_TENSORS = 7  # the first fields of `flatten_call`; those up to DIFFERENTIABLE have gradients
 DIFFERENTIABLE = 4
+NO_TENSORS = (None,) * 4  # those of `flatten_call` behind q, k and v
 
 register_backend("tile", TritonTiles())
 register_backend("tile", TorchTiles())
@@ -80,10 +89,56 @@ def tile_attention(
         return _tile_composite(call, patterns, span, causal)
     if torch.compiler.is_compiling():  # one opaque operator: a plan depends on the length, which a tracer does not have
         return _operator(*flatten_call(call), patterns.text, list(span), causal, backend)
-    plans = heads_by_plan(patterns.each, span, causal)
+    run = _tile_pass(pass_key(call, patterns.text, span, causal, backend), call, patterns)
     by_query = None if bias is None else bias.by_query
+    if _needs_grad(q, k, v, by_query):
+        return _TileFunction.apply(q, k, v, by_query, call, run)
+    out, lse = run.forward(call)
+    return out.to(v.dtype), lse
+
+
+class PlannedPass:
+    """The pass of a backend that prepares nothing but the plan."""
+
+    def __init__(self, backend: TileBackend, plans: HeadPlans) -> None:
+        self.backend, self.plans = backend, plans
+        self.size = sum(own.plan.size for own in plans)
+
+    def forward(self, call: TileCall) -> tuple[Tensor, Tensor]:
+        return self.backend.forward(call, self.plans)
+
+    def backward(self, call: TileCall, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
+        return self.backend.backward(call, self.plans, out, lse, d_out, d_lse)
+
+
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, by_query: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return q.requires_grad or k.requires_grad or v.requires_grad or (by_query is not None and by_query.requires_grad)
+
+
+def pass_key(call: TileCall, text: str, span: Span, causal: bool, backend: str) -> tuple[Hashable, ...]:
+    """Return all that a pass depends on, except the values of tensors: pattern, shapes, strides, types, devices and options."""
+    q, k, v, valid, bias, _, scale, dropout = call
+    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype)
+    devices = (q.is_cuda, q.get_device(), k.get_device(), v.get_device())
+    biased = None if bias is None else (bias.slopes is None, bias.clip, bias.by_query is None, bias.mass)
+    precision = torch.get_float32_matmul_precision() if q.dtype == torch.float32 else None
+    every = tuple(_BACKENDS["tile"].values())
+    return text, span, causal, backend, every, shapes, devices, valid is None, biased, scale, dropout, precision
+
+
+@signature_cache
+def _tile_pass(key: tuple[Any, ...], call: TileCall, patterns: HeadPatterns | None) -> PreparedPass:
+    """Plan a call and prepare the pass of the backend that computes it; `patterns`: those of the text in the key, if made."""
+    text, span, causal, backend, *_ = key
+    if patterns is None:
+        plans = heads_by_plan_of_text(text, call.q.shape[1], span, causal)
+    else:
+        plans = heads_by_plan(patterns.each, span, causal)
     chosen = choose_backend("tile", backend, call, plans)
-    return _TileFunction.apply(q, k, v, by_query, call, plans, chosen)
+    prepare = getattr(chosen, "prepare", None)
+    return PlannedPass(chosen, plans) if prepare is None else prepare(call, plans)
 
 
 def _tile_composite(call: TileCall, patterns: HeadPatterns, span: Span, causal: bool) -> tuple[Tensor, Tensor]:
@@ -170,44 +225,33 @@ def _differentiable_backward(call: TileCall, plans: HeadPlans, grads: tuple[Tens
 
 
 class _TileFunction(torch.autograd.Function):
-    """A backend for autograd. Arguments: the tensors that have gradients, the call, the plans and the backend."""
+    """A pass for autograd. Arguments: the tensors that have gradients, the call and the pass."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        call, plans, backend = args[DIFFERENTIABLE:]
-        flat = flatten_call(call)
-        out, lse = backend.forward(call, plans)
-        ctx.save_for_backward(*flat[:FLAT_TENSORS], out, lse)
-        ctx.rest = flat[FLAT_TENSORS:], plans, backend
+        call, run = args[DIFFERENTIABLE:]
+        out, lse = run.forward(call)
+        q, k, v, valid, bias, seed, scale, dropout = call
+        plain = valid is None and bias is None and seed is None
+        more = () if plain else flatten_call(call)[3:FLAT_TENSORS]
+        ctx.save_for_backward(q, k, v, out, lse, *more)
+        ctx.run = run
+        ctx.options = (0, False, scale, dropout) if bias is None else (bias.clip, bias.mass, scale, dropout)
         ctx.set_materialize_grads(False)
-        return out.to(call.v.dtype), lse
+        return out if out.dtype == v.dtype else out.to(v.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        rest, plans, backend = ctx.rest
-        call = unflatten_call(*tensors, *rest)
-        none = [None] * 3
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        call = unflatten_call(q, k, v, *(more or NO_TENSORS), *ctx.options)
+        run = ctx.run
         if d_out is None:
-            d_out = torch.zeros_like(out, dtype=call.v.dtype)
+            d_out = torch.zeros_like(out, dtype=v.dtype)
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             if d_lse is None:
                 d_lse = torch.zeros_like(lse)
-            grads = _differentiable_backward(call, plans, (d_out, d_lse))
-            return *grads, *none
-        return *backend.backward(call, plans, out, lse, d_out, d_lse), *none
-
-
-def forward_by_name(call: TileCall, plans: HeadPlans, backend: str) -> tuple[Tensor, Tensor]:
-    """Compute a call by the backend of a name or, for "auto", by the first that does not refuse."""
-    chosen: TileBackend = choose_backend("tile", backend, call, plans)
-    return chosen.forward(call, plans)
-
-
-def backward_by_name(call: TileCall, plans: HeadPlans, backend: str, *results: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of a call by the same backend; results: out, log-sum-exp and the gradients of both."""
-    chosen: TileBackend = choose_backend("tile", backend, call, plans)
-    return chosen.backward(call, plans, *results)
+            return *_differentiable_backward(call, run.plans, (d_out, d_lse)), None, None
+        return *run.backward(call, out, lse, d_out, d_lse), None, None
 
 
 @torch.library.custom_op("regard::tile_attention", mutates_args=())
@@ -229,8 +273,7 @@ def _operator(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
-    plans = heads_by_plan_of_text(pattern, q.shape[1], Span(*span), causal)
-    out, lse = forward_by_name(call, plans, backend)
+    out, lse = _tile_pass(pass_key(call, pattern, Span(*span), causal, backend), call, None).forward(call)
     return out.to(v.dtype), lse
 
 
@@ -257,8 +300,8 @@ def _operator_backward(
     backend: str,
 ) -> list[Tensor]:
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
-    plans = heads_by_plan_of_text(pattern, q.shape[1], Span(*span), causal)
-    found = backward_by_name(call, plans, backend, out, lse, d_out, d_lse)
+    run = _tile_pass(pass_key(call, pattern, Span(*span), causal, backend), call, None)
+    found = run.backward(call, out, lse, d_out, d_lse)
     return [x.contiguous() for x in found if x is not None]
 
 

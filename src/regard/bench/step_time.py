@@ -1,0 +1,107 @@
+"""Times of a call on its two clocks: how long the host issues work, and how long the device computes. The longer one counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from regard.bench.timing import MOST_CALLS, Call, NotCaptured, graph_time, plain_time, wait
+
+HOST_CALLS = 5  # whose median is the time of the host
+LEAST_CALLS = 3  # of a pass on a CPU, unless they take OVER_BUDGET times the budget
+OVER_BUDGET = 10
+
+
+class StepTime(NamedTuple):
+    """Hold seconds of the host and of the device for one call. They overlap, and each adds up over the parts of a model."""
+
+    host: float
+    device: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the call among others that follow it without a wait."""
+        return max(self.host, self.device)
+
+    @property
+    def host_bound(self) -> bool:
+        return self.host > self.device
+
+    def plus(self, other: StepTime, count: float = 1) -> StepTime:
+        """Add a part that occurs so many times; a negative count takes it away. No time is below zero."""
+        host = self.host + count * other.host
+        device = self.device + count * other.device
+        return StepTime(max(host, 0.0), max(device, 0.0))
+
+    def minus(self, other: StepTime) -> StepTime:
+        """Return how much longer this call is than another, on each clock."""
+        return StepTime(self.host - other.host, self.device - other.device)
+
+    def of_bound(self, host_bound: bool) -> float:
+        """Return the seconds on the clock that limits the whole model."""
+        return self.host if host_bound else self.device
+
+
+NO_TIME = StepTime(0.0, 0.0)
+
+
+def step_time(f: Call, device: torch.device, budget: float) -> StepTime:
+    """Measure both clocks of a call. On a CPU they are one: all of it is time of the device.
+
+    The time of a GPU is that inside a CUDA graph, where no host is waited for; of a call that cannot be captured, the plain one.
+    """
+    if device.type != "cuda":
+        return StepTime(0.0, real_time(f, device, budget))
+    f()
+    f()
+    plain = plain_time(f, device, budget)
+    host = host_time(f, device)
+    try:
+        alone = graph_time(f, device, budget / 2, plain)
+    except NotCaptured:
+        return StepTime(host, plain)
+    return StepTime(host, min(alone, plain))
+
+
+def real_time(f: Call, device: torch.device, budget: float) -> float:
+    """Seconds of a call as a program makes it, eager calls one after the other: what a prediction is compared with."""
+    f()
+    if device.type != "cuda":
+        return least_time(f, budget)
+    f()
+    return plain_time(f, device, budget)
+
+
+def least_time(f: Call, budget: float) -> float:
+    """Seconds of the fastest of several calls on a CPU: other programs only add to a time."""
+    found: list[float] = []
+    while not found or sum(found) < budget or (len(found) < LEAST_CALLS and sum(found) < OVER_BUDGET * budget):
+        start = time.perf_counter()
+        f()
+        found.append(time.perf_counter() - start)
+        if len(found) == MOST_CALLS:
+            break
+    return min(found)
+
+
+def host_time(f: Call, device: torch.device) -> float:
+    """Seconds until a call returns, with an idle device: the time in which Python and PyTorch issue its work."""
+    found = []
+    for _ in range(HOST_CALLS):
+        wait(device)
+        start = time.perf_counter()
+        f()
+        found.append(time.perf_counter() - start)
+    wait(device)
+    return statistics.median(found)
+
+
+def deeper(one: StepTime, many: StepTime, depth: int, wanted: int) -> StepTime:
+    """Extrapolate from models of 1 and `depth` layers to one of `wanted` layers: both clocks are linear in the layers."""
+    if depth == 1:
+        return one
+    layer = many.plus(one, -1)
+    return one.plus(layer, (wanted - 1) / (depth - 1))

@@ -1,0 +1,152 @@
+"""Training of one cell: warm-up and one cosine over a budget of steps or seconds, validated at equal distances."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard.arena.arena_task import ArenaBudget
+from regard.compare.cell_record import is_better
+from regard.compare.device_split import DeviceSplit
+from regard.compare.split_score import mean_points, target_points
+from regard.compare.training_step import EAGER_STEPS, TrainingStep
+
+CHECKED = 25  # steps between two readings of the clock and of the loss
+EVALUATED = 4  # batches of training in one of evaluation
+
+
+class Diverged(ValueError):
+    """Report a loss that is not finite."""
+
+
+@dataclass(frozen=True)
+class CellBudget:
+    """Hold how long a cell is trained: so many steps, or so many seconds of steps."""
+
+    usual: ArenaBudget
+    steps: int | None = None  # that of the task unless given
+    seconds: float | None = None
+
+    @property
+    def total(self) -> float:
+        """Return the end of the schedule, in steps or in seconds."""
+        return self.seconds if self.seconds is not None else float(self.steps or self.usual.steps)
+
+
+@dataclass
+class TrainedCell:
+    """Hold the outcome of a training."""
+
+    curve: list[tuple[int, float, float, float]] = field(default_factory=list)
+    val: float | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)  # of the best evaluation
+    steps: int = 0
+    seconds: float = 0.0
+    note: str = ""  # why steps were not captured as a CUDA graph
+
+
+def rate_factor(done: float, warmup: float) -> float:
+    """Return the share of the learning rate at a part of the budget from 0 to 1: linear warm-up, then a cosine to 0."""
+    if done < warmup:
+        return done / warmup
+    return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1 - warmup, 1e-9)))
+
+
+class BatchOrder:
+    """Give the numbers of the examples of each batch: a permutation an epoch, a function of the seed and the step alone."""
+
+    def __init__(self, count: int, batch: int, seed: int, device: torch.device) -> None:
+        self.count, self.batch, self.seed, self.device = count, min(batch, count), seed, device
+        self.in_epoch = count // self.batch
+        self.epoch, self.order = -1, torch.empty(0)
+
+    def __call__(self, step: int) -> Tensor:
+        epoch, inside = divmod(step, self.in_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self.epoch, self.order = epoch, torch.randperm(self.count, generator=generator).to(self.device)
+        return self.order[inside * self.batch : (inside + 1) * self.batch]
+
+
+class CellTraining:
+    """Train one model and keep its best weights on validation. `report` gets the share of the budget that is done."""
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        val: DeviceSplit,
+        budget: CellBudget,
+        lr: float,
+        seed: int,
+        report: Callable[[float], None] | None = None,
+    ) -> None:
+        self.step, self.val, self.budget, self.lr, self.report = step, val, budget, lr, report
+        self.order = BatchOrder(len(step.split), budget.usual.batch, seed, step.device)
+        self.metric = step.task.metric
+        self.found = TrainedCell(note=step.note)
+
+    def run(self) -> TrainedCell:
+        """Train to the end of the budget. Raises Diverged where the loss is not finite."""
+        for _ in self.parts():
+            pass
+        return self.found
+
+    def parts(self) -> Iterator[None]:
+        """Train, with a stop behind every few steps that were started: other cells may start theirs before these are done."""
+        count = self.budget.usual.evaluations
+        for number in range(1, count + 1):
+            yield from self._train_to(self.budget.total * number / count)
+            with self.step.on_stream():
+                self._evaluate()
+        self.step.join()
+        self.found.note = self.step.note
+
+    def _train_to(self, end: float) -> Iterator[None]:
+        """Make steps until so much of the budget is used, CHECKED of them between two readings of the clock."""
+        found, by_time = self.found, self.budget.seconds is not None
+        while (found.seconds if by_time else found.steps) < end:
+            count = CHECKED if by_time else min(CHECKED, math.ceil(end) - found.steps)
+            warm = found.steps <= EAGER_STEPS
+            if warm:
+                count = 1
+            begun = time.perf_counter()
+            with self.step.on_stream():
+                for _ in range(count):
+                    self._step()
+            yield
+            with self.step.on_stream():
+                self._wait()
+            found.seconds += 0.0 if warm else time.perf_counter() - begun
+            if self.report is not None:
+                self.report(min(1.0, self._share()))
+
+    def _step(self) -> None:
+        found = self.found
+        share = (found.steps + 1) / self.budget.total if self.budget.seconds is None else self._share()
+        rate = self.lr * rate_factor(min(1.0, share), self.budget.usual.warmup)
+        self.step(self.order(found.steps), rate)
+        found.steps += 1
+
+    def _share(self) -> float:
+        used = self.found.steps if self.budget.seconds is None else self.found.seconds
+        return used / self.budget.total
+
+    def _wait(self) -> None:
+        """Wait for the device, and stop where the loss is not finite."""
+        if not math.isfinite(float(self.step.total_loss)):
+            raise Diverged(f"the loss was not finite at step {self.found.steps}: a smaller learning rate may help")
+
+    def _evaluate(self) -> None:
+        found, step = self.found, self.step
+        loss = step.mean_loss()
+        batch = EVALUATED * self.budget.usual.batch
+        score = mean_points(target_points(step.model, self.val, self.metric, batch, step.dtype))
+        found.curve.append((found.steps, loss, score, found.seconds))
+        if is_better(self.metric, score, found.val):
+            found.val = score
+            found.weights = {name: x.detach().clone() for name, x in step.model.state_dict().items()}

@@ -1,0 +1,131 @@
+"""One training step of a cell as a call: AdamW, clipped gradients, data on the device. On a GPU it is one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.arena.arena_task import IGNORED, ArenaBudget, ArenaTask
+from regard.compare.compared_model import ComparedModel
+from regard.compare.device_split import DeviceSplit, changes_batches
+from regard.compare.split_score import target_losses
+from regard.runtime.cuda_graph import capture_graph, forbid_sync
+
+EAGER_STEPS = 3  # before a capture
+
+
+class TrainingStep:
+    """Run training steps of one model, inside of `on_stream`. On a GPU they are captured, behind EAGER_STEPS, if that is pos"""
+
+    def __init__(
+        self,
+        model: ComparedModel,
+        task: ArenaTask,
+        split: DeviceSplit,
+        usual: ArenaBudget,
+        dtype: torch.dtype = torch.float32,
+        graphs: bool = True,
+    ) -> None:
+        self.model, self.task, self.split, self.dtype = model, task, split, dtype
+        self.device = split.tokens.device
+        self.on_card = self.device.type == "cuda"
+        self.graphs = graphs and self.on_card
+        self.clip, self.augments = usual.clip, changes_batches(task)
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.rate = torch.zeros((), device=self.device)
+        options = {"fused": True, "capturable": True} if self.on_card else {"fused": True}
+        groups = decayed_groups(self.weights, usual.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate if self.on_card else 0.0, betas=(0.9, 0.98), **options)
+        self.index = torch.zeros(min(usual.batch, len(split)), dtype=torch.long, device=self.device)
+        self.total_loss = torch.zeros((), device=self.device)
+        self.stream = torch.cuda.Stream(self.device) if self.on_card else None
+        self.graph: Any = None
+        self.join()
+        self.note = "" if self.graphs else "not captured"
+        self.done = self.summed = 0
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run on the stream that steps are captured on. Streams of several models run side by side: see `join`."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """Order the work of both streams, that of steps and the current one, behind what was started on the other."""
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            self.stream.wait_stream(current)
+            current.wait_stream(self.stream)
+
+    def __call__(self, index: Tensor, rate: float) -> None:
+        """Make one update from the examples of these numbers."""
+        self.index.copy_(index)
+        self._set_rate(rate)
+        if self.graph is not None:
+            self.graph.graph.replay()
+        elif self.graphs and not self.note and self.done >= EAGER_STEPS:
+            self._run_and_capture()
+        else:
+            self._run()
+        self.done += 1
+        self.summed += 1
+
+    def mean_loss(self) -> float:
+        """Return the mean loss since the last call; waits for the device."""
+        mean = float(self.total_loss) / max(1, self.summed)
+        self.total_loss.zero_()
+        self.summed = 0
+        return mean
+
+    def _set_rate(self, rate: float) -> None:
+        if self.on_card:
+            self.rate.fill_(rate)
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _run(self) -> None:
+        tokens, targets, valid, at = self.split.rows(self.index)
+        if self.augments:
+            tokens, targets = self.task.augment(tokens, targets, None)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False):
+            scores = self.model(tokens, valid, at)
+        losses = target_losses(scores, targets)
+        loss = losses.sum() / (targets != IGNORED).sum().clamp_min(1)
+        for p in self.weights:
+            p.grad = None
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.weights, self.clip, foreach=True)
+        self.optimizer.step()
+        self.total_loss += loss.detach()
+
+    def _run_and_capture(self) -> None:
+        """Make one update without a synchronisation, then capture the next ones; the reason is noted where that fails."""
+        try:
+            with forbid_sync(self.device):
+                self._run()
+        except RuntimeError as error:
+            self.note = f"not captured: {str(error).splitlines()[0]}"
+            self._run()
+            return
+        torch.cuda.synchronize(self.device)
+        try:
+            self.graph = capture_graph(self._run, self.device, warmups=0, stream=self.stream)
+        except RuntimeError as error:
+            self.note = f"not captured: {str(error).splitlines()[0]}"
+            torch.cuda.synchronize(self.device)
+
+
+def decayed_groups(weights: list[torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    """Decay matrices alone: no norms, no biases."""
+    matrices = [p for p in weights if p.dim() > 1]
+    others = [p for p in weights if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

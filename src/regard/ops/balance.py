@@ -1,0 +1,106 @@
+"""Balance matrices by Sinkhorn's iterations, or in the order of time, all iterations in one launch on CUDA devices.
+
+The definitions in plain operations are `balanced` and `balanced_in_time`. Pairs that do not exist have MASKED_SCORE. In the order
+of time, what the rows before took is kept for the backward pass, a matrix for every iteration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from regard.ops.triton_support import SMALLEST_DOT, has_triton
+from regard.patterns.tiles import MASKED_SCORE
+from regard.transforms import differentiable_grads, needs_plain_ops
+
+LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
+LARGEST_IN_TIME = 64  # where products are computed too
+
+
+def balanced(iterations: int, logits: Tensor, seen: Tensor | None = None, mass: Tensor | None = None) -> Tensor:
+    """exp(logits) (... r c), its columns and rows scaled in turn until both sum to 1, or rows to exp(mass) (... r).
+
+    Rows come last and sum exactly. A pair that is not seen weighs nothing, nor does a row or a column without any.
+    """
+    for _ in range(iterations):
+        logits = _unseen(logits.log_softmax(-2), seen)
+        logits = _unseen(logits.log_softmax(-1), seen)
+        if mass is not None:
+            logits = logits + mass[..., None]
+    return logits.exp()
+
+
+def _unseen(logits: Tensor, seen: Tensor | None) -> Tensor:
+    return logits if seen is None else logits.masked_fill(~seen, MASKED_SCORE)
+
+
+def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
+    """softmax(logits - log(1 + what earlier rows took of the column)), repeated: row i no longer changes after i sweeps."""
+    seen = (logits > MASKED_SCORE / 2).any(-1, keepdim=True)
+    taken = torch.zeros_like(logits)
+    for _ in range(iterations):
+        shares = (logits - taken.log1p()).softmax(-1) * seen
+        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]
+    return (logits - taken.log1p()).softmax(-1) * seen
+
+
+def balances_in_one_launch(logits: Tensor, in_time: bool) -> bool:
+    """Return whether the kernels take these matrices (... r c)."""
+    if not logits.is_cuda or logits.dtype != torch.float32 or not has_triton():
+        return False
+    largest = LARGEST_IN_TIME if in_time else LARGEST_MATRIX
+    return max(logits.shape[-2:]) <= largest and not torch.compiler.is_compiling() and not needs_plain_ops()
+
+
+def balance_matrices(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
+    """Return the balanced weights (... r c) of logits (... r c), in float32."""
+    return _Balance.apply(logits, iterations, in_time)
+
+
+def _shape(logits: Tensor) -> tuple[int, dict[str, int]]:
+    """Return the number of matrices, and what kernels are compiled for."""
+    r, c = logits.shape[-2:]
+    blocks = [max(SMALLEST_DOT, 1 << (size - 1).bit_length()) for size in (r, c)]
+    return logits[..., 0, 0].numel(), {"BR": blocks[0], "BC": blocks[1], "num_warps": 16 if max(blocks) > 64 else 8}
+
+
+def _plain(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
+    if in_time:
+        return balanced_in_time(iterations, logits)
+    return balanced(iterations, logits, logits > MASKED_SCORE / 2)
+
+
+class _Balance(torch.autograd.Function):
+    """The kernels for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iterations: int, in_time: bool) -> Tensor:
+        from regard.ops import balance_kernels as kernels
+
+        logits = logits.contiguous()
+        (r, c), (count, own) = logits.shape[-2:], _shape(logits)
+        out = torch.empty_like(logits)
+        kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
+        kernel = kernels.balance_in_time if in_time else kernels.balance_rows_and_columns
+        with torch.cuda.device_of(logits):
+            kernel[(count,)](logits, out, kept, r, c, iterations, **own)
+        ctx.save_for_backward(logits, kept)
+        ctx.in_time = in_time
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        from regard.ops import balance_kernels as kernels
+
+        logits, kept = ctx.saved_tensors
+        (r, c), (count, own) = logits.shape[-2:], _shape(logits)
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            return differentiable_grads(lambda x: (_plain(x, kept.shape[1], ctx.in_time),), (logits,), (grad,))[0], None, None
+        found = torch.empty_like(logits)
+        kernel = kernels.balance_in_time_grads if ctx.in_time else kernels.balance_grads
+        with torch.cuda.device_of(logits):
+            kernel[(count,)](logits, kept, grad.contiguous(), found, r, c, kept.shape[1], **own)
+        return found, None, None

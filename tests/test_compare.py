@@ -1,0 +1,261 @@
+"""A comparison: equal models, equal budgets, the best learning rate on validation, test scores once."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from regard.arena.arena_task import IGNORED
+from regard.compare.cell_costs import allocated_peak
+from regard.compare.cell_record import CellRecord
+from regard.compare.cell_run import CellJob, run_job
+from regard.compare.cell_store import CellStore
+from regard.compare.cell_training import BatchOrder, CellBudget, CellTraining, rate_factor
+from regard.compare.compared_model import build_model, matched_model
+from regard.compare.comparison import compare_records
+from regard.compare.device_split import load_split
+from regard.compare.grid_plan import best_rate, mixer_texts, plan_grid, split_outside
+from regard.compare.own_code import compared_spec, read_task
+from regard.compare.split_score import arena_score, target_points
+from regard.compare.training_step import TrainingStep
+from regard.compare.worker_pool import WorkerPool
+from small_arena import FILES, run_grid, settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    monkeypatch.setattr("regard.compare.cell_costs.TIMED", 0.002)
+
+
+def task(text):
+    return read_task(text, FILES)
+
+
+def test_rates_are_searched_with_one_seed_and_only_the_best_is_tested(tmp_path):
+    records = run_grid(tmp_path, settings(mixers=["softmax", "linear"], seeds=2))
+    for mixer in ("softmax", "linear"):
+        own = [record for record in records if record.mixer == mixer]
+        search = [record for record in own if record.seed == 0]
+        assert sorted(record.lr for record in search) == [1e-3, 1e-2]
+        final = [record for record in own if record.final]
+        assert [record.seed for record in final] == [0, 1] and len({record.lr for record in final}) == 1
+        assert final[0].lr == max(search, key=lambda record: record.val).lr
+        assert all(record.test is None and not record.weights for record in own if not record.final)
+        assert final[0].costs["train_steps_per_s"] > 0 and not final[1].costs
+        assert all((tmp_path / record.weights).is_file() for record in final)
+    record = records[0]
+    assert [point[0] for point in record.curve] == [3, 6] and record.val == max(point[2] for point in record.curve)
+    assert record.floors == {"chance": 0.2} and record.settings["model"]["width"] == 16
+    assert {record.family for record in records} == {"softmax", "kernel"}
+    final = next(record for record in records if record.final)
+    inside = final.slices["first"].values()
+    assert final.test_count == 32 == sum(count for _, count in inside)
+    assert math.isclose(final.test, sum(score * count for score, count in inside) / 32)
+    assert [record.to_json() for record in CellStore(tmp_path).records()] == sorted(
+        (record.to_json() for record in records), key=lambda found: found["key"]
+    )
+
+
+def test_finished_cells_are_not_run_again(tmp_path, monkeypatch):
+    grid = settings(mixers=["softmax"])
+    before = run_grid(tmp_path, grid)
+    monkeypatch.setattr("regard.compare.worker_pool.run_job", lambda job: pytest.fail(f"{job.kind} again"))
+    after = run_grid(tmp_path, grid)
+    assert [record.to_json() for record in before] == [record.to_json() for record in after]
+
+
+def test_more_seeds_train_the_new_ones_alone(tmp_path, monkeypatch):
+    run_grid(tmp_path, settings())
+    seen = []
+    monkeypatch.setattr("regard.compare.worker_pool.run_job", lambda job: seen.append(job) or run_job(job))
+    run_grid(tmp_path, settings(seeds=2))
+    assert [(job.kind, job.cell.seed) for job in seen] == [("train and test", 1)]
+
+
+def test_a_cell_repeats_itself(tmp_path):
+    cell = plan_grid(settings())[0].cell
+    one, two = (run_job(CellJob("train", cell, str(tmp_path / name))) for name in "ab")
+    assert one.val == two.val and [p[:3] for p in one.curve] == [p[:3] for p in two.curve]
+    other = run_job(CellJob("train", cell.at(cell.lr, 1), str(tmp_path / "c")))
+    assert other.curve[0][1] != one.curve[0][1] and other.key != one.key
+
+
+def test_a_budget_of_seconds(tmp_path):
+    grid = settings(seconds=0.2, rates=(1e-3,))
+    record = run_job(CellJob("train", plan_grid(grid)[0].cell, str(tmp_path)))
+    assert 0.2 <= record.train_seconds < 2 and record.settings["steps"] > 6
+    assert record.settings["budget"]["seconds"] == 0.2 and record.settings["budget"]["steps"] is None
+
+
+def test_keys_follow_what_decides_a_result():
+    cell = plan_grid(settings())[0].cell
+    same = replace(cell, note="other words", title="x", grid=replace(cell.grid, seeds=5, lengths=(64,)))
+    assert same.key == cell.key
+    wider = replace(cell, model=replace(cell.model, ffn=20))
+    longer, slower = replace(cell, grid=replace(cell.grid, steps=7)), replace(cell, usual=replace(cell.usual, warmup=0.2))
+    others = [wider, longer, slower, replace(cell, source="another file"), cell.at(2e-3, 0), cell.at(cell.lr, 1)]
+    assert len({found.key for found in [cell, *others]}) == 7
+
+
+@pytest.mark.parametrize("mixer", ["fnet", "gla", "identity", "conv", "synthesizer"])
+def test_parameters_are_those_of_softmax(mixer):
+    own = task("first_token")
+    usual = replace(own.model(), width=32, ffn=64, depth=2)
+    matched = matched_model(own, mixer, usual)
+    goal = sum(p.numel() for p in build_model(own, "softmax", usual).parameters())
+    made = sum(p.numel() for p in build_model(own, mixer, matched.model).parameters())
+    assert made == matched.parameters and abs(made - goal) <= 0.02 * goal
+    assert f"{goal:,}" in matched.note
+
+
+def test_parameters_that_cannot_be_equal_are_written_down():
+    own = task("first_token(tokens=256)")
+    matched = matched_model(own, "synthesizer(form='random')", own.model())
+    assert "cannot be made up for" in matched.note and matched.model.ffn == 4
+    bare = matched_model(own, "fnet", replace(own.model(), ffn=0))
+    assert "no feed-forward layer" in bare.note
+
+
+def test_what_a_mechanism_cannot_do_is_a_row_with_the_reason(tmp_path):
+    records = run_grid(tmp_path, settings("echo", mixers=["fnet", "pooled_queries(rate=2)", "softmax"], rates=(1e-3,)))
+    refused = {record.mixer: record for record in records if record.status == "refused"}
+    assert "causal" in refused["fnet"].reason and "pooled_queries" in refused["pooled_queries(rate=2)"].reason
+    rows = compare_records(records).rows
+    assert rows[0].mixer == "softmax" and all(row.reason.startswith("refused: ") for row in rows[1:])
+    assert CellStore(tmp_path).load(refused["fnet"].key).status == "refused"
+
+
+@pytest.mark.parametrize("name", ["first_token", "echo", "next_one", "pairs"])
+def test_every_form_of_task(name, tmp_path):
+    grid = settings(name, mixers=["Local(3)"], rates=(1e-3,), lengths=(16,))
+    record = run_grid(tmp_path, grid)[0]
+    assert record.status == "done" and record.test > 0 and record.test_count == {"echo": 64, "next_one": 256}.get(name, 32)
+    assert record.cost_by_length[0]["n"] == 16 and record.cost_by_length[0]["step_ms"] > 0
+    decodes = name in ("echo", "next_one")
+    assert (record.costs["decode_ms"] is not None) == decodes == (record.costs["state_bytes"] is not None)
+    assert decodes or record.costs["notes"]["decode_ms"]
+    assert record.costs["peak_bytes"] > 8 * 8 * 16 * 4  # more than one activation
+
+
+def test_scores_count_only_targets():
+    own = task("echo")
+    split, made = load_split(own, "test", CPU)
+    assert split.targets.shape == (32, 2) and not (split.targets == IGNORED).any()
+    places = split.at[0].tolist()
+    assert places == [3, 7]
+    right = torch.zeros(32, 8, 6)
+    right[:, 3].scatter_(1, made.targets[:, 3, None], 1.0)
+
+    class Known(torch.nn.Module):
+        def forward(self, tokens, _, at):
+            return right[: len(tokens)].take_along_dim(at[..., None], 1)
+
+    points = target_points(Known(), split, "accuracy", 64, torch.float32)
+    score = arena_score(points, split, made)
+    assert score.count == 64 and score.slices["place"]["3"] == (1.0, 32)
+    assert score.slices["place"]["7"] == pytest.approx((float((made.targets[:, 7] == 0).float().mean()), 32))
+
+
+def test_bits_are_those_of_the_cross_entropy():
+    split, made = load_split(task("next_one"), "test", CPU)
+
+    class Even(torch.nn.Module):
+        def forward(self, tokens, *_):
+            return torch.zeros(*tokens.shape, 6)
+
+    points = target_points(Even(), split, "bits per token", 5, torch.float32)
+    assert points.shape == (32, 8) and torch.allclose(points, torch.tensor(math.log2(6)))
+    split.targets[:, :3] = IGNORED
+    score = arena_score(target_points(Even(), split, "bits per token", 5, torch.float32), split, made)
+    assert score.count == 32 * 5 and score.value == pytest.approx(math.log2(6))
+
+
+def test_less_is_better_for_bits():
+    records = [CellRecord("k", "t", "m", "f", lr, 0, val=val, metric="bits per token") for lr, val in ((1.0, 2.5), (2.0, 1.5))]
+    assert best_rate(records) == 2.0
+    assert best_rate([replace(record, metric="accuracy") for record in records]) == 1.0
+    assert best_rate([replace(record, status="diverged") for record in records]) is None
+
+
+def test_the_rate_rises_and_falls():
+    values = [rate_factor(x / 10, 0.2) for x in range(11)]
+    assert values[0] == 0 and values[1] == 0.5 and values[2] == 1 and abs(values[10]) < 1e-9
+    assert values[6] == pytest.approx(0.5) and sorted(values[2:], reverse=True) == values[2:]
+
+
+def test_an_epoch_has_every_example_once():
+    order = BatchOrder(10, 5, 3, CPU)
+    first = torch.cat([order(0), order(1)])
+    assert sorted(first.tolist()) == list(range(10))
+    assert torch.equal(BatchOrder(10, 5, 3, CPU)(1), first[5:]) and not torch.equal(order(2), first[:5])
+
+
+def test_peak_memory_is_what_was_held_at_once():
+    def call():
+        first = torch.zeros(1000)
+        second = first + 1
+        del first
+        return second + torch.zeros(1000)
+
+    assert 8000 <= allocated_peak(call) < 14000
+
+
+def test_lists_of_mechanisms():
+    assert split_outside("softmax, Local(4) | Global(first=2); sparse(pattern='Local(1), x'),") == [
+        "softmax",
+        "Local(4) | Global(first=2)",
+        "sparse(pattern='Local(1), x')",
+    ]
+    assert mixer_texts(["linformer, softmax", "Local(8), softmax"]) == ("linformer(rank=8)", "softmax", "Local(8)")
+    assert len(mixer_texts(["all"])) > 30
+    own = compared_spec("small_arena:Raising(scale=1.0)")
+    assert own.row.family == "own" and own.options == {"scale": 1.0} and compared_spec("small_arena:Raising").name == own.name
+    with pytest.raises(ValueError, match="there is no module nowhere"):
+        compared_spec("nowhere.at_all:Thing")
+    with pytest.raises(ValueError, match="small_arena has no Nothing that is a"):
+        compared_spec("small_arena:Nothing")
+
+
+def test_a_process_that_dies_ends_its_own_cell_alone(tmp_path):
+    grid = settings(mixers=["small_arena:Dying", "softmax"], rates=(1e-3,))
+    records = run_grid(tmp_path, grid, WorkerPool(1))
+    found = {record.mixer: record for record in records}
+    assert found["small_arena:Dying"].status == "crashed" and "signal 9" in found["small_arena:Dying"].reason
+    assert found["softmax"].status == "done" and found["softmax"].final and found["softmax"].costs
+
+
+def test_cells_that_share_a_process_end_as_if_alone(tmp_path):
+    """Several cells at a time in one process; where it dies, each is run again with none beside it."""
+    grid = settings(mixers=["softmax", "small_arena:Dying", "identity"], rates=(1e-3, 1e-2), steps=30)
+    shared = run_grid(tmp_path / "shared", grid, WorkerPool(1, lanes=4))
+    statuses = {(record.mixer, record.status) for record in shared}
+    assert statuses == {("softmax", "done"), ("small_arena:Dying", "crashed"), ("identity", "done")}
+    alone = run_grid(tmp_path / "alone", settings(mixers=["softmax", "identity"], rates=(1e-3, 1e-2), steps=30))
+    found = {record.key: (record.val, record.test) for record in shared}
+    assert all(found[record.key] == (record.val, record.test) for record in alone)
+
+
+def test_records_of_other_settings_are_set_aside(tmp_path):
+    before = run_grid(tmp_path, settings(rates=(1e-3,), steps=4))
+    after = run_grid(tmp_path, settings(rates=(1e-3,), steps=6))
+    assert [record.key for record in CellStore(tmp_path).records()] == [record.key for record in after]
+    assert [path.stem for path in (tmp_path / "replaced").iterdir()] == [record.key for record in before]
+
+
+def test_the_weights_of_the_best_evaluation_are_kept(monkeypatch):
+    own = task("first_token")
+    (train, _), (val, _) = load_split(own, "train", CPU), load_split(own, "val", CPU)
+    step = TrainingStep(build_model(own, "softmax", own.model()), own, train, own.budget())
+    seen = []
+
+    def falling(model, *_):
+        seen.append(model.head.map.weight.detach().clone())
+        return torch.tensor([1.0 / len(seen)])
+
+    monkeypatch.setattr("regard.compare.cell_training.target_points", falling)
+    found = CellTraining(step, val, CellBudget(own.budget()), 1e-2, 0).run()
+    assert found.val == 1.0 and len(seen) == 2 and not torch.equal(seen[0], seen[1])
+    assert torch.equal(found.weights["head.map.weight"], seen[0])

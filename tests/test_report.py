@@ -1,0 +1,302 @@
+"""The report of a comparison without a browser: intervals, lengths, words, numbers, names, pictures of matrices, files."""
+
+import json
+import math
+import re
+import struct
+import zlib
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from regard.compare import report
+from regard.compare.comparison import alike_best, compare_records, score_interval, wilson
+from regard.compare.recommendation import recommendations
+from regard.compare.report import write_report
+from regard.compare.report_data import plain, script_json
+from regard.compare.report_figures import slice_values
+from regard.compare.report_page import report_html
+from regard.compare.small_png import SHADE_LEVELS, matrix_png
+from regard.compare.trained_layers import (
+    TrainedLayer,
+    TrainedLayers,
+    cumulated_spectrum,
+    pooled_matrix,
+    spectrum_rank,
+    trained_layers,
+)
+from regard.plots.colours import FAMILY_ORDER, FAMILY_SHADES, family_shades
+from report_records import HOSTILE, finished, record, some_records, write_records
+from small_arena import run_grid, settings
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+def page(records, trained=None):
+    return report_html(compare_records(records), trained or TrainedLayers())
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+class Reader(HTMLParser):
+    """Checks that elements nest, and collects addresses, identifiers and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.ids, self.tags, self.text = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "action", "srcset"):
+                self.addresses.append(value)
+            if name == "id":
+                self.ids.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, (tag, self.open[-3:])
+        self.open.pop()
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(text):
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == [] and len(set(reader.ids)) == len(reader.ids)
+    return reader
+
+
+# Summary
+
+
+def test_intervals_are_those_of_the_seeds_or_of_the_test_set():
+    low, high, how = score_interval([0.5, 0.6, 0.7], 10**6, "accuracy")
+    half = 4.303 * 0.1 / math.sqrt(3)
+    assert (low, high) == pytest.approx((0.6 - half, 0.6 + half)) and how == "3 seeds, Student's t"
+    low, high, how = score_interval([0.8], 100, "accuracy")
+    assert (low, high) == pytest.approx((0.7112, 0.8666), abs=1e-4) and "Wilson" in how  # a published example
+    assert score_interval([0.9, 0.9], 50, "accuracy")[2] == "50 targets, Wilson"  # seeds that agree prove little
+    assert score_interval([1.5], 100, "bits per token") == (None, None, "one seed: no interval")
+    assert score_interval([0.9, 0.2], None, "accuracy")[:2] == (0.0, 1.0)
+    assert wilson(1.0, 10)[1] == pytest.approx(1.0) and wilson(1.0, 10)[0] < 0.8
+
+
+def test_rows_have_the_chosen_cells_and_the_lengths_from_which_they_win():
+    found = compare_records(some_records(3))
+    assert [row.mixer for row in found.rows] == ["softmax", "Local(16)", "linear", "sinkhorn"]
+    first, second = found.rows[:2]
+    assert len(first.scores) == 2 and first.score == pytest.approx(0.95 - 0.01 - 0.0015) and first.lr == 1e-3
+    assert first.wins_from is None and second.wins_from == pytest.approx(600, rel=1e-3)  # n^2 / 1e4 = 6 n / 100
+    assert [lr for lr, _, _ in second.rates] == sorted(lr for lr, _, _ in second.rates) and len(second.rates) == 5
+    assert second.rates[-1][1:] == (None, "diverged")
+    assert found.rows[-1].reason == "refused: it is not causal"
+    assert second.slices["distance"]["8-15"][0] == pytest.approx(second.score - 0.008)
+    assert found.tasks[0].best_floor == 0.25 and found.families == ["softmax", "sparse", "kernel", "sinkhorn"]
+
+
+def test_an_earlier_choice_of_the_learning_rate_does_not_count():
+    old = finished(record("task", "softmax", "softmax", 1e-2, 0, 0.5), 0)
+    row = compare_records([old, *some_records(1, ("task",))]).rows[0]
+    assert len(row.scores) == 2 and row.lr == 1e-3
+
+
+def scored(mixer, score, speed, metric="accuracy", **more):
+    made = finished(record("task", mixer, "kernel", 1e-3, 0, 1.0), 0)
+    made.test, made.test_count, made.metric = score, 10**5, metric
+    made.costs |= {"train_tokens_per_s": speed}
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_mechanisms_that_cannot_be_told_apart_are_found_in_both_directions():
+    more = compare_records([scored("a", 0.900, 1), scored("b", 0.899, 1), scored("c", 0.8, 1)])
+    assert [row.mixer for row in alike_best(more.rows)] == ["a", "b"]
+    bits = compare_records([scored("a", 1.5, 1, "bits per token"), scored("b", 1.2, 1, "bits per token")])
+    assert [row.mixer for row in bits.rows] == ["b", "a"] and [row.mixer for row in alike_best(bits.rows)] == ["b"]
+
+
+def test_the_recommendation_follows_from_the_numbers():
+    cells = [
+        scored("softmax", 0.900, 100.0),
+        scored("quick", 0.8995, 250.0),
+        scored("rough", 0.7, 900.0),
+        scored("slow", 0.5, 10.0),
+    ]
+    line = recommendations(compare_records(cells))[0]
+    assert "take quick, 90.0 %; the fastest of 2 mixers that cannot be told apart from the best (softmax, 90.0 %)" in line
+    assert "trains 2.50 times as fast as softmax" in line and "Faster, with worse scores: rough (3.60 x, 70.0 %)." in line
+    assert "slow" not in line
+    low = recommendations(compare_records([scored("softmax", 0.2, 1.0)]))[0]
+    assert "nothing was learned: the best score, 20.0 % of softmax, does not reach the floor of 25.0 %" in low
+    unsure = recommendations(compare_records([scored("softmax", 0.26, 1.0, test_count=100)]))[0]
+    assert "cannot be told apart from the floor of 25.0 %" in unsure
+    lengths = [
+        line for line in recommendations(compare_records(some_records(3))) if line.startswith("For n = 4,096 on a small machine")
+    ]
+    words = "by time of a training step, among the best mixers of all tasks that were learned: softmax (1,678 ms)."
+    assert lengths == [f"For n = 4,096 on a small machine: {words}"]
+    assert recommendations(compare_records([scored("x", None, 1.0, final=False)])) == ["task (n = 128): no mixer has a score."]
+
+
+# The page
+
+
+def test_the_page_is_valid_and_loads_nothing():
+    text = page(some_records(7, ("recall(length=128)", "copying")))
+    reader = read(text)
+    assert all(address.startswith("data:") for address in reader.addresses)
+    assert not re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[a-z]", text) and "@import" not in text and "url(" not in text
+    assert "default-src 'none'" in text and {"bubble", "cost", "rates", "training", "slices", "spectrum", "advice"} <= set(
+        reader.ids
+    )
+
+
+def test_all_numbers_of_the_records_are_on_the_page():
+    records = some_records(4)
+    rows = {row["mixer"]: row for row in data_of(page(records))["rows"]}
+    for one in records:
+        row = rows[one.mixer]
+        expected = plain(one.to_json())
+        if one.seed == 0:
+            assert [expected["lr"], expected["val"], expected["status"]] in row["rates"]
+        if not one.final:
+            continue
+        assert expected["test"] in row["scores"]
+        if one.seed == 0:
+            assert row["curve"] == expected["curve"] and row["by_length"] == expected["cost_by_length"]
+            assert expected["costs"].items() <= row["costs"].items()
+            assert row["parameters"] == expected["parameters"]
+    shown = "".join(read(page(records)).text)
+    assert "93.8 %" in shown and "25.0 %" in shown and "not up to" not in shown and "about 600" in shown
+
+
+def test_hostile_names_stay_text():
+    records = some_records(2, (HOSTILE,))
+    records[0].mixer = records[0].family = HOSTILE
+    records.append(record(HOSTILE, HOSTILE, HOSTILE, 1e-3, 0, 1.0, status="crashed", reason=HOSTILE, val=None))
+    layers = TrainedLayers([TrainedLayer(HOSTILE, HOSTILE, HOSTILE, 1, 8, [torch.eye(8)], [0.5, 1.0])], [HOSTILE])
+    text = page(records, layers)
+    reader = read(text)
+    assert reader.tags.count("script") == 2 and "b" not in reader.tags and "alert" not in "".join(reader.tags)
+    assert data_of(text)["tasks"][0]["name"] == HOSTILE
+    assert "<" not in script_json({"a": "<&>"}) and json.loads(script_json({"a": "<&>"})) == {"a": "<&>"}
+
+
+def test_numbers_that_json_does_not_have_become_null():
+    assert plain({"a": [math.nan, math.inf, 1 / 3]}) == {"a": [None, None, 0.333333]}
+    records = some_records(2)
+    records[0].curve = [(1, math.nan, math.inf, 1.0)]
+    assert "NaN" not in page(records).split('id="data">')[1].split("</script>")[0]
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(2, 2), (2, 4), (6, 4)])
+def test_forty_mechanisms_fit_one_megabyte(layers, heads):
+    records = some_records(40)
+    matrices = list(torch.rand(heads, 64, 64))  # random: nothing compresses worse
+    found = [
+        TrainedLayer(records[0].task, f"mixer_{i}", "kernel", layer + 1, 256, matrices, [0.1] * 32)
+        for i in range(40)
+        for layer in range(layers)
+    ]
+    text = page(records, TrainedLayers(found))
+    assert len(text) < 1 << 20 and text.count("<img") in (40 * layers, 40 * layers * heads)
+
+
+# Trained models
+
+
+def test_pictures_of_matrices_are_whole_png_files():
+    matrix = torch.tensor([[0.0, 0.25], [1.0, 0.0], [0.5, 0.5]])
+    data = matrix_png(matrix)
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    chunks, at = {}, 8
+    while at < len(data):
+        (size,) = struct.unpack(">I", data[at : at + 4])
+        name, content = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", data[at + 8 + size : at + 12 + size])[0] == zlib.crc32(name + content)
+        chunks[name] = content
+        at += 12 + size
+    assert struct.unpack(">II", chunks[b"IHDR"][:8]) == (2, 3) and len(chunks[b"PLTE"]) == 3 * SHADE_LEVELS
+    rows = zlib.decompress(chunks[b"IDAT"])
+    assert list(rows) == [0, 0, round((SHADE_LEVELS - 1) / 2), 0, SHADE_LEVELS - 1, 0, 0, 22, 22]
+
+
+def test_pooled_cells_show_their_largest_weight_and_spectra_their_rank():
+    matrix = torch.zeros(128, 128)
+    matrix[100, 3] = -0.7
+    pooled = pooled_matrix(matrix)
+    assert pooled.shape == (64, 64) and pooled[50, 1] == pytest.approx(0.7) and pooled.sum() == pytest.approx(0.7)
+    one = torch.ones(2, 32, 32)
+    assert cumulated_spectrum(one)[0] == pytest.approx(1.0) and spectrum_rank(cumulated_spectrum(one), 32) == 1
+    whole = cumulated_spectrum(torch.eye(32)[None])
+    assert whole == pytest.approx([(i + 1) / 32 for i in range(32)], abs=1e-5) and spectrum_rank(whole, 32) == 29
+
+
+def test_a_real_comparison_shows_the_attention_of_its_models(tmp_path, monkeypatch):
+    monkeypatch.setattr("regard.compare.cell_costs.TIMED", 0.002)
+    monkeypatch.setattr(report, "FIGURE_FORMATS", ("svg",))
+    records = run_grid(tmp_path, settings("echo", mixers=["softmax", "Local(2)", "conv(kernel=3)"]))
+    found = trained_layers(tmp_path, records)
+    assert {(layer.mixer, layer.layer, len(layer.matrices), layer.tokens) for layer in found.layers} == {
+        ("softmax", 1, 2, 8),
+        ("Local(2)", 1, 2, 8),
+    }
+    assert found.notes == ["conv(kernel=3) on echo(tokens=8, steps=6, every=4): it has no attention weights"]
+    for layer in found.layers:
+        assert torch.allclose(layer.matrices[0].sum(-1), torch.ones(8), atol=1e-5) and not layer.matrices[0].triu(1).any()
+    weights = tmp_path / next(one.weights for one in records if one.mixer == "softmax" and one.final)
+    weights.write_bytes(weights.read_bytes()[:50])
+    (tmp_path / "figures").mkdir()
+    for name in ("cost_1_old.svg", "cost_1_old.txt", "mine.svg"):
+        (tmp_path / "figures" / name).write_text("")
+    text = write_report(tmp_path).read_text()
+    assert "not a whole safetensors file" in text and text.count("<img") == 2
+    files = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"cost_1_old.txt", "mine.svg"} <= files and "cost_1_old.svg" not in files
+    assert {name.split("_")[0] for name in files - {"mine.svg", "cost_1_old.txt"}} == set(report.FIGURE_KINDS) - {"cost"}
+
+
+# Files
+
+
+def test_files_are_written_and_what_is_damaged_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "FIGURE_FORMATS", ("png",))
+    monkeypatch.setattr("regard.compare.report_figures.report_figures", lambda *_: [])
+    folder = write_records(tmp_path / "run", some_records(2))
+    (folder / "cells" / "torn.json").write_text("{")
+    assert write_report(folder) == folder / "report.html"
+    text = (folder / "report.html").read_text()
+    assert "A record cannot be read" in text and "torn.json" in text
+    with pytest.raises(ValueError, match="has no records of a comparison"):
+        write_report(tmp_path / "nothing")
+
+
+def test_the_page_is_written_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    for name in ("regard.compare.report_figures", "regard.plots.comparison_plot", "matplotlib.axes", "matplotlib.figure"):
+        monkeypatch.setitem(__import__("sys").modules, name, None) if name.startswith("matplotlib") else monkeypatch.delitem(
+            __import__("sys").modules, name, raising=False
+        )
+    text = write_report(write_records(tmp_path / "run", some_records(2))).read_text()
+    assert "pip install &#x27;regard[draw]&#x27;" in text and not (tmp_path / "run" / "figures").exists()
+
+
+def test_values_of_slices_are_in_the_order_of_their_numbers():
+    row = compare_records(some_records(1)).rows[0]
+    row.slices = {"at": {"64-127": (1, 1), "8-15": (1, 1), "16": (1, 1)}, "kind": {"b": (1, 1), "a": (1, 1)}}
+    assert slice_values([row], "at") == ["8-15", "16", "64-127"] and slice_values([row], "kind") == ["b", "a"]
+
+
+def test_families_of_the_catalogue_have_colours_of_their_own():
+    shades = family_shades(FAMILY_ORDER)
+    assert len(set(shades.values())) == len(FAMILY_ORDER) <= len(FAMILY_SHADES)
+    assert family_shades(["kernel"])["kernel"] == shades["kernel"]
