@@ -42,13 +42,17 @@ def recorded() -> Launches:
     from triton.runtime.jit import JITFunction
 
     import regard.ops.triton_support as support
+    from regard.ops.kernel_launch import KernelLaunch
 
     launches: Launches = []
 
     def run(self, *args, grid, warmup, **options):  # noqa: ARG001 - names of Triton
         launches.append((self, args, options))
 
-    JITFunction.run = run
+    def call(self, *tensors: Tensor) -> None:
+        launches.append((self.kernel, (*self._spread(tensors), *self.numbers), self.constants))
+
+    JITFunction.run, KernelLaunch.__call__ = run, call
     support.card_name = lambda device: "a card that is not there" if device.type == "cuda" else "interpreter"
     return launches
 

@@ -330,13 +330,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "scores without their scale": (R + "mixers/softmax.py", "        return d**-0.5\n", "        return 1.0\n"),
     "random features are drawn anew in every pass": (
         R + "mixers/exp_features.py",
-        "        x = x * x.shape[-1] ** -0.25\n",
-        "        self.redraw(int(torch.randint(1000, ())))\n        x = x * x.shape[-1] ** -0.25\n",
+        "        return exponents(x, self._rows(), self._most(x))\n",
+        "        self.redraw(int(torch.randint(1000, ())))\n        return exponents(x, self._rows(), self._most(x))\n",
     ),
     "long queries and keys keep their length": (
         R + "mixers/exp_features.py",
-        "if (most := self._most(x)) is not None:",
-        "if (most := None):",
+        "return exponents(x, self._rows(), self._most(x))",
+        "return exponents(x, self._rows(), None)",
     ),
     "a sum of waves may be as small as it likes": (
         R + "mixers/linear_attention.py",

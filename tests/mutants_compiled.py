@@ -259,7 +259,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "any expanded tensor counts as zeros": (
         R + "ops/linear/zero_state.py",
-        "    if x.dim() == 0 or any(x.stride()):\n        return False\n",
+        "    if x.dim() == 0 or x.stride(-1) or any(x.stride()):\n        return False\n",
         "    return True\n",
         "linear_kernels",
     ),
