@@ -150,6 +150,12 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        g -= tl.exp2(x) * tl.sum(g, 0)[None, :]\n",
         "small_kernels",
     ),
+    "a causal block sees all of its own keys in the gradient": (
+        R + "ops/two_blocks_kernels.py",
+        '        turned = tl.where(i[:, None] <= i[None, :], turned, float("-inf"))\n',
+        "        pass\n",
+        "small_kernels",
+    ),
     "an elimination stops before the last row": (
         R + "ops/spd_solve_kernels.py",
         "    for k in range(0, n):\n",
@@ -227,4 +233,46 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "caches",
     ),
     "a fork leaves a lock behind": (R + "cache.py", "os.register_at_fork(", "dict(", "caches"),
+    "a tile of linear attention leaves out the tiles before it": (
+        R + "ops/linear/triton_kernels.py",
+        "        for other in range(0, low, C):\n",
+        "        for other in range(C, low, C):\n",
+        "linear_kernels",
+    ),
+    "the scan over segments begins anew": (
+        R + "ops/linear/triton_kernels.py",
+        "            after = tl.cumsum(own, 0) + carry[None, :]\n",
+        "            after = tl.cumsum(own, 0)\n",
+        "linear_kernels",
+    ),
+    "a key has no gradient from the queries of later tiles": (
+        R + "ops/linear/triton_keys.py",
+        "            dk = tl.dot(dat.to(TYPE), q.to(TYPE), dk, input_precision=PRECISION)\n    if DECAY == 1:",
+        "            dk = dk\n    if DECAY == 1:",
+        "linear_kernels",
+    ),
+    "strong decays overflow": (
+        R + "ops/linear/triton_feature_decay.py",
+        "tl.max(first - last, 0) < LARGEST_SPREAD",
+        "tl.max(first - last, 0) < 1e30",
+        "linear_kernels",
+    ),
+    "any expanded tensor counts as zeros": (
+        R + "ops/linear/zero_state.py",
+        "    if x.dim() == 0 or any(x.stride()):\n        return False\n",
+        "    return True\n",
+        "linear_kernels",
+    ),
+    "the largest exponent of keys forgets the blocks before": (
+        R + "ops/linear/exp_feature_kernels.py",
+        "        for low in range(0, block, 128):\n",
+        "        for low in range(0, 0, 128):\n",
+        "exp_features",
+    ),
+    "the norm of random features has no gradient from offsets": (
+        R + "ops/linear/exp_feature_kernels.py",
+        "moved - total * most, 0.0), 0))",
+        "moved, 0.0), 0))",
+        "exp_features",
+    ),
 }

@@ -68,4 +68,53 @@ LAUNCHES: dict[str, tuple[str, str, str, str]] = {
         "kernel_launch",
     ),
     "signatures are kept without end": (R + "cache.py", "if len(kept) > MAX_SIGNATURES:", "if False:", "kernel_launch"),
+    "a pass is kept for tensors that lie otherwise": (
+        R + "ops/tile/tile_op.py",
+        "v.shape, q.stride(), k.stride(), v.stride(), q.dtype",
+        "v.shape, q.dtype",
+        "signatures",
+    ),
+    "a pass is kept for another scale": (
+        R + "ops/tile/tile_op.py",
+        "valid is None, biased, scale, dropout, precision\n",
+        "valid is None, biased, dropout, precision\n",
+        "signatures",
+    ),
+    "a pass is kept for other options": (
+        R + "ops/tile/tile_op.py",
+        "devices, valid is None, biased, scale",
+        "devices, scale",
+        "signatures",
+    ),
+    "gradients that lie otherwise take the launch of others": (
+        R + "ops/tile/tile_launch.py",
+        "d_out.stride(), d_lse is None)\n        found",
+        "d_lse is None)\n        found",
+        "signatures",
+    ),
+    "a linear launch is kept for tensors that lie otherwise": (
+        R + "ops/linear/triton_launch.py",
+        "(x.shape, x.stride(), x.dtype, x.get_device())",
+        "(x.shape, x.dtype, x.get_device())",
+        "signatures",
+    ),
+    "linear gradients that lie otherwise take the launch of others": (
+        R + "ops/linear/triton_launch_backward.py",
+        '("adjoint", d_out.stride(), d_out.dtype)',
+        '("adjoint", d_out.dtype)',
+        "signatures",
+    ),
+    "retention keeps the constants of powers it had before": (
+        R + "mixers/gated.py",
+        " or read[1] != powers._version:\n",
+        ":\n",
+        "signatures",
+    ),
+    "constants are read before they are written": (LAUNCH, "            stream.wait_event(self.made)\n", "", "signatures"),
+    "constants of a CUDA graph are freed": (
+        LAUNCH,
+        "            hold_for_graphs(first, self)\n",
+        "            pass\n",
+        "signatures",
+    ),
 }

@@ -39,6 +39,7 @@ REPORT: dict[str, tuple[str, str, str, str]] = {
         "if r.val is not None)",
         "report",
     ),
+    "an earlier learning rate counts": (C + "comparison.py", "best is None or record.lr == best.lr]", "True]", "report"),
     "fewer bits are worse": (C + "comparison.py", "score if row.less_is_better else -score, row", "-score, row", "report"),
     "a mechanism wins where it loses": (C + "comparison.py", "theirs / ours) for n", "ours / theirs) for n", "report"),
     "the fastest is taken, whatever it learned": (
@@ -63,10 +64,10 @@ REPORT: dict[str, tuple[str, str, str, str]] = {
         "report",
     ),
     "a checksum of a picture is wrong": (C + "small_png.py", "zlib.crc32(name + content)", "zlib.crc32(content)", "report"),
-    "pooled weights are means": (
+    "negative weights are not shown": (
         C + "trained_layers.py",
         "adaptive_max_pool2d(matrix.abs()[None]",
-        "adaptive_avg_pool2d(matrix.abs()[None]",
+        "adaptive_max_pool2d(matrix[None]",
         "report",
     ),
     "attention of a layer sees the future": (

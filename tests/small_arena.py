@@ -122,7 +122,7 @@ def settings(*tasks, mixers=("softmax",), **more):
 
 def run_grid(folder, grid, pool=None):
     store = CellStore(Path(folder))
-    store.begin(grid.to_json())
+    store.begin({"settings": grid.to_json()})
     pool = pool or SameProcess()
     try:
         return GridRun(plan_grid(grid), store, pool).run()

@@ -97,7 +97,7 @@ def test_the_time_of_a_cpu_is_that_of_its_fastest_call():
     pauses = iter([0.03, 0.001, 0.03, *[0.03] * 100])
     from time import sleep
 
-    assert 0.0005 < least_time(lambda: sleep(next(pauses)), 0.001) < 0.02
+    assert 0.0005 < least_time(lambda: sleep(next(pauses)), 0.02) < 0.02
 
 
 # Parts

@@ -1,5 +1,10 @@
 """Triton kernels of linear attention in float32 against the recurrence in float64: results, all gradients, mechanisms."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,6 +167,24 @@ def test_gradients_of_gradients_are_those_of_the_torch_backend() -> None:
     near(*each)
 
 
+def test_zeros_that_share_one_element_are_zeros() -> None:
+    """Kernels see that such states are zeros, in results, states and gradients."""
+    from regard.ops.linear.zero_state import is_zero_state, zero_state
+
+    for n in (9, 70):  # one segment, and several
+        tensors, options = call_of(1, 2, 1, n, 6, 3, 0, True, feature="elu", normalize=True)
+        zeros_of = [torch.zeros_like(x) for x in (tensors[3], tensors[5])]
+        each = []
+        for shared in (True, False):
+            q, k, v = (x.float().requires_grad_() for x in tensors[:3])
+            s, z = (zero_state(q, *x.shape, dtype=torch.float32) if shared else x.float() for x in zeros_of)
+            assert is_zero_state(s) == shared
+            call = LinearCall(q, k, v, s, None, z, **options)
+            found = choose_backend("linear", "triton", call).forward(call)
+            each.append([found.out, found.state, *torch.autograd.grad(found.out.sin().sum(), (q, k, v))])
+        near(each[0], [x.double() for x in each[1]])
+
+
 def test_function_transforms_work() -> None:
     q, k, v, state = (x.float() for x in (numbers(1, 2, 9, 4), numbers(1, 1, 9, 4), numbers(1, 1, 9, 3), numbers(1, 1, 4, 3)))
 
@@ -294,3 +317,14 @@ def test_a_compiled_layer_is_the_layer_at_every_length() -> None:
             y = f(x)
             each.append([y, *torch.autograd.grad(y.sin().sum(), [x, *mixer.parameters()])])
         near(each[1], [t.double() for t in each[0]])
+
+
+def test_kernels_compile_for_a_card_that_is_not_there() -> None:
+    """The small ones, which are quick: `python tests/ahead.py` compiles all."""
+    from ahead import QUICK
+
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("ahead.py")), *QUICK]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert len(made.stdout.splitlines()) == 8

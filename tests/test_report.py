@@ -102,6 +102,12 @@ def test_rows_have_the_chosen_cells_and_the_lengths_from_which_they_win():
     assert found.tasks[0].best_floor == 0.25 and found.families == ["softmax", "sparse", "kernel", "sinkhorn"]
 
 
+def test_an_earlier_choice_of_the_learning_rate_does_not_count():
+    old = finished(record("task", "softmax", "softmax", 1e-2, 0, 0.5), 0)
+    row = compare_records([old, *some_records(1, ("task",))]).rows[0]
+    assert len(row.scores) == 2 and row.lr == 1e-3
+
+
 def scored(mixer, score, speed, metric="accuracy", **more):
     made = finished(record("task", mixer, "kernel", 1e-3, 0, 1.0), 0)
     made.test, made.test_count, made.metric = score, 10**5, metric
@@ -192,15 +198,17 @@ def test_numbers_that_json_does_not_have_become_null():
     assert "NaN" not in page(records).split('id="data">')[1].split("</script>")[0]
 
 
-def test_forty_mechanisms_fit_one_megabyte():
+@pytest.mark.parametrize(("layers", "heads"), [(2, 2), (2, 4), (6, 4)])
+def test_forty_mechanisms_fit_one_megabyte(layers, heads):
     records = some_records(40)
-    side = torch.rand(40, 2, 2, 64, 64)
-    layers = [
-        TrainedLayer(records[0].task, f"mixer_{i}", "kernel", layer + 1, 256, list(side[i, layer]), [0.1] * 32)
+    matrices = list(torch.rand(heads, 64, 64))  # random: nothing compresses worse
+    found = [
+        TrainedLayer(records[0].task, f"mixer_{i}", "kernel", layer + 1, 256, matrices, [0.1] * 32)
         for i in range(40)
-        for layer in range(2)
-    ]  # random matrices: nothing compresses worse
-    assert len(page(records, TrainedLayers(layers))) < 1 << 20
+        for layer in range(layers)
+    ]
+    text = page(records, TrainedLayers(found))
+    assert len(text) < 1 << 20 and text.count("<img") in (40 * layers, 40 * layers * heads)
 
 
 # Trained models
@@ -247,10 +255,14 @@ def test_a_real_comparison_shows_the_attention_of_its_models(tmp_path, monkeypat
         assert torch.allclose(layer.matrices[0].sum(-1), torch.ones(8), atol=1e-5) and not layer.matrices[0].triu(1).any()
     weights = tmp_path / next(one.weights for one in records if one.mixer == "softmax" and one.final)
     weights.write_bytes(weights.read_bytes()[:50])
+    (tmp_path / "figures").mkdir()
+    for name in ("cost_1_old.svg", "cost_1_old.txt", "mine.svg"):
+        (tmp_path / "figures" / name).write_text("")
     text = write_report(tmp_path).read_text()
     assert "not a whole safetensors file" in text and text.count("<img") == 2
-    names = {path.name.split("_")[0] for path in (tmp_path / "figures").iterdir()}
-    assert names == {"bubble", "rates", "training", "slice", "attention", "spectrum"}
+    files = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"cost_1_old.txt", "mine.svg"} <= files and "cost_1_old.svg" not in files
+    assert {name.split("_")[0] for name in files - {"mine.svg", "cost_1_old.txt"}} == set(report.FIGURE_KINDS) - {"cost"}
 
 
 # Files

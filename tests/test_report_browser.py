@@ -124,7 +124,7 @@ def test_hovering_and_focus_show_the_settings(opened, address):
     assert "linear (kernel)" in text and "lr 0.001, 2 seeds" in text and "memory of a step 4 MiB" in text
     page.mouse.move(5, 5)
     assert page.locator("#tip").is_hidden()
-    page.locator("#bubble circle.mark").first.focus()
+    page.locator("#bubble circle.mark[data-name=softmax]").focus()
     assert "softmax" in page.locator("#tip").inner_text()
 
 

@@ -1,12 +1,13 @@
-"""Kernels of single steps of a mechanism: small systems, and the balance of a Sinkhorn sort."""
+"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, and its two blocks."""
 
 import pytest
 import torch
 
 from conftest import DEVICE
-from regard.mixers.sinkhorn import balanced, balanced_in_time
-from regard.ops.balance import balance_matrices
+from regard.mixers.sinkhorn import _two_blocks
+from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.spd_solve import _SpdSolve, spd_solve
+from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
 
 
@@ -41,3 +42,25 @@ def test_blocks_are_balanced_as_by_plain_operations(in_time, masked):
     up = torch.randn_like(logits)
     (mine,), (theirs,) = torch.autograd.grad(found, logits, up), torch.autograd.grad(expected, exact, up.double())
     torch.testing.assert_close(mine.double(), theirs * seen, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_blocks_are_as_by_plain_operations(causal):
+    q, k, k2 = (torch.randn(1, 3, 8, 2, 6, device=DEVICE).permute(0, 3, 1, 2, 4) for _ in range(3))
+    v, v2, bias = torch.randn(1, 2, 3, 8, 5), torch.randn(1, 2, 3, 8, 5), torch.randn(1, 2, 3, 16)
+    bias[0, 0, 1, 12:] = MASKED_SCORE
+    bias[0, 1, 2, 5:8] = MASKED_SCORE
+    blocks = [x.to(DEVICE).requires_grad_() for x in (q, k, v, k2, v2, bias)]
+    exact = [x.detach().double().requires_grad_() for x in blocks]
+
+    def plain(*x):
+        return _two_blocks(causal, *x)[0]
+
+    found, expected = two_blocks_attention(tuple(blocks), causal, plain), plain(*exact)
+    up = torch.randn_like(found)
+    mine = [found, *torch.autograd.grad(found, blocks, up, retain_graph=True)]
+    theirs = [expected, *torch.autograd.grad(expected, exact, up.double())]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    (first,) = torch.autograd.grad(found.square().sum(), blocks[0], create_graph=True)
+    assert first.requires_grad

@@ -20,5 +20,5 @@ CONVOLVED = ArenaModel(positions="none", conv=3)
 QUICK_TASKS = (
     QuickTask("recall(length=64, pairs=8, vocab=128, train=20000, test=500)", CONVOLVED, ArenaBudget(200, 64, (1e-2,))),
     QuickTask("induction(length=64, test=500)", CONVOLVED, ArenaBudget(200, 64, (1e-2,))),
-    QuickTask("selective_copy(length=32, copied=4, symbols=6, test=500)", ArenaModel(), ArenaBudget(300, 64, (5e-3,))),
+    QuickTask("selective_copy(length=48, copied=4, symbols=8, test=500)", ArenaModel(conv=3), ArenaBudget(300, 64, (5e-3,))),
 )

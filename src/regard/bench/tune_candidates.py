@@ -67,6 +67,8 @@ LINEAR_FEATURES: Candidates = {
     "linear_decay_grads": _DECAYS,
     "linear_segment": _SEGMENTS,
 }
+_FEATURE_TILES = grid(chunk=(64, 128), features=(64, 128), num_warps=(4, 8), num_stages=(1, 2))
+EXP_FEATURES: Candidates = {"exp_features": _FEATURE_TILES, "exp_feature_grads": _FEATURE_TILES}
 LINEAR_PREFIX: Candidates = {"linear_prefix": grid(tokens=(128, 256, 512), chunk=(16, 32, 64), num_warps=(2, 4, 8))}
 
 _VALUE_COLUMNS = grid(BE=(32, 64), num_warps=(2, 4, 8))

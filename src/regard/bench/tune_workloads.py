@@ -18,6 +18,7 @@ from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
 from regard.ops.decode_step import StepCall, StepWindow, decoding_step
 from regard.ops.delta.delta_op import delta_rule
 from regard.ops.delta.unit_features import unit_features
+from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
 from regard.ops.pair.pair_op import PairCall
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
@@ -151,6 +152,16 @@ def _linear_prefix(shape: TuneShape) -> list[TunePass]:
     return [_trained(lambda x: decayed_prefix_sum(x, first, log_decay=decay, backend=KERNELS), shape.tokens_of(1))]
 
 
+def _exp_features(shape: TuneShape) -> list[TunePass]:
+    """Return features of queries, and of keys with their running maxima."""
+    directions = torch.randn(4 * shape.width, shape.width, device=shape.device)
+    by = ExpMap(directions, torch.zeros(shape.heads, device=shape.device))
+    first = torch.full((shape.batch, shape.heads, 1), -torch.inf, device=shape.device)
+    tokens = shape.tokens_of(1)
+    queries = _trained(lambda x: exp_query_features(x, by), tokens)
+    return [queries, _trained(lambda x: exp_key_features(x, by, first, None).phi, tokens)]
+
+
 def _delta_inputs(shape: TuneShape, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k of length 1, v and write strengths."""
     q, k, v = (shape.normal(n, shape.width) for _ in range(3))
@@ -280,6 +291,7 @@ TUNE_CASES = (
     TuneCase("linear", "one decay or none", tried.LINEAR_CHUNKS, _linear_chunks),
     TuneCase("linear", "a decay per feature", tried.LINEAR_FEATURES, _linear_features),
     TuneCase("linear", "prefix sums", tried.LINEAR_PREFIX, _linear_prefix),
+    TuneCase("linear", "random features", tried.EXP_FEATURES, _exp_features),
     TuneCase("delta", "delta rule", tried.DELTA_RULE, _delta_rules),
     TuneCase("delta", "vectors of length 1", tried.UNIT_FEATURES, _unit_vectors),
     TuneCase("bucket", "hashes and clusters", tried.BUCKETS, _bucket_labels),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.bench_command import KINDS, LENGTHS, TOKENS, _lengths, _specs, _writer
+from regard.cli.bench_command import KINDS, _lengths, _specs, _writer
 from regard.cli.console import columns, one_of, progress_reporter, screen, sentences
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ CANDIDATES = (
     *("softmax", "Local(256)", "Local(128) | Global(first=2)", "bigbird(block=64)", "linear", "performer(features=128)"),
     *("retention", "linformer(rank=128)", "nystrom(landmarks=64)", "fnet"),
 )
+ADVICE_LENGTHS = {"cuda": "512,4k,16k", "cpu": "256,512,2k"}
+ADVICE_TOKENS = {"cuda": 32768, "cpu": 2048}
 NOT_FOR_FACTORIES = ("mixer", "width", "depth", "ffn")
 
 
@@ -34,7 +36,9 @@ def advise(
         list[str] | None,
         typer.Option(metavar="SPEC", help="Mechanisms that might replace it; several with ';' between them."),
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help="Tokens of a sequence: 1k,4k,16k; on a CPU 512,2k,8k unless given.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of a sequence: 512,4k,16k unless given, on a CPU 256,512,2k.")
+    ] = None,
     width: Annotated[int, typer.Option(min=1, max=2**16)] = 768,
     depth: Annotated[int, typer.Option(min=1, max=1024, help="Layers.")] = 12,
     heads: Annotated[
@@ -44,7 +48,7 @@ def advise(
         int | None, typer.Option(min=1, help="Width of the feed-forward layer: four times the width unless given.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences; tokens / length unless given.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all: 32768 unless given, on a CPU 8192.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in all: 32768 unless given, on a CPU 2048.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="A decoder instead of an encoder.")] = False,
     inference: Annotated[bool, typer.Option("--inference", help="Forward passes alone: no gradients, no optimiser.")] = False,
     attention: Annotated[
@@ -69,8 +73,11 @@ def advise(
         where = choose_device(device)
         kind = one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32"))
         sizes = {"width": width, "depth": depth, "heads": heads or 12, "ffn": ffn or 4 * width}
-        machine = {"device": where, "dtype": kind, "seed": seed, "seconds": seconds, "tokens": tokens or TOKENS[where]}
-        common: dict[str, Any] = {"mixers": _specs(mixers or list(CANDIDATES)), "lengths": _lengths(lengths or LENGTHS[where])}
+        machine = {"device": where, "dtype": kind, "seed": seed, "seconds": seconds, "tokens": tokens or ADVICE_TOKENS[where]}
+        common: dict[str, Any] = {
+            "mixers": _specs(mixers or list(CANDIDATES)),
+            "lengths": _lengths(lengths or ADVICE_LENGTHS[where]),
+        }
         request = _request(common | sizes | machine, mixer, causal)
         changes = {"batch": batch, "training": not inference, "checks": checks, "factory": model, "heads": heads}
         record = _advice(request, changes | {"attention": tuple(attention or ())}, json_file)

@@ -126,7 +126,7 @@ def _compared(records: Sequence[CellRecord]) -> ComparedRow:
     row.parameters = first.parameters
     row.note = first.parameters_note
     row.rates = sorted(((r.lr, r.val, r.status) for r in records if r.seed == 0), key=lambda point: point[0])
-    final = sorted((r for r in records if r.final and r.test is not None), key=lambda r: r.seed)
+    final = _chosen_cells([r for r in records if r.final and r.test is not None])
     if not final:
         failed = next((r for r in records if r.status != "done"), None)
         row.reason = "not finished" if failed is None else f"{failed.status}: {failed.reason}"
@@ -140,6 +140,16 @@ def _compared(records: Sequence[CellRecord]) -> ComparedRow:
     row.costs = _with_decoding(next((r.costs for r in final if r.costs), {}))
     row.by_length = next((r.cost_by_length for r in final if r.cost_by_length), [])
     return row
+
+
+def _chosen_cells(final: Sequence[CellRecord]) -> list[CellRecord]:
+    """Return final cells by seed; where an earlier run chose another learning rate, those of the best on validation."""
+    best: CellRecord | None = None
+    for record in final:
+        if record.seed == 0 and record.val is not None and (best is None or is_better(record.metric, record.val, best.val)):
+            best = record
+    chosen = [record for record in final if best is None or record.lr == best.lr]
+    return sorted(chosen, key=lambda record: record.seed)
 
 
 def _with_decoding(costs: dict[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,7 @@
   // o: {x, y: {log, label, text, ticks, reversed}, series: [{name, family, line, points: [{x, y, r, low, high, tip, row}]}], floors}
   function chart(host, o) {
     host.replaceChildren();
+    o.series.sort((a, b) => (b.points[0]?.r || 0) - (a.points[0]?.r || 0)); // small dots lie on large ones
     const points = o.series.flatMap(s => s.points);
     if (!points.length) { host.textContent = "Nothing was measured for this choice."; host.classList.add("quiet"); return; }
     host.classList.remove("quiet");

@@ -13,6 +13,7 @@ from regard.training.atomic_files import replace
 
 REPORT_NAME, FIGURE_FOLDER = "report.html", "figures"
 FIGURE_FORMATS = ("png", "svg")
+FIGURE_KINDS = ("bubble", "cost", "rates", "training", "slice", "attention", "spectrum")  # names of files begin with them
 NO_MATPLOTLIB = "Figures as files need matplotlib: pip install 'regard[draw]', then regard compare --report-only."
 
 
@@ -31,6 +32,14 @@ def write_report(folder: Path) -> Path:
     return page
 
 
+def _remove_old(folder: Path, written: set[Path]) -> None:
+    """Remove figures of an earlier report whose task is no longer compared; other files stay."""
+    for path in folder.glob("*_*.*"):
+        ours = path.stem.split("_")[0] in FIGURE_KINDS and path.suffix[1:] in FIGURE_FORMATS
+        if ours and path not in written:
+            path.unlink()
+
+
 def _write_figures(folder: Path, comparison: Comparison, trained: TrainedLayers) -> list[str]:
     """Draw every figure; returns a sentence where they cannot be drawn."""
     try:
@@ -39,9 +48,13 @@ def _write_figures(folder: Path, comparison: Comparison, trained: TrainedLayers)
         if error.name is None or not error.name.startswith("matplotlib"):
             raise
         return [NO_MATPLOTLIB]
+    written: set[Path] = set()
     for name, figure in report_figures(comparison, trained):
         for kind in FIGURE_FORMATS:
             file = io.BytesIO()
             figure.savefig(file, format=kind)
-            replace(folder / f"{name}.{kind}", file.getvalue())
+            path = folder / f"{name}.{kind}"
+            replace(path, file.getvalue())
+            written.add(path)
+    _remove_old(folder, written)
     return [f"Every figure is in {FIGURE_FOLDER}/ too, as PNG and SVG."]

@@ -77,7 +77,7 @@ def _family_style(comparison: Comparison) -> str:
 def _head(comparison: Comparison) -> str:
     cells, mixers = len(comparison.records), {row.mixer for row in comparison.rows}
     machine = ", ".join(f"{name} {value}" for name, value in comparison.made_with.items() if value is not None)
-    counts = f"{len(comparison.tasks)} tasks, {len(mixers)} mixers, {cells} cells. {machine}"
+    counts = f"Tasks: {len(comparison.tasks)}, mixers: {len(mixers)}, cells: {cells}. {machine}"
     return f"<header><h1>Comparison of attention mechanisms</h1><p class=quiet>{escape(counts)}</p></header>"
 
 
@@ -98,7 +98,7 @@ def _controls() -> str:
 def _chart(name: str, title: str, words: str) -> str:
     return (
         f"<section id={name}><h2>{escape(title)}</h2><p class=quiet>{escape(words)} <span class=choice></span></p>"
-        f'<div class=chart role=img aria-label="{escape(title)}"></div><p class="quiet note"></p></section>'
+        f'<div class=chart role=group aria-label="{escape(title)}"></div><p class="quiet note"></p></section>'
     )
 
 

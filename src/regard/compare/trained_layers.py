@@ -77,7 +77,10 @@ def trained_layers(folder: Path, records: list[CellRecord]) -> TrainedLayers:
 
 def _own_files(folder: Path) -> tuple[str, ...]:
     path = folder / GRID
-    return tuple(read_json(path, "it is written again by regard compare").get("files", ())) if path.exists() else ()
+    if not path.exists():
+        return ()
+    found = read_json(path, "it is written again by regard compare")
+    return tuple(found.get("settings", {}).get("files", ()))
 
 
 def _example(text: str, files: tuple[str, ...]) -> tuple[ArenaTask, Tensor]:

@@ -50,7 +50,7 @@ def attend(
     places = Places.of(k[:, 0], valid)
     with no_autocast(q):
         core.watch(q, k, valid)
-        memory = core.empty(k, v)
+        memory = core.unwritten(k, v)
         if causal:
             if first:
                 memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))

@@ -179,7 +179,7 @@ class Attention(Mixer):
             if self.dims.causal:
                 y = core.scan_all(q, k, v, places)
             else:
-                y = core.read(core.push(core.empty(k, v), k, v, places), q, places)
+                y = core.read(core.push(core.unwritten(k, v), k, v, places), q, places)
         return self._project(y, x)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:

@@ -111,6 +111,10 @@ class Core(nn.Module):
         """A memory that holds nothing, shaped after keys and values of any length."""
         raise NotImplementedError
 
+    def unwritten(self, k: Tensor, v: Tensor) -> Any:
+        """The same for one `push` or `scan`, after which it is not needed any more: it may share its elements."""
+        return self.empty(k, v)
+
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         """The memory with more tokens in it. Never changes what `memory` itself answers."""
         raise NotImplementedError
@@ -146,7 +150,7 @@ class Core(nn.Module):
 
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """What `scan` gives from an empty memory, where the memory is not needed afterwards."""
-        return self.scan(self.empty(k[:, :, :0], v[:, :, :0]), q, k, v, places)[0]
+        return self.scan(self.unwritten(k, v), q, k, v, places)[0]
 
 
 class Mixer(nn.Module):

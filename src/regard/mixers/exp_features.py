@@ -18,9 +18,18 @@ from regard.mixers.feature_math import (
     orthogonal,
     per_query_head,
     read_state,
+    unwritten_sums,
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
+from regard.ops.linear.exp_feature_op import (
+    ExpMap,
+    exp_kernels_fit,
+    exp_key_features,
+    exp_keys_at_once,
+    exp_query_features,
+    exponents,
+)
 from regard.ops.linear.feature_maps import min_log_decay, safe_ratio
 from regard.ops.linear.linear_op import (
     decayed_prefix_sum,
@@ -52,21 +61,28 @@ class _ExpFeatures(Kernel):
         raise NotImplementedError
 
     def empty(self, k: Tensor, v: Tensor) -> ExpSums:
-        s, z = empty_sums(k, v, self.f)
-        like = z[..., :1] if self.one_top else z
-        return ExpSums(s, z, torch.full_like(like, -torch.inf))
+        return self._without_tokens(*empty_sums(k, v, self.f))
+
+    def unwritten(self, k: Tensor, v: Tensor) -> ExpSums:
+        return self._without_tokens(*unwritten_sums(k, v, self.f))
+
+    def _without_tokens(self, s: Tensor, z: Tensor) -> ExpSums:
+        return ExpSums(s, z, z.new_full((*z.shape[:2], 1 if self.one_top else self.f), -torch.inf))
 
     def _push(self, memory: ExpSums, k: Tensor, v: Tensor, places: Places) -> ExpSums:
         if k.shape[2] == 0:
             return memory
-        logs, tops = self._keys(k, places)
-        top = torch.maximum(memory.top, tops.amax(2))
-        unit = finite_max(top)
-        keys = (logs - unit.unsqueeze(2)).exp()
-        kept = (memory.top - unit).exp()
+        keys, top = self._pushed(memory, k, places)
+        kept = (memory.top - finite_max(top)).exp()
         old = kept.unsqueeze(-1) * memory.s
         s, z = normalized_linear_write(keys, v, old, kept * memory.z, backend=self.dims.backend)
         return ExpSums(s, z, top)
+
+    def _pushed(self, memory: ExpSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Keys in units of the top of all of them and of the memory, and that top."""
+        logs, tops = self._keys(k, places)
+        top = torch.maximum(memory.top, tops.amax(2))
+        return (logs - finite_max(top).unsqueeze(2)).exp(), top
 
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Exponents of the keys (b g m f), and the top of each token alone (b g m 1) or (b g m f)."""
@@ -148,6 +164,7 @@ class Performer(Estimator, _ExpFeatures):
     """
 
     one_top = True
+    fusable = True
     directions: Tensor
 
     def __init__(
@@ -182,19 +199,25 @@ class Performer(Estimator, _ExpFeatures):
         self.directions.copy_(drawn)
 
     def logs(self, x: Tensor) -> Tensor:
-        x = x * x.shape[-1] ** -0.25
-        square = x.square().sum(-1, keepdim=True)
-        if (most := self._most(x)) is not None:
-            over = (square / most).clamp_min(1)  # by how much a squared norm is too large
-            x = x * over.rsqrt()
-            square = square / over
-        directions = self.directions.to(x.dtype)
-        if self.pairs:
-            directions = torch.cat([directions, -directions])[: self.f]
-        # the offset rides along as one more coordinate, which saves a pass over n f numbers
-        offset = -square / 2 - math.log(self.f) / 2
-        coordinates = torch.cat([x, offset], -1)
-        return F.linear(coordinates, F.pad(directions, (0, 1), value=1.0))
+        return exponents(x, self._rows(), self._most(x))
+
+    def _rows(self) -> Tensor:
+        """The directions of all features (f d)."""
+        return torch.cat([self.directions, -self.directions])[: self.f] if self.pairs else self.directions
+
+    def _map(self) -> ExpMap:
+        """The features as kernels compute them."""
+        if self.max_norm is None:
+            return ExpMap(self._rows(), self.log_norm)
+        return ExpMap(self._rows(), self.directions.new_full((1,), math.log(self.max_norm)))
+
+    def _fused(self, memory: ExpSums, x: Tensor, places: Places) -> bool:
+        return exp_kernels_fit(x) and super()._fused(memory, x, places)
+
+    def _pushed(self, memory: ExpSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        if self._fused(memory, k, places):
+            return exp_keys_at_once(k, self._map(), memory.top, places.valid)
+        return super()._pushed(memory, k, places)
 
     def _most(self, x: Tensor) -> Tensor | None:
         """The largest squared norm of tokens x (b h n d): one number, or (h 1 1)."""
@@ -219,11 +242,17 @@ class Performer(Estimator, _ExpFeatures):
         return safe_ratio(products, products.sum(-1, keepdim=True))
 
     def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
-        return linear_read(self._queries(q, places), memory.s, memory.z, backend=self.dims.backend)
+        fused = self._fused(memory, q, places)
+        queries = exp_query_features(q, self._map()) if fused else self._queries(q, places)
+        return linear_read(queries, memory.s, memory.z, backend=self.dims.backend)
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
-        keys, decay, top = self._rising(memory, k, places)
-        queries = self._queries(q, places)
+        if self._fused(memory, k, places):
+            keys, decay, top = exp_key_features(k, self._map(), memory.top, places.valid)
+            queries = exp_query_features(q, self._map())
+        else:
+            keys, decay, top = self._rising(memory, k, places)
+            queries = self._queries(q, places)
         out, s, z = divided_linear_attention(queries, keys, v, memory.s, memory.z, log_decay=decay, backend=self.dims.backend)
         return out, ExpSums(s, z, top)
 

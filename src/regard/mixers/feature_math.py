@@ -21,14 +21,16 @@ def concat_chunks(runs: list[Tensor]) -> Tensor:
 
 
 def empty_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    z = k.new_zeros(*k.shape[:2], features, dtype=torch.promote_types(k.dtype, torch.float32))
+    z = upcast(k[:, :, :0]).new_zeros(*k.shape[:2], features)
     return z.new_zeros(*z.shape, v.shape[-1]), z
 
 
-def unread_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
-    """Return the same zeros without memory of their own: for sums that begin here, see `zero_state`."""
-    (b, g), e, dtype = k.shape[:2], v.shape[-1], torch.promote_types(k.dtype, torch.float32)
-    return zero_state(k, b, g, features, e, dtype=dtype), zero_state(k, b, g, features, dtype=dtype)
+def unwritten_sums(k: Tensor, v: Tensor, features: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of no tokens, only to be read: on CUDA devices without memory or a kernel."""
+    if not k.is_cuda:
+        return empty_sums(k, v, features)
+    dtype, sizes = torch.promote_types(k.dtype, torch.float32), (*k.shape[:2], features)
+    return zero_state(k, *sizes, v.shape[-1], dtype=dtype), zero_state(k, *sizes, dtype=dtype)
 
 
 def where_valid(x: Tensor, valid: Tensor | None, otherwise: float) -> Tensor:

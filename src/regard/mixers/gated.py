@@ -16,7 +16,7 @@ from torch import Tensor
 from regard.cache import signature_cache
 from regard.checks import need
 from regard.mixers.base import Can, Dims, Places
-from regard.mixers.feature_math import empty_sums, per_query_head, read_state, unread_sums, upcast, where_valid
+from regard.mixers.feature_math import empty_sums, per_query_head, read_state, unwritten_sums, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
 from regard.ops.backend import AUTO
 from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
@@ -51,8 +51,11 @@ class _Fading(Kernel):
     def empty(self, k: Tensor, v: Tensor) -> Any:
         return Matrix(empty_sums(k, v, self.f)[0])
 
-    def unread(self, k: Tensor, v: Tensor) -> Any:
-        return Matrix(unread_sums(k, v, self.f)[0])
+    def unwritten(self, k: Tensor, v: Tensor) -> Any:
+        return self._without_tokens(unwritten_sums(k, v, self.f)[0])
+
+    def _without_tokens(self, s: Tensor) -> Any:
+        return Matrix(s)
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Keys (b g m d), whatever padding holds, and log decays (b g m 1 or d) in the type of sums, 0 at padding, or gates."""
@@ -115,14 +118,14 @@ class Retention(_Fading):
         self._powers_read: tuple[Tensor, int, tuple[int, ...]] | None = None  # their buffer, its version, they
 
     def empty(self, k: Tensor, v: Tensor) -> CountedMatrix:
-        return CountedMatrix(empty_sums(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
+        return self._without_tokens(empty_sums(k, v, self.f)[0])
 
-    def unread(self, k: Tensor, v: Tensor) -> CountedMatrix:
-        return CountedMatrix(unread_sums(k, v, self.f)[0], torch.zeros(k.shape[0], dtype=torch.long, device=k.device))
+    def _without_tokens(self, s: Tensor) -> CountedMatrix:
+        return CountedMatrix(s, torch.zeros(s.shape[0], dtype=torch.long, device=s.device))
 
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         constants = self._constants(k) if places.valid is None and k.shape[2] > 1 else None
-        first = unread_sums(k, v, self.f)[0]
+        first = unwritten_sums(k, v, self.f)[0]
         if constants is None or not fuses_features(q, first, self.dims.backend):
             return super().scan_all(q, k, v, places)
         rate, gain = constants.read()

@@ -23,7 +23,7 @@ from regard.mixers.feature_math import (
     empty_sums,
     per_query_head,
     read_state,
-    unread_sums,
+    unwritten_sums,
     upcast,
     where_valid,
 )
@@ -91,13 +91,6 @@ class Kernel(Core):
             out.append(y.to(v.dtype))
         return concat_chunks(out), memory
 
-    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        return self.scan(self.unread(k, v), q, k, v, places)[0]
-
-    def unread(self, k: Tensor, v: Tensor) -> Any:
-        """An empty memory that is only read and never written to, without memory of its own where that is possible."""
-        return self.empty(k[:, :, :0], v[:, :, :0])
-
     def _fused(self, memory: Any, x: Tensor, places: Places) -> bool:  # noqa: ARG002 - the same at every position
         """Whether tokens x (b h n ...) pass at once, in their own dtype."""
         return self.fusable and fuses_features(x, memory.s, self.dims.backend)
@@ -149,8 +142,8 @@ class Linear(Kernel):
     def empty(self, k: Tensor, v: Tensor) -> Sums:
         return Sums(*empty_sums(k, v, self.f))
 
-    def unread(self, k: Tensor, v: Tensor) -> Sums:
-        return Sums(*unread_sums(k, v, self.f))
+    def unwritten(self, k: Tensor, v: Tensor) -> Sums:
+        return Sums(*unwritten_sums(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
         keys = self._queries(k, places)

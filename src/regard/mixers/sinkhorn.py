@@ -20,6 +20,7 @@ from regard.ops.budget import budget
 from regard.ops.dense import sdpa, widened
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
+from regard.ops.two_blocks import takes_two_blocks, two_blocks_attention
 
 
 class Sinkhorn(CachedCore):
@@ -137,13 +138,19 @@ class Sinkhorn(CachedCore):
         own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
         shares = grid.rows(shares.masked_fill(own, 0))
         e = cut.v.shape[-1]
-        wide = q.shape[-1] + _bias_columns(q.shape[-1])
-        cut = cut._replace(v=widened(cut.v, wide))  # before they are mixed: the copy that a product of blocks needs anyway
+        laid = grid.laid(q, places, p)
+        fused = takes_two_blocks((laid, cut.k, cut.v, cut.k, cut.v, shares))
+        if not fused:
+            wide = q.shape[-1] + _bias_columns(q.shape[-1])
+            cut = cut._replace(v=widened(cut.v, wide))  # before they are mixed: the copy that a product of blocks needs anyway
         k2, v2, bias = cut.sorted_by(shares)
         own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
         own_bias = own_bias.expand(*q.shape[:2], -1, -1).to(bias.dtype)
         bias = torch.cat([grid.rows(own_bias), bias], -1)
-        tensors = (grid.laid(q, places, p), grid.rows(cut.k), grid.rows(cut.v), k2, v2, bias)
+        tensors = (laid, grid.rows(cut.k), grid.rows(cut.v), k2, v2, bias)
+        if fused:
+            out = two_blocks_attention(tensors, causal, lambda *x: _two_blocks(causal, *x)[0])
+            return grid.back(out.flatten(2, 3), q.shape[2])
         each = 2 * math.prod(q.shape[:2]) * p * q.shape[-1]
         each = max(each, q.shape[1] * budget(q.device).strip >> 15)  # a fused kernel takes no more than 65,535 heads
         out = in_strips(partial(_two_blocks, causal), tensors, 2, each, recompute=False)[0]

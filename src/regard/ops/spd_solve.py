@@ -15,7 +15,7 @@ from regard.patterns.tiles import ceil_div
 from regard.transforms import needs_plain_ops
 
 LARGEST_SYSTEM = 64  # rows: a matrix and its right sides fit into the registers of a program
-SIDES = 64  # right sides of a program
+RIGHT_SIDES = 64  # right sides of a program
 
 
 def spd_solve(a: Tensor, b: Tensor) -> Tensor:
@@ -33,10 +33,10 @@ def eliminate(a: Tensor, b: Tensor) -> Tensor:
     n, e = b.shape[-2:]
     a, b = a.contiguous(), b.contiguous()
     x = torch.empty_like(b)
-    parts = ceil_div(e, SIDES)
+    parts = ceil_div(e, RIGHT_SIDES)
     block = max(SMALLEST_DOT, 1 << (n - 1).bit_length())
     with torch.cuda.device_of(a):
-        gauss_jordan[(b[..., 0, 0].numel() * parts,)](a, b, x, n, e, parts, BN=block, BE=SIDES, num_warps=8)
+        gauss_jordan[(b[..., 0, 0].numel() * parts,)](a, b, x, n, e, parts, BN=block, BE=RIGHT_SIDES, num_warps=8)
     return x
 
 

@@ -1,11 +1,11 @@
 """Products inside of a tile of C tokens under a decay per feature, in Triton.
 
-exp(L_i - L_j) differs by feature, so it must be split between q_i and k_j. Where no feature decays by more than exp(WIDEST) in
-the tile, both factors are taken from the middle of the tile, and one product has all pairs. Elsewhere it is halved again and
-again: for a query in the second half of a block and a key in the first, both factors are at most 1 if they are taken apart at the
-last token of the first half. Every one of the log2(C) sizes of halves is one product of whole tiles with a mask; a token with
-itself has no decay. A token is in one half alone, so it needs one factor for each size. LEVEL points to L, the log decay from the
-start of the segment. No product is transposed but operands.
+exp(L_i - L_j) differs by feature, so it must be split between q_i and k_j. Where no feature decays by more than
+exp(LARGEST_SPREAD) in the tile, both factors are taken from the middle of the tile, and one product has all pairs. Elsewhere it
+is halved again and again: for a query in the second half of a block and a key in the first, both factors are at most 1 if they
+are taken apart at the last token of the first half. Every one of the log2(C) sizes of halves is one product of whole tiles with
+a mask; a token with itself has no decay. A token is in one half alone, so it needs one factor for each size. LEVEL points to L,
+the log decay from the start of the segment. No product is transposed but operands.
 """
 
 import triton
@@ -13,15 +13,15 @@ import triton.language as tl
 
 from regard.ops.linear.triton_tiles import level_at, level_rows
 
-WIDEST = tl.constexpr(60.0)  # exp of it and of its negative are far from the limits of float32 and bfloat16
+LARGEST_SPREAD = tl.constexpr(60.0)  # exp of it and of its negative are far from the limits of float32 and bfloat16
 
 
 @triton.jit
 def _narrow(LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr):
-    """Return whether no feature decays by more than WIDEST from the first token of a tile to its last."""
+    """Return whether no feature decays by more than LARGEST_SPREAD from the first token of a tile to its last."""
     first = level_at(LEVEL, low, stride, d, f, 2)
     last = level_at(LEVEL, tl.minimum(low + C, count) - 1, stride, d, f, 2)
-    return tl.max(first - last, 0) < WIDEST
+    return tl.max(first - last, 0) < LARGEST_SPREAD
 
 
 @triton.jit
