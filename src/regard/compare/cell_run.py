@@ -28,6 +28,7 @@ from regard.training.atomic_files import RunError
 JobKind = Literal["train", "train and test", "test", "costs"]
 ReportShare = Callable[[float], None]
 JobParts = Generator[None, None, CellRecord]
+_GRAPHS = {"cuda": "a step is one CUDA graph", "cpu": "none on a CPU"}
 NO_MEMORY = "there was too little memory: use fewer --jobs, or a smaller batch"
 
 
@@ -127,7 +128,7 @@ def _train(job: CellJob, report: ReportShare | None) -> JobParts:
     record = cell.record(
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
     )
-    record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or "captured"}
+    record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or _GRAPHS[device.type]}
     if trained.val is None or trained.val != trained.val:
         raise Diverged("no score on validation is a number")
     about = {"task": cell.task, "mixer": cell.mixer, "lr": str(cell.lr), "seed": str(cell.seed)}

@@ -45,7 +45,7 @@ class TrainingStep:
         self.stream = torch.cuda.Stream(self.device) if self.on_card else None
         self.graph: Any = None
         self.join()
-        self.note = "" if self.graphs else "not captured"
+        self.note = ""  # why steps are not captured
         self.done = self.summed = 0
 
     @contextmanager
