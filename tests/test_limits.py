@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import DEVICE, close, some
 from regard import Dims, Edges, Places, attend, core, layer
+from regard.ops.pair import torch as pair_torch
 from regard.patterns import Causal, Pattern
 
 D = Dims(32, 4)
@@ -259,12 +260,13 @@ def test_no_transform_makes_all_pairs_of_a_long_sequence():
 
 
 @pytest.mark.parametrize("spec", ["relu", "additive(hidden=2)"])
-def test_a_strip_of_queries_scores_no_key_behind_its_last(spec, set_limits):
+def test_a_strip_of_queries_scores_no_key_behind_its_last(spec, set_limits, monkeypatch):
     """Half of the pairs of a causal pass lie in the future: strips end with their last query."""
     n, scored = 512, []
     set_limits(softmax_strip=16 * n * (2 if "additive" in spec else 1))
-    made = core(spec, Dims(8, 1, causal=True)).to(DEVICE)
-    plain, made.scores = made.scores, lambda q, k: scored.append(q.shape[2] * k.shape[2]) or plain(q, k)
+    made = core(spec, Dims(8, 1, causal=True, backend="torch")).to(DEVICE)
+    plain = pair_torch._weights
+    monkeypatch.setattr(pair_torch, "_weights", lambda s, *rest: scored.append(s.shape[2] * s.shape[3]) or plain(s, *rest))
     q, k, v = (torch.randn(1, 1, n, 8, device=DEVICE) for _ in range(3))
     attend(q, k, v, made, causal=True)
     assert len(scored) == 32 and sum(scored) <= 0.55 * n * n

@@ -73,7 +73,7 @@ class LinearLaunch:
         self.divides = 2 if x.gain is not None else int(x.normalize)
         dtype = tokens.dtype if x.v is None else x.v.dtype  # of products: features may come in more digits
         half = dtype == torch.bfloat16  # the range of float16 is too small for sums over a sequence
-        exact = dtype == torch.float32
+        exact = not half and torch.float32 in (dtype, tokens.dtype)
         precision = dot_precision(torch.float32) if exact else "tf32"
         if precision == "ieee":
             precision = "tf32x3"  # all digits of float32, by three products on tensor cores

@@ -72,7 +72,9 @@ class _PairFunction(torch.autograd.Function):
         none = [None] * (len(call) - 1 - PAIR_VARIABLES)
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return *_differentiable_backward(call, grad), *none
-        return *pair_backward_pass(call, out, stat, grad, any(ctx.needs_input_grad[4:6])), *none
+        grads = pair_backward_pass(call, out, stat, grad, any(ctx.needs_input_grad[4:6]))
+        unread = call.q.shape[-1] == 0  # queries and keys without columns have no gradients, as with plain operations
+        return *((None, None, *grads[2:]) if unread else grads), *none
 
 
 def _differentiable_backward(call: PairCall, grad: Tensor) -> list[Tensor | None]:
