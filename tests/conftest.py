@@ -32,12 +32,21 @@ settings.register_profile("regard", deadline=None, derandomize=True, suppress_he
 settings.load_profile("regard")
 
 
+ROWS = len(CATALOGUE)
+
+
 def pytest_collection_finish() -> None:
     """Search for garbage from here on, among what tests make, and less often: it was a tenth of the time of the suite."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+def pytest_runtest_teardown() -> None:
+    """Take rows out of the catalogue that a test registered: others run over all of them."""
+    for name in list(CATALOGUE)[ROWS:]:
+        del CATALOGUE[name]
 
 
 def seed(number: int = 0) -> None:

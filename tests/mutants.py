@@ -276,8 +276,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a request for a backend is ignored": (
         R + "ops/tile/tile_op.py",
-        'chosen = choose_backend("tile", backend, call, plans)\n    return _',
-        'chosen = choose_backend("tile", AUTO, call, plans)\n    return _',
+        'chosen = choose_backend("tile", backend, call, plans)\n    prepare',
+        'chosen = choose_backend("tile", AUTO, call, plans)\n    prepare',
     ),
     # memories
     "a key is forgotten one step too early": (

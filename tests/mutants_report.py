@@ -35,8 +35,8 @@ REPORT: dict[str, tuple[str, str, str, str]] = {
     "the narrower interval is shown": (C + "comparison.py", "low, high, how = max(found", "low, high, how = min(found", "report"),
     "cells that were not chosen are scored": (
         C + "comparison.py",
-        "if r.final and r.test is not None)",
-        "if r.val is not None)",
+        "if r.final and r.test is not None])",
+        "if r.val is not None])",
         "report",
     ),
     "an earlier learning rate counts": (C + "comparison.py", "best is None or record.lr == best.lr]", "True]", "report"),

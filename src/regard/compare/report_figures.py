@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from regard.compare.comparison import ComparedRow, ComparedTask, Comparison
 from regard.compare.trained_layers import TrainedLayers
 from regard.plots.comparison_plot import AxesWords, Bubble, Curve, bubble_plot, curve_plot, layers_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_MATRICES = 64  # in one figure
 
