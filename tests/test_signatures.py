@@ -95,7 +95,7 @@ def test_linear_launches_of_other_signatures_are_not_confused():
 @pytest.mark.parametrize("spec", ["Local(7)", "linear", "retention", "gla"])
 def test_a_pass_from_nothing_is_a_scan_of_an_empty_memory(spec):
     layer = regard.layer(spec, width=16, heads=1, causal=True, backend="triton").to(DEVICE)
-    for n in (17, 20, 17):
+    for n in (17, 20):
         x = torch.randn(1, n, 16, device=DEVICE)
         places = Places.of(x)
         q, k, v = layer.heads(x, places)

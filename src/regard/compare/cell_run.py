@@ -47,7 +47,7 @@ class BrokenCard(RuntimeError):
 
 
 class CannotStore(RuntimeError):
-    """ReportShare a folder that cannot be written: nothing can go on."""
+    """Report a folder that cannot be written: nothing can go on."""
 
 
 def run_job(job: CellJob, report: ReportShare | None = None) -> CellRecord:
