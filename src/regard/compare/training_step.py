@@ -19,7 +19,7 @@ EAGER_STEPS = 3  # before a capture
 
 
 class TrainingStep:
-    """Run training steps of one model, inside of `on_stream`. On a GPU those behind EAGER_STEPS are one CUDA graph, if possible."""
+    """Run training steps of one model, in `on_stream`. On a GPU, those behind EAGER_STEPS are one CUDA graph if possible."""
 
     def __init__(
         self,
