@@ -106,11 +106,15 @@ def test_a_fuzzy_probe_lies_anywhere():
 
 def test_selective_copying_ends_with_its_tokens():
     made = arena_task(SMALL[3]).examples("test")
+    gaps = []
     for row, target, distance in zip(made.tokens.tolist(), made.targets.tolist(), made.slices["distance"].tolist(), strict=True):
         data = [(place, token) for place, token in enumerate(row[:25]) if token != 15]
         assert len(data) == 4 and row[25:] == [16, 15, 15, 15, 15] and data[-1][0] == 24
         assert target == [IGNORED] * 26 + [token for _, token in data]
         assert all(distance[26 + i] <= 26 + i - place < 2 * distance[26 + i] for i, (place, _) in enumerate(data))
+        gaps.append([place for place, _ in data])
+    blanks = torch.tensor(gaps).diff(prepend=torch.full((100, 1), -1)) - 1
+    assert (blanks.amax(0) > 10).all() and (blanks.amin(0) == 0).all()  # 21 blanks lie in front of any of the tokens
 
 
 def test_compression_repeats_its_tokens_through_a_bottleneck():
