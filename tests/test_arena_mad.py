@@ -114,7 +114,7 @@ def test_selective_copying_ends_with_its_tokens():
         assert all(distance[26 + i] <= 26 + i - place < 2 * distance[26 + i] for i, (place, _) in enumerate(data))
         gaps.append([place for place, _ in data])
     blanks = torch.tensor(gaps).diff(prepend=torch.full((100, 1), -1)) - 1
-    assert (blanks.amax(0) > 10).all() and (blanks.amin(0) == 0).all()  # 21 blanks lie in front of any of the tokens
+    assert ((blanks.double().mean(0) - 21 / 4).abs() < 1).all()  # 21 blanks, in front of each of the four tokens
 
 
 def test_compression_repeats_its_tokens_through_a_bottleneck():
