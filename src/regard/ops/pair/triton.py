@@ -1,8 +1,8 @@
 """The backend "triton": attention over all pairs by kernels that make scores of a tile at a time, forward and backward.
 
 Memory beside inputs and outputs: one number for every query, in float32; additive scores also keep the exponentials of tokens.
-Additive scores take features of queries and keys between -43 and 43; those beyond are moved to these bounds, where tanh is 1 or -1
-unless both features are as large and of different sign.
+Additive scores take features of queries and keys between -43 and 43. Those beyond are moved to these bounds, where tanh is 1
+or -1, unless both features are as large and of different sign.
 """
 
 from __future__ import annotations
