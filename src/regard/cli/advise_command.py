@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from regard.cli.bench_command import KINDS, _lengths, _specs, _writer
 from regard.cli.console import columns, one_of, progress_reporter, screen, sentences
+from regard.cli.picture_file import check_out, load_plot, save_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +64,6 @@ def advise(
     out: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw shares over lengths (.png, .pdf or .svg).")] = None,
 ) -> None:
     """Measure which part of a model takes its time and memory, and predict what another mechanism would change end to end."""
-    from regard.cli.mechanisms import check_out
     from regard.cli.settings import device as choose_device
 
     with sentences():
@@ -82,7 +81,8 @@ def advise(
         changes = {"batch": batch, "training": not inference, "checks": checks, "factory": model, "heads": heads}
         record = _advice(request, changes | {"attention": tuple(attention or ())}, json_file)
         if out is not None:
-            _draw_shares(record, out)
+            share_plot = load_plot("share_plot", "share_plot")
+            save_picture(lambda: share_plot(record), out)
     print_advice(record, json_file, out)
 
 
@@ -110,21 +110,6 @@ def _advice(request: AdviceRequest, changes: dict[str, Any], json_file: Path | N
     from regard.bench.advice import advice_record
 
     return advice_record(replace(request, **changes), progress_reporter(), _writer(json_file))
-
-
-def _draw_shares(record: dict[str, Any], out: Path) -> None:
-    try:
-        from regard.plots.share_plot import share_plot
-    except ModuleNotFoundError as error:
-        raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        share_plot(record).savefig(part, format=out.suffix[1:].lower())
-        os.replace(part, out)
-    except OSError as error:
-        raise ValueError(f"cannot draw into {str(out)!r}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def print_advice(record: dict[str, Any], json_file: Path | None, out: Path | None) -> None:

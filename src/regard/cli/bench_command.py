@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +9,9 @@ import typer
 
 from regard.cli.bench_tables import print_models, print_speed
 from regard.cli.console import one_of, progress_reporter, sentences
+from regard.cli.picture_file import check_out, load_plot, save_picture
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from regard.bench.record import Save
     from regard.spec import Spec
 
@@ -61,14 +58,13 @@ def bench(
     out: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw times over lengths (.png, .pdf or .svg).")] = None,
 ) -> None:
     """Measure the speed of mechanisms beside their peers, in one run."""
-    from regard.cli.mechanisms import check_out
     from regard.cli.settings import device as choose_device
 
     with sentences():
         _check_use(context, model, compiled, passes)
         check_out(out)
         if out is not None:
-            _painter_of_speed()  # before anything is measured
+            load_plot("speed_plot", "speed_plot")  # before anything is measured
         where = choose_device(device)
         kind = one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32", "fp64"))
         common: dict[str, Any] = {"mixers": _specs(mixers or list(MIXERS)), "lengths": _lengths(lengths or LENGTHS[where])}
@@ -176,26 +172,10 @@ def _writer(path: Path | None) -> Save:
     return save
 
 
-def _painter_of_speed() -> Callable[..., Figure]:
-    """Import Matplotlib, which is an extra."""
-    try:
-        from regard.plots.speed_plot import speed_plot
-    except ModuleNotFoundError as error:
-        raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
-    return speed_plot
-
-
 def draw_record(record: dict[str, Any], out: Path) -> None:
-    """Draw the times of a record into a file, into another one first, so that no picture is half drawn."""
-    speed_plot = _painter_of_speed()
+    """Draw the times of a record into a file."""
+    speed_plot = load_plot("speed_plot", "speed_plot")
     s, with_what = record["settings"], record["made_with"]
     shape = f"{s['tokens']:,} tokens in all, {s['heads']} heads x {s['dim']}, {s['dtype']}"
     title = f"{shape}, {with_what['device']}: regard (solid) and peers (dashed)"
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        speed_plot(record["rows"], title).savefig(part, format=out.suffix[1:].lower())
-        os.replace(part, out)
-    except OSError as error:
-        raise ValueError(f"cannot draw into {str(out)!r}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
+    save_picture(lambda: speed_plot(record["rows"], title), out)

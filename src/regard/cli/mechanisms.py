@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,16 +10,13 @@ import typer
 
 from regard.cli.console import columns, labelled, screen, sentences, write_json
 from regard.cli.mechanism_table import read_mechanisms
+from regard.cli.picture_file import check_out, load_plot, save_picture
 from regard.text import growth
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from regard.analysis.cost import Cost
     from regard.mixers.base import Dims
     from regard.spec import Spec
-
-FORMATS = (".png", ".pdf", ".svg")
 
 
 def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list.")] = False) -> None:
@@ -66,7 +61,8 @@ def show(
         length = _usual_length(parsed, dims) if length is None else length
         known = cost(parsed, length, causal=causal, heads=heads, width=width)
         if out is not None:
-            _draw_picture(known, out)
+            picture = load_plot("mechanism_plot", "picture")
+            save_picture(lambda: picture(known), out)
     if as_json:
         write_json(known.to_json())
     else:
@@ -95,35 +91,3 @@ def _print_cost(known: Cost, out: Path | None) -> None:
     console.print(f"\n{known.spec}", style="bold", markup=False, highlight=False)
     console.print(f"{known.spec.row.summary}\n", markup=False, highlight=False)
     console.print(table, highlight=False)
-
-
-def check_out(out: Path | None) -> None:
-    """Check the name of the picture, before any work is done."""
-    if out is None:
-        return
-    if out.suffix.lower() not in FORMATS:
-        raise ValueError(f"cannot draw into {str(out)!r}: the name has to end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    if not out.parent.is_dir():
-        raise ValueError(f"cannot draw into {str(out)!r}: there is no folder {str(out.parent)!r}")
-
-
-def _draw_picture(known: Cost, out: Path) -> None:
-    """Draw into another file first, so that no picture is half drawn."""
-    picture = _painter()
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        picture(known).savefig(part, format=out.suffix[1:].lower())
-        os.replace(part, out)
-    except OSError as error:
-        raise ValueError(f"cannot draw into {str(out)!r}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _painter() -> Callable[[Cost], Figure]:
-    """Import Matplotlib, which is an extra, slow to load, and needed for this alone."""
-    try:
-        from regard.plots.mechanism_plot import picture
-    except ModuleNotFoundError as error:
-        raise ValueError(f"drawing needs {error.name}: pip install 'regard[draw]'") from None
-    return picture
