@@ -76,7 +76,7 @@ class Lane:
 
     def evaluation_seconds(self) -> float:
         """Return the seconds of a pass over the validation split."""
-        batch = EVALUATED * len(self.step.index)
+        batch = EVALUATED[self.data.device.type] * len(self.step.index)
         begun = time.perf_counter()
         with self.step.on_stream():
             target_points(self.step.model, self.data.val, "accuracy", batch, torch.float32)
