@@ -2,7 +2,9 @@
 
 import math
 import warnings
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from regard.compare.grid_plan import best_rate, mixer_texts, plan_grid, split_ou
 from regard.compare.own_code import compared_spec, read_task
 from regard.compare.split_score import arena_score, target_points
 from regard.compare.training_step import TrainingStep
-from regard.compare.worker_pool import WorkerPool
+from regard.compare.warm_steps import WarmSteps
+from regard.compare.worker_pool import Worker, WorkerPool
 from small_arena import FILES, run_grid, settings
 
 CPU = torch.device("cpu")
@@ -286,3 +289,63 @@ def test_the_weights_of_the_best_evaluation_are_kept(monkeypatch):
     found = CellTraining(step, val, CellBudget(own.budget()), 1e-2, 0).run()
     assert found.val == 1.0 and len(seen) == 2 and not torch.equal(seen[0], seen[1])
     assert torch.equal(found.weights["head.map.weight"], seen[0])
+
+
+def test_a_step_that_is_used_again_trains_as_a_new_one():
+    """The weights, buffers and the state of the optimizer are those of a new model: the same bits."""
+    own = task("first_token")
+    (train, _), (val, _) = load_split(own, "train", CPU), load_split(own, "val", CPU)
+
+    def model(seed):
+        torch.manual_seed(seed)
+        return build_model(own, "routing(clusters=2, window=4)", own.model())
+
+    def trained(step, seed):
+        return CellTraining(step, val, CellBudget(own.budget()), 1e-2, seed).run()
+
+    used = TrainingStep(model(0), own, train, own.budget())
+    trained(used, 0)
+    used.restart(model(1))
+    again, fresh = trained(used, 1), trained(TrainingStep(model(1), own, train, own.budget()), 1)
+    assert [point[:3] for point in again.curve] == [point[:3] for point in fresh.curve]
+    assert all(torch.equal(again.weights[name], fresh.weights[name]) for name in fresh.weights)
+
+
+def test_captured_steps_are_kept_for_cells_of_the_same_model():
+    cell = plan_grid(settings())[0].cell
+    own = task("first_token")
+    step = TrainingStep(build_model(own, "softmax", own.model()), own, load_split(own, "train", CPU)[0], own.budget())
+    warm = WarmSteps(most=2)
+    warm.give(cell, step)
+    assert not warm.idle  # it was not captured
+    step.graph = "captured"
+    warm.give(cell, step)
+    assert warm.take(replace(cell, model=replace(cell.model, ffn=20)), step.model) is None
+    assert warm.take(cell.at(0.5, 3), step.model) is step and not warm.idle
+    for _ in range(3):
+        warm.give(cell, step)
+    assert len(warm.idle) == 2
+
+
+def test_cells_of_a_group_follow_each_other_where_its_model_is_warm(monkeypatch):
+    groups = plan_grid(settings(mixers=["softmax", "identity", "linear"], rates=(1e-3, 1e-2)))
+    queue = [CellJob("train", cell, "") for group in groups for cell in group.search()]
+
+    class Idle(Worker):
+        def __init__(self, _):
+            self.jobs, self.warm, self.link = {}, Counter(), SimpleNamespace(send=lambda _: None)
+
+    monkeypatch.setattr("regard.compare.worker_pool.Worker", Idle)
+    pool = WorkerPool(2, lanes=2)
+    assert pool.choose([]) is None
+    begun = []
+    for _ in range(4):
+        begun.append(queue.pop(pool.choose(queue)))
+        pool.submit(begun[-1])
+    assert [job.cell.mixer for job in begun] == ["softmax", "identity", "linear", "softmax"] and pool.choose(queue) is None
+    home = next(worker for worker in pool.workers if begun[1].cell.key in worker.jobs)
+    home.end(begun[1].cell.key)
+    place = pool.choose(queue)
+    assert queue[place].cell.mixer == "identity"
+    pool.submit(queue[place])
+    assert queue[place].cell.key in home.jobs and not home.warm

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from regard.compare.worker_pool import SameProcess, WorkerPool
 
 COST_LENGTHS = {"cpu": "1k", "cuda": "512,2k,8k"}
-CARD_JOBS = 8  # cells that share a GPU, in CARD_PROCESSES processes
+CARD_JOBS = 8  # cells that share a GPU, in CARD_PROCESSES processes unless --processes is given
 CARD_PROCESSES = 1
 MOST_JOBS = 256
 MINUTE = 60.0
@@ -47,6 +47,9 @@ def compare(
     lengths: Annotated[
         str | None, typer.Option(help="Lengths at which speed and memory are measured too; 1k unless given, none: no others.")
     ] = None,
+    costs: Annotated[
+        bool, typer.Option("--costs/--no-costs", help="Measure speed and memory; without it, the same command adds them later.")
+    ] = True,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Of all models and budgets: width=32, depth=4, batch=128 ..."),
@@ -58,6 +61,9 @@ def compare(
         int | None,
         typer.Option(min=0, max=MOST_JOBS, help="Cells at a time; one a core unless given, on a GPU 8; 0: in this process."),
     ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, max=MOST_JOBS, help="Of a GPU: its cells are spread over so many, on streams of their own.")
+    ] = CARD_PROCESSES,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For records, weights and the report; finished cells are kept.")
     ] = Path("compare"),
@@ -74,9 +80,9 @@ def compare(
             return
         where = choose_device(device)
         more: dict[str, Any] = {"seeds": seeds, "rates": read_rates(lr), "lengths": _lengths(lengths, where), "device": where}
-        more |= dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
+        more |= {"costs": costs} | dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
         grid = _settings(tasks, mixers, task, changes, dtype=one_of("dtype", dtype, ("fp32", "bf16")), **more)
-        records = _run(grid, out, _jobs(jobs, where))
+        records = _run(grid, out, _jobs(jobs, where), processes)
         _finish(records, out)
 
 
@@ -184,7 +190,7 @@ class _Shown:
             self.progress.step(done)
 
 
-def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
+def _run(grid: GridSettings, out: Path, jobs: int, processes: int) -> list[CellRecord]:
     """Run the grid; Control-C ends it with how to go on."""
     from regard.compare.cell_run import CannotStore
     from regard.compare.cell_store import CellStore
@@ -194,7 +200,7 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
     groups, store = plan_grid(grid), CellStore(out)
     store.begin({"settings": grid.to_json(), "records": [cell.key for group in groups for cell in group.search()]})
     count = max(1, min(jobs, _useful(groups)))
-    pool = _pool(grid.device, count) if jobs else SameProcess()
+    pool = _pool(grid.device, count, processes) if jobs else SameProcess()
     run = _grid_run(groups, store, pool)
     _begin_text(groups, run, jobs and count)
     try:
@@ -210,12 +216,12 @@ def _run(grid: GridSettings, out: Path, jobs: int) -> list[CellRecord]:
         pool.close()
 
 
-def _pool(device: str, count: int) -> WorkerPool | SameProcess:
+def _pool(device: str, count: int, processes: int) -> WorkerPool | SameProcess:
     """Make the processes: one a cell on a CPU; on a GPU cells share a process, each on a stream of its own."""
     from regard.compare.worker_pool import WorkerPool
 
     if device == "cuda":
-        return WorkerPool(min(count, CARD_PROCESSES), lanes=-(-count // CARD_PROCESSES))
+        return WorkerPool(min(count, processes), lanes=-(-count // processes))
     return WorkerPool(count)
 
 

@@ -22,6 +22,7 @@ from regard.compare.grid_plan import Cell
 from regard.compare.own_code import read_task
 from regard.compare.split_score import arena_score, target_points
 from regard.compare.training_step import TrainingStep
+from regard.compare.warm_steps import WarmSteps
 from regard.data.text_files import DataError
 from regard.training.atomic_files import RunError
 
@@ -29,6 +30,7 @@ JobKind = Literal["train", "train and test", "test", "costs"]
 ReportShare = Callable[[float], None]
 JobParts = Generator[None, None, CellRecord]
 _GRAPHS = {"cuda": "a step is one CUDA graph", "cpu": "none on a CPU"}
+_WARM = WarmSteps()  # of this process
 NO_MEMORY = "there was too little memory: use fewer --jobs, or a smaller batch"
 
 
@@ -119,11 +121,15 @@ def _train(job: CellJob, report: ReportShare | None) -> JobParts:
     task = read_task(cell.task, cell.grid.files)
     train, _ = _split(cell.task, cell.grid.files, "train", device)
     val, _ = _split(cell.task, cell.grid.files, "val", device)
-    model = _seeded_model(cell, task, device)
-    step = TrainingStep(model, task, train, cell.usual, CELL_DTYPES[cell.grid.dtype])
+    model = _seeded_model(cell, task)
+    step = _WARM.take(cell, model) or TrainingStep(model.to(device), task, train, cell.usual, CELL_DTYPES[cell.grid.dtype])
     budget = CellBudget(cell.usual, cell.grid.steps, cell.grid.seconds)
     training = CellTraining(step, val, budget, cell.lr, cell.seed, report)
-    yield from training.parts()
+    try:
+        yield from training.parts()
+    except Diverged:
+        _WARM.give(cell, step)
+        raise
     trained = training.found
     record = cell.record(
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
@@ -133,6 +139,7 @@ def _train(job: CellJob, report: ReportShare | None) -> JobParts:
         raise Diverged("no score on validation is a number")
     about = {"task": cell.task, "mixer": cell.mixer, "lr": str(cell.lr), "seed": str(cell.seed)}
     record.weights = _stored(lambda: CellStore(Path(job.folder)).save_weights(cell.key, trained.weights, about))
+    _WARM.give(cell, step)
     return record
 
 
@@ -146,13 +153,13 @@ def _test(job: CellJob, report: ReportShare | None) -> JobParts:
     cell, record, device = job.cell, job.record, torch.device(job.cell.grid.device)
     assert record is not None
     task = read_task(cell.task, cell.grid.files)
-    model = _seeded_model(cell, task, device)
+    model = _seeded_model(cell, task).to(device)
     try:
         model.load_state_dict(CellStore(Path(job.folder)).load_weights(record))
     except (RunError, RuntimeError):
         return (yield from _train_and_test(job._replace(record=None), report))
     split, made = _split(cell.task, cell.grid.files, "test", device)
-    points = target_points(model, split, task.metric, EVALUATED * cell.usual.batch, CELL_DTYPES[cell.grid.dtype])
+    points = target_points(model, split, task.metric, EVALUATED[device.type] * cell.usual.batch, CELL_DTYPES[cell.grid.dtype])
     score = arena_score(points, split, made)
     record.test, record.test_count, record.slices, record.final = score.value, score.count, score.slices, True
     return record
@@ -184,9 +191,9 @@ def _stored(write: Callable[[], str]) -> str:
         raise CannotStore(str(error)) from error
 
 
-def _seeded_model(cell: Cell, task: ArenaTask, device: torch.device) -> ComparedModel:
+def _seeded_model(cell: Cell, task: ArenaTask) -> ComparedModel:
     torch.manual_seed(cell.seed)
-    return build_model(task, cell.mixer, cell.model).to(device)
+    return build_model(task, cell.mixer, cell.model)
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from regard.compare.split_score import mean_points, target_points
 from regard.compare.training_step import TrainingStep
 
 CHECKED = 25  # steps between two readings of the clock and of the loss
-EVALUATED = 4  # batches of training in one of evaluation
+EVALUATED = {"cpu": 4, "cuda": 16}  # batches of training in one of evaluation
 
 
 class Diverged(ValueError):
@@ -141,7 +141,7 @@ class CellTraining:
     def _evaluate(self) -> None:
         found, step = self.found, self.step
         loss = step.mean_loss()
-        batch = EVALUATED * self.budget.usual.batch
+        batch = EVALUATED[step.device.type] * self.budget.usual.batch
         score = mean_points(target_points(step.model, self.val, self.metric, batch, step.dtype))
         found.curve.append((found.steps, loss, score, found.seconds))
         if is_better(self.metric, score, found.val):

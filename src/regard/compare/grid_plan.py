@@ -44,6 +44,7 @@ class GridSettings:
     files: tuple[str, ...] = ()  # with tasks of your own
     quick: bool = False  # quick tasks have their small models and budgets
     changes: tuple[tuple[str, Any], ...] = ()  # fields of the models and budgets with other values
+    costs: bool = True  # speed and memory are measured too
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

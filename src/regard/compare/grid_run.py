@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -38,7 +37,7 @@ class GridRun:
     def total(self) -> int:
         """Return how many cells are trained and how many are measured, if all goes well."""
         open_groups = [group for group in self.groups if group.refused is None]
-        return sum(len(group.rates) + group.cell.grid.seeds for group in open_groups)
+        return sum(len(group.rates) + group.cell.grid.seeds - 1 + group.cell.grid.costs for group in open_groups)
 
     def run(self) -> list[CellRecord]:
         """Run until nothing is left; returns the records of the plan."""
@@ -88,7 +87,7 @@ class GridRun:
 
     def _work(self, jobs_of: Callable[[PlannedGroup], list[CellJob]], groups: Sequence[PlannedGroup] | None = None) -> None:
         """Run jobs until no group has any."""
-        queue: deque[CellJob] = deque()
+        queue: list[CellJob] = []
         started: set[tuple[str, str]] = set()
 
         def add(group: PlannedGroup) -> None:
@@ -100,8 +99,8 @@ class GridRun:
             add(group)
         running = 0
         while queue or running:
-            while queue and self.pool.takes(queue[0]):
-                self.pool.submit(queue.popleft())
+            while (place := self.pool.choose(queue)) is not None:
+                self.pool.submit(queue.pop(place))
                 running += 1
             for event in self.pool.events():
                 self.shares[event.job.cell.key] = event.share
@@ -146,8 +145,8 @@ class GridRun:
         return jobs
 
     def _cost_jobs(self, group: PlannedGroup) -> list[CellJob]:
-        """Return the measurement of a group whose model was tested, unless it was made at these lengths."""
-        if group.refused is not None:
+        """Return the measurement of a group whose model was tested, unless it was made at these lengths, or is not wanted."""
+        if group.refused is not None or not group.cell.grid.costs:
             return []
         for cell in self._cells(group):
             record = self.records.get(cell.key)
@@ -174,5 +173,5 @@ class GridRun:
         for group in self.groups:
             if group.refused is None:
                 records = [self.records[cell.key] for cell in self._cells(group) if cell.key in self.records]
-                found += len(records) + any(record.costs for record in records)
+                found += len(records) + (group.cell.grid.costs and any(record.costs for record in records))
         return found

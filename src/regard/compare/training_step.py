@@ -85,6 +85,19 @@ class TrainingStep:
         self.done[length] += 1
         self.summed += 1
 
+    @torch.no_grad()
+    def restart(self, model: ComparedModel) -> None:
+        """Take the weights of a new model of the same shape and forget all updates; a step that is captured stays captured."""
+        with self.on_stream():
+            for own, new in ((self.model.parameters(), model.parameters()), (self.model.buffers(), model.buffers())):
+                for x, y in zip(own, new, strict=True):
+                    x.copy_(y)
+            for state in self.optimizer.state.values():
+                for x in state.values():
+                    x.zero_()
+            self.total_loss.zero_()
+        self.done = self.summed = 0
+
     def mean_loss(self) -> float:
         """Return the mean loss since the last call; waits for the device."""
         mean = float(self.total_loss) / max(1, self.summed)

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -17,6 +18,13 @@ from regard.compare.cell_run import BrokenCard, CannotStore, CellJob, JobRun, Re
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler prints when it starts and stops
 BROKEN_CARD = 77  # exit code of a process whose GPU has reported an error
 REPORT_EVERY = 0.02  # share of a cell between two messages
+TRAININGS = ("train", "train and test")  # jobs that build a model and capture its steps
+
+Group = tuple[str, str]  # task and mixer
+
+
+def group_of(job: CellJob) -> Group:
+    return job.cell.task, job.cell.mixer
 
 
 class JobEvent(NamedTuple):
@@ -49,10 +57,20 @@ class Worker:
         self.process.start()
         other.close()
         self.jobs: dict[str, CellJob] = {}
+        self.warm: Counter[Group] = Counter()  # models that it has built and captured, and that no job uses
 
     def begin(self, job: CellJob) -> None:
         self.jobs[job.cell.key] = job
+        if job.kind in TRAININGS:
+            self.warm -= Counter([group_of(job)])
         self.link.send(job)
+
+    def end(self, key: str) -> CellJob:
+        """Take out a job that is done; its model can train the next cell of its group."""
+        job = self.jobs.pop(key)
+        if job.kind in TRAININGS:
+            self.warm[group_of(job)] += 1
+        return job
 
     def room(self, lanes: int) -> int:
         """Return how many more jobs it may run."""
@@ -67,14 +85,31 @@ class WorkerPool:
         self.count, self.threads, self.lanes = count, threads, lanes
         self.workers: list[Worker] = []
 
-    def takes(self, job: CellJob) -> bool:
-        """Return whether a job can be started now."""
+    def choose(self, queue: Sequence[CellJob]) -> int | None:
+        """Return the place of the job to start now, None if there is no room for it.
+
+        That is the first one, unless processes have several jobs at a time. Then a cell of a group whose model is warm in a
+        process with room comes first, or else one of a group that has no cell running: few models are built and captured.
+        """
+        if not queue or not self._takes(queue[0]):
+            return None
+        if self.lanes == 1 or queue[0].alone:
+            return 0
+        ready = {group for worker in self.workers if worker.room(self.lanes) for group in worker.warm}
+        running = {group_of(job) for worker in self.workers for job in worker.jobs.values()}
+        groups = [(place, group_of(job)) for place, job in enumerate(queue) if not job.alone]
+        warm = (place for place, group in groups if group in ready)
+        new = (place for place, group in groups if group not in running)
+        return next(warm, next(new, 0))
+
+    def _takes(self, job: CellJob) -> bool:
         return len(self.workers) < self.count or self._free(job) is not None
 
     def submit(self, job: CellJob) -> None:
-        """Give a job to the process with the fewest, or to a new one."""
+        """Give a job to a process where the model of its group is warm, or to the one with the fewest, or to a new one."""
         worker = self._free(job)
-        if len(self.workers) < self.count and (worker is None or worker.jobs):
+        cold = worker is None or not worker.warm[group_of(job)]
+        if len(self.workers) < self.count and (worker is None or (worker.jobs and cold)):
             worker = Worker(self.threads)
             self.workers.append(worker)
         assert worker is not None
@@ -82,7 +117,7 @@ class WorkerPool:
 
     def _free(self, job: CellJob) -> Worker | None:
         free = [worker for worker in self.workers if worker.room(self.lanes) and not (job.alone and worker.jobs)]
-        return min(free, key=lambda worker: len(worker.jobs), default=None)
+        return min(free, key=lambda worker: (not worker.warm[group_of(job)], len(worker.jobs)), default=None)
 
     def events(self, timeout: float = 1.0) -> Iterator[JobEvent]:
         """Iterate over what has happened since the last call, or within the timeout."""
@@ -100,7 +135,7 @@ class WorkerPool:
             raise CannotStore(value)
         if kind == "share":
             return JobEvent(worker.jobs[key], value)
-        return JobEvent(worker.jobs.pop(key), 1.0, value)
+        return JobEvent(worker.end(key), 1.0, value)
 
     def _died(self, worker: Worker) -> Iterator[JobEvent]:
         """Take out a process that has died. Its cell is recorded as crashed; if it had several, each is run again alone."""
@@ -133,8 +168,9 @@ class SameProcess:
     def __init__(self) -> None:
         self.jobs: list[CellJob] = []
 
-    def takes(self, job: CellJob) -> bool:  # noqa: ARG002 - pools are called alike
-        return not self.jobs
+    def choose(self, queue: Sequence[CellJob]) -> int | None:
+        """Return the place of the job to start now: the first one, if none is there."""
+        return None if self.jobs or not queue else 0
 
     def submit(self, job: CellJob) -> None:
         self.jobs.append(job)
