@@ -318,7 +318,7 @@ def test_captured_steps_are_kept_for_cells_of_the_same_model():
     warm = WarmSteps(most=2)
     warm.give(cell, step)
     assert not warm.idle  # it was not captured
-    step.graph = "captured"
+    step.captured = {None: "captured"}
     warm.give(cell, step)
     assert warm.take(replace(cell, model=replace(cell.model, ffn=20)), step.model) is None
     assert warm.take(cell.at(0.5, 3), step.model) is step and not warm.idle

@@ -70,7 +70,7 @@ class TrainingStep:
 
     def is_warm(self, length: int | None = None) -> bool:
         """Return whether the next step of this length comes behind those that warm up and are captured."""
-        return self.done[length] > EAGER_STEPS
+        return length in self.captured or self.done[length] > EAGER_STEPS
 
     def __call__(self, index: Tensor, rate: float, length: int | None = None) -> None:
         """Make one update from the examples of these numbers, cut or padded to a length, that of the task unless given."""
@@ -96,7 +96,8 @@ class TrainingStep:
                 for x in state.values():
                     x.zero_()
             self.total_loss.zero_()
-        self.done = self.summed = 0
+        self.done.clear()
+        self.summed = 0
 
     def mean_loss(self) -> float:
         """Return the mean loss since the last call; waits for the device."""
