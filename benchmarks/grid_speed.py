@@ -133,7 +133,7 @@ def one_process(mixer: str, data: LaneData, models: tuple[int, ...], seconds: fl
     lanes: list[Lane] = []
     for count in models:
         lanes += [Lane(mixer, data) for _ in range(count - len(lanes))]
-        mode = "captured" if lanes[0].step.graph is not None else "eager"
+        mode = "captured" if lanes[0].step.captured else "eager"
         found = row | {"mode": mode, "models": count, "steps_per_s": steps_a_second(lanes, seconds)} | lanes[-1].times
         found["evaluation_s"] = lanes[-1].evaluation_seconds()
         found["note"] = lanes[0].step.note

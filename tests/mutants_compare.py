@@ -25,11 +25,25 @@ COMPARE: dict[str, tuple[str, str, str, str]] = {
         "compare",
     ),
     "an epoch repeats its first batch": (
-        C + "cell_training.py",
-        "[inside * self.batch : (inside + 1)",
-        "[0 : (0 + 1)",
+        C + "batch_order.py",
+        "return self.order[inside]",
+        "return self.order[0]",
         "compare",
     ),
+    "a long example is cut": (C + "batch_order.py", "end, right=True))", "end, right=True)) + 1", "compare"),
+    "hidden bytes are asked for in padding": (
+        "src/regard/arena/hidden_tokens.py",
+        "        hidden = hidden & valid\n",
+        "        pass\n",
+        "arena_recipes",
+    ),
+    "the loss of hidden bytes is left out": (
+        C + "training_step.py",
+        "return mean_loss(scores, targets) + mean_loss(token_scores, hidden.asked)",
+        "return mean_loss(scores, targets)",
+        "arena_recipes",
+    ),
+    "brackets are shuffled too": ("src/regard/arena/argument_order.py", "torch.where(closes, 1.0, draws)", "draws", "arena_lra"),
     "the rate does not warm up": (C + "cell_training.py", "    if done < warmup:\n", "    if False:\n", "compare"),
     "a loss that is not finite goes on": (
         C + "cell_training.py",

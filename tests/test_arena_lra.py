@@ -192,3 +192,35 @@ def test_every_task_describes_itself(name):
 
 def test_the_catalogue_is_sorted():
     assert list(ARENA) == sorted(ARENA)
+
+
+def test_shuffled_arguments_keep_the_value(small):
+    """Every operator has its arguments as before, in another order; orders are drawn evenly; padding stays."""
+    task = arena_task(SMALL.replace("depth=5", "depth=5, shuffled=True"))
+    found = small["train"]
+    tokens = found.tokens.long()
+    mixed, targets = task.augment(tokens, found.targets, torch.Generator().manual_seed(0))
+    assert torch.equal(targets, found.targets) and torch.equal(mixed == 0, tokens == 0)
+    assert not any(torch.equal(a, b) for a, b in zip(mixed, tokens, strict=True) if len(a.unique()) > 4)
+    for before, after in zip(tokens.tolist(), mixed.tolist(), strict=True):
+        words = [WORDS[x] for x in after if x]
+        assert sorted_tree(tree(words)) == sorted_tree(tree([WORDS[x] for x in before if x])) and words == []
+    assert arena_task(SMALL).augment(tokens, targets, None)[0] is tokens
+
+
+def sorted_tree(node):
+    return node if isinstance(node, int) else [node[0], *sorted(map(sorted_tree, node[1:]), key=str)]
+
+
+def test_every_order_of_arguments_is_as_likely():
+    """[MAX 1 [SM 2 3] 4] has six orders of three arguments and two of the inner two: twelve expressions."""
+    tokens = torch.tensor([[12, 2, 14, 3, 4, 15, 5, 15, 0]]).expand(6000, -1)
+    task = arena_task("listops(length=9, shortest=2, depth=3, shuffled=True)")
+    mixed, _ = task.augment(tokens, tokens[:, 0], torch.Generator().manual_seed(1))
+    rows, counts = mixed.unique(dim=0, return_counts=True)
+    assert len(rows) == 12 and counts.min() > 400 and counts.max() < 600
+
+
+def test_options_of_training_have_the_same_splits():
+    task = arena_task(SMALL.replace("depth=5", "depth=5, shuffled=True"))
+    assert task.plain() == arena_task(SMALL) and str(task) != str(task.plain())

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from regard.arena.arena_task import IGNORED
+from regard.compare.batch_order import BatchOrder, length_groups, one_group
 from regard.compare.cell_costs import allocated_peak
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_run import CellJob, run_job
 from regard.compare.cell_store import CellStore
-from regard.compare.cell_training import BatchOrder, CellBudget, CellTraining, rate_factor
+from regard.compare.cell_training import CellBudget, CellTraining, rate_factor
 from regard.compare.compared_model import build_model, matched_model
 from regard.compare.comparison import compare_records
 from regard.compare.device_split import load_split
@@ -198,10 +199,28 @@ def test_the_rate_rises_and_falls():
 
 
 def test_an_epoch_has_every_example_once():
-    order = BatchOrder(10, 5, 3, CPU)
+    order = BatchOrder(one_group(10), 5, 3, CPU)
     first = torch.cat([order(0), order(1)])
-    assert sorted(first.tolist()) == list(range(10))
-    assert torch.equal(BatchOrder(10, 5, 3, CPU)(1), first[5:]) and not torch.equal(order(2), first[:5])
+    assert sorted(first.tolist()) == list(range(10)) and order.length(1) is None
+    assert torch.equal(BatchOrder(one_group(10), 5, 3, CPU)(1), first[5:]) and not torch.equal(order(2), first[:5])
+
+
+def test_batches_of_one_length_are_cut_to_it():
+    """Every example is in one group that has room for it; an epoch mixes the groups, and repeats by its step."""
+    lengths = torch.randint(1, 500, (1000,), generator=torch.Generator().manual_seed(0))
+    groups = length_groups(lengths, 3, 8, 490 + 10)
+    assert [group.length for group in groups] == [192, 384, 500]
+    assert torch.equal(torch.cat([group.rows for group in groups]).sort().values, torch.arange(1000))
+    order = BatchOrder(groups, 8, 3, CPU)
+    seen, padded = torch.cat([order(step) for step in range(order.in_epoch)]), [order.length(s) for s in range(order.in_epoch)]
+    assert len(seen.unique()) == len(seen) > 1000 - 3 * 8 and padded != sorted(padded)
+    assert all(lengths[order(step)].max() <= order.length(step) for step in range(order.in_epoch))
+    assert torch.equal(BatchOrder(groups, 8, 3, CPU)(7), order(7)) and not torch.equal(order(order.in_epoch), order(0))
+    few = length_groups(torch.tensor([10] * 20 + [100] * 3 + [200] * 5), 4, 8, 256)
+    assert [(group.length, len(group.rows)) for group in few] == [(64, 20), (256, 8)]
+    assert [(group.length, len(group.rows)) for group in length_groups(torch.tensor([10] * 20 + [200] * 5), 4, 8, 256)] == [
+        (256, 25)
+    ]
 
 
 def test_peak_memory_is_what_was_held_at_once():
@@ -299,7 +318,7 @@ def test_captured_steps_are_kept_for_cells_of_the_same_model():
     warm = WarmSteps(most=2)
     warm.give(cell, step)
     assert not warm.idle  # it was not captured
-    step.graph = "captured"
+    step.captured = {None: "captured"}
     warm.give(cell, step)
     assert warm.take(replace(cell, model=replace(cell.model, ffn=20)), step.model) is None
     assert warm.take(cell.at(0.5, 3), step.model) is step and not warm.idle

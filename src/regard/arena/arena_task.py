@@ -41,6 +41,7 @@ class ArenaModel:
     gated: bool = False  # SwiGLU instead of GELU
     conv: int = 0  # kernel of a short causal convolution before each mixer, 0: none
     bottleneck: bool = False  # all targets are read from the last vector, each by its position: an auto-encoder
+    pooling: str = "mean"  # of the vectors of a sequence, for its label: mean, max, smooth (a softmax over positions), token
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class ArenaBudget:
     warmup: float = 0.1  # of all steps
     evaluations: int = 10  # on validation, equally spaced, the last one at the end
     clip: float = 1.0  # of the gradient's norm
+    buckets: int = 1  # padded lengths of batches, where examples differ in length: a batch has examples of about one length
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class ArenaTask(Options):
     def classes(self) -> int:
         """Return the number of labels."""
         raise NotImplementedError
+
+    @property
+    def masked(self) -> float:
+        """Return the share of tokens that training hides and asks for, beside the label; the last token id is the mask."""
+        return 0.0
 
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split: a pure function of the options. No example is in two splits."""

@@ -39,9 +39,13 @@ class GeneratedTask(ArenaTask):
     def draws(self, generator: np.random.Generator) -> Iterator[Examples]:
         """Iterate over batches of examples, some of which may be equal."""
 
+    def plain(self) -> GeneratedTask:
+        """Return the task without options that change training examples on their way: it has the same splits."""
+        return self
+
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split; its examples differ from each other and from those of the other splits."""
-        return cached_split(f"{self} {part}", lambda: self.first_examples(part, getattr(self, part)))
+        return cached_split(f"{self.plain()} {part}", lambda: self.first_examples(part, getattr(self, part)))
 
     def first_examples(self, part: ExamplesPart, count: int) -> Examples:
         """Return the first examples of a split, without drawing the others of it."""

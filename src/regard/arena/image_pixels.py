@@ -8,17 +8,19 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from regard.arena.arena_task import ArenaBudget, Examples, ExamplesPart
 from regard.arena.generated_task import new_rows
+from regard.arena.image_changes import affine, as_images, as_tokens, change_grays, cut_out, flip
 from regard.arena.read_task import SELECTION_SEED, ReadTask
 from regard.arena.trivial_floors import most_frequent, nearest_mean, ridge
-from regard.data.gray_images import GRAY_LABELS, LabelledImages, read_gray_images
+from regard.data.gray_images import GRAY_LABELS, GRAY_SHAPE, LabelledImages, read_gray_images
 from regard.data.locate import find
 
 HELD_OUT_SHARE = 0.1  # of train, for validation
 FOURIER_FEATURES = 2000
+CUT_SIDE = 10  # pixels of the squares that training cuts out
 FOURIER_WIDTH = 20.0  # of the Gaussian kernel, where pixels have unit variance
 
 
@@ -30,6 +32,8 @@ class ImagePixels(ReadTask):
     title: ClassVar[str] = "objects in gray images, pixel by pixel"
     source: ClassVar[str] = "CIFAR-10, Krizhevsky 2009; as a sequence: Tay et al. 2020, arXiv:2011.04006"
     needs: ClassVar[str] = "cifar10"
+
+    augmented: bool = False  # training flips, moves and turns images, changes gray levels and cuts out squares
 
     @property
     def length(self) -> int:
@@ -69,6 +73,15 @@ class ImagePixels(ReadTask):
         targets = torch.from_numpy(found.labels[rows].astype(np.int64))
         contrast = tokens.float().std(1).div(20).int() * 20
         return Examples(tokens, targets, None, {"class": targets.int(), "contrast": contrast})
+
+    def augment(self, tokens: Tensor, targets: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Change images, if that is asked for: mirrored, moved, turned and scaled by a tenth, other grays, a square cut out."""
+        if not self.augmented:
+            return tokens, targets
+        images = flip(as_images(tokens, GRAY_SHAPE[0]), generator)
+        images = affine(images, generator, degrees=10, shift=0.1, scales=(0.9, 1.1))
+        images = cut_out(change_grays(images, generator), generator, CUT_SIDE)
+        return as_tokens(images, tokens), targets
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, nearest means, and ridge regressions of pixels and of random Fourier features."""

@@ -8,14 +8,16 @@ Brackets are tokens. Trees are drawn level by level, many at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Generator, Tensor
 
 from regard.arena.arena_task import ArenaBudget, Examples
+from regard.arena.argument_order import shuffle_arguments
 from regard.arena.generated_task import GeneratedTask
 from regard.arena.trivial_floors import label_by_value, most_frequent, share_right
 from regard.options import check_positive
@@ -40,6 +42,7 @@ class ListOps(GeneratedTask):
     shortest: int = 0  # examples have more tokens than this; 0: a quarter of length
     depth: int = 10  # levels of a tree, digits counted: operators are nested one less
     arguments: int = 10  # most arguments of an operator, of 2 or more
+    shuffled: bool = False  # training shuffles the arguments of every operator, which changes no value
 
     def check(self) -> None:
         """Refuse sizes that no tree has."""
@@ -72,6 +75,17 @@ class ListOps(GeneratedTask):
             forest = _Forest(generator, self.depth, self.arguments, self.length)
             kept = (forest.sizes > least) & (forest.sizes < self.length)
             yield forest.examples(np.flatnonzero(kept), self.length)
+
+    def augment(self, tokens: Tensor, targets: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Shuffle the arguments of every operator, if that is asked for."""
+        if not self.shuffled:
+            return tokens, targets
+        opens, closes = (tokens >= OPERATOR) & (tokens < CLOSE), tokens == CLOSE
+        return shuffle_arguments(tokens, opens, closes, self.depth - 1, generator), targets
+
+    def plain(self) -> ListOps:
+        """Return the task without its changes of training examples."""
+        return replace(self, shuffled=False)
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, that of the root operator, and readers of the first levels alone."""

@@ -7,16 +7,17 @@ path (label 1) or of both (label 0). Sizes are those published for 32 x 32 pixel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from regard.arena.arena_task import ArenaBudget, Examples
 from regard.arena.dashed_paths import Canvas, PathStyle
 from regard.arena.generated_task import GeneratedTask
+from regard.arena.image_changes import affine, as_images, as_tokens, flip, for_some, quarter_turns
 from regard.arena.trivial_floors import most_frequent, nearest_mean, ridge, threshold
 
 STYLES = {
@@ -27,6 +28,7 @@ DISTRACTING_DASHES = {32: 20, 128: 35}
 BATCHES = {32: 2048, 128: 512}  # images begun at a time
 DISTRACTOR_ROUNDS = 2  # for each distractor
 FITTED = 10000  # images of train that floors are fitted to
+MOVED = 0.05  # share of the side that augmented images are moved by, at most: dots stay inside
 POOLED = 8  # squares each way that the floors average pixels of
 
 
@@ -43,6 +45,7 @@ class Pathfinder(GeneratedTask):
     test: int = 20000  # examples
     size: int = 32  # pixels of a row: 32 or 128
     contour: int = 14  # dashes of the two long paths: 6, 9 and 14 are published
+    augmented: bool = False  # training flips images, turns them by right angles, and some of them a little
 
     def check(self) -> None:
         """Refuse sizes that are not published, and paths too long to fit."""
@@ -85,6 +88,18 @@ class Pathfinder(GeneratedTask):
                 "distractors": torch.from_numpy(distractors).int(),
             }
             yield Examples(images, torch.from_numpy(labels), None, slices)
+
+    def augment(self, tokens: Tensor, targets: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Change images, if that is asked for: mirrored, turned by right angles, and half of them a little, moved and smaller."""
+        if not self.augmented:
+            return tokens, targets
+        images = quarter_turns(flip(as_images(tokens, self.size), generator), generator)
+        moved = affine(images, generator, degrees=10, shift=MOVED, scales=(0.9, 1.0), mode="bilinear")
+        return as_tokens(for_some(moved, images, 0.5, generator), tokens), targets
+
+    def plain(self) -> Pathfinder:
+        """Return the task without its changes of training examples."""
+        return replace(self, augmented=False)
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, the distance of the dots, nearest means, and ridge regressions of averaged pixels."""

@@ -13,6 +13,7 @@ from regard.arena.arena_task import ArenaTask, ExamplesPart
 from regard.data.text_files import DataError
 
 SELECTION_SEED = 1
+BYTE_IDS = 256  # token ids of texts
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class ReadTask(ArenaTask):
             raise ValueError(f"{part}={count:,} is more than {self.name} has: {there:,} examples")
         drawn = np.random.default_rng(SELECTION_SEED).permutation(there)
         return np.sort(drawn[: count or there])
+
+
+def check_masked(share: float) -> None:
+    """Refuse shares of hidden tokens that are not from 0 to below 1."""
+    if not 0 <= share < 1:
+        raise ValueError(f"masked must be from 0 to below 1, not {share!r}")
 
 
 def byte_rows(texts: Sequence[bytes], length: int) -> tuple[Tensor, Tensor]:

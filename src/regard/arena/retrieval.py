@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.arena.arena_task import ArenaBudget, Examples, ExamplesPart, TaskForm
-from regard.arena.read_task import ReadTask, byte_rows, text_bytes
+from regard.arena.read_task import BYTE_IDS, ReadTask, byte_rows, check_masked, text_bytes
 from regard.arena.trivial_floors import most_frequent, threshold
 from regard.data.datasets import Splits
 from regard.data.locate import find
@@ -42,17 +42,19 @@ class Retrieval(ReadTask):
 
     length: int = 4096  # bytes of each paper that are read
     split: str = "pairs"  # what is in one split alone: "pairs" or "documents"
+    masked: float = 0.0  # share of bytes that training hides and asks for, 0.3 as published; 0: none
 
     def check(self) -> None:
-        """Refuse a length below 1 and unknown splits."""
+        """Refuse a length below 1, unknown splits, and shares that hide nothing or all."""
         super().check()
         check_positive("length", self.length)
         check_choice("split", self.split, ("pairs", "documents"))
+        check_masked(self.masked)
 
     @property
     def vocab(self) -> int:
-        """Return the number of bytes; NUL is padding."""
-        return 256
+        """Return the number of bytes; NUL is padding. The mask, if there is one, follows them."""
+        return BYTE_IDS + bool(self.masked)
 
     @property
     def classes(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from regard.arena.arena_task import ArenaBudget, Examples, ExamplesPart
-from regard.arena.read_task import ReadTask, byte_rows, power_of_two, text_bytes
+from regard.arena.read_task import BYTE_IDS, ReadTask, byte_rows, check_masked, power_of_two, text_bytes
 from regard.arena.trivial_floors import most_frequent, ridge, token_bayes, token_histogram
 from regard.data.datasets import LabelledText, Splits, read_imdb
 from regard.data.locate import find
@@ -27,16 +27,18 @@ class TextBytes(ReadTask):
     needs: ClassVar[str] = "imdb"
 
     length: int = 4096  # bytes of a review that are read
+    masked: float = 0.0  # share of bytes that training hides and asks for, 0.3 as published; 0: none
 
     def check(self) -> None:
-        """Refuse a length below 1."""
+        """Refuse a length below 1 and shares that hide nothing or all."""
         super().check()
         check_positive("length", self.length)
+        check_masked(self.masked)
 
     @property
     def vocab(self) -> int:
-        """Return the number of bytes; NUL is padding."""
-        return 256
+        """Return the number of bytes; NUL is padding. The mask, if there is one, follows them."""
+        return BYTE_IDS + bool(self.masked)
 
     @property
     def classes(self) -> int:
@@ -70,7 +72,7 @@ class TextBytes(ReadTask):
         """Score the most frequent label, a ridge regression of byte counts, and naive Bayes of bytes and of 4-grams."""
         reviews = self._reviews()
         train, test = self._examples("train", reviews), self._examples("test", reviews)
-        counts = [token_histogram(x.tokens, self.vocab)[:, 1:] for x in (train, test)]
+        counts = [token_histogram(x.tokens, BYTE_IDS)[:, 1:] for x in (train, test)]
         shares = [(x / x.sum(1, keepdim=True).clamp(min=1)).sqrt() for x in counts]
         return {
             "most frequent label": most_frequent(train.targets, test.targets),

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from regard.arena.arena_task import ArenaBudget
+from regard.compare.batch_order import BatchGroup, BatchOrder, length_groups, one_group
 from regard.compare.cell_record import is_better
 from regard.compare.device_split import DeviceSplit
 from regard.compare.split_score import mean_points, target_points
-from regard.compare.training_step import EAGER_STEPS, TrainingStep
+from regard.compare.training_step import TrainingStep
 
 CHECKED = 25  # steps between two readings of the clock and of the loss
 EVALUATED = {"cpu": 4, "cuda": 16}  # batches of training in one of evaluation
@@ -57,20 +57,14 @@ def rate_factor(done: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1 - warmup, 1e-9)))
 
 
-class BatchOrder:
-    """Give the numbers of the examples of each batch: a permutation an epoch, a function of the seed and the step alone."""
-
-    def __init__(self, count: int, batch: int, seed: int, device: torch.device) -> None:
-        self.count, self.batch, self.seed, self.device = count, min(batch, count), seed, device
-        self.in_epoch = count // self.batch
-        self.epoch, self.order = -1, torch.empty(0)
-
-    def __call__(self, step: int) -> Tensor:
-        epoch, inside = divmod(step, self.in_epoch)
-        if epoch != self.epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self.epoch, self.order = epoch, torch.randperm(self.count, generator=generator).to(self.device)
-        return self.order[inside * self.batch : (inside + 1) * self.batch]
+def batch_groups(split: DeviceSplit, usual: ArenaBudget) -> list[BatchGroup]:
+    """Divide training examples into groups of about one length, as many as the budget asks for."""
+    if usual.buckets < 2 or split.lengths is None:
+        return one_group(len(split))
+    if split.targets.dim() > 1:
+        raise ValueError("buckets are for tasks with one label an example: use buckets=1")
+    lengths = split.lengths if split.lengths.dim() == 1 else split.lengths.amax(1)
+    return length_groups(lengths, usual.buckets, usual.batch, split.tokens.shape[-1])
 
 
 class CellTraining:
@@ -86,7 +80,7 @@ class CellTraining:
         report: Callable[[float], None] | None = None,
     ) -> None:
         self.step, self.val, self.budget, self.lr, self.report = step, val, budget, lr, report
-        self.order = BatchOrder(len(step.split), budget.usual.batch, seed, step.device)
+        self.order = BatchOrder(batch_groups(step.split, budget.usual), budget.usual.batch, seed, step.device)
         self.metric = step.task.metric
         self.found = TrainedCell(note=step.note)
 
@@ -111,12 +105,11 @@ class CellTraining:
         found, by_time = self.found, self.budget.seconds is not None
         while (found.seconds if by_time else found.steps) < end:
             count = CHECKED if by_time else min(CHECKED, math.ceil(end) - found.steps)
-            warm = found.steps <= EAGER_STEPS
-            if warm:
-                count = 1
+            warm = self._next_is_cold()
             begun = time.perf_counter()
             with self.step.on_stream():
-                for _ in range(count):
+                self._step()
+                while (count := count - 1) and not warm and not self._next_is_cold():
                     self._step()
             yield
             with self.step.on_stream():
@@ -125,11 +118,15 @@ class CellTraining:
             if self.report is not None:
                 self.report(min(1.0, self._share()))
 
+    def _next_is_cold(self) -> bool:
+        """Return whether the next step is one of those before a capture, whose time does not count."""
+        return not self.step.is_warm(self.order.length(self.found.steps))
+
     def _step(self) -> None:
         found = self.found
         share = (found.steps + 1) / self.budget.total if self.budget.seconds is None else self._share()
         rate = self.lr * rate_factor(min(1.0, share), self.budget.usual.warmup)
-        self.step(self.order(found.steps), rate)
+        self.step(self.order(found.steps), rate, self.order.length(found.steps))
         found.steps += 1
 
     def _share(self) -> float:

@@ -41,16 +41,31 @@ class MixerBlock(Block):
 class ComparedModel(nn.Module):
     """Map tokens to scores of labels, by the form of the task: (b n) or (b 2 n) -> (b c), (b n c) or those at some positions."""
 
-    def __init__(self, embed: Tokens, stack: Stack, head: nn.Module, form: str) -> None:
+    def __init__(self, embed: Tokens, stack: Stack, head: nn.Module, form: str, hidden: nn.Module | None = None) -> None:
         super().__init__()
         self.embed, self.stack, self.head, self.form = embed, stack, head, form
+        self.hidden = hidden  # scores of hidden tokens, for tasks that ask for them
 
     def forward(self, tokens: Tensor, valid: Tensor | None = None, at: Tensor | None = None) -> Tensor:
         """Return scores; `at` (b k) are the positions that need them, for a label per token."""
+        return self._scores(self._vectors(tokens, valid), valid, at)
+
+    def with_hidden(self, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return scores, and in the same pass those of the token at each place, (b n v) or (b 2 n v)."""
+        assert self.hidden is not None, "the task hides no tokens"
+        y = self._vectors(tokens, valid)
+        return self._scores(y, valid), self.hidden(y).view(*tokens.shape, -1)
+
+    def _vectors(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """Read the sequences; both of a pair in one pass, twice the batch."""
         if self.form == "pair":
-            return self._pairs(tokens, valid)
+            tokens, valid = tokens.flatten(0, 1), None if valid is None else valid.flatten(0, 1)
         places = self.embed.places(tokens, valid)
-        y = self.stack(self.embed(tokens, places), places)
+        return self.stack(self.embed(tokens, places), places)
+
+    def _scores(self, y: Tensor, valid: Tensor | None, at: Tensor | None = None) -> Tensor:
+        if self.form == "pair":
+            return self._pair_scores(y, valid)
         if self.form == "label":
             return self.head(y, self.stack.valid(valid))
         if isinstance(self.head, BottleneckHead):
@@ -73,13 +88,8 @@ class ComparedModel(nn.Module):
         scores, after = self.extend(state, tokens, valid)
         return scores[:, -1], after
 
-    def _pairs(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
-        """Read both sequences in one pass, twice the batch."""
-        both = tokens.flatten(0, 1)
-        real = None if valid is None else valid.flatten(0, 1)
-        places = self.embed.places(both, real)
-        y = self.stack(self.embed(both, places), places)
-        kept = self.stack.valid(real)
+    def _pair_scores(self, y: Tensor, valid: Tensor | None) -> Tensor:
+        kept = self.stack.valid(None if valid is None else valid.flatten(0, 1))
         one, two = y.unflatten(0, (-1, 2)).unbind(1)
         seen = (None, None) if kept is None else kept.unflatten(0, (-1, 2)).unbind(1)
         return self.head(one, seen[0], two, seen[1])
@@ -113,10 +123,11 @@ def build_model(task: ArenaTask, mixer: str, model: ArenaModel, length: int | No
             blocks.append(_short_conv(model))
         blocks.append(_block(spec.build(own, positions=inside), model))
     stack = Stack(blocks, nn.LayerNorm(model.width))
-    if stack.rate > 1 and task.form in ("token", "next"):
+    if stack.rate > 1 and (task.masked or task.form in ("token", "next")):
         raise ValueError(f"{spec.name} gives fewer answers than it has tokens, and {task.name} needs one for each")
     embed = Tokens(task.vocab, model.width, positions=outside, dropout=model.dropout)
-    return ComparedModel(embed, glorot(stack), _head(task, model, length or task.length), task.form)
+    hidden = PerVector(model.width, task.vocab) if task.masked else None
+    return ComparedModel(embed, glorot(stack), _head(task, model, length or task.length), task.form, hidden)
 
 
 def _block(mixer: Mixer, model: ArenaModel) -> Block:
@@ -137,8 +148,8 @@ def _head(task: ArenaTask, model: ArenaModel, length: int) -> nn.Module:
     if model.bottleneck:
         return BottleneckHead(model.width, task.classes, length)
     makers: dict[str, Callable[[], nn.Module]] = {
-        "label": partial(PerSequence, model.width, task.classes),
-        "pair": partial(Matching, model.width, task.classes),
+        "label": partial(PerSequence, model.width, task.classes, pool=model.pooling),
+        "pair": partial(Matching, model.width, task.classes, pool=model.pooling),
         "token": partial(PerVector, model.width, task.classes),
         "next": partial(NextToken, model.width, task.vocab),
     }

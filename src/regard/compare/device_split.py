@@ -32,9 +32,9 @@ class DeviceSplit(NamedTuple):
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def rows(self, index: Tensor) -> TaskBatch:
-        """Gather examples by a tensor of their numbers, without a synchronisation."""
-        tokens = self.tokens.index_select(0, index).long()
+    def rows(self, index: Tensor, length: int | None = None) -> TaskBatch:
+        """Gather examples by a tensor of their numbers, without a synchronisation; their first `length` tokens."""
+        tokens = self.tokens[..., :length].index_select(0, index).long()
         targets = self.targets.index_select(0, index).long()
         valid = None
         if self.lengths is not None:

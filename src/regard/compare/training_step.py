@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.arena.arena_task import IGNORED, ArenaBudget, ArenaTask
+from regard.arena.hidden_tokens import hide_tokens
 from regard.compare.compared_model import ComparedModel
 from regard.compare.device_split import DeviceSplit, changes_batches
 from regard.compare.split_score import target_losses
@@ -43,10 +45,12 @@ class TrainingStep:
         self.index = torch.zeros(min(usual.batch, len(split)), dtype=torch.long, device=self.device)
         self.total_loss = torch.zeros((), device=self.device)
         self.stream = torch.cuda.Stream(self.device) if self.on_card else None
-        self.graph: Any = None
+        self.captured: dict[int | None, Any] = {}  # a graph for each length of batches
+        self.memory = torch.cuda.graph_pool_handle() if self.graphs else None  # of all graphs: they run one after the other
         self.join()
         self.note = ""  # why steps are not captured
-        self.done = self.summed = 0
+        self.done: Counter[int | None] = Counter()  # steps by length
+        self.summed = 0
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -64,17 +68,21 @@ class TrainingStep:
             self.stream.wait_stream(current)
             current.wait_stream(self.stream)
 
-    def __call__(self, index: Tensor, rate: float) -> None:
-        """Make one update from the examples of these numbers."""
+    def is_warm(self, length: int | None = None) -> bool:
+        """Return whether the next step of this length comes behind those that warm up and are captured."""
+        return length in self.captured or self.done[length] > EAGER_STEPS
+
+    def __call__(self, index: Tensor, rate: float, length: int | None = None) -> None:
+        """Make one update from the examples of these numbers, cut or padded to a length, that of the task unless given."""
         self.index.copy_(index)
         self._set_rate(rate)
-        if self.graph is not None:
-            self.graph.graph.replay()
-        elif self.graphs and not self.note and self.done >= EAGER_STEPS:
-            self._run_and_capture()
+        if length in self.captured:
+            self.captured[length].graph.replay()
+        elif self.graphs and not self.note and self.done[length] >= EAGER_STEPS:
+            self._run_and_capture(length)
         else:
-            self._run()
-        self.done += 1
+            self._run(length)
+        self.done[length] += 1
         self.summed += 1
 
     @torch.no_grad()
@@ -88,7 +96,8 @@ class TrainingStep:
                 for x in state.values():
                     x.zero_()
             self.total_loss.zero_()
-        self.done = self.summed = 0
+        self.done.clear()
+        self.summed = 0
 
     def mean_loss(self) -> float:
         """Return the mean loss since the last call; waits for the device."""
@@ -104,14 +113,8 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def _run(self) -> None:
-        tokens, targets, valid, at = self.split.rows(self.index)
-        if self.augments:
-            tokens, targets = self.task.augment(tokens, targets, None)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False):
-            scores = self.model(tokens, valid, at)
-        losses = target_losses(scores, targets)
-        loss = losses.sum() / (targets != IGNORED).sum().clamp_min(1)
+    def _run(self, length: int | None) -> None:
+        loss = self._loss(length)
         for p in self.weights:
             p.grad = None
         loss.backward()
@@ -119,21 +122,43 @@ class TrainingStep:
         self.optimizer.step()
         self.total_loss += loss.detach()
 
-    def _run_and_capture(self) -> None:
+    def _loss(self, length: int | None) -> Tensor:
+        """Return the mean loss of the targets, and that of hidden tokens beside it where the task asks for them."""
+        tokens, targets, valid, at = self.split.rows(self.index, length)
+        if self.augments:
+            tokens, targets = self.task.augment(tokens, targets, None)
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False)
+        if not self.task.masked:
+            with autocast:
+                scores = self.model(tokens, valid, at)
+            return mean_loss(scores, targets)
+        hidden = hide_tokens(tokens, valid, self.task.masked, self.task.vocab - 1)
+        with autocast:
+            scores, token_scores = self.model.with_hidden(hidden.tokens, valid)
+        return mean_loss(scores, targets) + mean_loss(token_scores, hidden.asked)
+
+    def _run_and_capture(self, length: int | None) -> None:
         """Make one update without a synchronisation, then capture the next ones; the reason is noted where that fails."""
         try:
             with forbid_sync(self.device):
-                self._run()
+                self._run(length)
         except RuntimeError as error:
             self.note = f"not captured: {str(error).splitlines()[0]}"
-            self._run()
+            self._run(length)
             return
         torch.cuda.synchronize(self.device)
         try:
-            self.graph = capture_graph(self._run, self.device, warmups=0, stream=self.stream)
+            self.captured[length] = capture_graph(
+                lambda: self._run(length), self.device, warmups=0, pool=self.memory, stream=self.stream
+            )
         except RuntimeError as error:
             self.note = f"not captured: {str(error).splitlines()[0]}"
             torch.cuda.synchronize(self.device)
+
+
+def mean_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy of the targets that count, in float32; 0 where none does."""
+    return target_losses(scores, targets).sum() / (targets != IGNORED).sum().clamp_min(1)
 
 
 def decayed_groups(weights: list[torch.nn.Parameter], decay: float) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ class WarmSteps:
 
     def give(self, cell: Cell, step: TrainingStep) -> None:
         """Keep the step of a cell that is done, if it was captured."""
-        if step.graph is not None:
+        if step.captured:
             self.idle = [*self.idle, (_shape(cell), step)][-self.most :]
 
 

@@ -12,11 +12,14 @@ from regard.blocks.feedforward import activate, check_fraction
 from regard.mixers.feature_math import upcast
 from regard.text import unknown
 
-POOLS = ("token", "mean", "max")
+POOLS = ("token", "mean", "max", "smooth")
 
 
 def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
-    """Reduce a sequence (b n w) to one vector (b w): its first token, the mean or maximum of real ones; 0 if there is none."""
+    """Reduce a sequence (b n w) to one vector (b w): its first token, the mean or maximum of real ones; 0 if there is none.
+
+    "smooth" is a smooth maximum: the mean of each channel, weighted by its softmax over positions.
+    """
     _pool(pool)
     if x.shape[1] == 0:
         return x.new_zeros(len(x), x.shape[2])
@@ -33,6 +36,8 @@ def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
         total = upcast(real).sum(1)
         mean = total / valid.sum(1, keepdim=True).clamp_min(1)
         return mean.to(x.dtype)
+    if pool == "smooth":
+        return _smooth_max(x.masked_fill(padding, torch.finfo(x.dtype).min), x.masked_fill(padding, 0))
     top = x.masked_fill(padding, -torch.inf).amax(1)
     return top.masked_fill(empty, 0)
 
@@ -42,7 +47,13 @@ def _pooled_all(x: Tensor, pool: str) -> Tensor:
         return x[:, 0]
     if pool == "mean":
         return x.mean(1)
-    return x.amax(1)
+    return _smooth_max(x, x) if pool == "smooth" else x.amax(1)
+
+
+def _smooth_max(scores: Tensor, x: Tensor) -> Tensor:
+    """Weigh x (b n w) by the softmax of scores over positions, each channel by itself; returns (b w)."""
+    weights = upcast(scores).softmax(1)
+    return (weights * upcast(x)).sum(1).to(x.dtype)
 
 
 def _pool(name: str) -> str:
@@ -67,7 +78,7 @@ class PerVector(nn.Module):
 
 
 class PerSequence(nn.Module):
-    """A label for the whole sequence, (b n w) -> (b c): of its first token (put one there: front=1), the mean or the maximum.
+    """A label for the whole sequence, (b n w) -> (b c): of its first token (put one there: front=1), or of one of the POOLS.
 
     `deep` puts one more layer in between, c = W tanh(U x), as BERT does.
     """

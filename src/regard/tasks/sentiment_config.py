@@ -15,7 +15,7 @@ class Sentiment(Config):
     vocab: int = 16_000  # units at most
     lower: bool = True
     cut: int = 1024  # units of a text that are read: its beginning and its end, half of it each
-    pool: str = "mean"  # token, mean, max
+    pool: str = "mean"  # token, mean, max, smooth
     forget: float = 0.1  # fraction of units masked in training
 
 
