@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_sets import FLA, FLEX
+from gpu_sets import FLA, FLEX, LAST, K
 from regard.bench import speed
 from regard.bench.machine import Rates
 from regard.bench.peers import peers_of
@@ -29,6 +29,7 @@ from regard.mixers.base import Can
 from regard.spec import Spec
 
 NO_RATES = Rates(1.0, 1.0)
+MOST_TOKENS = 64 * K  # of a sequence of a model: several longer ones do not fit one memory, and have the same kernels
 
 
 class WarmJob(NamedTuple):
@@ -49,7 +50,7 @@ def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int) -> lis
     models, shares, own = [], [], []
     for request in requests:
         if isinstance(request, ModelRequest):
-            models += [WarmJob(request, job) for job in model_jobs(request)]
+            models += [WarmJob(request, job) for job in model_jobs(request) if job.n <= MOST_TOKENS and job.spec.name != LAST]
         elif STEP in request.passes:
             own += [WarmJob(request, spec) for spec in request.mixers]
         else:
