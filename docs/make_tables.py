@@ -189,6 +189,7 @@ def decode_step(made: Made) -> str:
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "DESIGN.md": {"files": files},
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
+    "docs/advise.md": {"advise_error": lambda: tables_speed.advise_error(if_there("advise_error"))},
     "docs/arena.md": {"arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors"))},
     "docs/numbers.md": {
         "growth": growth,

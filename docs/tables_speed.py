@@ -141,3 +141,31 @@ def _model_line(row: Row, rows: list[Row]) -> list[str]:
     faster = f"{full[0]['ms'] / row['ms']:.2f} x" if full else ""
     tokens = f"{row['tokens_per_second'] / 1e3:,.0f}"
     return [*start, short(row["ms"]), tokens, f"{row['peak_bytes'] / 2**30:.2f}", faster]
+
+
+def advise_error(made: Made) -> str:
+    """Predicted and measured milliseconds of a training step, and the error, by mechanism and length."""
+    if not made["rows"]:
+        return not_yet("advise_error.py")
+    lengths = sorted({row["n"] for row in made["rows"]})
+    found = {(row["spec"], row["n"]): row for row in made["rows"]}
+    body = []
+    for spec in dict.fromkeys(row["spec"] for row in made["rows"]):
+        cells = []
+        for n in lengths:
+            row = found.get((spec, n), {})
+            cells.append(_predicted(row) if "error" in row else row.get("reason", ""))
+        body.append([code(spec), *cells])
+    model, machine = made["settings"]["model"], made["made_with"]
+    worst = max(abs(row["error"]) for row in made["rows"] if "error" in row)
+    text = (
+        f"An encoder of {model['depth']} layers, width {model['width']}, {model['heads']} heads, {model['tokens']:,} tokens in "
+        f"all, {model['dtype']}, on {machine['device']} (torch {machine['torch']}, commit {machine['commit']}): milliseconds of "
+        f"a training step, predicted from the model with `{made['settings']['base']}` / measured (error). The largest error is "
+        f"{100 * worst:.1f} %."
+    )
+    return f"{text}\n\n{table(['', *(f'n = {n:,}' for n in lengths)], body)}"
+
+
+def _predicted(row: dict[str, Any]) -> str:
+    return f"{short(row['predicted_ms'])} / {short(row['measured_ms'])} ({100 * row['error']:+.1f} %)"

@@ -1,5 +1,6 @@
 """`regard bench` and what is behind it: clocks, counts, floors, ratios, crossovers, records, tables and pictures."""
 
+import gc
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from regard.bench.floors import FORWARD, TRAINING, floor_of
 from regard.bench.machine import Rates, measured_rates
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import OURS, Request, Session, count_launches, jobs_of
-from regard.bench.timing import NotCaptured, graph_time, launches, peak_bytes, plain_time
+from regard.bench.timing import NotCaptured, graph_time, launches, light_collections, peak_bytes, plain_time
 from regard.bench.workload import LAYER, OPERATION, Setting, build_mixer, operation_inputs, own_workload, spec_text
 from regard.cli import app
 from regard.cli.bench_command import draw_record, parsed_length
@@ -70,6 +71,14 @@ def test_the_backends_of_a_call(monkeypatch, capsys):
     assert backends_of(lambda: None) == []
     assert os.environ["REGARD_LOG"] == "other"
     assert capsys.readouterr().err == ""
+
+
+def test_what_was_frozen_before_a_measurement_stays_frozen():
+    """Else every collection behind it searches all modules and tests: conftest.py has frozen them."""
+    before = gc.get_freeze_count()
+    with light_collections():
+        assert gc.get_freeze_count() >= before > 0
+    assert gc.get_freeze_count() >= before
 
 
 def test_peak_memory_is_what_a_call_adds():

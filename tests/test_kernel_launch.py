@@ -8,7 +8,7 @@ import torch
 from regard import cache
 from regard.cache import signature_cache
 from regard.ops import kernel_launch
-from regard.ops.kernel_launch import LAUNCHER_ARGUMENTS, KernelLaunch, tensor_key
+from regard.ops.kernel_launch import LAUNCHER_ARGUMENTS, KernelLaunch, launch_kernel, tensor_key
 from regard.ops.triton_support import has_triton, read_tables_again, trial_configs
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs the package triton: pip install triton")
@@ -141,6 +141,25 @@ def test_a_launch_refuses_other_types_than_those_of_its_first_call():
     launch(rows(), rows())
     with pytest.raises(TypeError, match="types belong into the key"):
         launch(rows(), rows(dtype=torch.float16))
+
+
+def test_launches_are_kept_by_their_arguments(kernel, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 3)
+
+    def launch(dtype=torch.float32, number=7, **more):
+        x, y = rows(dtype=dtype), rows()
+        launch_kernel(kernel, (5,), (None, x, y), (number, 0.5), {"BLOCK": 64, "num_warps": 4, **more})
+        return x.data_ptr(), y.data_ptr()
+
+    launch()
+    (_, args, _) = kernel.by_triton[0]
+    assert args[0] is args[1] and args[0] is not args[2]  # a parameter that is not read takes the first tensor
+    x, y = launch()
+    assert len(kernel.by_triton) == 1 and kernel.direct[0][13:] == (x, x, y, 7, 0.5, 64, True)
+    for other in ({"dtype": torch.float16}, {"number": 8}, {"EVEN": False}):
+        launch(**other)
+        launch(**other)
+    assert len(kernel.by_triton) == 4 and len(kernel.direct) == 4 and kernel.direct[-1][-1] is False
 
 
 def test_signatures_are_kept_until_configurations_change():

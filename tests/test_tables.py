@@ -259,3 +259,14 @@ def test_tables_of_speed():
     assert "| `linear` | decoder | 4,096 | 5 | 1,600 | 1.00 | 4.00 x |" in text
     assert "| `softmax` | decoder, compiled | 4,096 |  |  |  | out of memory |" in text
     assert text.count(NOT_YET) == len(tables_speed.NAMES) - 2
+
+
+def test_the_error_of_advice_is_a_table():
+    assert NOT_YET in tables_speed.advise_error({"rows": []})
+    model = {"depth": 12, "width": 768, "heads": 12, "tokens": 1024, "dtype": "bf16"}
+    row = {"spec": "Local(8) | Global(first=1)", "n": 512, "predicted_ms": 9.0, "measured_ms": 10.0, "error": -0.1}
+    made = record([row, {"spec": "fnet", "n": 512, "reason": "out of memory"}])
+    made["settings"] = {"model": model, "base": "softmax"}
+    text = tables_speed.advise_error(made)
+    assert "| `Local(8) \\| Global(first=1)` | 9 / 10 (-10.0 %) |" in text and "| `fnet` | out of memory |" in text
+    assert "The largest error is 10.0 %." in text

@@ -1,14 +1,15 @@
 """Is attention the bottleneck? Parts of a model over n, the end-to-end time with other mechanisms, and the error of predictions.
 
 A model of `depth` layers is composed: one of 1 and one of 3 layers are measured, which gives the cost of a layer and of all
-else. Another mechanism changes a layer by the difference of the two parts, each timed alone on the same tokens.
+else. Another mechanism changes every layer by the difference of two models of one layer, in which it stands in its place. In a
+model from a factory, which has its own depth, the difference is that of the two parts, each timed alone on the same tokens.
 Time of the host and time of the device are composed apart, and the longer one is the prediction (`regard.bench.step_time`).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,8 @@ WEIGHT_COPIES = 4  # of all weights in training: weights, gradients, and two mom
 class Frame:
     """Hold one length of the model: its composed time, and its parts alone."""
 
-    whole: StepTime  # without the optimiser
+    whole: StepTime
+    layer: StepTime  # a model of one layer; of a factory, which is measured as deep as it is, the whole model
     optimiser: StepTime
     times: dict[str, StepTime]  # by kind of part, all of its occurrences
     own: list[StepTime]  # of each attention part, projections included
@@ -61,9 +63,6 @@ class Frame:
     parts: list[Part]
     weights: int  # bytes of all weights
     repeats: int  # how often the recorded layer occurs
-
-    def total(self) -> StepTime:
-        return self.whole.plus(self.optimiser)
 
 
 def advice_record(request: AdviceRequest, report: Report, save: Save) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def _frame_or_reason(request: AdviceRequest, n: int, record: dict[str, Any]) -> 
 
 def share_row(frame: Frame) -> Measured:
     """Milliseconds and bytes by part, on the clock that limits the model."""
-    total = frame.total()
+    total = frame.whole
     bound = total.host_bound
     ms = {kind: 1e3 * frame.times[kind].of_bound(bound) for kind in PART_KINDS if kind in frame.times}
     ms[OPTIMISER] = 1e3 * frame.optimiser.of_bound(bound)
@@ -124,35 +123,38 @@ def measured_frame(request: AdviceRequest, n: int) -> Frame:
     """Measure the model at one length."""
     if request.factory:
         return _factory_frame(request, n)
-    depth = min(SHALLOW, request.models.depth)
+    depth, wanted = min(SHALLOW, request.models.depth), request.models.depth
     one = own_model(request, request.base, n, 1)
     many = own_model(request, request.base, n, depth)
-    device, budget = request.device, request.models.seconds
-    whole = deeper(
-        step_time(one.step(request.training), device, budget),
-        step_time(many.step(request.training), device, budget),
-        *(depth, request.models.depth),
-    )
-    optimiser = NO_TIME
-    if request.training and request.optimiser:
-        optimiser = deeper(_optimiser_time(one.model, request), _optimiser_time(many.model, request), depth, request.models.depth)
-    saved = _extrapolated(_held(one, request), _held(many, request), depth, request.models.depth)
-    sizes = _extrapolated(_weight_bytes(one.model), _weight_bytes(many.model), depth, request.models.depth)
+    layer = _step_time(one, request)
+    whole = deeper(layer, _step_time(many, request), depth, wanted)
+    optimiser = deeper(_optimiser_time(one, request), _optimiser_time(many, request), depth, wanted)
+    saved = _extrapolated(_held(one, request), _held(many, request), depth, wanted)
+    sizes = _extrapolated(_weight_bytes(one.model), _weight_bytes(many.model), depth, wanted)
     del many
     parts = recorded_parts(one.model, one.loss)
-    return _framed(request, parts, whole, optimiser, saved, sizes, request.models.depth)
+    return _framed(request, parts, (whole, layer, optimiser), saved, sizes, wanted)
 
 
 def _factory_frame(request: AdviceRequest, n: int) -> Frame:
     made = factory_model(request, n)
-    whole = step_time(made.step(request.training), request.device, request.models.seconds)
-    optimiser = _optimiser_time(made.model, request) if request.training and request.optimiser else NO_TIME
+    whole = _step_time(made, request)
+    optimiser = _optimiser_time(made, request)
     parts = recorded_parts(made.model, made.loss, request.attention)
-    return _framed(request, parts, whole, optimiser, _held(made, request), _weight_bytes(made.model), 1)
+    return _framed(request, parts, (whole, whole, optimiser), _held(made, request), _weight_bytes(made.model), 1)
+
+
+def _step_time(made: Runnable, request: AdviceRequest) -> StepTime:
+    return step_time(made.step(request.training, request.optimiser), request.device, request.models.seconds)
 
 
 def _framed(
-    request: AdviceRequest, parts: list[Part], whole: StepTime, optimiser: StepTime, saved: float, weights: float, repeats: int
+    request: AdviceRequest,
+    parts: list[Part],
+    measured: tuple[StepTime, StepTime, StepTime],
+    saved: float,
+    weights: float,
+    repeats: int,
 ) -> Frame:
     times: dict[str, StepTime] = {}
     own: list[StepTime] = []
@@ -170,7 +172,8 @@ def _framed(
         times[part.kind] = times.get(part.kind, NO_TIME).plus(alone, count)
         held[part.kind] = held.get(part.kind, 0.0) + count * _part_held(part, request)
     held[REST] = max(0.0, saved - sum(held.values()))
-    return Frame(whole, optimiser, times, own, held, parts, int(weights * (WEIGHT_COPIES if request.training else 1)), repeats)
+    copies = WEIGHT_COPIES if request.training else 1
+    return Frame(*measured, times, own, held, parts, int(weights * copies), repeats)
 
 
 def _alone(module: nn.Module, part: Part, request: AdviceRequest) -> StepTime:
@@ -186,24 +189,28 @@ def _prediction(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> Mea
         return row | {"reason": failure_text(error)}
     finally:
         _release(request)
-    now = frame.total().total
+    now = frame.whole.total
     found = {"ms": 1e3 * predicted.total, "gain": now / max(predicted.total, 1e-9)}
     return row | found | {"bound": "host" if predicted.host_bound else "device"}
 
 
 def predicted_total(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> StepTime:
     """Compose the time of the whole model with another mechanism."""
-    total = frame.total()
-    if not request.factory and spec == request.base:
-        return total
+    total = frame.whole
+    if not request.factory:
+        return total if spec == request.base else _with_layers_of(request, frame, spec, n)
     attention = [part for part in frame.parts if part.kind == ATTENTION]
     for part, own in zip(attention, frame.own, strict=True):
-        count = part.count * frame.repeats
         mixer = substitute(request, part, spec, n)
         call = part_call(mixer, (part.tokens,), {}, request.precision, request.training)
         other = step_time(call, request.device, request.models.seconds)
-        total = total.plus(other.minus(own), count)
+        total = total.plus(other.minus(own), part.count)
     return total
+
+
+def _with_layers_of(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> StepTime:
+    other = _step_time(own_model(request, spec, n, 1), request)
+    return frame.whole.plus(other.minus(frame.layer), frame.repeats)
 
 
 def _checked(request: AdviceRequest, predictions: Sequence[Measured]) -> list[tuple[Spec, int]]:
@@ -226,16 +233,7 @@ def measured_whole(request: AdviceRequest, spec: Spec, n: int) -> float:
         made = replace_attention(request, made, parts, spec, n)
     else:
         made = own_model(request, spec, n, request.models.depth)
-    passes = made.step(request.training)
-    if not (request.training and request.optimiser):
-        return real_time(passes, request.device, request.models.seconds)
-    update = _optimiser_step(made.model, request)
-
-    def step() -> None:
-        passes()
-        update()
-
-    return real_time(step, request.device, request.models.seconds)
+    return real_time(made.step(request.training, request.optimiser), request.device, request.models.seconds)
 
 
 def _check(request: AdviceRequest, spec: Spec, n: int, predictions: Sequence[Measured]) -> Measured:
@@ -276,19 +274,14 @@ def worst_error(checks: Sequence[Measured]) -> float | None:
     return max(errors, default=None)
 
 
-def _optimiser_step(model: nn.Module, request: AdviceRequest) -> Callable[[], Any]:
-    weights = [p for p in model.parameters() if p.requires_grad]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    fused = request.device.type == "cuda"
-    update = torch.optim.AdamW(weights, lr=0.0, fused=fused, capturable=fused)
-    return update.step
-
-
-def _optimiser_time(model: nn.Module, request: AdviceRequest) -> StepTime:
-    found = step_time(_optimiser_step(model, request), request.device, request.models.seconds)
-    for weight in model.parameters():
-        weight.grad = None
+def _optimiser_time(made: Runnable, request: AdviceRequest) -> StepTime:
+    if not (request.training and request.optimiser):
+        return NO_TIME
+    update = made.update()
+    for weight in made.model.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    found = step_time(update.step, request.device, request.models.seconds)
+    update.zero_grad()
     return found
 
 

@@ -60,10 +60,26 @@ class Runnable(NamedTuple):
     model: nn.Module
     loss: Callable[[], Tensor]
 
-    def step(self, training: bool) -> Call:
-        if training:
+    def step(self, training: bool, optimiser: bool) -> Call:
+        """Return what is repeated: a training step, a forward and backward pass, or a forward pass."""
+        if not training:
+            return torch.no_grad()(self.loss)
+        if not optimiser:
             return gradient_pass(self.model, self.loss)
-        return torch.no_grad()(self.loss)
+        update = self.update()
+
+        def step() -> None:
+            self.loss().backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    def update(self) -> torch.optim.Optimizer:
+        """Make an optimiser; it leaves the weights as they are."""
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        fused = any(p.is_cuda for p in weights)
+        return torch.optim.AdamW(weights, lr=0.0, fused=fused, capturable=fused)
 
 
 def own_model(request: AdviceRequest, spec: Spec, n: int, depth: int) -> Runnable:
@@ -127,7 +143,7 @@ def _factory(text: str) -> Callable[[], Any]:
 
 
 def substitute(request: AdviceRequest, part: Part, spec: Spec, n: int) -> Mixer:
-    """Build the layer that would replace an attention part: the same width and heads."""
+    """Build the layer that would replace an attention part of a factory's model: the same width and heads."""
     width = part.tokens.shape[-1]
     heads = _heads(request, part)
     dims = Dims(width, heads, causal=request.kind != ENCODER_MODEL, max_len=n)
@@ -135,7 +151,7 @@ def substitute(request: AdviceRequest, part: Part, spec: Spec, n: int) -> Mixer:
     with request.device:
         mixer = spec.build(dims)
     _quiet(mixer)
-    return mixer.to(part.tokens.dtype if not request.factory else _weights_dtype(part)).train(request.training)
+    return mixer.to(_weights_dtype(part)).train(request.training)
 
 
 def _weights_dtype(part: Part) -> torch.dtype:
@@ -143,8 +159,6 @@ def _weights_dtype(part: Part) -> torch.dtype:
 
 
 def _heads(request: AdviceRequest, part: Part) -> int:
-    if not request.factory:
-        return request.models.heads
     if request.heads is not None:
         return request.heads
     for module in part.module.modules():

@@ -32,13 +32,15 @@ class NotCaptured(RuntimeError):
 
 @contextmanager
 def light_collections() -> Iterator[None]:
-    """Make garbage collections inside cheap: what exists before them is not searched again."""
+    """Make garbage collections inside cheap: what exists before them is not searched again. What is frozen already stays so."""
+    frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def wait(device: torch.device) -> None:

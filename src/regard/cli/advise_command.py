@@ -68,6 +68,7 @@ def advise(
 
     with sentences():
         check_out(out)
+        share_plot = load_plot("share_plot", "share_plot") if out else None  # before anything is measured
         _check_factory_use(context, model)
         where = choose_device(device)
         kind = one_of("dtype", dtype or KINDS[where], ("bf16", "fp16", "fp32"))
@@ -80,8 +81,7 @@ def advise(
         request = _request(common | sizes | machine, mixer, causal)
         changes = {"batch": batch, "training": not inference, "checks": checks, "factory": model, "heads": heads}
         record = _advice(request, changes | {"attention": tuple(attention or ())}, json_file)
-        if out is not None:
-            share_plot = load_plot("share_plot", "share_plot")
+        if out is not None and share_plot is not None:
             save_picture(lambda: share_plot(record), out)
     print_advice(record, json_file, out)
 

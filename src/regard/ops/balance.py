@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import SMALLEST_DOT, has_triton
 from regard.patterns.tiles import MASKED_SCORE
 from regard.transforms import differentiable_grads, needs_plain_ops
@@ -85,8 +86,7 @@ class _Balance(torch.autograd.Function):
         out = torch.empty_like(logits)
         kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
         kernel = kernels.balance_in_time if in_time else kernels.balance_rows_and_columns
-        with torch.cuda.device_of(logits):
-            kernel[(count,)](logits, out, kept, r, c, iterations, **own)
+        launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), own)
         ctx.save_for_backward(logits, kept)
         ctx.in_time = in_time
         return out
@@ -101,6 +101,5 @@ class _Balance(torch.autograd.Function):
             return differentiable_grads(lambda x: (_plain(x, kept.shape[1], ctx.in_time),), (logits,), (grad,))[0], None, None
         found = torch.empty_like(logits)
         kernel = kernels.balance_in_time_grads if ctx.in_time else kernels.balance_grads
-        with torch.cuda.device_of(logits):
-            kernel[(count,)](logits, kept, grad.contiguous(), found, r, c, kept.shape[1], **own)
+        launch_kernel(kernel, (count,), (logits, kept, grad.contiguous(), found), (r, c, kept.shape[1]), own)
         return found, None, None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import SMALLEST_DOT, block_of, kernel_config, triton_cannot_run
 from regard.patterns import Columns, Pattern, Rows
 from regard.patterns.algebra import Alternative
@@ -109,20 +110,19 @@ def decoding_step(call: StepCall) -> Tensor:
     strides = [*q.stride()[:2], *k.stride()[:3], *v.stride()[:3], at.stride(0), valid.stride(0), where.stride(0)]
     for x in (new_k, new_v):
         strides += (0, 0) if x is None else x.stride()[:2]
-    window_step_kernel[(b, h)](
-        *(q, k, v, at, valid, where, new_k, new_v, slot, out),
-        *strides,
-        *(room, float(scale), *window),
-        H=h,
-        SHARE=h // g,
-        D=d,
-        E=e,
-        BD=block_of(d, k.device),
-        BE=block_of(e, k.device),
-        BM=tile,
-        WRITES=slot is not None,
-        STEPS=window.step > 1,
-        EAGER=few,
+    constants = {
+        "H": h,
+        "SHARE": h // g,
+        "D": d,
+        "E": e,
+        "BD": block_of(d, k.device),
+        "BE": block_of(e, k.device),
+        "BM": tile,
+        "WRITES": slot is not None,
+        "STEPS": window.step > 1,
+        "EAGER": few,
         **config,
-    )
+    }
+    tensors = (q, k, v, at, valid, where, new_k, new_v, slot, out)
+    launch_kernel(window_step_kernel, (b, h), tensors, (*strides, room, float(scale), *window), constants)
     return out

@@ -14,6 +14,8 @@ key, and so is everything else that numbers and constants are computed from. Add
 addresses that are no multiples of 16 bytes Triton compiles a kernel of its own, so such calls go through Triton every time. So do
 calls while launch hooks of Triton are set, calls in its interpreter, and those of versions whose launcher has another form.
 Any stream serves, also one that is captured into a CUDA graph, and any device.
+
+`launch_kernel` keeps launches by their arguments, for passes that compute grids and numbers anew in every call.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.transforms import transformed
 
 ALIGNMENT = 16  # bytes; Triton distinguishes addresses that are multiples of it
@@ -182,3 +185,23 @@ def _hooked(runtime: Any, kernel: Any) -> bool:
     """Return whether something is to be called around launches, such as a profiler of Triton."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks)
+
+
+def launch_kernel(
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | None], numbers: Sequence[Any], constants: Mapping[str, Any]
+) -> None:
+    """Launch a kernel by the `KernelLaunch` of its arguments. A tensor that is None is one that the kernel does not read.
+
+    tensors: the pointer parameters, in order. A number has the same type in all calls: 1 and 1.0 are the same key.
+    """
+    kinds = tuple([None if x is None else x.dtype for x in tensors])
+    given = [x for x in tensors if x is not None]
+    numbers = tuple(numbers)
+    key = (id(kernel), grid, given[0].get_device(), kinds, numbers, tuple(constants.items()))
+    _kept_launch(key, kernel, numbers, constants)(*given)
+
+
+@signature_cache
+def _kept_launch(key: Any, kernel: Any, numbers: tuple, constants: Mapping[str, Any]) -> KernelLaunch:
+    _, grid, device, kinds, *_ = key
+    return KernelLaunch(kernel, grid, present_slots([kind is not None for kind in kinds]), numbers, constants, device)

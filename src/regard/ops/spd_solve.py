@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import SMALLEST_DOT, has_triton
 from regard.patterns.tiles import ceil_div
 from regard.transforms import needs_plain_ops
@@ -35,8 +36,8 @@ def eliminate(a: Tensor, b: Tensor) -> Tensor:
     x = torch.empty_like(b)
     parts = ceil_div(e, RIGHT_SIDES)
     block = max(SMALLEST_DOT, 1 << (n - 1).bit_length())
-    with torch.cuda.device_of(a):
-        gauss_jordan[(b[..., 0, 0].numel() * parts,)](a, b, x, n, e, parts, BN=block, BE=RIGHT_SIDES, num_warps=8)
+    constants = {"BN": block, "BE": RIGHT_SIDES, "num_warps": 8}
+    launch_kernel(gauss_jordan, (b[..., 0, 0].numel() * parts,), (a, b, x), (n, e, parts), constants)
     return x
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, HALVES, block_of, dot_precision, has_triton
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -72,10 +73,9 @@ class _TwoBlocks(torch.autograd.Function):
         b, h, u, p, d = q.shape
         out = _beside(q.new_empty(1).expand(b, h, u, p, v.shape[-1]))
         lse = bias.new_empty(b, h, u, p)
-        with torch.cuda.device_of(q):
-            kernels.two_blocks_forward[(b * h * u,)](
-                q, k, v, k2, v2, bias, out, lse, *_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5, **_constants(q, v, causal)
-            )
+        numbers = (*_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5)
+        tensors = (q, k, v, k2, v2, bias, out, lse)
+        launch_kernel(kernels.two_blocks_forward, (b * h * u,), tensors, numbers, _constants(q, v, causal))
         ctx.save_for_backward(q, k, v, k2, v2, bias, out, lse)
         ctx.causal, ctx.plain, ctx.kind = causal, plain, blocks[5].dtype
         return out
@@ -92,9 +92,7 @@ class _TwoBlocks(torch.autograd.Function):
         grad = _dense(grad)
         found = [_beside(x) for x in blocks[:5]]
         d_bias = torch.empty_like(bias)
-        with torch.cuda.device_of(q):
-            kernels.two_blocks_backward[(b * h * u,)](
-                *blocks, out, grad, lse, *found, d_bias, *_strides(q, k, v, k2, v2, out, grad, *found),
-                h, u, p, d**-0.5, **_constants(q, v, ctx.causal),
-            )  # fmt: skip
+        numbers = (*_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
+        tensors = (*blocks, out, grad, lse, *found, d_bias)
+        launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, _constants(q, v, ctx.causal))
         return None, None, *found, d_bias.to(ctx.kind)

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
-
 import torch
 from torch import Tensor
 
 from regard.ops.bucket.bucket_op import BucketCall, LabelCall
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import block_of
 from regard.patterns.tiles import ceil_div
 
-FoundT = TypeVar("FoundT")
 PLACE_BLOCK = 1024  # tokens of a program that sorts
 LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
-
-
-def on_own_device(f: Callable[..., FoundT]) -> Callable[..., FoundT]:
-    """Launch kernels on the device of the first argument of f, a tensor or a call."""
-
-    @wraps(f)
-    def launch(call: Any, *rest: Any) -> FoundT:
-        with torch.cuda.device_of(call if isinstance(call, Tensor) else call.k):
-            return f(call, *rest)
-
-    return launch
 
 
 def row_strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -56,16 +41,18 @@ def sorted_places(call: BucketCall) -> Tensor:
     codes = torch.empty(total, dtype=kind, device=call.q.device)
     tiles = ceil_div(n, PLACE_BLOCK)
     grid = (b * h * r * tiles,)
-    kernels.sort_codes[grid](call.labels, codes, *call.labels.stride(), n, tiles, call.buckets, bits, h, r, SIZE=PLACE_BLOCK)
+    size = {"SIZE": PLACE_BLOCK}
+    numbers = (*call.labels.stride(), n, tiles, call.buckets, bits, h, r)
+    launch_kernel(kernels.sort_codes, grid, (call.labels, codes), numbers, size)
     codes = codes.sort().values
-    first, last = torch.empty(2, groups, dtype=torch.int32, device=codes.device)
-    kernels.label_bounds[grid](codes, first, last, n, tiles, bits, SIZE=PLACE_BLOCK)
+    first, last = torch.empty(2, ceil_div(groups, 4) * 4, dtype=torch.int32, device=codes.device)  # both aligned
+    launch_kernel(kernels.label_bounds, grid, (codes, first, last), (n, tiles, bits), size)
     places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
-    kernels.token_places[grid](codes, first, last, places, n, tiles, total, call.buckets, bits, MARKS=r > 1, SIZE=PLACE_BLOCK)
+    numbers = (n, tiles, total, call.buckets, bits)
+    launch_kernel(kernels.token_places, grid, (codes, first, last, places), numbers, {"MARKS": r > 1, **size})
     return places
 
 
-@on_own_device
 def label_keys(call: LabelCall) -> Tensor:
     """Label keys in one launch: products are never stored."""
     from regard.ops.bucket import bucket_row_kernels as kernels
@@ -75,8 +62,10 @@ def label_keys(call: LabelCall) -> Tensor:
     labels = torch.empty(b, h, n, call.rounds, dtype=torch.int32, device=k.device)
     tiles = ceil_div(n, LABEL_BLOCK)
     alike = k.dtype == directions.dtype
-    kernels.largest_products[(b * h * tiles,)](
-        k, directions, labels, *row_strides(k), n, h, tiles, SHARE=h // g, ROUNDS=call.rounds, F=f // call.rounds,
-        OPPOSITE=call.opposite, ALIKE=alike, D=d, BD=block_of(d, k.device), BF=LABEL_FEATURES, BM=LABEL_BLOCK, num_warps=2,
-    )  # fmt: skip
+    constants = {
+        "SHARE": h // g, "ROUNDS": call.rounds, "F": f // call.rounds, "OPPOSITE": call.opposite, "ALIKE": alike,
+        "D": d, "BD": block_of(d, k.device), "BF": LABEL_FEATURES, "BM": LABEL_BLOCK, "num_warps": 2,
+    }  # fmt: skip
+    numbers = (*row_strides(k), n, h, tiles)
+    launch_kernel(kernels.largest_products, (b * h * tiles,), (k, directions, labels), numbers, constants)
     return labels

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from regard.ops.backend import AUTO, choose_backend
-from regard.ops.bucket.bucket_launch import by_token, dense_rows, on_own_device, row_strides
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
 from regard.ops.bucket.bucket_op import LabelCall
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.tile.call import accumulator
 from regard.ops.triton_support import block_of
 from regard.patterns.tiles import ceil_div
@@ -113,7 +114,6 @@ class _SumMembers(torch.autograd.Function):
         return _GatherMembers.apply(grad, *ctx.rest), None, None, None
 
 
-@on_own_device
 def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
     from regard.ops.bucket import bucket_row_kernels as kernels
 
@@ -123,14 +123,12 @@ def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
     y = x.new_empty(*members.index.shape, d)
     starts = members.order[1] if mean else members.taken
     tiles = ceil_div(each, MEMBER_BLOCK)
-    kernels.gather_rows[(len(members.index) * tiles,)](
-        x, members.taken, starts, y, *row_strides(x), members.n, each, members.rows, h, tiles,
-        MEAN=mean, E=d, BE=block_of(d, x.device), BM=MEMBER_BLOCK, num_warps=4,
-    )  # fmt: skip
+    numbers = (*row_strides(x), members.n, each, members.rows, h, tiles)
+    constants = {"MEAN": mean, **_row_constants(x)}
+    launch_kernel(kernels.gather_rows, (len(members.index) * tiles,), (x, members.taken, starts, y), numbers, constants)
     return y
 
 
-@on_own_device
 def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
     from regard.ops.bucket import bucket_row_kernels as kernels
 
@@ -139,8 +137,11 @@ def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
     out = by_token(x, b, members.n, heads, e)
     slots, starts = members.order
     tiles = ceil_div(members.n, MEMBER_BLOCK)
-    kernels.sum_rows[(b * heads * tiles,)](
-        x, slots, starts, out, *row_strides(out), members.n, heads, tiles,
-        MEAN=mean, E=e, BE=block_of(e, x.device), BM=MEMBER_BLOCK, num_warps=4,
-    )  # fmt: skip
+    numbers = (*row_strides(out), members.n, heads, tiles)
+    launch_kernel(kernels.sum_rows, (b * heads * tiles,), (x, slots, starts, out), numbers, {"MEAN": mean, **_row_constants(x)})
     return out
+
+
+def _row_constants(x: Tensor) -> dict[str, Any]:
+    e = x.shape[-1]
+    return {"E": e, "BE": block_of(e, x.device), "BM": MEMBER_BLOCK, "num_warps": 4}

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_launch import by_token, dense_rows, label_keys, on_own_device, row_strides, sorted_places
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, label_keys, row_strides, sorted_places
 from regard.ops.bucket.bucket_op import BUCKET_TENSORS, SHORTEST, BucketCall, LabelCall
 from regard.ops.bucket.torch import TorchBuckets
 from regard.ops.dropout_hash import head_numbers, keep_threshold, key_keys, query_keys
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import HALVES, WIDEST_HEAD, block_of, dot_precision, kernel_config, triton_cannot_run
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
@@ -80,7 +81,7 @@ def _dropout_keys(call: BucketCall, none: Tensor) -> tuple[Tensor, Tensor]:
 
 def _numbers(call: BucketCall) -> tuple[float, int, float]:
     """Return the scale of scores, the smallest hash that dropout keeps, and the factor of what it keeps."""
-    return call.scale, keep_threshold(call.dropout), 1 / (1 - call.dropout) if call.dropout < 1 else 0.0
+    return float(call.scale), keep_threshold(call.dropout), 1 / (1 - call.dropout) if call.dropout < 1 else 0.0
 
 
 def _constants(call: BucketCall) -> dict[str, Any]:
@@ -106,7 +107,6 @@ def _config(kernel: str, call: BucketCall) -> dict[str, Any]:
     return kernel_config(kernel, f"{kind} {block_of(widest, call.q.device)}", call.q.device)
 
 
-@on_own_device
 def bucket_forward_pass(call: BucketCall) -> Found:
     """Return the outputs of a call, and what its backward pass needs."""
     from regard.ops.bucket import triton_kernels as kernels
@@ -121,12 +121,13 @@ def bucket_forward_pass(call: BucketCall) -> Found:
     asking, there = _dropout_keys(call, places)
     config = _config("bucket_forward", call)
     tiles = ceil_div(n, config["BM"])
+    tensors = (q, k, v, out, total, lse, short, places, asking, there)
+    sizes = (n, places[0].numel(), min(call.reach, n), h, r, tiles)
+    numbers = (*row_strides(q, k, v, out), *sizes, *_numbers(call))
+    constants = {**_constants(call), **config}
     for number in range(r):
-        kernels.bucket_forward[(b * h * tiles,)](
-            q, k, v, out, total, lse, short, places, asking, there, *row_strides(q, k, v, out),
-            n, places[0].numel(), min(call.reach, n), h, r, tiles, *_numbers(call),
-            ROUND=number, LAST_ROUND=number == r - 1, **_constants(call), **config,
-        )  # fmt: skip
+        own = {"ROUND": number, "LAST_ROUND": number == r - 1, **constants}
+        launch_kernel(kernels.bucket_forward, (b * h * tiles,), tensors, numbers, own)
     return Found(out, lse, places, short)
 
 
@@ -136,7 +137,6 @@ def inverse_norms(k: Tensor) -> Tensor:
     return norm.clamp_min_(SHORTEST).reciprocal_()
 
 
-@on_own_device
 def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     from regard.ops.bucket import bucket_backward_kernels as kernels
@@ -147,18 +147,12 @@ def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[
     constants = _constants(call)
     delta = torch.empty_like(found.lse)
     tiles = ceil_div(n, PRODUCT_BLOCK)
-    triton_kernels.output_products[(b * h * tiles,)](
-        found.out,
-        grad,
-        delta,
-        *row_strides(found.out),
-        *row_strides(grad),
-        n,
-        h,
-        tiles,
-        E=e,
-        BE=constants["BE"],
-        BM=PRODUCT_BLOCK,
+    launch_kernel(
+        triton_kernels.output_products,
+        (b * h * tiles,),
+        (found.out, grad, delta),
+        (*row_strides(found.out, grad), n, h, tiles),
+        {"E": e, "BE": constants["BE"], "BM": PRODUCT_BLOCK},
     )
     sum_q, sum_k, sum_v = (q.new_empty(b, h, n, width, dtype=torch.float32) if r > 1 else delta for width in (d, d, e))
     kind = k.dtype if g == h else torch.float32
@@ -170,15 +164,16 @@ def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[
     numbers = (n, found.places[0].numel(), min(call.reach, n), h, r)
     of_queries, of_keys = _config("bucket_query_grads", call), _config("bucket_key_grads", call)
     query_tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(n, of_keys["BN"])
+    query_numbers = (*strides, *row_strides(dq), *numbers, query_tiles, *_numbers(call))
+    key_numbers = (*strides, *row_strides(dk, dv), *numbers, key_tiles, *_numbers(call), SHORTEST)
     for number in range(r):
         own = {"ROUND": number, "LAST_ROUND": number == r - 1, **constants}
-        kernels.bucket_query_grads[(b * h * query_tiles,)](
-            *inputs, sum_q, dq, *strides, *row_strides(dq), *numbers, query_tiles, *_numbers(call), **own, **of_queries
+        launch_kernel(
+            kernels.bucket_query_grads, (b * h * query_tiles,), (*inputs, sum_q, dq), query_numbers, {**own, **of_queries}
         )
-        kernels.bucket_key_grads[(b * h * key_tiles,)](
-            *inputs, sum_k, sum_v, dk, dv, *strides, *row_strides(dk, dv), *numbers, key_tiles, *_numbers(call), SHORTEST,
-            **own, **of_keys,
-        )  # fmt: skip
+        launch_kernel(
+            kernels.bucket_key_grads, (b * h * key_tiles,), (*inputs, sum_k, sum_v, dk, dv), key_numbers, {**own, **of_keys}
+        )
     if g < h:
         dk, dv = (x.unflatten(1, (g, -1)).sum(2).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv

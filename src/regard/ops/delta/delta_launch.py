@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.delta.delta_op import DeltaCall
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config
 
 
@@ -111,7 +112,8 @@ def delta_chunks(call: DeltaCall) -> tuple[Tensor, Tensor, DeltaChunks]:
     config = sizes.config("delta_prepare")
     grid = (c, sizes.b * sizes.g)
     strides = _strides(k, v, beta, decay)
-    kernels.delta_prepare[grid](k, v, beta, decay, w, lost, new, whole, *strides, *sizes.lengths, **sizes.fixed, **config)
+    tensors: tuple[Tensor | None, ...] = (k, v, beta, decay, w, lost, new, whole)
+    launch_kernel(kernels.delta_prepare, grid, tensors, (*strides, *sizes.lengths), {**sizes.fixed, **config})
     after = sizes.empty(f, e)
     states = walk_states(sizes, lost, whole, new, state.contiguous(), after, back=False)
     del new  # its memory is free for out
@@ -119,9 +121,9 @@ def delta_chunks(call: DeltaCall) -> tuple[Tensor, Tensor, DeltaChunks]:
     if q is not None:
         config = sizes.config("delta_outputs")
         strides = _strides(q, k, v, beta, decay, out)
-        kernels.delta_outputs[sizes.grid(config)](
-            q, k, v, beta, decay, w, states, out, *strides, *sizes.lengths, SHARE=sizes.share, **sizes.fixed, **config
-        )
+        tensors = (q, k, v, beta, decay, w, states, out)
+        constants = {"SHARE": sizes.share, **sizes.fixed, **config}
+        launch_kernel(kernels.delta_outputs, sizes.grid(config), tensors, (*strides, *sizes.lengths), constants)
     return out, after, DeltaChunks(w, lost, whole, states)
 
 
@@ -136,42 +138,29 @@ def delta_chunk_grads(call: DeltaCall, saved: DeltaChunks, d_out: Tensor, d_stat
     dr, new = sizes.typed(k.dtype, sizes.n, sizes.e), sizes.empty(*saved.states.shape[2:])
     config = sizes.config("delta_state_grads")
     strides = _strides(q, k, beta, decay, d_out)
-    kernels.delta_state_grads[sizes.grid(config)](
-        q, k, beta, decay, saved.inverse, d_out, dr, new, *strides, *sizes.lengths, **common, **config
-    )
+    tensors: tuple[Tensor | None, ...] = (q, k, beta, decay, saved.inverse, d_out, dr, new)
+    launch_kernel(kernels.delta_state_grads, sizes.grid(config), tensors, (*strides, *sizes.lengths), {**common, **config})
     d_first = sizes.empty(sizes.f, sizes.e)
     d_states = walk_states(sizes, saved.lost, saved.whole, new, d_state.contiguous(), d_first, back=True)
     del new  # its memory is free for gradients
     u, dv = torch.empty_like(dr), torch.empty_like(v)
     config = sizes.config("delta_value_grads")
     strides = _strides(k, v, beta, decay, dv)
-    kernels.delta_value_grads[sizes.grid(config)](
-        *(k, v, beta, decay, saved.inverse, saved.states, d_states, u, dr, dv),
-        *strides,
-        *sizes.lengths,
-        **sizes.fixed,
-        **config,
-    )
+    tensors = (k, v, beta, decay, saved.inverse, saved.states, d_states, u, dr, dv)
+    launch_kernel(kernels.delta_value_grads, sizes.grid(config), tensors, (*strides, *sizes.lengths), {**sizes.fixed, **config})
     dq, dk = (None if x is None else torch.empty_like(x) for x in (q, k))
     d_beta, d_decay = sizes.empty(sizes.n), None if decay is None else sizes.empty(sizes.n)
     slope = None if decay is None else sizes.empty(sizes.share, sizes.n)
     if q is not None:
         strides = _strides(q, k, decay, d_out, dq)
-        kernels.delta_query_grads[(sizes.chunks, sizes.b * q.shape[1])](
-            *(q, k, decay, saved.states, u, d_out, dq, slope),
-            *strides,
-            *sizes.lengths,
-            **common,
-            **sizes.config("delta_query_grads"),
-        )
+        tensors = (q, k, decay, saved.states, u, d_out, dq, slope)
+        constants = {**common, **sizes.config("delta_query_grads")}
+        grid = (sizes.chunks, sizes.b * q.shape[1])
+        launch_kernel(kernels.delta_query_grads, grid, tensors, (*strides, *sizes.lengths), constants)
     strides = _strides(q, k, v, beta, decay, d_out, dk)
-    kernels.delta_key_grads[(sizes.chunks, sizes.b * sizes.g)](
-        *(q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, slope, dk, d_beta, d_decay),
-        *strides,
-        *sizes.lengths,
-        **common,
-        **sizes.config("delta_key_grads"),
-    )
+    tensors = (q, k, v, beta, decay, saved.states, d_states, u, dr, d_out, slope, dk, d_beta, d_decay)
+    constants = {**common, **sizes.config("delta_key_grads")}
+    launch_kernel(kernels.delta_key_grads, (sizes.chunks, sizes.b * sizes.g), tensors, (*strides, *sizes.lengths), constants)
     grads = [dq, dk, dv, d_beta.unsqueeze(-1).to(beta.dtype), d_first.to(state.dtype)]
     if decay is not None and d_decay is not None:
         grads.append(d_decay.unsqueeze(-1).to(decay.dtype))
@@ -199,14 +188,17 @@ def walk_states(sizes: _Sizes, lost: Tensor, whole: Tensor, new: Tensor, first: 
     segments, rows = -(-sizes.chunks // steps), sizes.b * sizes.g
     fixed = {x: sizes.fixed[x] for x in ("F", "E", "BF", "DOT")} | {"BACK": back} | config
     states = sizes.typed(sizes.dtype, *new.shape[2:]) if sizes.half else new
+    lengths = (steps, sizes.chunks)
     if segments == 1:
-        kernels.delta_walk[(columns, 1, rows)](lost, whole, new, states, first, last, steps, sizes.chunks, **fixed)
+        launch_kernel(kernels.delta_walk, (columns, 1, rows), (lost, whole, new, states, first, last), lengths, fixed)
         return states
     f, e = sizes.f, sizes.e
     own_lost, own_whole, own_new = sizes.typed(lost.dtype, segments, f, f), sizes.empty(segments), sizes.empty(segments, f, e)
     every = columns + -(-f // config["BE"])
-    kernels.delta_totals[(every, segments, rows)](lost, whole, new, own_lost, own_whole, own_new, steps, sizes.chunks, **fixed)
+    tensors = (lost, whole, new, own_lost, own_whole, own_new)
+    launch_kernel(kernels.delta_totals, (every, segments, rows), tensors, lengths, fixed)
     ends = torch.empty_like(own_new)
-    kernels.delta_walk[(columns, 1, rows)](own_lost, own_whole, own_new, own_new, first, last, segments, segments, **fixed)
-    kernels.delta_walk[(columns, segments, rows)](lost, whole, new, states, own_new, ends, steps, sizes.chunks, **fixed)
+    tensors = (own_lost, own_whole, own_new, own_new, first, last)
+    launch_kernel(kernels.delta_walk, (columns, 1, rows), tensors, (segments, segments), fixed)
+    launch_kernel(kernels.delta_walk, (columns, segments, rows), (lost, whole, new, states, own_new, ends), lengths, fixed)
     return states

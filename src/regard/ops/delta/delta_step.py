@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regard.ops.delta.delta_op import DeltaCall
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import block_of, kernel_config
 
 
@@ -36,7 +37,7 @@ def delta_step_kernel(
     difference = beta * (v - tl.sum(k[:, None] * s, 0))
     s += k[:, None] * difference[None, :]
     tl.store(NEW + (bg * F + f[:, None]) * E + e[None, :], s.to(NEW.dtype.element_ty), mask=here)
-    if SHARE > 0:  # without queries Q is None, and Triton finds types in loops of no turns too
+    if SHARE > 0:  # without queries Q is another tensor, or None
         for x in range(SHARE):
             q = tl.load(Q + b * sqb + (g * SHARE + x) * sqh + f, mask=f < F, other=0.0).to(tl.float32)
             out = tl.sum(q[:, None] * s, 0)
@@ -56,16 +57,8 @@ def delta_step(call: DeltaCall) -> tuple[Tensor, Tensor]:
     strides: list[int] = []
     for x, count in ((q, 2), (k, 2), (v, 2), (beta, 2), (state, 3), (decay, 2)):
         strides += [0] * count if x is None else x.stride()[:count]
-    delta_step_kernel[(-(-e // wide), b * g)](
-        *(q, k, v, beta, state, decay, out, new),
-        *strides,
-        G=g,
-        SHARE=share,
-        F=f,
-        E=e,
-        BF=triton.next_power_of_2(f),
-        BE=wide,
-        DECAYS=decay is not None,
-        **config,
-    )
+    sizes = {"G": g, "SHARE": share, "F": f, "E": e, "BF": triton.next_power_of_2(f), "BE": wide}
+    constants = {**sizes, "DECAYS": decay is not None, **config}
+    tensors = (q, k, v, beta, state, decay, out, new)
+    launch_kernel(delta_step_kernel, (-(-e // wide), b * g), tensors, strides, constants)
     return out, new

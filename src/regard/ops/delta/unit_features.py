@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import block_of, kernel_config, triton_cannot_run
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -69,4 +70,5 @@ def _launch(kernel: Any, x: Tensor, tensors: tuple[Tensor, ...], silu: bool) -> 
     config = dict(kernel_config("unit_features", "any", x.device))
     strides = [stride for y in tensors for stride in y.stride()[:3]]
     grid = (-(-n // config["BN"]), b * h)
-    kernel[grid](*tensors, *strides, n, h, SHORTEST_NORM, D=d, BD=block_of(d, x.device), SILU=silu, **config)
+    constants = {"D": d, "BD": block_of(d, x.device), "SILU": silu, **config}
+    launch_kernel(kernel, grid, tensors, (*strides, n, h, SHORTEST_NORM), constants)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.linear.triton_kernels import linear_scan
 from regard.ops.triton_support import block_of, kernel_config
 
@@ -112,17 +113,18 @@ def _launch(x: Tensor, first: Tensor, log_decay: Tensor | None, reverse: bool) -
     parts = -(-f // width)
     grid = (parts * segs * b * g,)
     shared = {"f": f, "BF": width, "C": chunk, "DECAY": decay, "REVERSE": reverse, **config}
-    strides = (*x.stride()[:3], *log.stride()[:3])
-    prefix_segments[grid](x, log, sums, decays, *strides, n, segs, size, g, parts, **shared)
+    numbers = (*x.stride()[:3], *log.stride()[:3], n, segs, size, g, parts)
+    launch_kernel(prefix_segments, grid, (x, log, sums, decays), numbers, shared)
     last = torch.empty_like(first)
     tiles = dict(kernel_config("linear_scan", "any", x.device))
     before = torch.empty_like(sums)
-    linear_scan[(b * g * f,)](
-        sums, sums, before, sums, decays, first, first, last, last, sums, sums, sums, segs, 1,
-        f=f, e=1, BE=16, SB=tiles.pop("segments"), DECAY=decay, NORM=False, REVERSE=False, HAS_OWN=True, HAS_FIRST=True,
-        WITH_STATES=True, WITH_DOT=False, **tiles,
-    )  # fmt: skip
-    prefix_outputs[grid](x, log, before, out, *strides, n, segs, size, g, parts, **shared)
+    tensors = (sums, sums, before, sums, decays, first, first, last, last, sums, sums, sums)
+    constants = {
+        "f": f, "e": 1, "BE": 16, "SB": tiles.pop("segments"), "DECAY": decay, "NORM": False, "REVERSE": False, "HAS_OWN": True,
+        "HAS_FIRST": True, "WITH_STATES": True, "WITH_DOT": False, **tiles,
+    }  # fmt: skip
+    launch_kernel(linear_scan, (b * g * f,), tensors, (segs, 1), constants)
+    launch_kernel(prefix_outputs, grid, (x, log, before, out), numbers, shared)
     return out
 
 

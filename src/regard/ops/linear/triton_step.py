@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import LinearCall, LinearResult, gain_of_heads, with_decays
 from regard.ops.triton_support import block_of, kernel_config
@@ -106,24 +107,23 @@ def linear_step(call: LinearCall) -> LinearResult:
     strides: list[int] = []
     for x, count in ((q, 2), (k, 2), (v, 2), (state, 3), (log_decay, 2), (norm_state, 2), (valid, 1)):
         strides += [0] * count if x is None else x.stride()[:count]
-    linear_step_kernel[(-(-e // wide), b * g)](
-        *(q, k, v, state, log_decay, norm_state, valid, out, norm, new_state, new_norm),
-        *strides,
-        *(float(scale), LEAST_NORM),
-        G=g,
-        SHARE=share,
-        F=f,
-        E=e,
-        BF=triton.next_power_of_2(f),
-        BE=wide,
-        KIND=FEATURES.index(feature),
-        DECAYS=decays,
-        NORMS=norm_state is not None,
-        DIVIDES=normalize,
-        READS=q is not None,
-        MASKED=valid is not None,
+    constants = {
+        "G": g,
+        "SHARE": share,
+        "F": f,
+        "E": e,
+        "BF": triton.next_power_of_2(f),
+        "BE": wide,
+        "KIND": FEATURES.index(feature),
+        "DECAYS": decays,
+        "NORMS": norm_state is not None,
+        "DIVIDES": normalize,
+        "READS": q is not None,
+        "MASKED": valid is not None,
         **config,
-    )
+    }
+    tensors = (q, k, v, state, log_decay, norm_state, valid, out, norm, new_state, new_norm)
+    launch_kernel(linear_step_kernel, (-(-e // wide), b * g), tensors, (*strides, float(scale), LEAST_NORM), constants)
     if gain is not None and q is not None:
         out = (out * gain_of_heads(gain, q.shape[1]).unsqueeze(-1)).to(out.dtype)
     return LinearResult(out, new_state, norm, new_norm)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.pair.pair_op import PairCall
 from regard.ops.triton_support import interpreting
 from regard.patterns.tiles import ceil_div
@@ -58,11 +59,10 @@ def additive_forward_pass(
     (b, h, n, _), m = call.q.shape, v.shape[2]
     queries, keys = token_exponentials(call.q), token_exponentials(call.k)
     tiles = ceil_div(n, config["BM"])
-    kernels.additive_forward[(b * h * tiles,)](
-        queries, keys, base_two_weights(call.w), v, out, stat, *masks, *row_strides(v, out),
-        n, m, queries.shape[3], keys.shape[3], call.start, h, tiles, *numbers,
-        FEATURES=queries.shape[2], FAST=not interpreting(), **constants, **config,
-    )  # fmt: skip
+    tensors = (queries, keys, base_two_weights(call.w), v, out, stat, *masks)
+    sizes = (n, m, queries.shape[3], keys.shape[3], call.start, h, tiles)
+    own = {"FEATURES": queries.shape[2], "FAST": not interpreting(), **constants, **config}
+    launch_kernel(kernels.additive_forward, (b * h * tiles,), tensors, (*row_strides(v, out), *sizes, *numbers), own)
 
 
 def additive_backward(
@@ -86,15 +86,22 @@ def additive_backward(
     query_sums, key_sums, weighted = (torch.zeros_like(x) for x in (queries, keys, queries))
     delta, values, grads = torch.empty_like(stat), value_columns(v), value_columns(grad)
     tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(m, of_keys["BN"])
-    kernels.additive_query_grads[(b * h * tiles,)](
-        queries, keys, scaled, values, out, grad, grads, stat, delta, query_sums, weighted, *masks, *row_strides(out, grad),
-        n, m, queries.shape[3], keys.shape[3], call.start, h, tiles, *numbers, **without, **of_queries,
-    )  # fmt: skip
+    lengths = (n, m, queries.shape[3], keys.shape[3], call.start, h)
+    launch_kernel(
+        kernels.additive_query_grads,
+        (b * h * tiles,),
+        (queries, keys, scaled, values, out, grad, grads, stat, delta, query_sums, weighted, *masks),
+        (*row_strides(out, grad), *lengths, tiles, *numbers),
+        {**without, **of_queries},
+    )
     dv = by_token(v, b, m, h, e, v.dtype if v.shape[1] == h else torch.float32)
-    kernels.additive_key_grads[(b * h * key_tiles,)](
-        queries, keys, scaled, values, grad, grads, stat, delta, key_sums, dv, *masks, *row_strides(grad, dv),
-        n, m, queries.shape[3], keys.shape[3], call.start, h, key_tiles, *numbers, **more, **of_keys,
-    )  # fmt: skip
+    launch_kernel(
+        kernels.additive_key_grads,
+        (b * h * key_tiles,),
+        (queries, keys, scaled, values, grad, grads, stat, delta, key_sums, dv, *masks),
+        (*row_strides(grad, dv), *lengths, key_tiles, *numbers),
+        {**more, **of_keys},
+    )
     dw = weighted[:, :, :f, :n].sum(-1).sum(0).mul_(-2)
     factors = 4 * call.w.float()[:, :, None]
     dq, dk = (sums[:, :, :f, : x.shape[2]].mul_(factors).mT.to(x.dtype) for sums, x in ((query_sums, call.q), (key_sums, call.k)))

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_launch import by_token, dense_rows, on_own_device, row_strides
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
 from regard.ops.dropout_hash import keep_threshold
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.pair.additive_launch import additive_backward, additive_forward_pass
 from regard.ops.pair.pair_op import BY_COUNT, SOFTMAX, PairCall, key_positions, pair_dropout_keys, query_positions
 from regard.ops.triton_support import HALVES, SMALLEST_DOT, block_of, dot_precision, kernel_config
@@ -126,7 +127,6 @@ def _shares(call: PairCall) -> Tensor:
     return call.share.float().contiguous()
 
 
-@on_own_device
 def pair_forward_pass(call: PairCall) -> tuple[Tensor, Tensor]:
     """Return out (b h n e), and what the backward pass needs of every query (b h n): see `triton_kernels`."""
     from regard.ops.pair import triton_kernels as kernels
@@ -144,15 +144,13 @@ def pair_forward_pass(call: PairCall) -> tuple[Tensor, Tensor]:
     cut = _tiles(_config("pair_forward", call), call, constants)
     parts, strides, rows = _parts(call, stat)
     tiles = ceil_div(n, cut.config["BM"])
-    kernels.pair_forward[(b * h * tiles,)](
-        q, k, v, out, stat, *parts, *masks, *row_strides(q, k, v, out), *strides,
-        n, m, cut.step, call.start, h, tiles, rows, call.scale, *drop_numbers(call),
-        COUNT=call.norm == BY_COUNT, **cut.constants, **cut.config,
-    )  # fmt: skip
+    sizes = (n, m, cut.step, call.start, h, tiles, rows, float(call.scale))
+    numbers = (*row_strides(q, k, v, out), *strides, *sizes, *drop_numbers(call))
+    own = {"COUNT": call.norm == BY_COUNT, **cut.constants, **cut.config}
+    launch_kernel(kernels.pair_forward, (b * h * tiles,), (q, k, v, out, stat, *parts, *masks), numbers, own)
     return out, stat
 
 
-@on_own_device
 def pair_backward_pass(call: PairCall, out: Tensor, stat: Tensor, grad: Tensor, need_table: bool) -> PairGrads:
     """Return the gradients of q, k, v, w, table, share, x and y; None for those that a call has not."""
     masks, constants = mask_tensors(call, stat), mask_constants(call)
@@ -184,12 +182,12 @@ def _query_grads(
     delta, dq = torch.empty_like(stat), by_token(q, b, n, h, d)
     x_grad = None if call.x is None else call.x.new_zeros(call.x.shape, dtype=torch.float32)
     y_grad = None if call.y is None else torch.empty_like(call.y, memory_format=torch.contiguous_format)
-    kernels.pair_query_grads[(b * h * tiles,)](
-        q, k, v, out, grad, stat, delta, dq, stat if x_grad is None else x_grad, stat if y_grad is None else y_grad, *parts,
-        *masks, *row_strides(q, k, v, out, grad, dq), *strides,
-        n, m, cut.step, call.start, h, tiles, rows, call.scale, *drop_numbers(call),
-        COUNT=call.norm == BY_COUNT, X=1 if call.x is None else call.x.shape[-1], **cut.constants, **cut.config,
-    )  # fmt: skip
+    sizes = (n, m, cut.step, call.start, h, tiles, rows, float(call.scale))
+    numbers = (*row_strides(q, k, v, out, grad, dq), *strides, *sizes, *drop_numbers(call))
+    tensors = (q, k, v, out, grad, stat, delta, dq, x_grad, y_grad, *parts, *masks)
+    width = 1 if call.x is None else call.x.shape[-1]
+    own = {"COUNT": call.norm == BY_COUNT, "X": width, **cut.constants, **cut.config}
+    launch_kernel(kernels.pair_query_grads, (b * h * tiles,), tensors, numbers, own)
     if x_grad is not None and call.x is not None:
         x_grad = x_grad.to(call.x.dtype)
     return delta, dq, x_grad, y_grad
@@ -208,10 +206,10 @@ def _key_grads(
     tiles = ceil_div(m, cut.step)
     dk = by_token(k, b, m, h, d, k.dtype if k.shape[1] == h else torch.float32)
     dv = by_token(v, b, m, h, e, v.dtype if v.shape[1] == h else torch.float32)
-    kernels.pair_key_grads[(b * h * tiles,)](
-        q, k, v, grad, stat, delta, dk, dv, *parts, *masks, *row_strides(q, k, v, grad, dk, dv), *strides,
-        n, m, cut.step, call.start, h, tiles, rows, call.scale, *drop_numbers(call), **cut.constants, **cut.config,
-    )  # fmt: skip
+    sizes = (n, m, cut.step, call.start, h, tiles, rows, float(call.scale))
+    numbers = (*row_strides(q, k, v, grad, dk, dv), *strides, *sizes, *drop_numbers(call))
+    tensors = (q, k, v, grad, stat, delta, dk, dv, *parts, *masks)
+    launch_kernel(kernels.pair_key_grads, (b * h * tiles,), tensors, numbers, {**cut.constants, **cut.config})
     return sum_shared(dk, k), sum_shared(dv, v)
 
 
@@ -236,9 +234,8 @@ def _table_grads(
     own = {name: value for name, value in cut.constants.items() if name not in unused}
     tiles, key_tiles = ceil_div(n, cut.config["BM"]), ceil_div(m, cut.config["BN"])
     dt, parts = table.new_zeros(table.shape), stat.new_empty(h, tiles * key_tiles)
-    kernels.pair_table_grads[(h * tiles * key_tiles,)](
-        q, k, v, grad, stat, delta, dt, parts, table, _shares(call), masks.valid, masks.drawn, masks.keyed,
-        *row_strides(q, k, v, grad), *table.stride()[:2], *dt.stride()[:2],
-        n, m, call.start, h, tiles, key_tiles, b, table.shape[1], call.scale, *drop_numbers(call), **own, **cut.config,
-    )  # fmt: skip
+    sizes = (n, m, call.start, h, tiles, key_tiles, b, table.shape[1], float(call.scale))
+    numbers = (*row_strides(q, k, v, grad), *table.stride()[:2], *dt.stride()[:2], *sizes, *drop_numbers(call))
+    tensors = (q, k, v, grad, stat, delta, dt, parts, table, _shares(call), masks.valid, masks.drawn, masks.keyed)
+    launch_kernel(kernels.pair_table_grads, (h * tiles * key_tiles,), tensors, numbers, {**own, **cut.config})
     return dt, None if call.share is None else parts.sum(1).to(call.share.dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.dropout_hash import head_numbers, key_keys, query_keys
-from regard.ops.kernel_launch import KernelLaunch, hold_for_graphs, present_slots
+from regard.ops.kernel_launch import KernelLaunch, hold_for_graphs, launch_kernel, present_slots
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall
 from regard.ops.tile.tile_sizes import PairGroup, StrideSizes, TileSizes, rows_contiguous
 from regard.patterns.tile_list import TILE, KernelItems
@@ -164,10 +164,9 @@ class TritonPass(TileSizes):
 
         kept = 1 / (1 - self.dropout)
         grid = (ceil_div(self.n, MASS_ROWS), self.b * self.h, ceil_div(2 * self.clip + 1, MASS_COLUMNS))
-        write_masses[grid](
-            out[..., self.e :], inner, outer, lse, *out.stride()[:3], self.n, self.clip, kept, self.h,
-            BM=MASS_ROWS, BC=MASS_COLUMNS, num_warps=4,
-        )  # fmt: skip
+        constants = {"BM": MASS_ROWS, "BC": MASS_COLUMNS, "num_warps": 4}
+        numbers = (*out.stride()[:3], self.n, self.clip, kept, self.h)
+        launch_kernel(write_masses, grid, (out[..., self.e :], inner, outer, lse), numbers, constants)
 
     def backward(self, call: TileCall, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
         """Return the gradients of q, k, v and of what the bias adds by query."""
