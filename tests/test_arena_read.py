@@ -12,6 +12,7 @@ import torch
 from regard.arena import read_task, retrieval, trivial_floors
 from regard.arena.arena_catalogue import arena_task
 from regard.arena.arena_task import Examples
+from regard.arena.split_cache import cached_floors
 from regard.data.datasets import Splits
 from regard.data.locate import find
 from regard.data.paper_pairs import LabelledPair
@@ -83,6 +84,30 @@ def test_some_examples_are_a_fixed_choice():
     assert set(found["train"].targets.tolist()) == {0, 1}
     with pytest.raises(ValueError, match=r"test=600 is more than text has: 510 examples"):
         arena_task("text(test=600)").examples("test")
+
+
+def test_read_splits_are_kept_until_the_files_change(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "kept"))
+    task = arena_task("retrieval(length=20)")
+    made = task.examples("val")
+    with monkeypatch.context() as without:
+        without.setattr(retrieval, "read_papers", lambda _: pytest.fail("the papers were read again"))
+        again = task.examples("val")
+    assert all(torch.equal(a, b) for a, b in zip(made[:3], again[:3], strict=True)) and list(again.slices) == ["papers in train"]
+    (data / "aan_scisumm" / "more.txt").write_text("x")
+    task.examples("val")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_floors_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path))
+    assert cached_floors("text(x=1)", lambda: {"chance": 0.5}) == {"chance": 0.5}
+    assert cached_floors("text(x=1)", lambda: pytest.fail("they were computed again")) == {"chance": 0.5}
+    assert cached_floors("text(x=2)", lambda: {"chance": 0.25}) == {"chance": 0.25}
+    for path in tmp_path.iterdir():
+        path.write_text("[")
+    with pytest.raises(DataError, match=r"cannot be read .*: delete it, and it is made again"):
+        cached_floors("text(x=1)", dict)
 
 
 def test_floors_of_text():

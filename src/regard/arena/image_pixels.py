@@ -50,7 +50,7 @@ class ImagePixels(ReadTask):
         """Return the number of kinds of objects."""
         return GRAY_LABELS
 
-    def examples(self, part: ExamplesPart) -> Examples:
+    def read_examples(self, part: ExamplesPart) -> Examples:
         """Return one split; a tenth of train is for validation, by a fixed seed."""
         folder = find("cifar10")
         if part == "test":

@@ -59,7 +59,7 @@ class Papers(ReadTask):
         """Return the number of bytes."""
         return BYTES
 
-    def examples(self, part: ExamplesPart) -> Examples:
+    def read_examples(self, part: ExamplesPart) -> Examples:
         """Return the windows of one split."""
         windows = [
             text[first : first + self.length + 1]

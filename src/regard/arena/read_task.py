@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.arena.arena_task import ArenaTask, ExamplesPart
+from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
+from regard.arena.split_cache import cached_split
+from regard.data.locate import find
 from regard.data.text_files import DataError
 
 SELECTION_SEED = 1
@@ -30,6 +32,14 @@ class ReadTask(ArenaTask):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 (all examples) or more, not {getattr(self, name)}")
 
+    def examples(self, part: ExamplesPart) -> Examples:
+        """Return one split; where REGARD_CACHE names a folder, it is kept there for as long as the files have the same sizes."""
+        return cached_split(f"{self} {part} {folder_sizes(self.needs)}", lambda: self.read_examples(part))
+
+    def read_examples(self, part: ExamplesPart) -> Examples:
+        """Read one split."""
+        raise NotImplementedError
+
     def selection(self, part: ExamplesPart, there: int) -> np.ndarray:
         """Return the indices of the examples that a split has, in order: all, or some drawn by a fixed seed."""
         count = getattr(self, part)
@@ -37,6 +47,11 @@ class ReadTask(ArenaTask):
             raise ValueError(f"{part}={count:,} is more than {self.name} has: {there:,} examples")
         drawn = np.random.default_rng(SELECTION_SEED).permutation(there)
         return np.sort(drawn[: count or there])
+
+
+def folder_sizes(name: str) -> dict[str, int]:
+    """Return the sizes of the files of a data set."""
+    return {path.name: path.stat().st_size for path in sorted(find(name).iterdir()) if path.is_file()}
 
 
 def check_masked(share: float) -> None:

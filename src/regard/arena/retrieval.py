@@ -61,7 +61,7 @@ class Retrieval(ReadTask):
         """Return the number of labels: no citation, citation."""
         return 2
 
-    def examples(self, part: ExamplesPart) -> Examples:
+    def read_examples(self, part: ExamplesPart) -> Examples:
         """Return one split."""
         papers = read_papers(find("aan_scisumm"))
         return self._examples(part, papers, self._splits(papers))

@@ -1,13 +1,15 @@
-"""Keep generated splits on disk, where REGARD_CACHE names a folder: written whole or not at all, checked when they are read."""
+"""Keep splits and floors on disk, where REGARD_CACHE names a folder: written whole or not at all, checked when they are read."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -21,16 +23,41 @@ SLICE_PREFIX = "slice "
 
 def cached_split(key: str, make: Callable[[], Examples]) -> Examples:
     """Return the split of a key from `$REGARD_CACHE`, or make it and keep it there; without that variable, make it."""
-    folder = os.environ.get("REGARD_CACHE")
-    if not folder:
+    path = _cache_path(key, "npz")
+    if path is None:
         return make()
-    digest = hashlib.sha256(f"{GENERATOR_VERSION} {key}".encode()).hexdigest()[:16]
-    path = Path(folder).expanduser() / f"{key.split('(')[0]}-{digest}.npz"
     if path.exists():
         return _read_split(path)
     made = make()
-    _write_split(path, made)
+    _write(path, lambda file: np.savez(file, **_arrays(made)))  # type: ignore[arg-type]
     return made
+
+
+def cached_floors(key: str, make: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return the floors of a key from `$REGARD_CACHE`, or compute them and keep them there, if there is that variable."""
+    path = _cache_path(f"{key} floors", "json")
+    if path is None:
+        return make()
+    if path.exists():
+        try:
+            return {name: float(value) for name, value in json.loads(path.read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise _unreadable(path, error) from None
+    made = make()
+    _write(path, lambda file: file.write(json.dumps(made).encode()))
+    return made
+
+
+def _cache_path(key: str, ending: str) -> Path | None:
+    folder = os.environ.get("REGARD_CACHE")
+    if not folder:
+        return None
+    digest = hashlib.sha256(f"{GENERATOR_VERSION} {key}".encode()).hexdigest()[:16]
+    return Path(folder).expanduser() / f"{key.split('(')[0]}-{digest}.{ending}"
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} cannot be read ({error}): delete it, and it is made again")
 
 
 def _read_split(path: Path) -> Examples:
@@ -40,19 +67,22 @@ def _read_split(path: Path) -> Examples:
         slices = {name.removeprefix(SLICE_PREFIX): x for name, x in found.items() if name.startswith(SLICE_PREFIX)}
         return Examples(found["tokens"], found["targets"], found.get("lengths"), slices)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read ({error}): delete it, and it is made again") from None
+        raise _unreadable(path, error) from None
 
 
-def _write_split(path: Path, made: Examples) -> None:
+def _arrays(made: Examples) -> dict[str, np.ndarray]:
     arrays = {"tokens": made.tokens.numpy(), "targets": made.targets.numpy()}
     if made.lengths is not None:
         arrays["lengths"] = made.lengths.numpy()
-    arrays |= {SLICE_PREFIX + name: x.numpy() for name, x in made.slices.items()}
+    return arrays | {SLICE_PREFIX + name: x.numpy() for name, x in made.slices.items()}
+
+
+def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

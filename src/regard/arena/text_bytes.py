@@ -45,7 +45,7 @@ class TextBytes(ReadTask):
         """Return the number of labels: bad, good."""
         return 2
 
-    def examples(self, part: ExamplesPart) -> Examples:
+    def read_examples(self, part: ExamplesPart) -> Examples:
         """Return one split; validation is held out of train by a hash of each text."""
         return self._examples(part, self._reviews())
 

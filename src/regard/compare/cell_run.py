@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
+from regard.arena.read_task import folder_sizes
+from regard.arena.split_cache import cached_floors
 from regard.bench.machine import made_with
 from regard.compare.cell_costs import CELL_DTYPES, cell_costs, costs_by_length
 from regard.compare.cell_record import CellRecord
@@ -209,4 +211,8 @@ def _split(task: str, files: tuple[str, ...], part: ExamplesPart, device: torch.
 
 @lru_cache(maxsize=16)
 def _floors(task: str, files: tuple[str, ...]) -> dict[str, float]:
-    return {name: float(value) for name, value in read_task(task, files).floors().items()}
+    """Return the floors of a task; those of tasks of your own are not kept on disk, because their code may change."""
+    own = read_task(task, files)
+    key = f"{task} {folder_sizes(own.needs) if own.needs else ''}"
+    found = own.floors() if files else cached_floors(key, own.floors)
+    return {name: float(value) for name, value in found.items()}

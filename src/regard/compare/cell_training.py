@@ -17,6 +17,7 @@ from regard.compare.split_score import mean_points, target_points
 from regard.compare.training_step import TrainingStep
 
 CHECKED = 25  # steps between two readings of the clock and of the loss
+TURN = 0.02  # seconds in which a cell that shares a GPU may start steps, before the next cell may: those not captured are slow
 EVALUATED = {"cpu": 4, "cuda": 16}  # batches of training in one of evaluation
 
 
@@ -111,6 +112,8 @@ class CellTraining:
                 self._step()
                 while (count := count - 1) and not warm and not self._next_is_cold():
                     self._step()
+                    if self.step.on_card and time.perf_counter() - begun > TURN:
+                        break
             yield
             with self.step.on_stream():
                 self._wait()
