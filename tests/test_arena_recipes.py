@@ -1,11 +1,13 @@
 """Techniques of training that tasks offer: hidden tokens, changed images, pooling, padded lengths. Each is an option."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from regard.arena import image_changes
-from regard.arena.arena_catalogue import arena_task
+from regard.arena.arena_catalogue import ARENA, arena_task
 from regard.arena.arena_task import IGNORED
 from regard.arena.hidden_tokens import hide_tokens
 from regard.compare.compared_model import build_model
@@ -168,3 +170,13 @@ def test_a_cut_square_is_gray():
     found = image_changes.cut_out(images, seeded(), 10)
     gray = (found == image_changes.GRAY).sum((1, 2))
     assert 150 < (gray > 0).sum() < 250 and gray.max() == 100 and ((found == 0) | (found == image_changes.GRAY)).all()
+
+
+@pytest.mark.parametrize("name", ARENA)
+def test_techniques_are_options_of_training_alone(name):
+    """They are off unless asked for, and without them a task is the one whose splits and floors are kept."""
+    task = arena_task(name)
+    assert task.plain() == task and set(task.techniques) <= {field.name for field in fields(task)}
+    for technique in task.techniques:
+        changed = replace(task, **{technique: 0.3 if technique == "masked" else True})
+        assert changed != task and changed.plain() == task

@@ -7,8 +7,8 @@ or training. A task of your own subclasses `ArenaTask`, sets `name`, and defines
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from torch import Generator, Tensor
 
@@ -67,6 +67,7 @@ class ArenaTask(Options):
     metric: ClassVar[str] = "accuracy"  # or "bits per token", the only one where less is better
     title: ClassVar[str] = ""  # one line for tables
     source: ClassVar[str] = ""  # paper or data set
+    techniques: ClassVar[tuple[str, ...]] = ()  # options of training alone: they change batches, no split and no floor
     needs: ClassVar[str] = ""  # the data set that must be there, as `regard.data.locate` names it; generated where empty
 
     @property
@@ -92,6 +93,10 @@ class ArenaTask(Options):
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split: a pure function of the options. No example is in two splits."""
         raise NotImplementedError
+
+    def plain(self) -> Self:
+        """Return the task with all of its techniques off: it has the same splits and floors."""
+        return replace(self, **{x.name: x.default for x in fields(self) if x.name in self.techniques})
 
     def floors(self) -> dict[str, float]:
         """Return scores on test that need no attention, by name: the most frequent label, bytes counted, chance ..."""

@@ -38,8 +38,7 @@ class _Trees:
         order = torch.where(free, 2.0 * closes.shape[1], key).sort(1).indices
         size, parent = self.size.gather(1, order), self.parent.gather(1, order)
         before = size.cumsum(1) - size
-        first = parent != parent.roll(1, 1)
-        first[:, 0] = True
+        first = (parent != parent.roll(1, 1)) | (self.places == 0)
         behind = 1 + before - torch.where(first, before, 0).cummax(1).values
         distance = torch.where(free, self.places, torch.zeros_like(behind).scatter(1, order, behind))
         return self._to_root(distance)

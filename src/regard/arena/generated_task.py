@@ -39,10 +39,6 @@ class GeneratedTask(ArenaTask):
     def draws(self, generator: np.random.Generator) -> Iterator[Examples]:
         """Iterate over batches of examples, some of which may be equal."""
 
-    def plain(self) -> GeneratedTask:
-        """Return the task without options that change training examples on their way: it has the same splits."""
-        return self
-
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split; its examples differ from each other and from those of the other splits."""
         return cached_split(f"{self.plain()} {part}", lambda: self.first_examples(part, getattr(self, part)))

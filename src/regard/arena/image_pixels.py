@@ -31,6 +31,7 @@ class ImagePixels(ReadTask):
     name: ClassVar[str] = "image"
     title: ClassVar[str] = "objects in gray images, pixel by pixel"
     source: ClassVar[str] = "CIFAR-10, Krizhevsky 2009; as a sequence: Tay et al. 2020, arXiv:2011.04006"
+    techniques: ClassVar[tuple[str, ...]] = ("augmented",)
     needs: ClassVar[str] = "cifar10"
 
     augmented: bool = False  # training flips, moves and turns images, changes gray levels and cuts out squares

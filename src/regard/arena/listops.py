@@ -8,7 +8,7 @@ Brackets are tokens. Trees are drawn level by level, many at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
 
@@ -37,6 +37,7 @@ class ListOps(GeneratedTask):
     name: ClassVar[str] = "listops"
     title: ClassVar[str] = "the value of nested operators on digits"
     source: ClassVar[str] = "Nangia, Bowman 2018, arXiv:1804.06028; lengths of Tay et al. 2020, arXiv:2011.04006"
+    techniques: ClassVar[tuple[str, ...]] = ("shuffled",)
 
     length: int = 2000  # examples have fewer tokens than this
     shortest: int = 0  # examples have more tokens than this; 0: a quarter of length
@@ -82,10 +83,6 @@ class ListOps(GeneratedTask):
             return tokens, targets
         opens, closes = (tokens >= OPERATOR) & (tokens < CLOSE), tokens == CLOSE
         return shuffle_arguments(tokens, opens, closes, self.depth - 1, generator), targets
-
-    def plain(self) -> ListOps:
-        """Return the task without its changes of training examples."""
-        return replace(self, shuffled=False)
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, that of the root operator, and readers of the first levels alone."""

@@ -7,7 +7,7 @@ path (label 1) or of both (label 0). Sizes are those published for 32 x 32 pixel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -39,6 +39,7 @@ class Pathfinder(GeneratedTask):
     name: ClassVar[str] = "pathfinder"
     title: ClassVar[str] = "dots joined by a dashed path, pixel by pixel"
     source: ClassVar[str] = "Linsley et al. 2018, arXiv:1805.08315; as a sequence: Tay et al. 2020, arXiv:2011.04006"
+    techniques: ClassVar[tuple[str, ...]] = ("augmented",)
 
     train: int = 160000  # examples
     val: int = 20000  # examples
@@ -96,10 +97,6 @@ class Pathfinder(GeneratedTask):
         images = quarter_turns(flip(as_images(tokens, self.size), generator), generator)
         moved = affine(images, generator, degrees=10, shift=MOVED, scales=(0.9, 1.0), mode="bilinear")
         return as_tokens(for_some(moved, images, 0.5, generator), tokens), targets
-
-    def plain(self) -> Pathfinder:
-        """Return the task without its changes of training examples."""
-        return replace(self, augmented=False)
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, the distance of the dots, nearest means, and ridge regressions of averaged pixels."""

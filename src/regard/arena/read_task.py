@@ -34,7 +34,7 @@ class ReadTask(ArenaTask):
 
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split; where REGARD_CACHE names a folder, it is kept there for as long as the files have the same sizes."""
-        return cached_split(f"{self} {part} {folder_sizes(self.needs)}", lambda: self.read_examples(part))
+        return cached_split(f"{self.plain()} {part} {folder_sizes(self.needs)}", lambda: self.read_examples(part))
 
     def read_examples(self, part: ExamplesPart) -> Examples:
         """Read one split."""

@@ -38,6 +38,7 @@ class Retrieval(ReadTask):
     form: ClassVar[TaskForm] = "pair"
     title: ClassVar[str] = "citations between papers, byte by byte"
     source: ClassVar[str] = "AAN, Radev et al. 2009, texts of scisumm-corpus; as a task: Tay et al. 2020, arXiv:2011.04006"
+    techniques: ClassVar[tuple[str, ...]] = ("masked",)
     needs: ClassVar[str] = "aan_scisumm"
 
     length: int = 4096  # bytes of each paper that are read

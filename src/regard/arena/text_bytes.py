@@ -24,6 +24,7 @@ class TextBytes(ReadTask):
     name: ClassVar[str] = "text"
     title: ClassVar[str] = "sentiment of film reviews, byte by byte"
     source: ClassVar[str] = "Maas et al. 2011; lengths of Tay et al. 2020, arXiv:2011.04006"
+    techniques: ClassVar[tuple[str, ...]] = ("masked",)
     needs: ClassVar[str] = "imdb"
 
     length: int = 4096  # bytes of a review that are read

@@ -213,6 +213,6 @@ def _split(task: str, files: tuple[str, ...], part: ExamplesPart, device: torch.
 def _floors(task: str, files: tuple[str, ...]) -> dict[str, float]:
     """Return the floors of a task; those of tasks of your own are not kept on disk, because their code may change."""
     own = read_task(task, files)
-    key = f"{task} {folder_sizes(own.needs) if own.needs else ''}"
+    key = f"{own.plain()} {folder_sizes(own.needs) if own.needs else ''}"
     found = own.floors() if files else cached_floors(key, own.floors)
     return {name: float(value) for name, value in found.items()}
