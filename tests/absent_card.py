@@ -1,9 +1,10 @@
 """Compile kernels for a card that is not there: Triton's interpreter runs Python, and finds no error of types.
 
-python tests/absent_card.py              finds the types of every kernel, in a few calls (`test_delta_triton.py` does this)
+python tests/absent_card.py              finds the types of kernels in a few calls, and compiles small ones (a test does this)
 python tests/absent_card.py --whole      compiles all calls down to the code of the card, which takes minutes
 
-Launches are those of a card: tensors are fake ones on a CUDA device, the target and the configurations those of an H200.
+Launches are those of a card: tensors are fake ones on a CUDA device, the target and the configurations those of an H200. A kernel
+that does not compile, or whose shared memory is larger than that of the card, is an error.
 TRITON_INTERPRET must not be 1: Triton reads it once, when it is imported.
 """
 
@@ -21,15 +22,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from regard.ops.delta.delta_launch import delta_chunk_grads, delta_chunks
 from regard.ops.delta.delta_op import DeltaCall
 from regard.ops.delta.unit_features import _launch as launch_unit
-from regard.ops.kernel_launch import KernelLaunch
+from regard.ops.linear.triton_launch import LinearInputs, launch_forward
+from regard.ops.linear.triton_launch_backward import launch_backward
 
 CARD = "NVIDIA H200"
+SHARED_MEMORY = 227 * 1024  # bytes of a block on that card
 TYPES = torch.float32, torch.bfloat16
 DELTA_SIZES = [  # b h g n f e
     (2, 4, 2, 1, 6, 5),  # one token
     (1, 2, 1, 5000, 64, 32),  # in segments
     (1, 3, 3, 70, 128, 128),  # values in more than one block of columns
 ]
+LINEAR_CASES = {
+    "gla": {"decay": 64, "gate_root": 16.0},
+    "linear": {"norm": True, "feature": "elu"},
+    "wide": {"norm": True, "feature": "elu", "f": 128, "e": 128},
+    "widest": {"norm": True, "feature": "elu", "f": 256, "e": 256},
+    "retention": {"decay": 1},
+    "wide gla": {"decay": 128, "gate_root": 16.0, "f": 128, "e": 128},
+    "widest gla": {"decay": 256, "gate_root": 16.0, "f": 256, "e": 256},
+    "performer": {"norm": True, "decay": 1, "f": 256},
+    "single": {"norm": True, "feature": "elu", "dtype": torch.float32},
+    "single gla": {"decay": 64, "gate_root": 16.0, "dtype": torch.float32},
+}
+LINEAR_KERNELS = "linear_sums", "linear_scan", "linear_adjoint", "linear_decay_grads", "exp_"  # small: whole in a second
+Calls = Iterator[tuple[str, Callable[[], object]]]
 
 
 def _find_types(src, target, options):
@@ -51,30 +68,44 @@ def replace_launches(whole: bool) -> list[str]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
+    from regard.ops.kernel_launch import KernelLaunch
+
     launched: list[str] = []
-    run = jit.JITFunction.run
+    run, compile_whole = jit.JITFunction.run, compiler.compile
+
+    def compile_one(src, target, options, **more):
+        if not whole and not src.fn.__name__.startswith(LINEAR_KERNELS):
+            return _find_types(src, target, options)
+        made = compile_whole(src, target=target, options=options, **more)
+        if made.metadata.shared > SHARED_MEMORY:
+            raise MemoryError(f"it needs {made.metadata.shared} bytes of shared memory, a block has {SHARED_MEMORY}")
+        return made
 
     def compile_only(self, *args, grid, warmup, **kwargs):  # noqa: ARG001
+        if not whole and self.__name__.startswith("linear_") and not self.__name__.startswith(LINEAR_KERNELS):
+            return None
         launched.append(self.__name__)
         mock = [jit.MockTensor(x.dtype, list(x.shape)) if isinstance(x, Tensor) else x for x in args]
         return run(self, *mock, grid=grid, warmup=True, **kwargs)
+
+    def launch(self, *tensors: Tensor) -> None:
+        self.kernel[self.grid](*self._spread(tensors), *self.numbers, **self.constants)
 
     card = GPUTarget("cuda", 90, 32)
     driver.set_active(
         SimpleNamespace(get_current_target=lambda: card, get_current_device=lambda: 0, get_current_stream=lambda _: 0)
     )
-
-    def launch(self, *tensors: Tensor) -> None:  # fake tensors have no addresses
-        self.kernel[self.grid](*self._spread(tensors), *self.numbers, **self.constants)
-
-    jit.JITFunction.run, KernelLaunch.__call__ = compile_only, launch
+    jit.JITFunction.run, KernelLaunch.__call__, compiler.compile = compile_only, launch, compile_one
     torch.cuda.get_device_name = lambda _: CARD
-    if not whole:
-        compiler.compile = _find_types
     return launched
 
 
-def delta_calls(whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def tokens(b: int, heads: int, n: int, width: int, dtype: torch.dtype) -> Tensor:
+    """(b h n d), with the heads of a token side by side."""
+    return torch.empty(b, n, heads, width, dtype=dtype, device="cuda").transpose(1, 2)
+
+
+def delta_calls(whole: bool) -> Calls:
     """The delta rule with and without queries and decays, forward, backward and as one step, and its unit features."""
     from regard.ops.delta.delta_step import delta_step
     from regard.ops.delta.unit_kernels import unit_backward, unit_forward
@@ -82,13 +113,9 @@ def delta_calls(whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     few = (DELTA_SIZES[0], TYPES[0], True, True), (DELTA_SIZES[0], TYPES[0], False, False), (DELTA_SIZES[1], TYPES[1], True, True)
     for size, dtype, queries, decays in product(DELTA_SIZES, TYPES, (True, False), (True, False)) if whole else few:
         b, h, g, n, f, e = size
-
-        def tokens(heads: int, width: int, b=b, n=n, dtype=dtype) -> Tensor:
-            return torch.empty(b, n, heads, width, dtype=dtype, device="cuda").transpose(1, 2)
-
         beta, state = torch.empty(b, g, n, 1, device="cuda"), torch.empty(b, g, f, e, device="cuda")
-        q, decay = tokens(h, f) if queries else None, torch.empty_like(beta) if decays else None
-        call = DeltaCall(q, tokens(g, f), tokens(g, e), beta, state, decay)
+        q, decay = tokens(b, h, n, f, dtype) if queries else None, torch.empty_like(beta) if decays else None
+        call = DeltaCall(q, tokens(b, g, n, f, dtype), tokens(b, g, n, e, dtype), beta, state, decay)
 
         def both_ways(call=call) -> None:
             out, after, saved = delta_chunks(call)
@@ -104,19 +131,49 @@ def delta_calls(whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"their gradients, silu: {silu}", lambda silu=silu: launch_unit(unit_backward, x, (x, x, x), silu)
 
 
+def linear_both_ways(
+    f: int = 64, e: int = 64, decay: int = 0, norm: bool = False, feature: str = "identity",
+    gate_root: float = 0.0, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """Launch all kernels of a forward and a backward pass."""
+    log_decay = tokens(2, 2, 600, decay, dtype if gate_root else torch.float32) if decay else None
+    state = torch.empty(2, 2, f, e, device="cuda")
+    norms = torch.empty(2, 2, f, device="cuda") if norm else None
+    q, k, v = (tokens(2, heads, 600, width, dtype) for heads, width in ((4, f), (2, f), (2, e)))
+    inputs = LinearInputs(q, k, v, state, log_decay, norms, None, feature, 0.5, norm, None, gate_root)
+    out, _, _, _, kept = launch_forward(inputs, keep=True)
+    launch_backward(inputs, kept, torch.empty_like(out), None, None, None, decay_grad=gate_root > 0)
+
+
+def exp_features() -> None:
+    """Launch the kernels of random features."""
+    from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
+
+    by = ExpMap(torch.empty(256, 64, device="cuda"), torch.empty(2, device="cuda"))
+    exp_key_features(tokens(2, 2, 600, 64, torch.bfloat16), by, torch.empty(2, 2, 1, device="cuda"), None)
+    exp_query_features(tokens(2, 4, 600, 64, torch.bfloat16), by)
+
+
+def linear_calls(whole: bool) -> Calls:
+    """Linear attention with and without a norm and decays, forward and backward, and random features."""
+    for name in LINEAR_CASES if whole else ("gla",):
+        yield f"linear attention: {name}", lambda name=name: linear_both_ways(**LINEAR_CASES[name])
+    yield "random features", exp_features
+
+
 def main() -> None:
     whole = "--whole" in sys.argv
     launched = replace_launches(whole)
     failed = 0
-    with FakeTensorMode():
-        for text, compute in delta_calls(whole):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for text, compute in [*delta_calls(whole), *linear_calls(whole)]:
             try:
                 compute()
                 if whole:
                     print(f"compiled: {text}", flush=True)  # noqa: T201
             except Exception as error:  # noqa: BLE001 - Triton's errors have no common class
                 failed += 1
-                print(f"{launched[-1]} does not compile: {text}\n{error}", flush=True)  # noqa: T201
+                print(f"{launched[-1:]} does not compile: {text}\n{error}", flush=True)  # noqa: T201
     print(f"kernels: {', '.join(sorted(set(launched)))}")  # noqa: T201
     sys.exit(failed > 0)
 

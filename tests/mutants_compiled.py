@@ -40,7 +40,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         R + "ops/delta/delta_step.py",
         "    if SHARE > 0:",
         "    if True:",
-        "delta_triton",
+        "absent_card",
     ),
     "a delta kernel takes the triangle of a chunk for its own inverse": (
         R + "ops/delta/triton_kernels.py",
