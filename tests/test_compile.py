@@ -15,16 +15,17 @@ from regard import layer
 from regard.ops import ragged
 
 LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
-FEWER = {"sinkhorn": {"iterations": 2}, "reformer": {"rounds": 1}}  # rounds of a loop that a graph unrolls
+FEWER = {"sinkhorn": {"iterations": 1}, "reformer": {"rounds": 1}}  # rounds of a loop that a graph unrolls
 COMPILED = [case for case in PATHS if case.row.compiles]
 # The backward pass is traced too (which is slow) for one example of every way in which answers are computed.
 AHEAD = ("softmax", "sparse", "bigbird", "delta", "gat", "fnet", "sinkhorn", "conv")
 
 
 @pytest.fixture(autouse=True)
-def _no_fake_tensor_cache():
-    """Trace without the cache of fake tensors: with symbolic lengths an entry takes longer to make than an operation."""
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+def _quick_traces():
+    """Trace without the cache of fake tensors, whose entries take longer to make than operations with symbolic lengths, and
+    without a search for garbage behind every graph."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False, run_gc_after_compile=False):
         yield
 
 
@@ -78,13 +79,14 @@ def test_every_row_is_compiled():
     assert {case.row.name for case in COMPILED} == {case.row.name for case in CASES if case.row.compiles}
 
 
-@pytest.mark.parametrize("spec", ["softmax", "linear", "sinkhorn(block=8, iterations=2)", "gat(pattern=Local(4))"])
+@pytest.mark.parametrize("spec", ["softmax", "linear", "sinkhorn(block=8, iterations=1)", "gat(pattern=Local(4))"])
 def test_without_a_word_about_lengths_the_second_graph_serves_all(spec):
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     made = layer(spec, width=8, heads=2, causal=True).double().eval()
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    backend = "aot_eager" if spec == "linear" else "eager"  # the others are traced ahead of time above
+    compiled = torch.compile(made, fullgraph=True, backend=backend)
     with torch.no_grad():
         for n in (33, 45, 64, 65, 100, 127, 128, 200, 257, 300):
             close(compiled(data(n, b=1, width=8)), made(data(n, b=1, width=8)))
