@@ -1,18 +1,19 @@
 """How many training steps a second one device makes of the small models of a comparison: one model at a time or several.
 
-    python benchmarks/grid_speed.py [--minutes 1] [--mixers softmax,gla] [--small]
+    python benchmarks/grid_speed.py [--minutes 1] [--mixers "softmax;gla"] [--models 1,8,16] [--processes 2x4,2x8] [--small]
 
 Models are those of the task `recall`; a model step is one update of one model. Modes: eager steps of one model; captured steps
 (one CUDA graph each) of one model; of 2, 4, 8 and 16 models on streams of one process; of 4 or 8 models in each of 2 and 4
 processes. Every 25 steps a model waits for its loss, as training does. Also the seconds that a new model takes before its first
-captured step, and those of an evaluation. Rows are saved as they come; what --minutes leaves no time for is left out. On a CPU
-(--small) steps are eager, and nothing is saved.
+captured step, those of an evaluation, and those that the host takes to start a step. Rows are saved as they come; what --minutes
+leaves no time for is left out. On a CPU (--small) steps are eager, and nothing is saved.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -30,8 +31,10 @@ from regard.compare.device_split import DeviceSplit, load_split
 from regard.compare.size_changes import changed_sizes, read_changes
 from regard.compare.split_score import target_points
 from regard.compare.training_step import EAGER_STEPS, TrainingStep
+from regard.compare.worker_pool import QUEUES
 
 MIXERS = ("softmax", "gla", "reformer(rounds=2, buckets=4, chunk=16)", "delta", "linear")
+FEW_STEPS = 4  # that are started without waiting
 FIRST = 3  # mixers that are measured in all modes before the others
 MODELS = (1, 2, 4, 8, 16)  # in one process
 PROCESSES = ((2, 4), (2, 8), (4, 4), (4, 8))  # processes, models in each
@@ -73,6 +76,15 @@ class Lane:
             self.steps += CHECKED
         self.start(CHECKED)
         self.waiting = True
+
+    def host_seconds(self) -> float:
+        """Return the seconds that the host takes to start a step, of a few that the device need not have done."""
+        self.data.wait()
+        begun = time.perf_counter()
+        self.start(FEW_STEPS)
+        seconds = (time.perf_counter() - begun) / FEW_STEPS
+        self.data.wait()
+        return seconds
 
     def evaluation_seconds(self) -> float:
         """Return the seconds of a pass over the validation split."""
@@ -136,6 +148,7 @@ def one_process(mixer: str, data: LaneData, models: tuple[int, ...], seconds: fl
         mode = "captured" if lanes[0].step.captured else "eager"
         found = row | {"mode": mode, "models": count, "steps_per_s": steps_a_second(lanes, seconds)} | lanes[-1].times
         found["evaluation_s"] = lanes[-1].evaluation_seconds()
+        found["host_s"] = lanes[-1].host_seconds()
         found["note"] = lanes[0].step.note
         yield found
 
@@ -199,8 +212,8 @@ def several_processes(
 class Kept:
     """Print and save rows as they come, until the time is used up."""
 
-    def __init__(self, settings: dict[str, Any], minutes: float) -> None:
-        self.settings, self.end = settings, time.perf_counter() + 60 * minutes
+    def __init__(self, name: str, settings: dict[str, Any], minutes: float) -> None:
+        self.name, self.settings, self.end = name, settings, time.perf_counter() + 60 * minutes
         self.rows: list[dict[str, Any]] = []
 
     @property
@@ -208,12 +221,12 @@ class Kept:
         return time.perf_counter() < self.end
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append({name: round(x, 4) if isinstance(x, float) else x for name, x in row.items()})
-        more = " ".join(f"{name} {x:.3f}" for name, x in row.items() if name.endswith("_s") and name != "steps_per_s")
+        self.rows.append({name: round(x, 6) if isinstance(x, float) else x for name, x in row.items()})
+        more = " ".join(f"{name} {x:.3g}" for name, x in row.items() if name.endswith("_s") and name != "steps_per_s")
         head = f"{row['mixer']:40}{row['mode']:10}{row['processes']} x {row['models']:<3}"
         print(f"{head}{row.get('steps_per_s', 0):10.0f} steps/s  {more} {row.get('note', '')}", flush=True)
         if self.settings["device"] == "cuda":
-            save("grid_speed", self.settings, self.rows)
+            save(self.name, self.settings, self.rows)
 
     def measure(self, mixer: str, rows: Iterator[dict[str, Any]]) -> None:
         """Add rows while there is time; an error is a row with its reason."""
@@ -231,24 +244,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="of the whole benchmark")
     parser.add_argument("--mixers", default=";".join(MIXERS), help="with semicolons")
+    parser.add_argument("--models", default=",".join(map(str, MODELS)), help="in one process, with commas")
+    parser.add_argument("--processes", default=",".join(f"{p}x{n}" for p, n in PROCESSES), help="2x4: two with four models; none")
+    parser.add_argument("--name", default="grid_speed", help="of the file in results/")
     parser.add_argument("--task", default=TASK)
     parser.add_argument("--set", nargs="*", default=list(CHANGES), help="of the model and the budget: batch=64 width=64")
     parser.add_argument("--small", action="store_true", help="a try of every part on a CPU; saves nothing")
     args = parser.parse_args()
+    for name, value in QUEUES.items():
+        os.environ.setdefault(name, value)
     device = "cpu" if args.small or not torch.cuda.is_available() else "cuda"
     if device == "cpu":
         torch.set_num_threads(1)
-    models, forms = ((1, 2), ((2, 1),)) if args.small else (MODELS, PROCESSES)
+    forms = tuple(tuple(map(int, form.split("x"))) for form in args.processes.split(",") if "x" in form)
+    models, forms = ((1, 2), ((2, 1),)) if args.small else (tuple(map(int, args.models.split(","))), forms)
     seconds = SMALL_TIMED if args.small else TIMED
     task = TASK.replace("8192", "256").replace("1000", "50") if args.small else args.task
     mixers, changes = [part.strip() for part in args.mixers.split(";")], tuple(args.set)
-    kept = Kept({"task": task, "changes": changes, "device": device, "seconds": seconds, "checked": CHECKED}, args.minutes)
+    kept = Kept(
+        args.name, {"task": task, "changes": changes, "device": device, "seconds": seconds, "checked": CHECKED}, args.minutes
+    )
     data = LaneData(task, changes, torch.device(device))
     for some in (mixers[:FIRST], mixers[FIRST:]):
         for mixer in some:
             if kept.open:
                 kept.measure(mixer, one_process(mixer, data, models, seconds))
-        if kept.open:
+        if kept.open and some and forms:
             pool = LaneProcesses(max(count for count, _ in forms), task, changes, device)
             for mixer in some:
                 if kept.open:

@@ -190,7 +190,13 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "DESIGN.md": {"files": files},
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
     "docs/advise.md": {"advise_error": lambda: tables_speed.advise_error(if_there("advise_error"))},
-    "docs/arena.md": {"arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors"))},
+    "docs/arena.md": {
+        "arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors")),
+        "arena_small": lambda: tables_arena.arena_scores(if_there("arena_small"), "arena_small"),
+        "arena_rates": lambda: tables_arena.arena_rates(if_there("arena_small"), "recall"),
+        "arena_lra": lambda: tables_arena.arena_scores(if_there("arena_lra"), "arena_lra"),
+    },
+    "docs/compare.md": {"grid_speed": lambda: tables_arena.grid_speed(if_there("grid_speed"))},
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),

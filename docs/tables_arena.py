@@ -1,8 +1,14 @@
-"""The table of the arena's tasks, from results/arena_floors.json."""
+"""Tables of the arena: its tasks (results/arena_floors.json), scores of comparisons, and steps a second of a card."""
 
 from __future__ import annotations
 
-from tables_base import Made, code, not_yet, table
+import math
+from collections import Counter
+from typing import Any
+
+from tables_base import Made, code, not_yet, short, table
+
+BITS = "bits per token"
 
 
 def arena_tasks(made: Made) -> str:
@@ -21,3 +27,164 @@ def arena_tasks(made: Made) -> str:
 def _score(value: float, metric: str) -> str:
     """A share in percent; other metrics as they are."""
     return f"**{100 * value:.1f}**" if metric == "accuracy" else f"**{value:.3f}** {metric}"
+
+
+def arena_scores(made: Made, name: str) -> str:
+    """Scores on test by mechanism and task, floors first; the best are bold, what is not above the best floor is in brackets."""
+    if not made["rows"]:
+        return not_yet(f"arena_results.py {name} FOLDER")
+    tasks = made["settings"]["tasks"]
+    mixers = _by_mixer(made["rows"])
+    order = sorted(mixers, key=lambda mixer: _mean_place(mixer, mixers, made["rows"], len(tasks)))
+    body: list[list[str]] = [["best floor", "", *(_best_floor(task) for task in tasks)]]
+    for mixer in order:
+        own = mixers[mixer]
+        if any("score" in row for row in own.values()):
+            family = next(iter(own.values()))["family"]
+            body.append([code(mixer), family, *(_cell(own.get(number), task) for number, task in enumerate(tasks))])
+    head = ["", "family", *_task_heads(tasks)]
+    return "\n\n".join([_settings_text(made), table(head, body), _refused_text(mixers), _task_texts(tasks)]).replace(
+        "\n\n\n\n", "\n\n"
+    )
+
+
+def _by_mixer(rows: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["mixer"], {})[row["task"]] = row
+    return found
+
+
+def _mean_place(mixer: str, mixers: dict[str, dict[int, Any]], rows: list[dict[str, Any]], tasks: int) -> tuple[float, str]:
+    """The mean rank over tasks; a task without a score counts as the last place. Rows come in order of their score."""
+    places = []
+    for number in range(tasks):
+        names = [row["mixer"] for row in rows if row["task"] == number and "score" in row]
+        places.append(names.index(mixer) if mixer in names else len(mixers))
+    return sum(places) / max(1, tasks), mixer
+
+
+def _task_heads(tasks: list[dict[str, Any]]) -> list[str]:
+    names = [task["task"].partition("(")[0] for task in tasks]
+    seen = Counter(names)
+    return [name if seen[name] == 1 else f"{name} {number}" for number, name in enumerate(names, 1)]
+
+
+def _best_floor(task: dict[str, Any]) -> str:
+    best = _floor(task)
+    return "" if best is None else _number(best, task["metric"])
+
+
+def _floor(task: dict[str, Any]) -> float | None:
+    values = [value for value in task["floors"].values() if value is not None]
+    return (min if task["metric"] == BITS else max)(values) if values else None
+
+
+def _number(value: float, metric: str) -> str:
+    return f"{value:.3f}" if metric == BITS else f"{100 * value:.1f}"
+
+
+def _cell(row: dict[str, Any] | None, task: dict[str, Any]) -> str:
+    """A score with half of its interval: bold if it cannot be told apart from the best, in brackets if no floor is beaten."""
+    if row is None or "score" not in row:
+        return "" if row is None or row.get("reason", "").startswith("refused") else "-"
+    text = _number(row["score"], task["metric"])
+    if "low" in row:
+        half = (row["high"] - row["low"]) / 2
+        text += f" ± {_number(half, task['metric'])}"
+    floor = _floor(task)
+    below = floor is not None and (row["score"] >= floor if task["metric"] == BITS else row["score"] <= floor)
+    return f"({text})" if below else f"**{text}**" if row.get("best") else text
+
+
+def _settings_text(made: Made) -> str:
+    """What all tasks share, and the machine."""
+    tasks, w = made["settings"]["tasks"], made["made_with"]
+    rates = sorted({rate for row in made["rows"] for rate, *_ in row.get("rates", [])})
+    seeds = sorted({len(row["scores"]) for row in made["rows"] if row.get("scores")})
+    text = f"Percent right on test, {_range(seeds)} with the best of {len(rates)} learning rates on validation"
+    text += f" ({', '.join(f'{rate:g}' for rate in rates)}); the wider interval of seeds and test set, 95 %. "
+    text += "Bold: not told apart from the best. In brackets: not above the best floor. -: not finished. "
+    return text + f"({tasks[0]['dtype']}; {w.get('device', '')}, torch {w.get('torch', '')}, commit {w.get('commit', '')}.)"
+
+
+def _range(counts: list[int]) -> str:
+    if not counts:
+        return "no seed"
+    return f"{counts[0]} seed{'s' * (counts[0] > 1)}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+
+
+def _refused_text(mixers: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """Mechanisms without any score, with the reasons."""
+    reasons: dict[str, list[str]] = {}
+    for mixer, own in mixers.items():
+        if not any("score" in row for row in own.values()):
+            reason = next(iter(own.values())).get("reason", "").partition(": ")[2].partition(": ")[0] or "not finished"
+            name = mixer.partition("(")[0]
+            reasons.setdefault(reason.removeprefix(f"{name} "), []).append(code(mixer))
+    found = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+    return f"Without a score: {'; '.join(found)}." if found else ""
+
+
+def _task_texts(tasks: list[dict[str, Any]]) -> str:
+    """The model and the budget of each task; tasks with equal ones share a line."""
+    lines: dict[str, list[str]] = {}
+    for task in tasks:
+        m, b = task["model"], task["budget"]
+        steps = f"{b['steps']:,} steps" if b.get("steps") else f"{b['seconds'] / 60:.3g} minutes"
+        layers = f"feed-forward layers of {m['ffn']}{' (gated)' * m['gated']}" if m["ffn"] else "no feed-forward layers"
+        conv = f", a convolution of {m['conv']} in front" if m["conv"] else ""
+        text = f"{m['depth']} layers of width {m['width']}, {m['heads']} heads, {layers}{conv}; {steps} of {b['batch']}"
+        lines.setdefault(text, []).append(code(task["task"]))
+    return "\n".join(f"- {text}: {', '.join(names)}" for text, names in lines.items())
+
+
+def arena_rates(made: Made, name: str) -> str:
+    """Scores on validation by learning rate, of the first task of this name; the chosen rate is bold."""
+    tasks = made["settings"]["tasks"] if made["rows"] else []
+    number = next((place for place, task in enumerate(tasks) if task["task"].partition("(")[0] == name), -1)
+    rows = [row for row in made["rows"] if row["task"] == number and row.get("rates")]
+    if not rows:
+        return not_yet("arena_results.py arena_small FOLDER")
+    rates = sorted({rate for row in rows for rate, *_ in row["rates"]})
+    body = []
+    for row in rows:
+        by = {rate: (value, status) for rate, value, status in row["rates"]}
+        cells = [_rate_cell(by.get(rate), rate == row.get("lr"), tasks[number]["metric"]) for rate in rates]
+        body.append([code(row["mixer"]), *cells])
+    head = ["", *(f"{rate:g}" for rate in rates)]
+    return f"Validation of {code(tasks[number]['task'])} by learning rate:\n\n" + table(head, body)
+
+
+def _rate_cell(found: tuple[float | None, str] | None, chosen: bool, metric: str) -> str:
+    if found is None:
+        return ""
+    value, status = found
+    if value is None or math.isnan(value):
+        return status
+    return f"**{_number(value, metric)}**" if chosen else _number(value, metric)
+
+
+def grid_speed(made: Made) -> str:
+    """Training steps a second of one card, by how many models it trains at a time."""
+    if not made["rows"]:
+        return not_yet("grid_speed.py")
+    forms: dict[tuple[str, int, int], None] = {}
+    by: dict[str, dict[tuple[str, int, int], dict[str, Any]]] = {}
+    for row in made["rows"]:
+        if "steps_per_s" in row:
+            form = (row["mode"], row["processes"], row["models"])
+            forms[form] = None
+            by.setdefault(row["mixer"], {})[form] = row
+    body = []
+    for mixer, own in by.items():
+        first = own.get(("eager", 1, 1), {}).get("steps_per_s")
+        most = max(row["steps_per_s"] for row in own.values())
+        cells = [short(own[form]["steps_per_s"]) if form in own else "" for form in forms]
+        body.append([code(mixer), *cells, f"{most / first:.1f} x" if first else ""])
+    head = ["", *(f"{mode}, {models if processes == 1 else f'{processes} x {models}'}" for mode, processes, models in forms)]
+    s, w = made["settings"], made["made_with"]
+    about = f"{code(s['task'])}, {', '.join(s['changes'])}, one model or several at a time, in one process or several. "
+    return (
+        about + f"({w['device']}, torch {w['torch']}, commit {w['commit']}.)\n\n" + table([*head, "best against the first"], body)
+    )

@@ -352,3 +352,15 @@ def test_cells_of_a_group_follow_each_other_where_its_model_is_warm(monkeypatch)
     assert queue[place].cell.mixer == "identity"
     pool.submit(queue[place])
     assert queue[place].cell.key in home.jobs and not home.warm
+
+
+def test_training_ends_with_a_score_that_is_good_enough(monkeypatch):
+    own = task("first_token")
+    (train, _), (val, _) = load_split(own, "train", CPU), load_split(own, "val", CPU)
+    monkeypatch.setattr("regard.compare.cell_training.target_points", lambda *_: torch.tensor([0.99]))
+    for stop, steps in ((0.0, 6), (0.5, 3), (0.999, 6)):
+        usual = replace(own.budget(), stop=stop)
+        found = CellTraining(
+            TrainingStep(build_model(own, "softmax", own.model()), own, train, usual), val, CellBudget(usual), 1e-2, 0
+        )
+        assert found.run().steps == steps

@@ -4,14 +4,19 @@ import json
 import re
 import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from regard import tasks
+from regard.arena.arena_task import ArenaBudget, ArenaModel
+from regard.compare.cell_record import CellRecord
+from regard.compare.cell_store import CellStore
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
+import tables_arena  # noqa: E402
 import tables_features  # noqa: E402
 import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
@@ -20,6 +25,7 @@ NOT_YET = "Not measured yet"
 SPEED = {"name": "ctc", "way": "ready", "bleu": 30.0, "ms_per_sentence": 1.5, "tokens_per_second": 9000.0, "same": 0.995}
 SPEED |= {"speedup_model_greedy": 5.0, "speedup_ready_greedy": None}
 NO_SPEEDS = NO_FLOORS = {"rows": []}
+SPEEDS = (("eager", 1, 1, 50.0), ("captured", 1, 8, 2000.0), ("captured", 2, 4, 1500.0))
 SCORES = {"ewt": ["accuracy", "words"], "imdb": ["accuracy", "texts"], "shakespeare": ["loss", "bits"]}
 
 
@@ -270,3 +276,55 @@ def test_the_error_of_advice_is_a_table():
     text = tables_speed.advise_error(made)
     assert "| `Local(8) \\| Global(first=1)` | 9 / 10 (-10.0 %) |" in text and "| `fnet` | out of memory |" in text
     assert "The largest error is 10.0 %." in text
+
+
+def test_scores_of_comparisons_are_joined_into_one_file(tmp_path):
+    """A cell that is in two folders counts once, as the tested one; what was stopped or refused has a place."""
+    cells = [
+        cell("a", "softmax", 0.01, val=0.8),
+        cell("a", "softmax", 0.01, val=0.8, final=True, test=0.9, test_count=100),
+        cell("b", "softmax", 0.1, val=0.7),
+        cell("c", "Local(4) | Global(first=2)", 0.1, val=0.2, final=True, test=0.15, test_count=100),
+        cell("d", "linear", 0.1, val=0.5),
+        cell("e", "fnet", 0.1, status="refused", reason="fnet cannot do causal: it can do padding"),
+    ]
+    for number, record in enumerate(cells):
+        CellStore(tmp_path / str(number % 2)).save(record)
+    bench = benchmark("arena_results")
+    made = json.loads(json.dumps(bench["arena_record"]("x", bench["joined"]([tmp_path / "0", tmp_path / "1"]))))
+    assert made["settings"]["cells"] == 5 and made["made_with"]["torch"] == "2.0"
+    text = tables_arena.arena_scores(made, "x")
+    assert "| best floor |  | 20.0 |" in text and "| `softmax` | softmax | **90.0 ± 6.0** |" in text
+    assert "| `Local(4) \\| Global(first=2)` | softmax | (15.0 ± 7.0) |" in text
+    assert "Without a score: `fnet` (cannot do causal); `linear` (not finished)." in text
+    assert "2 layers of width 64, 2 heads, feed-forward layers of 128; 7 steps of 64: `recall(pairs=4)`" in text
+    rates = tables_arena.arena_rates(made, "recall")
+    assert "|  | 0.01 | 0.1 |" in rates and "| `softmax` | **80.0** | 70.0 |" in rates
+    assert all(make({"rows": []}, "x").startswith(NOT_YET) for make in (tables_arena.arena_scores, tables_arena.arena_rates))
+
+
+def cell(key, mixer, lr, **more):
+    budget = {**asdict(ArenaBudget()), "steps": 7}
+    settings = {"model": asdict(ArenaModel()), "budget": budget, "dtype": "fp32", "made_with": {"torch": "2.0", "commit": "abc"}}
+    return CellRecord(key, "recall(pairs=4)", mixer, "softmax", lr, 0, settings=settings, floors={"chance": 0.2}, **more)
+
+
+def benchmark(name):
+    path = list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))
+    finally:
+        sys.path[:] = path
+
+
+def test_steps_a_second_of_a_card():
+    rows = [{"mixer": "softmax", "mode": mode, "processes": p, "models": n, "steps_per_s": x} for mode, p, n, x in SPEEDS]
+    made = {
+        "settings": {"task": "recall", "changes": ["batch=64"]},
+        "made_with": {"device": "a GPU", "torch": "2.0", "commit": "abc"},
+    }
+    text = tables_arena.grid_speed(made | {"rows": [*rows, {"mixer": "gla", "mode": "failed", "note": "x"}]})
+    assert "|  | eager, 1 | captured, 8 | captured, 2 x 4 | best against the first |" in text
+    assert "| `softmax` | 50 | 2000 | 1500 | 40.0 x |" in text and "gla" not in text
+    assert tables_arena.grid_speed({"rows": []}).startswith(NOT_YET)

@@ -69,6 +69,8 @@ class BatchOrder:
 
     def length(self, step: int) -> int | None:
         """Return the padded length of the batch of a step; None: that of the task."""
+        if len(self.groups) == 1:
+            return self.groups[0].length
         inside = self._inside(step)
         return self.groups[int(self.owner[inside])].length
 

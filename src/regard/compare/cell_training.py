@@ -98,8 +98,15 @@ class CellTraining:
             yield from self._train_to(self.budget.total * number / count)
             with self.step.on_stream():
                 self._evaluate()
+            if self._is_learned():
+                break
         self.step.join()
         self.found.note = self.step.note
+
+    def _is_learned(self) -> bool:
+        """Return whether the score is one that ends training early."""
+        stop, best = self.budget.usual.stop, self.found.val
+        return stop > 0 and best is not None and not is_better(self.metric, stop, best)
 
     def _train_to(self, end: float) -> Iterator[None]:
         """Make steps until so much of the budget is used, CHECKED of them between two readings of the clock."""

@@ -16,6 +16,7 @@ from regard.compare.cell_record import CellRecord
 from regard.compare.cell_run import BrokenCard, CannotStore, CellJob, JobRun, ReportShare, crashed_record, run_job
 
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler prints when it starts and stops
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # of a GPU's work: with the usual 8, more streams than that wait for each other
 BROKEN_CARD = 77  # exit code of a process whose GPU has reported an error
 REPORT_EVERY = 0.02  # share of a cell between two messages
 TRAININGS = ("train", "train and test")  # jobs that build a model and capture its steps
@@ -38,8 +39,8 @@ class JobEvent(NamedTuple):
 
 def _start_method() -> Any:
     """Return how processes are started: from one that has imported everything and has no threads, where there is such a way."""
-    for name, level in QUIET.items():
-        os.environ.setdefault(name, level)
+    for name, value in (QUIET | QUEUES).items():
+        os.environ.setdefault(name, value)
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
