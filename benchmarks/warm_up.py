@@ -61,7 +61,8 @@ def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int) -> lis
                     only = replace(request, peers=(FLA,)), replace(job, own=False)
                     shares += [WarmJob(*only, (number, processes)) for number in range(processes)]
     slow = [warm for warm in models if warm.job.compiled and warm.job.kind == DECODER_MODEL]
-    return [*slow, *own, *shares, *(warm for warm in models if warm not in slow)]
+    rest = sorted((warm for warm in models if warm not in slow), key=lambda warm: warm.job.compiled)
+    return [*slow, *own, *shares, *rest]
 
 
 def warm_up(requests: Sequence[Request | ModelRequest], processes: int, limit: float) -> None:
