@@ -28,6 +28,7 @@ SPECS = (
     *("Local(40)", "Local(200) | Global(first=2)", "Stride(5) | Local(12)", "Blocks(64, around=1) | Random(2, 64)"),
     *("linear", "efficient", "retention", "gla", "gla(gate='head')", "performer(features=48)", "delta", "delta(gated=True)"),
     *("reformer(rounds=2, buckets=8, chunk=16)", "routing(clusters=8, window=32)"),
+    *("additive(hidden=16)", "relu(norm='count')"),
 )
 DRAWN = ("reformer", "routing")  # a hash or a centroid may round to another bucket: bits only, kernels_bucket.py has the errors
 SIZES = (64, 128, 32, 256, 16)
