@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from regard.bench.machine import write_record
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import Request
 from regard.bench.summary import crossovers
+from regard.bench.timing import first_line
 from regard.bench.whole_models import ModelRequest
 from regard.spec import Spec
 from warm_up import short_tuning, warm_up
@@ -85,6 +87,22 @@ def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: A
         speed_record(request, report, save)
 
 
+def answers() -> bool:
+    """Whether the device still computes: after an access outside its memory nothing does in this process."""
+    try:
+        return float(torch.ones(1, device="cuda")) == 1
+    except RuntimeError:
+        return False
+
+
+def start_again(args: argparse.Namespace, sets: list[str], left: float) -> None:
+    """Measure the other sets in this process begun anew; does not return where there are any."""
+    print("the device does not answer any more: the other sets are measured in a new process", flush=True)
+    if sets:
+        given = ["--only", *sets, "--out", str(args.out), "--minutes", str(left / 60), "--seconds", str(args.seconds)]
+        os.execv(sys.executable, [sys.executable, __file__, *given, "--dtype", args.dtype])
+
+
 def joined(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     """Put the rows and settings of two records together."""
     if not before:
@@ -112,12 +130,16 @@ def main() -> None:
     if args.warm:
         warm_up([request_of(part, args) for name in args.only for part in SETS[name]], args.warm, args.warm_seconds)
     with short_tuning(*TUNING_MS):
-        for name in args.only:
+        for number, name in enumerate(args.only, 1):
             try:
                 run_set(name, SETS[name], args, end)
             except TimeIsUp:
                 print(f"{name}: the time is up, its rows so far are kept", flush=True)
                 break
+            except RuntimeError as error:
+                print(f"{name}: {first_line(error)}; its rows so far are kept", flush=True)
+            if not args.small and not answers():
+                start_again(args, args.only[number:], end - time.perf_counter())
     print("next: copy the files into results/, then make tables")
 
 

@@ -28,6 +28,7 @@ SPECS = (
     *("Local(40)", "Local(200) | Global(first=2)", "Stride(5) | Local(12)", "Blocks(64, around=1) | Random(2, 64)"),
     *("linear", "efficient", "retention", "gla", "gla(gate='head')", "performer(features=48)", "delta", "delta(gated=True)"),
     *("reformer(rounds=2, buckets=8, chunk=16)", "routing(clusters=8, window=32)"),
+    *("additive(hidden=16)", "relu(norm='count')"),
 )
 DRAWN = ("reformer", "routing")  # a hash or a centroid may round to another bucket: bits only, kernels_bucket.py has the errors
 SIZES = (64, 128, 32, 256, 16)
@@ -65,8 +66,10 @@ def inputs(own: torch.nn.Module, n: int, d: int, dtype: torch.dtype) -> list[Ten
     return [x.to(dtype) for x in (q, k, v)]
 
 
-def row(text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: bool, repeats: int) -> dict[str, Any]:
-    """Check one case."""
+def row(
+    text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: bool, repeats: int, compared: bool
+) -> dict[str, Any]:
+    """Check one case; without a comparison to float64 where a tool watches every access of every kernel."""
     start = time.perf_counter()
     known = {"spec": text, "d": d, "dtype": str(dtype)[6:], "n": n, "causal": causal, "padded": padded, "repeats": repeats}
     try:
@@ -82,7 +85,7 @@ def row(text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: boo
             again = one_pass(own, x, causal, valid)
             same = same and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         errors: list[float] = []
-        if not text.startswith(DRAWN):
+        if compared and not text.startswith(DRAWN):
             torch.manual_seed(1)
             exact = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="torch")).to(DEVICE).eval()
             exact.load_state_dict(copy.deepcopy(own.state_dict()))
@@ -134,7 +137,7 @@ def main() -> int:
     for case in cases(args.once)[part::parts]:
         if time.perf_counter() > end:
             break
-        found = row(*case, 0 if args.once else args.repeats)
+        found = row(*case, 0 if args.once else args.repeats, compared=not args.once or DEVICE == "cpu")
         wrong += bool(found["problem"])
         print(json.dumps(found), flush=True)
     print(f"{wrong} wrong; next: --join the lines of all parts into results/", file=sys.stderr)

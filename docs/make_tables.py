@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import house
 import tables_arena
+import tables_bars
 import tables_features
 import tables_speed
 import tables_tasks as real
@@ -186,6 +187,11 @@ def decode_step(made: Made) -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
+def speeds() -> dict[str, Made]:
+    """The records of `regard bench` on a GPU by set."""
+    return {name: if_there(f"bench_{name}") for name in tables_speed.NAMES}
+
+
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "DESIGN.md": {"files": files},
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
@@ -204,7 +210,9 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recall": recall,
         "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
-        "speed": lambda: tables_speed.speed({name: if_there(f"bench_{name}") for name in tables_speed.NAMES}),
+        "bars": lambda: tables_bars.bars(speeds() | {"decode_step": if_there("decode_step")}),
+        "train_speed": lambda: tables_speed.training(if_there("train_speed")),
+        "speed": lambda: tables_speed.speed(speeds()),
         "stream": stream,
         "decoding": lambda: decoding(result("decoding")),
         "decoding_gpu": lambda: (

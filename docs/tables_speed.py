@@ -169,3 +169,25 @@ def advise_error(made: Made) -> str:
 
 def _predicted(row: dict[str, Any]) -> str:
     return f"{short(row['predicted_ms'])} / {short(row['measured_ms'])} ({100 * row['error']:+.1f} %)"
+
+
+def training(made: Made) -> str:
+    """Tokens a second of whole runs of `regard train` in mixed precision."""
+    if not made["rows"]:
+        return not_yet("train_speed.py")
+    s, w = made["settings"], made["made_with"]
+    speeds = {row["mixer"]: row["tokens_per_second"] for row in made["rows"] if "tokens_per_second" in row}
+    body = []
+    for row in made["rows"]:
+        if "reason" in row:
+            body.append([code(row["mixer"]), "", row["reason"]])
+            continue
+        own = speeds[row["mixer"]]
+        against = f"{own / speeds['softmax']:.2f} x" if "softmax" in speeds else ""
+        body.append([code(row["mixer"]), f"{own / 1e3:,.0f}", against])
+    text = (
+        f"`regard train --set precision={s['precision']}`: depth {s['depth']}, width {s['width']}, windows of {s['window']:,} "
+        f"characters, {s['batch_tokens']:,} tokens an update, optimiser and data included. ({w['device']}, torch {w['torch']}, "
+        f"commit {w['commit']}.)"
+    )
+    return f"{text}\n\n{table(['mechanism', 'thousand tokens a second', 'against softmax'], body)}"

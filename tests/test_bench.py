@@ -197,6 +197,19 @@ def test_rows_hold_numbers_or_reasons():
         assert {"reason" in row for row in rows if row["by"] != OURS} == {True}
 
 
+def test_a_failure_of_any_class_is_a_row_with_a_reason(monkeypatch):
+    class CompilerError(Exception):
+        """As of a compiler of kernels, which is no RuntimeError."""
+
+    def fails(*_):
+        raise CompilerError("no such instruction\nin line 3")
+
+    monkeypatch.setattr("regard.bench.speed.measure_call", fails)
+    request = Request(specs("softmax"), (32,), passes=(FORWARD,), **SMALL)
+    (row,) = Session(request, RATES).rows(jobs_of(request)[0])
+    assert row["reason"] == "no such instruction"
+
+
 def test_what_is_slow_is_not_tried_with_longer_sequences(monkeypatch):
     monkeypatch.setattr("regard.bench.speed.SLOW", 0.0)
     request = Request(specs("linear"), (32, 64), passes=(FORWARD,), **SMALL)

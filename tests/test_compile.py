@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 from conftest import CASES, PATHS, WIDTH, Case, close, data, modes, some
 from regard import layer
+from regard.config import Config
+from regard.models import language_model
 from regard.ops import ragged
 
 LENGTHS = (45, 64, 130)  # within one chunk, whole in chunks and blocks, more than two chunks
@@ -168,3 +170,16 @@ def test_more_places_than_max_len_are_refused_in_one_graph_and_counted_otherwise
     torch._dynamo.reset()
     with torch.no_grad():
         close(torch.compile(made, backend="eager")(x, valid=valid), made(x, valid=valid))
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_a_whole_model_is_one_graph(positions):
+    """The table of positions, which eager calls remember, is computed inside the graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = Config(mixer="Local(4)", width=8, heads=2, depth=1, ffn=8, max_len=16, positions=positions, dropout=0.0)
+    model = language_model(config, 11).eval()
+    tokens = torch.randint(11, (2, 9))
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend="eager")(tokens)
+        close(found, model(tokens))

@@ -17,6 +17,7 @@ from regard.compare.cell_store import CellStore
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import tables_arena  # noqa: E402
+import tables_bars  # noqa: E402
 import tables_features  # noqa: E402
 import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
@@ -328,3 +329,25 @@ def test_steps_a_second_of_a_card():
     assert "|  | eager, 1 | captured, 8 | captured, 2 x 4 | best against the first |" in text
     assert "| `softmax` | 50 | 2000 | 1500 | 40.0 x |" in text and "gla" not in text
     assert tables_arena.grid_speed({"rows": []}).startswith(NOT_YET)
+
+
+def test_table_of_aims():
+    """The worst number of an aim comes first, and every case below it is named; without results nothing is claimed."""
+    nothing = {name: {"rows": []} for name in (*tables_speed.NAMES, "decode_step")}
+    assert tables_bars.bars(nothing).startswith(NOT_YET)
+    rows = [
+        timed(by, "Local(128)", n=n, graph_ms=ms) for n in (4096, 16384) for by, ms in (("regard", 1.0), ("FlexAttention", 2.0))
+    ]
+    rows[2]["graph_ms"] = 1.6
+    text = tables_bars.bars(nothing | {"windows": {"rows": rows}})
+    missed = "missed in 1 of 2: `Local(128)` causal, n = 16,384, forward: 1.25"
+    assert f"| windows against FlexAttention, forward | at least 1.5 | 1.25 to 2 | {missed} |" in text
+    assert text.count("not measured") == len(tables_bars.BARS) - 1
+
+
+def test_table_of_training_speed():
+    settings = {"precision": "bf16-mixed", "depth": 6, "width": 512, "window": 4096, "batch_tokens": 32768}
+    rows = [{"mixer": "softmax", "tokens_per_second": 1e6}, {"mixer": "linear", "tokens_per_second": 2e6}]
+    made = {"settings": settings, "made_with": {"device": "a GPU", "torch": "2.0", "commit": "abc"}, "rows": rows}
+    assert "| `linear` | 2,000 | 2.00 x |" in tables_speed.training(made)
+    assert tables_speed.training({"rows": []}).startswith(NOT_YET)

@@ -55,9 +55,9 @@ class AddedPositions(Positions):
         return table[places.at]
 
     def _known(self, n: int, device: torch.device) -> Tensor:
-        """The table, remembered between decoding steps, which need one more row each."""
+        """The table, remembered between decoding steps, which need one more row each. A compiled graph computes it."""
         learning = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if learning:
+        if learning or torch.compiler.is_dynamo_compiling():
             return self.table(n, device)
         versions = [None if p.is_inference() else p._version for p in self.parameters()]
         weights = [(p.data_ptr(), p.dtype) for p in self.parameters()]
