@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import house
 import tables_arena
 import tables_features
+import tables_recipes
 import tables_speed
 import tables_tasks as real
 from tables_base import ROOT, Made, code, if_there, not_yet, result, short, table
@@ -190,7 +191,10 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "DESIGN.md": {"files": files},
     "README.md": {"catalogue": catalogue_table, "positions": positions_table},
     "docs/advise.md": {"advise_error": lambda: tables_speed.advise_error(if_there("advise_error"))},
-    "docs/arena.md": {"arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors"))},
+    "docs/arena.md": {
+        "arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors")),
+        "recipes": lambda: tables_recipes.recipes(if_there("recipes")),
+    },
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),
