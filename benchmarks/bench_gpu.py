@@ -1,10 +1,12 @@
 """The tables of speed on a GPU: sets of `regard bench`, each into bench_SET.json in a folder (results/ unless given).
 
-    PYTHONPATH=src:PEERS python benchmarks/bench_gpu.py --minutes 5 [--only windows linear] [--out DIR]
+    PYTHONPATH=src:PEERS python benchmarks/bench_gpu.py --minutes 9 --warm 14 [--only windows linear] [--out DIR]
     python benchmarks/bench_gpu.py --small --out /tmp/x       the same sets with short sequences on a CPU, to try the script
 
 PEERS is a folder with the packages of the peers (pip install --target PEERS 'regard[peers]'); those that are not there are
 listed in the files. Rows are written after every job, and the time that is left after --minutes cuts the last sets short.
+With --warm so many processes compile the kernels and models of all sets first (gpu_sets.py, warm_up.py); times are taken after
+that by this process alone.
 """
 
 from __future__ import annotations
@@ -20,101 +22,18 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no idle compilers
 import torch
 
 from common import RESULTS, Progress
+from gpu_sets import SETS
 from regard.bench.floors import FORWARD, TRAINING
 from regard.bench.machine import write_record
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import Request
 from regard.bench.summary import crossovers
-from regard.bench.token_step import STEP
-from regard.bench.whole_models import DECODER_MODEL, ENCODER_MODEL, ModelRequest
+from regard.bench.whole_models import ModelRequest
 from regard.spec import Spec
+from warm_up import short_tuning, warm_up
 
-K = 1024
-FULL, FLEX, FLA = "SDPA", "FlexAttention", "flash-linear-attention"
-CAUSAL, BIDIRECTIONAL = (True,), (False,)
-BOTH_FORMS = (True, False)
-SETS: dict[str, list[dict[str, Any]]] = {
-    "softmax": [{"mixers": ["softmax"], "lengths": [4 * K, 16 * K, 64 * K], "forms": BOTH_FORMS, "peers": [FULL]}],
-    "linear": [
-        {
-            "mixers": ["linear", "retention(norm=False)", "retention", "gla", "delta"],
-            "lengths": [4 * K, 16 * K, 64 * K],
-            "forms": CAUSAL,
-            "peers": [FULL, FLA],
-        },
-        {"mixers": ["linear", "efficient"], "lengths": [4 * K, 64 * K], "forms": BIDIRECTIONAL, "peers": [FULL]},
-    ],
-    "steps": [
-        {
-            "mixers": ["softmax", "linear", "retention", "gla", "Local(256) | Global(first=4)"],
-            "lengths": [16 * K],
-            "passes": (STEP,),
-            "peers": [FULL],
-        }
-    ],
-    "windows": [
-        {"mixers": ["Local(128)", "Local(256)"], "lengths": [4 * K, 16 * K], "forms": BOTH_FORMS, "peers": [FULL, FLEX]},
-        {"mixers": ["Local(128)", "Local(256)"], "lengths": [64 * K], "forms": BOTH_FORMS, "peers": [FULL]},
-        {"mixers": ["Local(256)"], "lengths": [256 * K, 1024 * K], "forms": CAUSAL, "peers": []},
-    ],
-    "others": [
-        {"mixers": ["performer"], "lengths": [4 * K, 16 * K], "forms": BOTH_FORMS, "peers": [FULL, "performer-pytorch"]},
-        {
-            "mixers": ["reformer", "routing", "sinkhorn", "efficient"],
-            "lengths": [4 * K, 16 * K],
-            "forms": BIDIRECTIONAL,
-            "level": "core",
-            "peers": [
-                FULL,
-                "reformer-pytorch",
-                "routing-transformer",
-                "sinkhorn-transformer",
-                "linear-attention-transformer",
-            ],
-        },
-        {
-            "mixers": ["nystrom(iterations=6)", "linformer(share='head')", "fnet"],
-            "lengths": [4 * K, 16 * K],
-            "forms": BIDIRECTIONAL,
-            "level": "layer",
-            "peers": [FULL, "nystrom-attention", "linformer", "transformers FNet"],
-        },
-    ],
-    "patterns": [
-        {
-            "mixers": ["Local(128) | Global(first=2)", "bigbird"],
-            "lengths": [2 * K, 4 * K, 16 * K],
-            "forms": CAUSAL,
-            "peers": [FULL],
-        },
-        {
-            "mixers": ["Local(128) | Global(first=2)", "bigbird(special='ends')"],
-            "lengths": [4 * K],
-            "forms": BIDIRECTIONAL,
-            "level": "core",
-            "peers": [FULL, FLEX],
-        },
-        {
-            "mixers": ["longformer(window=257)", "bigbird(special='ends')"],
-            "lengths": [4 * K, 16 * K],
-            "forms": BIDIRECTIONAL,
-            "level": "layer",
-            "peers": [FULL, "transformers Longformer", "transformers BigBird"],
-        },
-    ],
-    "models": [
-        {
-            "mixers": ["softmax", "Local(256)", "linear", "retention"],
-            "lengths": [4 * K, 16 * K, 64 * K],
-            "kinds": (DECODER_MODEL,),
-        },
-        {"mixers": ["gla", "reformer"], "lengths": [4 * K], "kinds": (DECODER_MODEL,)},
-        {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
-        {"mixers": ["Local(256)", "linear"], "lengths": [1 * K, 256 * K, 1024 * K], "kinds": (DECODER_MODEL,)},
-        {"mixers": ["softmax", "Local(256)", "linear"], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
-    ],
-}
-SMALL = {"tokens": 1024, "heads": 2, "seconds": 0.01, "device": "cpu"}
+TUNING_MS = (5.0, 20.0)  # for each configuration of a peer that chooses at run time: before the clock, and under it
+SMALL: dict[str, Any] = {"tokens": 1024, "heads": 2, "seconds": 0.01, "device": "cpu"}
 
 
 class TimeIsUp(Exception):
@@ -137,12 +56,20 @@ def run_set(name: str, parts: list[dict[str, Any]], args: argparse.Namespace, en
     print(f"{name}: {len(merged.get('rows', []))} rows in {path}", flush=True)
 
 
-def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: Any) -> None:
+def request_of(part: dict[str, Any], args: argparse.Namespace) -> Request | ModelRequest:
+    """The request of a part of a set."""
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in part.items()}
     options["mixers"] = tuple(Spec.parse(text) for text in part["mixers"])
     options |= {"seconds": args.seconds, "device": "cuda", "dtype": args.dtype}
     if args.small:
-        options |= SMALL | {"lengths": (1024,)}
+        options |= SMALL | {"lengths": (SMALL["tokens"],)}
+    if "kinds" in options:
+        return ModelRequest(**options | ({"depth": 1, "width": 64, "ffn": 64} if args.small else {}))
+    return Request(**{"passes": (FORWARD, TRAINING), "step_batch": 2 if args.small else 32, **options})
+
+
+def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: Any) -> None:
+    request = request_of(part, args)
     shown: list[Progress] = []
 
     def report(done: int, total: int, text: str) -> None:
@@ -152,12 +79,10 @@ def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: A
             shown.append(Progress(total + 1))
         shown[0].step(f"{text} ({done} done)")
 
-    if "kinds" in options:
-        if args.small:
-            options |= {"depth": 1, "width": 64}
-        model_record(ModelRequest(**options), report, save)
+    if isinstance(request, ModelRequest):
+        model_record(request, report, save)
     else:
-        speed_record(Request(**{"passes": (FORWARD, TRAINING), "step_batch": 2 if args.small else 32, **options}), report, save)
+        speed_record(request, report, save)
 
 
 def joined(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -175,19 +100,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SETS), default=list(SETS), metavar="SET", help=", ".join(SETS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--seconds", type=float, default=0.1, help="for each time that is measured")
+    parser.add_argument("--seconds", type=float, default=0.05, help="for each time that is measured")
+    parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES", help="compile everything by so many processes first")
+    parser.add_argument("--warm-seconds", type=float, default=150.0, help="for that, at most")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not args.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: --small tries the script on a CPU")
     end = time.perf_counter() + 60 * args.minutes
-    for name in args.only:
-        try:
-            run_set(name, SETS[name], args, end)
-        except TimeIsUp:
-            print(f"{name}: the time is up, its rows so far are kept", flush=True)
-            break
+    if args.warm:
+        warm_up([request_of(part, args) for name in args.only for part in SETS[name]], args.warm, args.warm_seconds)
+    with short_tuning(*TUNING_MS):
+        for name in args.only:
+            try:
+                run_set(name, SETS[name], args, end)
+            except TimeIsUp:
+                print(f"{name}: the time is up, its rows so far are kept", flush=True)
+                break
     print("next: copy the files into results/, then make tables")
 
 

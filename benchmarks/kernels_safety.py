@@ -1,8 +1,9 @@
 """Kernels on a CUDA device, every head size and type: near float64, equal in every repeat, and blind to memory they do not own.
 
-    python benchmarks/kernels_safety.py [--repeats 250] [--part 0 8]       rows as JSON lines, exits 1 if one is wrong
+    python benchmarks/kernels_safety.py [--repeats 250] [--part 0 8] [--limit 60]    rows as JSON lines, exits 1 if one is wrong
     python benchmarks/kernels_safety.py --join FILE ...                    results/kernels_safety.json from the lines of all parts
-    compute-sanitizer --tool memcheck python benchmarks/kernels_safety.py --once      small shapes, one pass each
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python benchmarks/kernels_safety.py --once     small shapes, one pass each
+    TRITON_INTERPRET=1 python benchmarks/kernels_safety.py --once          without a GPU: tries the script and the indexing
 
 Before every repeat free memory is filled with NaN, so that a kernel that reads what was never written changes its results.
 """
@@ -29,16 +30,17 @@ SPECS = (
     *("reformer(rounds=2, buckets=8, chunk=16)", "routing(clusters=8, window=32)"),
 )
 DRAWN = ("reformer", "routing")  # a hash or a centroid may round to another bucket: bits only, kernels_bucket.py has the errors
-SIZES = (16, 32, 64, 128, 256)
-BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+SIZES = (64, 128, 32, 256, 16)
+BOUNDS = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4, torch.float16: 4e-3}
 LENGTHS = (1, 130, 1100)
 HEADS, KV_HEADS, BATCH = 4, 2, 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # in Triton's interpreter
 POISONED = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # bytes of the blocks that hold NaN
 
 
 def poison() -> None:
     """Fill free blocks of several sizes with NaN."""
-    held = [torch.full((size // 4,), float("nan"), device="cuda") for size in POISONED for _ in range(4)]
+    held = [torch.full((size // 4,), float("nan"), device=DEVICE) for size in POISONED for _ in range(4)]
     del held
 
 
@@ -54,12 +56,12 @@ def inputs(own: torch.nn.Module, n: int, d: int, dtype: torch.dtype) -> list[Ten
     """Draw q, k and v; keys of a shared space are the queries, gates come behind each key."""
     torch.manual_seed(2)
     kv = HEADS if own.shared_qk else KV_HEADS
-    q = torch.randn(BATCH, HEADS, n, d, device="cuda")
-    k = q if own.shared_qk else torch.randn(BATCH, kv, n, d, device="cuda")
+    q = torch.randn(BATCH, HEADS, n, d, device=DEVICE)
+    k = q if own.shared_qk else torch.randn(BATCH, kv, n, d, device=DEVICE)
     if own.gates:
-        gates = torch.randn(BATCH, kv, n, own.gates, device="cuda")
+        gates = torch.randn(BATCH, kv, n, own.gates, device=DEVICE)
         k = torch.cat([k, gates], -1)
-    v = torch.randn(BATCH, kv, n, d, device="cuda")
+    v = torch.randn(BATCH, kv, n, d, device=DEVICE)
     return [x.to(dtype) for x in (q, k, v)]
 
 
@@ -70,9 +72,9 @@ def row(text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: boo
     try:
         torch.manual_seed(1)
         kv = HEADS if text.startswith(DRAWN) else KV_HEADS
-        own = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="triton")).cuda().eval()
+        own = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="triton")).to(DEVICE).eval()
         x = inputs(own, n, d, dtype)
-        valid = torch.rand(BATCH, n, device="cuda") > 0.25 if padded else None
+        valid = torch.rand(BATCH, n, device=DEVICE) > 0.25 if padded else None
         first = one_pass(own, x, causal, valid)
         same = True
         for _ in range(repeats):
@@ -82,7 +84,7 @@ def row(text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: boo
         errors: list[float] = []
         if not text.startswith(DRAWN):
             torch.manual_seed(1)
-            exact = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="torch")).cuda().eval()
+            exact = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend="torch")).to(DEVICE).eval()
             exact.load_state_dict(copy.deepcopy(own.state_dict()))
             expected = one_pass(exact.double(), [y.double() for y in x], causal, valid)
             errors = [((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(first, expected, strict=True)]
@@ -101,24 +103,25 @@ def row(text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: boo
 
 
 def cases(once: bool) -> list[tuple[str, int, torch.dtype, int, bool, bool]]:
-    """List what is checked; lengths and padding take turns, so that every kernel meets all of them."""
+    """List what is checked, the most used sizes and types first; lengths and padding take turns."""
     if once:
-        return [(text, 64, torch.bfloat16, 130, causal, True) for text in SPECS for causal in (True, False)]
-    found = []
-    for text in SPECS:
-        for number, d in enumerate(SIZES):
-            for dtype in BOUNDS:
-                for causal in (True, False):
-                    n = LENGTHS[-1] if causal else LENGTHS[1 + number % 2]
-                    found.append((text, d, dtype, n, causal, number % 2 == 0))
-        found.append((text, 64, torch.bfloat16, LENGTHS[0], True, False))
-    return found
+        d, dtype = (64, torch.bfloat16) if DEVICE == "cuda" else (16, torch.float32)  # the interpreter has no bfloat16
+        return [(text, d, dtype, LENGTHS[1], causal, True) for text in SPECS for causal in (True, False)]
+    found = [
+        (text, d, dtype, LENGTHS[-1] if causal else LENGTHS[1 + number % 2], causal, number % 2 == 0)
+        for number, d in enumerate(SIZES)
+        for dtype in BOUNDS
+        for text in SPECS
+        for causal in (True, False)
+    ]
+    return found + [(text, SIZES[0], torch.bfloat16, LENGTHS[0], True, False) for text in SPECS]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=250)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, to compile side by side")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no further case is begun")
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--join", type=Path, nargs="*")
     args = parser.parse_args()
@@ -127,8 +130,10 @@ def main() -> int:
         print(save("kernels_safety", {"heads": [HEADS, KV_HEADS], "batch": BATCH, "poisoned": POISONED}, rows))
         return any(x["problem"] for x in rows)
     part, parts = args.part
-    wrong = 0
+    wrong, end = 0, time.perf_counter() + args.limit
     for case in cases(args.once)[part::parts]:
+        if time.perf_counter() > end:
+            break
         found = row(*case, 0 if args.once else args.repeats)
         wrong += bool(found["problem"])
         print(json.dumps(found), flush=True)

@@ -21,12 +21,17 @@ from regard.data import synthetic
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims, Mixer
 from regard.ops.budget import DEFAULT, DEVICES
-from regard.ops.triton_support import read_tables_again
+from regard.ops.triton_support import has_triton, read_tables_again
 from regard.ops.tuned_table import OWN_TABLE
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
 WIDTH, HEADS = 32, 4
+
+if has_triton() and os.environ.get("TRITON_INTERPRET") == "1":
+    from quick_interpreter import quicken
+
+    quicken()
 
 settings.register_profile("regard", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("regard")

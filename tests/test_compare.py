@@ -26,6 +26,7 @@ from regard.compare.training_step import TrainingStep
 from regard.compare.warm_steps import WarmSteps
 from regard.compare.worker_pool import Worker, WorkerPool
 from small_arena import FILES, run_grid, settings
+from warm_processes import warm_start
 
 CPU = torch.device("cpu")
 
@@ -251,6 +252,7 @@ def test_lists_of_mechanisms():
 
 def test_a_process_that_dies_ends_its_own_cell_alone(tmp_path):
     grid = settings(mixers=["small_arena:Dying", "softmax"], rates=(1e-3,))
+    warm_start()
     records = run_grid(tmp_path, grid, WorkerPool(1))
     found = {record.mixer: record for record in records}
     assert found["small_arena:Dying"].status == "crashed" and "signal 9" in found["small_arena:Dying"].reason
@@ -260,6 +262,7 @@ def test_a_process_that_dies_ends_its_own_cell_alone(tmp_path):
 def test_cells_that_share_a_process_end_as_if_alone(tmp_path):
     """Several cells at a time in one process; where it dies, each is run again with none beside it."""
     grid = settings(mixers=["softmax", "small_arena:Dying", "identity"], rates=(1e-2,), steps=30)
+    warm_start()
     shared = run_grid(tmp_path / "shared", grid, WorkerPool(1, lanes=4))
     statuses = {(record.mixer, record.status) for record in shared}
     assert statuses == {("softmax", "done"), ("small_arena:Dying", "crashed"), ("identity", "done")}

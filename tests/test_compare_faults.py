@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import random
 import time
 
@@ -15,10 +14,8 @@ from regard.compare.cell_run import CannotStore
 from regard.compare.cell_store import CellStore
 from regard.training import atomic_files
 from small_arena import FILES, grid_in_a_process, run_grid, settings
+from warm_processes import warm_start
 
-# A process that has imported everything already, and has no threads: a start costs nothing.
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["regard.compare.grid_run"])
 GRID = settings(mixers=["softmax", "identity", "linear"], rates=(1e-3, 1e-2), steps=30)
 
 
@@ -35,7 +32,7 @@ def test_a_grid_that_is_killed_goes_on(tmp_path):
     """Records that were there when it was killed are there afterwards, and the end is that of an undisturbed grid."""
     dice, folder, kept = random.Random(5), tmp_path / "killed", {}
     for _ in range(3):
-        process = START.Process(target=grid_in_a_process, args=(str(folder), GRID))
+        process = warm_start().Process(target=grid_in_a_process, args=(str(folder), GRID))
         process.start()
         before, end = len(kept), time.monotonic() + 20
         while process.is_alive() and time.monotonic() < end:

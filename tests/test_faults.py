@@ -1,7 +1,6 @@
 """A run that is killed, wherever and however often, ends with the same bits as one that was left alone."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -17,10 +16,7 @@ from regard.training.atomic_files import RunError
 from regard.training.fit import fit
 from regard.training.metrics_log import TIMES, read_metrics
 from small_task import Small, small
-
-# Processes that have imported everything already, and have no threads: a start costs nothing.
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["small_task", "regard.training.fit"])
+from warm_processes import warm_start
 
 
 def train(out: str, die_at: int = 0) -> None:
@@ -41,7 +37,7 @@ def train(out: str, die_at: int = 0) -> None:
 
 def run(out: Path, die_at: int = 0, kill=None) -> int | None:
     """Until it ends; `kill` says when to end it. Its exit code, -9 where it was killed."""
-    process = START.Process(target=train, args=(str(out), die_at))
+    process = warm_start().Process(target=train, args=(str(out), die_at))
     process.start()
     while process.is_alive() and not (kill and kill()):
         time.sleep(0.001)
@@ -76,7 +72,7 @@ def test_a_run_killed_while_it_trains_ends_with_the_same_bits(tmp_path, undistur
         def kill(step=step, until=until) -> bool:
             """A moment after this step was saved."""
             if until[0] is None and (step == 0 or step in checkpoints.steps(tmp_path)):
-                until[0] = time.monotonic() + dice.uniform(0, 0.1)
+                until[0] = time.monotonic() + dice.uniform(0, 0.05)
             return until[0] is not None and time.monotonic() >= until[0]
 
         assert run(tmp_path, kill=kill) == -signal.SIGKILL

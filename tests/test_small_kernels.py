@@ -1,11 +1,13 @@
-"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, and its two blocks."""
+"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, its two blocks, and few keys."""
 
 import pytest
 import torch
 
 from conftest import DEVICE
 from regard.mixers.sinkhorn import _two_blocks
+from regard.ops import few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
+from regard.ops.dense import _sdpa_composite
 from regard.ops.spd_solve import _SpdSolve, spd_solve
 from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
@@ -63,4 +65,29 @@ def test_two_blocks_are_as_by_plain_operations(causal):
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     (first,) = torch.autograd.grad(found.square().sum(), blocks[0], create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_keys_are_as_by_plain_operations(masked, monkeypatch):
+    """Three segments of queries, the last not full; query heads share keys."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 12)
+    q = torch.randn(1, 70, 4, 6, device=DEVICE).transpose(1, 2).requires_grad_()
+    k, v = (torch.randn(1, 2, 5, size, device=DEVICE, requires_grad=True) for size in (6, 3))
+    bias = torch.zeros(1, 4, 5, device=DEVICE) if masked else None
+    if bias is not None:
+        bias[0, 1, 2:4] = -torch.inf
+    mask = None if bias is None else bias.unsqueeze(2)
+
+    def plain(*x):
+        return _sdpa_composite(*x, mask, 0.3, False)
+
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    found, expected = few_keys.few_keys_attention(q, k, v, bias, 0.3, plain), plain(*exact)
+    up = torch.randn_like(found)
+    mine = [found, *torch.autograd.grad(found, (q, k, v), up, retain_graph=True)]
+    theirs = [expected, *torch.autograd.grad(expected, exact, up.double())]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
     assert first.requires_grad

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from regard.ops.few_keys import few_keys_attention, takes_few_keys
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
@@ -71,6 +72,9 @@ def sdpa(
         _refuse_all_pairs(q, k, "float64 on a GPU has no fused kernel")
     if transformed():
         out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
+    elif pairs is None and not causal and not dropout and takes_few_keys(q, k, v):
+        bias = None if mask is None else mask.squeeze(2)
+        out = few_keys_attention(q, k, v, bias, scale, lambda q, k, v: _sdpa_composite(q, k, v, mask, scale, False))
     else:
         q, k, v = (widened(x, wide) for x in (q, k, v))
         grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - sizes may be symbols, which the kernel refuses

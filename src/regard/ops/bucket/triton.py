@@ -122,7 +122,7 @@ def bucket_forward_pass(call: BucketCall) -> Found:
     config = _config("bucket_forward", call)
     tiles = ceil_div(n, config["BM"])
     tensors = (q, k, v, out, total, lse, short, places, asking, there)
-    sizes = (n, places[0].numel(), min(call.reach, n), h, r, tiles)
+    sizes = (n, call.labels.numel(), min(call.reach, n), h, r, tiles)
     numbers = (*row_strides(q, k, v, out), *sizes, *_numbers(call))
     constants = {**_constants(call), **config}
     for number in range(r):
@@ -161,7 +161,7 @@ def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[
     keyed = _dropout_keys(call, found.places)
     inputs = (q, k, v, grad, found.lse, delta, found.short, found.places, *keyed)
     strides = row_strides(q, k, v, grad)
-    numbers = (n, found.places[0].numel(), min(call.reach, n), h, r)
+    numbers = (n, call.labels.numel(), min(call.reach, n), h, r)
     of_queries, of_keys = _config("bucket_query_grads", call), _config("bucket_key_grads", call)
     query_tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(n, of_keys["BN"])
     query_numbers = (*strides, *row_strides(dq), *numbers, query_tiles, *_numbers(call))

@@ -1,0 +1,114 @@
+"""Attention of many queries to the same few keys, such as the slots of linformer: kernels for CUDA devices.
+
+PyTorch's fused backward pass has a program for every block of keys, here one for a head: most of a card waits. These kernels
+divide queries into segments, and sum what the segments add to the gradients of keys and values in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
+from regard.ops.kernel_launch import launch_kernel
+from regard.ops.triton_support import DTYPES, HALVES, block_of, dot_precision, has_triton
+from regard.patterns.tiles import ceil_div
+from regard.transforms import differentiable_grads, needs_plain_ops
+
+FEWEST_QUERIES = 512  # below, PyTorch's kernels are as good
+MOST_KEY_ELEMENTS = {True: 8192, False: 4096}  # of all keys of a head, in half precision or not: what registers hold of several
+MOST_SEGMENTS = 512  # of all queries together, in the backward pass
+
+
+def takes_few_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the kernels compute attention of q (b h n d) to k (b g m d), v (b g m e)."""
+    if not q.is_cuda or torch.compiler.is_compiling() or q.shape[2] < FEWEST_QUERIES or not has_triton() or needs_plain_ops():
+        return False
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
+    widest = block_of(max(q.shape[-1], v.shape[-1]), q.device)
+    return alike and k.shape[2] > 0 and block_of(k.shape[2], q.device) * widest <= MOST_KEY_ELEMENTS[q.dtype in HALVES]
+
+
+def few_keys_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, plain: Callable[..., Tensor]
+) -> Tensor:
+    """Return softmax(scale q k^T + bias) v (b h n e).
+
+    bias (b h m), or (b 1 m): a number for each key, without a gradient; a query sees one key at least. plain: the same function
+    of q, k and v in differentiable operations, for second derivatives.
+    """
+    return _FewKeys.apply(q, k, v, bias, scale, plain)
+
+
+def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
+    if bias is None:
+        return 0, 0
+    return bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0
+
+
+def _constants(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    d, e, device = q.shape[-1], v.shape[-1], q.device
+    half = q.dtype in HALVES
+    return {
+        "SHARE": q.shape[1] // k.shape[1],
+        "BIASED": bias is not None,
+        "D": d,
+        "E": e,
+        "BD": block_of(d, device),
+        "BE": block_of(e, device),
+        "BM": 64 if half else 32,
+        "BN": block_of(k.shape[2], device),
+        "PRECISION": dot_precision(q.dtype),
+        "num_warps": 4 if half else 8,
+        "num_stages": 2 if half else 1,
+    }
+
+
+def _segment(rows: int, n: int, tile: int) -> int:
+    """Return the queries of a segment: whole tiles, as many as leave programs enough."""
+    tiles = ceil_div(n, tile)
+    each = max(1, rows * tiles // MOST_SEGMENTS)
+    return min(each, tiles) * tile
+
+
+class _FewKeys(torch.autograd.Function):
+    """The kernels for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, plain: Callable[..., Tensor]
+    ) -> Tensor:
+        from regard.ops.few_keys_kernels import few_keys_forward
+
+        q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+        (b, h, n, _), m = q.shape, k.shape[2]
+        out = by_token(v, b, n, h, v.shape[-1])
+        constants = _constants(q, k, v, bias)
+        tiles = ceil_div(n, constants["BM"])
+        numbers = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(out), n, m, h, tiles, float(scale))
+        launch_kernel(few_keys_forward, (b * h * tiles,), (q, k, v, bias, out), numbers, constants)
+        ctx.save_for_backward(q, k, v, bias)
+        ctx.scale, ctx.plain = scale, plain
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from regard.ops.few_keys_kernels import few_keys_backward
+
+        q, k, v, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            return *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v), (grad,)), None, None, None
+        grad = dense_rows(grad)
+        (b, h, n, d), (g, m), e = q.shape, k.shape[1:3], v.shape[-1]
+        constants = _constants(q, k, v, bias)
+        size = _segment(b * h, n, constants["BM"])
+        segments = ceil_div(n, size)
+        dq = by_token(q, b, n, h, d)
+        dk, dv = (q.new_empty(b, g, h // g * segments, m, width, dtype=torch.float32) for width in (d, e))
+        strides = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(grad, dq))
+        numbers = (*strides, n, m, h, segments, size, float(ctx.scale))
+        launch_kernel(few_keys_backward, (b * h * segments,), (q, k, v, bias, grad, dq, dk, dv), numbers, constants)
+        return dq, dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype), None, None, None
