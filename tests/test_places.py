@@ -304,3 +304,11 @@ def test_padding_that_is_known_to_lie_behind_moves_no_token(mixer, monkeypatch):
     close(*found)
     front = Places.of(x, valid).front(6)
     assert front.packed and front.part(1, 3).packed and front.unpad_order is None
+
+
+def test_angles_are_computed_once_for_all_layers():
+    for valid in (None, some()):
+        stack = made(depth=3, positions="rotary")
+        with Names() as names:
+            stack(tokens(), valid)
+        assert names.seen["cos"] == names.seen["sin"] == 1
