@@ -286,3 +286,29 @@ def test_a_mixer_with_the_public_calls_alone_is_a_part_of_a_stack():
     close(torch.cat(parts, 1), y)
     for row in range(3):
         close(y[row, valid[row]][None], stack(x[row : row + 1, valid[row]]))
+
+
+@pytest.mark.parametrize("mixer", ["Local(2)", "conv(kernel=3)", "softmax", "Local(2) | Global(first=1)"])
+def test_padding_that_is_known_to_lie_behind_moves_no_token(mixer, monkeypatch):
+    """On a GPU nobody can look where padding is: tokens are sorted, unless the maker of the places knows. The same outputs."""
+    monkeypatch.setattr(places_module, "may_read_data", lambda *_: False)
+    x = tokens(200)
+    valid = torch.arange(200, device=DEVICE) < torch.tensor([[200], [90], [130]], device=DEVICE)
+    made = layer(mixer, width=WIDTH, heads=HEADS).to(DEVICE, torch.float64)
+    found = []
+    for packed in (False, True):
+        names = Names()
+        with names:
+            found.append(made.forward_at(x, Places.of(x, valid, packed=packed)))
+        assert (names.seen["sort"] + names.seen["argsort"] == 0) == (packed or mixer == "softmax"), names.seen
+    close(*found)
+    front = Places.of(x, valid).front(6)
+    assert front.packed and front.part(1, 3).packed and front.unpad_order is None
+
+
+def test_angles_are_computed_once_for_all_layers():
+    for valid in (None, some()):
+        stack = made(depth=3, positions="rotary")
+        with Names() as names:
+            stack(tokens(), valid)
+        assert names.seen["cos"] == names.seen["sin"] == 1

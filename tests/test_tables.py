@@ -4,12 +4,14 @@ import json
 import re
 import runpy
 import sys
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from regard import tasks
+from regard.arena.arena_catalogue import arena_task
 from regard.arena.arena_task import ArenaBudget, ArenaModel
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_store import CellStore
@@ -19,10 +21,12 @@ sys.path.insert(0, str(ROOT / "docs"))
 import tables_arena  # noqa: E402
 import tables_bars  # noqa: E402
 import tables_features  # noqa: E402
+import tables_recipes  # noqa: E402
 import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
 
 NOT_YET = "Not measured yet"
+MADE_WITH = {"torch": "2.0", "commit": "abc", "device": "a GPU"}
 SPEED = {"name": "ctc", "way": "ready", "bleu": 30.0, "ms_per_sentence": 1.5, "tokens_per_second": 9000.0, "same": 0.995}
 SPEED |= {"speedup_model_greedy": 5.0, "speedup_ready_greedy": None}
 NO_SPEEDS = NO_FLOORS = {"rows": []}
@@ -48,8 +52,7 @@ def made(tmp_path_factory):
 
 
 def record(rows, jobs=4):
-    with_what = {"torch": "2.0", "commit": "abc", "device": "a GPU"}
-    return {"settings": {"jobs": jobs, "graphs": True}, "made_with": with_what, "rows": rows}
+    return {"settings": {"jobs": jobs, "graphs": True}, "made_with": MADE_WITH, "rows": rows}
 
 
 def finished(folder, row, sets, value):
@@ -351,3 +354,27 @@ def test_table_of_training_speed():
     made = {"settings": settings, "made_with": {"device": "a GPU", "torch": "2.0", "commit": "abc"}, "rows": rows}
     assert "| `linear` | 2,000 | 2.00 x |" in tables_speed.training(made)
     assert tables_speed.training({"rows": []}).startswith(NOT_YET)
+
+
+def test_the_table_of_recipes_names_what_was_on(tmp_path):
+    """From the store of a comparison to its line: options of the task and of the model, steps, both scores, all floors."""
+    bench = benchmark("recipes")
+    model = {"depth": 4, "width": 128, "positions": "rotary", "conv": 0, "pooling": "mean"}
+    settings = {"model": model, "budget": {"batch": 32, "buckets": 4}, "steps": 9000, "dtype": "bf16", "made_with": MADE_WITH}
+    task = str(arena_task("text(length=2048, masked=0.3)"))
+    tested = CellRecord("k", task, "Local(64)", "sparse", 1e-3, 0, settings=settings, final=True, parameters=600000)
+    tested.val, tested.test, tested.train_seconds, tested.floors = 0.875, 0.861, 90.0, {"b": 0.81, "a": 0.5}
+    (tmp_path / "text" / "cells").mkdir(parents=True)
+    for record in (tested, CellRecord("j", task, "softmax", "softmax", 1e-3, 0)):
+        (tmp_path / "text" / "cells" / f"{record.key}.json").write_text(json.dumps(record.to_json()))
+    with tarfile.open(tmp_path / "all.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "text", "text")
+    for source in (tmp_path, tmp_path / "all.tgz"):
+        (found,) = (bench["row"](record) for record in bench["records"](source))
+        assert found["techniques"] == ["masked=0.3", "positions=rotary", "buckets=4"]
+        line = tables_recipes.recipes({"rows": [found]}).splitlines()[-1]
+        assert line == (
+            "| `text(length=2048)` | `Local(64)` | masked=0.3, positions=rotary, buckets=4 | 4 x 128, 600,000 weights "
+            "| 9,000 of 32 | 1.5 | 87.5 | **86.1** | 50.0, 81.0 |"
+        )
+    assert tables_recipes.recipes({"rows": []}).startswith(NOT_YET)

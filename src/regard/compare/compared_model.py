@@ -60,7 +60,7 @@ class ComparedModel(nn.Module):
         """Read the sequences; both of a pair in one pass, twice the batch."""
         if self.form == "pair":
             tokens, valid = tokens.flatten(0, 1), None if valid is None else valid.flatten(0, 1)
-        places = self.embed.places(tokens, valid)
+        places = self.embed.places(tokens, valid, packed=True)  # as `Examples` are padded
         return self.stack(self.embed(tokens, places), places)
 
     def _scores(self, y: Tensor, valid: Tensor | None, at: Tensor | None = None) -> Tensor:

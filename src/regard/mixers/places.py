@@ -55,15 +55,18 @@ class Places:
     what is derived from it (`sdpa_mask`, `unpad_order`, `count` ...) is computed for the first layer and kept for the others.
     """
 
-    def __init__(self, at: Tensor, valid: Tensor | None = None, start: int | None = None) -> None:
+    def __init__(self, at: Tensor, valid: Tensor | None = None, start: int | None = None, packed: bool = False) -> None:
         self.at = at  # (b n) position of each token; of a padding token, that of the next real one
         self.valid = valid  # (b n), True: a real token; None: every token is real
         self.start = start  # on the host: real tokens of every row are at start, start + 1, ...; None: rows differ
+        self.packed = packed  # on the host: all padding is known to lie behind the real tokens, so that nothing has to be moved
         self._derived: dict[Hashable, tuple[bool, Any]] = {}
         self._real: Tensor | None = None
 
     @staticmethod
-    def of(x: Tensor, valid: Tensor | None = None, t: Tensor | None = None, start: int | None = 0) -> Places:
+    def of(
+        x: Tensor, valid: Tensor | None = None, t: Tensor | None = None, start: int | None = 0, packed: bool = False
+    ) -> Places:
         """Make the places of tokens x (b n ...) that follow t (b) real ones; `start` is t where all rows agree."""
         b, n = x.shape[:2]
         if valid is None:
@@ -75,19 +78,19 @@ class Places:
                 at = at + start
         if start is None and t is not None:
             at = at + t[:, None]
-        return Places(at, valid, start)
+        return Places(at, valid, start, packed)
 
     def part(self, low: int, high: int) -> Places:
         """Return the places of tokens low .. high - 1; `start` is kept where it is still true."""
         start = self.start
         if start is not None and low:
             start = start + low if self.valid is None else None
-        return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start)
+        return Places(self.at[:, low:high], None if self.valid is None else self.valid[:, low:high], start, self.packed)
 
     def select(self, rows: Tensor) -> Places:
         """Return the places of these rows of the batch."""
         valid = None if self.valid is None else self.valid.index_select(0, rows)
-        return Places(self.at.index_select(0, rows), valid, self.start)
+        return Places(self.at.index_select(0, rows), valid, self.start, self.packed)
 
     def pooled(self, rate: int) -> Places:
         """Return the places of the ceil(n / rate) outputs that `rate` neighbouring real tokens share."""
@@ -132,7 +135,7 @@ class Places:
     def unpad_order(self) -> UnpadOrder | None:
         """The order with real tokens in front; None where they are there already."""
         valid = self.valid
-        if valid is None:
+        if valid is None or self.packed:
             return None
         return self.derived("order", lambda: unpad_order(valid))
 
@@ -169,13 +172,13 @@ class Places:
 
     def _pooled(self, rate: int) -> Places:
         groups = -(-self.at.shape[1] // rate)
-        return Places.of(self.at[:, :groups], pooled_valid(self.valid, rate))
+        return Places.of(self.at[:, :groups], pooled_valid(self.valid, rate), packed=True)
 
     def _front(self, room: int) -> Places:
         assert self.valid is not None
         order = self.unpad_order
         real = (self.valid if order is None else order.real)[:, :room]
-        return Places(_tokens_before(real) + self.at[:, :1], real, self.start)
+        return Places(_tokens_before(real) + self.at[:, :1], real, self.start, packed=True)
 
     def _longest(self) -> int:
         real = self.at + (1 if self.valid is None else self.valid.long())

@@ -54,17 +54,18 @@ class Embedding(nn.Module):
         """Return the vectors of tokens x, without positions."""
         raise NotImplementedError
 
-    def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Places:
+    def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None, *, packed: bool = False) -> Places:
         """Make the places of checked tokens x (b n ...), which a model gives to the embedding and to its layers.
 
-        `after` is the state of a model that has read tokens already: positions go on from there.
+        `after` is the state of a model that has read tokens already: positions go on from there. `packed` promises that all
+        padding lies behind the real tokens: on a GPU, where that cannot be seen without waiting, tokens are then not moved.
         """
         check_dense(x, "tokens")
         if x.dim() < 2:
             self.vectors(x)  # which refuses it
         check_valid(valid, x.shape[0], x.shape[1], "the tokens")
         if after is None:
-            return Places.of(x, valid)
+            return Places.of(x, valid, packed=packed)
         check_state(after, x)
         return Places.of(x, valid, after.t, after.start)
 
@@ -180,7 +181,14 @@ class Patches(Embedding):
         patches = self.map(x)  # (b w rows columns)
         return patches.flatten(2).mT
 
-    def places(self, x: Tensor, valid: Tensor | None = None, after: State | None = None) -> Places:
+    def places(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        after: State | None = None,
+        *,
+        packed: bool = False,  # noqa: ARG002
+    ) -> Places:
         """Make the places of the patches of an image."""
         shaped = x.dim() == 4 and x.shape[1] == self.map.in_channels
         divisible = shaped and not any(size % self.side for size in x.shape[2:])

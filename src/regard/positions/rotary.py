@@ -25,13 +25,18 @@ class Rotary(Positions):
         self.base = check_base(base)
 
     def turn(self, x: Tensor, places: Places) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        # angles in double precision: far positions keep their digits
-        at = places.at[:, None, :, None].double()
-        frequencies = inverse_frequencies(x.shape[-1], self.base, x.device)
-        angle = at * frequencies
-        cos = angle.cos().to(wide)
-        sin = angle.sin().to(wide)
+        wide, d = torch.promote_types(x.dtype, torch.float32), x.shape[-1]
+        cos, sin = places.derived(("rotary", d, self.base, wide), lambda: self._turns(places, d, wide))
         a, b = x.to(wide).chunk(2, -1)
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         return turned.to(x.dtype)
+
+    def _turns(self, places: Places, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the cosine and the sine of every angle, (b or 1, 1, n, d / 2): of one row where all rows agree.
+
+        Angles are in double precision: far positions keep their digits.
+        """
+        alike = places.valid is None and places.start is not None
+        at = (places.at[:1] if alike else places.at)[:, None, :, None].double()
+        angle = at * inverse_frequencies(d, self.base, at.device)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
