@@ -1,4 +1,4 @@
-"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, its two blocks, and few keys."""
+"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, its two blocks, few keys or queries."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from conftest import DEVICE
 from regard.mixers.sinkhorn import _two_blocks
 from regard.ops import few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
-from regard.ops.dense import _sdpa_composite
+from regard.ops.dense import _sdpa_composite, sdpa
+from regard.ops.many_keys import many_keys_answers
 from regard.ops.spd_solve import _SpdSolve, spd_solve
 from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
@@ -89,5 +90,31 @@ def test_few_keys_are_as_by_plain_operations(masked, monkeypatch):
     theirs = [expected, *torch.autograd.grad(expected, exact, up.double())]
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_queries_are_answered_in_more_digits_than_keys_have(masked, monkeypatch):
+    """Segments of keys, the last not full; query heads share keys, and one row has none."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 16)
+    q = torch.randn(2, 4, 5, 6, device=DEVICE, requires_grad=True)
+    k, v = (torch.randn(2, 70, 2, size, device=DEVICE).half().transpose(1, 2).requires_grad_() for size in (6, 3))
+    valid = torch.rand(2, 70, device=DEVICE) < 0.7 if masked else None
+    if valid is not None:
+        valid[1] = False
+
+    def plain(q, k, v):
+        return sdpa(q, k.to(q.dtype), v.to(q.dtype), scale=0.3, valid=valid)
+
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    found, expected = many_keys_answers(q, k, v, valid, 0.3, plain), plain(*exact)
+    assert (found - expected).norm() < 1e-6 * expected.norm()
+    up = torch.randn_like(found)
+    mine = torch.autograd.grad(found, (q, k, v), up, retain_graph=True)
+    theirs = torch.autograd.grad(expected, exact, up.double())
+    for a, b, bound in zip(mine, theirs, (1e-6, 1e-3, 1e-3), strict=True):
+        assert a.dtype == (torch.float32 if bound < 1e-3 else torch.float16)
+        assert (a - b).norm() < bound * b.norm()
     (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
     assert first.requires_grad

@@ -67,8 +67,8 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str
     }
 
 
-def _segment(rows: int, n: int, tile: int) -> int:
-    """Return the queries of a segment: whole tiles, as many as leave programs enough."""
+def queries_of_segment(rows: int, n: int, tile: int) -> int:
+    """Return the queries of a segment of one of `rows` heads: whole tiles, as many as leave programs enough."""
     tiles = ceil_div(n, tile)
     each = max(1, rows * tiles // MOST_SEGMENTS)
     return min(each, tiles) * tile
@@ -104,7 +104,7 @@ class _FewKeys(torch.autograd.Function):
         grad = dense_rows(grad)
         (b, h, n, d), (g, m), e = q.shape, k.shape[1:3], v.shape[-1]
         constants = _constants(q, k, v, bias)
-        size = _segment(b * h, n, constants["BM"])
+        size = queries_of_segment(b * h, n, constants["BM"])
         segments = ceil_div(n, size)
         dq = by_token(q, b, n, h, d)
         dk, dv = (q.new_empty(b, g, h // g * segments, m, width, dtype=torch.float32) for width in (d, e))
