@@ -1,9 +1,12 @@
-"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, its two blocks, few keys or queries."""
+"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, few keys or queries, landmarks."""
 
 import pytest
 import torch
 
 from conftest import DEVICE
+from regard import Dims, core
+from regard.mixers import landmarks
+from regard.mixers.attend import attend
 from regard.mixers.sinkhorn import _two_blocks
 from regard.ops import few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
@@ -117,4 +120,27 @@ def test_few_queries_are_answered_in_more_digits_than_keys_have(masked, monkeypa
         assert a.dtype == (torch.float32 if bound < 1e-3 else torch.float16)
         assert (a - b).norm() < bound * b.norm()
     (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("options", ["", ", iterations=6"])
+@pytest.mark.parametrize(("n", "m", "kv_heads"), [(70, 70, 2), (5, 90, 1)])
+def test_landmarks_are_as_by_plain_operations(options, n, m, kv_heads, monkeypatch):
+    """Segments of unequal length, several parts of keys and queries, and fewer queries than landmarks."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 6)
+    mechanism = core(f"nystrom(landmarks=9{options})", Dims(12, 2, kv_heads=kv_heads)).to(DEVICE)
+    q, k, v = (
+        torch.randn(1, size, heads, 6, device=DEVICE).mul(2).half().transpose(1, 2).requires_grad_()
+        for size, heads in ((n, 2), (m, kv_heads), (m, kv_heads))
+    )
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = attend(*exact, mechanism)
+    monkeypatch.setattr(landmarks, "takes_landmarks", lambda *_: True)
+    found = attend(q, k, v, mechanism)
+    up = torch.randn_like(found)
+    mine = [found, *torch.autograd.grad(found, (q, k, v), up, retain_graph=True)]
+    for a, b in zip(mine, [expected, *torch.autograd.grad(expected, exact, up.double())], strict=True):
+        assert a.dtype == torch.float16
+        assert (a - b).norm() < 3e-3 * b.norm()
+    (first,) = torch.autograd.grad(found.float().square().sum(), q, create_graph=True)
     assert first.requires_grad

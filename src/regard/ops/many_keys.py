@@ -59,6 +59,49 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> dict[st
     }
 
 
+def launch_answers(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the answers (b h s e) and their log-sum-exp (b h s). q is contiguous, rows of k and v are; real (b n) is bytes."""
+    from regard.ops.many_keys_kernels import many_keys_forward, merge_segments
+
+    (b, h, s, _), n, e = q.shape, k.shape[2], v.shape[-1]
+    constants = _constants(q, k, v, real)
+    size = queries_of_segment(b * h, n, constants["BN"])
+    segments = ceil_div(n, size)
+    parts, lses = q.new_empty(b, h, segments, s, e), q.new_empty(b, h, segments, s)
+    numbers = (*row_strides(k, v), s, n, h, segments, size, float(scale))
+    launch_kernel(many_keys_forward, (b * h * segments,), (q, k, v, real, parts, lses), numbers, constants)
+    out, lse = q.new_empty(b, h, s, e), q.new_empty(b, h, s)
+    own = {"E": e, "BE": constants["BE"], "BM": MERGED_QUERIES}
+    launch_kernel(merge_segments, (b * h, ceil_div(s, MERGED_QUERIES)), (parts, lses, out, lse), (s, segments), own)
+    return out, lse
+
+
+def launch_answer_gradients(
+    saved: tuple[Any, ...], grad: Tensor, means: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, in parts (b h parts s d), of keys and of values.
+
+    saved: q, k, v and `real` as in `launch_answers`, and what that returned. means (b h t d): gradients of the means of t
+    segments of keys, for every query head, which those of keys take up.
+    """
+    from regard.ops.many_keys_kernels import many_keys_backward
+
+    q, k, v, real, out, lse = saved
+    (b, h, s, d), (g, n), e = q.shape, k.shape[1:3], v.shape[-1]
+    constants = {**_constants(q, k, v, real), "MEAN": means is not None}
+    size = queries_of_segment(b * h, n, constants["BN"])
+    segments = ceil_div(n, size)
+    kind = k.dtype if g == h else torch.float32
+    dq, dk, dv = q.new_empty(b, h, segments, s, d), by_token(k, b, n, h, d, kind), by_token(v, b, n, h, e, kind)
+    tensors = (q, k, v, real, out, lse, grad.contiguous(), means, dq, dk, dv)
+    t = 0 if means is None else means.shape[2]
+    numbers = (*row_strides(k, v, dk, dv), s, n, h, segments, size, t, float(scale))
+    launch_kernel(many_keys_backward, (b * h * segments,), tensors, numbers, constants)
+    if g < h:
+        dk, dv = (x.unflatten(1, (g, -1)).sum(2).to(k.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
 class _ManyKeys(torch.autograd.Function):
     """The kernels for autograd."""
 
@@ -66,40 +109,17 @@ class _ManyKeys(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, scale: float, plain: Callable[..., Tensor]
     ) -> Tensor:
-        from regard.ops.many_keys_kernels import many_keys_forward, merge_segments
-
         q, k, v = q.contiguous(), dense_rows(k), dense_rows(v)
         real = None if valid is None else valid.contiguous().view(torch.uint8)
-        (b, h, s, _), n, e = q.shape, k.shape[2], v.shape[-1]
-        constants = _constants(q, k, v, valid)
-        size = queries_of_segment(b * h, n, constants["BN"])
-        segments = ceil_div(n, size)
-        parts, lses = q.new_empty(b, h, segments, s, e), q.new_empty(b, h, segments, s)
-        numbers = (*row_strides(k, v), s, n, h, segments, size, float(scale))
-        launch_kernel(many_keys_forward, (b * h * segments,), (q, k, v, real, parts, lses), numbers, constants)
-        out, lse = q.new_empty(b, h, s, e), q.new_empty(b, h, s)
-        own = {"E": e, "BE": constants["BE"], "BM": MERGED_QUERIES}
-        launch_kernel(merge_segments, (b * h, ceil_div(s, MERGED_QUERIES)), (parts, lses, out, lse), (s, segments), own)
+        out, lse = launch_answers(q, k, v, real, scale)
         ctx.save_for_backward(q, k, v, real, out, lse)
         ctx.scale, ctx.plain = scale, plain
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from regard.ops.many_keys_kernels import many_keys_backward
-
-        q, k, v, real, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v), (grad,)), None, None, None
-        (b, h, s, d), (g, n), e = q.shape, k.shape[1:3], v.shape[-1]
-        constants = _constants(q, k, v, real)
-        size = queries_of_segment(b * h, n, constants["BN"])
-        segments = ceil_div(n, size)
-        kind = k.dtype if g == h else torch.float32
-        dq, dk, dv = q.new_empty(b, h, segments, s, d), by_token(k, b, n, h, d, kind), by_token(v, b, n, h, e, kind)
-        tensors = (q, k, v, real, out, lse, grad.contiguous(), dq, dk, dv)
-        numbers = (*row_strides(k, v, dk, dv), s, n, h, segments, size, float(ctx.scale))
-        launch_kernel(many_keys_backward, (b * h * segments,), tensors, numbers, constants)
-        if g < h:
-            dk, dv = (x.unflatten(1, (g, -1)).sum(2).to(k.dtype) for x in (dk, dv))
+            return *differentiable_grads(lambda *x: (ctx.plain(*x),), saved[:3], (grad,)), None, None, None
+        dq, dk, dv = launch_answer_gradients(saved, grad, None, ctx.scale)
         return dq.sum(2), dk, dv, None, None, None

@@ -108,15 +108,23 @@ def product_of_parts(a_high, a_low, b_high, b_low):
     return tl.dot(a_high, b_low, x)
 
 
-@triton.jit(do_not_specialize=["s", "n", "heads", "segments", "size"])
+@triton.jit
+def mean_gradients(MEANS, j, inside, n, t, D: tl.constexpr, BD: tl.constexpr):
+    """Return the gradients of keys j, given those of the means of t segments of keys: key j belongs to segment j t // n."""
+    c = j * t // n
+    size = ((c + 1) * n + t - 1) // t - (c * n + t - 1) // t
+    return load_tokens(MEANS, c, D, inside, D, BD) / size[:, None]
+
+
+@triton.jit(do_not_specialize=["s", "n", "heads", "segments", "size", "t"])
 def many_keys_backward(
-    Q, K, V, VALID, OUT, LSE, GRAD, DQ, DK, DV, skb, skh, skn, svb, svh, svn, sdkb, sdkh, sdkn, sdvb, sdvh, sdvn,
-    s, n, heads, segments, size, scale,
-    SHARE: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    Q, K, V, VALID, OUT, LSE, GRAD, MEANS, DQ, DK, DV, skb, skh, skn, svb, svh, svn, sdkb, sdkh, sdkn, sdvb, sdvh, sdvn,
+    s, n, heads, segments, size, t, scale,
+    SHARE: tl.constexpr, MASKED: tl.constexpr, MEAN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a segment of keys and values, with a head for every query head, and what it adds to those of
-    queries, DQ (rows segments s D).
+    queries, DQ (rows segments s D). MEAN: those of keys take what the gradients of their t means, MEANS (rows t D), add.
     """
     pid = tl.program_id(0)
     row = pid // segments
@@ -155,5 +163,8 @@ def many_keys_backward(
         ds_high, ds_low = two_parts(w * (dw - delta[None, :]), k)
         dk = product_of_parts(ds_high, ds_low, q_high, q_low)
         store_tokens(DV, j, sdvn, dv, j < end, E, BE)
-        store_tokens(DK, j, sdkn, dk / LOG2E, j < end, D, BD)
+        dk = dk / LOG2E
+        if MEAN:
+            dk += mean_gradients(MEANS + wide * t * D, j, j < end, n, t, D, BD)
+        store_tokens(DK, j, sdkn, dk, j < end, D, BD)
     store_tokens(DQ + pid.to(tl.int64) * s * D, i, D, dq * scale, i < s, D, BD)
