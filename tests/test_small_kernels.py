@@ -1,13 +1,17 @@
-"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, its two blocks, and few keys."""
+"""Kernels of single steps of a mechanism: small systems, the balance of a Sinkhorn sort, few keys or queries, landmarks."""
 
 import pytest
 import torch
 
 from conftest import DEVICE
+from regard import Dims, core
+from regard.mixers import landmarks
+from regard.mixers.attend import attend
 from regard.mixers.sinkhorn import _two_blocks
 from regard.ops import few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
-from regard.ops.dense import _sdpa_composite
+from regard.ops.dense import _sdpa_composite, sdpa
+from regard.ops.many_keys import many_keys_answers
 from regard.ops.spd_solve import _SpdSolve, spd_solve
 from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
@@ -90,4 +94,53 @@ def test_few_keys_are_as_by_plain_operations(masked, monkeypatch):
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_queries_are_answered_in_more_digits_than_keys_have(masked, monkeypatch):
+    """Segments of keys, the last not full; query heads share keys, and one row has none."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 16)
+    q = torch.randn(2, 4, 5, 6, device=DEVICE, requires_grad=True)
+    k, v = (torch.randn(2, 70, 2, size, device=DEVICE).half().transpose(1, 2).requires_grad_() for size in (6, 3))
+    valid = torch.rand(2, 70, device=DEVICE) < 0.7 if masked else None
+    if valid is not None:
+        valid[1] = False
+
+    def plain(q, k, v):
+        return sdpa(q, k.to(q.dtype), v.to(q.dtype), scale=0.3, valid=valid)
+
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    found, expected = many_keys_answers(q, k, v, valid, 0.3, plain), plain(*exact)
+    assert (found - expected).norm() < 1e-6 * expected.norm()
+    up = torch.randn_like(found)
+    mine = torch.autograd.grad(found, (q, k, v), up, retain_graph=True)
+    theirs = torch.autograd.grad(expected, exact, up.double())
+    for a, b, bound in zip(mine, theirs, (1e-6, 1e-3, 1e-3), strict=True):
+        assert a.dtype == (torch.float32 if bound < 1e-3 else torch.float16)
+        assert (a - b).norm() < bound * b.norm()
+    (first,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("options", ["", ", iterations=6"])
+@pytest.mark.parametrize(("n", "m", "kv_heads"), [(70, 70, 2), (5, 90, 1)])
+def test_landmarks_are_as_by_plain_operations(options, n, m, kv_heads, monkeypatch):
+    """Segments of unequal length, several parts of keys and queries, and fewer queries than landmarks."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 6)
+    mechanism = core(f"nystrom(landmarks=9{options})", Dims(12, 2, kv_heads=kv_heads)).to(DEVICE)
+    q, k, v = (
+        torch.randn(1, size, heads, 6, device=DEVICE).mul(2).half().transpose(1, 2).requires_grad_()
+        for size, heads in ((n, 2), (m, kv_heads), (m, kv_heads))
+    )
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = attend(*exact, mechanism)
+    monkeypatch.setattr(landmarks, "takes_landmarks", lambda *_: True)
+    found = attend(q, k, v, mechanism)
+    up = torch.randn_like(found)
+    mine = [found, *torch.autograd.grad(found, (q, k, v), up, retain_graph=True)]
+    for a, b in zip(mine, [expected, *torch.autograd.grad(expected, exact, up.double())], strict=True):
+        assert a.dtype == torch.float16
+        assert (a - b).norm() < 3e-3 * b.norm()
+    (first,) = torch.autograd.grad(found.float().square().sum(), q, create_graph=True)
     assert first.requires_grad

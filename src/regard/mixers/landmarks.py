@@ -15,6 +15,8 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_queries
 from regard.mixers.softmax import Softmax
 from regard.ops.dense import sdpa
+from regard.ops.landmark_attention import LandmarkRule, landmark_attention, takes_landmarks
+from regard.ops.many_keys import many_keys_answers, takes_many_keys
 from regard.ops.spd_solve import spd_solve
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
@@ -152,21 +154,38 @@ class Nystrom(CachedCore):
         return out.to(log.v.dtype)
 
     def _estimate(self, log: KVCache, q: Tensor, places: Places) -> Tensor:
-        k, v, valid = log.keys, log.values, log.places.valid
+        k, v, plain = log.keys, log.values, log.places.valid is None and places.valid is None
+        if plain and takes_landmarks(q, k, v, self.landmarks):
+            rule = LandmarkRule(self.landmarks, self.iterations, self.ridge, self.scale)
+            return landmark_attention(q, k, v, rule, lambda q, k, v: self._from_landmarks(q, k, v, places, log.places))
+        return self._from_landmarks(q, k, v, places, log.places)
+
+    def _from_landmarks(self, q: Tensor, k: Tensor, v: Tensor, places: Places, key_places: Places) -> Tensor:
+        valid = key_places.valid
         few_q, there_q, _ = self._landmarks(q, places)
-        few_k, there_k, count = self._landmarks(k, log.places)
+        few_k, there_k, count = self._landmarks(k, key_places)
         few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = few_q.double() * self.scale @ few_k.double().mT
         s = scores.masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
         s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
         # what rounding adds to the answers of the landmarks, the solve multiplies
-        answers = sdpa(few_q, upcast(k), upcast(v), scale=self.scale, valid=valid)
+        answers = self._answers(few_q, k, v, valid)
         found = self._solve(s, answers)  # (b h landmarks e)
         if valid is not None:  # the landmarks of a short row are its tokens
-            own = self._landmarks(v, log.places)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
+            own = self._landmarks(v, key_places)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
             found = torch.where((count <= self.landmarks)[..., None, None], own, found)
         few_k, found = few_k.to(q.dtype), found.to(q.dtype)
         return sdpa(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
+
+    def _answers(self, few_q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+        """Return what landmarks (b h s d) in float32 or better get from all tokens, in their type."""
+
+        def plain(few_q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return sdpa(few_q, upcast(k), upcast(v), scale=self.scale, valid=valid)
+
+        if takes_many_keys(few_q, k, v):
+            return many_keys_answers(few_q, k, v, valid, self.scale, plain)
+        return plain(few_q, k, v)
 
     def _landmarks(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""

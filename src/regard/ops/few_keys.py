@@ -67,11 +67,45 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str
     }
 
 
-def _segment(rows: int, n: int, tile: int) -> int:
-    """Return the queries of a segment: whole tiles, as many as leave programs enough."""
+def queries_of_segment(rows: int, n: int, tile: int) -> int:
+    """Return the queries of a segment of one of `rows` heads: whole tiles, as many as leave programs enough."""
     tiles = ceil_div(n, tile)
     each = max(1, rows * tiles // MOST_SEGMENTS)
     return min(each, tiles) * tile
+
+
+def launch_few_keys(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Return the outputs (b h n e); rows of q, k and v are contiguous."""
+    from regard.ops.few_keys_kernels import few_keys_forward
+
+    (b, h, n, _), m = q.shape, k.shape[2]
+    out = by_token(v, b, n, h, v.shape[-1])
+    constants = _constants(q, k, v, bias)
+    tiles = ceil_div(n, constants["BM"])
+    numbers = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(out), n, m, h, tiles, float(scale))
+    launch_kernel(few_keys_forward, (b * h * tiles,), (q, k, v, bias, out), numbers, constants)
+    return out
+
+
+def launch_few_keys_gradients(saved: tuple[Any, ...], grad: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, and of keys (b g parts m d) and values (b g parts m e) in float32, in parts.
+
+    saved: q, k, v and the bias as in `launch_few_keys`.
+    """
+    from regard.ops.few_keys_kernels import few_keys_backward
+
+    q, k, v, bias = saved
+    grad = dense_rows(grad)
+    (b, h, n, d), (g, m), e = q.shape, k.shape[1:3], v.shape[-1]
+    constants = _constants(q, k, v, bias)
+    size = queries_of_segment(b * h, n, constants["BM"])
+    segments = ceil_div(n, size)
+    dq = by_token(q, b, n, h, d)
+    dk, dv = (q.new_empty(b, g, h // g * segments, m, width, dtype=torch.float32) for width in (d, e))
+    strides = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(grad, dq))
+    numbers = (*strides, n, m, h, segments, size, float(scale))
+    launch_kernel(few_keys_backward, (b * h * segments,), (q, k, v, bias, grad, dq, dk, dv), numbers, constants)
+    return dq, dk, dv
 
 
 class _FewKeys(torch.autograd.Function):
@@ -81,34 +115,15 @@ class _FewKeys(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, plain: Callable[..., Tensor]
     ) -> Tensor:
-        from regard.ops.few_keys_kernels import few_keys_forward
-
         q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-        (b, h, n, _), m = q.shape, k.shape[2]
-        out = by_token(v, b, n, h, v.shape[-1])
-        constants = _constants(q, k, v, bias)
-        tiles = ceil_div(n, constants["BM"])
-        numbers = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(out), n, m, h, tiles, float(scale))
-        launch_kernel(few_keys_forward, (b * h * tiles,), (q, k, v, bias, out), numbers, constants)
         ctx.save_for_backward(q, k, v, bias)
         ctx.scale, ctx.plain = scale, plain
-        return out
+        return launch_few_keys(q, k, v, bias, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from regard.ops.few_keys_kernels import few_keys_backward
-
-        q, k, v, bias = ctx.saved_tensors
+        saved = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v), (grad,)), None, None, None
-        grad = dense_rows(grad)
-        (b, h, n, d), (g, m), e = q.shape, k.shape[1:3], v.shape[-1]
-        constants = _constants(q, k, v, bias)
-        size = _segment(b * h, n, constants["BM"])
-        segments = ceil_div(n, size)
-        dq = by_token(q, b, n, h, d)
-        dk, dv = (q.new_empty(b, g, h // g * segments, m, width, dtype=torch.float32) for width in (d, e))
-        strides = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(grad, dq))
-        numbers = (*strides, n, m, h, segments, size, float(ctx.scale))
-        launch_kernel(few_keys_backward, (b * h * segments,), (q, k, v, bias, grad, dq, dk, dv), numbers, constants)
-        return dq, dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype), None, None, None
+            return *differentiable_grads(lambda *x: (ctx.plain(*x),), saved[:3], (grad,)), None, None, None
+        dq, dk, dv = launch_few_keys_gradients(saved, grad, ctx.scale)
+        return dq, dk.sum(2).to(saved[1].dtype), dv.sum(2).to(saved[2].dtype), None, None, None
