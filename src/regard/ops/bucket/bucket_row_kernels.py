@@ -48,6 +48,19 @@ def largest_products(
         tl.store(LABELS + i.to(tl.int64) * ROUNDS + r, label, mask=inside)
 
 
+@triton.jit(do_not_specialize=["n", "heads", "tiles"])
+def inverse_norms(
+    K, SHORT, skb, skh, skn, n, heads, tiles, shortest, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Write 1 / |k| of every key, SHORT (rows n); a vector shorter than `shortest` counts as that long."""
+    pid = tl.program_id(0)
+    row = pid // tiles
+    i = pid % tiles * BM + tl.arange(0, BM)
+    k = load_tokens(head_at(K, row, skb, skh, heads, 1), i, skn, i < n, D, BD).to(tl.float32)
+    norm = tl.sqrt(tl.sum(k * k, 1))
+    tl.store(SHORT + row.to(tl.int64) * n + i, 1.0 / tl.maximum(norm, shortest), mask=i < n)
+
+
 @triton.jit(do_not_specialize=["n", "each", "rows", "heads", "tiles"])
 def gather_rows(
     X, TAKEN, STARTS, Y, sb, sh, sn, n, each, rows, heads, tiles,
