@@ -14,9 +14,9 @@ import regard.mixers.low_rank as low_rank
 from conftest import DEVICE, close, data, some
 from regard import Core, Dims, Places, Spec, attend, core, layer
 from regard.mixers.base import pool_tokens
-from regard.mixers.landmarks import newton_schulz
 from regard.mixers.low_rank import tie_linformer
 from regard.ops.mix_tokens import mix_tokens
+from regard.ops.pseudo_inverse import newton_schulz
 from test_limits import Largest, check_same, qkv
 
 BOTH = pytest.mark.parametrize("causal", [False, True])

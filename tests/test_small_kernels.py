@@ -9,6 +9,7 @@ from regard.ops import few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.dense import _sdpa_composite, sdpa
 from regard.ops.many_keys import many_keys_answers
+from regard.ops.pseudo_inverse import PseudoInverse, newton_schulz, plain_newton_schulz
 from regard.ops.spd_solve import _SpdSolve, spd_solve
 from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
@@ -25,6 +26,18 @@ def test_small_systems_are_solved_as_by_linalg(n, e):
     torch.testing.assert_close(spd_solve(a, b), expected, rtol=1e-8, atol=1e-8)
     for x, y in zip(torch.autograd.grad(found, (a, b), up), torch.autograd.grad(expected, (a, b), up), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("n", [5, 20])
+def test_pseudo_inverses_are_as_by_plain_operations(n):
+    s = torch.randn(2, n, n, dtype=torch.float64, device=DEVICE).mul(2).softmax(-1).requires_grad_()
+    up = torch.randn_like(s)
+    found, expected = PseudoInverse.apply(s, 3), plain_newton_schulz(s, 3)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    mine, theirs = (torch.autograd.grad(x, s, up, retain_graph=True)[0] for x in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(newton_schulz(s, 3), expected, rtol=1e-9, atol=1e-9)
+    assert torch.autograd.grad(found.sum(), s, create_graph=True)[0].requires_grad
 
 
 @pytest.mark.parametrize("in_time", [False, True])

@@ -16,6 +16,7 @@ from regard.mixers.pattern_attention import compact_queries
 from regard.mixers.softmax import Softmax
 from regard.ops.dense import sdpa
 from regard.ops.many_keys import many_keys_answers, takes_many_keys
+from regard.ops.pseudo_inverse import newton_schulz
 from regard.ops.spd_solve import spd_solve
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
@@ -85,18 +86,6 @@ class PooledQueries(Softmax):
         return super().answer(log, q, places, causal)
 
 
-def newton_schulz(s: Tensor, iterations: int) -> Tensor:
-    """About the pseudo-inverse of matrices s (... n m) of weights whose rows sum to 1, by a third-order iteration."""
-    largest = s.sum(-2).amax(-1)
-    z = s.mT / largest[..., None, None]
-    one = torch.eye(s.shape[-2], dtype=s.dtype, device=s.device)
-    for _ in range(iterations):
-        near = s @ z
-        inner = 15 * one - near @ (7 * one - near)
-        z = z @ (13 * one - near @ inner) / 4
-    return z
-
-
 class Nystrom(CachedCore):
     """Nystromformer: attention between all tokens, estimated from that of `landmarks` means of consecutive tokens.
 
@@ -156,18 +145,22 @@ class Nystrom(CachedCore):
         k, v, valid = log.keys, log.values, log.places.valid
         few_q, there_q, _ = self._landmarks(q, places)
         few_k, there_k, count = self._landmarks(k, log.places)
-        few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        if k.shape[1] != q.shape[1]:
+            few_k = few_k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = few_q.double() * self.scale @ few_k.double().mT
-        s = scores.masked_fill(~there_k[:, None, None], MASKED_SCORE).softmax(-1)
-        s = s.masked_fill(~(there_q[:, None, :, None] & there_k[:, None, None]), 0)
+        if there_k is not None:
+            scores = scores.masked_fill(~there_k[:, None, None], MASKED_SCORE)
+        s = scores.softmax(-1)
+        for there, dim in ((there_q, -1), (there_k, -2)):
+            if there is not None:
+                s = s.masked_fill(~there[:, None].unsqueeze(dim), 0)
         # what rounding adds to the answers of the landmarks, the solve multiplies
-        answers = self._answers(few_q, k, v, valid)
-        found = self._solve(s, answers)  # (b h landmarks e)
-        if valid is not None:  # the landmarks of a short row are its tokens
+        found = self._solve(s, self._answers(few_q, k, v, valid))  # (b h landmarks e)
+        if count is not None:  # the landmarks of a short row are its tokens
             own = self._landmarks(v, log.places)[0].repeat_interleave(q.shape[1] // k.shape[1], 1)
             found = torch.where((count <= self.landmarks)[..., None, None], own, found)
         few_k, found = few_k.to(q.dtype), found.to(q.dtype)
-        return sdpa(q, few_k, found, scale=self.scale, valid=None if valid is None else there_k)
+        return sdpa(q, few_k, found, scale=self.scale, valid=there_k)
 
     def _answers(self, few_q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
         """Return what landmarks (b h s d) in float32 or better get from all tokens, in their type."""
@@ -179,20 +172,21 @@ class Nystrom(CachedCore):
             return many_keys_answers(few_q, k, v, valid, self.scale, plain)
         return plain(few_q, k, v)
 
-    def _landmarks(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-        """Means of segments (b h s d), which of them there are (b s), and the number of real tokens (b 1)."""
-        most = min(self.landmarks, x.shape[2])
+    def _landmarks(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Means of segments (b h s d), which of them there are (b s), how many tokens are real (b 1); None without padding."""
+        n, most = x.shape[2], min(self.landmarks, x.shape[2])
+        padded = places.valid is not None
+        if not padded and not torch.compiler.is_compiling() and n % most == 0:
+            sums = x.unflatten(2, (most, n // most)).sum(3, dtype=accumulator(x.dtype))
+            return sums * (most / n), None, None
         x, count = real_first(x, places)
         few = count.clamp(1, most)
         order = torch.arange(most + 1, device=x.device)
         edges = (order * count + few - 1) // few
         edges = torch.minimum(edges, count)  # token p belongs to segment p * few // count
-        eager = places.valid is None and not torch.compiler.is_compiling()
-        even = eager and x.shape[2] % most == 0
         sizes = edges.diff(dim=1)
-        starts = None if even else edges[:, :-1]
-        found = means(x, starts, sizes, -(-x.shape[2] // most))
-        return found, sizes > 0, count
+        found = means(x, edges[:, :-1], sizes, -(-n // most))
+        return (found, sizes > 0, count) if padded else (found, None, None)
 
     def _solve(self, s: Tensor, answers: Tensor) -> Tensor:
         """S^+ of what the landmarks among the queries get."""
