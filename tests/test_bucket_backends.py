@@ -78,6 +78,14 @@ def test_every_backend_computes_the_reference(backend, case):
     agree(results(call, backend), results(call, "reference"))
 
 
+def test_rows_are_computed_in_groups_that_change_nothing(monkeypatch):
+    call = call_of(rounds=3, g=2)
+    whole = results(call, "triton")
+    monkeypatch.setattr(fused, "CACHED_SUMS", 1)
+    assert fused.row_groups(5, 3, 2) == [(row, 1) for row in range(5)] and fused.row_groups(5, 3, 1) == [(0, 5)]
+    assert all(torch.equal(a, b) for a, b in zip(whole, results(call, "triton"), strict=True))
+
+
 def test_a_case_has_what_its_name_claims():
     """Pairs of several rounds, tokens that see no other, and padding."""
     calls = {name: call_of(**case) for name, case in CASES.items()}
@@ -174,6 +182,23 @@ def test_rows_of_members_are_gathered_and_averaged_by_every_backend(padded):
         (first,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         twice.append(torch.autograd.grad(first.square().sum(), q))
     agree(*twice)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_kernels_choose_the_members_of_the_definition(padded):
+    """More clusters than a block holds, equal tokens, and rows with fewer real tokens than a cluster takes."""
+    x = torch.randn(3, 2, 7, 6, device=DEVICE).repeat(1, 1, 3, 1)
+    valid = torch.arange(21, device=DEVICE) % 5 < torch.tensor([[4], [1], [0]], device=DEVICE) if padded else None
+    found = []
+    for backend in ("triton", "torch"):
+        made = core("routing(clusters=18, window=6)", Dims(12, 2, backend=backend)).to(DEVICE)
+        found.append(made._members(x, valid))
+        near = made._nearest(x) if backend == "torch" else found[0].nearest
+        assert torch.equal(near, found[0].nearest)
+    mine, theirs = (own.index.long().masked_fill(~own.real[:, None], 99) if padded else own.index.long() for own in found)
+    assert torch.equal(mine.sort(-1).values, theirs.sort(-1).values)
+    again = Members(found[0].index, found[0].real, 21)
+    assert torch.equal(again.where, found[0].where)
 
 
 def test_routing_computes_the_same_by_every_backend():

@@ -87,10 +87,11 @@ DELTA_RULE: Candidates = {
 }
 UNIT_FEATURES: Candidates = {"unit_features": grid(BN=(16, 32, 64, 128), num_warps=(2, 4, 8))}
 
+_REGISTERS = grid(maxnreg=(96, 128, 168, 255))
 BUCKETS: Candidates = {
-    "bucket_forward": tiles("BM", "BN", (*_FORWARD, *_SMALL)),
-    "bucket_query_grads": tiles("BM", "BN", (*_BACKWARD, *_SMALL)),
-    "bucket_key_grads": tiles("BN", "BM", (*_BACKWARD, *_SMALL)),
+    "bucket_forward": (*tiles("BM", "BN", (*_FORWARD, *_SMALL)), *_REGISTERS),
+    "bucket_query_grads": (*tiles("BM", "BN", (*_BACKWARD, *_SMALL)), *_REGISTERS),
+    "bucket_key_grads": (*tiles("BN", "BM", (*_BACKWARD, *_SMALL)), *_REGISTERS),
 }
 
 _LONG = ((128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3))  # of sequences without a window

@@ -13,11 +13,10 @@ from regard.mixers.feature_math import gaussian, upcast
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
 from regard.ops.bucket.bucket_op import SHORTEST, product_labels
-from regard.ops.bucket.members import Members, gather_members, mean_of_members
+from regard.ops.bucket.clusters import FINE, MOST_CHOSEN_FROM, choose_members, learn_clusters
+from regard.ops.bucket.members import Members, by_kernels, gather_members, mean_of_members
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
-
-FINE = 1 << 30  # similarities closer than one part in so many are equal: the earlier token wins
 
 
 class Reformer(BucketedCore):
@@ -131,9 +130,13 @@ class Routing(BucketedCore):
             return super().read(memory, q, places)
         log = memory.log
         k, v = expand_heads(log.keys, log.values, q.shape[1])
-        out = self._gathered(q, k, v, places.valid, log.places.valid)
+        if min(q.shape[0], q.shape[2], k.shape[2]) == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[-1])
+        queries, keys = self._members(q, places.valid), self._members(k, log.places.valid)
+        out = self._gathered(q, k, v, queries, keys)
         if self.training:
-            self._learn((q, places.valid, self._nearest(q)), (k, log.places.valid, self._nearest(k)))
+            near_q, near_k = (self._nearest(x) if own.nearest is None else own.nearest for x, own in ((q, queries), (k, keys)))
+            self._learn((q, places.valid, near_q), (k, log.places.valid, near_k))
         return out
 
     def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
@@ -143,22 +146,20 @@ class Routing(BucketedCore):
             self._learn((expand_heads(k, k, self.dims.heads)[0], places.valid, nearest))
         return out, memory
 
-    def _gathered(self, q: Tensor, k: Tensor, v: Tensor, asking: Tensor | None, there: Tensor | None) -> Tensor:
+    def _gathered(self, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members) -> Tensor:
         """Attention inside every cluster at once, and what its queries get brought back to them."""
-        (b, h, n, _), m, e = q.shape, k.shape[2], v.shape[-1]
-        if b * n * m == 0:
-            return q.new_zeros(b, h, n, e)
-        queries, keys = self._members(q, asking), self._members(k, there)
         backend = self.dims.backend
         picked = (gather_members(x, own, backend) for x, own in ((q, queries), (k, keys), (v, keys)))
         out = sdpa(*picked, scale=self.scale, valid=keys.real)  # rows are the batch, clusters the heads
-        return mean_of_members(out, queries, h, backend).to(v.dtype)
+        return mean_of_members(out, queries, q.shape[1], backend).to(v.dtype)
 
     @torch.no_grad()
     def _members(self, x: Tensor, valid: Tensor | None) -> Members:
         """Which tokens of x (b h n d) each cluster takes, w of them, real ones first."""
         b, h, n, _ = x.shape
         w = min(self.window, n)
+        if n <= MOST_CHOSEN_FROM and by_kernels(x, self.dims.backend):
+            return choose_members(x, self.centroids, valid, w)
 
         def best(similar: Tensor, valid: Tensor | None) -> tuple[Tensor]:
             rank = (similar * FINE).long()
@@ -181,6 +182,9 @@ class Routing(BucketedCore):
 
         tokens: x (b h n d), which of them are real, and the centroid nearest to each (b h n).
         """
+        if by_kernels(tokens[0][0], self.dims.backend):
+            learn_clusters(self.centroids, tokens, self.decay)
+            return
         old = upcast(self.centroids)
         total = torch.zeros_like(old)
         count = torch.zeros_like(old[..., :1])

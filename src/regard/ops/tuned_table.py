@@ -19,7 +19,7 @@ TUNED = Path(__file__).with_name("tuned.json")
 OWN_TABLE = "REGARD_TUNED"
 DEFAULT_CARD = "default"
 ANY_KEY = "any"
-LAUNCH_OPTIONS = ("num_warps", "num_stages")  # Triton has defaults for them
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "maxnreg")  # warps, stages of a pipeline, most registers: Triton has defaults
 FIELDS_OF_LEVELS = ("a card", "a kernel", "a key", "a configuration")
 
 
@@ -89,7 +89,7 @@ def check_table(table: Any, shipped: TunedTable, name: str) -> None:
 def _check_config(config: dict[str, Any], fields: tuple[str, ...], where: str) -> None:
     needed = [field for field in fields if field not in LAUNCH_OPTIONS]
     missing = [field for field in needed if field not in config]
-    unused = [field for field in config if field not in fields]
+    unused = [field for field in config if field not in (*fields, *LAUNCH_OPTIONS)]
     if missing or unused:
         wrong = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(unused)}, which its kernel does not take"
         raise TableError(f"{where} {wrong}; its fields are {', '.join(fields)}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_op import BucketCall, LabelCall
+from regard.ops.bucket.bucket_op import SHORTEST, BucketCall, LabelCall
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import block_of
 from regard.patterns.tiles import ceil_div
 
 PLACE_BLOCK = 1024  # tokens of a program that sorts
+NORM_BLOCK = 128  # keys of a program that computes norms
 LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
 
 
@@ -69,3 +70,15 @@ def label_keys(call: LabelCall) -> Tensor:
     numbers = (*row_strides(k), n, h, tiles)
     launch_kernel(kernels.largest_products, (b * h * tiles,), (k, directions, labels), numbers, constants)
     return labels
+
+
+def key_factors(k: Tensor) -> Tensor:
+    """Return 1 / |k| (b g n) of keys (b g n d), in float32; a vector shorter than SHORTEST counts as that long."""
+    from regard.ops.bucket import bucket_row_kernels as kernels
+
+    b, g, n, d = k.shape
+    short = torch.empty(b, g, n, dtype=torch.float32, device=k.device)
+    tiles = ceil_div(n, NORM_BLOCK)
+    constants = {"D": d, "BD": block_of(d, k.device), "BM": NORM_BLOCK}
+    launch_kernel(kernels.inverse_norms, (b * g * tiles,), (k, short), (*row_strides(k), n, g, tiles, SHORTEST), constants)
+    return short

@@ -48,45 +48,62 @@ def largest_products(
         tl.store(LABELS + i.to(tl.int64) * ROUNDS + r, label, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "each", "rows", "heads", "tiles"])
-def gather_rows(
-    X, TAKEN, STARTS, Y, sb, sh, sn, n, each, rows, heads, tiles,
-    MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+@triton.jit(do_not_specialize=["n", "heads", "tiles"])
+def inverse_norms(
+    K, SHORT, skb, skh, skn, n, heads, tiles, shortest, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """Write rows of X through TAKEN, tokens of all rows, `each` in a row; 0 for the token `rows`. MEAN: divided by how often
-    the token is taken.
+    """Write 1 / |k| of every key, SHORT (rows n); a vector shorter than `shortest` counts as that long."""
+    pid = tl.program_id(0)
+    row = pid // tiles
+    i = pid % tiles * BM + tl.arange(0, BM)
+    k = load_tokens(head_at(K, row, skb, skh, heads, 1), i, skn, i < n, D, BD).to(tl.float32)
+    norm = tl.sqrt(tl.sum(k * k, 1))
+    tl.store(SHORT + row.to(tl.int64) * n + i, 1.0 / tl.maximum(norm, shortest), mask=i < n)
+
+
+@triton.jit(do_not_specialize=["n", "each", "w", "heads", "tiles"])
+def gather_rows(
+    X, INDEX, REAL, TIMES, Y, sb, sh, sn, n, each, w, heads, tiles,
+    MASKED: tl.constexpr, MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write rows of X through INDEX, `each` tokens in a row, w of them in a cluster; MASKED: 0 for those that are not real,
+    REAL (rows w). MEAN: divided by how often the token is taken, TIMES (rows n).
     """
     pid = tl.program_id(0)
     row = pid // tiles
     i = pid % tiles * BM + tl.arange(0, BM)
     inside = i < each
     first = row.to(tl.int64) * each
-    token = tl.load(TAKEN + first + i, mask=inside, other=rows)
-    real = token < rows
-    x = load_tokens(head_at(X, row, sb, sh, heads, 1), token - row * n, sn, real, E, BE)
+    token = tl.load(INDEX + first + i, mask=inside, other=0)
+    real = inside
+    if MASKED:
+        real = real & (tl.load(REAL + row.to(tl.int64) * w + i % w, mask=inside, other=0) != 0)
+    x = load_tokens(head_at(X, row, sb, sh, heads, 1), token, sn, real, E, BE)
     if MEAN:
-        times = tl.load(STARTS + token + 1, mask=real, other=1) - tl.load(STARTS + token, mask=real, other=0)
-        x = x.to(tl.float32) / times.to(tl.float32)[:, None]
+        times = tl.load(TIMES + row.to(tl.int64) * n + token, mask=real, other=1)
+        x = x.to(tl.float32) / tl.maximum(times, 1).to(tl.float32)[:, None]
     store_tokens(Y + first * E, i, E, x, inside, E, BE)
 
 
-@triton.jit(do_not_specialize=["n", "heads", "tiles"])
+@triton.jit(do_not_specialize=["n", "w", "clusters", "heads", "tiles"])
 def sum_rows(
-    X, SLOTS, STARTS, OUT, sb, sh, sn, n, heads, tiles, MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr
-):
-    """Write the sum, or the mean, of the rows SLOTS[STARTS[t]:STARTS[t + 1]] of X for every token t; 0 where there are none."""
+    X, WHERE, OUT, sb, sh, sn, n, w, clusters, heads, tiles,
+    MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write the sum, or the mean, of the rows of X (rows clusters w E) that belong to a token: in every cluster the one at
+    WHERE (rows clusters n), none where that is -1.
+    """
     pid = tl.program_id(0)
     row = pid // tiles
     i = pid % tiles * BM + tl.arange(0, BM)
     inside = i < n
-    STARTS += row.to(tl.int64) * n
-    first = tl.load(STARTS + i, mask=inside, other=0)
-    times = tl.load(STARTS + i + 1, mask=inside, other=0) - first
     total = tl.zeros([BM, BE], tl.float32)
-    for number in range(0, tl.max(times)):
-        there = number < times
-        slot = tl.load(SLOTS + first + number, mask=there, other=0)
-        total += load_tokens(X, slot, E, there, E, BE).to(tl.float32)
+    times = tl.zeros([BM], tl.int32)
+    for c in range(0, clusters):
+        cluster = row.to(tl.int64) * clusters + c
+        place = tl.load(WHERE + cluster * n + i, mask=inside, other=-1)
+        total += load_tokens(X + cluster * w * E, place, E, place >= 0, E, BE).to(tl.float32)
+        times += (place >= 0).to(tl.int32)
     if MEAN:
         total = total / tl.maximum(times, 1).to(tl.float32)[:, None]
     store_tokens(head_at(OUT, row, sb, sh, heads, 1), i, sn, total, inside, E, BE)

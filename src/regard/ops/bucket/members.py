@@ -25,36 +25,56 @@ MEMBER_BLOCK = 32  # rows of a program
 
 
 class Members:
-    """Which tokens clusters took: index (x c w) of n tokens in each of x rows, and which of them are real, (x w) or None: all."""
+    """Which tokens clusters took: index (x c w) of n tokens in each of x rows, and which of them are real, (x w) or None: all.
 
-    def __init__(self, index: Tensor, real: Tensor | None, n: int) -> None:
-        self.index, self.real, self.n = index, real, n
-        row = torch.arange(len(index), device=index.device)
-        self.flat = (index + n * row[:, None, None]).flatten()  # tokens of all rows, one row behind the other (x*c*w)
+    where (x c n): the place of each token among those of a cluster, -1 for tokens that are not taken or not real;
+    nearest (b h n): the centroid nearest to each token. Both int32, and None where they are not known yet.
+    """
+
+    def __init__(
+        self, index: Tensor, real: Tensor | None, n: int, where: Tensor | None = None, nearest: Tensor | None = None
+    ) -> None:
+        self.index, self.real, self.n, self.nearest = index, real, n, nearest
+        self._where = where
+        self._flat: Tensor | None = None
 
     @property
     def rows(self) -> int:
         return len(self.index) * self.n
 
-    @cached_property
-    def taken(self) -> Tensor:
-        """The same in int32, with `rows` in place of tokens that are not real."""
-        if self.real is None:
-            return self.flat.int()
-        unreal = ~self.real[:, None].expand_as(self.index)
-        return self.flat.masked_fill(unreal.flatten(), self.rows).int()
+    @property
+    def flat(self) -> Tensor:
+        """Tokens of all rows, one row behind the other, (x*c*w)."""
+        if self._flat is None:  # not a cached property: torch.compile cannot trace those
+            row = torch.arange(len(self.index), device=self.index.device)
+            self._flat = (self.index + self.n * row[:, None, None]).flatten()
+        return self._flat
 
     @cached_property
-    def order(self) -> tuple[Tensor, Tensor]:
-        """Members sorted by token, (x*c*w), and where those of each token begin, (rows + 1); int32."""
-        tokens, members = self.taken.sort(stable=True)
-        each = torch.arange(self.rows + 1, device=tokens.device, dtype=torch.int32)
-        return members.int(), torch.searchsorted(tokens, each, out_int32=True)
+    def where(self) -> Tensor:
+        if self._where is not None:
+            return self._where
+        x, c, w = self.index.shape
+        place = torch.arange(w, device=self.index.device, dtype=torch.int32).expand(x, c, w)
+        if self.real is not None:
+            place = place.masked_fill(~self.real[:, None], -1)
+        found = torch.full((x, c, self.n), -1, dtype=torch.int32, device=self.index.device)
+        return found.scatter_(2, self.index.long(), place)
+
+    @cached_property
+    def times(self) -> Tensor:
+        """How many clusters took each token, (x n) int32."""
+        return (self.where >= 0).sum(1, dtype=torch.int32)
+
+    @cached_property
+    def taken(self) -> Tensor:
+        """The index in int32, without gaps."""
+        return self.index.int().contiguous()
 
 
 def gather_members(x: Tensor, members: Members, backend: str = AUTO) -> Tensor:
     """Return the rows of x (b h n d) that clusters took, (b*h c w d); any rows for members that are not real."""
-    if _fused(x, backend):
+    if by_kernels(x, backend):
         return _GatherMembers.apply(x, members, False)
     rows = x.flatten(0, 2).index_select(0, members.flat)
     return rows.unflatten(0, members.index.shape)
@@ -62,7 +82,7 @@ def gather_members(x: Tensor, members: Members, backend: str = AUTO) -> Tensor:
 
 def mean_of_members(x: Tensor, members: Members, heads: int, backend: str = AUTO) -> Tensor:
     """Return the mean over the clusters that took a token, of x (b*h c w e): (b h n e); 0 where none did."""
-    if _fused(x, backend):
+    if by_kernels(x, backend):
         return _SumMembers.apply(x, members, heads, True)
     y = x.to(accumulator(x.dtype))
     times = torch.ones_like(y[..., :1])
@@ -81,8 +101,8 @@ def _sum_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
     return total.index_add(0, index, x)
 
 
-def _fused(x: Tensor, backend: str) -> bool:
-    """Return whether kernels gather and sum: not where operations are traced."""
+def by_kernels(x: Tensor, backend: str) -> bool:
+    """Return whether kernels choose, gather and sum: not where operations are traced."""
     if needs_plain_ops() or torch.compiler.is_compiling():
         return False
     return choose_backend("bucket", backend, LabelCall(x, x, 1, False)).name == "triton"
@@ -118,27 +138,25 @@ def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
     from regard.ops.bucket import bucket_row_kernels as kernels
 
     x = dense_rows(x)
-    h, d = x.shape[1], x.shape[-1]
-    each = members.index[0].numel()
-    y = x.new_empty(*members.index.shape, d)
-    starts = members.order[1] if mean else members.taken
-    tiles = ceil_div(each, MEMBER_BLOCK)
-    numbers = (*row_strides(x), members.n, each, members.rows, h, tiles)
-    constants = {"MEAN": mean, **_row_constants(x)}
-    launch_kernel(kernels.gather_rows, (len(members.index) * tiles,), (x, members.taken, starts, y), numbers, constants)
+    h, d, (rows, c, w) = x.shape[1], x.shape[-1], members.index.shape
+    y = x.new_empty(rows, c, w, d)
+    tiles = ceil_div(c * w, MEMBER_BLOCK)
+    real = None if members.real is None else members.real.contiguous().view(torch.uint8)
+    numbers = (*row_strides(x), members.n, c * w, w, h, tiles)
+    constants = {"MASKED": real is not None, "MEAN": mean, **_row_constants(x)}
+    tensors = (x, members.taken, real, members.times if mean else None, y)
+    launch_kernel(kernels.gather_rows, (rows * tiles,), tensors, numbers, constants)
     return y
 
 
 def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
     from regard.ops.bucket import bucket_row_kernels as kernels
 
-    x, e = x.contiguous(), x.shape[-1]
-    b = len(members.index) // heads
-    out = by_token(x, b, members.n, heads, e)
-    slots, starts = members.order
+    x, (rows, c, w, e) = x.contiguous(), x.shape
+    out = by_token(x, rows // heads, members.n, heads, e)
     tiles = ceil_div(members.n, MEMBER_BLOCK)
-    numbers = (*row_strides(out), members.n, heads, tiles)
-    launch_kernel(kernels.sum_rows, (b * heads * tiles,), (x, slots, starts, out), numbers, {"MEAN": mean, **_row_constants(x)})
+    numbers = (*row_strides(out), members.n, w, c, heads, tiles)
+    launch_kernel(kernels.sum_rows, (rows * tiles,), (x, members.where, out), numbers, {"MEAN": mean, **_row_constants(x)})
     return out
 
 
