@@ -376,8 +376,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "routing learns in evaluation": (
         R + "mixers/cluster.py",
-        "        if self.training:\n            self._learn((q, places.valid, ",
-        "        if True:\n            self._learn((q, places.valid, ",
+        "        if self.training:\n            near_q, near_k",
+        "        if True:\n            near_q, near_k",
     ),
     "a block is sorted by all of its keys": (
         R + "mixers/sinkhorn.py",
