@@ -38,10 +38,13 @@ settings.load_profile("regard")
 
 
 ROWS = len(CATALOGUE)
+MANY = 1000  # tests of a session: so many are those of the whole suite
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Search for garbage from here on, among what tests make, and less often: it was a tenth of the time of the suite."""
+    if len(session.items) > MANY:
+        import torch._dynamo  # noqa: F401 - the first update or compiled layer imports these thousand modules anyway
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
