@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from conftest import DEVICE
-from regard import Dims, core
-from regard.mixers import landmarks
+from regard import Dims, core, layer
+from regard.mixers import compressed, landmarks, low_rank
 from regard.mixers.attend import attend
 from regard.mixers.sinkhorn import _two_blocks
 from regard.ops import few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
-from regard.ops.dense import _sdpa_composite, sdpa
+from regard.ops.dense import sdpa, sdpa_composite
 from regard.ops.many_keys import many_keys_answers
 from regard.ops.spd_solve import _SpdSolve, spd_solve
+from regard.ops.stride_pool import pool_strides, pool_strides_plain
 from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
 
@@ -84,7 +85,7 @@ def test_few_keys_are_as_by_plain_operations(masked, monkeypatch):
     mask = None if bias is None else bias.unsqueeze(2)
 
     def plain(*x):
-        return _sdpa_composite(*x, mask, 0.3, False)
+        return sdpa_composite(*x, mask, 0.3, False)
 
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     found, expected = few_keys.few_keys_attention(q, k, v, bias, 0.3, plain), plain(*exact)
@@ -144,3 +145,68 @@ def test_landmarks_are_as_by_plain_operations(options, n, m, kv_heads, monkeypat
         assert (a - b).norm() < 3e-3 * b.norm()
     (first,) = torch.autograd.grad(found.float().square().sum(), q, create_graph=True)
     assert first.requires_grad
+
+
+@pytest.mark.parametrize("share", ["head", "kv"])
+def test_a_layer_of_slots_is_as_by_plain_operations(share, monkeypatch):
+    """Fewer tokens than positions, key heads that share; one slot is never written; then none of them is."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 6)
+    made = layer(f"linformer(rank=5, share={share!r})", width=24, heads=4, kv_heads=2, max_len=90).to(DEVICE)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(torch.randn_like(weight) / 5)
+        for weight in made.core.parameters():
+            weight[:, :, 3] = 0
+    x = torch.randn(2, 70, 24, device=DEVICE, requires_grad=True)
+    weights = dict(made.named_parameters())
+    up = torch.randn(2, 70, 24, device=DEVICE)
+
+    def found():
+        y = made(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *weights.values()], up)]
+
+    for _ in range(2):
+        expected = found()
+        with monkeypatch.context() as patch:
+            patch.setattr(low_rank, "takes_slots", lambda *_: True)
+            for a, b in zip(found(), expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()) + 1e-6)
+            (first,) = torch.autograd.grad(made(x).square().sum(), x, create_graph=True)
+            assert first.requires_grad
+        with torch.no_grad():
+            for weight in made.core.parameters():
+                weight.zero_()
+
+
+@pytest.mark.parametrize("n", [70, 72])
+def test_strides_are_pooled_as_by_plain_operations(n):
+    k, v = (torch.randn(2, n, 3, size, device=DEVICE).transpose(1, 2).requires_grad_() for size in (6, 5))
+    taps = [torch.randn(3, 4, device=DEVICE, requires_grad=True) for _ in range(2)]
+    exact = [x.detach().double().requires_grad_() for x in (k, v, *taps)]
+    found, expected = pool_strides(k, v, *taps), pool_strides_plain(*exact)
+    up = [torch.randn_like(x) for x in found]
+    mine = [*found, *torch.autograd.grad(found, (k, v, *taps), up, retain_graph=True)]
+    theirs = [*expected, *torch.autograd.grad(expected, exact, [x.double() for x in up])]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    (first,) = torch.autograd.grad(found[0].square().sum(), k, create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_compressed_with_kernels_is_as_without(causal, monkeypatch):
+    mechanism = core("compressed", Dims(24, 4, kv_heads=2, causal=causal)).to(DEVICE)
+    with torch.no_grad():
+        for weight in mechanism.parameters():
+            weight.add_(torch.randn_like(weight))
+    inputs = [torch.randn(2, 70, heads, 6, device=DEVICE).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    inputs += mechanism.parameters()
+
+    def found():
+        y = attend(*inputs[:3], mechanism, causal=causal)
+        return [y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))]
+
+    expected = found()
+    monkeypatch.setattr(compressed, "takes_strides", lambda *_: True)
+    for a, b in zip(found(), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -169,6 +169,9 @@ class Attention(Mixer):
         core = self.core
         if self.dims.max_len is not None:
             self.check_length(places)
+        answers = self._attended(x, places)
+        if answers is not None:
+            return self._project(answers, x)
         pooled = None if self.dims.causal else self._pooled(x, places)
         if pooled is not None:
             return self._ask(pooled, x, places)
@@ -291,6 +294,16 @@ class Attention(Mixer):
         v = _by_head(v, self.dims.g)
         with no_autocast(k):
             return self.core.push(self.core.empty(k, v), k, v, places)
+
+    def _attended(self, x: Tensor, places: Places) -> Tensor | None:
+        """Return answers (b h n e) of tokens x (b n w) by one operation of the core that projects them too; or None."""
+        maps = (self.q, self.k, self.v)
+        if not self._pools or self.dims.causal or self.positions is not None:
+            return None
+        alike = all(type(one) is nn.Linear and one.weight.dtype == x.dtype and not has_hooks(one) for one in maps)
+        if not alike or torch.is_autocast_enabled(x.device.type):
+            return None
+        return self.core.attend_tokens(x, places, maps)  # type: ignore[arg-type]
 
     def _pooled(self, x: Tensor, places: Places) -> Any:
         """Return a memory of tokens x (b m w) that was made of a few sums of them, where the core can do with those; or None."""

@@ -127,6 +127,12 @@ class Core(nn.Module):
         """Sums of tokens x (b m w), where a memory is so few sums of keys and values that these are projected instead."""
         return None
 
+    def attend_tokens(self, x: Tensor, places: Places, maps: tuple[nn.Linear, nn.Linear, nn.Linear]) -> Tensor | None:  # noqa: ARG002
+        """Answers (b h n e) of tokens x (b n w) that are mapped to queries, keys and values, where a core has one operation for
+        all of that; or None.
+        """
+        return None
+
     def push_pooled(self, memory: Any, k: Tensor, v: Tensor, pooled: PooledTokens) -> Any:
         """The memory with sums of keys (b g r d) and values (b g r e), which were projected from sums of tokens."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ from regard.mixers.pattern_attention import PatternAttention, compact_keys, comp
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
+from regard.ops.stride_pool import pool_strides, takes_strides
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import HeadPatterns, accumulator, tile_attention
 from regard.patterns import Blocks, Everything
@@ -26,6 +27,7 @@ OutLse = tuple[Tensor, Tensor]  # out and log-sum-exp
 class Strides(NamedTuple):
     slots: KVCache  # finished strides, seen as one key and value each, at their number
     raw: KVCache  # the tokens since, from the beginning of a stride on
+    once: bool = False  # it is read right after one push, by kernels that need no finished strides
 
 
 class Compressed(Core):
@@ -66,7 +68,12 @@ class Compressed(Core):
     def empty(self, k: Tensor, v: Tensor) -> Strides:
         return Strides(KVCache.empty(k, v), KVCache.empty(k, v))
 
+    def unwritten(self, k: Tensor, v: Tensor) -> Strides:
+        return self.empty(k, v)._replace(once=not self.full and takes_strides(k, v))
+
     def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
+        if memory.once and places.valid is None:
+            return memory._replace(raw=KVCache.whole_of(k, v, places))
         memory = Strides(memory.slots, _extended(memory.raw, k, v, places))
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
         return memory if later else self._settled(memory, 0)
@@ -81,7 +88,10 @@ class Compressed(Core):
             if q.shape[2] > 1:
                 raise ValueError("compressed was built with causal=True: it reads one token at a time, and scans many")
             return self._answer(memory, q, places)[0]
-        slots, raw = memory
+        slots, raw, once = memory
+        if once and raw.size:
+            k, v = pool_strides(raw.keys, raw.values, self.kernel_k, self.kernel_v)
+            return sdpa(q, k, v, scale=self.scale, dropout=self.drop)
         k, v, valid = slots.keys, slots.values, slots.places.valid
         if raw.size:  # a stride that is not full
             last_k, last_v, there = self._compressed(raw)
@@ -135,7 +145,7 @@ class Compressed(Core):
 
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
         """Compute the answers of queries at any positions: from the raw tokens near them, and from the slots before those."""
-        slots, raw = memory
+        slots, raw, _ = memory
         found = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(raw, q, places)
         beyond = raw.size > (self.near + 1) * self.stride
         if beyond or torch.is_grad_enabled():  # otherwise all are near; but the weights need a gradient
@@ -162,7 +172,7 @@ class Compressed(Core):
 
     def _settled(self, memory: Strides, near: int) -> Strides:
         """The memory with all strides turned into slots but the last `near` full ones, and the one that is not full."""
-        slots, raw = memory
+        slots, raw, _ = memory
         rate = self.stride
         size = raw.size
         room = (near + 1) * self.stride
@@ -210,6 +220,9 @@ class Compressed(Core):
     def _convolved(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As above, of tokens with the real ones in front."""
         (b, _, n, _), rate = k.shape, self.stride
+        if real is None and not self.full and takes_strides(k, v):
+            k, v = pool_strides(k, v, self.kernel_k, self.kernel_v)
+            return k, v, torch.ones(1, 1, dtype=torch.bool, device=k.device).expand(b, k.shape[2])
         strides = -(-n // rate)
         missing = -n % rate
         if torch.compiler.is_compiling():  # two or more, the last never full: graphs differ for sizes of 0 and 1

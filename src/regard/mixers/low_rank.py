@@ -15,6 +15,7 @@ from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.dense import sdpa
 from regard.ops.linear.linear_op import linear_attention
 from regard.ops.mix_tokens import mix_tokens
+from regard.ops.slot_attention import SlotSizes, SlotTensors, slot_attention, takes_slots
 from regard.ops.strip import token_runs
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 
@@ -84,8 +85,7 @@ class Linformer(Core):
 
     def pool(self, x: Tensor, places: Places) -> PooledTokens | None:
         """As `push`, of tokens in place of keys: heads that share weights are one product, and rank vectors are projected."""
-        dims = self.dims
-        if self.share == "none" or self.rank > dims.g * min(dims.d, dims.e):
+        if not self._pools():
             return None
         to_k, to_v = self._columns(places, x.dtype)
         tokens = x.unsqueeze(1)
@@ -95,6 +95,22 @@ class Linformer(Core):
         if self.project_v is not None:
             for_v, mass_v = mix_tokens(to_v, tokens).squeeze(1), to_v.sum(2, dtype=acc).mT
         return PooledTokens(for_k, for_v, mass_k, mass_v, _any_writes(to_k, to_v))
+
+    def attend_tokens(self, x: Tensor, places: Places, maps: tuple[nn.Linear, nn.Linear, nn.Linear]) -> Tensor | None:
+        start, n, dims = places.start, x.shape[1], self.dims
+        if not self._pools() or self.drop or places.valid is not None or start is None or start + n > self.longest:
+            return None
+        sizes = SlotSizes(dims.heads, dims.g, start, self.scale)
+        if not takes_slots(x, self.rank, dims.d, dims.e):
+            return None
+        to_v = self.project_k if self.project_v is None else self.project_v
+        q, k, v = maps
+        tensors = SlotTensors(x, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias, self.project_k, to_v)
+        return slot_attention(tensors, sizes)
+
+    def _pools(self) -> bool:
+        """Return whether sums of tokens are cheaper than sums of keys: heads share weights, and slots are few."""
+        return self.share != "none" and self.rank <= self.dims.g * min(self.dims.d, self.dims.e)
 
     def push_pooled(self, memory: LinformerState, k: Tensor, v: Tensor, pooled: PooledTokens) -> LinformerState:
         return LinformerState(memory.k + k, memory.v + v, memory.seen | pooled.seen)

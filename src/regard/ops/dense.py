@@ -71,10 +71,10 @@ def sdpa(
     if q.is_cuda and q.dtype == torch.float64:
         _refuse_all_pairs(q, k, "float64 on a GPU has no fused kernel")
     if transformed():
-        out = _sdpa_composite(q, k, v, mask, scale, causal, dropout)
+        out = sdpa_composite(q, k, v, mask, scale, causal, dropout)
     elif pairs is None and not causal and not dropout and takes_few_keys(q, k, v):
         bias = None if mask is None else mask.squeeze(2)
-        out = few_keys_attention(q, k, v, bias, scale, lambda q, k, v: _sdpa_composite(q, k, v, mask, scale, False))
+        out = few_keys_attention(q, k, v, bias, scale, lambda q, k, v: sdpa_composite(q, k, v, mask, scale, False))
     else:
         q, k, v = (widened(x, wide) for x in (q, k, v))
         grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - sizes may be symbols, which the kernel refuses
@@ -109,7 +109,7 @@ def widened(x: Tensor, wide: int) -> Tensor:
     return torch.cat([x, x.new_zeros(*x.shape[:-1], missing)], -1) if missing > 0 else x
 
 
-def _sdpa_composite(
+def sdpa_composite(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, dropout: float = 0.0
 ) -> Tensor:
     """Compute SDPA in plain operations, which can be differentiated in every way. It makes n x m scores.
@@ -149,7 +149,7 @@ def _second_derivative(grads: tuple[Tensor | None, ...], up: tuple[Tensor, ...])
     scale = q.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-        return (_sdpa_composite(q, k, v, mask, scale, node._saved_is_causal),)
+        return (sdpa_composite(q, k, v, mask, scale, node._saved_is_causal),)
 
     found = [*differentiable_grads(f, (q, k, v), up[:1]), *grads[3:]]
     return tuple(None if old is None else new for old, new in zip(grads, found, strict=True))  # as many as were wanted

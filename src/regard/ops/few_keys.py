@@ -28,8 +28,12 @@ def takes_few_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not q.is_cuda or torch.compiler.is_compiling() or q.shape[2] < FEWEST_QUERIES or not has_triton() or needs_plain_ops():
         return False
     alike = q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
-    widest = block_of(max(q.shape[-1], v.shape[-1]), q.device)
-    return alike and k.shape[2] > 0 and block_of(k.shape[2], q.device) * widest <= MOST_KEY_ELEMENTS[q.dtype in HALVES]
+    return alike and k.shape[2] > 0 and fits_few_keys(q, k.shape[2], max(q.shape[-1], v.shape[-1]))
+
+
+def fits_few_keys(like: Tensor, keys: int, wide: int) -> bool:
+    """Return whether one program can hold so many keys and values of this width, in the type and on the device of a tensor."""
+    return block_of(keys, like.device) * block_of(wide, like.device) <= MOST_KEY_ELEMENTS[like.dtype in HALVES]
 
 
 def few_keys_attention(
