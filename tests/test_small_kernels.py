@@ -8,7 +8,7 @@ from regard import Dims, core, layer
 from regard.mixers import compressed, landmarks, low_rank
 from regard.mixers.attend import attend
 from regard.mixers.sinkhorn import _two_blocks
-from regard.ops import few_keys
+from regard.ops import balance, few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.dense import sdpa, sdpa_composite
 from regard.ops.many_keys import many_keys_answers
@@ -31,9 +31,13 @@ def test_small_systems_are_solved_as_by_linalg(n, e):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("in_time", [False, True])
+@pytest.mark.parametrize("way", ["at once", "in strips", "in time"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_blocks_are_balanced_as_by_plain_operations(in_time, masked):
+def test_blocks_are_balanced_as_by_plain_operations(way, masked, monkeypatch):
+    in_time = way == "in time"
+    if way == "in strips":
+        monkeypatch.setattr(balance, "LARGEST_MATRIX", 1)
+        monkeypatch.setattr(balance, "STRIP_ELEMENTS", 256)
     logits = torch.randn(2, 3, 19, 19, device=DEVICE)
     seen = torch.ones(19, 19, dtype=torch.bool, device=DEVICE)
     if masked:

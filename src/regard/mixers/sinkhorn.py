@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims, Places
@@ -17,6 +17,7 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_keys, expand_heads
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time, balances_in_one_launch
 from regard.ops.budget import budget
+from regard.ops.delta.unit_features import unit_features
 from regard.ops.dense import sdpa, widened
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
@@ -97,7 +98,7 @@ class Sinkhorn(CachedCore):
         """P: how much of each block of keys goes to each block of queries (b h c c), or to each first place (b h top c)."""
         sums = cut.k.sum(3, dtype=accumulator(cut.k.dtype))
         some = cut.there[:, :, 0]
-        rows = cols = normalize(sums, dim=-1, eps=1e-6)
+        rows = cols = unit_features(sums, silu=False, fused=True)
         if self.form == "sortcut":
             logits, seen, mass = _with_the_rest(self.sort.to(sums.dtype) @ cols.mT, some)
             return self._balance(balanced, self._noisy(logits, seen), seen, mass)[:, :, :-1]
@@ -106,7 +107,7 @@ class Sinkhorn(CachedCore):
             before = pad(sums.cumsum(2), (0, 0, 1, 0))[
                 :, :, : sums.shape[2]
             ]  # not a sum less its last block: the future would round it
-            rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)
+            rows = unit_features(before + cut.k[:, :, :, 0], silu=False, fused=True)
             seen = seen & torch.ones_like(seen).tril(-1)
         scores = rows @ self.sort.to(sums.dtype) @ cols.mT
         if causal:

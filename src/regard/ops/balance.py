@@ -6,6 +6,7 @@ of time, what the rows before took is kept for the backward pass, a matrix for e
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.nn.functional import pad
 
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import SMALLEST_DOT, has_triton
-from regard.patterns.tiles import MASKED_SCORE
+from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
+LARGEST_WIDE = 1024  # where strips of it are read in every iteration
+STRIP_ELEMENTS = 16384  # of a strip
 LARGEST_IN_TIME = 64  # where products are computed too
 
 
@@ -52,12 +55,14 @@ def balances_in_one_launch(logits: Tensor, in_time: bool) -> bool:
     """Return whether the kernels take these matrices (... r c)."""
     if not logits.is_cuda or logits.dtype != torch.float32 or not has_triton():
         return False
-    largest = LARGEST_IN_TIME if in_time else LARGEST_MATRIX
+    largest = LARGEST_IN_TIME if in_time else LARGEST_WIDE
     return max(logits.shape[-2:]) <= largest and not torch.compiler.is_compiling() and not needs_plain_ops()
 
 
 def balance_matrices(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
     """Return the balanced weights (... r c) of logits (... r c), in float32."""
+    if max(logits.shape[-2:]) > LARGEST_MATRIX:
+        return _BalanceWide.apply(logits, iterations)
     return _Balance.apply(logits, iterations, in_time)
 
 
@@ -65,7 +70,7 @@ def _shape(logits: Tensor) -> tuple[int, dict[str, int]]:
     """Return the number of matrices, and what kernels are compiled for."""
     r, c = logits.shape[-2:]
     blocks = [max(SMALLEST_DOT, 1 << (size - 1).bit_length()) for size in (r, c)]
-    return logits[..., 0, 0].numel(), {"BR": blocks[0], "BC": blocks[1], "num_warps": 16 if max(blocks) > 64 else 8}
+    return math.prod(logits.shape[:-2]), {"BR": blocks[0], "BC": blocks[1], "num_warps": 16 if max(blocks) > 64 else 8}
 
 
 def _plain(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
@@ -103,3 +108,41 @@ class _Balance(torch.autograd.Function):
         kernel = kernels.balance_in_time_grads if ctx.in_time else kernels.balance_grads
         launch_kernel(kernel, (count,), (logits, kept, grad.contiguous(), found), (r, c, kept.shape[1]), own)
         return found, None, None
+
+
+class _BalanceWide(torch.autograd.Function):
+    """The kernels for matrices that no program holds: their potentials, the adjoints of these, then all gradients at once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iterations: int) -> Tensor:
+        from regard.ops.balance_kernels import balance_wide
+
+        logits = logits.contiguous()
+        (r, c), count = logits.shape[-2:], math.prod(logits.shape[:-2])
+        out = torch.empty_like(logits)
+        kept = logits.new_empty(count, iterations, r + c)
+        launch_kernel(balance_wide, (count,), (logits, out, kept), (r, c, iterations), _strips(r, c))
+        ctx.save_for_backward(logits, kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        from regard.ops.balance_kernels import balance_wide_adjoints, balance_wide_grads
+
+        logits, kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            return differentiable_grads(lambda x: (_plain(x, kept.shape[1], False),), (logits,), (grad,))[0], None
+        (r, c), (count, iterations, _) = logits.shape[-2:], kept.shape
+        grad, found, adjoints = grad.contiguous(), torch.empty_like(logits), torch.empty_like(kept)
+        own = _strips(r, c)
+        launch_kernel(balance_wide_adjoints, (count,), (logits, kept, grad, adjoints), (r, c, iterations), own)
+        strips = ceil_div(r, own["BR"])
+        tensors = (logits, kept, grad, adjoints, found)
+        launch_kernel(balance_wide_grads, (count * strips,), tensors, (r, c, strips, iterations), own)
+        return found, None
+
+
+def _strips(r: int, c: int) -> dict[str, int]:
+    """Return what the kernels of strips are compiled for."""
+    columns = max(SMALLEST_DOT, 1 << (c - 1).bit_length())
+    return {"BR": min(STRIP_ELEMENTS // columns, 1 << (r - 1).bit_length()), "BC": columns, "num_warps": 16, "num_stages": 1}

@@ -114,3 +114,130 @@ def balance_in_time_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.co
         total += dx
         g = tl.dot(later, -dx / (1.0 + taken), input_precision="tf32x3")
     tl.store(FOUND + at, tl.where(real, total, 0.0), mask=inside)
+
+
+@triton.jit
+def load_strip(LOGITS, first, r, c, BR: tl.constexpr, BC: tl.constexpr):
+    """Return rows from `first` on of the matrix of a program, in base 2; GONE for pairs that do not exist."""
+    i = first + tl.arange(0, BR)[:, None]
+    j = tl.arange(0, BC)[None, :]
+    x = tl.load(LOGITS + i * c + j, mask=(i < r) & (j < c), other=GONE)
+    return tl.where(x > GONE / 2, x * LOG2E, GONE)
+
+
+@triton.jit
+def running_sums(top, total, x):
+    """Add the rows x to sums of exponentials of columns: the largest logit so far, and the sum relative to it."""
+    new = tl.maximum(top, tl.max(x, 0))
+    return new, total * tl.exp2(top - new) + tl.sum(tl.exp2(x - new[None, :]), 0)
+
+
+@triton.jit(do_not_specialize=["r", "c", "iterations"])
+def balance_wide(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
+    """As `balance_rows_and_columns`, of a matrix that is read in strips of rows in every iteration. KEPT holds potentials: logits
+    less those of column and row are the logits after an iteration, and each is the log-sum-exp of logits less the other ones.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    LOGITS += pid * r * c
+    OUT += pid * r * c
+    KEPT += pid * iterations * (r + c)
+    columns = tl.arange(0, BC)
+    strip = tl.arange(0, BR)
+    for t in range(0, iterations):
+        top = tl.full([BC], GONE, tl.float32)
+        total = tl.zeros([BC], tl.float32)
+        for first in range(0, r, BR):
+            i = first + strip
+            x = load_strip(LOGITS, first, r, c, BR, BC)
+            by_row = tl.load(KEPT + (t - 1) * (r + c) + c + i, mask=(i < r) & (t > 0), other=0.0)
+            top, total = running_sums(top, total, tl.where(x > GONE / 2, x - by_row[:, None], GONE))
+        by_column = top + tl.log2(total)
+        tl.store(KEPT + t * (r + c) + columns, by_column, mask=columns < c)
+        tl.debug_barrier()
+        for first in range(0, r, BR):
+            i = first + strip
+            x = load_strip(LOGITS, first, r, c, BR, BC)
+            x = tl.where(x > GONE / 2, x - by_column[None, :], GONE)
+            by_row = log_sums(x, 1)
+            tl.store(KEPT + t * (r + c) + c + i, by_row, mask=i < r)
+            if t == iterations - 1:
+                j = columns[None, :]
+                w = tl.exp2(tl.where(x > GONE / 2, x - by_row[:, None], GONE))
+                tl.store(OUT + i[:, None] * c + j, w, mask=(i[:, None] < r) & (j < c))
+        tl.debug_barrier()
+
+
+@triton.jit
+def strip_weights(x, by_row, by_column):
+    """Return exp(logits less the potentials of rows and columns); 0 for pairs that do not exist."""
+    return tl.exp2(tl.where(x > GONE / 2, x - by_row[:, None] - by_column[None, :], GONE))
+
+
+@triton.jit(do_not_specialize=["r", "c", "iterations"])
+def balance_wide_adjoints(LOGITS, KEPT, GRAD, ADJOINTS, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
+    """Write the adjoints of all potentials that `balance_wide` kept, in the same order."""
+    pid = tl.program_id(0).to(tl.int64)
+    LOGITS += pid * r * c
+    GRAD += pid * r * c
+    KEPT += pid * iterations * (r + c)
+    ADJOINTS += pid * iterations * (r + c)
+    j = tl.arange(0, BC)
+    strip = tl.arange(0, BR)
+    last = (iterations - 1) * (r + c)
+    by_column = tl.load(KEPT + last + j, mask=j < c, other=0.0)
+    of_columns = tl.zeros([BC], tl.float32)
+    for first in range(0, r, BR):
+        i = first + strip
+        by_row = tl.load(KEPT + last + c + i, mask=i < r, other=0.0)
+        w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC), by_row, by_column)
+        g = tl.load(GRAD + i[:, None] * c + j[None, :], mask=(i[:, None] < r) & (j[None, :] < c), other=0.0) * w
+        of_columns -= tl.sum(g, 0)
+        tl.store(ADJOINTS + last + c + i, -tl.sum(g, 1), mask=i < r)
+    tl.debug_barrier()
+    for back in range(0, iterations):
+        t = iterations - 1 - back
+        at = t * (r + c)
+        by_column = tl.load(KEPT + at + j, mask=j < c, other=0.0)
+        for first in range(0, r, BR):
+            i = first + strip
+            by_row = tl.load(KEPT + at + c + i, mask=i < r, other=0.0)
+            of_rows = tl.load(ADJOINTS + at + c + i, mask=i < r, other=0.0)
+            w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC), by_row, by_column)
+            of_columns -= tl.sum(w * of_rows[:, None], 0)
+        tl.store(ADJOINTS + at + j, of_columns, mask=j < c)
+        for first in range(0, r, BR):
+            i = first + strip
+            earlier = (i < r) & (t > 0)
+            by_row = tl.load(KEPT + at - r + i, mask=earlier, other=0.0)  # of the iteration before
+            w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC), by_row, by_column)
+            tl.store(ADJOINTS + at - r + i, -tl.sum(w * of_columns[None, :], 1), mask=earlier)
+        of_columns = tl.zeros([BC], tl.float32)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["r", "c", "strips", "iterations"])
+def balance_wide_grads(LOGITS, KEPT, GRAD, ADJOINTS, FOUND, r, c, strips, iterations, BR: tl.constexpr, BC: tl.constexpr):
+    """Write the gradient of a strip of logits from the adjoints of all potentials."""
+    matrix = (tl.program_id(0) // strips).to(tl.int64)
+    first = tl.program_id(0) % strips * BR
+    KEPT += matrix * iterations * (r + c)
+    ADJOINTS += matrix * iterations * (r + c)
+    i = first + tl.arange(0, BR)
+    j = tl.arange(0, BC)
+    at = matrix * r * c + i[:, None] * c + j[None, :]
+    inside = (i[:, None] < r) & (j[None, :] < c)
+    x = load_strip(LOGITS + matrix * r * c, first, r, c, BR, BC)
+    total = tl.zeros([BR, BC], tl.float32)
+    before = tl.zeros([BR], tl.float32)  # potentials of rows after the iteration before
+    for t in range(0, iterations):
+        by_column = tl.load(KEPT + t * (r + c) + j, mask=j < c, other=0.0)
+        by_row = tl.load(KEPT + t * (r + c) + c + i, mask=i < r, other=0.0)
+        of_columns = tl.load(ADJOINTS + t * (r + c) + j, mask=j < c, other=0.0)
+        of_rows = tl.load(ADJOINTS + t * (r + c) + c + i, mask=i < r, other=0.0)
+        total += of_columns[None, :] * strip_weights(x, before, by_column)
+        w = strip_weights(x, by_row, by_column)
+        total += of_rows[:, None] * w
+        if t == iterations - 1:
+            total += tl.load(GRAD + at, mask=inside, other=0.0) * w
+        before = by_row
+    tl.store(FOUND + at, total, mask=inside)

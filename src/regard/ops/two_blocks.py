@@ -90,7 +90,7 @@ class _TwoBlocks(torch.autograd.Function):
         q, k, v, k2, v2, bias = blocks
         b, h, u, p, d = q.shape
         grad = _dense(grad)
-        found = [_beside(x) for x in blocks[:5]]
+        found = [torch.empty_like(x) for x in blocks[:5]]  # laid out as they are: what adds to them reads both in one order
         d_bias = torch.empty_like(bias)
         numbers = (*_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
         tensors = (*blocks, out, grad, lse, *found, d_bias)
