@@ -44,6 +44,7 @@ WORDS = {  # by a part of the path: what the names of the tests contain that run
     "ops/bucket": "reformer or routing",
     "ops/pair": "additive or relu or synthesizer",
     "ops/balance": "sinkhorn",
+    "ops/mixed_blocks": "sinkhorn",
     "ops/edge": "gat or edge or graph",
     "ops/dropout_hash": "dropout or drops",
     "positions/": "position or alibi or rotary or relative",
@@ -388,6 +389,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         R + "ops/balance.py",
         "        taken = pad(shares.cumsum(-2), (0, 0, 1, 0))[..., : shares.shape[-2], :]\n",
         "        taken = shares.sum(-2, keepdim=True) - shares\n",
+    ),
+    "the gradient of a mixture forgets its weights": (
+        R + "ops/mixed_blocks.py",
+        "                total[at].flatten(1).addmm_(weights[at].mT, rows)\n",
+        "                total[at].flatten(1).add_(rows[: len(total[at])])\n",
     ),
     "slots that nothing was written into are seen": (
         R + "mixers/low_rank.py",

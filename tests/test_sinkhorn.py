@@ -12,6 +12,8 @@ from regard import Dims, attend, core, layer
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache
 from regard.mixers.sinkhorn import Sinkhorn, _Cut, balanced, balanced_in_time
+from regard.ops.budget import Budget
+from regard.ops.mixed_blocks import mixed_blocks, mixed_blocks_in_buffers, takes_mixed_blocks
 from test_limits import Largest, check_same, qkv
 
 
@@ -270,3 +272,26 @@ class Kernels(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.made.append((func.overloadpacket.__name__, out.numel()))
         return out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("filled", [False, True])
+def test_products_in_buffers_compute_the_definition(causal, filled, monkeypatch):
+    monkeypatch.setattr("regard.ops.mixed_blocks.budget", lambda _: Budget(tile_scores=8 * 6 * 6 * 3))  # strips of 3 and 1
+    b, h, u, c, p, d, e = 2, 3, 4, 5, 6, 7, 8
+    shapes = ((b, h, u, p, d), (b, h, c, p, d), (b, h, c, p, e), (b, h, u, c), (b, h, u, p), (b, h, u, 2 * p))
+    torch.manual_seed(0)
+    given = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    some = [x for x in given if not filled or x is not given[4]]
+    if filled:
+        given[4] = None
+    assert takes_mixed_blocks(*some)
+    slow, fast = mixed_blocks(*given, causal), mixed_blocks_in_buffers(*given, causal)
+    torch.testing.assert_close(fast, slow)
+    up = torch.randn_like(slow)
+    for ours, theirs in zip(*(torch.autograd.grad(y, some, up) for y in (fast, slow)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    first = torch.autograd.grad(mixed_blocks_in_buffers(*given, causal), some[0], up, create_graph=True)[0]
+    wanted = torch.autograd.grad(mixed_blocks(*given, causal), some[0], up, create_graph=True)[0]
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), some) for y in (first, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)

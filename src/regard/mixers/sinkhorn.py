@@ -19,6 +19,7 @@ from regard.ops.balance import balance_matrices, balanced, balanced_in_time, bal
 from regard.ops.budget import budget
 from regard.ops.delta.unit_features import unit_features
 from regard.ops.dense import sdpa, widened
+from regard.ops.mixed_blocks import mixed_blocks_in_buffers, takes_mixed_blocks
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 from regard.ops.two_blocks import takes_two_blocks, two_blocks_attention
@@ -140,14 +141,18 @@ class Sinkhorn(CachedCore):
         shares = grid.rows(shares.masked_fill(own, 0))
         e = cut.v.shape[-1]
         laid = grid.laid(q, places, p)
+        weights, lack, bias = cut.mixture(shares)
+        own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
+        own_bias = own_bias.expand(*q.shape[:2], -1, -1).to(bias.dtype)
+        bias = torch.cat([grid.rows(own_bias), bias], -1)
+        if grid.first is None and takes_mixed_blocks(laid, cut.k, cut.v, weights, bias):
+            out = mixed_blocks_in_buffers(laid, cut.k, cut.v, weights, lack, bias, causal)
+            return grid.back(out.flatten(2, 3), q.shape[2])
         fused = takes_two_blocks((laid, cut.k, cut.v, cut.k, cut.v, shares))
         if not fused:
             wide = q.shape[-1] + _bias_columns(q.shape[-1])
             cut = cut._replace(v=widened(cut.v, wide))  # before they are mixed: the copy that a product of blocks needs anyway
-        k2, v2, bias = cut.sorted_by(shares)
-        own_bias = torch.where(cut.there, 0.0, MASKED_SCORE)[:, None]
-        own_bias = own_bias.expand(*q.shape[:2], -1, -1).to(bias.dtype)
-        bias = torch.cat([grid.rows(own_bias), bias], -1)
+        k2, v2 = cut.mixed(weights, lack)
         tensors = (laid, grid.rows(cut.k), grid.rows(cut.v), k2, v2, bias)
         if fused:
             out = two_blocks_attention(tensors, causal, lambda *x: _two_blocks(causal, *x)[0])
@@ -192,6 +197,11 @@ class _Cut(NamedTuple):
 
     def sorted_by(self, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Blocks mixed by shares (b h u c): keys (b h u p d), values, and the log of their mass (b h u p), UNSEEN for none."""
+        weights, lack, bias = self.mixture(shares)
+        return *self.mixed(weights, lack), bias
+
+    def mixture(self, shares: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Weights (b h u c) of sum 1, factors (b h u p) of slots that the last block does not have, and the log of the mass."""
         total = shares.sum(-1, keepdim=True)
         mass = total if self.every_slot else shares @ self.there[:, None].to(shares.dtype)
         row, _ = _positive(total)
@@ -199,11 +209,12 @@ class _Cut(NamedTuple):
         bias = torch.where(some, mass.log(), MASKED_SCORE)
         bias = bias.expand(*shares.shape[:3], self.there.shape[2])
         weights = (shares / row).to(self.k.dtype)
+        return weights, None if self.every_slot else (row / mass).to(self.k.dtype), bias
+
+    def mixed(self, weights: Tensor, lack: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys (b h u p d) and values, mixed by the weights of `mixture`."""
         k, v = ((weights @ x.flatten(3)).unflatten(3, x.shape[3:]) for x in (self.k, self.v))
-        if self.every_slot:
-            return k, v, bias
-        lack = (row / mass).to(k.dtype)[..., None]  # a slot that the last block does not have
-        return k * lack, v * lack, bias
+        return (k, v) if lack is None else (k * lack[..., None], v * lack[..., None])
 
 
 def _positive(mass: Tensor) -> tuple[Tensor, Tensor]:
