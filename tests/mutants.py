@@ -382,8 +382,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a block is sorted by all of its keys": (
         R + "mixers/sinkhorn.py",
-        "            rows = normalize(before + cut.k[:, :, :, 0], dim=-1, eps=1e-6)\n",
-        "            rows = normalize(before + sums, dim=-1, eps=1e-6)\n",
+        "            rows = unit_features(before + cut.k[:, :, :, 0], silu=False, fused=True)\n",
+        "            rows = unit_features(before + sums, silu=False, fused=True)\n",
     ),
     "a block's share is balanced against later ones": (
         R + "ops/balance.py",
