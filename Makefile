@@ -12,6 +12,8 @@ PY = $(VENV)/bin/python
 JOBS ?= 2
 # One thread a worker: two workers with two threads each would fight over two cores.
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Byte code is kept whatever the environment says: else every process of a test compiles all of src and tests again.
+KEPT = PYTHONDONTWRITEBYTECODE=
 
 .PHONY: test compare lint test-gpu bench mutants tables clean
 
@@ -22,7 +24,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 test: $(VENV)/ready
-	$(THREADS) $(PY) -m pytest -n $(JOBS) --dist worksteal $(if $(SLOWEST),--durations=$(SLOWEST))
+	$(THREADS) $(KEPT) $(PY) -m pytest -n $(JOBS) --dist worksteal $(if $(SLOWEST),--durations=$(SLOWEST))
 
 # Stopped and started again, it goes on from the cells that are there.
 compare: $(VENV)/ready

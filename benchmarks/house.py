@@ -154,7 +154,7 @@ class Text(NamedTuple):
 def texts(path: Path) -> Iterator[Text]:
     """Iterate over the docstrings and comments of a file; comments for tools (noqa, type) are left out."""
     source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(path)):
         doc = _docstring(node)
         if doc is not None:
             yield Text(path, doc.lineno, doc.value)
