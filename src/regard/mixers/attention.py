@@ -20,10 +20,17 @@ from regard.mixers.state import CrossState, State
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
-    kind = x.device.type if x.device.type != "meta" else "cpu"
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return torch.autocast(_autocast_kind(x), enabled=False) if in_autocast(x) else nullcontext()
+
+
+def in_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of x."""
+    return torch.is_autocast_enabled(_autocast_kind(x))
+
+
+def _autocast_kind(x: Tensor) -> str:
+    """Return the name of the device of x for autocast, which does not know "meta"."""
+    return x.device.type if x.device.type != "meta" else "cpu"
 
 
 class UnmadeProjection(nn.Module):
@@ -301,7 +308,7 @@ class Attention(Mixer):
         if not self._pools or self.dims.causal or self.positions is not None:
             return None
         alike = all(type(one) is nn.Linear and one.weight.dtype == x.dtype and not has_hooks(one) for one in maps)
-        if not alike or torch.is_autocast_enabled(x.device.type):
+        if not alike or in_autocast(x):
             return None
         return self.core.attend_tokens(x, places, maps)  # type: ignore[arg-type]
 

@@ -202,7 +202,8 @@ class Cosformer(Linear):
         at = places.at.to(wide.dtype)
         angle = at[:, None, :, None] * (math.pi / 2 / self.longest)
         features = torch.cat([wide * angle.cos(), wide * angle.sin()], -1)
-        return features.to(q.dtype)
+        # norms of clipped features may be small: float16 keeps all digits, and its products have them too
+        return features if q.dtype == torch.float16 else features.to(q.dtype)
 
 
 class RFA(Estimator, Kernel):
