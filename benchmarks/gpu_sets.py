@@ -27,15 +27,16 @@ SETS: dict[str, list[dict[str, Any]]] = {
         {"mixers": ["Local(256)"], "lengths": [256 * K, 1024 * K], "forms": CAUSAL, "peers": []},
     ],
     "linear": [
+        {"mixers": ["linear"], "lengths": [4 * K, 64 * K], "forms": CAUSAL, "peers": [FULL, FLA]},
         {
-            "mixers": ["linear", "retention(norm=False)", "gla", "delta"],
+            "mixers": ["gla", "delta", "retention(norm=False)"],
             "lengths": [4 * K, 64 * K, 16 * K],
             "forms": CAUSAL,
             "peers": [FULL, FLA],
         },
         {"mixers": ["linear", "efficient"], "lengths": [4 * K, 64 * K], "forms": BIDIRECTIONAL, "peers": [FULL]},
         {"mixers": ["retention"], "lengths": [4 * K, 64 * K], "forms": CAUSAL, "peers": []},
-        {"mixers": ["linear"], "lengths": [1024 * K], "forms": CAUSAL, "peers": []},
+        {"mixers": ["linear"], "lengths": [16 * K, 1024 * K], "forms": CAUSAL, "peers": []},
     ],
     "patterns": [
         {

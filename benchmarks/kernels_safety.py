@@ -109,7 +109,7 @@ def cases(once: bool) -> list[tuple[str, int, torch.dtype, int, bool, bool]]:
     """List what is checked, the most used sizes and types first; lengths and padding take turns."""
     if once:
         d, dtype = (64, torch.bfloat16) if DEVICE == "cuda" else (16, torch.float32)  # the interpreter has no bfloat16
-        return [(text, d, dtype, LENGTHS[1], causal, True) for text in SPECS for causal in (True, False)]
+        return [(text, d, dtype, LENGTHS[1], causal, True) for causal in (True, False) for text in SPECS]
     found = [
         (text, d, dtype, LENGTHS[-1] if causal else LENGTHS[1 + number % 2], causal, number % 2 == 0)
         for number, d in enumerate(SIZES)
