@@ -22,7 +22,7 @@ from regard.ops.dense import sdpa, widened
 from regard.ops.mixed_blocks import mixed_blocks_in_buffers, takes_mixed_blocks
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
-from regard.ops.two_blocks import mixed_blocks_attention, takes_mixed_blocks, takes_two_blocks, two_blocks_attention
+from regard.ops.two_blocks import sorted_blocks_attention, takes_sorted_blocks, takes_two_blocks, two_blocks_attention
 
 
 class Sinkhorn(CachedCore):
@@ -140,7 +140,7 @@ class Sinkhorn(CachedCore):
         if cut.every_slot and grid.plain:
             asked = grid.laid(q, places, p)
             blocks = (asked, cut.k, cut.v, cut.k, cut.v, shares)
-            if takes_two_blocks(blocks) and takes_mixed_blocks(asked, cut.k, shares):
+            if takes_two_blocks(blocks) and takes_sorted_blocks(asked, cut.k, shares):
                 return self._mixed(asked, cut, shares, causal).flatten(2, 3)
         own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
         shares = grid.rows(shares.masked_fill(own, 0))
@@ -175,7 +175,7 @@ class Sinkhorn(CachedCore):
             k2, v2, bias = cut._replace(k=k, v=v).sorted_by(shares.masked_fill(own, 0))
             return _two_blocks(causal, q, k, v, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
 
-        return mixed_blocks_attention(q, cut.k, cut.v, shares, causal, MASKED_SCORE, plain)
+        return sorted_blocks_attention(q, cut.k, cut.v, shares, causal, MASKED_SCORE, plain)
 
 
 def _block_count(n: int, p: int) -> int:

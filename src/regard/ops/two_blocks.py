@@ -102,12 +102,12 @@ class _TwoBlocks(torch.autograd.Function):
         return None, None, *found, d_bias.to(ctx.kind)
 
 
-def takes_mixed_blocks(q: Tensor, k: Tensor, shares: Tensor) -> bool:
-    """Return whether `mixed_blocks_attention` computes blocks that `takes_two_blocks` allows."""
+def takes_sorted_blocks(q: Tensor, k: Tensor, shares: Tensor) -> bool:
+    """Return whether `sorted_blocks_attention` computes blocks that `takes_two_blocks` allows."""
     return shares.dtype == torch.float32 and shares.shape[-1] <= MOST_BLOCKS and q.shape == k.shape
 
 
-def mixed_blocks_attention(
+def sorted_blocks_attention(
     q: Tensor, k: Tensor, v: Tensor, shares: Tensor, causal: bool, unseen: float, plain: Callable[..., Tensor]
 ) -> Tensor:
     """Return out (b h c p e) of blocks q, k (b h c p d), v (b h c p e): a query sees its own block and one that is mixed from the
@@ -115,7 +115,7 @@ def mixed_blocks_attention(
 
     plain: the same function of the four tensors in differentiable operations, for second derivatives.
     """
-    return _MixedBlocks.apply(causal, unseen, plain, q, k, v, shares)
+    return _SortedBlocks.apply(causal, unseen, plain, q, k, v, shares)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def _share_rows(shares: Tensor) -> tuple[tuple[int], tuple[int, int, float], dic
     return (ceil_div(count, rows),), (count, c, limits.tiny / limits.eps), {"BR": rows, "BC": columns}
 
 
-class _MixedBlocks(torch.autograd.Function):
+class _SortedBlocks(torch.autograd.Function):
     """The kernels and the products that mix blocks, for autograd: gradients of blocks are summed where they are made."""
 
     @staticmethod
