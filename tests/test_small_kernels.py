@@ -31,13 +31,13 @@ def test_small_systems_are_solved_as_by_linalg(n, e):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("way", ["at once", "in strips", "in time"])
+@pytest.mark.parametrize("way", ["at once", "in strips", "in time", "in time, in strips"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_blocks_are_balanced_as_by_plain_operations(way, masked, monkeypatch):
-    in_time = way == "in time"
-    if way == "in strips":
-        monkeypatch.setattr(balance, "LARGEST_MATRIX", 1)
-        monkeypatch.setattr(balance, "STRIP_ELEMENTS", 256)
+    in_time = way.startswith("in time")
+    if way.endswith("in strips"):
+        for name in ("LARGEST_MATRIX", "LARGEST_IN_TIME", "STRIP_ELEMENTS"):
+            monkeypatch.setattr(balance, name, 1)
     logits = torch.randn(2, 3, 19, 19, device=DEVICE)
     seen = torch.ones(19, 19, dtype=torch.bool, device=DEVICE)
     if masked:

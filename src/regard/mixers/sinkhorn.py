@@ -126,7 +126,7 @@ class Sinkhorn(CachedCore):
     def _balance(self, way: Callable[..., Tensor], logits: Tensor, *more: Tensor | None) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
         in_time = way is balanced_in_time
-        if more[1:] == () and balances_in_one_launch(logits, in_time):
+        if more[1:] == () and balances_in_one_launch(logits):
             return balance_matrices(logits, self.iterations, in_time)
         size = 2 * self.iterations * math.prod(logits.shape[2:])
         shape = logits.shape[:2]
