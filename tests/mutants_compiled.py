@@ -180,12 +180,6 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    free = begin ",
         "bucket_backends",
     ),
-    "a group of rows computes the first rows again": (
-        R + "ops/bucket/triton_kernels.py",
-        "    row = first_row + pid // tiles\n",
-        "    row = pid // tiles\n",
-        "bucket_backends",
-    ),
     "a causal block sees all of its own keys in the gradient": (
         R + "ops/two_blocks_kernels.py",
         '        turned = tl.where(i[:, None] <= i[None, :], turned, float("-inf"))\n',

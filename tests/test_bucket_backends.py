@@ -79,14 +79,6 @@ def test_every_backend_computes_the_reference(backend, case):
     agree(results(call, backend), results(call, "reference"))
 
 
-def test_rows_are_computed_in_groups_that_change_nothing(monkeypatch):
-    call = call_of(rounds=3, g=2)
-    whole = results(call, "triton")
-    monkeypatch.setattr(fused, "CACHED_SUMS", 1)
-    assert fused.row_groups(5, 3, 2) == [(row, 1) for row in range(5)] and fused.row_groups(5, 3, 1) == [(0, 5)]
-    assert all(torch.equal(a, b) for a, b in zip(whole, results(call, "triton"), strict=True))
-
-
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_tokens_are_sorted_by_counting_as_by_a_radix_sort(rounds, monkeypatch):
     monkeypatch.setattr(bucket_launch, "COUNT_BLOCK", 64)

@@ -10,6 +10,7 @@ from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache, StaticCursor, StaticKVCache
 from regard.mixers.pattern_attention import PatternAttention
 from regard.ops.decode_step import StepCall, StepWindow, decoding_step, step_refuses, step_window
+from regard.ops.kernel_launch import launch_kernel
 from regard.ops.linear.linear_op import LinearCall
 from regard.ops.linear.reference import ReferenceLinear
 from regard.ops.tile.tile_op import HeadPatterns
@@ -193,9 +194,13 @@ def test_a_linear_step_refuses_more_than_a_token() -> None:
 def test_a_layer_decodes_by_the_step_kernels(spec: str, monkeypatch) -> None:
     """Steps without gradients are the kernels, and continue a stream as the torch backend does."""
     launched = []
-    for module, name in ((triton_step, "linear_step_kernel"), (delta_step, "delta_step_kernel")):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, Counted(kernel, launched))
+
+    def counted(kernel, *rest) -> None:
+        launched.append(kernel)
+        launch_kernel(kernel, *rest)
+
+    for module in (triton_step, delta_step):
+        monkeypatch.setattr(module, "launch_kernel", counted)
     x, found = torch.randn(2, 3, 16, device=DEVICE), []
     for backend in ("triton", "torch"):
         torch.manual_seed(0)
@@ -208,14 +213,3 @@ def test_a_layer_decodes_by_the_step_kernels(spec: str, monkeypatch) -> None:
         found.append(torch.cat(outs, 1))
     assert len(launched) == 3
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-class Counted:
-    """A kernel that counts its launches."""
-
-    def __init__(self, kernel, launched: list) -> None:
-        self.kernel, self.launched = kernel, launched
-
-    def __getitem__(self, grid):
-        self.launched.append(grid)
-        return self.kernel[grid]
