@@ -150,6 +150,36 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        g -= tl.exp2(x) * tl.sum(g, 0)[None, :]\n",
         "small_kernels",
     ),
+    "the adjoint of columns goes on to the iteration before": (
+        R + "ops/balance_kernels.py",
+        "        of_columns = tl.zeros([BC], tl.float32)\n        tl.debug_barrier()\n",
+        "        tl.debug_barrier()\n",
+        "small_kernels",
+    ),
+    "the mass of other blocks has no gradient": (
+        R + "ops/two_blocks_kernels.py",
+        "    pull = tl.sum(g * x, 1) / row - tl.load(DMASS + i, mask=i < count, other=0.0)\n",
+        "    pull = tl.sum(g * x, 1) / row\n",
+        "small_kernels",
+    ),
+    "segments of queries have keys of the first segment alone": (
+        R + "ops/few_keys_kernels.py",
+        "    first = pid % segments * size\n",
+        "    first = 0\n",
+        "small_kernels",
+    ),
+    "a cluster takes the later ones of equal tokens": (
+        R + "ops/bucket/cluster_kernels.py",
+        "(equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))",
+        "(equal & (tl.sum(equal.to(tl.int32), 0) - tl.cumsum(equal.to(tl.int32), 0) < missing))",
+        "bucket_backends",
+    ),
+    "a block of tokens is placed as if it were the first": (
+        R + "ops/bucket/bucket_count_kernels.py",
+        "    free = begin + before ",
+        "    free = begin ",
+        "bucket_backends",
+    ),
     "a causal block sees all of its own keys in the gradient": (
         R + "ops/two_blocks_kernels.py",
         '        turned = tl.where(i[:, None] <= i[None, :], turned, float("-inf"))\n',

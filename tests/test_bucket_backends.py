@@ -6,6 +6,7 @@ import torch
 from conftest import DEVICE, close, data, some
 from regard import Dims, core, layer
 from regard.ops.backend import backends, choose_backend
+from regard.ops.bucket import bucket_launch
 from regard.ops.bucket import triton as fused
 from regard.ops.bucket.bucket_op import BucketCall, LabelCall, bucket_attention, product_labels
 from regard.ops.bucket.few_queries import few_bucket_queries
@@ -78,12 +79,15 @@ def test_every_backend_computes_the_reference(backend, case):
     agree(results(call, backend), results(call, "reference"))
 
 
-def test_rows_are_computed_in_groups_that_change_nothing(monkeypatch):
-    call = call_of(rounds=3, g=2)
-    whole = results(call, "triton")
-    monkeypatch.setattr(fused, "CACHED_SUMS", 1)
-    assert fused.row_groups(5, 3, 2) == [(row, 1) for row in range(5)] and fused.row_groups(5, 3, 1) == [(0, 5)]
-    assert all(torch.equal(a, b) for a, b in zip(whole, results(call, "triton"), strict=True))
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_tokens_are_sorted_by_counting_as_by_a_radix_sort(rounds, monkeypatch):
+    monkeypatch.setattr(bucket_launch, "COUNT_BLOCK", 64)
+    monkeypatch.setattr(bucket_launch, "COUNTED_ELEMENTS", 256)
+    call = call_of(n=150, rounds=rounds, count=5, padded=True)
+    found = [torch.full((6 if rounds > 1 else 3, 1, 2, rounds, 150), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    bucket_launch.counted_places(call, found[0])
+    bucket_launch.radix_places(call, found[1])
+    assert torch.equal(*found) and (found[0] >= -1).all()
 
 
 def test_a_case_has_what_its_name_claims():

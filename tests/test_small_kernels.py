@@ -7,7 +7,7 @@ from conftest import DEVICE
 from regard import Dims, core, layer
 from regard.mixers import compressed, landmarks, low_rank
 from regard.mixers.attend import attend
-from regard.mixers.sinkhorn import _two_blocks
+from regard.mixers.sinkhorn import _Cut, _two_blocks
 from regard.ops import balance, few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.dense import sdpa, sdpa_composite
@@ -31,13 +31,13 @@ def test_small_systems_are_solved_as_by_linalg(n, e):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("way", ["at once", "in strips", "in time"])
+@pytest.mark.parametrize("way", ["at once", "in strips", "in time", "in time, in strips"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_blocks_are_balanced_as_by_plain_operations(way, masked, monkeypatch):
-    in_time = way == "in time"
-    if way == "in strips":
-        monkeypatch.setattr(balance, "LARGEST_MATRIX", 1)
-        monkeypatch.setattr(balance, "STRIP_ELEMENTS", 256)
+    in_time = way.startswith("in time")
+    if way.endswith("in strips"):
+        for name in ("LARGEST_MATRIX", "LARGEST_IN_TIME", "STRIP_ELEMENTS"):
+            monkeypatch.setattr(balance, name, 1)
     logits = torch.randn(2, 3, 19, 19, device=DEVICE)
     seen = torch.ones(19, 19, dtype=torch.bool, device=DEVICE)
     if masked:
@@ -75,6 +75,38 @@ def test_two_blocks_are_as_by_plain_operations(causal):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     (first,) = torch.autograd.grad(found.square().sum(), blocks[0], create_graph=True)
     assert first.requires_grad
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_mixed_blocks_are_as_by_plain_operations(causal, by_token):
+    """Blocks in both orders of memory; shares of a block that gets nothing, and of one that keeps itself."""
+    sinkhorn = core("sinkhorn(block=8)", Dims(12, 2, causal=causal))
+    shape = (1, 5, 8, 2) if by_token else (1, 2, 5, 8)
+    q, k, v = (torch.randn(*shape, size, device=DEVICE) for size in (6, 6, 5))
+    if by_token:
+        q, k, v = (x.permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    shares = torch.randn(1, 2, 5, 5, device=DEVICE).softmax(-1)
+    shares[0, 0, 2] = torch.eye(5, device=DEVICE)[2]
+    given = [x.requires_grad_() for x in (q, k, v, shares)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    there = torch.ones(1, 5, 8, dtype=torch.bool, device=DEVICE)
+
+    def run(q, k, v, shares):
+        return sinkhorn._mixed(q, _Cut(k, v, there, True, True), shares, causal)
+
+    def plain(q, k, v, shares):
+        own = torch.eye(5, dtype=torch.bool, device=DEVICE)
+        k2, v2, bias = _Cut(k, v, there, True, True).sorted_by(shares.masked_fill(own, 0))
+        return _two_blocks(causal, q, k, v, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
+
+    found, expected = run(*given), plain(*exact)
+    up = torch.randn_like(found)
+    mine = [found, *torch.autograd.grad(found, given, up, retain_graph=True)]
+    theirs = [expected, *torch.autograd.grad(expected, exact, up.double())]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    assert torch.autograd.grad(found.square().sum(), given[0], create_graph=True)[0].requires_grad
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -22,7 +22,7 @@ from regard.ops.dense import sdpa, widened
 from regard.ops.mixed_blocks import mixed_blocks_in_buffers, takes_mixed_blocks
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
-from regard.ops.two_blocks import takes_two_blocks, two_blocks_attention
+from regard.ops.two_blocks import sorted_blocks_attention, takes_sorted_blocks, takes_two_blocks, two_blocks_attention
 
 
 class Sinkhorn(CachedCore):
@@ -126,7 +126,7 @@ class Sinkhorn(CachedCore):
     def _balance(self, way: Callable[..., Tensor], logits: Tensor, *more: Tensor | None) -> Tensor:
         """A few heads at a time: every iteration keeps something for the backward pass."""
         in_time = way is balanced_in_time
-        if more[1:] == () and balances_in_one_launch(logits, in_time):
+        if more[1:] == () and balances_in_one_launch(logits):
             return balance_matrices(logits, self.iterations, in_time)
         size = 2 * self.iterations * math.prod(logits.shape[2:])
         shape = logits.shape[:2]
@@ -137,6 +137,11 @@ class Sinkhorn(CachedCore):
     def _own_and_sorted(self, cut: _Cut, q: Tensor, places: Places, causal: bool) -> Tensor:
         grid, p = _Grid.of(places, self.block), self.block
         shares = self.shares(cut, causal)
+        if cut.every_slot and grid.plain:
+            asked = grid.laid(q, places, p)
+            blocks = (asked, cut.k, cut.v, cut.k, cut.v, shares)
+            if takes_two_blocks(blocks) and takes_sorted_blocks(asked, cut.k, shares):
+                return self._mixed(asked, cut, shares, causal).flatten(2, 3)
         own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
         shares = grid.rows(shares.masked_fill(own, 0))
         e = cut.v.shape[-1]
@@ -161,6 +166,16 @@ class Sinkhorn(CachedCore):
         each = max(each, q.shape[1] * budget(q.device).strip >> 15)  # a fused kernel takes no more than 65,535 heads
         out = in_strips(partial(_two_blocks, causal), tensors, 2, each, recompute=False)[0]
         return grid.back(out[..., :e].flatten(2, 3), q.shape[2])
+
+    def _mixed(self, q: Tensor, cut: _Cut, shares: Tensor, causal: bool) -> Tensor:
+        """Blocks of queries (b h c p d) beside as many blocks of keys, all full, by kernels."""
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, shares: Tensor) -> Tensor:
+            own = torch.eye(shares.shape[-1], dtype=torch.bool, device=q.device)
+            k2, v2, bias = cut._replace(k=k, v=v).sorted_by(shares.masked_fill(own, 0))
+            return _two_blocks(causal, q, k, v, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
+
+        return sorted_blocks_attention(q, cut.k, cut.v, shares, causal, MASKED_SCORE, plain)
 
 
 def _block_count(n: int, p: int) -> int:
@@ -230,6 +245,11 @@ class _Grid(NamedTuple):
     u: int
     first: Tensor | None  # (b 1) the block of the first query of each row; None: block 0
     slot: Tensor | None  # (b n) where each query lies; None: one after another
+
+    @property
+    def plain(self) -> bool:
+        """Return whether queries lie as the keys do from the first block on."""
+        return self.first is None and self.slot is None
 
     @staticmethod
     def of(places: Places, p: int) -> _Grid:

@@ -20,7 +20,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 
 LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
 LARGEST_WIDE = 1024  # where strips of it are read in every iteration
-STRIP_ELEMENTS = 16384  # of a strip
+STRIP_ELEMENTS = 8192  # of a strip
 LARGEST_IN_TIME = 64  # where products are computed too
 
 
@@ -51,18 +51,17 @@ def balanced_in_time(iterations: int, logits: Tensor) -> Tensor:
     return (logits - taken.log1p()).softmax(-1) * seen
 
 
-def balances_in_one_launch(logits: Tensor, in_time: bool) -> bool:
+def balances_in_one_launch(logits: Tensor) -> bool:
     """Return whether the kernels take these matrices (... r c)."""
     if not logits.is_cuda or logits.dtype != torch.float32 or not has_triton():
         return False
-    largest = LARGEST_IN_TIME if in_time else LARGEST_WIDE
-    return max(logits.shape[-2:]) <= largest and not torch.compiler.is_compiling() and not needs_plain_ops()
+    return max(logits.shape[-2:]) <= LARGEST_WIDE and not torch.compiler.is_compiling() and not needs_plain_ops()
 
 
 def balance_matrices(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
     """Return the balanced weights (... r c) of logits (... r c), in float32."""
-    if max(logits.shape[-2:]) > LARGEST_MATRIX:
-        return _BalanceWide.apply(logits, iterations)
+    if max(logits.shape[-2:]) > (LARGEST_IN_TIME if in_time else LARGEST_MATRIX):
+        return _BalanceWide.apply(logits, iterations, in_time)
     return _Balance.apply(logits, iterations, in_time)
 
 
@@ -111,38 +110,50 @@ class _Balance(torch.autograd.Function):
 
 
 class _BalanceWide(torch.autograd.Function):
-    """The kernels for matrices that no program holds: their potentials, the adjoints of these, then all gradients at once."""
+    """The kernels for matrices that no program holds. Not in time: adjoints of potentials first, then all gradients at once."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, iterations: int) -> Tensor:
-        from regard.ops.balance_kernels import balance_wide
+    def forward(ctx: Any, logits: Tensor, iterations: int, in_time: bool) -> Tensor:
+        from regard.ops import balance_kernels as kernels
 
         logits = logits.contiguous()
         (r, c), count = logits.shape[-2:], math.prod(logits.shape[:-2])
         out = torch.empty_like(logits)
-        kept = logits.new_empty(count, iterations, r + c)
-        launch_kernel(balance_wide, (count,), (logits, out, kept), (r, c, iterations), _strips(r, c))
+        kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
+        kernel = kernels.balance_wide_in_time if in_time else kernels.balance_wide
+        launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), _strips(r, c))
         ctx.save_for_backward(logits, kept)
+        ctx.in_time = in_time
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        from regard.ops.balance_kernels import balance_wide_adjoints, balance_wide_grads
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        from regard.ops import balance_kernels as kernels
 
         logits, kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return differentiable_grads(lambda x: (_plain(x, kept.shape[1], False),), (logits,), (grad,))[0], None
+            return differentiable_grads(lambda x: (_plain(x, kept.shape[1], ctx.in_time),), (logits,), (grad,))[0], None, None
         (r, c), (count, iterations, _) = logits.shape[-2:], kept.shape
-        grad, found, adjoints = grad.contiguous(), torch.empty_like(logits), torch.empty_like(kept)
-        own = _strips(r, c)
-        launch_kernel(balance_wide_adjoints, (count,), (logits, kept, grad, adjoints), (r, c, iterations), own)
+        found, own = torch.empty_like(logits), _strips(r, c)
         strips = ceil_div(r, own["BR"])
-        tensors = (logits, kept, grad, adjoints, found)
-        launch_kernel(balance_wide_grads, (count * strips,), tensors, (r, c, strips, iterations), own)
-        return found, None
+        if ctx.in_time:
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            tensors = (logits, kept, grad, found)
+            launch_kernel(kernels.balance_wide_in_time_grads, (count,), tensors, (r, c, strips, iterations), own)
+            return found, None, None
+        grad, adjoints = grad.contiguous(), torch.empty_like(kept)
+        launch_kernel(kernels.balance_wide_adjoints, (count,), (logits, kept, grad, adjoints), (r, c, iterations), own)
+        given = (logits, kept, grad, adjoints, found)
+        launch_kernel(kernels.balance_wide_grads, (count * strips,), given, (r, c, strips, iterations), own)
+        return found, None, None
 
 
 def _strips(r: int, c: int) -> dict[str, int]:
     """Return what the kernels of strips are compiled for."""
     columns = max(SMALLEST_DOT, 1 << (c - 1).bit_length())
-    return {"BR": min(STRIP_ELEMENTS // columns, 1 << (r - 1).bit_length()), "BC": columns, "num_warps": 16, "num_stages": 1}
+    return {
+        "BR": max(SMALLEST_DOT, min(STRIP_ELEMENTS // columns, 1 << (r - 1).bit_length())),
+        "BC": columns,
+        "num_warps": 16,
+        "num_stages": 1,
+    }

@@ -241,3 +241,69 @@ def balance_wide_grads(LOGITS, KEPT, GRAD, ADJOINTS, FOUND, r, c, strips, iterat
             total += tl.load(GRAD + at, mask=inside, other=0.0) * w
         before = by_row
     tl.store(FOUND + at, total, mask=inside)
+
+
+@triton.jit
+def strip_shares(x, taken):
+    """Return `row_shares` of a strip of rows, for which pairs that do not exist have GONE."""
+    return row_shares(x, taken, tl.max((x > GONE / 2).to(tl.int32), 1) > 0)
+
+
+@triton.jit(do_not_specialize=["r", "c", "iterations"])
+def balance_wide_in_time(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
+    """As `balance_in_time`, of a matrix that is read in strips of rows in every sweep."""
+    pid = tl.program_id(0).to(tl.int64)
+    LOGITS += pid * r * c
+    OUT += pid * r * c
+    KEPT += pid * iterations * r * c
+    strip = tl.arange(0, BR)
+    j = tl.arange(0, BC)
+    earlier = (strip[None, :] < strip[:, None]).to(tl.float32)
+    for t in range(0, iterations + 1):
+        before = tl.zeros([BC], tl.float32)
+        for first in range(0, r, BR):
+            i = first + strip
+            at = i[:, None] * c + j[None, :]
+            inside = (i[:, None] < r) & (j[None, :] < c)
+            taken = tl.load(KEPT + (t - 1) * r * c + at, mask=inside & (t > 0), other=0.0)
+            p = strip_shares(load_strip(LOGITS, first, r, c, BR, BC), taken)
+            if t == iterations:
+                tl.store(OUT + at, p, mask=inside)
+            else:
+                found = before[None, :] + tl.dot(earlier, p, input_precision="tf32x3")
+                tl.store(KEPT + t * r * c + at, found, mask=inside)
+                before += tl.sum(p, 0)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["r", "c", "strips", "iterations"])
+def balance_wide_in_time_grads(LOGITS, KEPT, GRAD, FOUND, r, c, strips, iterations, BR: tl.constexpr, BC: tl.constexpr):
+    """Write the gradient of the logits of a matrix; strips run from the last to the first, and GRAD is written over."""
+    pid = tl.program_id(0).to(tl.int64)
+    LOGITS += pid * r * c
+    GRAD += pid * r * c
+    FOUND += pid * r * c
+    KEPT += pid * iterations * r * c
+    strip = tl.arange(0, BR)
+    j = tl.arange(0, BC)
+    later = (strip[None, :] > strip[:, None]).to(tl.float32)
+    for back in range(0, iterations + 1):
+        t = iterations - 1 - back
+        behind = tl.zeros([BC], tl.float32)
+        for number in range(0, strips):
+            first = (strips - 1 - number) * BR
+            i = first + strip
+            at = i[:, None] * c + j[None, :]
+            inside = (i[:, None] < r) & (j[None, :] < c)
+            x = load_strip(LOGITS, first, r, c, BR, BC)
+            taken = tl.load(KEPT + t * r * c + at, mask=inside & (t >= 0), other=0.0)
+            p = strip_shares(x, taken)
+            g = tl.load(GRAD + at, mask=inside, other=0.0)
+            dx = p * (g - tl.sum(g * p, 1)[:, None])
+            total = tl.load(FOUND + at, mask=inside & (back > 0), other=0.0) + dx
+            tl.store(FOUND + at, tl.where(x > GONE / 2, total, 0.0), mask=inside)
+            pull = -dx / (1.0 + taken)
+            found = behind[None, :] + tl.dot(later, pull, input_precision="tf32x3")
+            tl.store(GRAD + at, found, mask=inside)
+            behind += tl.sum(pull, 0)
+        tl.debug_barrier()

@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import DTYPES, HALVES, block_of, dot_precision, has_triton
+from regard.ops.triton_support import DTYPES, HALVES, SMALLEST_DOT, block_of, dot_precision, has_triton
+from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 MOST_ELEMENTS = {True: 8192, False: 4096}  # of a block of tokens, in half precision or not: what shared memory holds of several
+
+MOST_BLOCKS = 4096  # of a sequence whose blocks are mixed: a row of shares lies in the registers of a program
+SHARE_ELEMENTS = 1024  # of the rows of shares of a program
 
 BlockTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, k2, v2 (b h u p .) and the bias (b h u 2p)
 
@@ -53,12 +57,12 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _constants(q: Tensor, v: Tensor, causal: bool) -> dict[str, Any]:
+def _constants(q: Tensor, v: Tensor, causal: bool, mass: bool = False) -> dict[str, Any]:
     d, e, size = q.shape[-1], v.shape[-1], block_of(q.shape[3], q.device)
     precision = dot_precision(q.dtype)
     wide = {"D": d, "E": e, "BD": block_of(d, q.device), "BE": block_of(e, q.device)}
     small = q.dtype in HALVES and size * max(wide["BD"], wide["BE"]) <= MOST_ELEMENTS[False]
-    return {"CAUSAL": causal, "BP": size, "PRECISION": precision, "num_warps": 4 if small else 8, **wide}
+    return {"CAUSAL": causal, "MASS": mass, "BP": size, "PRECISION": precision, "num_warps": 4 if small else 8, **wide}
 
 
 class _TwoBlocks(torch.autograd.Function):
@@ -96,3 +100,95 @@ class _TwoBlocks(torch.autograd.Function):
         tensors = (*blocks, out, grad, lse, *found, d_bias)
         launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, _constants(q, v, ctx.causal))
         return None, None, *found, d_bias.to(ctx.kind)
+
+
+def takes_sorted_blocks(q: Tensor, k: Tensor, shares: Tensor) -> bool:
+    """Return whether `sorted_blocks_attention` computes blocks that `takes_two_blocks` allows."""
+    return shares.dtype == torch.float32 and shares.shape[-1] <= MOST_BLOCKS and q.shape == k.shape
+
+
+def sorted_blocks_attention(
+    q: Tensor, k: Tensor, v: Tensor, shares: Tensor, causal: bool, unseen: float, plain: Callable[..., Tensor]
+) -> Tensor:
+    """Return out (b h c p e) of blocks q, k (b h c p d), v (b h c p e): a query sees its own block and one that is mixed from the
+    others by shares (b h c c) of each, divided by their sum, with the log of the sum added to scores; `unseen` where it is none.
+
+    plain: the same function of the four tensors in differentiable operations, for second derivatives.
+    """
+    return _SortedBlocks.apply(causal, unseen, plain, q, k, v, shares)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return blocks (b h c p d) as rows of matrices (b*h c p*d)."""
+    return x.flatten(3).flatten(0, 1)
+
+
+def _share_rows(shares: Tensor) -> tuple[tuple[int], tuple[int, int, float], dict[str, int]]:
+    """Return the grid, the numbers and the constants of kernels over rows of shares."""
+    c = shares.shape[-1]
+    count = shares.numel() // c
+    columns = max(SMALLEST_DOT, 1 << (c - 1).bit_length())
+    rows = max(1, SHARE_ELEMENTS // columns)
+    limits = torch.finfo(shares.dtype)
+    return (ceil_div(count, rows),), (count, c, limits.tiny / limits.eps), {"BR": rows, "BC": columns}
+
+
+class _SortedBlocks(torch.autograd.Function):
+    """The kernels and the products that mix blocks, for autograd: gradients of blocks are summed where they are made."""
+
+    @staticmethod
+    def forward(ctx: Any, causal: bool, unseen: float, plain: Callable[..., Tensor], *given: Tensor) -> Tensor:
+        from regard.ops import two_blocks_kernels as kernels
+
+        q, k, v = (_dense(x) for x in given[:3])
+        shares = given[3].contiguous()
+        b, h, c, p, d = q.shape
+        weights, mass = k.new_empty(b * h, c, c), shares.new_empty(b, h, c)
+        grid, (*sizes, least), constants = _share_rows(shares)
+        launch_kernel(kernels.share_weights, grid, (shares, weights, mass), (*sizes, least, unseen), constants)
+        k2, v2 = ((weights @ _rows(x)).view(x.shape) for x in (k, v))
+        out = _beside(q.new_empty(1).expand(b, h, c, p, v.shape[-1]))
+        lse = mass.new_empty(b, h, c, p)
+        numbers = (*_strides(q, k, v, k2, v2, out), h, c, p, d**-0.5)
+        tensors = (q, k, v, k2, v2, mass, out, lse)
+        launch_kernel(kernels.two_blocks_forward, (b * h * c,), tensors, numbers, _constants(q, v, causal, True))
+        ctx.save_for_backward(q, k, v, shares, k2, v2, weights, mass, out, lse)
+        ctx.causal, ctx.plain = causal, plain
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from regard.ops import two_blocks_kernels as kernels
+
+        q, k, v, shares, k2, v2, weights, mass, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            return None, None, None, *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v, shares), (grad,))
+        b, h, c, p, d = q.shape
+        grad = _dense(grad)
+        dq, dk, dv, dk2, dv2 = (torch.empty_like(x) for x in (q, k, v, k2, v2))
+        d_mass = torch.empty_like(mass)
+        numbers = (*_strides(q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2), h, c, p, d**-0.5)
+        tensors = (q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
+        launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, _constants(q, v, ctx.causal, True))
+        by_block = [_product(_rows(y), _rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
+        dk, dv = (_with_product(x, weights.mT, _rows(y)) for x, y in ((dk, dk2), (dv, dv2)))
+        found = torch.empty_like(shares)
+        grid, sizes, constants = _share_rows(shares)
+        launch_kernel(kernels.share_weights_grads, grid, (shares, *by_block, d_mass, found), sizes, constants)
+        return None, None, None, dq, dk, dv, found
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b in float32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _with_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return blocks x (b h c p d) plus the rows a b, into x where its rows lie in one piece."""
+    if x.is_contiguous():
+        rows = x.view(*a.shape[:2], -1)
+        rows.baddbmm_(a, b)
+        return x
+    return x + (a @ b).view(x.shape)

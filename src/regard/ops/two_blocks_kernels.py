@@ -41,28 +41,35 @@ def store_block(X, strides, x, heads, blocks, p, SIZE: tl.constexpr, BP: tl.cons
 
 
 @triton.jit
-def load_bias(BIAS, first, p, BP: tl.constexpr):
-    """Load what the scores of p keys get, times log2(e): the own ones, or those from `first` on; -inf outside."""
+def load_bias(BIAS, p, MASS: tl.constexpr, SECOND: tl.constexpr, BP: tl.constexpr):
+    """Load what the scores of the p own keys get, or those of the SECOND block, times log2(e); -inf outside.
+
+    BIAS (blocks 2p); with MASS (blocks): one number for all keys of the second block, and 0 for the own ones.
+    """
+    pid = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BP)
-    at = BIAS + tl.program_id(0).to(tl.int64) * (2 * p) + first + j
-    return tl.load(at, mask=j < p, other=float("-inf")) * LOG2E
+    if MASS:
+        bias = tl.where(j < p, 0.0, float("-inf"))
+        return bias + tl.load(BIAS + pid) * LOG2E if SECOND else bias
+    first = p if SECOND else 0
+    return tl.load(BIAS + pid * (2 * p) + first + j, mask=j < p, other=float("-inf")) * LOG2E
 
 
 @triton.jit(do_not_specialize=["heads", "blocks", "p"])
 def two_blocks_forward(
     Q, K, V, K2, V2, BIAS, OUT, LSE, q_strides, k_strides, v_strides, k2_strides, v2_strides, out_strides,
-    heads, blocks, p, scale, CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BP: tl.constexpr, PRECISION: tl.constexpr,
+    heads, blocks, p, scale, CAUSAL: tl.constexpr, MASS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of a block of queries, and their log-sum-exp LSE (blocks p), base 2."""
     i = tl.arange(0, BP)
     q = load_block(Q, q_strides, heads, blocks, p, D, BP, BD)
     k = load_block(K, k_strides, heads, blocks, p, D, BP, BD)
     k2 = load_block(K2, k2_strides, heads, blocks, p, D, BP, BD)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) + load_bias(BIAS, 0, p, BP)[None, :]
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E) + load_bias(BIAS, p, MASS, False, BP)[None, :]
     if CAUSAL:
         s = tl.where(i[None, :] <= i[:, None], s, float("-inf"))
-    s2 = tl.dot(q, tl.trans(k2), input_precision=PRECISION) * (scale * LOG2E) + load_bias(BIAS, p, p, BP)[None, :]
+    s2 = tl.dot(q, tl.trans(k2), input_precision=PRECISION) * (scale * LOG2E) + load_bias(BIAS, p, MASS, True, BP)[None, :]
     top = tl.maximum(tl.max(s, 1), tl.max(s2, 1))
     w = tl.exp2(s - top[:, None])
     w2 = tl.exp2(s2 - top[:, None])
@@ -97,8 +104,8 @@ def block_grads(q, k, v, grad, lse, delta, bias, factor, MASKED: tl.constexpr, P
 def two_blocks_backward(
     Q, K, V, K2, V2, BIAS, OUT, GRAD, LSE, DQ, DK, DV, DK2, DV2, DBIAS, q_strides, k_strides, v_strides, k2_strides, v2_strides,
     out_strides, grad_strides, dq_strides, dk_strides, dv_strides, dk2_strides, dv2_strides, heads, blocks, p, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write all gradients of a block of queries and of both its blocks of keys."""
     i = tl.arange(0, BP)
@@ -107,17 +114,66 @@ def two_blocks_backward(
     out = load_block(OUT, out_strides, heads, blocks, p, E, BP, BE)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     lse = tl.load(LSE + tl.program_id(0).to(tl.int64) * p + i, mask=i < p, other=0.0)
-    DBIAS += tl.program_id(0).to(tl.int64) * (2 * p)
+    DBIAS += tl.program_id(0).to(tl.int64) * (1 if MASS else 2 * p)
     k = load_block(K, k_strides, heads, blocks, p, D, BP, BD)
     v = load_block(V, v_strides, heads, blocks, p, E, BP, BE)
-    dq, dk, dv, db = block_grads(q, k, v, grad, lse, delta, load_bias(BIAS, 0, p, BP), scale * LOG2E, CAUSAL, PRECISION)
+    dq, dk, dv, db = block_grads(q, k, v, grad, lse, delta, load_bias(BIAS, p, MASS, False, BP), scale * LOG2E, CAUSAL, PRECISION)
     store_block(DK, dk_strides, dk * scale, heads, blocks, p, D, BP, BD)
     store_block(DV, dv_strides, dv, heads, blocks, p, E, BP, BE)
-    tl.store(DBIAS + i, db, mask=i < p)
+    if not MASS:
+        tl.store(DBIAS + i, db, mask=i < p)
     k = load_block(K2, k2_strides, heads, blocks, p, D, BP, BD)
     v = load_block(V2, v2_strides, heads, blocks, p, E, BP, BE)
-    more, dk, dv, db = block_grads(q, k, v, grad, lse, delta, load_bias(BIAS, p, p, BP), scale * LOG2E, False, PRECISION)
+    more, dk, dv, db = block_grads(q, k, v, grad, lse, delta, load_bias(BIAS, p, MASS, True, BP), scale * LOG2E, False, PRECISION)
     store_block(DK2, dk2_strides, dk * scale, heads, blocks, p, D, BP, BD)
     store_block(DV2, dv2_strides, dv, heads, blocks, p, E, BP, BE)
-    tl.store(DBIAS + p + i, db, mask=i < p)
+    if MASS:
+        tl.store(DBIAS, tl.sum(db, 0))
+    else:
+        tl.store(DBIAS + p + i, db, mask=i < p)
     store_block(DQ, dq_strides, (dq + more) * scale, heads, blocks, p, D, BP, BD)
+
+
+@triton.jit
+def load_shares(SHARES, first, count, c, BR: tl.constexpr, BC: tl.constexpr):
+    """Return the places of rows from `first` on of matrices (c c), which of their pairs exist, and their shares without the own
+    block.
+    """
+    i = first + tl.arange(0, BR)[:, None]
+    j = tl.arange(0, BC)[None, :]
+    at = i.to(tl.int64) * c + j
+    inside = (i < count) & (j < c)
+    x = tl.load(SHARES + at, mask=inside, other=0.0)
+    return at, inside & (j != i % c), tl.where(j != i % c, x, 0.0)
+
+
+@triton.jit(do_not_specialize=["count", "c"])
+def share_weights(SHARES, WEIGHTS, MASS, count, c, least, unseen, BR: tl.constexpr, BC: tl.constexpr):
+    """Write the shares of other blocks divided by their sum, WEIGHTS (count c), and the log of the sum, MASS (count); the
+    shares themselves and `unseen` where the sum has no digits left.
+    """
+    first = tl.program_id(0) * BR
+    i = first + tl.arange(0, BR)
+    j = tl.arange(0, BC)
+    at, _, x = load_shares(SHARES, first, count, c, BR, BC)
+    total = tl.sum(x, 1)
+    some = total > least
+    row = tl.where(some, total, 1.0)
+    tl.store(WEIGHTS + at, (x / row[:, None]).to(WEIGHTS.dtype.element_ty), mask=(i[:, None] < count) & (j[None, :] < c))
+    tl.store(MASS + i, tl.where(some, tl.log(row), unseen), mask=i < count)
+
+
+@triton.jit(do_not_specialize=["count", "c"])
+def share_weights_grads(SHARES, BY_KEYS, BY_VALUES, DMASS, FOUND, count, c, least, BR: tl.constexpr, BC: tl.constexpr):
+    """Write the gradient of shares, from those of the weights, a sum of two, and of MASS."""
+    first = tl.program_id(0) * BR
+    i = first + tl.arange(0, BR)
+    j = tl.arange(0, BC)
+    at, other, x = load_shares(SHARES, first, count, c, BR, BC)
+    total = tl.sum(x, 1)
+    some = total > least
+    row = tl.where(some, total, 1.0)
+    g = tl.load(BY_KEYS + at, mask=other, other=0.0) + tl.load(BY_VALUES + at, mask=other, other=0.0)
+    pull = tl.sum(g * x, 1) / row - tl.load(DMASS + i, mask=i < count, other=0.0)
+    found = (g - tl.where(some, pull, 0.0)[:, None]) / row[:, None]
+    tl.store(FOUND + at, tl.where(other, found, 0.0), mask=(i[:, None] < count) & (j[None, :] < c))

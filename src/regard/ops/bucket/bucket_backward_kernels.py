@@ -25,11 +25,11 @@ from regard.ops.bucket.triton_kernels import (
 from regard.ops.triton_math import LOG2E, hash_keeps
 
 
-@triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "first_row", "threshold"])
+@triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "threshold"])
 def bucket_query_grads(
     Q, K, V, GRAD, LSE, DELTA, SHORT, PLACES, ASKING, THERE, SUM, DQ,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdb, sdh, sdn,
-    n, total, reach, heads, rounds, tiles, first_row, scale, threshold, keep,
+    n, total, reach, heads, rounds, tiles, scale, threshold, keep,
     SHARE: tl.constexpr, ROUND: tl.constexpr, LAST_ROUND: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     UNIT: tl.constexpr, DROP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -39,7 +39,7 @@ def bucket_query_grads(
     """
     total = total.to(tl.int64)
     pid = tl.program_id(0)
-    row = first_row + pid // tiles
+    row = pid // tiles
     wide = row.to(tl.int64)
     ORDER = PLACES + (wide * rounds + ROUND) * n
     MARKS = PLACES + 3 * total + wide * rounds * n
@@ -104,11 +104,11 @@ def bucket_query_grads(
         store_tokens(SUM, token, D, dq, inside, D, BD)
 
 
-@triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "first_row", "threshold"])
+@triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "threshold"])
 def bucket_key_grads(
     Q, K, V, GRAD, LSE, DELTA, SHORT, PLACES, ASKING, THERE, SUM_K, SUM_V, DK, DV,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, sdkb, sdkh, sdkn, sdvb, sdvh, sdvn,
-    n, total, reach, heads, rounds, tiles, first_row, scale, threshold, keep, shortest,
+    n, total, reach, heads, rounds, tiles, scale, threshold, keep, shortest,
     SHARE: tl.constexpr, ROUND: tl.constexpr, LAST_ROUND: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     UNIT: tl.constexpr, DROP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -119,7 +119,7 @@ def bucket_key_grads(
     """
     total = total.to(tl.int64)
     pid = tl.program_id(0)
-    row = first_row + pid // tiles
+    row = pid // tiles
     wide = row.to(tl.int64)
     ORDER = PLACES + (wide * rounds + ROUND) * n
     MARKS = PLACES + 3 * total + wide * rounds * n

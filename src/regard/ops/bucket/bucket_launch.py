@@ -10,6 +10,9 @@ from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import block_of
 from regard.patterns.tiles import ceil_div
 
+MOST_COUNTED = 128  # labels up to which tokens are sorted by counting
+COUNT_BLOCK, COUNTED_ELEMENTS = 1024, 4096  # tokens of a program that counts; pairs of a token and a label at a time
+COUNT_WARPS = 8
 PLACE_BLOCK = 1024  # tokens of a program that sorts
 NORM_BLOCK = 128  # keys of a program that computes norms
 LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
@@ -32,6 +35,31 @@ def by_token(x: Tensor, b: int, n: int, heads: int, width: int, dtype: torch.dty
 
 def sorted_places(call: BucketCall) -> Tensor:
     """Sort tokens by label in every round: (3 or 6, b h r n) int32, see `token_places` in triton_kernels."""
+    places = torch.empty(6 if call.labels.shape[2] > 1 else 3, *call.labels.shape, dtype=torch.int32, device=call.q.device)
+    fill = counted_places if call.buckets < MOST_COUNTED else radix_places
+    fill(call, places)
+    return places
+
+
+def counted_places(call: BucketCall, places: Tensor) -> None:
+    """Fill in the places by counting: tokens of each label in blocks of tokens, then all tokens of a block at once."""
+    from regard.ops.bucket import bucket_count_kernels as kernels
+
+    b, h, r, n = call.labels.shape
+    labels = max(16, 1 << call.buckets.bit_length())  # one more than buckets, for padding
+    blocks = ceil_div(n, COUNT_BLOCK)
+    counts = torch.empty(b * h * r, blocks, labels, dtype=torch.int32, device=places.device)
+    grid = (b * h * r * blocks,)
+    strides = call.labels.stride()
+    sizes = {"SIZE": COUNT_BLOCK, "STEP": min(COUNT_BLOCK, COUNTED_ELEMENTS // labels), "BB": labels, "num_warps": COUNT_WARPS}
+    launch_kernel(kernels.count_labels, grid, (call.labels, counts), (*strides, n, blocks, h, r), sizes)
+    numbers = (*strides, n, blocks, call.labels.numel(), call.buckets, h, r)
+    own = {"MARKS": r > 1, "BT": 16, **sizes}
+    launch_kernel(kernels.place_tokens, grid, (call.labels, counts, places), numbers, own)
+
+
+def radix_places(call: BucketCall, places: Tensor) -> None:
+    """Fill in the places by PyTorch's sort of line, label and position in one integer."""
     from regard.ops.bucket import triton_kernels as kernels
 
     b, h, r, n = call.labels.shape
@@ -48,10 +76,8 @@ def sorted_places(call: BucketCall) -> Tensor:
     codes = codes.sort().values
     first, last = torch.empty(2, ceil_div(groups, 4) * 4, dtype=torch.int32, device=codes.device)  # both aligned
     launch_kernel(kernels.label_bounds, grid, (codes, first, last), (n, tiles, bits), size)
-    places = torch.empty(6 if r > 1 else 3, b, h, r, n, dtype=torch.int32, device=codes.device)
     numbers = (n, tiles, total, call.buckets, bits)
     launch_kernel(kernels.token_places, grid, (codes, first, last, places), numbers, {"MARKS": r > 1, **size})
-    return places
 
 
 def label_keys(call: LabelCall) -> Tensor:

@@ -88,7 +88,7 @@ def gather_rows(
 @triton.jit(do_not_specialize=["n", "w", "clusters", "heads", "tiles"])
 def sum_rows(
     X, WHERE, OUT, sb, sh, sn, n, w, clusters, heads, tiles,
-    MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    MEAN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write the sum, or the mean, of the rows of X (rows clusters w E) that belong to a token: in every cluster the one at
     WHERE (rows clusters n), none where that is -1.
@@ -99,11 +99,13 @@ def sum_rows(
     inside = i < n
     total = tl.zeros([BM, BE], tl.float32)
     times = tl.zeros([BM], tl.int32)
-    for c in range(0, clusters):
-        cluster = row.to(tl.int64) * clusters + c
-        place = tl.load(WHERE + cluster * n + i, mask=inside, other=-1)
-        total += load_tokens(X + cluster * w * E, place, E, place >= 0, E, BE).to(tl.float32)
-        times += (place >= 0).to(tl.int32)
+    for first in range(0, clusters, STEP):
+        for step in tl.static_range(STEP):  # unrolled: loads do not wait for each other
+            c = first + step
+            cluster = row.to(tl.int64) * clusters + c
+            place = tl.load(WHERE + cluster * n + i, mask=inside & (c < clusters), other=-1)
+            total += load_tokens(X + cluster * w * E, place, E, place >= 0, E, BE).to(tl.float32)
+            times += (place >= 0).to(tl.int32)
     if MEAN:
         total = total / tl.maximum(times, 1).to(tl.float32)[:, None]
     store_tokens(head_at(OUT, row, sb, sh, heads, 1), i, sn, total, inside, E, BE)

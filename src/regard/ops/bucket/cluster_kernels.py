@@ -9,6 +9,8 @@ from regard.ops.bucket.triton_kernels import head_at, load_tokens
 
 NOT_REAL = tl.constexpr(-(2**31))  # similarity of padding
 LEAST_SIMILAR = tl.constexpr(-(2**31) + 1)
+HIGHEST = tl.constexpr(2**31 - 1)  # above every similarity
+MILLION = tl.constexpr(2**20 - 1)  # bits of a count
 
 
 @triton.jit
@@ -59,14 +61,22 @@ def best_members(CODES, INDEX, WHERE, n, w, BLOCK: tl.constexpr):
     inside = i < n
     code = tl.load(CODES + pid * n + i, mask=inside, other=NOT_REAL)
     low = tl.full([], NOT_REAL, tl.int64)  # at least w tokens have a code as large
-    high = tl.full([], 2**31, tl.int64)  # and fewer one as large as this
-    for _ in range(32):
-        middle = (low + high) // 2
-        enough = tl.sum((inside & (code.to(tl.int64) >= middle)).to(tl.int32), 0) >= w
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
-    above = inside & (code.to(tl.int64) > low)
-    equal = inside & (code.to(tl.int64) == low)
+    high = tl.full([], HIGHEST, tl.int64)  # and fewer one as large as this
+    for _ in range(16):  # quarters of less than 2^32 numbers, three counts of up to 2^20 in one sum
+        step = (high - low + 3) // 4
+        one = code >= (low + step).to(tl.int32)
+        two = code >= tl.minimum(low + 2 * step, high).to(tl.int32)
+        three = code >= tl.minimum(low + 3 * step, high).to(tl.int32)
+        counts = one.to(tl.int64) + (two.to(tl.int64) << 20) + (three.to(tl.int64) << 40)
+        counts = tl.sum(tl.where(inside, counts, 0), 0)
+        enough = ((counts & MILLION) >= w).to(tl.int64)
+        enough += ((counts >> 20 & MILLION) >= w).to(tl.int64) + ((counts >> 40) >= w).to(tl.int64)
+        found = tl.minimum(low + enough * step, high)
+        high = tl.minimum(found + step, high)
+        low = found
+    limit = low.to(tl.int32)
+    above = inside & (code > limit)
+    equal = inside & (code == limit)
     missing = w - tl.sum(above.to(tl.int32), 0)
     taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
     real = taken & (code >= LEAST_SIMILAR)

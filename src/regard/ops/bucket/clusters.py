@@ -42,7 +42,7 @@ def choose_members(x: Tensor, centroids: Tensor, valid: Tensor | None, w: int) -
     launch_kernel(kernels.similar_clusters, (b * h * tiles,), tensors, numbers, {"MASKED": valid is not None, **sizes})
     index = torch.empty(b * h, c, w, dtype=torch.int32, device=x.device)
     block = max(64, 1 << (n - 1).bit_length())
-    own = {"BLOCK": block, "num_warps": min(16, max(4, block // 1024))}
+    own = {"BLOCK": block, "num_warps": min(16, max(4, block // 512))}
     where = torch.empty_like(codes)
     launch_kernel(kernels.best_members, (b * h * c,), (codes, index, where), (n, w), own)
     real = None

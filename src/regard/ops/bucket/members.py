@@ -22,6 +22,7 @@ from regard.patterns.tiles import ceil_div
 from regard.transforms import needs_plain_ops
 
 MEMBER_BLOCK = 32  # rows of a program
+CLUSTER_STEP = 8  # clusters whose rows are loaded at the same time
 
 
 class Members:
@@ -156,7 +157,8 @@ def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
     out = by_token(x, rows // heads, members.n, heads, e)
     tiles = ceil_div(members.n, MEMBER_BLOCK)
     numbers = (*row_strides(out), members.n, w, c, heads, tiles)
-    launch_kernel(kernels.sum_rows, (rows * tiles,), (x, members.where, out), numbers, {"MEAN": mean, **_row_constants(x)})
+    constants = {"MEAN": mean, "STEP": CLUSTER_STEP, **_row_constants(x)}
+    launch_kernel(kernels.sum_rows, (rows * tiles,), (x, members.where, out), numbers, constants)
     return out
 
 

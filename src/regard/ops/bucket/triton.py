@@ -21,7 +21,6 @@ from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 MOST_ROUNDS = 16  # a round has kernels of its own
-CACHED_SUMS = 1 << 22  # elements of sums that rows have together before others are computed
 PRODUCT_BLOCK = 64  # rows of a program that multiplies outputs and their gradients
 
 
@@ -108,15 +107,6 @@ def _config(kernel: str, call: BucketCall) -> dict[str, Any]:
     return kernel_config(kernel, f"{kind} {block_of(widest, call.q.device)}", call.q.device)
 
 
-def row_groups(rows: int, each: int, rounds: int) -> list[tuple[int, int]]:
-    """Divide rows, with sums of `each` elements a row, into groups of which all rounds are computed one after the other.
-
-    So the sums of a group stay in the cache of the device from round to round. Returns the first row and the number of rows.
-    """
-    size = rows if rounds == 1 else min(rows, max(1, CACHED_SUMS // each))
-    return [(first, min(size, rows - first)) for first in range(0, rows, size)]
-
-
 def bucket_forward_pass(call: BucketCall) -> Found:
     """Return the outputs of a call, and what its backward pass needs."""
     from regard.ops.bucket import triton_kernels as kernels
@@ -132,12 +122,12 @@ def bucket_forward_pass(call: BucketCall) -> Found:
     config = _config("bucket_forward", call)
     tiles = ceil_div(n, config["BM"])
     tensors = (q, k, v, out, total, lse, short, places, asking, there)
-    sizes = (*row_strides(q, k, v, out), n, call.labels.numel(), min(call.reach, n), h, r, tiles)
-    rounds = [{"ROUND": number, "LAST_ROUND": number == r - 1, **_constants(call), **config} for number in range(r)]
-    for first, rows in row_groups(b * h, n * e, r):
-        numbers = (*sizes, first, *_numbers(call))
-        for own in rounds:
-            launch_kernel(kernels.bucket_forward, (rows * tiles,), tensors, numbers, own)
+    sizes = (n, call.labels.numel(), min(call.reach, n), h, r, tiles)
+    numbers = (*row_strides(q, k, v, out), *sizes, *_numbers(call))
+    constants = {**_constants(call), **config}
+    for number in range(r):
+        own = {"ROUND": number, "LAST_ROUND": number == r - 1, **constants}
+        launch_kernel(kernels.bucket_forward, (b * h * tiles,), tensors, numbers, own)
     return Found(out, lse, places, short)
 
 
@@ -168,17 +158,16 @@ def bucket_backward_pass(call: BucketCall, found: Found, grad: Tensor) -> tuple[
     numbers = (n, call.labels.numel(), min(call.reach, n), h, r)
     of_queries, of_keys = _config("bucket_query_grads", call), _config("bucket_key_grads", call)
     query_tiles, key_tiles = ceil_div(n, of_queries["BM"]), ceil_div(n, of_keys["BN"])
-    rounds = [{"ROUND": number, "LAST_ROUND": number == r - 1, **constants} for number in range(r)]
-    for first, rows in row_groups(b * h, n * (2 * d + e), r):
-        query_numbers = (*strides, *row_strides(dq), *numbers, query_tiles, first, *_numbers(call))
-        key_numbers = (*strides, *row_strides(dk, dv), *numbers, key_tiles, first, *_numbers(call), SHORTEST)
-        for own in rounds:
-            launch_kernel(
-                kernels.bucket_query_grads, (rows * query_tiles,), (*inputs, sum_q, dq), query_numbers, {**own, **of_queries}
-            )
-            launch_kernel(
-                kernels.bucket_key_grads, (rows * key_tiles,), (*inputs, sum_k, sum_v, dk, dv), key_numbers, {**own, **of_keys}
-            )
+    query_numbers = (*strides, *row_strides(dq), *numbers, query_tiles, *_numbers(call))
+    key_numbers = (*strides, *row_strides(dk, dv), *numbers, key_tiles, *_numbers(call), SHORTEST)
+    for number in range(r):
+        own = {"ROUND": number, "LAST_ROUND": number == r - 1, **constants}
+        launch_kernel(
+            kernels.bucket_query_grads, (b * h * query_tiles,), (*inputs, sum_q, dq), query_numbers, {**own, **of_queries}
+        )
+        launch_kernel(
+            kernels.bucket_key_grads, (b * h * key_tiles,), (*inputs, sum_k, sum_v, dk, dv), key_numbers, {**own, **of_keys}
+        )
     if g < h:
         dk, dv = (x.unflatten(1, (g, -1)).sum(2).to(k.dtype) for x in (dk, dv))
     return dq, dk, dv

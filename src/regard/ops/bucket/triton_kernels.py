@@ -172,11 +172,11 @@ def earlier_places(MARKS, token, inside, n, ROUND: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "first_row", "threshold"])
+@triton.jit(do_not_specialize=["n", "total", "reach", "heads", "rounds", "tiles", "threshold"])
 def bucket_forward(
     Q, K, V, OUT, SUM, LSE, SHORT, PLACES, ASKING, THERE,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, sob, soh, son,
-    n, total, reach, heads, rounds, tiles, first_row, scale, threshold, keep,
+    n, total, reach, heads, rounds, tiles, scale, threshold, keep,
     SHARE: tl.constexpr, ROUND: tl.constexpr, LAST_ROUND: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr,
     UNIT: tl.constexpr, DROP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -186,7 +186,7 @@ def bucket_forward(
     """
     total = total.to(tl.int64)
     pid = tl.program_id(0)
-    row = first_row + pid // tiles
+    row = pid // tiles
     line = (row * rounds + ROUND).to(tl.int64)
     ORDER = PLACES + line * n
     MARKS = PLACES + 3 * total + row.to(tl.int64) * rounds * n
