@@ -212,6 +212,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recall": recall,
         "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
+        "peers_cpu": lambda: tables_speed.peers_cpu(if_there("peers_cpu")),
         "bars": lambda: tables_bars.bars(speeds() | {"decode_step": if_there("decode_step")}),
         "train_speed": lambda: tables_speed.training(if_there("train_speed")),
         "speed": lambda: tables_speed.speed(speeds()),

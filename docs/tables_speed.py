@@ -191,3 +191,31 @@ def training(made: Made) -> str:
         f"commit {w['commit']}.)"
     )
     return f"{text}\n\n{table(['mechanism', 'thousand tokens a second', 'against softmax'], body)}"
+
+
+def peers_cpu(made: Made) -> str:
+    """Milliseconds of packages and of ours on a CPU, forward + backward, and how many times as fast ours is."""
+    if not made["rows"]:
+        return not_yet("peers_cpu.py")
+    lengths = sorted({row["n"] for row in made["rows"]})
+    found = {(row["spec"], row["causal"], row["peer"], row["level"], row["n"]): row for row in made["rows"]}
+    body = []
+    for spec, causal, peer in dict.fromkeys(key[:3] for key in found):
+        cells = [_beside(found.get((spec, causal, peer, level, n), {})) for level in PLACE for n in lengths]
+        if any(cells):
+            body.append([code(spec) + (", causal" if causal else ""), peer, *cells])
+    settings, machine = made["settings"], made["made_with"]
+    clock = {"wall": "time that passed", "cpu": "time in which the process ran"}[settings["clock"]]
+    text = (
+        f"Forward + backward on a CPU: milliseconds of the package / of regard, and the median of the ratios of calls in turn "
+        f"({settings['heads']} heads x {settings['dim']}, one sequence, {settings['dtype']}, {settings['threads']} thread(s), "
+        f"{clock}; {machine['device']}, torch {machine['torch']}, commit {machine['commit']})."
+    )
+    head = ["", "package", *(f"{name}, n = {n:,}" for name in PLACE.values() for n in lengths)]
+    return f"{text}\n\n{table(head, body)}"
+
+
+def _beside(row: dict[str, Any]) -> str:
+    if "ratio" not in row:
+        return row.get("reason", "")
+    return f"{short(row['peer_ms'])} / {short(row['ms'])} ({row['ratio']:.2f} x)"

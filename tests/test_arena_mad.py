@@ -139,6 +139,8 @@ def test_labels_behind_a_bottleneck_depend_on_the_last_vector_alone():
     assert torch.allclose(padded[:, :6], model(tokens[:, :6]), atol=1e-6)
     at = torch.tensor([[1, 5]] * 3)
     assert torch.equal(model(tokens, None, at), scores[:, [1, 5]])
+    with pytest.raises(ValueError, match="vector of the last token: nothing is decoded"):
+        model.start(3)
 
 
 def test_facts_are_the_same_in_all_splits():

@@ -11,7 +11,7 @@ from regard.ops.linear.exp_feature_op import (
     exp_key_features,
     exp_keys_at_once,
     exp_query_features,
-    exponents,
+    plain_exponents,
 )
 
 pytest.importorskip("triton")
@@ -39,7 +39,7 @@ def in_double(x: Tensor, by: ExpMap) -> tuple[Tensor, Tensor, list[Tensor]]:
         bound = by.log_norm.clone().requires_grad_()
         most = (2 * bound).exp().repeat_interleave(x.shape[1] // G)[:, None, None]
         leaves = [bound]
-    return x, exponents(x, by.directions, most), [x, *leaves]
+    return x, plain_exponents(x, by.directions, most), [x, *leaves]
 
 
 def near(found: list[Tensor], exact: list[Tensor]) -> None:

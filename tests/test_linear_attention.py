@@ -12,7 +12,8 @@ from regard.mixers.attend import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
-from regard.ops.linear.feature_maps import EluPlusOne
+from regard.ops.linear.exp_feature_op import exponents, plain_exponents
+from regard.ops.linear.feature_maps import EluPlusOne, divided_by_last, safe_ratio
 from regard.ops.linear.linear_op import linear_attention, normalized_linear_attention
 from regard.ops.linear.prefix import cumulative_max
 
@@ -362,3 +363,31 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, decay: Ten
 def test_running_maximum(n: int) -> None:
     x, first = torch.randn(B, G, n, 3, device=DEVICE), torch.randn(B, G, 3, device=DEVICE)
     assert torch.equal(cumulative_max(x, first), torch.maximum(x.cummax(2).values, first[:, :, None]))
+
+
+@pytest.mark.parametrize("bound", ["none", "number", "heads"])
+def test_exponents_with_few_passes_are_those_of_plain_operations(bound):
+    torch.manual_seed(0)
+    x, directions = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 5, 8), (6, 8)))
+    most = {"none": None, "number": torch.tensor(2.0), "heads": torch.tensor([2.0, 3.0, 4.0])[:, None, None]}[bound]
+    most = None if most is None else most.double().requires_grad_()
+    wanted = [given for given in (x, directions, most) if given is not None]
+    check_same_gradients(exponents(x, directions, most), plain_exponents(x, directions, most), wanted)
+
+
+def test_a_ratio_with_one_gradient_is_the_safe_ratio():
+    torch.manual_seed(0)
+    x = torch.rand(2, 3, 4, 6, dtype=torch.float64) + 0.1
+    x[0, 0, 0, -1] = 0  # a query that sees nothing
+    x.requires_grad_()
+    check_same_gradients(divided_by_last(x), safe_ratio(x[..., :-1], x[..., -1:]), [x])
+
+
+def check_same_gradients(fast, slow, wanted):
+    """Outputs, gradients, and gradients of those with respect to the first input."""
+    torch.testing.assert_close(fast, slow)
+    up = torch.randn_like(slow)
+    found = [torch.autograd.grad(y, wanted, up, retain_graph=True) for y in (fast, slow)]
+    torch.testing.assert_close(*found)
+    again = [torch.autograd.grad(y, wanted[0], up, create_graph=True)[0].square().sum() for y in (fast, slow)]
+    torch.testing.assert_close(*[torch.autograd.grad(y, wanted[0])[0] for y in again])

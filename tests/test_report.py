@@ -300,3 +300,15 @@ def test_families_of_the_catalogue_have_colours_of_their_own():
     shades = family_shades(FAMILY_ORDER)
     assert len(set(shades.values())) == len(FAMILY_ORDER) <= len(FAMILY_SHADES)
     assert family_shades(["kernel"])["kernel"] == shades["kernel"]
+
+
+def test_names_in_a_bubble_plot_do_not_lie_over_each_other():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from regard.plots.comparison_plot import AxesWords, Bubble, bubble_plot
+
+    bubbles = [Bubble(f"conv(kernel={n})", "conv", 1000 + n, 0.01, None, None, None) for n in range(6)]
+    figure = bubble_plot(bubbles, AxesWords("", "speed", "score", log_x=True))
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
+    assert len(boxes) == 6 and not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])

@@ -378,3 +378,16 @@ def test_the_table_of_recipes_names_what_was_on(tmp_path):
             "| 9,000 of 32 | 1.5 | 87.5 | **86.1** | 50.0, 81.0 |"
         )
     assert tables_recipes.recipes({"rows": []}).startswith(NOT_YET)
+
+
+def test_packages_beside_ours_on_a_cpu_are_a_table():
+    assert NOT_YET in tables_speed.peers_cpu({"rows": []})
+    row = {"spec": "linear", "causal": True, "peer": "package", "n": 64, "peer_ms": 20.0, "ms": 10.0, "ratio": 2.1}
+    rows = [
+        row | {"level": "core"},
+        {"spec": "fnet", "causal": False, "peer": "other", "n": 64, "level": "layer", "reason": "not installed"},
+    ]
+    made = record(rows)
+    made["settings"] = {"heads": 8, "dim": 64, "dtype": "float32", "threads": 1, "clock": "cpu"}
+    text = tables_speed.peers_cpu(made)
+    assert "| `linear`, causal | package | 20 / 10 (2.10 x) |  |" in text and "| `fnet` | other |  | not installed |" in text

@@ -156,8 +156,9 @@ def _forward_seconds(run: Callable[[], Tensor], device: torch.device) -> float:
 def _why_not_decoded(cell: Cell, model: ComparedModel) -> str:
     if not cell.causal:
         return "the task is not causal: nothing is decoded"
-    if model.form not in ("token", "next"):
-        return "the task has one label a sequence: nothing is decoded"
+    reason = model.why_not_decoded()
+    if reason:
+        return reason
     streams = all(Can.STREAM in block.mixer.can for block in model.stack)
     return "" if streams else f"{cell.mixer} does not stream"
 

@@ -75,7 +75,19 @@ class ComparedModel(nn.Module):
             y = y.take_along_dim(at[..., None], 1)
         return self.head(y)
 
+    def why_not_decoded(self) -> str:
+        """Say why the model has no answer behind each token; empty if it has."""
+        if self.form not in ("token", "next"):
+            return "the task has one label a sequence: nothing is decoded"
+        if isinstance(self.head, BottleneckHead):
+            return "all labels are read from the vector of the last token: nothing is decoded"
+        return ""
+
     def start(self, batch: int) -> State:
+        """Return the state before the first token. Raises a ValueError where nothing is decoded."""
+        reason = self.why_not_decoded()
+        if reason:
+            raise ValueError(reason)
         return self.stack.start(batch)
 
     def extend(self, state: State, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:

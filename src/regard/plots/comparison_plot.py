@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
 from torch import Tensor
 
 from regard.plots.colours import GREY, INK, LINE, family_shades
@@ -20,6 +23,7 @@ LEAST_BUBBLE, MOST_BUBBLE = 30.0, 900.0  # square points
 ROW_CELLS = 8  # matrices in a row
 MATRIX_INCHES = 1.5
 LONGEST_NAME = 34  # letters
+NAME_PLACES = tuple((x, y) for y in (4, -10, 14, -20, 24, -30) for x in (5, -5))  # of a name beside its dot, in points
 
 
 class Bubble(NamedTuple):
@@ -61,20 +65,38 @@ def bubble_plot(bubbles: Sequence[Bubble], words: AxesWords, floor: float | None
     axes.margins(x=0.14, y=0.1)  # room for names and large dots
     shades = family_shades(dict.fromkeys(bubble.family for bubble in bubbles))
     most = max((bubble.memory or 0 for bubble in bubbles), default=0) or 1
+    names = []
     for bubble in bubbles:
         colour = shades[bubble.family][0]
         area = LEAST_BUBBLE + MOST_BUBBLE * (bubble.memory or 0) / most
         if bubble.low is not None and bubble.high is not None:
             axes.plot([bubble.speed] * 2, [bubble.low, bubble.high], color=colour, lw=1.2, alpha=0.8)
         axes.scatter([bubble.speed], [bubble.score], s=area, color=colour, alpha=0.6, lw=0)
-        place: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "size": 7, "color": INK}
-        axes.annotate(_short_name(bubble.name), (bubble.speed, bubble.score), **place)
+        place: dict[str, Any] = {"xytext": NAME_PLACES[0], "textcoords": "offset points", "size": 7, "color": INK}
+        names.append(axes.annotate(_short_name(bubble.name), (bubble.speed, bubble.score), **place))
     if floor is not None:
         axes.axhline(floor, color=GREY, ls="--", lw=0.9)
         axes.annotate("best floor", (0.01, floor), xycoords=("axes fraction", "data"), size=7, color=GREY, va="bottom")
     marks = [Line2D([], [], ls="", marker="o", color=shade, label=name) for name, (shade, _) in shades.items()]
     _add_legend(figure, marks)
+    _part_names(axes, names)
     return figure
+
+
+def _part_names(axes: Axes, names: Sequence[Annotation]) -> None:
+    """Move names that would lie over others: the first free place beside the dot, above it or below it."""
+    axes.autoscale_view()
+    renderer = FigureCanvasAgg(axes.figure.get_figure(root=True)).get_renderer()
+    taken: list[Bbox] = []
+    for name in sorted(names, key=lambda name: name.xy[0]):
+        free = (place for place in NAME_PLACES if not any(_moved(name, place, renderer).overlaps(other) for other in taken))
+        taken.append(_moved(name, next(free, NAME_PLACES[0]), renderer))
+
+
+def _moved(name: Annotation, place: tuple[int, int], renderer: Any) -> Bbox:
+    name.set_position(place)
+    name.set_horizontalalignment("right" if place[0] < 0 else "left")
+    return name.get_window_extent(renderer)
 
 
 def curve_plot(curves: Sequence[Curve], words: AxesWords) -> Figure:

@@ -42,7 +42,18 @@ def exp_kernels_fit(x: Tensor) -> bool:
 
 
 def exponents(x: Tensor, directions: Tensor, most: Tensor | None) -> Tensor:
-    """Return the exponents (b h n f) of the features of tokens x (b h n d) in plain operations; most: one number, or (h 1 1)."""
+    """Return the exponents (b h n f) of the features of tokens x (b h n d), w_f . x' - |x'|^2 / 2 - log(f) / 2.
+
+    x' = x / d^(1/4), shortened to a squared norm of `most`, one number or (h 1 1), where it is longer.
+    """
+    directions = directions.to(x.dtype)
+    if torch.compiler.is_compiling() or needs_plain_ops():
+        return plain_exponents(x, directions, most)
+    return _Exponents.apply(x, directions, most)
+
+
+def plain_exponents(x: Tensor, directions: Tensor, most: Tensor | None) -> Tensor:
+    """Compute `exponents` in plain operations."""
     x = x * x.shape[-1] ** -0.25
     square = x.square().sum(-1, keepdim=True)
     if most is not None:
@@ -52,7 +63,47 @@ def exponents(x: Tensor, directions: Tensor, most: Tensor | None) -> Tensor:
     # the offset rides along as one more coordinate, which saves a pass over n f numbers
     offset = -square / 2 - math.log(len(directions)) / 2
     coordinates = torch.cat([x, offset], -1)
-    return F.linear(coordinates, F.pad(directions.to(x.dtype), (0, 1), value=1.0))
+    return F.linear(coordinates, F.pad(directions, (0, 1), value=1.0))
+
+
+class _Exponents(torch.autograd.Function):
+    """Exponents with few passes over the tokens: a factor and an offset of every token join the products with directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, directions: Tensor, most: Tensor | None) -> Tensor:
+        square = torch.linalg.vecdot(x, x).unsqueeze(-1).mul_(x.shape[-1] ** -0.5)
+        factor, offset = _factor_and_offset(square, most, x.shape[-1])
+        offset -= math.log(len(directions)) / 2
+        logs = x @ directions.mT
+        ctx.save_for_backward(x, directions, most, square, factor)
+        return torch.addcmul(offset, logs, factor, out=logs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, directions, most, square, factor = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            return tuple(differentiable_grads(lambda *given: (plain_exponents(*given),), (x, directions, most), (grad,)))
+        found = grad @ directions
+        d_offset = grad.sum(-1, keepdim=True)
+        d_square, d_most = -d_offset / 2, None
+        if most is not None:
+            pull = torch.linalg.vecdot(x, found).unsqueeze(-1).mul_(factor).div_(2)
+            long = square >= most
+            d_most = torch.where(long, pull / most + d_square, 0).sum_to_size(most.shape)
+            d_square = torch.where(long, -pull / square, d_square)
+        d_directions = None
+        if ctx.needs_input_grad[1]:
+            d_directions = (grad * factor).flatten(0, -2).mT @ x.flatten(0, -2)
+        d_x = found.mul_(factor).addcmul_(x, d_square, value=2 * x.shape[-1] ** -0.5)
+        return d_x, d_directions, d_most
+
+
+def _factor_and_offset(square: Tensor, most: Tensor | None, d: int) -> tuple[Tensor, Tensor]:
+    """Return what shortens and scales every token, and half of its squared norm, negative; square (b h n 1) as it comes."""
+    if most is None:
+        return torch.full_like(square, d**-0.25), square / -2
+    over = (square / most).clamp_min_(1)
+    return over.rsqrt().mul_(d**-0.25), (square / over).div_(-2)
 
 
 def exp_query_features(x: Tensor, by: ExpMap) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from regard.transforms import transformed
+from regard.transforms import differentiable_grads, needs_plain_ops, transformed
 
 FEATURES = ("identity", "elu", "relu")  # a kernel has the index of a name
 
@@ -27,9 +27,39 @@ def feature_map(x: Tensor, name: str) -> Tensor:
 
 def safe_ratio(out: Tensor, norm: Tensor) -> Tensor:
     """Return out / norm, and 0 where a query sees nothing, or so little that its weights have no digits left."""
+    return out / _safe_norm(norm)
+
+
+def _safe_norm(norm: Tensor) -> Tensor:
     limits = torch.finfo(norm.dtype)
-    enough = norm > limits.tiny / limits.eps
-    return out / torch.where(enough, norm, torch.inf)
+    return torch.where(norm > limits.tiny / limits.eps, norm, torch.inf)
+
+
+def divided_by_last(x: Tensor) -> Tensor:
+    """Return the safe ratio of all columns of x (... e + 1) but the last, (... e), and the last one."""
+    if torch.compiler.is_compiling() or needs_plain_ops():
+        return safe_ratio(x[..., :-1], x[..., -1:])
+    return _DividedByLast.apply(x)
+
+
+class _DividedByLast(torch.autograd.Function):
+    """The ratio with one tensor for both gradients, which are the columns of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return safe_ratio(x[..., :-1], x[..., -1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            return differentiable_grads(lambda y: (safe_ratio(y[..., :-1], y[..., -1:]),), (x,), (grad,))[0]
+        found, norm = torch.empty_like(x), _safe_norm(x[..., -1:])
+        torch.div(grad, norm, out=found[..., :-1])
+        torch.sum(found[..., :-1] * x[..., :-1], -1, keepdim=True, out=found[..., -1:])
+        found[..., -1:].div_(norm).neg_()
+        return found
 
 
 def min_log_decay(dtype: torch.dtype) -> float:

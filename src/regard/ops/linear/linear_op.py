@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.backend import AUTO, choose_backend
-from regard.ops.linear.feature_maps import feature_map, log_gate, safe_ratio
+from regard.ops.linear.feature_maps import divided_by_last, feature_map, log_gate, safe_ratio
 
 
 class LinearCall(NamedTuple):
@@ -266,5 +266,5 @@ def plain_read(call: ReadCall) -> Tensor:
         state = torch.cat([state, call.norm_state.unsqueeze(-1)], -1)  # one product, and one of its gradient
     out = (grouped @ state).reshape(*q.shape[:3], state.shape[-1])
     if call.normalize:
-        out = safe_ratio(out[..., :-1], out[..., -1:])
+        out = divided_by_last(out)
     return out.to(call.q.dtype)
