@@ -15,7 +15,8 @@ from regard.mixers.pattern_attention import PatternAttention, compact_keys, comp
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
-from regard.ops.stride_pool import pool_strides, takes_strides
+from regard.ops.stride_merge import StrideSplit, divide_strides, merge_stride_answers
+from regard.ops.stride_pool import pool_shared_strides, pool_strides, takes_strides
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import HeadPatterns, accumulator, tile_attention
 from regard.patterns import Blocks, Everything
@@ -120,11 +121,15 @@ class Compressed(Core):
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
-        n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
-        near = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)
-        out, lse = near(KVCache.empty(k, v).append(k, v, places), q, places)
+        h, n = q.shape[1:3]
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
+        if not self.full and takes_strides(k, v):
+            split = StrideSplit(first, slots, self.stride)
+            k, v, keys, values = pool_shared_strides(k, v, self.kernel_k, self.kernel_v, slots)
+            q, asked = divide_strides(q, split)
+            return merge_stride_answers(self._near(q, k, v), self._far(asked, keys, values), split)
+        out, lse = self._near(q, k, v)
         if torch.compiler.is_compiling():  # one more than needed where all are full, and cut when they are made
             slots = (n - first) // self.stride + 1
             keys, values = (x[:, :, :slots] for x in self._convolved(k, v, None)[:2])
@@ -134,14 +139,25 @@ class Compressed(Core):
         filled = pad(q[:, :, first:], (0, 0, 0, size + first - n))
         asked = filled.unflatten(2, (slots, self.stride))
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
-        span = Span(0, slots, 0, slots)
-        far = tile_attention(
-            asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop, backend=self.dims.backend
-        )
+        far = self._far(asked, keys, values)
         by_stride = [x.unflatten(1, (h, self.stride)).transpose(2, 3) for x in far]
         y, y_lse = (x.flatten(2, 3)[:, :, : n - first] for x in by_stride)
         both, _ = merge_by_lse((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
         return torch.cat([out[:, :, :first], both], 2)
+
+    def _near(self, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
+        """Attend with every token of a sequence to those near it."""
+        places = Places.of(k[:, 0])
+        near = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)
+        return near(KVCache.whole_of(k, v, places), q, places)
+
+    def _far(self, asked: Tensor, keys: Tensor, values: Tensor) -> OutLse:
+        """Attend with queries by strides (b h*rate slots d) to slots (b g slots .), causally."""
+        slots = asked.shape[2]
+        span = Span(0, slots, 0, slots)
+        return tile_attention(
+            asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop, backend=self.dims.backend
+        )
 
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
         """Compute the answers of queries at any positions: from the raw tokens near them, and from the slots before those."""
