@@ -240,3 +240,28 @@ def test_compressed_with_kernels_is_as_without(causal, monkeypatch):
     monkeypatch.setattr(compressed, "takes_strides", lambda *_: True)
     for a, b in zip(found(), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_slots_of_heads_are_as_by_plain_operations(empty, monkeypatch):
+    """Fewer tokens than positions, several segments, query heads that share; one slot of a head is never written, or none."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 4)
+    mechanism = core("linformer(rank=5)", Dims(24, 4, kv_heads=2, max_len=160)).to(DEVICE)
+    with torch.no_grad():
+        for weight in mechanism.parameters():
+            weight.add_(torch.randn_like(weight) / 5)
+            weight[1, :, slice(None) if empty else 3] = 0
+    inputs = [torch.randn(2, 150, heads, 6, device=DEVICE).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    inputs += mechanism.parameters()
+
+    def found():
+        y = attend(*inputs[:3], mechanism)
+        return [y, *torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True)]
+
+    expected = found()
+    monkeypatch.setattr(low_rank, "takes_head_slots", lambda *_: True)
+    mine = found()
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    (first,) = torch.autograd.grad(mine[0].square().sum(), inputs[0], create_graph=True)
+    assert first.requires_grad

@@ -28,7 +28,6 @@ OutLse = tuple[Tensor, Tensor]  # out and log-sum-exp
 class Strides(NamedTuple):
     slots: KVCache  # finished strides, seen as one key and value each, at their number
     raw: KVCache  # the tokens since, from the beginning of a stride on
-    once: bool = False  # it is read right after one push, by kernels that need no finished strides
 
 
 class Compressed(Core):
@@ -69,12 +68,7 @@ class Compressed(Core):
     def empty(self, k: Tensor, v: Tensor) -> Strides:
         return Strides(KVCache.empty(k, v), KVCache.empty(k, v))
 
-    def unwritten(self, k: Tensor, v: Tensor) -> Strides:
-        return self.empty(k, v)._replace(once=not self.full and takes_strides(k, v))
-
     def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
-        if memory.once and places.valid is None:
-            return memory._replace(raw=KVCache.whole_of(k, v, places))
         memory = Strides(memory.slots, _extended(memory.raw, k, v, places))
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
         return memory if later else self._settled(memory, 0)
@@ -89,10 +83,7 @@ class Compressed(Core):
             if q.shape[2] > 1:
                 raise ValueError("compressed was built with causal=True: it reads one token at a time, and scans many")
             return self._answer(memory, q, places)[0]
-        slots, raw, once = memory
-        if once and raw.size:
-            k, v = pool_strides(raw.keys, raw.values, self.kernel_k, self.kernel_v)
-            return sdpa(q, k, v, scale=self.scale, dropout=self.drop)
+        slots, raw = memory
         k, v, valid = slots.keys, slots.values, slots.places.valid
         if raw.size:  # a stride that is not full
             last_k, last_v, there = self._compressed(raw)
@@ -103,6 +94,12 @@ class Compressed(Core):
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
         return sdpa(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
+
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        if self.full or places.valid is not None or not takes_strides(k, v):
+            return super().read_all(q, k, v, places, query_places)
+        k, v = pool_strides(k, v, self.kernel_k, self.kernel_v)
+        return sdpa(q, k, v, scale=self.scale, dropout=self.drop)
 
     def scan(self, memory: Strides, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Strides]:
         n = q.shape[2]
@@ -161,7 +158,7 @@ class Compressed(Core):
 
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
         """Compute the answers of queries at any positions: from the raw tokens near them, and from the slots before those."""
-        slots, raw, _ = memory
+        slots, raw = memory
         found = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(raw, q, places)
         beyond = raw.size > (self.near + 1) * self.stride
         if beyond or torch.is_grad_enabled():  # otherwise all are near; but the weights need a gradient
@@ -188,7 +185,7 @@ class Compressed(Core):
 
     def _settled(self, memory: Strides, near: int) -> Strides:
         """The memory with all strides turned into slots but the last `near` full ones, and the one that is not full."""
-        slots, raw, _ = memory
+        slots, raw = memory
         rate = self.stride
         size = raw.size
         room = (near + 1) * self.stride
