@@ -13,7 +13,8 @@ from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.dense import sdpa, sdpa_composite
 from regard.ops.many_keys import many_keys_answers
 from regard.ops.spd_solve import _SpdSolve, spd_solve
-from regard.ops.stride_pool import pool_strides, pool_strides_plain
+from regard.ops.stride_merge import StrideSplit, divide_strides, divide_strides_plain, merge_stride_answers, merge_strides_plain
+from regard.ops.stride_pool import pool_shared_strides, pool_strides_plain
 from regard.ops.two_blocks import two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
 
@@ -214,19 +215,44 @@ def test_a_layer_of_slots_is_as_by_plain_operations(share, monkeypatch):
                 weight.zero_()
 
 
-@pytest.mark.parametrize("n", [70, 72])
-def test_strides_are_pooled_as_by_plain_operations(n):
+@pytest.mark.parametrize(("n", "strides"), [(70, 18), (72, 18), (70, 15)])
+def test_strides_are_pooled_as_by_plain_operations(n, strides):
     k, v = (torch.randn(2, n, 3, size, device=DEVICE).transpose(1, 2).requires_grad_() for size in (6, 5))
     taps = [torch.randn(3, 4, device=DEVICE, requires_grad=True) for _ in range(2)]
     exact = [x.detach().double().requires_grad_() for x in (k, v, *taps)]
-    found, expected = pool_strides(k, v, *taps), pool_strides_plain(*exact)
+    found, expected = pool_shared_strides(k, v, *taps, strides), pool_strides_plain(*exact, strides)
+    for used in (slice(0, 4), slice(1, 4)):
+        up = [torch.randn_like(x) for x in found[used]]
+        mine = [*found, *torch.autograd.grad(found[used], (k, v, *taps), up, retain_graph=True)]
+        theirs = [*expected, *torch.autograd.grad(expected[used], exact, [x.double() for x in up], retain_graph=True)]
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    (first,) = torch.autograd.grad(found[2].square().sum(), k, create_graph=True)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("n", [70, 72])
+def test_queries_are_divided_and_answers_merged_as_by_plain_operations(n):
+    split = StrideSplit(8, -(-(n - 8) // 4), 4)
+    q = torch.randn(2, n, 3, 6, device=DEVICE).transpose(1, 2).requires_grad_()
+    exact = q.detach().double().requires_grad_()
+    found, expected = divide_strides(q, split), divide_strides_plain(exact, split)
     up = [torch.randn_like(x) for x in found]
-    mine = [*found, *torch.autograd.grad(found, (k, v, *taps), up, retain_graph=True)]
+    mine = [*found, *torch.autograd.grad(found, q, up, retain_graph=True)]
     theirs = [*expected, *torch.autograd.grad(expected, exact, [x.double() for x in up])]
+    shapes = (2, 3, n, 5), (2, 3, n), (2, 12, split.slots, 5), (2, 12, split.slots)
+    answers = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    exact_answers = [x.detach().double().requires_grad_() for x in answers]
+    out = merge_stride_answers((answers[0], answers[1]), (answers[2], answers[3]), split)
+    merged = merge_strides_plain(*exact_answers, split)
+    grad = torch.randn_like(out)
+    mine += [out, *torch.autograd.grad(out, answers, grad, retain_graph=True)]
+    theirs += [merged, *torch.autograd.grad(merged, exact_answers, grad.double())]
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-    (first,) = torch.autograd.grad(found[0].square().sum(), k, create_graph=True)
-    assert first.requires_grad
+    for y, x in ((found[1], q), (out, answers[0])):
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        assert first.requires_grad
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -246,3 +272,28 @@ def test_compressed_with_kernels_is_as_without(causal, monkeypatch):
     monkeypatch.setattr(compressed, "takes_strides", lambda *_: True)
     for a, b in zip(found(), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_slots_of_heads_are_as_by_plain_operations(empty, monkeypatch):
+    """Fewer tokens than positions, several segments, query heads that share; one slot of a head is never written, or none."""
+    monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 4)
+    mechanism = core("linformer(rank=5)", Dims(24, 4, kv_heads=2, max_len=160)).to(DEVICE)
+    with torch.no_grad():
+        for weight in mechanism.parameters():
+            weight.add_(torch.randn_like(weight) / 5)
+            weight[1, :, slice(None) if empty else 3] = 0
+    inputs = [torch.randn(2, 150, heads, 6, device=DEVICE).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    inputs += mechanism.parameters()
+
+    def found():
+        y = attend(*inputs[:3], mechanism)
+        return [y, *torch.autograd.grad(y, inputs, torch.ones_like(y), retain_graph=True)]
+
+    expected = found()
+    monkeypatch.setattr(low_rank, "takes_head_slots", lambda *_: True)
+    mine = found()
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    (first,) = torch.autograd.grad(mine[0].square().sum(), inputs[0], create_graph=True)
+    assert first.requires_grad

@@ -50,8 +50,8 @@ def attend(
     places = Places.of(k[:, 0], valid)
     with no_autocast(q):
         core.watch(q, k, valid)
-        memory = core.unwritten(k, v)
         if causal:
+            memory = core.unwritten(k, v)
             if first:
                 memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
             if n != m:
@@ -60,7 +60,7 @@ def attend(
                 places = places.part(first, first + n)
             out = core.scan(memory, q, k, v, places)[0]
         else:
-            out = core.read(core.push(memory, k, v, places), q, _among_keys(q, query_valid, first, valid))
+            out = core.read_all(q, k, v, places, _among_keys(q, query_valid, first, valid))
     real = pooled_valid(real, core.rate)
     if real is None:
         return out

@@ -186,10 +186,7 @@ class Attention(Mixer):
         with no_autocast(x):
             if self._watched:
                 core.watch(q, k, places.valid)
-            if self.dims.causal:
-                y = core.scan_all(q, k, v, places)
-            else:
-                y = core.read(core.push(core.unwritten(k, v), k, v, places), q, places)
+            y = core.scan_all(q, k, v, places) if self.dims.causal else core.read_all(q, k, v, places, places)
         return self._project(y, x)
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:

@@ -123,6 +123,10 @@ class Core(nn.Module):
         """What the queries get from everything in the memory; zeros where there is nothing to see."""
         raise NotImplementedError
 
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        """What queries get from these tokens alone, where the memory is not needed afterwards."""
+        return self.read(self.push(self.unwritten(k, v), k, v, places), q, query_places)
+
     def pool(self, x: Tensor, places: Places) -> PooledTokens | None:  # noqa: ARG002 - most cores need every key
         """Sums of tokens x (b m w), where a memory is so few sums of keys and values that these are projected instead."""
         return None

@@ -15,7 +15,8 @@ from regard.mixers.pattern_attention import PatternAttention, compact_keys, comp
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.budget import budget
 from regard.ops.dense import few_queries_attention, merge_by_lse, sdpa
-from regard.ops.stride_pool import pool_strides, takes_strides
+from regard.ops.stride_merge import StrideSplit, divide_strides, merge_stride_answers
+from regard.ops.stride_pool import pool_shared_strides, pool_strides, takes_strides
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import HeadPatterns, accumulator, tile_attention
 from regard.patterns import Blocks, Everything
@@ -27,7 +28,6 @@ OutLse = tuple[Tensor, Tensor]  # out and log-sum-exp
 class Strides(NamedTuple):
     slots: KVCache  # finished strides, seen as one key and value each, at their number
     raw: KVCache  # the tokens since, from the beginning of a stride on
-    once: bool = False  # it is read right after one push, by kernels that need no finished strides
 
 
 class Compressed(Core):
@@ -68,12 +68,7 @@ class Compressed(Core):
     def empty(self, k: Tensor, v: Tensor) -> Strides:
         return Strides(KVCache.empty(k, v), KVCache.empty(k, v))
 
-    def unwritten(self, k: Tensor, v: Tensor) -> Strides:
-        return self.empty(k, v)._replace(once=not self.full and takes_strides(k, v))
-
     def push(self, memory: Strides, k: Tensor, v: Tensor, places: Places) -> Strides:
-        if memory.once and places.valid is None:
-            return memory._replace(raw=KVCache.whole_of(k, v, places))
         memory = Strides(memory.slots, _extended(memory.raw, k, v, places))
         later = self.dims.causal or torch.compiler.is_compiling()  # there what is left over has a graph for each length
         return memory if later else self._settled(memory, 0)
@@ -88,10 +83,7 @@ class Compressed(Core):
             if q.shape[2] > 1:
                 raise ValueError("compressed was built with causal=True: it reads one token at a time, and scans many")
             return self._answer(memory, q, places)[0]
-        slots, raw, once = memory
-        if once and raw.size:
-            k, v = pool_strides(raw.keys, raw.values, self.kernel_k, self.kernel_v)
-            return sdpa(q, k, v, scale=self.scale, dropout=self.drop)
+        slots, raw = memory
         k, v, valid = slots.keys, slots.values, slots.places.valid
         if raw.size:  # a stride that is not full
             last_k, last_v, there = self._compressed(raw)
@@ -102,6 +94,12 @@ class Compressed(Core):
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
         return sdpa(q, k, v, scale=self.scale, valid=valid, dropout=self.drop)
+
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        if self.full or places.valid is not None or not takes_strides(k, v):
+            return super().read_all(q, k, v, places, query_places)
+        k, v = pool_strides(k, v, self.kernel_k, self.kernel_v)
+        return sdpa(q, k, v, scale=self.scale, dropout=self.drop)
 
     def scan(self, memory: Strides, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Strides]:
         n = q.shape[2]
@@ -120,11 +118,15 @@ class Compressed(Core):
 
     def _all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Every token of a sequence. The queries of one stride see the same slots: as heads of their own, they are causal."""
-        n, h, places = q.shape[2], q.shape[1], Places.of(k[:, 0])
-        near = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)
-        out, lse = near(KVCache.empty(k, v).append(k, v, places), q, places)
+        h, n = q.shape[1:3]
         first = (self.near + 1) * self.stride  # tokens before this one see no slot
         slots = -(-(n - first) // self.stride)
+        if not self.full and takes_strides(k, v):
+            split = StrideSplit(first, slots, self.stride)
+            k, v, keys, values = pool_shared_strides(k, v, self.kernel_k, self.kernel_v, slots)
+            q, asked = divide_strides(q, split)
+            return merge_stride_answers(self._near(q, k, v), self._far(asked, keys, values), split)
+        out, lse = self._near(q, k, v)
         if torch.compiler.is_compiling():  # one more than needed where all are full, and cut when they are made
             slots = (n - first) // self.stride + 1
             keys, values = (x[:, :, :slots] for x in self._convolved(k, v, None)[:2])
@@ -134,18 +136,29 @@ class Compressed(Core):
         filled = pad(q[:, :, first:], (0, 0, 0, size + first - n))
         asked = filled.unflatten(2, (slots, self.stride))
         asked = asked.transpose(2, 3).flatten(1, 2)  # (b h*rate slots d)
-        span = Span(0, slots, 0, slots)
-        far = tile_attention(
-            asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop, backend=self.dims.backend
-        )
+        far = self._far(asked, keys, values)
         by_stride = [x.unflatten(1, (h, self.stride)).transpose(2, 3) for x in far]
         y, y_lse = (x.flatten(2, 3)[:, :, : n - first] for x in by_stride)
         both, _ = merge_by_lse((out[:, :, first:], lse[:, :, first:]), (y, y_lse))
         return torch.cat([out[:, :, :first], both], 2)
 
+    def _near(self, q: Tensor, k: Tensor, v: Tensor) -> OutLse:
+        """Attend with every token of a sequence to those near it."""
+        places = Places.of(k[:, 0])
+        near = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)
+        return near(KVCache.whole_of(k, v, places), q, places)
+
+    def _far(self, asked: Tensor, keys: Tensor, values: Tensor) -> OutLse:
+        """Attend with queries by strides (b h*rate slots d) to slots (b g slots .), causally."""
+        slots = asked.shape[2]
+        span = Span(0, slots, 0, slots)
+        return tile_attention(
+            asked, keys, values, self.every, span, scale=self.scale, causal=True, dropout=self.drop, backend=self.dims.backend
+        )
+
     def _answer(self, memory: Strides, q: Tensor, places: Places) -> OutLse:
         """Compute the answers of queries at any positions: from the raw tokens near them, and from the slots before those."""
-        slots, raw, _ = memory
+        slots, raw = memory
         found = PatternAttention(self.local, self.scale, True, self.drop, None, self.dims.backend)(raw, q, places)
         beyond = raw.size > (self.near + 1) * self.stride
         if beyond or torch.is_grad_enabled():  # otherwise all are near; but the weights need a gradient
@@ -172,7 +185,7 @@ class Compressed(Core):
 
     def _settled(self, memory: Strides, near: int) -> Strides:
         """The memory with all strides turned into slots but the last `near` full ones, and the one that is not full."""
-        slots, raw, _ = memory
+        slots, raw = memory
         rate = self.stride
         size = raw.size
         room = (near + 1) * self.stride

@@ -13,6 +13,7 @@ from regard.mixers.base import Core, Dims, Places, PooledTokens, needed_length
 from regard.mixers.feature_math import concat_chunks, per_query_head, upcast, where_valid
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.ops.dense import sdpa
+from regard.ops.head_slots import head_slot_attention, takes_head_slots
 from regard.ops.linear.linear_op import linear_attention
 from regard.ops.mix_tokens import mix_tokens
 from regard.ops.slot_attention import SlotSizes, SlotTensors, slot_attention, takes_slots
@@ -83,6 +84,23 @@ class Linformer(Core):
         seen = memory.seen | _any_writes(to_k, to_v)
         return LinformerState(memory.k + mix_tokens(to_k, k), memory.v + mix_tokens(to_v, v), seen)
 
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        start = self._start(places, k.shape[2])
+        if start is None or len(self.project_k) != k.shape[1] or not takes_head_slots(q, k, v, self.rank):
+            return super().read_all(q, k, v, places, query_places)
+        return head_slot_attention(q, k, v, self.project_k, self._project_v, start, self.scale)
+
+    def _start(self, places: Places, n: int) -> int | None:
+        """Return the position of the first of n tokens, where all are real and have weights and none is dropped; else None."""
+        start = places.start
+        if self.drop or places.valid is not None or start is None or start + n > self.longest:
+            return None
+        return start
+
+    @property
+    def _project_v(self) -> Tensor:
+        return self.project_k if self.project_v is None else self.project_v
+
     def pool(self, x: Tensor, places: Places) -> PooledTokens | None:
         """As `push`, of tokens in place of keys: heads that share weights are one product, and rank vectors are projected."""
         if not self._pools():
@@ -97,16 +115,13 @@ class Linformer(Core):
         return PooledTokens(for_k, for_v, mass_k, mass_v, _any_writes(to_k, to_v))
 
     def attend_tokens(self, x: Tensor, places: Places, maps: tuple[nn.Linear, nn.Linear, nn.Linear]) -> Tensor | None:
-        start, n, dims = places.start, x.shape[1], self.dims
-        if not self._pools() or self.drop or places.valid is not None or start is None or start + n > self.longest:
+        dims = self.dims
+        start = self._start(places, x.shape[1])
+        if start is None or not self._pools() or not takes_slots(x, self.rank, dims.d, dims.e):
             return None
-        sizes = SlotSizes(dims.heads, dims.g, start, self.scale)
-        if not takes_slots(x, self.rank, dims.d, dims.e):
-            return None
-        to_v = self.project_k if self.project_v is None else self.project_v
         q, k, v = maps
-        tensors = SlotTensors(x, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias, self.project_k, to_v)
-        return slot_attention(tensors, sizes)
+        tensors = SlotTensors(x, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias, self.project_k, self._project_v)
+        return slot_attention(tensors, SlotSizes(dims.heads, dims.g, start, self.scale))
 
     def _pools(self) -> bool:
         """Return whether sums of tokens are cheaper than sums of keys: heads share weights, and slots are few."""

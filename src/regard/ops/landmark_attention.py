@@ -61,6 +61,7 @@ def _constants(q: Tensor, v: Tensor, rule: LandmarkRule, share: int) -> dict[str
         "BS": block_of(rule.landmarks, device),
         "PRECISION": dot_precision(torch.float32),
         "num_warps": 8,
+        "num_stages": 1,
     }
 
 

@@ -30,21 +30,32 @@ def pool_strides(k: Tensor, v: Tensor, taps_k: Tensor, taps_v: Tensor) -> tuple[
 
     A last stride that is not full sums over its tokens, and is multiplied by rate / their number.
     """
-    return _StridePool.apply(k, v, taps_k, taps_v)
+    return _StridePool.apply(k, v, taps_k, taps_v, ceil_div(k.shape[2], taps_k.shape[1]))[2:]
 
 
-def pool_strides_plain(k: Tensor, v: Tensor, taps_k: Tensor, taps_v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `pool_strides` by differentiable operations: the definition."""
+def pool_shared_strides(
+    k: Tensor, v: Tensor, taps_k: Tensor, taps_v: Tensor, strides: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys and values as they are, for further use, and the sums of their first `strides`, which are full.
+
+    Gradients of both are summed where they are written.
+    """
+    return _StridePool.apply(k, v, taps_k, taps_v, strides)
+
+
+def pool_strides_plain(
+    k: Tensor, v: Tensor, taps_k: Tensor, taps_v: Tensor, strides: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute both by differentiable operations: the definition."""
     n, rate, acc = k.shape[2], taps_k.shape[1], accumulator(k.dtype)
-    strides = ceil_div(n, rate)
-    first = torch.arange(0, n, rate, device=k.device)
+    first = torch.arange(0, strides * rate, rate, device=k.device)
     fill = rate / (n - first).clamp_max(rate).to(acc)
     found = []
     for x, taps in ((k, taps_k), (v, taps_v)):
-        filled = pad(x, (0, 0, 0, strides * rate - n)).unflatten(2, (strides, rate))
+        filled = pad(x, (0, 0, 0, max(0, strides * rate - n)))[:, :, : strides * rate].unflatten(2, (strides, rate))
         sums = (filled.to(acc) * taps.to(acc)[:, None, :, None]).sum(3)
         found.append((sums * fill[:, None]).to(x.dtype))
-    return found[0], found[1]
+    return k, v, found[0], found[1]
 
 
 def _constants(k: Tensor, v: Tensor) -> dict[str, Any]:
@@ -56,33 +67,44 @@ class _StridePool(torch.autograd.Function):
     """The kernels for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, taps_k: Tensor, taps_v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, taps_k: Tensor, taps_v: Tensor, slots: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from regard.ops.stride_pool_kernels import stride_sums
 
         k, v, taps_k, taps_v = dense_rows(k), dense_rows(v), taps_k.contiguous(), taps_v.contiguous()
         (b, g, n, _), rate = k.shape, taps_k.shape[1]
-        slots = ceil_div(n, rate)
         tiles = ceil_div(slots, POOL_TILE)
         out = k.new_empty(b, g, slots, k.shape[-1]), v.new_empty(b, g, slots, v.shape[-1])
         numbers = (*row_strides(k, v), n, rate, slots, tiles, g, b * g * tiles)
         launch_kernel(stride_sums, (2 * b * g * tiles,), (k, v, taps_k, taps_v, *out), numbers, _constants(k, v))
         ctx.save_for_backward(k, v, taps_k, taps_v)
-        return out
+        ctx.slots = slots
+        ctx.set_materialize_grads(False)
+        return k.view_as(k), v.view_as(v), *out
 
     @staticmethod
-    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         from regard.ops.stride_pool_kernels import stride_gradients
 
-        k, v, taps_k, taps_v = ctx.saved_tensors
+        k, v, taps_k, taps_v = saved = ctx.saved_tensors
+        (b, g, n, d), e, rate, slots = k.shape, v.shape[-1], taps_k.shape[1], ctx.slots
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return tuple(differentiable_grads(pool_strides_plain, ctx.saved_tensors, (grad_k, grad_v)))
-        grads = dense_rows(grad_k), dense_rows(grad_v)
-        (b, g, n, d), rate, slots = k.shape, taps_k.shape[1], grad_k.shape[2]
-        tiles = ceil_div(slots, POOL_TILE)
-        dk, dv = by_token(k, b, n, g, d), by_token(v, b, n, g, v.shape[-1])
+            shapes = k.shape, v.shape, (b, g, slots, d), (b, g, slots, e)
+            up = [k.new_zeros(shape) if x is None else x for x, shape in zip(grads, shapes, strict=True)]
+            return *differentiable_grads(lambda k, v, a, b: pool_strides_plain(k, v, a, b, slots), saved, up), None
+        add = grads[0] is not None and grads[1] is not None
+        other = [dense_rows(x) for x in grads[:2] if add and x is not None]
+        sizes = zip(grads[2:], (d, e), strict=True)
+        pooled = [k.new_zeros(b, g, slots, size) if x is None else dense_rows(x) for x, size in sizes]
+        tiles = ceil_div(ceil_div(n, rate), POOL_TILE)
+        dk, dv = by_token(k, b, n, g, d), by_token(v, b, n, g, e)
         parts = k.new_empty(2, b, g, tiles, rate, dtype=torch.float32)
-        tensors = (k, v, taps_k, taps_v, *grads, dk, dv, parts)
-        numbers = (*row_strides(k, v, *grads, dk, dv), n, rate, slots, tiles, g, b * g * tiles)
-        launch_kernel(stride_gradients, (2 * b * g * tiles,), tensors, numbers, _constants(k, v))
+        strides = (*row_strides(k, v, *pooled), *(row_strides(*other) if add else (0,) * 6), *row_strides(dk, dv))
+        tensors = (k, v, taps_k, taps_v, *pooled, *(other or (None, None)), dk, dv, parts)
+        numbers = (*strides, n, rate, slots, tiles, g, b * g * tiles)
+        launch_kernel(stride_gradients, (2 * b * g * tiles,), tensors, numbers, {"ADD": add, **_constants(k, v)})
+        if not add:
+            dk, dv = (x if y is None else x + y for x, y in zip((dk, dv), grads[:2], strict=True))
         dtaps_k, dtaps_v = parts.sum((1, 3)).to(taps_k.dtype)
-        return dk, dv, dtaps_k, dtaps_v
+        return dk, dv, dtaps_k, dtaps_v, None

@@ -47,14 +47,18 @@ def stride_sums(
 
 @triton.jit
 def store_gradients(
-    X, TAPS, GRAD, DX, PARTS, sxb, sxh, sxn, sgb, sgh, sgn, sdb, sdh, sdn, pid, n, rate, slots, tiles, heads,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    X, TAPS, GRAD, OTHER, DX, PARTS, sxb, sxh, sxn, sgb, sgh, sgn, sob, soh, son, sdb, sdh, sdn,
+    pid, n, rate, slots, tiles, heads, ADD: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the tokens of a tile of strides, and what they add to those of TAPS: PARTS (programs rate)."""
+    """Write the gradients of the tokens of a tile of strides, and what they add to those of TAPS: PARTS (programs rate).
+
+    ADD: with those that tokens have from elsewhere, OTHER.
+    """
     row = pid // tiles
     slot = pid % tiles * BM + tl.arange(0, BM)
     X = head_at(X, row, sxb, sxh, heads, 1)
     DX = head_at(DX, row, sdb, sdh, heads, 1)
+    OTHER = head_at(OTHER, row, sob, soh, heads, 1)
     TAPS += row % heads * rate
     grad = load_tokens(head_at(GRAD, row, sgb, sgh, heads, 1), slot, sgn, slot < slots, D, BD).to(tl.float32)
     grad = grad * fill_up(slot, n, rate)[:, None]
@@ -62,27 +66,30 @@ def store_gradients(
     for u in range(0, rate):
         token = slot * rate + u
         x = load_tokens(X, token, sxn, token < n, D, BD).to(tl.float32)
-        store_tokens(DX, token, sdn, grad * tl.load(TAPS + u).to(tl.float32), token < n, D, BD)
+        dx = grad * tl.load(TAPS + u).to(tl.float32)
+        if ADD:
+            dx += load_tokens(OTHER, token, son, token < n, D, BD).to(tl.float32)
+        store_tokens(DX, token, sdn, dx, token < n, D, BD)
         tl.store(PARTS + u, tl.sum(tl.sum(x * grad, 1), 0))
 
 
 @triton.jit(do_not_specialize=["n", "rate", "slots", "tiles", "heads", "programs"])
 def stride_gradients(
-    K, V, TAPS_K, TAPS_V, GRAD_K, GRAD_V, DK, DV, PARTS,
-    skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, shb, shh, shn, sdb, sdh, sdn, seb, seh, sen,
+    K, V, TAPS_K, TAPS_V, GRAD_K, GRAD_V, OTHER_K, OTHER_V, DK, DV, PARTS,
+    skb, skh, skn, svb, svh, svn, sgb, sgh, sgn, shb, shh, shn, sob, soh, son, spb, sph, spn, sdb, sdh, sdn, seb, seh, sen,
     n, rate, slots, tiles, heads, programs,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    ADD: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of keys by the first `programs`, of values by the others: DK, DV, and PARTS (2 programs rate)."""
     pid = tl.program_id(0)
     if pid < programs:
         store_gradients(
-            K, TAPS_K, GRAD_K, DK, PARTS, skb, skh, skn, sgb, sgh, sgn, sdb, sdh, sdn, pid, n, rate, slots, tiles, heads,
-            D, BD, BM,
+            K, TAPS_K, GRAD_K, OTHER_K, DK, PARTS, skb, skh, skn, sgb, sgh, sgn, sob, soh, son, sdb, sdh, sdn,
+            pid, n, rate, slots, tiles, heads, ADD, D, BD, BM,
         )  # fmt: skip
     else:
         PARTS += programs.to(tl.int64) * rate
         store_gradients(
-            V, TAPS_V, GRAD_V, DV, PARTS, svb, svh, svn, shb, shh, shn, seb, seh, sen, pid - programs, n, rate, slots, tiles,
-            heads, E, BE, BM,
+            V, TAPS_V, GRAD_V, OTHER_V, DV, PARTS, svb, svh, svn, shb, shh, shn, spb, sph, spn, seb, seh, sen, pid - programs, n,
+            rate, slots, tiles, heads, ADD, E, BE, BM,
         )  # fmt: skip
