@@ -202,6 +202,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "arena_small": lambda: tables_arena.arena_scores(if_there("arena_small"), "arena_small"),
         "arena_rates": lambda: tables_arena.arena_rates(if_there("arena_small"), "recall"),
         "arena_lra": lambda: tables_arena.arena_scores(if_there("arena_lra"), "arena_lra"),
+        "lra_ranking": lambda: tables_arena.lra_ranking(if_there("arena_lra")),
         "recipes": lambda: tables_recipes.recipes(if_there("recipes")),
     },
     "docs/compare.md": {"grid_speed": lambda: tables_arena.grid_speed(if_there("grid_speed"))},

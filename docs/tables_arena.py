@@ -9,6 +9,20 @@ from typing import Any
 from tables_base import Made, code, not_yet, short, table
 
 BITS = "bits per token"
+LRA_TASKS = ("listops", "text", "retrieval", "image", "pathfinder")
+LRA_PAPER = {  # accuracy of Tay et al. 2020, arXiv:2011.04006, in the order of LRA_TASKS
+    "softmax": (36.37, 64.27, 57.46, 42.44, 71.40),
+    "Local": (15.82, 52.98, 53.39, 41.46, 66.63),
+    "sparse_transformer": (17.07, 63.58, 59.59, 44.24, 71.71),
+    "longformer": (35.63, 62.85, 56.89, 42.22, 69.71),
+    "bigbird": (36.05, 64.02, 59.29, 40.83, 74.87),
+    "linear": (16.13, 65.90, 53.09, 42.34, 75.30),
+    "performer": (18.01, 65.40, 53.82, 42.77, 77.05),
+    "linformer": (35.70, 53.94, 52.27, 38.56, 76.34),
+    "reformer": (37.27, 56.10, 53.40, 38.07, 68.50),
+    "sinkhorn": (33.67, 61.20, 53.83, 41.23, 67.45),
+    "synthesizer": (36.99, 61.68, 54.67, 41.61, 69.45),
+}
 
 
 def arena_tasks(made: Made) -> str:
@@ -137,6 +151,44 @@ def _task_texts(tasks: list[dict[str, Any]]) -> str:
         text = f"{m['depth']} layers of width {m['width']}, {m['heads']} heads, {layers}{conv}; {steps} of {b['batch']}"
         lines.setdefault(text, []).append(code(task["task"]))
     return "\n".join(f"- {text}: {', '.join(names)}" for text, names in lines.items())
+
+
+def lra_ranking(made: Made) -> str:
+    """Scores beside those of the LRA paper, of mechanisms that are in both, and how alike the two rankings are."""
+    numbers = (
+        {task["task"].partition("(")[0]: number for number, task in enumerate(made["settings"]["tasks"])} if made["rows"] else {}
+    )
+    tasks = [name for name in LRA_TASKS if name in numbers]
+    found: dict[str, dict[str, float]] = {}
+    for row in made["rows"]:
+        name = row["mixer"].partition("(")[0]
+        for task in tasks:
+            if name in LRA_PAPER and row["task"] == numbers[task] and "score" in row:
+                found.setdefault(name, {})[task] = 100 * row["score"]
+    if not found:
+        return not_yet("arena_results.py arena_lra FOLDER")
+    body = []
+    for name, own in found.items():
+        paper = dict(zip(LRA_TASKS, LRA_PAPER[name], strict=True))
+        body.append([code(name), *(f"{own[task]:.1f} / {paper[task]:.1f}" if task in own else "" for task in tasks)])
+    pairs = {
+        task: [(own[task], LRA_PAPER[n][LRA_TASKS.index(task)]) for n, own in found.items() if task in own] for task in tasks
+    }
+    body.append(["rank correlation", *(f"{rank_correlation(pairs[task]):.2f}" if len(pairs[task]) > 2 else "" for task in tasks)])
+    return "Percent right here / in the LRA paper, and Spearman's correlation of the two:\n\n" + table(["", *tasks], body)
+
+
+def rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    """Spearman's: the correlation of the ranks, where equal values share the mean of their ranks."""
+    columns = [[_rank(x, values) for x in values] for values in zip(*pairs, strict=True)]
+    means = [sum(ranks) / len(ranks) for ranks in columns]
+    one, two = ([x - mean for x in ranks] for ranks, mean in zip(columns, means, strict=True))
+    spread = math.sqrt(sum(x * x for x in one) * sum(y * y for y in two))
+    return sum(x * y for x, y in zip(one, two, strict=True)) / spread if spread else 0.0
+
+
+def _rank(x: float, values: tuple[float, ...]) -> float:
+    return sum(y < x for y in values) + (sum(y == x for y in values) - 1) / 2
 
 
 def arena_rates(made: Made, name: str) -> str:

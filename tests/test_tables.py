@@ -391,3 +391,14 @@ def test_packages_beside_ours_on_a_cpu_are_a_table():
     made["settings"] = {"heads": 8, "dim": 64, "dtype": "float32", "threads": 1, "clock": "cpu"}
     text = tables_speed.peers_cpu(made)
     assert "| `linear`, causal | package | 20 / 10 (2.10 x) |  |" in text and "| `fnet` | other |  | not installed |" in text
+
+
+def test_rankings_beside_the_lra_paper():
+    scores = {"softmax": 0.4, "Local(64)": 0.2, "linformer(rank=8)": 0.3, "fnet": 0.9}
+    rows = [{"task": 1, "mixer": mixer, "score": score} for mixer, score in scores.items()] + [{"task": 0, "mixer": "linear"}]
+    text = tables_arena.lra_ranking({"settings": {"tasks": [{"task": "text"}, {"task": "listops(train=9)"}]}, "rows": rows})
+    assert "|  | listops | text |" in text and "| `softmax` | 40.0 / 36.4 |  |" in text and "fnet" not in text
+    assert "| rank correlation | 1.00 |  |" in text
+    assert tables_arena.rank_correlation([(1, 3), (2, 2), (3, 1)]) == -1
+    assert tables_arena.rank_correlation([(1, 1), (1, 2), (2, 3)]) == pytest.approx(0.866, abs=1e-3)
+    assert tables_arena.lra_ranking({"rows": []}).startswith(NOT_YET)

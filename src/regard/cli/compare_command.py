@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from regard.compare.worker_pool import SameProcess, WorkerPool
 
 COST_LENGTHS = {"cpu": "1k", "cuda": "512,2k,8k"}
-CARD_JOBS = 8  # cells that share a GPU, in CARD_PROCESSES processes unless --processes is given
-CARD_PROCESSES = 1
+CARD_JOBS = 8  # cells that share a GPU; more are no faster, because kernels of 8 small models fill it (benchmarks/grid_speed.py)
+CARD_PROCESSES = 1  # two take turns on the card
 MOST_JOBS = 256
 MINUTE = 60.0
 FIRST_ESTIMATE = 0.3  # of a cell, before the time left is shown
