@@ -15,7 +15,7 @@ from regard.ops.many_keys import many_keys_answers
 from regard.ops.spd_solve import _SpdSolve, spd_solve
 from regard.ops.stride_merge import StrideSplit, divide_strides, divide_strides_plain, merge_stride_answers, merge_strides_plain
 from regard.ops.stride_pool import pool_shared_strides, pool_strides_plain
-from regard.ops.two_blocks import two_blocks_attention
+from regard.ops.two_blocks import _BlockSums, block_sums, two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
 
 
@@ -76,6 +76,13 @@ def test_two_blocks_are_as_by_plain_operations(causal):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     (first,) = torch.autograd.grad(found.square().sum(), blocks[0], create_graph=True)
     assert first.requires_grad
+
+
+def test_sums_of_blocks_have_the_gradient_of_sums():
+    k = torch.randn(1, 2, 3, 4, 5, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    assert torch.equal(block_sums(k, torch.float64), k.sum(3))
+    assert torch.autograd.gradcheck(lambda k: _BlockSums.apply(k, torch.float64), k)
+    assert torch.autograd.gradgradcheck(lambda k: _BlockSums.apply(k, torch.float64).square(), k)
 
 
 @pytest.mark.parametrize("causal", [False, True])

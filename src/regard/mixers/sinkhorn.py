@@ -22,7 +22,7 @@ from regard.ops.dense import sdpa, widened
 from regard.ops.mixed_blocks import mixed_blocks_in_buffers, takes_mixed_blocks
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
-from regard.ops.two_blocks import sorted_blocks_attention, takes_sorted_blocks, takes_two_blocks, two_blocks_attention
+from regard.ops.two_blocks import block_sums, sorted_blocks_attention, takes_sorted_blocks, takes_two_blocks, two_blocks_attention
 
 
 class Sinkhorn(CachedCore):
@@ -97,7 +97,7 @@ class Sinkhorn(CachedCore):
 
     def shares(self, cut: _Cut, causal: bool) -> Tensor:
         """P: how much of each block of keys goes to each block of queries (b h c c), or to each first place (b h top c)."""
-        sums = cut.k.sum(3, dtype=accumulator(cut.k.dtype))
+        sums = block_sums(cut.k, accumulator(cut.k.dtype))
         some = cut.there[:, :, 0]
         rows = cols = unit_features(sums, silu=False, fused=True)
         if self.form == "sortcut":

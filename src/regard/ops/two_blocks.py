@@ -192,3 +192,23 @@ def _with_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         rows.baddbmm_(a, b)
         return x
     return x + (a @ b).view(x.shape)
+
+
+def block_sums(k: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sums of blocks k (b h c p d), (b h c d) in a type."""
+    if k.is_cuda and not torch.compiler.is_compiling() and not needs_plain_ops():
+        return _BlockSums.apply(k, dtype)
+    return k.sum(3, dtype=dtype)
+
+
+class _BlockSums(torch.autograd.Function):
+    """Sums whose gradient is a view: autograd would write it down for every token, in float32 and once more in the type of k."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.shape, ctx.kind = k.shape, k.dtype
+        return k.sum(3, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.kind).unsqueeze(3).expand(ctx.shape), None
