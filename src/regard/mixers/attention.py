@@ -16,6 +16,7 @@ from regard.mixers.dims import Can, Dims, need_claims
 from regard.mixers.places import Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import CrossState, State
+from regard.ops.joined_linear import joined_linear, takes_joined
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -68,6 +69,8 @@ def fused_linear(x: Tensor, *maps: nn.Module, head: int | None = None) -> Sequen
     missing = len(sizes) < len(maps)
     if missing or len(given) not in (0, len(maps)):
         return [one(x) for one in maps]
+    if head is not None and _joins(x, weights):
+        return joined_linear(x, weights, given, head)
     bias = torch.cat(given) if given else None
     weight = torch.cat(weights)
     y = linear(x, weight, bias)
@@ -75,6 +78,11 @@ def fused_linear(x: Tensor, *maps: nn.Module, head: int | None = None) -> Sequen
         return y.split(sizes, -1)
     counts = [size // head for size in sizes]
     return y.unflatten(-1, (-1, head)).split(counts, -2)
+
+
+def _joins(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return whether maps of tokens x are an operation of their own."""
+    return x.is_cuda and takes_joined(x, weights)
 
 
 def _project_sums(one: nn.Module, x: Tensor, mass: Tensor) -> Tensor:
@@ -333,5 +341,9 @@ class Attention(Mixer):
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """Return outputs (b n w) of the heads (b h n e), in the type of x."""
-        y = y.to(x.dtype).transpose(1, 2)
-        return self.out(y.flatten(2))
+        y = y.to(x.dtype).transpose(1, 2).flatten(2)
+        out = self.out
+        if type(out) is not nn.Linear or has_hooks(out) or not _joins(y, (out.weight,)):
+            return out(y)
+        biases = () if out.bias is None else (out.bias,)
+        return joined_linear(y, (out.weight,), biases, out.out_features)[0].squeeze(2)

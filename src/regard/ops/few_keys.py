@@ -91,10 +91,12 @@ def launch_few_keys(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale:
     return out
 
 
-def launch_few_keys_gradients(saved: tuple[Any, ...], grad: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def launch_few_keys_gradients(
+    saved: tuple[Any, ...], grad: Tensor, scale: float, dq: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, and of keys (b g parts m d) and values (b g parts m e) in float32, in parts.
 
-    saved: q, k, v and the bias as in `launch_few_keys`.
+    saved: q, k, v and the bias as in `launch_few_keys`. dq: where to write those of queries, if not into a new tensor.
     """
     from regard.ops.few_keys_kernels import few_keys_backward
 
@@ -104,7 +106,8 @@ def launch_few_keys_gradients(saved: tuple[Any, ...], grad: Tensor, scale: float
     constants = _constants(q, k, v, bias)
     size = queries_of_segment(b * h, n, constants["BM"])
     segments = ceil_div(n, size)
-    dq = by_token(q, b, n, h, d)
+    if dq is None:
+        dq = by_token(q, b, n, h, d)
     dk, dv = (q.new_empty(b, g, h // g * segments, m, width, dtype=torch.float32) for width in (d, e))
     strides = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(grad, dq))
     numbers = (*strides, n, m, h, segments, size, float(scale))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
+from regard.ops.bucket.bucket_launch import dense_rows, row_strides
 from regard.ops.dense import sdpa_composite
 from regard.ops.few_keys import (
     FEWEST_QUERIES,
@@ -20,6 +20,7 @@ from regard.ops.few_keys import (
     launch_few_keys_gradients,
     queries_of_segment,
 )
+from regard.ops.joined_linear import gradient_buffers
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import HALVES, block_of, has_triton
 from regard.patterns.tiles import ceil_div
@@ -113,10 +114,10 @@ class _HeadSlots(torch.autograd.Function):
                 return (head_slot_attention_plain(q, k, v, to_k, to_v, start, scale),)
 
             return *differentiable_grads(plain, (q, k, v, to_k, to_v), (grad,)), None, None
-        dq, parts_k, parts_v = launch_few_keys_gradients((q, slots_k, slots_v, bias), grad, scale)
+        dq, dk, dv = gradient_buffers(q, k, v)
+        dq, parts_k, parts_v = launch_few_keys_gradients((q, slots_k, slots_v, bias), grad, scale, dq)
         grads = parts_k.sum(2), parts_v.sum(2).mul_(seen[:, None, None])
-        (b, g, n, d), r = k.shape, to_k.shape[2]
-        dk, dv = by_token(k, b, n, g, d), by_token(v, b, n, g, v.shape[-1])
+        (b, g, n, _), r = k.shape, to_k.shape[2]
         make = torch.empty_like if n == to_k.shape[1] else torch.zeros_like
         dto_k, dto_v = make(to_k), make(to_v)
         used = [x[:, start:] for x in (to_k, to_v)]

@@ -77,23 +77,25 @@ def launch_answers(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: 
 
 
 def launch_answer_gradients(
-    saved: tuple[Any, ...], grad: Tensor, means: Tensor | None, scale: float
+    saved: tuple[Any, ...], grad: Tensor, means: Tensor | None, scale: float, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, in parts (b h parts s d), of keys and of values.
 
     saved: q, k, v and `real` as in `launch_answers`, and what that returned. means (b h t d): gradients of the means of t
-    segments of keys, for every query head, which those of keys take up.
+    segments of keys, for every query head, which those of keys take up. out: where to write those of keys and values, if
+    not into new tensors; not used where query heads share keys, whose sums are new tensors.
     """
     from regard.ops.many_keys_kernels import many_keys_backward
 
-    q, k, v, real, out, lse = saved
+    q, k, v, real, answers, lse = saved
     (b, h, s, d), (g, n), e = q.shape, k.shape[1:3], v.shape[-1]
     constants = {**_constants(q, k, v, real), "MEAN": means is not None}
     size = queries_of_segment(b * h, n, constants["BN"])
     segments = ceil_div(n, size)
     kind = k.dtype if g == h else torch.float32
-    dq, dk, dv = q.new_empty(b, h, segments, s, d), by_token(k, b, n, h, d, kind), by_token(v, b, n, h, e, kind)
-    tensors = (q, k, v, real, out, lse, grad.contiguous(), means, dq, dk, dv)
+    dq = q.new_empty(b, h, segments, s, d)
+    dk, dv = out if out is not None and g == h else (by_token(k, b, n, h, d, kind), by_token(v, b, n, h, e, kind))
+    tensors = (q, k, v, real, answers, lse, grad.contiguous(), means, dq, dk, dv)
     t = 0 if means is None else means.shape[2]
     numbers = (*row_strides(k, v, dk, dv), s, n, h, segments, size, t, float(scale))
     launch_kernel(many_keys_backward, (b * h * segments,), tensors, numbers, constants)

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from regard.ops.dense import sdpa_composite
 from regard.ops.few_keys import FEWEST_QUERIES, fits_few_keys, launch_few_keys, launch_few_keys_gradients
+from regard.ops.joined_linear import sum_columns
 from regard.ops.triton_support import HALVES, has_triton
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -152,5 +153,5 @@ class _SlotAttention(torch.autograd.Function):
         dweights = torch.bmm(given.x, dsums.mT).sum(0)
         dto_k = _position_gradients(dweights[:, :r], dmass_k, given.to_k, sizes.start)
         dto_v = _position_gradients(dweights[:, r:], dmass_v, given.to_v, sizes.start)
-        dquery_bias = None if given.query_bias is None else flat.sum(0)
+        dquery_bias = None if given.query_bias is None else sum_columns(flat)
         return None, dx, flat.mT @ x, dquery_bias, dkey, dkey_bias, dvalue, dvalue_bias, dto_k, dto_v

@@ -1,0 +1,118 @@
+"""Linear maps of the same tokens as one product, with one node for autograd, on CUDA devices.
+
+The gradients of the maps are one matrix: where a kernel wrote them side by side into one buffer (`gradient_buffers`) it is taken
+as it lies. Gradients of biases are sums of its columns, in two launches that read it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from regard.ops.bucket.bucket_launch import by_token
+from regard.ops.kernel_launch import launch_kernel
+from regard.ops.triton_support import HALVES, has_triton
+from regard.patterns.tiles import ceil_div
+from regard.transforms import differentiable_grads, needs_plain_ops
+
+SUMMED_ROWS = 512  # of a program
+SUM_TILE = {"BR": 32, "BC": 128}
+
+
+def takes_joined(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Return whether `joined_linear` takes tokens x (b n w) and weights: in half precision, and in training."""
+    if not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not has_triton() or needs_plain_ops():
+        return False
+    alike = x.dtype in HALVES and all(weight.dtype == x.dtype for weight in weights)
+    return alike and not torch.is_autocast_enabled(x.device.type)
+
+
+def joined_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], head: int) -> tuple[Tensor, ...]:
+    """Return what maps (heads_i * head, w) make of tokens x (b n w), by heads: (b n heads_i head) each.
+
+    biases: as many as weights, or none.
+    """
+    return _JoinedLinear.apply(x, head, len(weights), *weights, *biases)
+
+
+def gradient_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors for the gradients of q (b h n d), k (b g m d) and v (b g m e), laid out as (b n heads d).
+
+    In one buffer, side by side, where q, k and v can be projections of the same tokens by `joined_linear`.
+    """
+    tensors = q, k, v
+    if q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3]:
+        dq, dk, dv = (by_token(x, x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in tensors)
+        return dq, dk, dv
+    heads = [x.shape[1] for x in tensors]
+    buffer = q.new_empty(q.shape[0], q.shape[2], sum(heads), q.shape[3])
+    dq, dk, dv = (x.transpose(1, 2) for x in buffer.split(heads, 2))
+    return dq, dk, dv
+
+
+def _plain(x: Tensor, maps: Sequence[Tensor], count: int, head: int) -> tuple[Tensor, ...]:
+    """Compute `joined_linear` by differentiable operations: the definition."""
+    biases: Sequence[Tensor | None] = maps[count:] or [None] * count
+    pairs = zip(maps[:count], biases, strict=True)
+    return tuple(linear(x, weight, bias).unflatten(-1, (-1, head)) for weight, bias in pairs)
+
+
+def _joined(grads: Sequence[Tensor]) -> Tensor:
+    """Return tensors (b n heads_i d) as one (b n heads d): without a copy where they are side by side already."""
+    first = grads[0]
+    b, n, _, d = first.shape
+    heads = sum(x.shape[2] for x in grads)
+    strides = (n * heads * d, heads * d, d, 1)
+    storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    for x in grads:
+        if x.stride() != strides or x.storage_offset() != at or x.untyped_storage().data_ptr() != storage:
+            return torch.cat(list(grads), 2)
+        at += x.shape[2] * d
+    return first.as_strided((b, n, heads, d), strides)
+
+
+def sum_columns(x: Tensor) -> Tensor:
+    """Return the sums of the columns of a contiguous matrix (rows columns), in its type; added in float32, in a fixed order."""
+    from regard.ops.column_sums_kernels import column_sums
+
+    rows, columns = x.shape
+    programs = ceil_div(rows, SUMMED_ROWS)
+    blocks = ceil_div(columns, SUM_TILE["BC"])
+    parts, found = x.new_empty(programs, columns, dtype=torch.float32), x.new_empty(columns)
+    launch_kernel(column_sums, (blocks, programs), (x, parts), (rows, columns, SUMMED_ROWS), SUM_TILE)
+    launch_kernel(column_sums, (blocks, 1), (parts, found), (programs, columns, programs), SUM_TILE)
+    return found
+
+
+class _JoinedLinear(torch.autograd.Function):
+    """The product for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, head: int, count: int, *maps: Tensor) -> tuple[Tensor, ...]:
+        weight = torch.cat(maps[:count]) if count > 1 else maps[0]
+        bias = None
+        if len(maps) > count:
+            bias = torch.cat(maps[count:]) if count > 1 else maps[1]
+        ctx.save_for_backward(x, weight, *maps)
+        ctx.head, ctx.count = head, count
+        y = linear(x, weight, bias).unflatten(-1, (-1, head))
+        return y.split([one.shape[0] // head for one in maps[:count]], 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *maps = ctx.saved_tensors
+        count, head = ctx.count, ctx.head
+        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
+            dx, *found = differentiable_grads(lambda x, *maps: _plain(x, maps, count, head), (x, *maps), grads)
+            return dx, None, None, *found
+        flat = _joined(grads).reshape(-1, len(weight))
+        sizes = [len(one) for one in maps[:count]]
+        dx = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        found = [*(flat.mT @ x.reshape(-1, x.shape[-1])).split(sizes)]
+        if len(maps) > count:
+            found += sum_columns(flat).split(sizes)
+        return dx, None, None, *found
