@@ -192,6 +192,48 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    for k in range(0, n - 1):\n",
         "small_kernels",
     ),
+    "the adjoint of an iteration forgets a product": (
+        R + "ops/landmark_kernels.py",
+        "        dnear -= tl.dot(near, dsecond, input_precision=PRECISION)\n",
+        "",
+        "small_kernels",
+    ),
+    "the scale of the first iterate has no gradient": (
+        R + "ops/landmark_kernels.py",
+        "    return dw + tl.trans(dz) / largest + dsums[None, :]\n",
+        "    return dw + tl.trans(dz) / largest\n",
+        "small_kernels",
+    ),
+    "a mean gives the last part of its gradient alone": (
+        R + "ops/landmark_kernels.py",
+        "        total += tl.load(at, mask=inside, other=0.0)\n        at += s * D\n",
+        "        total = tl.load(at, mask=inside, other=0.0)\n        at += s * D\n",
+        "small_kernels",
+    ),
+    "a stride that is not full is not filled up": (
+        R + "ops/stride_pool_kernels.py",
+        "    count = tl.minimum(n - slot * rate, rate)\n",
+        "    count = rate\n",
+        "small_kernels",
+    ),
+    "merged answers have no gradient of their masses": (
+        R + "ops/stride_merge_kernels.py",
+        "    tl.store(DFAR_LSE + at, slope, mask=written)\n",
+        "    tl.store(DFAR_LSE + at, 0 * slope, mask=written)\n",
+        "small_kernels",
+    ),
+    "a slot without weights is seen": (
+        R + "ops/slot_attention_kernels.py",
+        '    lowest = tl.where(highest > 0, float("-inf"), 0.0)\n',
+        "    lowest = 0.0\n",
+        "small_kernels",
+    ),
+    "gradients that are apart are taken for side by side": (
+        R + "ops/joined_linear.py",
+        "            return torch.cat(list(grads), 2)\n",
+        "            pass\n",
+        "small_kernels",
+    ),
     "the weights of distance classes do not pull at the scores": (
         R + "ops/tile/tile_launch.py",
         "            d_lse = -pulled if d_lse is None else d_lse - pulled\n",

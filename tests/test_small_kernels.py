@@ -6,6 +6,7 @@ from torch import nn
 
 import regard.mixers.attention as attention
 import regard.ops.joined_linear as joined
+import regard.ops.slot_attention as slot_attention
 from conftest import DEVICE
 from regard import Dims, core, layer
 from regard.mixers import compressed, landmarks, low_rank
@@ -204,11 +205,14 @@ def test_landmarks_are_as_by_plain_operations(options, dtype, n, m, kv_heads, mo
     assert first.requires_grad
 
 
-@pytest.mark.parametrize("share", ["head", "kv"])
-def test_a_layer_of_slots_is_as_by_plain_operations(share, monkeypatch):
+@pytest.mark.parametrize(("share", "bias"), [("head", True), ("kv", True), ("head", False)])
+def test_a_layer_of_slots_is_as_by_plain_operations(share, bias, monkeypatch):
     """Fewer tokens than positions, key heads that share; one slot is never written; then none of them is."""
     monkeypatch.setattr(few_keys, "MOST_SEGMENTS", 6)
+    monkeypatch.setattr(slot_attention, "JOINED_TOKENS", 40)
     made = layer(f"linformer(rank=5, share={share!r})", width=24, heads=4, kv_heads=2, max_len=90).to(DEVICE)
+    if not bias:
+        made.q.bias = made.k.bias = made.v.bias = None
     with torch.no_grad():
         for weight in made.parameters():
             weight.add_(torch.randn_like(weight) / 5)

@@ -75,14 +75,21 @@ def _joined(grads: Sequence[Tensor]) -> Tensor:
     return first.as_strided((b, n, heads, d), strides)
 
 
-def sum_columns(x: Tensor) -> Tensor:
-    """Return the sums of the columns of a contiguous matrix (rows columns), in its type; added in float32, in a fixed order."""
+def sum_columns(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sums of the columns of a contiguous matrix (rows columns), in its type or another.
+
+    They are added in float32, in a fixed order.
+    """
     from regard.ops.column_sums_kernels import column_sums
 
     rows, columns = x.shape
     programs = ceil_div(rows, SUMMED_ROWS)
     blocks = ceil_div(columns, SUM_TILE["BC"])
-    parts, found = x.new_empty(programs, columns, dtype=torch.float32), x.new_empty(columns)
+    found = x.new_empty(columns, dtype=dtype)
+    if programs <= 1:
+        launch_kernel(column_sums, (blocks, 1), (x, found), (rows, columns, rows), SUM_TILE)
+        return found
+    parts = x.new_empty(programs, columns, dtype=torch.float32)
     launch_kernel(column_sums, (blocks, programs), (x, parts), (rows, columns, SUMMED_ROWS), SUM_TILE)
     launch_kernel(column_sums, (blocks, 1), (parts, found), (programs, columns, programs), SUM_TILE)
     return found

@@ -15,8 +15,13 @@ from torch.nn.functional import linear
 from regard.ops.dense import sdpa_composite
 from regard.ops.few_keys import FEWEST_QUERIES, fits_few_keys, launch_few_keys, launch_few_keys_gradients
 from regard.ops.joined_linear import sum_columns
-from regard.ops.triton_support import HALVES, has_triton
+from regard.ops.kernel_launch import launch_kernel
+from regard.ops.triton_support import HALVES, block_of, has_triton
+from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
+
+JOINED_TOKENS = 256  # whose weights a program joins
+WEIGHT_TILE = 64  # tokens of a tile
 
 
 class SlotSizes(NamedTuple):
@@ -64,53 +69,83 @@ def slot_attention_plain(inputs: SlotTensors, sizes: SlotSizes) -> Tensor:
     q = linear(x, inputs.query, inputs.query_bias).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
     k, v = linear(x, inputs.key, inputs.key_bias), linear(x, inputs.value, inputs.value_bias)
     k, v = ((w.mT @ y).unflatten(-1, (sizes.groups, -1)).transpose(1, 2) for w, y in ((to_k, k), (to_v, v)))
-    bias, seen = _hidden_slots(torch.cat([to_k, to_v], 1))
-    return sdpa_composite(q, k, v * seen, bias.unsqueeze(2), sizes.scale, False)
+    largest = torch.maximum(to_k.detach().abs().amax(0), to_v.detach().abs().amax(0))
+    seen = (largest > 0).any()
+    bias = torch.zeros_like(largest).masked_fill((largest == 0) & seen, -torch.inf)
+    return sdpa_composite(q, k, v * seen, bias[None, None, None], sizes.scale, False)
 
 
-def _hidden_slots(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is added to the scores of slots (1 1 r), and 1 if one of them is seen, else 0, where all are shown.
+class JoinedWeights(NamedTuple):
+    """The weights of positions of keys and values together, and what depends on them alone."""
 
-    weights (n 2r): those of keys and of values.
-    """
-    largest = torch.linalg.vector_norm(weights.detach(), torch.inf, 0).unflatten(0, (2, -1)).amax(0)
-    seen = (largest.amax(-1) > 0).to(weights.dtype)
-    hidden = (largest == 0) & (seen > 0)
-    return torch.zeros_like(largest).masked_fill_(hidden, -torch.inf)[None, None], seen
+    both: Tensor  # (n 2r)
+    mass: Tensor  # (2 r): the sum of the weights of a slot, which multiplies the bias of a map
+    bias: Tensor  # (b 1 r): what is added to the scores of slots, -inf where a slot has no weight
+    seen: Tensor  # (): 1 if one of them has a weight, else 0, where all are shown
+
+
+def _joined_weights(to_k: Tensor, to_v: Tensor, b: int, n: int) -> JoinedWeights:
+    """Join weights (positions r) of n tokens, the first of which is at the first position."""
+    from regard.ops.slot_attention_kernels import finish_slot_weights, join_slot_weights
+
+    r = to_k.shape[1]
+    programs = ceil_div(n, JOINED_TOKENS)
+    both, parts = to_k.new_empty(n, 2 * r), to_k.new_empty(programs, 4, r, dtype=torch.float32)
+    sizes = {"R": block_of(r, to_k.device)}
+    constants = {**sizes, "BN": WEIGHT_TILE}
+    launch_kernel(join_slot_weights, (programs,), (to_k, to_v, both, parts), (n, r, JOINED_TOKENS), constants)
+    mass, bias, seen = to_k.new_empty(2, r), parts.new_empty(r), parts.new_empty(())
+    launch_kernel(finish_slot_weights, (1,), (parts, mass, bias, seen), (programs, r), sizes)
+    return JoinedWeights(both, mass, bias.expand(b, 1, r), seen)
 
 
 def _mapped(sums: Tensor, mass: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     """Return sums of keys or values (b g r .) from sums of tokens (b r w), and the sum of the weights of each, (r)."""
-    y = (sums.flatten(0, 1) @ weight.mT).unflatten(0, sums.shape[:2])
+    b, r, w = sums.shape
+    y = (sums.view(b * r, w) @ weight.mT).view(b, r, -1)
     if bias is not None:
-        y.addcmul_(mass[:, None], bias[None])
-    return y.unflatten(-1, (groups, -1)).transpose(1, 2)
+        y.addcmul_(mass[:, None], bias)
+    return y.view(b, r, groups, -1).transpose(1, 2)
 
 
-def _map_gradients(
-    parts: Tensor, seen: Tensor | None, sums: Tensor, mass: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of sums of tokens (b r w), of a map and its bias, and of masses (r).
+class MapGradients(NamedTuple):
+    """Gradients of slots, summed, and what they add to those of biases and masses."""
 
-    parts (b g parts r .): gradients of keys or values, to be summed.
-    """
-    b, g, _, r, d = parts.shape
-    grad = weight.new_empty(b, r, g, d)
-    total = parts.sum(2).transpose(1, 2)
-    grad.copy_(total if seen is None else total * seen)
-    flat = grad.view(b * r, g * d)
-    dsums, dweight = (flat @ weight).view(b, r, -1), flat.mT @ sums.flatten(0, 1)
-    if bias is None:
-        return dsums, dweight, None, None
-    return dsums, dweight, flat.mT @ mass.repeat(b), (flat @ bias).view(b, r).sum(0)
+    key: Tensor  # (b r, g d)
+    value: Tensor  # (b r, g e)
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    mass: Tensor | None  # (2r) in float32
 
 
-def _position_gradients(dweights: Tensor, dmass: Tensor | None, like: Tensor, start: int) -> Tensor:
-    """Return the gradient of all weights (1 positions r), from those of positions start ... (n r)."""
-    n, found = len(dweights), torch.empty_like(like)
-    found[:, :start] = 0
-    found[:, start + n :] = 0
-    found[0, start : start + n] = dweights if dmass is None else dweights + dmass
+def _map_gradients(parts_k: Tensor, parts_v: Tensor, given: SlotTensors, weights: JoinedWeights) -> MapGradients:
+    """Sum the gradients of slots (b g parts r .)."""
+    from regard.ops.slot_attention_kernels import slot_map_gradients
+
+    (b, g, parts, r, d), e = parts_k.shape, parts_v.shape[-1]
+    like, biased = given.x, given.key_bias is not None
+    flat_k, flat_v = like.new_empty(b * r, g * d), like.new_empty(b * r, g * e)
+    dmass, dbias_k, dbias_v = (parts_k.new_empty(b * g, 2 * r), parts_k.new_empty(b, g * d), parts_k.new_empty(b, g * e))
+    device = like.device
+    blocks = {"R": block_of(r, device), "D": d, "E": e, "BD": block_of(d, device), "BE": block_of(e, device)}
+    known = (parts_k, parts_v, weights.mass, given.key_bias, given.value_bias, weights.seen)
+    tensors = (*known, flat_k, flat_v, dmass, dbias_k, dbias_v)
+    launch_kernel(slot_map_gradients, (2 * b * g,), tensors, (b * g, parts, r, g), {"BIASED": biased, **blocks})
+    if not biased:
+        return MapGradients(flat_k, flat_v, None, None, None)
+    kind = like.dtype
+    return MapGradients(flat_k, flat_v, sum_columns(dbias_k, kind), sum_columns(dbias_v, kind), sum_columns(dmass))
+
+
+def _position_gradients(dweights: Tensor, dmass: Tensor | None, like: Tensor, start: int) -> list[Tensor]:
+    """Return the gradients of all weights of keys and values (1 positions r), from those of every row (b n 2r)."""
+    from regard.ops.slot_attention_kernels import slot_position_gradients
+
+    (b, n, _), (_, positions, r) = dweights.shape, like.shape
+    found = [torch.empty_like(like) for _ in range(2)]
+    constants = {"BIASED": dmass is not None, "R": block_of(r, like.device), "BN": WEIGHT_TILE}
+    numbers = (positions, start, n, r, b)
+    launch_kernel(slot_position_gradients, (ceil_div(positions, WEIGHT_TILE),), (dweights, dmass, *found), numbers, constants)
     return found
 
 
@@ -121,18 +156,16 @@ class _SlotAttention(torch.autograd.Function):
     def forward(ctx: Any, sizes: SlotSizes, *inputs: Any) -> Tensor:
         given = SlotTensors(*inputs)
         x = given.x.contiguous()
-        b, n, _ = x.shape
-        weights = torch.cat([one[0, sizes.start : sizes.start + n] for one in (given.to_k, given.to_v)], 1)  # (n 2r)
-        sums = torch.bmm(weights.mT.expand(b, -1, -1), x).unflatten(1, (2, -1)).transpose(0, 1).contiguous()  # (2 b r w)
-        mass = weights.sum(0).view(2, -1)
-        bias, seen = _hidden_slots(weights)
-        bias = bias.expand(b, -1, -1)
-        k = _mapped(sums[0], mass[0], given.key, given.key_bias, sizes.groups)
-        v = _mapped(sums[1], mass[1], given.value, given.value_bias, sizes.groups)
-        q = linear(x, given.query, given.query_bias).unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
-        ctx.save_for_backward(*given, q, k, v, bias, seen, weights, sums, mass)
+        b, n, w = x.shape
+        weights = _joined_weights(given.to_k[0, sizes.start :], given.to_v[0, sizes.start :], b, n)
+        r = weights.mass.shape[1]
+        sums = torch.bmm(weights.both.mT.expand(b, 2 * r, n), x).view(b, 2, r, w).transpose(0, 1).contiguous()
+        k = _mapped(sums[0], weights.mass[0], given.key, given.key_bias, sizes.groups)
+        v = _mapped(sums[1], weights.mass[1], given.value, given.value_bias, sizes.groups)
+        q = linear(x, given.query, given.query_bias).view(b, n, sizes.heads, -1).transpose(1, 2)
+        ctx.save_for_backward(*given, q, k, v, sums, *weights)
         ctx.sizes = sizes
-        return launch_few_keys(q, k, v, bias, sizes.scale)
+        return launch_few_keys(q, k, v, weights.bias, sizes.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,18 +173,18 @@ class _SlotAttention(torch.autograd.Function):
         given = SlotTensors(*saved[:9])
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return None, *differentiable_grads(lambda *x: (slot_attention_plain(SlotTensors(*x), sizes),), given, (grad,))
-        q, k, v, bias, seen, weights, sums, mass = saved[9:]
+        q, k, v, sums, *rest = saved[9:]
+        weights = JoinedWeights(*rest)
         (b, n, w), r = given.x.shape, sums.shape[2]
-        dq, dk, dv = launch_few_keys_gradients((q, k, v, bias), grad, sizes.scale)
-        dsums_k, dkey, dkey_bias, dmass_k = _map_gradients(dk, None, sums[0], mass[0], given.key, given.key_bias)
-        dsums_v, dvalue, dvalue_bias, dmass_v = _map_gradients(dv, seen, sums[1], mass[1], given.value, given.value_bias)
-        dsums = torch.cat([dsums_k, dsums_v], 1)
+        dq, parts_k, parts_v = launch_few_keys_gradients((q, k, v, weights.bias), grad, sizes.scale)
+        slots = _map_gradients(parts_k, parts_v, given, weights)
+        dsums = torch.cat([(slots.key @ given.key).view(b, r, w), (slots.value @ given.value).view(b, r, w)], 1)
+        dkey, dvalue = slots.key.mT @ sums[0].view(b * r, w), slots.value.mT @ sums[1].view(b * r, w)
         flat = dq.transpose(1, 2).reshape(b * n, -1)
         dx = (flat @ given.query).view(b, n, w)
-        dx.baddbmm_(weights.expand(b, -1, -1), dsums)
-        x = given.x.reshape(b * n, w)
-        dweights = torch.bmm(given.x, dsums.mT).sum(0)
-        dto_k = _position_gradients(dweights[:, :r], dmass_k, given.to_k, sizes.start)
-        dto_v = _position_gradients(dweights[:, r:], dmass_v, given.to_v, sizes.start)
+        dx.baddbmm_(weights.both.expand(b, n, 2 * r), dsums)
+        dweights = torch.bmm(given.x, dsums.mT)
+        dto_k, dto_v = _position_gradients(dweights, slots.mass, given.to_k, sizes.start)
         dquery_bias = None if given.query_bias is None else sum_columns(flat)
-        return None, dx, flat.mT @ x, dquery_bias, dkey, dkey_bias, dvalue, dvalue_bias, dto_k, dto_v
+        dquery = flat.mT @ given.x.reshape(b * n, w)
+        return None, dx, dquery, dquery_bias, dkey, slots.key_bias, dvalue, slots.value_bias, dto_k, dto_v
