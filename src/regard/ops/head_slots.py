@@ -22,7 +22,7 @@ from regard.ops.few_keys import (
 )
 from regard.ops.joined_linear import gradient_buffers
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import HALVES, block_of, has_triton
+from regard.ops.triton_support import HALVES, block_of, dot_precision, has_triton
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -69,7 +69,7 @@ def _hidden(tops: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def _constants(k: Tensor, v: Tensor, rank: int) -> dict[str, Any]:
     d, e, device = k.shape[-1], v.shape[-1], k.device
     sizes = {"R": block_of(rank, device), "D": d, "E": e, "BD": block_of(d, device), "BE": block_of(e, device)}
-    return {**sizes, "BN": SLOT_TILE, "num_warps": 4, "num_stages": 2}
+    return {**sizes, "BN": SLOT_TILE, "PRECISION": dot_precision(k.dtype), "num_warps": 4, "num_stages": 2}
 
 
 def _slots(k: Tensor, v: Tensor, to_k: Tensor, to_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -274,7 +274,7 @@ def _operator(
 ) -> tuple[Tensor, Tensor]:
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
     out, lse = _tile_pass(pass_key(call, pattern, Span(*span), causal, backend), call, None).forward(call)
-    return out.to(v.dtype), lse
+    return out.to(v.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 @torch.library.custom_op("regard::tile_attention_backward", mutates_args=())
@@ -306,6 +306,13 @@ def _operator_backward(
 
 
 @_operator.register_fake
+def _fake_operator(q, *rest):
+    """Backends lay outputs out in different ways: of the operator, the heads of a token always lie side by side."""
+    out, lse = fake_tile_attention(q, *rest)
+    b, h, n, width = out.shape
+    return out.new_empty(b, n, h, width).transpose(1, 2), lse
+
+
 def fake_tile_attention(q, k, v, by_query, slopes, valid, seed, clip, mass, *rest):  # noqa: ARG001
     classes = 2 * clip + 1 if mass else 0
     out = q.new_empty(*q.shape[:3], v.shape[-1] + classes, dtype=v.dtype)
