@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 
 from conftest import CASES, PATHS, WIDTH, Case, close, data, modes, some
 from regard import layer
@@ -183,3 +184,22 @@ def test_a_whole_model_is_one_graph(positions):
     with torch.no_grad():
         found = torch.compile(model, fullgraph=True, backend="eager")(tokens)
         close(found, model(tokens))
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_tiles_have_the_strides_that_a_compiler_is_promised(backend, by_token):
+    """Of the output and of the gradients, for heads of a token side by side and for tokens of a head."""
+    q, k, v = (torch.randn(2, 20, 2, 16) if by_token else torch.randn(2, 2, 20, 16) for _ in range(3))
+    given = [x.transpose(1, 2) if by_token else x for x in (q, k, v)]
+    rest = (None, None, None, None, 0, False, 0.3, 0.0, "Local(4)", [0, 20, 0, 20], True, backend)
+
+    def strides(q, k, v):
+        out, lse = torch.ops.regard.tile_attention(q, k, v, *rest)
+        grads = torch.ops.regard.tile_attention_backward(out, lse, q, k, v, *rest[:4], out, lse, *rest[4:])
+        return [x.stride() for x in (out, lse, *grads)]
+
+    found = strides(*given)
+    with FakeTensorMode() as mode:
+        assert strides(*(mode.from_tensor(x) for x in given)) == found
+    assert found[0] == given[0].stride()

@@ -28,6 +28,7 @@ from regard.ops.tile.call import (
     accumulator,
 )
 from regard.ops.tile.reference import ReferenceTiles
+from regard.ops.tile.tile_sizes import packed_strides, strides_like
 from regard.ops.tile.torch import TorchTiles
 from regard.ops.tile.triton import TritonTiles
 from regard.patterns import Causal, Pattern, Random
@@ -274,7 +275,7 @@ def _operator(
 ) -> tuple[Tensor, Tensor]:
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
     out, lse = _tile_pass(pass_key(call, pattern, Span(*span), causal, backend), call, None).forward(call)
-    return out.to(v.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+    return _laid_out(out.to(v.dtype), q), lse
 
 
 @torch.library.custom_op("regard::tile_attention_backward", mutates_args=())
@@ -302,15 +303,13 @@ def _operator_backward(
     call = unflatten_call(q, k, v, by_query, slopes, valid, seed, clip, mass, scale, dropout)
     run = _tile_pass(pass_key(call, pattern, Span(*span), causal, backend), call, None)
     found = run.backward(call, out, lse, d_out, d_lse)
-    return [x.contiguous() for x in found if x is not None]
+    return [_laid_out(x, like) for x, like in zip(found, (q, k, v, by_query), strict=True) if x is not None and like is not None]
 
 
-@_operator.register_fake
-def _fake_operator(q, *rest):
-    """Backends lay outputs out in different ways: of the operator, the heads of a token always lie side by side."""
-    out, lse = fake_tile_attention(q, *rest)
-    b, h, n, width = out.shape
-    return out.new_empty(b, n, h, width).transpose(1, 2), lse
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """Return x (b h n width), copied unless it has the layout that a compiler was promised: that of another tensor."""
+    strides = strides_like(x.shape, packed_strides(like))
+    return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def fake_tile_attention(q, k, v, by_query, slopes, valid, seed, clip, mass, *rest):  # noqa: ARG001
@@ -320,9 +319,20 @@ def fake_tile_attention(q, k, v, by_query, slopes, valid, seed, clip, mass, *res
     return out, lse
 
 
-@_operator_backward.register_fake
 def fake_tile_attention_backward(d_out, d_lse, q, k, v, by_query, *rest):  # noqa: ARG001
     return [x.new_empty(x.shape) for x in (q, k, v, by_query) if x is not None]
+
+
+@_operator.register_fake
+def _(q, *others):
+    out, lse = fake_tile_attention(q, *others)
+    return _laid_out(out, q), lse
+
+
+@_operator_backward.register_fake
+def _(d_out, d_lse, q, k, v, by_query, *rest):
+    found = fake_tile_attention_backward(d_out, d_lse, q, k, v, by_query, *rest)
+    return [_laid_out(x, like) for x, like in zip(found, [y for y in (q, k, v, by_query) if y is not None], strict=True)]
 
 
 def keep_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:
