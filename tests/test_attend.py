@@ -116,3 +116,16 @@ def test_positions_that_add_to_scores_make_a_core_positional() -> None:
     assert not own.positional
     own.honour(positions("alibi", dims))
     assert own.positional
+
+
+@pytest.mark.parametrize("spec", ["softmax", "retention", "Local(4)"])
+def test_all_tokens_at_once_keep_no_memory(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal pass over all tokens is the one that layers use, which writes no memory for later."""
+    made = core(spec, Dims(16, 2, causal=True)).to(DEVICE)
+    q, k, v = (torch.randn(1, 2, 9, 8, device=DEVICE) for _ in range(3))
+    expected = made.scan(made.unwritten(k, v), q, k, v, Places.of(k[:, 0]))[0]
+    seen = []
+    whole = made.scan_all
+    monkeypatch.setattr(made, "scan_all", lambda *given: seen.append(spec) or whole(*given))
+    close(attend(q, k, v, made, causal=True), expected)
+    assert seen == [spec]

@@ -50,15 +50,15 @@ def attend(
     places = Places.of(k[:, 0], valid)
     with no_autocast(q):
         core.watch(q, k, valid)
-        if causal:
+        if causal and n == m:
+            out = core.scan_all(q, k, v, places)
+        elif causal:
             memory = core.unwritten(k, v)
             if first:
                 memory = core.push(memory, k[:, :, :first], v[:, :, :first], places.part(0, first))
-            if n != m:
-                k = k[:, :, first : first + n]
-                v = v[:, :, first : first + n]
-                places = places.part(first, first + n)
-            out = core.scan(memory, q, k, v, places)[0]
+            k = k[:, :, first : first + n]
+            v = v[:, :, first : first + n]
+            out = core.scan(memory, q, k, v, places.part(first, first + n))[0]
         else:
             out = core.read_all(q, k, v, places, _among_keys(q, query_valid, first, valid))
     real = pooled_valid(real, core.rate)

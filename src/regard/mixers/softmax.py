@@ -48,6 +48,12 @@ class Softmax(CachedCore):
     def forget(self, memory: KVCache, t: Tensor) -> KVCache:  # noqa: ARG002 - every key can be seen for ever
         return memory
 
+    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        plain = self.positions is None and places.valid is None and q.shape[2] > 1
+        if not plain or type(self).answer is not Softmax.answer:
+            return super().scan_all(q, k, v, places)
+        return sdpa(q, k, v, scale=self.scale, causal=True, dropout=self.drop)
+
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         drop = self.drop
         if q.shape[2] == 0 or log.size == 0:
