@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from conftest import DEVICE
+from regard import layer
 from regard.bench import floors, summary, token_step, whole_models
 from regard.bench.backend_log import backends_of
 from regard.bench.floors import FORWARD, TRAINING, floor_of
@@ -71,6 +72,12 @@ def test_the_backends_of_a_call(monkeypatch, capsys):
     assert backends_of(lambda: None) == []
     assert os.environ["REGARD_LOG"] == "other"
     assert capsys.readouterr().err == ""
+
+
+def test_the_backend_of_a_prepared_call_is_found_again():
+    made = layer("Local(4)", width=16, heads=2, causal=True)
+    x = torch.randn(1, 20, 16)
+    assert backends_of(lambda: made(x)) == backends_of(lambda: made(x)) != []
 
 
 def test_what_was_frozen_before_a_measurement_stays_frozen():

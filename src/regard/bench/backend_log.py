@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from regard.cache import forget_signatures
 from regard.ops import backend
 
 LOG = "REGARD_LOG"
@@ -25,6 +26,7 @@ def _own_log() -> Iterator[None]:
     """Log backends into nothing, from an empty list on; afterwards everything is as before."""
     setting, logged = os.environ.get(LOG), set(backend._logged)
     backend._logged.clear()
+    forget_signatures()  # of prepared calls, which choose no backend any more
     os.environ[LOG] = "kernels"
     try:
         with contextlib.redirect_stderr(io.StringIO()):
