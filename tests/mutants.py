@@ -382,8 +382,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a block is sorted by all of its keys": (
         R + "mixers/sinkhorn.py",
-        "            rows = unit_features(before + cut.k[:, :, :, 0], silu=False, fused=True)\n",
-        "            rows = unit_features(before + sums, silu=False, fused=True)\n",
+        "            rows = unit_features(before + cut.k[:, :, :, 0], silu=False, fused=sums.is_cuda)\n",
+        "            rows = unit_features(before + sums, silu=False, fused=sums.is_cuda)\n",
     ),
     "a block's share is balanced against later ones": (
         R + "ops/balance.py",

@@ -99,7 +99,7 @@ class Sinkhorn(CachedCore):
         """P: how much of each block of keys goes to each block of queries (b h c c), or to each first place (b h top c)."""
         sums = block_sums(cut.k, accumulator(cut.k.dtype))
         some = cut.there[:, :, 0]
-        rows = cols = unit_features(sums, silu=False, fused=True)
+        rows = cols = unit_features(sums, silu=False, fused=sums.is_cuda)
         if self.form == "sortcut":
             logits, seen, mass = _with_the_rest(self.sort.to(sums.dtype) @ cols.mT, some)
             return self._balance(balanced, self._noisy(logits, seen), seen, mass)[:, :, :-1]
@@ -108,7 +108,7 @@ class Sinkhorn(CachedCore):
             before = pad(sums.cumsum(2), (0, 0, 1, 0))[
                 :, :, : sums.shape[2]
             ]  # not a sum less its last block: the future would round it
-            rows = unit_features(before + cut.k[:, :, :, 0], silu=False, fused=True)
+            rows = unit_features(before + cut.k[:, :, :, 0], silu=False, fused=sums.is_cuda)
             seen = seen & torch.ones_like(seen).tril(-1)
         scores = rows @ self.sort.to(sums.dtype) @ cols.mT
         if causal:
