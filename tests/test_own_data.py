@@ -1,9 +1,10 @@
-"""A user's own files, from the command line: `regard train classify --csv f.csv --text review --label stars`."""
+"""A user's own files, from the command line: `regard train classify --csv f.csv`, `regard train text --file book.txt`."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,56 @@ def test_options_that_do_not_fit_are_answered_by_a_sentence(tmp_path: Path) -> N
     assert "delimiter" in refused("train", "classify", "--csv", gone, "--set", "delimiter=|")
     with pytest.raises(DataError, match="is a folder"):
         read_labelled_csv(tmp_path, "text", "label")
+
+
+BOOK = "It is a truth, universally acknowledged: a café.\n" * 20
+TINY = ["window=16", "width=8", "heads=2", "depth=1", "ffn=8", "steps=2", "batch_tokens=256", "max_len=64", "max_new_tokens=4"]
+
+
+@pytest.mark.parametrize("units", ["characters", "bytes"])
+def test_a_book_is_split_described_trained_scored_and_continued(units: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "book.txt", str(tmp_path / "run")
+    file.write_text(BOOK + "Ω", encoding="utf-8")
+    words = [word for text in (*TINY, f"units={units}") for word in ("--set", text)]
+    done = run("train", "text", "--file", str(file), *words, "--out", out, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    sizes = {
+        "characters": "981 characters of {}: 784 train, 98 val, 99 test",
+        "bytes": "1,002 bytes of {}: 800 train, 100 val, 102 test",
+    }
+    assert sizes[units].format(file) in done.stderr
+    assert ("not in train, and not told apart: 1 of the characters" in done.stderr) == (units == "characters")
+    scores = json.loads(run("evaluate", out, "--json").stdout)["scores"]
+    assert 3 < scores["floor_bits"] < 5 and f"{scores['floor_bits']:.3f} on test, in bits" in done.stderr
+    assert run("predict", out, "It is").stdout.startswith("It is")
+    file.write_text(BOOK)
+    assert "its SHA-256 differs" in refused("evaluate", out)
+
+
+def test_the_floor_of_a_text_is_the_cross_entropy_of_its_frequencies(tmp_path: Path) -> None:
+    from regard.tasks import config, make_task
+
+    file = tmp_path / "ab.txt"
+    file.write_text("a" * 6 + "b" * 2 + "ab" * 1)
+    made = make_task(config("text").replace({"file": str(file), "window": 4}))
+    with pytest.raises(DataError, match="10 characters: too few to be split"):
+        made.read()
+    file.write_text("aaab" * 4 + "ab" + "ab")
+    made = make_task(config("text").replace({"file": str(file), "window": 4}))
+    made.read()
+    assert made.describe_data()[-1].startswith(
+        f"floor: characters by their frequency in train alone have {math.log2(19 / 5):.3f} on val"
+    )
+
+
+def test_a_text_that_cannot_be_learned_is_answered_by_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("a line\n" * 10)
+    assert "its training part has 56 characters, but a window of 128 needs 129: use --set window=55" in refused(
+        "train", "text", "--file", str(file)
+    )
+    file.write_bytes(b"caf\xe9\n" * 100)
+    assert "line 1: not UTF-8 at byte 4" in refused("train", "text", "--file", str(file))
+    assert "Give --file FILE" in refused("train", "text")
+    assert "--label does nothing here: it is for classify" in refused("train", "text", "--file", str(file), "--label", "x")
+    assert "units" in refused("train", "text", "--file", str(file), "--set", "units=words")

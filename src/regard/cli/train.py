@@ -46,6 +46,7 @@ def train(
     jsonl: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: or keys of JSON objects, one a line.")] = None,
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the texts; else text.")] = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the labels; else label.")] = None,
+    file: Annotated[Path | None, typer.Option(metavar="FILE", help="text: the text to learn the next character of.")] = None,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -53,7 +54,7 @@ def train(
 
     with sentences():
         kind = settings.device(device)
-        own = _own_settings(data, csv=csv, jsonl=jsonl, text=text, label=label)
+        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, text=text, label=label)
         config = settings.config_of(task, mixer or [], changes or [], out, own)
         _check_folder(out, config)
         made = known.make_task(config)

@@ -1,4 +1,4 @@
-"""Tasks on files of a user: a label for every text of a CSV or JSONL file."""
+"""Tasks on files of a user: a label for every text of a CSV or JSONL file, a language model of a text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
+from regard.data.batch import UNKNOWN
 from regard.data.datasets import LabelledText, Splits
-from regard.data.own_files import DELIMITERS, file_digest, read_labelled_csv, read_labelled_jsonl, split_labelled
+from regard.data.own_files import (
+    DELIMITERS,
+    file_digest,
+    read_labelled_csv,
+    read_labelled_jsonl,
+    split_labelled,
+    split_text,
+)
 from regard.data.strict_json import JsonError, read_value
-from regard.data.text_files import DataError
+from regard.data.text_files import DataError, read_text
+from regard.data.vocabulary import FIRST_TEXT_ID, Bytes
 from regard.options import check_choice
-from regard.tasks.own_data_config import Classification
+from regard.tasks.language_modeling import LanguageTask
+from regard.tasks.own_data_config import Classification, OwnText
 from regard.tasks.sentiment import SentimentTask
 
 DATA_ASSET = "data.json"
+OWN_UNITS = ("characters", "bytes")
 LABELS_SHOWN = 12  # labels that are printed with their counts
 
 
@@ -107,6 +118,63 @@ class ClassificationTask(SentimentTask):
     def assets(self) -> dict[str, str]:
         return {**super().assets(), DATA_ASSET: self.file.asset()}
 
-    def restore(self, assets: Mapping[str, Any]) -> None:
+    def restore(self, assets: Mapping[str, str]) -> None:
+        super().restore(assets)
+        self.file.restore(assets)
+
+
+class OwnTextTask(LanguageTask):
+    """The next character, or byte, of a user's text; scored by cross-entropy, beside that of frequencies alone."""
+
+    config: OwnText
+
+    def __init__(self, config: OwnText) -> None:
+        super().__init__(config)
+        check_choice("units", config.units, OWN_UNITS)
+        if config.units == "bytes":
+            self.characters = Bytes()
+        self.file = OwnFile(config.file)
+
+    def parts(self, folder: Path | None) -> Splits[str]:
+        if not self.file.path:
+            raise DataError("which file has the text? Give --file FILE")
+        path = self.file.find(folder)
+        parts = split_text(read_text(path))
+        units, window = self.config.units, self.config.window
+        counts = [len(part.encode()) if units == "bytes" else len(part) for part in parts]
+        if min(counts) < 2:
+            raise DataError(f"{path} has {sum(counts):,} {units}: too few to be split into train, val and test")
+        if counts[0] <= window:
+            needed = f"a window of {window:,} needs {window + 1:,}: use --set window={counts[0] - 1}, or a longer text"
+            raise DataError(f"{path} is too short: its training part has {counts[0]:,} {units}, but {needed}")
+        return parts
+
+    def describe_data(self) -> list[str]:
+        units = self.config.units
+        sizes = ", ".join(f"{len(ids):,} {name}" for name, ids in self.texts.items())
+        lines = [f"{sum(map(len, self.texts.values())):,} {units} of {self.file.path}: {sizes}, from its beginning to its end"]
+        if units == "characters":
+            lines.append(f"{len(self.characters) - FIRST_TEXT_ID:,} different characters in train")
+        if new := sum(int((self.texts[name] == UNKNOWN).sum()) for name in ("val", "test")):
+            lines.append(
+                f"not in train, and not told apart: {new:,} of the characters of val and test; --set units=bytes knows all"
+            )
+        floors = " and ".join(f"{self._floor_bits(name):.3f} on {name}" for name in ("val", "test"))
+        return [*lines, f"floor: {units} by their frequency in train alone have {floors}, in bits"]
+
+    def _floor_bits(self, split: str) -> float:
+        """Return the cross-entropy of unigrams of train, each counted once more than it occurs, in bits."""
+        size = len(self.characters)
+        counts = torch.bincount(self.texts["train"], minlength=size).double()
+        counts[UNKNOWN], counts[FIRST_TEXT_ID:] = 1, counts[FIRST_TEXT_ID:] + 1
+        return float((counts.sum().log2() - counts[self.texts[split][1:]].log2()).mean())
+
+    def score(self, model: nn.Module, split: str) -> dict[str, float]:
+        return {**super().score(model, split), "floor_bits": self._floor_bits(split)}
+
+    def assets(self) -> dict[str, str]:
+        return {**super().assets(), DATA_ASSET: self.file.asset()}
+
+    def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)
         self.file.restore(assets)

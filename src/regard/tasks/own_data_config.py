@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from regard.tasks.language_modeling_config import Language
 from regard.tasks.sentiment_config import Sentiment
 
 
@@ -50,4 +51,41 @@ def classify_config() -> Classification:
         validate_every=100,
         save_every=100,
         max_len=256,
+    )
+
+
+@dataclass
+class OwnText(Language):
+    """Windows of the text of one file."""
+
+    file: str = ""  # a text file; its absolute path is kept
+    units: str = "characters"  # or bytes, those of UTF-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.file = absolute_path(self.file)
+
+
+def text_config() -> OwnText:
+    return OwnText(
+        task="text",
+        precision="tf32",
+        window=128,
+        width=128,
+        heads=4,
+        depth=4,
+        ffn=512,
+        activation="gelu",
+        positions="rotary",
+        dropout=0.1,
+        steps=2000,
+        batch_tokens=4096,
+        lr=1e-3,
+        betas=[0.9, 0.99],
+        decay=0.1,
+        schedule="cosine",
+        warmup=100,
+        validate_every=250,
+        save_every=250,
+        max_len=1024,
     )
