@@ -54,7 +54,9 @@ def decoders(made: Made) -> str:
     own = [spec for spec in dict.fromkeys(spec for spec, _ in times) if all((spec, n) in times for n in full)]
     body = [[code(spec), *(f"{times['softmax', n] / times[spec, n]:.2f} x" for n in full)] for spec in own if spec != "softmax"]
     given = made["settings"]["parts"][0]
-    setting = f"{given['depth']} layers of width {given['width']}, {given['dtype']}, {given['tokens']:,} tokens in all or one sequence"
+    setting = (
+        f"{given['depth']} layers of width {given['width']}, {given['dtype']}, {given['tokens']:,} tokens in all or one sequence"
+    )
     made_with = f"{made['made_with']['device']}, torch {made['made_with']['torch']}, commit {made['made_with']['commit']}"
     head = ["decoder, forward + backward, times as fast as softmax", *(f"n = {n:,}" for n in full)]
     return f"{table(head, body)}\n\n{setting}, not compiled; {made_with}."
