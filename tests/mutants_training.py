@@ -282,9 +282,9 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "an unfinished run gives its newest weights": (
         R + "training/run_weights.py",
-        "chosen = last if best is None else checkpoints.load_checkpoint(checkpoints.at(out, best))",
+        'chosen = last if checkpoint == "last" or best is None else checkpoints.load_checkpoint(checkpoints.at(out, best))',
         "chosen = last",
-        "resume",
+        "resume load",
     ),
     "answers that were kept are made again": (R + "cli/infer.py", "distil(model, len(kept.answers))", "distil(model)", "distil"),
     "a label is one of two": (R + "tasks/sentiment.py", "[named[next(found)] if", '[("bad", "good")[next(found)] if', "labels"),
