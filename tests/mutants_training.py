@@ -292,7 +292,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "checkpoints.load_checkpoint(checkpoints.at(out, found[-1])), False",
         "load",
     ),
-    "an unfinished run is loaded without a warning": (R + "tasks/trained_run.py", "    if found.note:\n", "    if False:\n", "load"),
+    "an unfinished run loads without a warning": (R + "tasks/trained_run.py", "    if found.note:\n", "    if False:\n", "load"),
     "a loaded run forgets settings of inference": (R + "tasks/trained_run.py", "settings or {})", "{})", "load"),
     "answers that were kept are made again": (R + "cli/infer.py", "distil(model, len(kept.answers))", "distil(model)", "distil"),
     "a label is one of two": (R + "tasks/sentiment.py", "[named[next(found)] if", '[("bad", "good")[next(found)] if', "labels"),
