@@ -18,6 +18,7 @@ from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop
 from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
+from regard.tasks.run_settings import choose_device
 
 if TYPE_CHECKING:
     from regard.tasks.task import Task
@@ -48,7 +49,7 @@ def train(
     from regard.cli.model_check import check_model
 
     with sentences():
-        kind = settings.device(device)
+        kind = choose_device(device)
         config = settings.config_of(task, mixer or [], changes or [], out)
         _check_folder(out, config)
         made = known.make_task(config)
