@@ -28,7 +28,6 @@ app = typer.Typer(
     help="Every way of paying attention.",
     epilog=help_examples("regard"),
     no_args_is_help=True,
-    add_completion=False,
 )
 
 

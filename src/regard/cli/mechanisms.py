@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from regard.cli.completion import complete_spec
 from regard.cli.console import columns, labelled, screen, sentences, write_json
 from regard.cli.mechanism_table import read_mechanisms
 from regard.cli.picture_file import check_out, load_plot, save_picture
@@ -38,7 +39,12 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readab
 
 def show(
     spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.")
+        str,
+        typer.Argument(
+            metavar="SPEC",
+            help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.",
+            autocompletion=complete_spec,
+        ),
     ],
     length: Annotated[
         int | None, typer.Option(min=1, max=2**17, help="Tokens in the sequence; several windows of a pattern unless given.")
