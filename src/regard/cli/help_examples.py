@@ -4,7 +4,7 @@ from __future__ import annotations
 
 COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "regard": ("regard list", "regard show 'Local(256) | Global(first=4)'", "regard train saw --mixer gla"),
-    "list": ("regard list", "regard list --json"),
+    "list": ("regard list", "regard list --options", "regard list --json"),
     "show": (
         "regard show bigbird",
         "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
