@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import settings
+from regard.cli.completion import complete_spec, complete_task
 from regard.cli.console import aside, labelled, number, screen, sentences, stop
 from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
@@ -28,9 +29,12 @@ RUNS = Path("runs")
 
 
 def train(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="Its name: see `regard tasks`.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Its name: see `regard tasks`.", autocompletion=complete_task)],
     mixer: Annotated[
-        list[str] | None, typer.Option(metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.")
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.", autocompletion=complete_spec
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
