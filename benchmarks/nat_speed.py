@@ -25,10 +25,10 @@ import torch
 
 from common import Progress, save, seconds
 from regard.cli.infer import trained
-from regard.cli.settings import device as named_device
 from regard.decoding import NatDecoder, StaticDecoder, why_not_static
 from regard.decoding.nat_decoding import generate_nat
 from regard.tasks.decoder_options import Length, Masked
+from regard.tasks.run_settings import choose_device
 from regard.tasks.support import generate_answers
 from regard.tasks.translation import TranslationTask
 
@@ -197,7 +197,7 @@ def main() -> None:
     if args.sentences < 1:
         parser.error("--sentences must be at least 1")
     try:
-        kind = named_device(args.device)
+        kind = choose_device(args.device)
         runs = [loaded(folder, kind, args.split, args.data) for folder in args.runs]
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None

@@ -195,7 +195,11 @@ def speeds() -> dict[str, Made]:
 
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "DESIGN.md": {"files": files},
-    "README.md": {"catalogue": catalogue_table, "positions": positions_table},
+    "README.md": {
+        "catalogue": catalogue_table,
+        "positions": positions_table,
+        "decoders": lambda: tables_speed.decoders(if_there("bench_models")),
+    },
     "docs/advise.md": {"advise_error": lambda: tables_speed.advise_error(if_there("advise_error"))},
     "docs/arena.md": {
         "arena_tasks": lambda: tables_arena.arena_tasks(if_there("arena_floors")),

@@ -44,6 +44,24 @@ def _set_table(made: Made, name: str) -> str:
     return f"{' / '.join(passes)}. {_setting(made)}\n\n{table(head, body)}{_missing(made)}{_crossed(made)}"
 
 
+def decoders(made: Made) -> str:
+    """Decoders that were measured at several lengths: time of a training pass against that of softmax, one line each."""
+    rows = [row for row in made["rows"] if row["model"] == "decoder" and not row["compiled"] and "ms" in row]
+    times = {(row["spec"], row["n"]): row["ms"] for row in rows}
+    full = sorted(n for spec, n in times if spec == "softmax")
+    if not full:
+        return not_yet("bench_gpu.py --only models")
+    own = [spec for spec in dict.fromkeys(spec for spec, _ in times) if all((spec, n) in times for n in full)]
+    body = [[code(spec), *(f"{times['softmax', n] / times[spec, n]:.2f} x" for n in full)] for spec in own if spec != "softmax"]
+    given = made["settings"]["parts"][0]
+    setting = (
+        f"{given['depth']} layers of width {given['width']}, {given['dtype']}, {given['tokens']:,} tokens in all or one sequence"
+    )
+    made_with = f"{made['made_with']['device']}, torch {made['made_with']['torch']}, commit {made['made_with']['commit']}"
+    head = ["decoder, forward + backward, times as fast as softmax", *(f"n = {n:,}" for n in full)]
+    return f"{table(head, body)}\n\n{setting}, not compiled; {made_with}."
+
+
 def _place(row: Row) -> tuple[Any, ...]:
     return row["spec"], row["causal"], row["level"], row["n"]
 

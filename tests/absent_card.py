@@ -50,7 +50,7 @@ LINEAR_CASES = {
     "single": {"norm": True, "feature": "elu", "dtype": torch.float32},
     "single gla": {"decay": 64, "gate_root": 16.0, "dtype": torch.float32},
 }
-LINEAR_KERNELS = "linear_sums", "linear_scan", "linear_adjoint", "linear_decay_grads", "exp_"  # small: whole in a second
+LINEAR_KERNELS = "linear_sums", "linear_scan", "linear_adjoint", "linear_decay_grads", "linear_step", "exp_"  # small ones
 Calls = Iterator[tuple[str, Callable[[], object]]]
 
 
@@ -170,6 +170,21 @@ def linear_both_ways(
     launch_backward(inputs, kept, torch.empty_like(out), None, None, None, decay_grad=gate_root > 0)
 
 
+def one_step(
+    f: int = 64, e: int = 64, decay: int = 0, norm: bool = False, feature: str = "identity",
+    gate_root: float = 0.0, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """Launch the kernel of a decoding step, with padding."""
+    from regard.ops.linear.linear_op import LinearCall
+    from regard.ops.linear.triton_step import linear_step
+
+    decays = tokens(2, 2, 1, decay, dtype if gate_root else torch.float32) if decay else None
+    norms, valid = torch.empty(2, 2, f, device="cuda") if norm else None, torch.empty(2, 1, dtype=torch.bool, device="cuda")
+    q, k, v = (tokens(2, heads, 1, width, dtype) for heads, width in ((4, f), (2, f), (2, e)))
+    state = torch.empty(2, 2, f, e, device="cuda")
+    linear_step(LinearCall(q, k, v, state, decays, norms, valid, feature, 0.5, norm, gate_root=gate_root))
+
+
 def exp_features() -> None:
     """Launch the kernels of random features."""
     from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
@@ -183,6 +198,7 @@ def linear_calls(whole: bool) -> Calls:
     """Linear attention with and without a norm and decays, forward and backward, and random features."""
     for name in LINEAR_CASES if whole else ("gla",):
         yield f"linear attention: {name}", lambda name=name: linear_both_ways(**LINEAR_CASES[name])
+        yield f"a step of linear attention: {name}", lambda name=name: one_step(**LINEAR_CASES[name])
     yield "random features", exp_features
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from regard._version import version
 from regard.catalogue import CATALOGUE
 from regard.cli import app
+from regard.cli.mechanism_table import options_text
 from regard.patterns import PATTERNS
 from regard.positions import POSITIONS
 from regard.spec import Spec
@@ -45,13 +46,34 @@ def test_list_for_machines() -> None:
     rows = json.loads(run("list", "--json").stdout)
     assert [row["name"] for row in rows] == list(CATALOGUE)
     for row in rows:
-        assert set(row) == {"name", "family", "summary", "claims", "cost", "memory", "paper", "example"}
+        assert set(row) == {"name", "family", "summary", "claims", "cost", "memory", "paper", "options", "example"}
         assert Spec.parse(row["example"]).name == row["name"]
+
+
+def test_list_has_options_with_defaults() -> None:
+    said = run("list", "--options").stdout
+    for words in (
+        "block=64, window=3, globals=2, random=3, special='first', seed=0",
+        "pattern, scale=None",
+        "softmax of their scaled",
+    ):
+        assert words in said
+    for row in json.loads(run("list", "--json").stdout):
+        given = {name: about["default"] for name, about in row["options"].items() if "default" in about}
+        if given.keys() == row["options"].keys():
+            assert Spec(row["name"], **given) == Spec.parse(f"{row['name']}({options_text(row['options'])})")
 
 
 def test_show_says_what_it_costs_and_how_to_go_on() -> None:
     said = run("show", "sparse(Local(8))", "--length", "4096", "--causal").stdout
-    for words in ("Softmax over the pairs", "mixing grows as n\n", "does not grow", "4,096 tokens, causal", "arXiv:1904.10509"):
+    for words in (
+        "Softmax over the pairs",
+        "mixing grows as n\n",
+        "optionspattern, scale=None",
+        "does not grow",
+        "4,096 tokens, causal",
+        "arXiv:1904.10509",
+    ):
         assert words in said.replace("  ", "").replace(" \n", "\n")
     assert "layer('sparse(pattern=Local(8))', width=256, heads=4, causal=True)" in said
     assert "add --out sparse.png" in said
@@ -68,6 +90,7 @@ def test_the_line_it_prints_builds_the_layer() -> None:
 def test_show_for_machines() -> None:
     told = json.loads(run("show", "Local(8)", "--length", "128", "--json").stdout)
     assert told["spec"] == {"name": "sparse", "options": {"pattern": "Local(8)"}}
+    assert told["options"] == {"pattern": {"required": True}, "scale": {"default": None}}
     assert told["length"] == 128
     assert told["pairs"]["per_head"] == 128 * 15 - 8 * 7
     assert told["work"]["growth"] == pytest.approx(1, abs=0.1)

@@ -340,7 +340,7 @@ def test_only_translation_teaches(folder: Path, tmp_path: Path, monkeypatch: pyt
     from regard.cli import infer
 
     tagger = SimpleNamespace(config=SimpleNamespace(task="saw"))
-    monkeypatch.setattr(infer, "trained", lambda *_: infer.Trained(tagger, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(infer, "trained", lambda *_: (SimpleNamespace(task=tagger, model=None), 1))
     assert "is a run of saw: only translation" in refused("distil", str(folder), "--out", str(tmp_path / "x"))
 
 

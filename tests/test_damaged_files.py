@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard import pretrained
-from regard.cli.infer import trained
+from regard import load, pretrained
 from regard.data import datasets
 from regard.data.strict_json import JsonError, read_value
 from regard.data.vocabulary import vocabulary
@@ -188,7 +187,7 @@ def test_a_run_of_the_command_line_without_its_seals(made, tmp_path):
             whole = (out / "assets" / name).read_bytes()
             (out / "assets" / name).write_bytes(content)
             try:
-                trained(out, [], "cpu")
+                load(out, device="cpu")
             except ValueError as error:
                 assert str(out) in str(error), (name, content[:200])
             finally:

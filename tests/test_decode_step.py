@@ -11,7 +11,7 @@ from regard.mixers.kv_cache import KVCache, StaticCursor, StaticKVCache
 from regard.mixers.pattern_attention import PatternAttention
 from regard.ops.decode_step import StepCall, StepWindow, decoding_step, step_refuses, step_window
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.linear.linear_op import LinearCall
+from regard.ops.linear.linear_op import LinearCall, with_decays
 from regard.ops.linear.reference import ReferenceLinear
 from regard.ops.tile.tile_op import HeadPatterns
 from regard.patterns import Pattern
@@ -161,6 +161,17 @@ def test_a_linear_step_is_the_recurrence(decay: int, norms: bool) -> None:
         assert (x is None) == (y is None)
         if x is not None and y is not None:
             torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gates", [1, D])
+def test_a_linear_step_turns_gates_into_decays(gates: int) -> None:
+    """As if the decays had been given; a state into which nothing is written does not fade."""
+    k, v, state = tokens(G, 1, D), tokens(G, 1, E), torch.randn(B, G, D, E, device=DEVICE)
+    valid = torch.tensor([[True], [False]], device=DEVICE)
+    call = LinearCall(tokens(H, 1, D), k, v, state, tokens(G, 1, gates), valid=valid, gate_root=3.0)
+    found, expected = linear_step(call), linear_step(with_decays(call))
+    torch.testing.assert_close(found[:2], expected[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[1][1], state[1])
 
 
 def test_a_linear_step_has_features_a_scale_a_norm_and_padding() -> None:

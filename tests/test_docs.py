@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from regard.cli import app
 from regard.compare.cell_store import CellStore
+from regard.data import synthetic
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -26,9 +28,32 @@ def blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize(("name", "number"), [(n, i) for n in ("README.md", "CONTRIBUTING.md") for i in range(len(blocks(n)))])
+def loads(name: str, number: int) -> bool:
+    """Whether a block loads a trained run, which a test must make first."""
+    return "regard.load(" in blocks(name)[number]
+
+
+PAGES = ("README.md", "CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize(("name", "number"), [(n, i) for n in PAGES for i in range(len(blocks(n))) if not loads(n, i)])
 def test_python_in_the_documents_runs(name, number):
     exec(compile(blocks(name)[number], f"{name}, block {number}", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/training.md"])
+def test_python_that_loads_a_run_runs(name, tmp_path, monkeypatch):
+    """In a folder with a run of that name, trained for two updates; runs of Multi30k are replaced by such of strings."""
+    (block,) = (blocks(name)[i] for i in range(len(blocks(name))) if loads(name, i))
+    (out,) = set(re.findall(r'regard\.load\("(.*?)"', block))
+    tiny = ["width=8", "heads=2", "depth=1", "ffn=8", "steps=2", "batch_tokens=256", "save_every=1"]
+    words = [word for text in tiny for word in ("--set", text)]
+    monkeypatch.chdir(tmp_path)
+    for drawn in ("string_pairs", "tagging_sentences"):
+        monkeypatch.setattr(synthetic, drawn, partial(getattr(synthetic, drawn), train=50, val=5, test=5))
+    made = CliRunner().invoke(app, ["train", "saw" if "saw" in out else "reverse", *words, "--out", out, "--device", "cpu"])
+    assert made.exit_code == 0, made.output
+    exec(compile(block, f"{name}, regard.load", "exec"), {"__name__": "__main__"})
 
 
 def test_the_first_block_runs_in_a_fresh_process():

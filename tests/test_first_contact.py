@@ -27,6 +27,7 @@ import regard
 assert "torch" not in sys.modules, "by import regard"
 assert regard.__version__ and regard.text.unknown and "torch" not in sys.modules, "by a module that needs none"
 built = regard.layer("softmax", width=8, heads=2)
+assert "regard.tasks" not in sys.modules, "by a layer"
 from regard import *
 import torch
 assert built(torch.zeros(1, 3, 8)).shape == (1, 3, 8) and Spec.parse("rnn").build(Dims(8, 2)) is not None

@@ -402,3 +402,18 @@ def test_rankings_beside_the_lra_paper():
     assert tables_arena.rank_correlation([(1, 3), (2, 2), (3, 1)]) == -1
     assert tables_arena.rank_correlation([(1, 1), (1, 2), (2, 3)]) == pytest.approx(0.866, abs=1e-3)
     assert tables_arena.lra_ranking({"rows": []}).startswith(NOT_YET)
+
+
+def test_decoders_are_set_beside_softmax():
+    times = {"softmax": (20.0, 60.0), "linear": (10.0, 15.0), "fnet": (5.0,)}
+    rows = [
+        {"spec": spec, "model": "decoder", "compiled": False, "n": n, "ms": ms}
+        for spec, own in times.items()
+        for n, ms in zip((1024, 4096), own, strict=False)
+    ]
+    rows += [{**rows[0], "compiled": True, "ms": 1.0}, {**rows[0], "model": "encoder", "ms": 1.0}]
+    part = {"depth": 6, "width": 512, "dtype": "bf16", "tokens": 32768}
+    made = {"settings": {"parts": [part]}, "made_with": {"device": "a GPU", "torch": "2.0", "commit": "abc"}, "rows": rows}
+    text = tables_speed.decoders(made)
+    assert "| `linear` | 2.00 x | 4.00 x |" in text and "fnet" not in text and "32,768 tokens" in text
+    assert tables_speed.decoders({"rows": []}).startswith(NOT_YET)

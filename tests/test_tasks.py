@@ -11,7 +11,7 @@ from typer import Exit
 
 from regard.blocks.stack import Stack
 from regard.cli.model_check import check_model
-from regard.cli.settings import check_used, decoding
+from regard.cli.settings import check_used
 from regard.data import synthetic
 from regard.data.batch import BEGIN, END, PAD
 from regard.data.locate import find
@@ -19,6 +19,7 @@ from regard.data.text_files import Pair, read_lines
 from regard.models.nat import COPIES
 from regard.tasks import TASKS, Entry, config, make_task
 from regard.tasks.decoder_options import SLOT_INPUTS
+from regard.tasks.run_settings import decoding
 from regard.tasks.support import in_order
 from regard.tasks.tagging import TaggingTask
 from regard.tasks.task import ENCODER_DECODER, Body
@@ -180,23 +181,23 @@ def test_what_a_teacher_did_not_say_is_not_learned(tmp_path):
 
 
 def test_only_settings_that_a_task_reads_may_change_its_answers():
-    assert decoding(config("reverse"), ["beam=3"]).beam == 3
+    assert decoding(config("reverse"), {"beam": "3"}).beam == 3
     with pytest.raises(ValueError, match="beam cannot change after training: nothing of it can"):
-        decoding(config("polarity"), ["beam=3"])
+        decoding(config("polarity"), {"beam": "3"})
     with pytest.raises(ValueError, match="beam cannot change after training: only decoder can"):
-        decoding(config("copy").replace({"decoder": "masked"}), ["beam=3"])
+        decoding(config("copy").replace({"decoder": "masked"}), {"beam": "3"})
 
 
 def test_options_of_a_decoder_change_after_training_unless_its_weights_depend_on_them():
     masked, length = (config("copy").replace({"decoder": text}) for text in ("masked(lengths=2)", "length(slots='uniform')"))
-    assert decoding(masked, ["decoder=masked(iterations=9)"]).decoder == "masked(iterations=9, lengths=4)"
-    assert decoding(length, ["decoder=length(slots='uniform', lengths=1)"]).options("decoder").lengths == 1
+    assert decoding(masked, {"decoder": "masked(iterations=9)"}).decoder == "masked(iterations=9, lengths=4)"
+    assert decoding(length, {"decoder": "length(slots='uniform', lengths=1)"}).options("decoder").lengths == 1
     with pytest.raises(ValueError, match="decoder=masked cannot become ctc after training: only iterations, lengths can change"):
-        decoding(masked, ["decoder=ctc"])
+        decoding(masked, {"decoder": "ctc"})
     with pytest.raises(ValueError, match="slots of length cannot change after training, only lengths can: write slots='uniform'"):
-        decoding(length, ["decoder=length(lengths=1)"])
+        decoding(length, {"decoder": "length(lengths=1)"})
     with pytest.raises(ValueError, match="decoder cannot change after training: only beam, length_penalty, max_new_tokens can"):
-        decoding(config("copy"), ["decoder=ctc"])
+        decoding(config("copy"), {"decoder": "ctc"})
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -224,7 +225,7 @@ def test_a_new_task_with_a_decoder_describes_itself(monkeypatch):
     monkeypatch.setitem(TASKS, "saw", Entry(TASKS["saw"].config, Captions, TASKS["saw"].best, "captions"))
     made = make_task(config("saw"))
     check_used(made, ["cross=linear", "wiring=each", "decoder_depth=1", "beam=3"])
-    assert decoding(config("saw"), ["beam=3"]).beam == 3
+    assert decoding(config("saw"), {"beam": "3"}).beam == 3
     with pytest.raises(ValueError, match="length_penalty does nothing here: it is for answers of one token after another"):
         check_used(made, ["length_penalty=2"])
     with pytest.raises(Exit):  # its cross attention is built and refused, as for every decoder

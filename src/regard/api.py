@@ -1,5 +1,7 @@
 """Names of the package `regard` itself, which imports this module when one of them is first used."""
 
+from typing import TYPE_CHECKING, Any
+
 from regard.cache import clear_caches
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example
@@ -29,6 +31,9 @@ from regard.patterns import (
 )
 from regard.positions import Positions
 from regard.spec import Spec, core, layer, register
+
+if TYPE_CHECKING:
+    from regard.tasks.trained_run import load
 
 __all__ = [
     "CATALOGUE",
@@ -64,9 +69,19 @@ __all__ = [
     "disjoint",
     "edge_weights",
     "layer",
+    "load",
     "on_graph",
     "per_query_head",
     "register",
     "select",
     "tie_linformer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `load` when it is first used: layers need no tasks."""
+    if name != "load":
+        raise AttributeError(f"module 'regard.api' has no attribute {name!r}")
+    from regard.tasks.trained_run import load
+
+    return load

@@ -75,7 +75,7 @@ class Config:
 
     def set(self, changes: Iterable[str]) -> Self:
         """Apply `key=value` texts: types are those of the fields, and an unknown key is answered with the nearest one."""
-        return self.replace(dict(_pair(text) for text in changes))
+        return self.replace(dict(key_value(text) for text in changes))
 
     def replace(self, changes: Mapping[str, Any]) -> Self:
         """Apply changes by name, each a text or a JSON value."""
@@ -89,7 +89,8 @@ class Config:
         return dataclasses.asdict(self)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def key_value(text: str) -> tuple[str, str]:
+    """Split a text such as `beam=5` into a setting and its value."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ValueError(f"a setting is written key=value, not {text!r}")

@@ -187,6 +187,12 @@ def register(
     return row
 
 
+def option_defaults(name: str) -> dict[str, dict[str, Any]]:
+    """Return the options of a mechanism for JSON: {"default": value} for each, {"required": True} for one that must be given."""
+    options = _spec_options(name).values()
+    return {p.name: {"required": True} if p.default is p.empty else {"default": _json_value(p.default)} for p in options}
+
+
 def _spec_options(name: str) -> dict[str, inspect.Parameter]:
     """Return the options of a mechanism: all of its constructor but the dims, in a text also without their names."""
     make: Any = CATALOGUE[name].make

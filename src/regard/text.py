@@ -14,12 +14,16 @@ from difflib import get_close_matches
 from functools import lru_cache, partial
 from typing import NoReturn, TypeVar
 
+from regard.synonyms import elsewhere, right_word
+
 MAX_TEXT = 100_000  # characters: a graph of 4,096 edges, written out
 MAX_SIGNS = 8_500  # signs between names and numbers; each becomes an object of a few hundred bytes
 MAX_CALLS = 2_000  # names with their options
 MAX_OPERATORS = ",|&([{=<>+-*/%^~@!.:"
 MAX_DEPTH = 100  # calls, lists and operators inside each other; far below Python's own limit
 MAX_NUMBER = 2**63  # numbers end up in tensors
+
+_SEVERAL_WORDS = re.compile(r"[^\W\d]\w*([ -]+\w+)+")  # one name as people write it: sliding-window, big bird
 
 Parsed = TypeVar("Parsed")
 NamedMakers = Mapping[str, Callable[..., object]]
@@ -46,6 +50,8 @@ def parse(text: str, names: NamedMakers) -> object:
     signs = sum(map(line.count, MAX_OPERATORS))
     if signs > MAX_SIGNS:
         raise TextError(f"{signs:,} commas, brackets and signs are too many: {MAX_SIGNS:,} is the limit", line)
+    if _SEVERAL_WORDS.fullmatch(line):
+        raise TextError(unknown("nothing is called", line, names), line)
     try:
         return _Reader(line, names).value(_tree(line))
     except (RecursionError, MemoryError):  # Python's parser has limits of its own
@@ -73,11 +79,18 @@ def _with_options(make: Callable[..., object]) -> Callable[..., partial]:
 
 
 def unknown(what: str, word: str, allowed: Iterable[str]) -> str:
-    """Return an error message for an unknown word, with the nearest allowed one and then all of them."""
+    """Return an error message for an unknown word: the allowed one that is meant, or is nearest, and then all of them."""
     word, by_lower = _shortened(word), {name.lower(): name for name in allowed}
+    names = list(by_lower.values())
     near = get_close_matches(word.lower(), by_lower, n=1)
-    hint = f"did you mean {by_lower[near[0]]!r}? There is " if near else "there is "
-    return f"{what} {word!r}: {hint}{', '.join(by_lower.values()) or 'none to choose from'}"
+    hint = "there is "
+    if right := right_word(word, names):
+        hint = f"did you mean {right!r}? There is "
+    elif why := elsewhere(word, names):
+        hint = f"{why}. There is "
+    elif near:
+        hint = f"did you mean {by_lower[near[0]]!r}? There is "
+    return f"{what} {word!r}: {hint}{', '.join(names) or 'none to choose from'}"
 
 
 _POWERS: dict[float | None, str] = {0: "1", 1: "{}", 2: "{}²", None: "none"}

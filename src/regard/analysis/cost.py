@@ -23,7 +23,7 @@ from regard.mixers.estimation import Estimator, PoorEstimate
 from regard.mixers.softmax import Softmax
 from regard.mixers.sparse import Sparse, count_pairs
 from regard.patterns import Pattern
-from regard.spec import Spec
+from regard.spec import Spec, option_defaults
 from regard.text import growth
 
 GROWTH_LENGTH = 16_384  # growth is measured from half this length to it, or at the requested length if that is longer
@@ -101,7 +101,8 @@ class Cost:
         settings = {"length": self.length, "causal": dims.causal, "heads": dims.heads, "width": dims.width}
         claims = [c.name.lower() for c in Can if c in self.claims and c.name]
         measured = {name: part and asdict(part) for name, part in self._parts().items()}
-        return {"spec": self.spec.to_json(), **about, **settings, "claims": claims, **measured}
+        options = option_defaults(row.name)
+        return {"spec": self.spec.to_json(), **about, "options": options, **settings, "claims": claims, **measured}
 
     def _parts(self) -> dict[str, Any]:
         parts = {"work": self.work, "state": self.state, "pairs": self.pairs, "distance": self.distance}

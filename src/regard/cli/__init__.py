@@ -15,6 +15,7 @@ from regard.cli.advise_command import advise
 from regard.cli.bench_command import bench
 from regard.cli.compare_command import compare
 from regard.cli.console import aside, plain_warnings, screen
+from regard.cli.help_examples import help_examples
 from regard.cli.infer import distil, evaluate, predict
 from regard.cli.mechanisms import list_, show
 from regard.cli.signals import Stoppable, handled_signals
@@ -22,7 +23,12 @@ from regard.cli.task_list import tasks
 from regard.cli.train import train
 from regard.cli.tune_command import tune
 
-app = typer.Typer(cls=Stoppable, help="Every way of paying attention.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    cls=Stoppable,
+    help="Every way of paying attention.",
+    epilog=help_examples("regard"),
+    no_args_is_help=True,
+)
 
 
 def main() -> None:
@@ -66,6 +72,6 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
         raise typer.Exit
 
 
-app.command("list")(list_)
-for _command in (show, bench, advise, compare, tune, tasks, train, evaluate, predict, distil):
-    app.command()(_command)
+for _command in (list_, show, bench, advise, compare, tune, tasks, train, evaluate, predict, distil):
+    _name = _command.__name__.rstrip("_")
+    app.command(_name, epilog=help_examples(_name))(_command)

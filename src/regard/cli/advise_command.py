@@ -64,7 +64,7 @@ def advise(
     out: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw shares over lengths (.png, .pdf or .svg).")] = None,
 ) -> None:
     """Measure which part of a model takes its time and memory, and predict what another mechanism would change end to end."""
-    from regard.cli.settings import device as choose_device
+    from regard.tasks.run_settings import choose_device
 
     with sentences():
         check_out(out)

@@ -58,7 +58,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw times over lengths (.png, .pdf or .svg).")] = None,
 ) -> None:
     """Measure the speed of mechanisms beside their peers, in one run."""
-    from regard.cli.settings import device as choose_device
+    from regard.tasks.run_settings import choose_device
 
     with sentences():
         _check_use(context, model, compiled, passes)

@@ -72,7 +72,7 @@ def compare(
     ] = False,
 ) -> None:
     """Compare mechanisms on tasks: scores, speed and memory of equal models with equal budgets."""
-    from regard.cli.settings import device as choose_device
+    from regard.tasks.run_settings import choose_device
 
     with sentences():
         if report_only:

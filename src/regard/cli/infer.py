@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,47 +20,29 @@ from regard.cli.threads import Threads, choose_threads, used
 if TYPE_CHECKING:
     from torch import nn
 
-    from regard.tasks.task import Task
+    from regard.tasks.trained_run import TrainedRun
     from regard.tasks.translation import TranslationTask
-
-LINES_PER_BATCH = 256  # lines of a file that are answered at once
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Data = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data, or above it; else REGARD_DATA.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of inference: beam=5.")]
+CheckpointName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="best (on validation), last, or an update: 400. Else the final weights.")
+]
 
 
-class Trained(NamedTuple):
-    task: Task
-    model: nn.Module
-    update: int | None = None  # of its weights, where the run is not finished
-    threads: int = 1
+def trained(
+    run: Path, changes: Iterable[str], device: str, threads: int | None = None, checkpoint: str | None = None
+) -> tuple[TrainedRun, int]:
+    """Load a run for inference, and choose a number of threads; of an unfinished one, print which update its weights are of."""
+    from regard.tasks.support import device_under
+    from regard.tasks.trained_run import TrainedRun
 
-
-def trained(run: Path, changes: Iterable[str], device: str, threads: int | None = None) -> Trained:
-    """Load a run for inference, without its data; of an unfinished one, print which update its weights are of."""
-    from regard import tasks
-    from regard.training.checkpoints import put_weights
-    from regard.training.run_weights import run_weights
-
-    kind = settings.device(device)
-    if not run.is_dir():
-        raise ValueError(f"there is no folder {run}")
-    kept, weights, update, note = run_weights(run)
-    if note:
-        aside(note)
-    config = settings.decoding(settings.restored(kept.config, f"{run}/config.json"), list(changes))
-    task = tasks.make_task(config)
-    try:
-        task.restore(kept.assets)
-    except KeyError as error:
-        raise ValueError(f"{run}/assets lacks {error.args[0]}: restore it, or train again in another folder") from None
-    except ValueError as error:
-        raise ValueError(f"{run}/assets: {error}") from None
-    model = task.model()
-    put_weights(model, kept.weights, weights)
-    return Trained(task, model.to(kind).eval(), update, choose_threads(config, threads, kind)[0])
+    found = TrainedRun.open(run, checkpoint=checkpoint, device=device, settings=settings.by_name(list(changes)))
+    if found.note:
+        aside(found.note)
+    return found, choose_threads(found.config, threads, device_under(found.model).type)[0]
 
 
 def evaluate(
@@ -70,21 +52,18 @@ def evaluate(
     data: Data = None,
     device: Device = "auto",
     threads: Threads = None,
+    checkpoint: CheckpointName = None,
     as_json: Annotated[bool, typer.Option("--json", help="The scores, machine-readable.")] = False,
 ) -> None:
     """Score a run on data it has not learned from, and keep the scores in RUN/scores.json."""
     with sentences():
-        if split not in ("test", "val"):
-            raise ValueError(f"the split is test or val, not {split!r}")
-        task, model, update, count = trained(run, changes or [], device, threads)
-        task.read(data)
-        if not task.splits.get(split):
-            raise ValueError(f"{task.config.task} has no {split} split: use --split {'val' if split == 'test' else 'test'}")
-        settings_used = {name: getattr(task.config, name) for name in task.answering}
+        found, count = trained(run, changes or [], device, threads, checkpoint)
+        task, update = found.task, found.update
         with used(count):
-            scores = task.score(model, split)
+            scores = found.evaluate(split, data)
+        settings_used = {name: getattr(task.config, name) for name in task.answering}
         line: dict[str, Any] = {"split": split, "settings": settings_used, "scores": scores, "signatures": task.signatures()}
-        line |= {} if update is None else {"update": update}  # of a run that is not finished
+        line |= {} if update is None else {"update": update}  # of a checkpoint
         _save_scores(run / "scores.json", line)
     if as_json:
         write_json({"run": str(run), "task": task.config.task, **line})
@@ -122,15 +101,18 @@ def predict(
     changes: Changes = None,
     device: Device = "auto",
     threads: Threads = None,
+    checkpoint: CheckpointName = None,
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
+        from regard.tasks.trained_run import LINES_PER_BATCH
+
         many, lines = input_lines(source)
-        task, model, _, count = trained(run, changes or [], device, threads)
+        found, count = trained(run, changes or [], device, threads, checkpoint)
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
-                found = _answers(task, model, part)
-            for answer in found:
+                answers = found.predict([line.text for line in part], [line.where for line in part])
+            for answer in answers:
                 sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
             sys.stdout.flush()
 
@@ -138,18 +120,6 @@ def predict(
 def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
     while part := list(islice(lines, size)):
         yield part
-
-
-def _answers(task: Task, model: nn.Module, part: list[Line]) -> list[str]:
-    """Answer every line; an error names the line."""
-    texts = [line.text for line in part if line.text.strip()]
-    try:
-        found = iter(task.predict(model, texts))
-    except ValueError as error:
-        if len(part) == 1:
-            raise ValueError(f"{part[0].where}: {str(error).replace('line 1 has', 'it has')}") from None
-        return [answer for line in part for answer in _answers(task, model, [line])]
-    return [next(found) if line.text.strip() else "" for line in part]
 
 
 def distil(
@@ -169,7 +139,8 @@ def distil(
             raise ValueError(f"{out} is there already: choose another name, or delete it")
         if not out.parent.is_dir():
             raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
-        task, model, _, count = trained(run, changes or [], device, threads)
+        found, count = trained(run, changes or [], device, threads)
+        task, model = found.task, found.model
         if not isinstance(task, TranslationTask):
             raise ValueError(f"{run} is a run of {task.config.task}: only translation learns from distilled targets")
         task.read(data)

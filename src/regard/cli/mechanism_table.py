@@ -17,6 +17,12 @@ def read_mechanisms() -> dict[str, Any]:
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
+def options_text(options: dict[str, dict[str, Any]]) -> str:
+    """Write options with their defaults as in a call: `pattern, scale=None`."""
+    parts = [f"{name}={about['default']!r}" if "default" in about else name for name, about in options.items()]
+    return ", ".join(parts)
+
+
 def make_mechanisms() -> dict[str, Any]:
     """Make the table from the catalogue."""
     from regard.catalogue import CATALOGUE
@@ -28,7 +34,7 @@ def make_mechanisms() -> dict[str, Any]:
 
 def _row(row: Any) -> dict[str, Any]:
     from regard.mixers.base import Can
-    from regard.spec import Spec
+    from regard.spec import Spec, option_defaults
 
     first, can = row.examples[0], row.can
     return {
@@ -39,6 +45,7 @@ def _row(row: Any) -> dict[str, Any]:
         "cost": first.cost,
         "memory": first.memory,
         "paper": row.paper,
+        "options": option_defaults(row.name),
         "example": str(Spec(row.name, **first.options)),
     }
 

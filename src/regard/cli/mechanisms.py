@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
+from regard.cli.completion import complete_spec
 from regard.cli.console import columns, labelled, screen, sentences, write_json
-from regard.cli.mechanism_table import read_mechanisms
+from regard.cli.mechanism_table import options_text, read_mechanisms
 from regard.cli.picture_file import check_out, load_plot, save_picture
 from regard.text import growth
 
@@ -19,12 +21,28 @@ if TYPE_CHECKING:
     from regard.spec import Spec
 
 
-def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list.")] = False) -> None:
+def list_(
+    options: Annotated[bool, typer.Option("--options", help="What each does, and its options with their defaults.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list, with all options.")] = False,
+) -> None:
     """Name every mechanism, what it can do, and how its cost grows with the length."""
     known = read_mechanisms()
     if as_json:
         write_json(known["mechanisms"])
-        return
+    elif options:
+        _print_options(known["mechanisms"])
+    else:
+        _print_list(known)
+
+
+def _print_options(rows: list[dict[str, Any]]) -> None:
+    table = columns("name", "what it does", "options")
+    for row in rows:
+        table.add_row(row["name"], row["summary"], Text(options_text(row["options"]) or "none"))
+    screen().print(table, highlight=False)
+
+
+def _print_list(known: dict[str, Any]) -> None:
     table = columns("name", "family", "can do", "cost", "memory", "paper")
     for row in known["mechanisms"]:
         claims = ", ".join(row["claims"]) or "nothing"
@@ -33,12 +51,18 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="A machine-readab
     console.print(table)
     console.print(f"patterns   {', '.join(known['patterns'])}", highlight=False)
     console.print(f"positions  {', '.join(known['positions'])}", highlight=False)
-    console.print("\nOne of them in detail: regard show bigbird", style="dim", highlight=False)
+    after = "\nOne of them in detail: regard show bigbird      What each does, and its options: regard list --options"
+    console.print(after, style="dim", highlight=False)
 
 
 def show(
     spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.")
+        str,
+        typer.Argument(
+            metavar="SPEC",
+            help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.",
+            autocompletion=complete_spec,
+        ),
     ],
     length: Annotated[
         int | None, typer.Option(min=1, max=2**17, help="Tokens in the sequence; several windows of a pattern unless given.")
@@ -81,8 +105,10 @@ def _usual_length(spec: Spec, dims: Dims) -> int:
 
 
 def _print_cost(known: Cost, out: Path | None) -> None:
+    from regard.spec import option_defaults
+
     console = screen()
-    table = labelled(known.lines())
+    table = labelled([("options", options_text(option_defaults(known.spec.name)) or "none"), *known.lines()])
     python = f"from regard import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
     table.add_row("", "")
     length = f", max_len={known.length}" if known.spec.needs_length(known.dims) else ""

@@ -8,13 +8,13 @@ import torch
 
 from regard.blocks.feedforward import FeedForward
 from regard.cli.console import sentences
-from regard.cli.settings import check_decoding
 from regard.config import Config
 from regard.mixers.base import Can, Dims
 from regard.models.build import stack
 from regard.models.embedding import add_positions
 from regard.models.translator import CrossWiring
 from regard.spec import Spec
+from regard.tasks.run_settings import check_decoding
 from regard.tasks.task import Body, Task
 from regard.text import unknown
 

@@ -12,13 +12,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from regard.cli.completion import complete_task
 from regard.cli.console import columns, screen, sentences, write_json
 from regard.options import Options, field_comments, option_lines
 from regard.tasks import TASKS, Entry, entry_of
 
 
 def tasks(
-    name: Annotated[str | None, typer.Argument(metavar="[TASK]", help="One of them, with all of its settings.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[TASK]", help="One of them, with all of its settings.", autocompletion=complete_task),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list, with all settings.")] = False,
 ) -> None:
     """Name every task, the data it needs, its score, and what training it takes by default."""

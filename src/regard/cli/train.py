@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import settings
+from regard.cli.completion import complete_spec, complete_task
 from regard.cli.console import aside, labelled, number, screen, sentences, stop
 from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
+from regard.tasks.run_settings import choose_device
 
 if TYPE_CHECKING:
     from regard.tasks.task import Task
@@ -27,9 +29,12 @@ RUNS = Path("runs")
 
 
 def train(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="Its name: see `regard tasks`.")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help="Its name: see `regard tasks`.", autocompletion=complete_task)],
     mixer: Annotated[
-        list[str] | None, typer.Option(metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.")
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.", autocompletion=complete_spec
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
@@ -53,7 +58,7 @@ def train(
     from regard.cli.model_check import check_model
 
     with sentences():
-        kind = settings.device(device)
+        kind = choose_device(device)
         own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, text=text, label=label)
         config = settings.config_of(task, mixer or [], changes or [], out, own)
         _check_folder(out, config)

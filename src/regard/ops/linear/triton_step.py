@@ -2,8 +2,8 @@
 
     S = exp(log_decay) S + phi(k) v^T,   z = exp(log_decay) z + phi(k),   out = scale phi(q) S [/ scale phi(q) . z]
 
-Letters as in `regard.ops.linear.linear_op`. For inference: results have no gradients. Sums are float32. This module imports
-triton: import it where a step is computed.
+Gates in place of log decays are turned into them inside. Letters as in `regard.ops.linear.linear_op`. For inference: results
+have no gradients. Sums are float32. This module imports triton: import it where a step is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.linear.feature_maps import FEATURES
-from regard.ops.linear.linear_op import LinearCall, LinearResult, gain_of_heads, with_decays
+from regard.ops.linear.linear_op import LinearCall, LinearResult, gain_of_heads
+from regard.ops.linear.triton_tiles import gate_decay
 from regard.ops.triton_support import block_of, kernel_config
 
 LEAST_NORM = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps  # below it weights have no digits left
@@ -31,14 +32,23 @@ def _features(x, KIND: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["scale", "least"])
+@triton.jit
+def _kept(x, root, written, GATES: tl.constexpr):
+    """Return what is kept of a state: exp of a log decay, or that of a gate, and all of it where no key is written."""
+    x = x.to(tl.float32)
+    if GATES:
+        x = tl.where(written, gate_decay(x, root), 0.0)
+    return tl.exp(x)
+
+
+@triton.jit(do_not_specialize=["scale", "least", "root"])
 def linear_step_kernel(
     Q, K, V, S, DECAY, Z, VALID, OUT, NORM, NEW_S, NEW_Z,
     sqb, sqh, skb, skg, svb, svg, ssb, ssg, ssf, sdb, sdg, szb, szg, sab,
-    scale, least,
+    scale, least, root,
     G: tl.constexpr, SHARE: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     KIND: tl.constexpr, DECAYS: tl.constexpr, NORMS: tl.constexpr, DIVIDES: tl.constexpr, READS: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
     """BE value columns of one state, and all query heads that read it. DECAYS: 0 none, 1 one number, 2 one a feature."""
     part, bg = tl.program_id(0), tl.program_id(1)
@@ -51,12 +61,14 @@ def linear_step_kernel(
     v = tl.load(V + b * svb + g * svg + e, mask=in_e, other=0.0).to(tl.float32)
     k = tl.load(K + b * skb + g * skg + f, mask=in_f, other=0.0)
     k = tl.where(in_f, _features(k, KIND), 0.0)
+    written = b >= 0
     if MASKED:
-        k = tl.where(tl.load(VALID + b * sab) != 0, k, 0.0)
+        written = tl.load(VALID + b * sab) != 0
+        k = tl.where(written, k, 0.0)
     if DECAYS == 1:
-        kept = tl.exp(tl.load(DECAY + b * sdb + g * sdg).to(tl.float32)) + tl.zeros([BF], tl.float32)
+        kept = _kept(tl.load(DECAY + b * sdb + g * sdg), root, written, GATES) + tl.zeros([BF], tl.float32)
     if DECAYS == 2:
-        kept = tl.exp(tl.load(DECAY + b * sdb + g * sdg + f, mask=in_f, other=0.0).to(tl.float32))
+        kept = _kept(tl.load(DECAY + b * sdb + g * sdg + f, mask=in_f, other=0.0), root, written, GATES)
     if DECAYS != 0:
         s = s * kept[:, None]
     s += k[:, None] * v[None, :]
@@ -89,7 +101,7 @@ def _inner(x: Tensor | None) -> Tensor | None:
 
 def linear_step(call: LinearCall) -> LinearResult:
     """Compute a call of one token by one launch; without queries, out has no heads. Norms that divide out are not returned."""
-    q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain, _ = with_decays(call)
+    q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain, root = call
     (b, g, n, f), e = k.shape, v.shape[-1]
     if n != 1:
         raise ValueError(f"a decoding step takes one token of every row, not {n}")
@@ -120,10 +132,12 @@ def linear_step(call: LinearCall) -> LinearResult:
         "DIVIDES": normalize,
         "READS": q is not None,
         "MASKED": valid is not None,
+        "GATES": root > 0,
         **config,
     }
     tensors = (q, k, v, state, log_decay, norm_state, valid, out, norm, new_state, new_norm)
-    launch_kernel(linear_step_kernel, (-(-e // wide), b * g), tensors, (*strides, float(scale), LEAST_NORM), constants)
+    numbers = (*strides, float(scale), LEAST_NORM, float(root))
+    launch_kernel(linear_step_kernel, (-(-e // wide), b * g), tensors, numbers, constants)
     if gain is not None and q is not None:
         out = (out * gain_of_heads(gain, q.shape[1]).unsqueeze(-1)).to(out.dtype)
     return LinearResult(out, new_state, norm, new_norm)

@@ -1,0 +1,48 @@
+"""Examples below the options in the `--help` of `regard` and of every command. Imports no torch."""
+
+from __future__ import annotations
+
+COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
+    "regard": ("regard list", "regard show 'Local(256) | Global(first=4)'", "regard train saw --mixer gla"),
+    "list": ("regard list", "regard list --options", "regard list --json"),
+    "show": (
+        "regard show bigbird",
+        "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
+        "regard show 'performer(features=128)' --length 4096 --json",
+    ),
+    "bench": (
+        "regard bench --mixers 'softmax; Local(256); linear' --lengths 512,2k,8k",
+        "regard bench --mixers 'softmax; gla' --passes step --json step.json",
+        "regard bench --mixers 'softmax; gla' --model --lengths 1k,16k --out a.png",
+    ),
+    "advise": (
+        "regard advise --lengths 256,2k --mixers 'Local(128); linear'",
+        "regard advise --model mypackage.models:make --lengths 512,4k --inference",
+    ),
+    "compare": (
+        "regard compare --out comparison",
+        "regard compare --tasks 'recall, induction' --mixers 'gla, Local(16)' --seeds 3",
+        "regard compare --task mytask.py --mixers all --budget 2m",
+    ),
+    "tune": ("regard tune --dry", "regard tune --kernels tile,linear --minutes 20 --out own.json"),
+    "tasks": ("regard tasks", "regard tasks reverse", "regard tasks --json"),
+    "train": (
+        "regard train saw",
+        "regard train reverse --mixer gla --mixer 'Local(8)' --set steps=500",
+        "regard train multi30k --data ~/data --out runs/captions --device cuda",
+    ),
+    "evaluate": ("regard evaluate runs/saw-softmax-1", "regard evaluate runs/captions --split val --set beam=5 --json"),
+    "predict": (
+        "regard predict runs/saw-softmax-1 'they saw the duck'",
+        "regard predict runs/captions sentences.txt --set beam=5 > answers.txt",
+    ),
+    "distil": (
+        "regard distil runs/captions --out distilled.txt --set beam=5",
+        "regard train multi30k --set decoder=ctc --set distilled=distilled.txt",
+    ),
+}
+
+
+def help_examples(command: str) -> str:
+    """Return the examples of a command, or of `regard`, as the text below its options: Typer breaks lines where one is empty."""
+    return "\n\n".join(("Examples:", *COMMAND_EXAMPLES[command]))

@@ -1,0 +1,62 @@
+"""Settings of a trained run: restored from its folder, and changed where only its answers depend on them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard import tasks
+from regard.config import Config
+from regard.text import unknown
+
+STRONGEST = 10  # length ** 10: beyond any use, and no float overflows
+
+
+def restored(begun: Mapping[str, Any], where: str, name: str | None = None) -> Config:
+    """Make the settings of a run from its config.json."""
+    task = begun.get("task")
+    if not isinstance(task, str):
+        raise ValueError(f"{where} does not name its task: restore it, or train again in another folder")
+    if name is not None and task != name:
+        raise ValueError(f"{where} is of a run of {task}, not of {name}: choose another folder")
+    try:
+        return tasks.config(task).replace({key: value for key, value in begun.items() if key != "task"})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def decoding(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Change settings of inference; all others are those that the weights were trained with."""
+    allowed = tasks.make_task(config).answering
+    for key in changes:
+        if hasattr(config, key) and key not in allowed:
+            can = f"only {', '.join(allowed)} can" if allowed else "nothing of it can"
+            raise ValueError(f"{key} cannot change after training: {can}")
+        if key not in allowed:
+            raise ValueError(unknown(f"{config.task} has no setting for answers", key, allowed))
+    changed = config.replace(changes)
+    check_decoding(changed)
+    tasks.make_task(changed).check_answering(config)
+    return changed
+
+
+def check_decoding(config: Config) -> None:
+    """Refuse settings of generation that make no sense."""
+    for name in ("beam", "max_new_tokens"):
+        if getattr(config, name, 1) < 1:
+            raise ValueError(f"{name} must be at least 1, not {getattr(config, name)!r}")
+    if abs(config.length_penalty) > STRONGEST:
+        raise ValueError(
+            f"length_penalty is a power of the length, from -{STRONGEST} to {STRONGEST}, not {config.length_penalty!r}"
+        )
+
+
+def choose_device(name: str) -> str:
+    """Choose cpu or cuda: as given, or for auto the one that is there."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"the device is auto, cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here: use the device cpu, or auto to take what there is")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
