@@ -1,4 +1,4 @@
-"""Files of a user: labelled texts of a CSV or JSONL file, one long text, and their splits, which are the same every time."""
+"""Files of a user: labelled texts, pairs of lines, one long text, and their splits, which are the same every time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import hashlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from regard.data.datasets import LabelledText, Splits
-from regard.data.text_files import DataError, check_unicode, placed_records, read_text
+from regard.data.text_files import DataError, Pair, check_unicode, placed_records, read_text
 
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
 HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
+HELD_PAIRS = 1000  # different sources of validation at most, and of the test: each of them is translated
 
 
 def file_digest(path: Path) -> str:
@@ -118,15 +119,37 @@ def split_labelled(texts: Sequence[LabelledText], where: Path | str) -> Splits[l
             by_label[next(iter(labels))].append(key)
     split_of: dict[str, str] = {}
     for keys in by_label.values():
-        count = (len(keys) + HELD_SHARE // 2) // HELD_SHARE
-        ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
-        split_of |= dict.fromkeys(ranked[:count], "test") | dict.fromkeys(ranked[count : 2 * count], "val")
+        split_of |= _held_out(keys)
     if not split_of:
         raise DataError(f"{where}: no label has {HELD_SHARE // 2} different texts, so that none is left for validation and test")
     parts: dict[str, list[LabelledText]] = {"train": [], "val": [], "test": []}
     for x in texts:
         parts[split_of.get(_text_key(x.text), "train")].append(x)
     return Splits(**parts)
+
+
+def split_pairs(pairs: Sequence[Pair], where: str) -> Splits[list[Pair]]:
+    """Split pairs into about 80 / 10 / 10 %, by a hash of each source alone; val and test have HELD_PAIRS sources at most.
+
+    Sources that differ in case or spaces alone are in the same split. Each split keeps the order of the files.
+    """
+    keys = {_text_key(pair.source) for pair in pairs}
+    split_of = _held_out(keys, HELD_PAIRS)
+    if not split_of:
+        few = f"{len(keys)} different source{'' if len(keys) == 1 else 's'}"
+        raise DataError(f"{where}: {few}, too few to be split into train, val and test: {HELD_SHARE // 2} are needed")
+    parts: dict[str, list[Pair]] = {"train": [], "val": [], "test": []}
+    for pair in pairs:
+        parts[split_of.get(_text_key(pair.source), "train")].append(pair)
+    return Splits(**parts)
+
+
+def _held_out(keys: Collection[str], most: int | None = None) -> dict[str, str]:
+    """Map a tenth of these texts to "test" and another to "val", `most` of each at most: those with the smallest hashes."""
+    count = (len(keys) + HELD_SHARE // 2) // HELD_SHARE
+    count = count if most is None else min(count, most)
+    ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
+    return dict.fromkeys(ranked[:count], "test") | dict.fromkeys(ranked[count : 2 * count], "val")
 
 
 def _text_key(text: str) -> str:
