@@ -56,6 +56,7 @@ def train(
         tuple[Path, Path] | None,
         typer.Option(metavar="FILE FILE", help="translate: sources and targets, line by line."),
     ] = None,
+    conll: Annotated[Path | None, typer.Option(metavar="FILE", help="tag: words and tags, CoNLL-U or two columns.")] = None,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -63,7 +64,7 @@ def train(
 
     with sentences():
         kind = choose_device(device)
-        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, pairs=pairs, text=text, label=label)
+        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, pairs=pairs, conll=conll, text=text, label=label)
         config = settings.config_of(task, mixer or [], changes or [], out, own)
         _check_folder(out, config)
         made = known.make_task(config)

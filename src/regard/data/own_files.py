@@ -1,4 +1,4 @@
-"""Files of a user: labelled texts, pairs of lines, one long text, and their splits, which are the same every time."""
+"""Files of a user: labelled texts, pairs of lines, tagged words, one long text; and their splits, the same every time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from regard.data.datasets import LabelledText, Splits
-from regard.data.text_files import DataError, Pair, check_unicode, placed_records, read_text
+from regard.data.datasets import LabelledText, Splits, Tagged, conllu
+from regard.data.text_files import DataError, Pair, check_unicode, placed_records, read_lines, read_text
 
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
 HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
@@ -141,6 +141,54 @@ def split_pairs(pairs: Sequence[Pair], where: str) -> Splits[list[Pair]]:
     parts: dict[str, list[Pair]] = {"train": [], "val": [], "test": []}
     for pair in pairs:
         parts[split_of.get(_text_key(pair.source), "train")].append(pair)
+    return Splits(**parts)
+
+
+def read_tagged(path: Path) -> list[Tagged]:
+    """Read sentences of a CoNLL-U file (FORM and UPOS, with any tags), or of a file with a word and its tag on every line.
+
+    The first line that is neither empty nor a comment (#) decides: CoNLL-U has ten columns with tabs between them. In a file
+    of two columns a tab or spaces are between them, an empty line ends a sentence, and no line is a comment.
+    """
+    first = next(((i, x) for i, x in enumerate(read_lines(path), 1) if x.strip() and not x.startswith("#")), None)
+    if first is not None and first[1].count("\t") == 9:
+        return conllu(path, tag_set=())
+    if first is not None and len(_two_columns(first[1])) != 2:
+        raise DataError(
+            f"{path}, line {first[0]}: neither the 10 columns of CoNLL-U, with a tab between them, nor a word and its tag"
+        )
+    found, words, tags = list[Tagged](), list[str](), list[str]()
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            columns = _two_columns(line)
+            if len(columns) != 2 or not all(columns):
+                raise DataError(f"{path}, line {number}: a line is a word and its tag, with a tab or spaces between them")
+            words.append(columns[0])
+            tags.append(columns[1])
+        elif words:
+            found.append(Tagged(words, tags))
+            words, tags = [], []
+    return [*found, Tagged(words, tags)] if words else found
+
+
+def _two_columns(line: str) -> list[str]:
+    """Split a line at its tabs, and at its spaces where it has no tab: a word may then have spaces in it."""
+    return [column.strip() for column in line.split("\t")] if "\t" in line.strip() else line.split()
+
+
+def split_tagged(sentences: Sequence[Tagged], where: Path | str) -> Splits[list[Tagged]]:
+    """Split sentences into about 80 / 10 / 10 %, by a hash of their words alone.
+
+    Sentences that differ in case alone are in the same split. Each split keeps the order of the file.
+    """
+    keys = [_text_key(" ".join(x.words)) for x in sentences]
+    split_of = _held_out(set(keys))
+    if not split_of:
+        few = f"{len(set(keys))} different sentence{'' if len(set(keys)) == 1 else 's'}"
+        raise DataError(f"{where}: {few}, too few to be split into train, val and test: {HELD_SHARE // 2} are needed")
+    parts: dict[str, list[Tagged]] = {"train": [], "val": [], "test": []}
+    for key, x in zip(keys, sentences, strict=True):
+        parts[split_of.get(key, "train")].append(x)
     return Splits(**parts)
 
 
