@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import pickle
 import warnings
 from dataclasses import replace
@@ -308,11 +309,18 @@ def test_dropout_can_be_left_out_for_a_mechanism_without_weights():
     assert model.dropout == 0
 
 
-def test_a_replaced_encoder_compiles_to_one_graph(monkeypatch):
+@pytest.mark.parametrize("part", [MultiheadAttention, replace_attention], ids=lambda part: part.__name__)
+def test_examples_of_docstrings_run(part):
+    tests = doctest.DocTestFinder(recurse=False).find(part, part.__name__, globs={})
+    assert [doctest.DocTestRunner().run(test).failed for test in tests] == [0]
+
+
+def test_an_encoder_that_was_compiled_is_traced_again_to_one_graph(monkeypatch):
     made = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, dropout=0.0)
-    replace_attention(made, "Local(3)")
     hidden = padded(2, N)
     compiled = torch.compile(made, backend="eager", fullgraph=True)
+    compiled(X, src_key_padding_mask=hidden)
+    replace_attention(made, "Local(3)")
     torch.testing.assert_close(compiled(X, src_key_padding_mask=hidden), made(X, src_key_padding_mask=hidden))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(ValueError, match="values of attn_mask cannot be read"):

@@ -41,7 +41,7 @@ def replace_attention(
     `only` chooses: patterns of names such as "decoder.*.self_attn", or a function of name and module. `causal`, `max_len`,
     `backend` and `weights` are those of `MultiheadAttention`; `dropout` is that of every module unless given: mechanisms without
     weights need dropout=0. All modules are replaced, or none: what cannot be is refused with its name and the reason.
-    Call it before torch.compile.
+    A model that was compiled before is traced again by its next call.
     """
     spec = Spec.of(mixer)
     check_flag("weights", weights)
