@@ -85,17 +85,16 @@ def test_tasks_names_everything_and_what_it_needs(monkeypatch: pytest.MonkeyPatc
         line = next(line for line in said.splitlines() if line.startswith(f" {name} "))
         config = entry.config()
         assert entry.summary in line and f"{config.steps:,} updates" in line
-        assert (f"{entry.data} (needs REGARD_DATA)" if entry.data else "none") in line
+        made = f"your file ({entry.file})" if entry.file else "none"
+        assert (f"{entry.data} (needs REGARD_DATA)" if entry.data else made) in line
 
 
 def test_tasks_for_machines_and_one_with_all_of_its_settings() -> None:
     rows = json.loads(run("tasks", "--json").stdout)
     assert [row["name"] for row in rows] == TASKS
     for row in rows:
-        assert set(row) == {"name", "summary", "data", "score", "better", "settings", "options"} and row["better"] in (
-            "min",
-            "max",
-        )
+        assert set(row) == {"name", "summary", "data", "file", "score", "better", "settings", "options"}
+        assert row["better"] in ("min", "max")
         assert row["settings"] == tasks.config(row["name"]).to_json()
     said = run("tasks", "reverse").stdout
     assert all(f"\n {key} " in said for key in tasks.config("reverse").to_json() if key != "task")

@@ -28,7 +28,7 @@ from regard.training.decoder_modes import SAMPLED
 from regard.training.fit import fit
 from regard.training.scheduled_sampling import PredictedInputs
 
-MADE = [name for name, entry in TASKS.items() if entry.data is None]
+MADE = [name for name, entry in TASKS.items() if entry.data is None and not entry.file]
 REAL = [name for name, entry in TASKS.items() if entry.data is not None]
 TINY = {
     "width": 16,

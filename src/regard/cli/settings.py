@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from regard.tasks.task import Task
 
 
-def config_of(name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None) -> Config:
-    """Make the settings of a task, or of the run in `out` if one has begun there, with changes."""
+def config_of(
+    name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None, own: Mapping[str, str] | None = None
+) -> Config:
+    """Make the settings of a task, or of the run in `out` if one has begun there, with changes.
+
+    `own` has settings that name a user's file and its columns, each by the option of its name.
+    """
     from regard.training.checkpoints import load_config
 
     begun = load_config(out) if out is not None else None
@@ -27,7 +32,13 @@ def config_of(name: str, mixers: Sequence[str], changes: Sequence[str], out: Pat
         if "mixer" in keys:
             raise ValueError("the mixer is given twice: by --mixer and by --set")
         config = config.replace({"mixer": mixers[0] if len(mixers) == 1 else list(mixers)})
-    return config.set(changes)
+    for key in own or {}:
+        if not hasattr(config, key):
+            having = [word for word, entry in tasks.TASKS.items() if hasattr(entry.config(), key)]
+            raise ValueError(f"--{key} does nothing here: it is for {' and '.join(having)}. Leave it out")
+        if key in keys:
+            raise ValueError(f"{key} is given twice: by --{key} and by --set")
+    return config.replace(own or {}).set(changes)
 
 
 def named(changes: Sequence[str]) -> list[str]:

@@ -83,6 +83,8 @@ def _data(entry: Entry) -> str:
     from regard.data.locate import find
     from regard.data.text_files import DataError
 
+    if entry.file:
+        return f"your file ({entry.file})"
     if entry.data is None:
         return "none"
     try:
@@ -103,6 +105,7 @@ def _entry_json(word: str, entry: Entry) -> dict[str, object]:
         "name": word,
         "summary": entry.summary,
         "data": entry.data,
+        "file": entry.file or None,
         "score": score,
         "better": better,
         "settings": config.to_json(),

@@ -47,6 +47,11 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Threads = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: texts and labels, columns of a CSV file.")] = None,
+    jsonl: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: or keys of JSON objects, one a line.")] = None,
+    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the texts; else text.")] = None,
+    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the labels; else label.")] = None,
+    file: Annotated[Path | None, typer.Option(metavar="FILE", help="text: the text to learn the next character of.")] = None,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -54,7 +59,8 @@ def train(
 
     with sentences():
         kind = choose_device(device)
-        config = settings.config_of(task, mixer or [], changes or [], out)
+        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, text=text, label=label)
+        config = settings.config_of(task, mixer or [], changes or [], out, own)
         _check_folder(out, config)
         made = known.make_task(config)
         settings.check_used(made, changes or [])
@@ -66,6 +72,8 @@ def train(
         new = out is None or not out.exists()
         folder = _fresh(config) if out is None else out
         aside(f"{task} with {_mixers(config, ', ')} in {folder}{note and ', ' + note}")
+        for line in made.describe_data():
+            aside(line)
     try:
         with sentences(), used(count):
             result = fit(made, folder, accelerator=kind)
@@ -76,6 +84,14 @@ def train(
             _tidy(folder)
     with sentences():
         _print_result(made, folder, result, data)
+
+
+def _own_settings(data: Path | None, **options: Path | str | None) -> dict[str, str]:
+    """Collect the options that name a user's file and its columns."""
+    files = {name: str(value.expanduser().absolute()) for name, value in options.items() if isinstance(value, Path)}
+    if data is not None and files:
+        raise ValueError(f"--{next(iter(files))} names the file itself: leave --data out")
+    return files | {name: value for name, value in options.items() if isinstance(value, str)}
 
 
 def _check_folder(out: Path | None, config: Config) -> None:

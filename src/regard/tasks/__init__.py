@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
 from regard.tasks.language_modeling_config import shakespeare_config
+from regard.tasks.own_data_config import classify_config, text_config
 from regard.tasks.sentiment_config import imdb_config, polarity_config
 from regard.tasks.tagging_config import ewt_config, saw_config
 from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
@@ -30,7 +31,8 @@ class Entry(NamedTuple):
     kind: str | Callable[..., Task]  # its class, or where it is: "package.module:Class"
     best: tuple[str, str]  # the validation score that selects weights, and "min" or "max": the same as `Task.best`
     summary: str
-    data: str | None = None  # the data set that it needs; None: it makes its own
+    data: str | None = None  # the data set that it needs; None: it makes its own, or reads `file`
+    file: str = ""  # the options of `regard train` that name a file of the user, which it reads
 
     def make(self, config: Config) -> Task:
         """Make the task, importing its class first where only its place is given."""
@@ -43,7 +45,7 @@ class Entry(NamedTuple):
 _EXACT, _ACCURACY, _BLEU = ("exact", "max"), ("accuracy", "max"), ("bleu", "max")
 _ROUGE, _LOSS = ("rouge_l", "max"), ("loss", "min")
 _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
-_SENTIMENT, _LANGUAGE = "regard.tasks.sentiment", "regard.tasks.language_modeling"
+_SENTIMENT, _LANGUAGE, _OWN = "regard.tasks.sentiment", "regard.tasks.language_modeling", "regard.tasks.own_data"
 
 TASKS: dict[str, Entry] = {
     "reverse": Entry(reverse_config, f"{_TRANSLATION}:ReverseTask", _EXACT, "a string turned around"),
@@ -57,6 +59,8 @@ TASKS: dict[str, Entry] = {
     "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", _LOSS, "the next character", "tinyshakespeare"),
     "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", _ROUGE, "title of an abstract, with copying", "acl_titles"),
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
+    "classify": Entry(classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv or --jsonl"),
+    "text": Entry(text_config, f"{_OWN}:OwnTextTask", _LOSS, "the next character of your text", file="--file"),
 }
 
 

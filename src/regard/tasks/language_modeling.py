@@ -1,4 +1,4 @@
-"""Language model of characters."""
+"""Language model of characters or bytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 
 from regard.checks import need
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
-from regard.data.datasets import read_shakespeare
+from regard.data.datasets import Splits, read_shakespeare
 from regard.data.locate import find
-from regard.data.vocabulary import Characters, vocabulary
+from regard.data.vocabulary import Bytes, Characters, vocabulary
 from regard.decoding import Constraints, Sample, generate
 from regard.models.build import language_model
 from regard.tasks.language_modeling_config import Language
@@ -25,7 +25,10 @@ from regard.training.losses import Loss, cross_entropy
 
 
 class LanguageTask(Task):
-    """The next character of a text; scored by cross-entropy, in nats a character. An example is where a window begins."""
+    """The next character of a text; scored by cross-entropy, in nats a character. An example is where a window begins.
+
+    A subclass may set `characters` to another vocabulary before data is read: bytes have nothing to learn.
+    """
 
     best = ("loss", "min")
     steady = True
@@ -40,28 +43,30 @@ class LanguageTask(Task):
             raise ValueError(f"window must be from 1 to max_len={config.max_len}, not {config.window}")
         if not config.temperature > 0:
             raise ValueError(f"temperature must be above 0, not {config.temperature!r}")
-        self.characters = Characters([])
+        self.characters: Characters | Bytes = Characters([])
         self.texts: dict[str, torch.Tensor] = {}
 
+    def parts(self, folder: Path | None) -> Splits[str]:
+        """Read the texts of train, val and test; "" where there is none."""
+        return read_shakespeare(find("tinyshakespeare", folder))
+
     def read(self, folder: Path | None = None) -> None:
-        train, val, _ = read_shakespeare(find("tinyshakespeare", folder))
+        parts = self.parts(folder)
         if len(self.characters) == len(Characters([])):
-            self.characters = Characters.of([train])
-        self.texts = {name: torch.tensor(self.characters.encode(text)) for name, text in (("train", train), ("val", val))}
-        self.sample = val.strip().partition("\n")[0]
+            self.characters = Characters.of([parts.train])
+        self.texts = {name: torch.tensor(self.characters.encode(text)) for name, text in parts._asdict().items() if text}
+        self.sample = parts.val.strip().partition("\n")[0]
         window, last = self.config.window, len(self.texts["train"]) - self.config.window - 1
-        self.splits = {
-            "train": [("train", at) for at in range(0, last + 1, self.config.stride)],
-            "val": [("val", at) for at in range(0, len(self.texts["val"]) - 1, window)],
-            "test": [],
-        }
+        starts = {"train": range(0, last + 1, self.config.stride)}
+        starts |= {name: range(0, len(self.texts.get(name, ())) - 1, window) for name in ("val", "test")}
+        self.splits = {name: [(name, at) for at in places] for name, places in starts.items()}
 
     def assets(self) -> dict[str, str]:
         return {"characters.json": self.characters.to_json()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         found = vocabulary(assets["characters.json"])
-        if not isinstance(found, Characters):
+        if not isinstance(found, type(self.characters)):
             raise ValueError(f"characters.json holds {found.kind}: restore it")
         self.characters = found
 

@@ -72,6 +72,10 @@ class Task:
         """Find the data, learn vocabularies from its training part, and encode it into `splits`."""
         raise NotImplementedError
 
+    def describe_data(self) -> list[str]:
+        """Describe what `read` found, in lines: the command line prints them before training. Named data sets need none."""
+        return []
+
     def assets(self) -> dict[str, str]:
         """Write what a run must keep beside its weights, by file name: vocabularies, labels."""
         return {}

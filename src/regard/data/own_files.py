@@ -1,0 +1,139 @@
+"""Files of a user: labelled texts of a CSV or JSONL file, one long text, and their splits, which are the same every time."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from regard.data.datasets import LabelledText, Splits
+from regard.data.text_files import DataError, check_unicode, placed_records, read_text
+
+DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
+HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file as it lies on the disk."""
+    try:
+        with path.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma") -> list[LabelledText]:
+    """Read the columns `text` and `label` of a CSV file with a header. Rows without any field are skipped.
+
+    A field in quotes may hold line breaks; line numbers of errors are those of the beginning of a row.
+    """
+    rows = _csv_rows(path, DELIMITERS[delimiter])
+    _, header = next(rows, ("", []))
+    names = [name.strip() for name in header]
+    if not names:
+        raise DataError(f"{path} is empty: its first line must name its columns")
+    at = [_column(path, names, name) for name in (text, label)]
+    found = []
+    for where, row in rows:
+        if len(row) != len(names):
+            raise DataError(f"{where}: {len(row)} fields, but the header has {len(names)}")
+        found.append(_labelled(where, row[at[0]], row[at[1]], text, label))
+    return found
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+    """Iterate over the rows of a CSV file that have a field, each with its place for error messages."""
+    whole = read_text(path)
+    limit = csv.field_size_limit(max(len(whole), 1))  # a setting of the module: restored below
+    try:
+        rows, line = csv.reader(io.StringIO(whole, newline=""), delimiter=delimiter, strict=True), 1
+        for row in rows:
+            if row:
+                yield f"{path}, line {line}", row
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}, line {line}: not CSV that can be read: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _column(path: Path, names: Sequence[str], name: str) -> int:
+    """Return the place of a column that the header names once."""
+    if names.count(name) == 1:
+        return names.index(name)
+    if name in names:
+        raise DataError(f"{path} has {names.count(name)} columns that are called {name!r}: rename all but one")
+    other = next((word for word, sign in DELIMITERS.items() if len(names) == 1 and sign in names[0]), None)
+    advice = f". Is it separated otherwise? Then add --set delimiter={other}" if other else ""
+    raise DataError(f"{path} has no column {name!r}: it has {', '.join(map(repr, names))}{advice}")
+
+
+def read_labelled_jsonl(path: Path, text: str, label: str) -> list[LabelledText]:
+    """Read the keys `text` and `label` of JSON objects, one a line. Labels become texts: 4 is "4", true is "true"."""
+    found = []
+    for where, record in placed_records(path, {text: str}):
+        if label not in record:
+            raise DataError(f"{where}: no {label!r} in this record; it has {', '.join(map(repr, record))}")
+        found.append(_labelled(where, record[text], _label_text(where, record[label], label), text, label))
+    return found
+
+
+def _label_text(where: str, value: Any, label: str) -> str:
+    if isinstance(value, str):
+        if not check_unicode(value):
+            raise DataError(f"{where}: {label!r} has half of a surrogate pair in it, which is not text")
+        return value
+    if value is None or isinstance(value, list | dict):
+        raise DataError(f"{where}: {label!r} must be a text, a number, true or false, not {json.dumps(value)[:40]}")
+    return json.dumps(value)
+
+
+def _labelled(where: str, text: str, its_label: str, text_name: str, label_name: str) -> LabelledText:
+    for name, value in ((text_name, text), (label_name, its_label)):
+        if not value.strip():
+            raise DataError(f"{where}: {name!r} is empty: fill it in, or delete the row")
+    return LabelledText(text, its_label.strip())
+
+
+def split_labelled(texts: Sequence[LabelledText], where: Path | str) -> Splits[list[LabelledText]]:
+    """Split texts into about 80 / 10 / 10 %, label by label, by a hash of each text alone.
+
+    Texts that differ in case or spaces alone are in the same split, and those with two labels are in train. A label of five
+    texts or more is in every split, one of fewer in train alone. Each split keeps the order of the file.
+    """
+    labels_of: dict[str, set[int | str]] = defaultdict(set)
+    for x in texts:
+        labels_of[_text_key(x.text)].add(x.label)
+    if len({x.label for x in texts}) < 2:
+        have = f"every text has the label {texts[0].label!r}" if texts else "there is no text in it"
+        raise DataError(f"{where}: {have}, but a classifier needs two labels at least")
+    by_label: dict[int | str, list[str]] = defaultdict(list)
+    for key, labels in labels_of.items():
+        if len(labels) == 1:
+            by_label[next(iter(labels))].append(key)
+    split_of: dict[str, str] = {}
+    for keys in by_label.values():
+        count = (len(keys) + HELD_SHARE // 2) // HELD_SHARE
+        ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
+        split_of |= dict.fromkeys(ranked[:count], "test") | dict.fromkeys(ranked[count : 2 * count], "val")
+    if not split_of:
+        raise DataError(f"{where}: no label has {HELD_SHARE // 2} different texts, so that none is left for validation and test")
+    parts: dict[str, list[LabelledText]] = {"train": [], "val": [], "test": []}
+    for x in texts:
+        parts[split_of.get(_text_key(x.text), "train")].append(x)
+    return Splits(**parts)
+
+
+def _text_key(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def split_text(whole: str) -> Splits[str]:
+    """Cut a text into its first 80 % for train, the next 10 % for val and the last 10 % for test."""
+    first, second = (len(whole) * share // HELD_SHARE for share in (HELD_SHARE - 2, HELD_SHARE - 1))
+    return Splits(whole[:first], whole[first:second], whole[second:])

@@ -1,0 +1,91 @@
+"""Settings of tasks on files of a user. Each setting that names a file or a column is also an option of `regard train`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from regard.tasks.language_modeling_config import Language
+from regard.tasks.sentiment_config import Sentiment
+
+
+@dataclass
+class Classification(Sentiment):
+    """Texts and labels of one file."""
+
+    csv: str = ""  # a CSV file whose first line names its columns; its absolute path is kept
+    jsonl: str = ""  # or a file with a JSON object on every line
+    text: str = "text"  # the column, or key, of the texts
+    label: str = "label"  # the column, or key, of the labels
+    delimiter: str = "comma"  # between the columns of a CSV file: comma, tab, semicolon
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.csv, self.jsonl = absolute_path(self.csv), absolute_path(self.jsonl)
+
+
+def absolute_path(path: str) -> str:
+    """Make a path absolute, so that a run finds its file from every folder; "" stays as it is."""
+    return os.path.abspath(os.path.expanduser(path)) if path else ""
+
+
+def classify_config() -> Classification:
+    return Classification(
+        task="classify",
+        precision="tf32",
+        mixer=["conv", "softmax"],
+        pool="max",
+        vocab=8000,
+        cut=256,
+        width=128,
+        heads=4,
+        depth=2,
+        ffn=256,
+        dropout=0.3,
+        steps=1000,
+        batch_tokens=8192,
+        lr=1e-3,
+        schedule="cosine",
+        warmup=100,
+        decay=0.01,
+        validate_every=100,
+        save_every=100,
+        max_len=256,
+    )
+
+
+@dataclass
+class OwnText(Language):
+    """Windows of the text of one file."""
+
+    file: str = ""  # a text file; its absolute path is kept
+    units: str = "characters"  # or bytes, those of UTF-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.file = absolute_path(self.file)
+
+
+def text_config() -> OwnText:
+    return OwnText(
+        task="text",
+        precision="tf32",
+        window=128,
+        width=128,
+        heads=4,
+        depth=4,
+        ffn=512,
+        activation="gelu",
+        positions="rotary",
+        dropout=0.1,
+        steps=2000,
+        batch_tokens=4096,
+        lr=1e-3,
+        betas=[0.9, 0.99],
+        decay=0.1,
+        schedule="cosine",
+        warmup=100,
+        validate_every=250,
+        save_every=250,
+        max_len=1024,
+    )
