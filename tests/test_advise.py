@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from regard.bench import advice, step_time
 from regard.bench.advice import advice_record, attention_from, measured_frame, measured_whole, predicted_total, share_row
 from regard.bench.advice_text import advice_lines, shares_of
-from regard.bench.advised_model import AdviceRequest, factory_model, own_model, replace_attention
+from regard.bench.advised_model import AdviceRequest, factory_model, own_model, with_substitutes
 from regard.bench.model_parts import ATTENTION, EMBEDDING, FEEDFORWARD, HEAD, kinds_of, part_call, recorded_parts, saved_bytes
 from regard.bench.step_time import StepTime, deeper, least_time
 from regard.bench.timing import launches
@@ -182,7 +182,7 @@ def test_other_models_are_predicted_and_checked_with_the_mechanism_inside(foreig
     predicted = predicted_total(asked, frame, Spec("linear"), 16).total
     assert predicted == pytest.approx(measured_whole(asked, Spec("linear"), 16), rel=0.05)
     made = factory_model(asked, 16)
-    inside = replace_attention(asked, made, recorded_parts(made.model, made.loss), Spec("linear"), 16).model
+    inside = with_substitutes(asked, made, recorded_parts(made.model, made.loss), Spec("linear"), 16).model
     assert [layer.self_attn.mixer.spec for layer in inside.layers] == ["linear"] * 3
     assert made.loss().isfinite()
 

@@ -14,6 +14,7 @@ import torch
 
 import regard
 from regard.data import synthetic
+from regard.data.datasets import Splits
 from regard.data.text_files import Pair
 from regard.tasks import config, copying, language_modeling, make_task
 from regard.tasks.trained_run import TrainedRun, load
@@ -44,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             parts = getattr(synthetic, name)(*["reverse"] * (name == "string_pairs"))
             patch.setattr(synthetic, name, lambda *_, few=[part[:20] for part in parts]: few)
         patch.setattr(language_modeling, "find", lambda *_: None)
-        patch.setattr(language_modeling, "read_shakespeare", lambda _: (TEXT, TEXT, TEXT))
+        patch.setattr(language_modeling, "read_shakespeare", lambda _: Splits(TEXT, TEXT, ""))
         patch.setattr(copying, "find", lambda *_: None)
         patch.setitem(copying.COPY_READERS, "wikisql", lambda _: (PAIRS, PAIRS, PAIRS))
         for name, changes in KINDS.items():

@@ -12,6 +12,7 @@ from regard.mixers.feature_math import per_query_head
 from regard.mixers.graph_attention import disjoint, edge_weights, on_graph
 from regard.mixers.graph_layer import GraphAttention
 from regard.mixers.low_rank import tie_linformer
+from regard.modules import MultiheadAttention, replace_attention
 from regard.patterns import (
     Blocks,
     Causal,
@@ -52,6 +53,7 @@ __all__ = [
     "GraphAttention",
     "Local",
     "Mixer",
+    "MultiheadAttention",
     "Pattern",
     "PerHead",
     "Places",
@@ -73,6 +75,7 @@ __all__ = [
     "on_graph",
     "per_query_head",
     "register",
+    "replace_attention",
     "select",
     "tie_linformer",
 ]

@@ -21,8 +21,8 @@ from regard.bench.advised_model import (
     Runnable,
     factory_model,
     own_model,
-    replace_attention,
     substitute,
+    with_substitutes,
 )
 from regard.bench.machine import made_with
 from regard.bench.model_parts import (
@@ -230,7 +230,7 @@ def measured_whole(request: AdviceRequest, spec: Spec, n: int) -> float:
     if request.factory:
         made = factory_model(request, n)
         parts = recorded_parts(made.model, made.loss, request.attention)
-        made = replace_attention(request, made, parts, spec, n)
+        made = with_substitutes(request, made, parts, spec, n)
     else:
         made = own_model(request, spec, n, request.models.depth)
     return real_time(made.step(request.training, request.optimiser), request.device, request.models.seconds)

@@ -195,7 +195,7 @@ class Replacement(nn.Module):
         return (y, *[None] * (self.others - 1))
 
 
-def replace_attention(request: AdviceRequest, made: Runnable, parts: list[Part], spec: Spec, n: int) -> Runnable:
+def with_substitutes(request: AdviceRequest, made: Runnable, parts: list[Part], spec: Spec, n: int) -> Runnable:
     """Replace every attention of a factory's model by a mechanism, in place."""
     kinds = {type(part.module): part for part in parts if part.kind == ATTENTION}
     for module in list(made.model.modules()):
