@@ -52,11 +52,12 @@ def test_a_csv_of_four_labels_is_split_described_trained_scored_and_asked(traine
     assert f"40 texts of {file}: 32 train, 4 val, 4 test, by a hash of each text" in messages
     assert "4 labels: 1 (10), 2 (10), 3 (10), 4 (10)" in messages
     assert "floor: the most frequent label, 1, is right for 25.0 % of val and 25.0 % of test" in messages
+    assert "floor: naive Bayes of the words is right for 100.0 % of val and 100.0 % of test" in messages
     kept = json.loads((out / "config.json").read_text())
     assert kept["csv"] == str(file) and kept["text"] == "review" and kept["label"] == "stars"
     assert len(json.loads((out / "assets/data.json").read_text())["sha256"]) == 64
     scores = json.loads(run("evaluate", str(out), "--json").stdout)["scores"]
-    assert scores["texts"] == 4 and scores["floor"] == 25 and "accuracy" in scores
+    assert scores["texts"] == 4 and scores["floor"] == 25 and scores["bayes"] == 100 and "accuracy" in scores
     assert run("predict", str(out), "a great joy").stdout.strip() in STARS
 
 
