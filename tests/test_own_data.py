@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from regard.data.datasets import LabelledText
+from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import read_labelled_csv, split_labelled
 from regard.data.text_files import DataError
 from regard.training.checkpoints import load_run
@@ -113,6 +114,20 @@ def test_no_text_is_in_two_splits_and_every_label_is_in_train() -> None:
     assert {x.label for x in parts.val} == {x.label for x in parts.test} == {"0", "1", "2"}
     other = split_labelled(list(reversed(texts)), "f.csv")
     assert {x.text for x in other.test} == {x.text for x in parts.test}  # the order of the file is of no effect
+
+
+def test_texts_with_two_labels_are_in_train() -> None:
+    both = [LabelledText(f"both {i}", label) for i in range(20) for label in "xy"]
+    parts = split_labelled([*both, *(LabelledText(f"one {i}", "x") for i in range(10))], "f.csv")
+    assert set(both) <= set(parts.train) and [len(part) for part in parts] == [48, 1, 1]
+
+
+def test_naive_bayes_of_three_labels_by_hand() -> None:
+    train = [LabelledText(*pair) for pair in (("good good film", "a"), ("bad film", "b"), ("bad plot", "b"), ("long", "c"))]
+    label_of = NaiveBayes(train)
+    # v = 5 words; film: a 1/4 * 2/7, b 1/2 * 2/9, c 1/4 * 1/6; good: a 1/4 * 2/7, b 1/2 * 1/9
+    assert [label_of(text) for text in ("film", "GOOD", "long", "unheard of", "good film")] == ["b", "a", "c", "b", "a"]
+    assert label_of.accuracy([LabelledText("film", "b"), LabelledText("film", "a")]) == 50
 
 
 def test_fields_of_a_csv_file_may_be_long_and_hold_line_breaks(tmp_path: Path) -> None:
