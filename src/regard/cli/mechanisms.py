@@ -113,7 +113,7 @@ def _print_cost(known: Cost, out: Path | None) -> None:
     table.add_row("", "")
     length = f", max_len={known.length}" if known.spec.needs_length(known.dims) else ""
     table.add_row("build it", f"{python}{', causal=True' if known.dims.causal else ''}{length})")
-    table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.name}.png")
+    table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.row.name}.png")
     console.print(f"\n{known.spec}", style="bold", markup=False, highlight=False)
     console.print(f"{known.spec.row.summary}\n", markup=False, highlight=False)
     console.print(table, highlight=False)
