@@ -161,6 +161,50 @@ def test_a_run_with_an_own_mechanism_is_trained_and_loaded(tmp_path: Path, monke
     assert {type(part).__name__ for part in run.model.modules()} >= {"Sharp"} and len(run.predict(["a b"])) == 1
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package has entry points."""
+    folder = tmp_path / "ownpkg-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ownpkg\nVersion: 1.0\n")
+    points = [
+        "sharp = ownpkg.mod:Sharp",
+        "softmax = ownpkg.mod:Sharp",
+        "gone = ownpkg.mod:Gone",
+        "odd = ownpkg.mod",
+        "twice = ownpkg.twice:Twice",
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(["[regard.mechanisms]", *points]))
+    twice = "from regard import register\nfrom regard.mixers.softmax import Softmax\nclass Twice(Softmax): ...\n"
+    (tmp_path / "ownpkg" / "twice.py").write_text(twice + "register('twice', Twice, summary='Registered.')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("regard.spec.CATALOGUE", catalogue := dict(CATALOGUE))
+    monkeypatch.setattr("regard.own_mechanism.CATALOGUE", catalogue)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_names_its_mechanisms() -> None:
+    assert "ownpkg" not in sys.modules and Spec("softmax").row.make is Softmax
+    made = layer("sharp(factor=2.0)", width=8, heads=2)
+    assert isinstance(made, Attention) and type(made.core).__module__ == "ownpkg.mod" and made.spec == "sharp(factor=2.0)"
+    assert Spec.parse("ownpkg.mod:Sharp") == Spec("sharp") == Spec.of({"name": "sharp"})
+    assert Spec("sharp").row.summary == "Softmax attention, sharper."
+    assert Spec("twice").row.summary == "Registered."
+    with pytest.raises(ValueError, match=r"ownpkg.mod has no Gone"):
+        layer("gone", width=8, heads=2)
+    with pytest.raises(ValueError, match=r"the entry point odd of regard.mechanisms must name one class"):
+        Spec("odd")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("option", [[], ["--options"], ["--json"]])
+def test_the_list_has_installed_mechanisms(option: list[str]) -> None:
+    shown = CliRunner().invoke(app, ["list", *option])
+    assert shown.exit_code == 0 and "ownpkg.mod:Sharp is left out: its name softmax is taken" in shown.stderr
+    assert ('"class": "ownpkg.mod:Sharp"' if option == ["--json"] else "installed  sharp: ownpkg.mod:Sharp") in shown.stdout
+    assert "ownpkg" not in sys.modules
+
+
 def test_the_published_example_is_a_mechanism_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "examples")
     made = layer("new_mechanism:Average", width=8, heads=2, causal=True)

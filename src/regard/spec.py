@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.checks import check_flag, shown
+from regard.installed_mechanisms import GROUP, installed_mechanisms
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.position_interface import Positions
@@ -68,6 +70,9 @@ class Spec:
     @staticmethod
     def parse(text: str) -> Spec:
         """`bigbird(window=3)`, `softmax`, a pattern, which means sparse(pattern), or `mypkg.mod:MyCore(size=3)`."""
+        first = re.match(r"\s*(\w+)", text)
+        if first is not None and first[1] not in PATTERNS:
+            _add_installed(first[1])
         rows = [(row.name, row.make) for row in CATALOGUE.values()]
         names = _names(*rows)
         if own := split_own(text):
@@ -212,12 +217,25 @@ def _known_name(name: str | type) -> str:
     """Return the name of a mechanism of the catalogue, or that of a class outside of it as `mypkg.mod:MyCore`."""
     if isinstance(name, type):
         return class_name(name)
+    if isinstance(name, str):
+        _add_installed(name)
     if name in CATALOGUE:
         return name
     if not isinstance(name, str) or (own := split_own(name)) is None or own.options:
         raise ValueError(unknown("nothing is called", str(name), CATALOGUE))
     make = named_class(own.name)
     return next((row.name for row in CATALOGUE.values() if row.make is make), own.name)
+
+
+def _add_installed(name: str) -> None:
+    """Add a mechanism to the catalogue if it has none of this name and an installed package does."""
+    if name in CATALOGUE or (own := installed_mechanisms().get(name)) is None:
+        return
+    if split_own(own) is None:
+        raise ValueError(f"the entry point {name} of {GROUP} must name one class, as in mypkg.mod:MyCore, not {own}")
+    make: Any = named_class(own)
+    if name not in CATALOGUE:  # the module may register it
+        register(name, make, summary=own_row(make).summary)
 
 
 def _row(name: str) -> Row:
