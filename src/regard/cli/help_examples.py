@@ -27,7 +27,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "tune": ("regard tune --dry", "regard tune --kernels tile,linear --minutes 20 --out own.json"),
     "tasks": ("regard tasks", "regard tasks reverse", "regard tasks --json"),
     "train": (
-        "regard train saw",
+        "regard train translate --pairs texts.fr texts.en --out runs/french",
         "regard train reverse --mixer gla --mixer 'Local(8)' --set steps=500",
         "regard train multi30k --data ~/data --out runs/captions --device cuda",
     ),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def config_of(
-    name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None, own: Mapping[str, str] | None = None
+    name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None, own: Mapping[str, str | list[str]] | None = None
 ) -> Config:
     """Make the settings of a task, or of the run in `out` if one has begun there, with changes.
 

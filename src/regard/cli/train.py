@@ -52,6 +52,11 @@ def train(
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the texts; else text.")] = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the labels; else label.")] = None,
     file: Annotated[Path | None, typer.Option(metavar="FILE", help="text: the text to learn the next character of.")] = None,
+    pairs: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="FILE FILE", help="translate: sources and targets, line by line."),
+    ] = None,
+    conll: Annotated[Path | None, typer.Option(metavar="FILE", help="tag: words and tags, CoNLL-U or two columns.")] = None,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -59,7 +64,7 @@ def train(
 
     with sentences():
         kind = choose_device(device)
-        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, text=text, label=label)
+        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, pairs=pairs, conll=conll, text=text, label=label)
         config = settings.config_of(task, mixer or [], changes or [], out, own)
         _check_folder(out, config)
         made = known.make_task(config)
@@ -86,12 +91,17 @@ def train(
         _print_result(made, folder, result, data)
 
 
-def _own_settings(data: Path | None, **options: Path | str | None) -> dict[str, str]:
-    """Collect the options that name a user's file and its columns."""
-    files = {name: str(value.expanduser().absolute()) for name, value in options.items() if isinstance(value, Path)}
+def _own_settings(data: Path | None, **options: Path | tuple[Path, Path] | str | None) -> dict[str, str | list[str]]:
+    """Collect the options that name a user's files and their columns."""
+    files: dict[str, str | list[str]] = {name: _absolute(value) for name, value in options.items() if isinstance(value, Path)}
+    files |= {name: [_absolute(path) for path in value] for name, value in options.items() if isinstance(value, tuple)}
     if data is not None and files:
         raise ValueError(f"--{next(iter(files))} names the file itself: leave --data out")
     return files | {name: value for name, value in options.items() if isinstance(value, str)}
+
+
+def _absolute(path: Path) -> str:
+    return str(path.expanduser().absolute())
 
 
 def _check_folder(out: Path | None, config: Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -80,10 +81,10 @@ def read_ewt(folder: Path) -> Splits[list[Tagged]]:
     return Splits(*(conllu(file(folder, f"en_ewt-ud-{part}.conllu")) for part in ("train", "dev", "test")))
 
 
-def conllu(path: Path) -> list[Tagged]:
+def conllu(path: Path, tag_set: Sequence[str] = UPOS) -> list[Tagged]:
     """Read words and UPOS tags from a CoNLL-U file; the finer tags are XPOS and FEATS.
 
-    Multiword ranges (1-2) and empty nodes (1.1) are skipped.
+    Multiword ranges (1-2) and empty nodes (1.1) are skipped. With an empty `tag_set` every tag but none (_) is accepted.
     """
     found: list[Tagged] = []
     words: list[str] = []
@@ -106,8 +107,10 @@ def conllu(path: Path) -> list[Tagged]:
             continue
         if index != str(len(words) + 1):
             raise DataError(f"{where}: word {index!r} of a sentence is where word {len(words) + 1} should be")
-        if tag not in UPOS:
-            raise DataError(unknown(f"{where}: no universal part of speech is called", tag, UPOS))
+        if tag_set and tag not in tag_set:
+            raise DataError(unknown(f"{where}: no universal part of speech is called", tag, tag_set))
+        if tag in ("", "_"):
+            raise DataError(f"{where}: the word {word!r} has no tag, which is the fourth column (UPOS)")
         if not word:
             raise DataError(f"{where}: the word is empty")
         words.append(word)

@@ -1,4 +1,4 @@
-"""Files of a user: labelled texts of a CSV or JSONL file, one long text, and their splits, which are the same every time."""
+"""Files of a user: labelled texts, pairs of lines, tagged words, one long text; and their splits, the same every time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import hashlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from regard.data.datasets import LabelledText, Splits
-from regard.data.text_files import DataError, check_unicode, placed_records, read_text
+from regard.data.datasets import LabelledText, Splits, Tagged, conllu
+from regard.data.text_files import DataError, Pair, check_unicode, placed_records, read_lines, read_text
 
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
 HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
+HELD_PAIRS = 1000  # different sources of validation at most, and of the test: each of them is translated
 
 
 def file_digest(path: Path) -> str:
@@ -118,15 +119,85 @@ def split_labelled(texts: Sequence[LabelledText], where: Path | str) -> Splits[l
             by_label[next(iter(labels))].append(key)
     split_of: dict[str, str] = {}
     for keys in by_label.values():
-        count = (len(keys) + HELD_SHARE // 2) // HELD_SHARE
-        ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
-        split_of |= dict.fromkeys(ranked[:count], "test") | dict.fromkeys(ranked[count : 2 * count], "val")
+        split_of |= _held_out(keys)
     if not split_of:
         raise DataError(f"{where}: no label has {HELD_SHARE // 2} different texts, so that none is left for validation and test")
     parts: dict[str, list[LabelledText]] = {"train": [], "val": [], "test": []}
     for x in texts:
         parts[split_of.get(_text_key(x.text), "train")].append(x)
     return Splits(**parts)
+
+
+def split_pairs(pairs: Sequence[Pair], where: str) -> Splits[list[Pair]]:
+    """Split pairs into about 80 / 10 / 10 %, by a hash of each source alone; val and test have HELD_PAIRS sources at most.
+
+    Sources that differ in case or spaces alone are in the same split. Each split keeps the order of the files.
+    """
+    keys = {_text_key(pair.source) for pair in pairs}
+    split_of = _held_out(keys, HELD_PAIRS)
+    if not split_of:
+        few = f"{len(keys)} different source{'' if len(keys) == 1 else 's'}"
+        raise DataError(f"{where}: {few}, too few to be split into train, val and test: {HELD_SHARE // 2} are needed")
+    parts: dict[str, list[Pair]] = {"train": [], "val": [], "test": []}
+    for pair in pairs:
+        parts[split_of.get(_text_key(pair.source), "train")].append(pair)
+    return Splits(**parts)
+
+
+def read_tagged(path: Path) -> list[Tagged]:
+    """Read sentences of a CoNLL-U file (FORM and UPOS, with any tags), or of a file with a word and its tag on every line.
+
+    The first line that is neither empty nor a comment (#) decides: CoNLL-U has ten columns with tabs between them. In a file
+    of two columns a tab or spaces are between them, an empty line ends a sentence, and no line is a comment.
+    """
+    first = next(((i, x) for i, x in enumerate(read_lines(path), 1) if x.strip() and not x.startswith("#")), None)
+    if first is not None and first[1].count("\t") == 9:
+        return conllu(path, tag_set=())
+    if first is not None and len(_two_columns(first[1])) != 2:
+        raise DataError(
+            f"{path}, line {first[0]}: neither the 10 columns of CoNLL-U, with a tab between them, nor a word and its tag"
+        )
+    found, words, tags = list[Tagged](), list[str](), list[str]()
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            columns = _two_columns(line)
+            if len(columns) != 2 or not all(columns):
+                raise DataError(f"{path}, line {number}: a line is a word and its tag, with a tab or spaces between them")
+            words.append(columns[0])
+            tags.append(columns[1])
+        elif words:
+            found.append(Tagged(words, tags))
+            words, tags = [], []
+    return [*found, Tagged(words, tags)] if words else found
+
+
+def _two_columns(line: str) -> list[str]:
+    """Split a line at its tabs, and at its spaces where it has no tab: a word may then have spaces in it."""
+    return [column.strip() for column in line.split("\t")] if "\t" in line.strip() else line.split()
+
+
+def split_tagged(sentences: Sequence[Tagged], where: Path | str) -> Splits[list[Tagged]]:
+    """Split sentences into about 80 / 10 / 10 %, by a hash of their words alone.
+
+    Sentences that differ in case alone are in the same split. Each split keeps the order of the file.
+    """
+    keys = [_text_key(" ".join(x.words)) for x in sentences]
+    split_of = _held_out(set(keys))
+    if not split_of:
+        few = f"{len(set(keys))} different sentence{'' if len(set(keys)) == 1 else 's'}"
+        raise DataError(f"{where}: {few}, too few to be split into train, val and test: {HELD_SHARE // 2} are needed")
+    parts: dict[str, list[Tagged]] = {"train": [], "val": [], "test": []}
+    for key, x in zip(keys, sentences, strict=True):
+        parts[split_of.get(key, "train")].append(x)
+    return Splits(**parts)
+
+
+def _held_out(keys: Collection[str], most: int | None = None) -> dict[str, str]:
+    """Map a tenth of these texts to "test" and another to "val", `most` of each at most: those with the smallest hashes."""
+    count = (len(keys) + HELD_SHARE // 2) // HELD_SHARE
+    count = count if most is None else min(count, most)
+    ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
+    return dict.fromkeys(ranked[:count], "test") | dict.fromkeys(ranked[count : 2 * count], "val")
 
 
 def _text_key(text: str) -> str:

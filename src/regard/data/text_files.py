@@ -75,7 +75,8 @@ def read_parallel(source: Path | str, target: Path | str) -> ParallelText:
     left, right = list(read_lines(source)), list(read_lines(target))
     if len(left) != len(right):
         raise DataError(
-            f"{source} has {len(left):,} lines and {target} has {len(right):,}: line i of one belongs to line i of the other"
+            f"{source} has {len(left):,} lines and {target} has {len(right):,}: line i of one belongs to line i of the other, "
+            f"and line {min(len(left), len(right)) + 1:,} has none"
         )
     pairs = []
     for number, (a, b) in enumerate(zip(left, right, strict=True), 1):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
 from regard.tasks.language_modeling_config import shakespeare_config
-from regard.tasks.own_data_config import classify_config, text_config
+from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
 from regard.tasks.sentiment_config import imdb_config, polarity_config
 from regard.tasks.tagging_config import ewt_config, saw_config
 from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
@@ -61,6 +61,10 @@ TASKS: dict[str, Entry] = {
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
     "classify": Entry(classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv or --jsonl"),
     "text": Entry(text_config, f"{_OWN}:OwnTextTask", _LOSS, "the next character of your text", file="--file"),
+    "translate": Entry(
+        translate_config, "regard.tasks.own_pairs:OwnPairsTask", _BLEU, "your texts, line by line", file="--pairs"
+    ),
+    "tag": Entry(tag_config, "regard.tasks.own_tags:OwnTagsTask", _ACCURACY, "tags of your words", file="--conll"),
 }
 
 

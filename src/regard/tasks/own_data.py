@@ -37,8 +37,8 @@ LABELS_SHOWN = 12  # labels that are printed with their counts
 class OwnFile:
     """The file of a run: where it is, and the SHA-256 that it had when training began."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.sha256 = path, ""
+    def __init__(self, path: str, asset: str = DATA_ASSET) -> None:
+        self.path, self.name, self.sha256 = path, asset, ""
 
     def find(self, folder: Path | None) -> Path:
         """Return the file: at its recorded path, or at `folder`, which is the file or has it; it must not have changed."""
@@ -57,16 +57,16 @@ class OwnFile:
         self.sha256 = digest
         return path
 
-    def asset(self) -> str:
-        return json.dumps({"file": self.path, "sha256": self.sha256})
+    def asset(self) -> dict[str, str]:
+        return {self.name: json.dumps({"file": self.path, "sha256": self.sha256})}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         try:
-            self.sha256 = str(read_value(assets[DATA_ASSET])["sha256"])
+            self.sha256 = str(read_value(assets[self.name])["sha256"])
         except (JsonError, TypeError, LookupError) as error:
-            if error.args == (DATA_ASSET,):  # the asset is not there
+            if error.args == (self.name,):  # the asset is not there
                 raise
-            raise ValueError(f"{DATA_ASSET} holds no SHA-256: restore it") from None
+            raise ValueError(f"{self.name} holds no SHA-256: restore it") from None
 
 
 class ClassificationTask(SentimentTask):
@@ -125,7 +125,7 @@ class ClassificationTask(SentimentTask):
         return {**super().score(model, split), "floor": self._floor(split), "bayes": self.bayes[split]}
 
     def assets(self) -> dict[str, str]:
-        return {**super().assets(), DATA_ASSET: self.file.asset()}
+        return {**super().assets(), **self.file.asset()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)
@@ -182,7 +182,7 @@ class OwnTextTask(LanguageTask):
         return {**super().score(model, split), "floor_bits": self._floor_bits(split)}
 
     def assets(self) -> dict[str, str]:
-        return {**super().assets(), DATA_ASSET: self.file.asset()}
+        return {**super().assets(), **self.file.asset()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 from regard.tasks.language_modeling_config import Language
 from regard.tasks.sentiment_config import Sentiment
+from regard.tasks.tagging_config import Tagging, ewt_config
+from regard.tasks.translation_config import Translation, multi30k_config
 
 
 @dataclass
@@ -88,3 +90,35 @@ def text_config() -> OwnText:
         save_every=250,
         max_len=1024,
     )
+
+
+@dataclass
+class OwnPairs(Translation):
+    """Lines of two files."""
+
+    pairs: list[str] = field(default_factory=list)  # the file of the sources and that of the targets; absolute paths are kept
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pairs = [absolute_path(path) for path in self.pairs]
+
+
+def translate_config() -> OwnPairs:
+    """Make the settings of multi30k, with texts as they are written."""
+    return OwnPairs(**asdict(multi30k_config()) | {"task": "translate", "lower": False})
+
+
+@dataclass
+class OwnTags(Tagging):
+    """Words and tags of one file."""
+
+    conll: str = ""  # a CoNLL-U file, or a word and its tag on every line; its absolute path is kept
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.conll = absolute_path(self.conll)
+
+
+def tag_config() -> OwnTags:
+    """Make the settings of ewt."""
+    return OwnTags(**asdict(ewt_config()) | {"task": "tag"})

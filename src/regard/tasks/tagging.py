@@ -150,8 +150,12 @@ class TaggingTask(Task):
         with evaluating(model):
             return in_order(examples, self.size, TAGGING_TOKENS, answer)
 
+    def words_of(self, line: str) -> list[str]:
+        """Split a line into words: letters and digits, a contracted not, clitics behind an apostrophe, single signs."""
+        return re.findall(r"\w+(?:[-.]\w+)*(?=n't\b)|n't\b|\w+(?:[-.]\w+)*|'\w+|[^\w\s]", line)
+
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
-        texts = [re.findall(r"\w+(?:[-.]\w+)*(?=n't\b)|n't\b|\w+(?:[-.]\w+)*|'\w+|[^\w\s]", line) for line in lines]
+        texts = [self.words_of(line) for line in lines]
         check_lengths(texts, self.config.max_len)
         full = [(words, TaggedExample(self._spelled(words), [0] * len(words), [NO_LABEL] * len(words))) for words in texts]
         found = iter(self._tagged(model, [coded for words, coded in full if words]))
