@@ -19,6 +19,7 @@ from regard.data import datasets
 from regard.data.datasets import LabelledText, Splits, Tagged
 from regard.data.extended_vocab import extended_words
 from regard.data.locate import find
+from regard.data.naive_bayes import NaiveBayes
 from regard.data.text_files import Pair
 from regard.data.wikisql import split_words
 from regard.tasks.copying import CopyTask, oov_recall
@@ -105,24 +106,8 @@ def ewt(parts: Splits[list[Tagged]]) -> list[Row]:
     ]
 
 
-def bayes(train: Sequence[LabelledText]) -> Callable[[str], int]:
-    """Naive Bayes of the words that a text has, each counted once: log p(label) + sum of log (texts with it + 1) / (all + v).
-
-    A word that train does not have says nothing.
-    """
-    counts: dict[int, Counter[str]] = {0: Counter(), 1: Counter()}
-    many = Counter(x.label for x in train)
-    for x in train:
-        counts[x.label].update(set(split_words(x.text)))
-    known = set(counts[0]) | set(counts[1])
-    behind = math.log(counts[0].total() + len(known)) - math.log(counts[1].total() + len(known))
-    weight = {word: math.log(counts[1][word] + 1) - math.log(counts[0][word] + 1) + behind for word in known}
-    before = math.log(many[1] / many[0])
-    return lambda text: int(before + math.fsum(weight.get(word, 0.0) for word in set(split_words(text))) > 0)
-
-
 def imdb(parts: Splits[list[LabelledText]]) -> list[Row]:
-    label_of, most = bayes(parts.train), commonest(x.label for x in parts.train)
+    label_of, most = NaiveBayes(parts.train), commonest(x.label for x in parts.train)
     wanted = [x.label for x in parts.test]
     floors = {
         "one label for all": [most] * len(wanted),

@@ -43,8 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "regard"
 # A package (or top-level module) imports only what is in front of it here. `__init__` is that of regard itself.
 ORDER = (
-    *("_version", "checks", "synonyms", "text", "options", "transforms", "cache", "data", "arena"),
-    *("patterns", "ops", "mixers", "positions", "catalogue_row", "catalogue", "spec"),
+    *("_version", "checks", "synonyms", "text", "options", "transforms", "cache", "installed_mechanisms", "data", "arena"),
+    *("patterns", "ops", "mixers", "positions", "catalogue_row", "catalogue", "own_mechanism", "spec"),
     *("blocks", "analysis", "modules", "config", "models", "runtime", "decoding"),
     *("scores", "training", "tasks", "pretrained", "bench", "plots", "compare", "api", "__init__", "cli"),
 )

@@ -392,7 +392,26 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "rows[:, :-1].contiguous()",
         "tasks",
     ),
-    "validation leaves characters out": (R + "tasks/language_modeling.py", "- 1, window)]", "- 1, window + 1)]", "tasks"),
+    "validation leaves characters out": (R + "tasks/language_modeling.py", "- 1, window)", "- 1, window + 1)", "tasks"),
+    "copies of a text are in two splits": (
+        R + "data/own_files.py",
+        "parts[split_of.get(_text_key(x.text), ",
+        "parts[split_of.get(x.text, ",
+        "own_data",
+    ),
+    "texts with two labels are held out": (R + "data/own_files.py", "if len(labels) == 1:", "if labels:", "own_data"),
+    "a file that has changed is scored": (
+        R + "tasks/own_data.py",
+        "if self.sha256 and digest != self.sha256:",
+        "if False:",
+        "own_data",
+    ),
+    "naive Bayes forgets how frequent a label is": (
+        R + "data/naive_bayes.py",
+        "math.log(texts[label] / len(train))",
+        "0.0",
+        "own_data",
+    ),
     "special tokens are said": (R + "tasks/support.py", "banned=(PAD, UNKNOWN, BEGIN, MASK)", "banned=()", "tasks"),
     "something is said to nothing": (R + "tasks/translation.py", "[[] if i in empty else answer for", "[answer for", "tasks"),
     "padding has a tag": (

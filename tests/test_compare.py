@@ -20,11 +20,12 @@ from regard.compare.compared_model import build_model, matched_model
 from regard.compare.comparison import compare_records
 from regard.compare.device_split import load_split
 from regard.compare.grid_plan import best_rate, mixer_texts, plan_grid, split_outside
-from regard.compare.own_code import compared_spec, read_task
+from regard.compare.own_code import read_task
 from regard.compare.split_score import arena_score, target_points
 from regard.compare.training_step import TrainingStep
 from regard.compare.warm_steps import WarmSteps
 from regard.compare.worker_pool import Worker, WorkerPool
+from regard.spec import Spec
 from small_arena import FILES, run_grid, settings
 from warm_processes import warm_start
 
@@ -242,12 +243,7 @@ def test_lists_of_mechanisms():
     ]
     assert mixer_texts(["linformer, softmax", "Local(8), softmax"]) == ("linformer(rank=8)", "softmax", "Local(8)")
     assert len(mixer_texts(["all"])) > 30
-    own = compared_spec("small_arena:Raising(scale=1.0)")
-    assert own.row.family == "own" and own.options == {"scale": 1.0} and compared_spec("small_arena:Raising").name == own.name
-    with pytest.raises(ValueError, match="there is no module nowhere"):
-        compared_spec("nowhere.at_all:Thing")
-    with pytest.raises(ValueError, match="small_arena has no Nothing that is a"):
-        compared_spec("small_arena:Nothing")
+    assert Spec.parse("small_arena:Raising(scale=1.0)").row.family == "own"
 
 
 def test_a_process_that_dies_ends_its_own_cell_alone(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from regard import tasks
 from regard.data.datasets import LabelledText, Splits, Tagged
+from regard.data.naive_bayes import NaiveBayes
 from regard.data.text_files import Pair
 from regard.tasks.copying import CopyTask
 
@@ -63,7 +64,7 @@ def test_tags_are_those_of_the_word_and_new_words_get_those_of_rare_ones():
 
 def test_naive_bayes_counts_a_word_once_a_text_and_knows_how_frequent_a_label_is():
     train = [LabelledText("good good good film", 1), LabelledText("bad film", 0), LabelledText("bad plot", 0)]
-    label = floors.bayes(train)
+    label = NaiveBayes(train)
     assert [label(text) for text in ("a GOOD film", "bad", "good bad", "unheard of", "")] == [1, 0, 0, 0, 0]
     # good: p = 1/3 * (1 + 1) / (2 + 4) against 2/3 * (0 + 1) / (4 + 4); good and bad: 1/3 * 2/6 * 1/6 against 2/3 * 1/8 * 3/8
     rows = floors.imdb(Splits(train, [], [LabelledText("good", 1), LabelledText("plot", 0)]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from regard.data.datasets import LabelledText
+from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import read_labelled_csv, split_labelled
 from regard.data.text_files import DataError
 from regard.training.checkpoints import load_run
@@ -52,11 +53,12 @@ def test_a_csv_of_four_labels_is_split_described_trained_scored_and_asked(traine
     assert f"40 texts of {file}: 32 train, 4 val, 4 test, by a hash of each text" in messages
     assert "4 labels: 1 (10), 2 (10), 3 (10), 4 (10)" in messages
     assert "floor: the most frequent label, 1, is right for 25.0 % of val and 25.0 % of test" in messages
+    assert "floor: naive Bayes of the words is right for 100.0 % of val and 100.0 % of test" in messages
     kept = json.loads((out / "config.json").read_text())
     assert kept["csv"] == str(file) and kept["text"] == "review" and kept["label"] == "stars"
     assert len(json.loads((out / "assets/data.json").read_text())["sha256"]) == 64
     scores = json.loads(run("evaluate", str(out), "--json").stdout)["scores"]
-    assert scores["texts"] == 4 and scores["floor"] == 25 and "accuracy" in scores
+    assert scores["texts"] == 4 and scores["floor"] == 25 and scores["bayes"] == 100 and "accuracy" in scores
     assert run("predict", str(out), "a great joy").stdout.strip() in STARS
 
 
@@ -112,6 +114,20 @@ def test_no_text_is_in_two_splits_and_every_label_is_in_train() -> None:
     assert {x.label for x in parts.val} == {x.label for x in parts.test} == {"0", "1", "2"}
     other = split_labelled(list(reversed(texts)), "f.csv")
     assert {x.text for x in other.test} == {x.text for x in parts.test}  # the order of the file is of no effect
+
+
+def test_texts_with_two_labels_are_in_train() -> None:
+    both = [LabelledText(f"both {i}", label) for i in range(20) for label in "xy"]
+    parts = split_labelled([*both, *(LabelledText(f"one {i}", "x") for i in range(10))], "f.csv")
+    assert set(both) <= set(parts.train) and [len(part) for part in parts] == [48, 1, 1]
+
+
+def test_naive_bayes_of_three_labels_by_hand() -> None:
+    train = [LabelledText(*pair) for pair in (("good good film", "a"), ("bad film", "b"), ("bad plot", "b"), ("long", "c"))]
+    label_of = NaiveBayes(train)
+    # v = 5 words; film: a 1/4 * 2/7, b 1/2 * 2/9, c 1/4 * 1/6; good: a 1/4 * 2/7, b 1/2 * 1/9
+    assert [label_of(text) for text in ("film", "GOOD", "long", "unheard of", "good film")] == ["b", "a", "c", "b", "a"]
+    assert label_of.accuracy([LabelledText("film", "b"), LabelledText("film", "a")]) == 50
 
 
 def test_fields_of_a_csv_file_may_be_long_and_hold_line_breaks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,9 +15,11 @@ import torch
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.checks import check_flag, shown
+from regard.installed_mechanisms import GROUP, installed_mechanisms
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.position_interface import Positions
+from regard.own_mechanism import class_name, named_class, own_row, split_own
 from regard.patterns import PATTERNS, Pattern
 from regard.positions import positions as make_positions
 from regard.text import MAX_DEPTH, MAX_NUMBER, TextError, parse, unknown
@@ -26,14 +29,16 @@ Value = bool | int | float | str | Pattern | tuple["Value", ...] | None
 
 @dataclass(frozen=True, init=False, repr=False)
 class Spec:
-    """Hold a name of the catalogue and options, in the order of its constructor. Specs compare, hash, print and parse."""
+    """Hold a mechanism's name and options, in the order of its constructor. Specs compare, hash, print and parse.
+
+    The name is one of the catalogue, or `mypkg.mod:MyCore`, whose module is imported; the class itself may be given for it.
+    """
 
     name: str
     items: tuple[tuple[str, Value], ...]
 
-    def __init__(self, name: str, /, **options: Any) -> None:
-        if name not in CATALOGUE:
-            raise ValueError(unknown("nothing is called", str(name), CATALOGUE))
+    def __init__(self, name: str | type[Core] | type[Mixer], /, **options: Any) -> None:
+        name = _known_name(name)
         allowed = _spec_options(name)
         for option in options:
             if option not in allowed:
@@ -49,7 +54,7 @@ class Spec:
 
     @property
     def row(self) -> Row:
-        return CATALOGUE[self.name]
+        return _row(self.name)
 
     def __str__(self) -> str:
         if not self.items:
@@ -64,16 +69,23 @@ class Spec:
 
     @staticmethod
     def parse(text: str) -> Spec:
-        """`bigbird(window=3)`, `softmax`, or a pattern, which means sparse(pattern)."""
+        """`bigbird(window=3)`, `softmax`, a pattern, which means sparse(pattern), or `mypkg.mod:MyCore(size=3)`."""
+        first = re.match(r"\s*(\w+)", text)
+        if first is not None and first[1] not in PATTERNS:
+            _add_installed(first[1])
         rows = [(row.name, row.make) for row in CATALOGUE.values()]
-        value = parse(text, _names(*rows))
+        names = _names(*rows)
+        if own := split_own(text):
+            name, called = _known_name(own.name), own.name.partition(":")[2]
+            text, names = called + own.options, {**names, called: _maker(name, _row(name).make)}
+        value = parse(text, names)
         if not isinstance(value, Spec | Pattern):
             raise TextError("this is a value, not a mechanism: write a name, such as softmax, or a pattern", text)
         return Spec.of(value)
 
     @staticmethod
-    def of(x: Spec | str | Pattern | Mapping[str, Any]) -> Spec:
-        """Convert anything that names a mechanism to a Spec: a Spec, a text, a JSON object, or a pattern."""
+    def of(x: Named) -> Spec:
+        """Convert anything that names a mechanism to a Spec: a Spec, a text, a JSON object, a pattern, or a class."""
         match x:
             case Spec():
                 return x
@@ -83,7 +95,9 @@ class Spec:
                 return Spec("sparse", pattern=x)
             case Mapping():
                 return Spec.from_json(x)
-        raise TypeError(f"a mechanism is a Spec, a text, a Pattern or a dict with its name, not {shown(x)}")
+            case type():
+                return _class_spec(x)
+        raise TypeError(f"a mechanism is a Spec, a text, a Pattern, a class or a dict with its name, not {shown(x)}")
 
     def to_json(self) -> dict[str, Any]:
         options = {option: _json_value(value) for option, value in self.items}
@@ -129,7 +143,10 @@ class Spec:
         return made
 
 
-def core(spec: Spec | str | Pattern | Mapping[str, Any], dims: Dims) -> Core:
+Named = Spec | str | Pattern | Mapping[str, Any] | type[Core] | type[Mixer]
+
+
+def core(spec: Named, dims: Dims) -> Core:
     """Build the core alone, without projections, for given q, k and v: see `attend`."""
     spec = Spec.of(spec)
     made = spec.row.make(dims, **spec.options)
@@ -139,7 +156,7 @@ def core(spec: Spec | str | Pattern | Mapping[str, Any], dims: Dims) -> Core:
 
 
 def layer(
-    spec: Spec | str | Pattern | Mapping[str, Any],
+    spec: Named,
     *,
     width: int,
     heads: int,
@@ -155,7 +172,10 @@ def layer(
     shared_qk: bool = False,
     positions: str | Positions | None = None,
 ) -> Mixer:
-    """Build a layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`."""
+    """Build a layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`.
+
+    `spec` is a text, a Spec, a pattern, or a mechanism of your own: its class, or `"mypkg.mod:MyCore(size=3)"`.
+    """
     dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout, backend)
     return Spec.of(spec).build(dims, shared_qk=shared_qk, positions=positions)
 
@@ -193,9 +213,51 @@ def option_defaults(name: str) -> dict[str, dict[str, Any]]:
     return {p.name: {"required": True} if p.default is p.empty else {"default": _json_value(p.default)} for p in options}
 
 
+def _known_name(name: str | type) -> str:
+    """Return the name of a mechanism of the catalogue, or that of a class outside of it as `mypkg.mod:MyCore`."""
+    if isinstance(name, type):
+        return class_name(name)
+    if isinstance(name, str):
+        _add_installed(name)
+    if name in CATALOGUE:
+        return name
+    if not isinstance(name, str) or (own := split_own(name)) is None or own.options:
+        raise ValueError(unknown("nothing is called", str(name), CATALOGUE))
+    make = named_class(own.name)
+    return next((row.name for row in CATALOGUE.values() if row.make is make), own.name)
+
+
+def _add_installed(name: str) -> None:
+    """Add a mechanism to the catalogue if it has none of this name and an installed package does."""
+    if name in CATALOGUE or (own := installed_mechanisms().get(name)) is None:
+        return
+    if split_own(own) is None:
+        raise ValueError(f"the entry point {name} of {GROUP} must name one class, as in mypkg.mod:MyCore, not {own}")
+    make: Any = named_class(own)
+    if name not in CATALOGUE:  # the module may register it
+        register(name, make, summary=own_row(make).summary)
+
+
+def _row(name: str) -> Row:
+    """Return the row of a known name."""
+    if name in CATALOGUE:
+        return CATALOGUE[name]
+    make: Any = named_class(name)
+    return own_row(make)
+
+
+def _class_spec(make: type) -> Spec:
+    """Return the Spec of a class with the defaults of its options, all of which must have one."""
+    spec = Spec(make)
+    if needed := [option for option, p in _spec_options(spec.name).items() if p.default is p.empty]:
+        given = ", ".join(f"{option}=..." for option in needed)
+        raise ValueError(f"{make.__name__} needs {' and '.join(needed)}: write Spec({make.__name__}, {given})")
+    return spec
+
+
 def _spec_options(name: str) -> dict[str, inspect.Parameter]:
     """Return the options of a mechanism: all of its constructor but the dims, in a text also without their names."""
-    make: Any = CATALOGUE[name].make
+    make: Any = _row(name).make
     return _constructor_options(make)
 
 
@@ -209,7 +271,7 @@ def _constructor_options(make: Any) -> dict[str, inspect.Parameter]:
 
 def _patterned(name: str) -> frozenset[str]:
     """Return the options that are patterns, so that a text can be given for them."""
-    make: Any = CATALOGUE[name].make
+    make: Any = _row(name).make
     return _constructor_patterns(make)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import Any, Self
 
@@ -19,12 +19,10 @@ from regard.mixers.dims import Can, Dims
 from regard.mixers.places import PaddingMask, Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import State, check_states
-from regard.patterns import Pattern
 from regard.positions import entering
-from regard.spec import Spec
+from regard.spec import Named, Spec
 
 Context = Tensor | tuple[Tensor, ...] | None
-Named = Spec | str | Pattern | Mapping[str, Any]
 
 
 class Stack(nn.Module):

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from regard.cli.completion import complete_spec
-from regard.cli.console import columns, labelled, screen, sentences, write_json
+from regard.cli.console import aside, columns, labelled, screen, sentences, write_json
 from regard.cli.mechanism_table import options_text, read_mechanisms
 from regard.cli.picture_file import check_out, load_plot, save_picture
+from regard.installed_mechanisms import installed_mechanisms
 from regard.text import growth
 
 if TYPE_CHECKING:
@@ -28,18 +30,35 @@ def list_(
     """Name every mechanism, what it can do, and how its cost grows with the length."""
     known = read_mechanisms()
     if as_json:
-        write_json(known["mechanisms"])
+        own = [{"name": name, "family": "own", "class": make} for name, make in _installed(known).items()]
+        write_json([*known["mechanisms"], *own])
     elif options:
-        _print_options(known["mechanisms"])
+        _print_options(known)
     else:
         _print_list(known)
 
 
-def _print_options(rows: list[dict[str, Any]]) -> None:
+def _installed(known: dict[str, Any]) -> dict[str, str]:
+    """Return the classes of installed packages by name, without importing them; one whose name is taken is left out and named."""
+    taken = {*(row["name"] for row in known["mechanisms"]), *known["patterns"]}
+    found = installed_mechanisms()
+    for name in found.keys() & taken:
+        aside(f"{found[name]} is left out: its name {name} is taken")
+    return {name: make for name, make in found.items() if name not in taken}
+
+
+def _print_options(known: dict[str, Any]) -> None:
     table = columns("name", "what it does", "options")
-    for row in rows:
+    for row in known["mechanisms"]:
         table.add_row(row["name"], row["summary"], Text(options_text(row["options"]) or "none"))
-    screen().print(table, highlight=False)
+    console = screen()
+    console.print(table, highlight=False)
+    _print_installed(console, known)
+
+
+def _print_installed(console: Console, known: dict[str, Any]) -> None:
+    for name, make in _installed(known).items():
+        console.print(f"installed  {name}: {make}", highlight=False, markup=False)
 
 
 def _print_list(known: dict[str, Any]) -> None:
@@ -51,6 +70,7 @@ def _print_list(known: dict[str, Any]) -> None:
     console.print(table)
     console.print(f"patterns   {', '.join(known['patterns'])}", highlight=False)
     console.print(f"positions  {', '.join(known['positions'])}", highlight=False)
+    _print_installed(console, known)
     after = "\nOne of them in detail: regard show bigbird      What each does, and its options: regard list --options"
     console.print(after, style="dim", highlight=False)
 
@@ -113,7 +133,7 @@ def _print_cost(known: Cost, out: Path | None) -> None:
     table.add_row("", "")
     length = f", max_len={known.length}" if known.spec.needs_length(known.dims) else ""
     table.add_row("build it", f"{python}{', causal=True' if known.dims.causal else ''}{length})")
-    table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.name}.png")
+    table.add_row("picture", f"{out} is written" if out else f"add --out {known.spec.row.name}.png")
     console.print(f"\n{known.spec}", style="bold", markup=False, highlight=False)
     console.print(f"{known.spec.row.summary}\n", markup=False, highlight=False)
     console.print(table, highlight=False)

@@ -74,8 +74,8 @@ def _build(spec: Spec, dims: Dims, inside: str | None, name: str) -> None:
 
 
 def _check_cross(spec: Spec, dims: Dims, *, step_by_step: bool) -> None:
-    spec.build(dims)
-    if step_by_step and Can.STREAM not in spec.row.can:
+    made = spec.build(dims)
+    if step_by_step and Can.STREAM not in made.can:
         raise ValueError(f"{spec.name} cannot do stream: a decoder reads the encoder again for every token it generates")
 
 

@@ -139,7 +139,7 @@ def _mixers(config: Config, between: str = "+") -> str:
 
     texts = [config.mixer] if isinstance(config.mixer, str) else config.mixer
     named = [Spec.of(text) for text in texts]
-    return between.join(dict.fromkeys(spec.name if between == "+" else str(spec) for spec in named))
+    return between.join(dict.fromkeys(spec.row.name if between == "+" else str(spec) for spec in named))
 
 
 def _fresh(config: Config) -> Path:

@@ -14,7 +14,6 @@ from regard.blocks.block import Block
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.stack import Stack
 from regard.compare.bottleneck_head import BottleneckHead
-from regard.compare.own_code import compared_spec
 from regard.mixers.base import Dims, Mixer, mask_padding
 from regard.mixers.state import State
 from regard.models.build import glorot
@@ -125,7 +124,7 @@ def build_model(task: ArenaTask, mixer: str, model: ArenaModel, length: int | No
 
     Raises a ValueError where the mechanism cannot do what the task needs.
     """
-    spec = compared_spec(mixer)
+    spec = Spec.parse(mixer)
     causal = is_causal(task)
     own = Dims(model.width, model.heads, causal=causal, max_len=length or task.length)
     outside, inside = add_positions(model.positions, own)

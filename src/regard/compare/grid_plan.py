@@ -14,7 +14,7 @@ from regard.arena.quick_tasks import QUICK_TASKS
 from regard.catalogue import CATALOGUE
 from regard.compare.cell_record import RECORD_FORMAT, CellRecord, is_better
 from regard.compare.compared_model import MatchedModel, is_causal, matched_model
-from regard.compare.own_code import compared_spec, own_source, read_task, task_source
+from regard.compare.own_code import own_source, read_task, task_source
 from regard.compare.size_changes import changed_sizes
 from regard.data.locate import find
 from regard.data.text_files import DataError
@@ -127,7 +127,7 @@ def plan_grid(grid: GridSettings) -> list[PlannedGroup]:
     if not grid.tasks or not grid.mixers:
         raise ValueError("a comparison needs a task and a mixer or more")
     tasks = {text: read_task(text, grid.files) for text in grid.tasks}
-    specs = {text: compared_spec(text) for text in grid.mixers}
+    specs = {text: Spec.parse(text) for text in grid.mixers}
     return [_planned(grid, task, text, spec) for task in tasks.values() for text, spec in specs.items()]
 
 

@@ -1,76 +1,24 @@
-"""Mechanisms and tasks of your own: `mypkg.mod:MyCore` by its module, and a task by its file."""
+"""Code of your own in a comparison: a task by its file, and hashes of the files of tasks and mechanisms."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import inspect
-import os
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from regard.arena.arena_catalogue import ARENA, arena_class
 from regard.arena.arena_task import ArenaTask
-from regard.catalogue import CATALOGUE
-from regard.mixers.base import Core, Mixer
 from regard.options import parse_options
-from regard.spec import Spec, register
-
-OWN = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?P<options>\(.*\))?", re.DOTALL)
-OWN_FAMILY = "own"
-
-
-def compared_spec(text: str) -> Spec:
-    """Read a mechanism: a spec, a pattern, or `mypkg.mod:MyCore(size=3)`, which is imported and registered."""
-    match = OWN.fullmatch(text.strip())
-    if match is None:
-        return Spec.parse(text)
-    kind = _own_class(match["module"], match["name"])
-    return Spec.parse(f"{_registered(kind)}{match['options'] or ''}")
-
-
-def mechanism_family(text: str) -> str:
-    spec = compared_spec(text)
-    return spec.row.family
+from regard.own_mechanism import named_class, split_own
 
 
 def own_source(text: str) -> str:
     """Return a hash of the file that defines a mechanism of your own; empty for those of the catalogue."""
-    match = OWN.fullmatch(text.strip())
-    if match is None:
-        return ""
-    return _digest(inspect.getsourcefile(_own_class(match["module"], match["name"])))
-
-
-def _own_class(module: str, name: str) -> type:
-    """Import a module, of the current folder too, and return a class of it."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise ValueError(f"{module} needs {error.name}, which is not installed") from None
-        raise ValueError(f"there is no module {module}: write the one that Python imports, as in mypkg.mod:MyCore") from None
-    kind = getattr(found, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, Core | Mixer):
-        raise ValueError(f"{module} has no {name} that is a regard.Core or a regard.Mixer")
-    return kind
-
-
-def _registered(kind: type) -> str:
-    """Return the name of a class in the catalogue, where it is added once."""
-    for row in CATALOGUE.values():
-        if row.make is kind:
-            return row.name
-    name = kind.__name__.lower()
-    if name in CATALOGUE:
-        name = f"own_{name}"
-    return register(name, kind, family=OWN_FAMILY, summary=inspect.getdoc(kind) or "").name
+    own = split_own(text)
+    return "" if own is None else _digest(inspect.getsourcefile(named_class(own.name)))
 
 
 def read_task(text: str, files: tuple[str, ...] = ()) -> ArenaTask:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -12,15 +11,14 @@ from regard.checks import check_flag, shown
 from regard.mixers.base import Dims
 from regard.modules.attention_forms import AttentionForms
 from regard.modules.multihead_attention import MultiheadAttention, check_extra_keys
-from regard.patterns import Pattern
-from regard.spec import Spec
+from regard.spec import Named, Spec
 
 Chosen = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
 
 
 def replace_attention(
     model: nn.Module,
-    mixer: Spec | str | Pattern | Mapping[str, Any],
+    mixer: Named,
     *,
     only: Chosen = None,
     causal: bool | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from regard.mixers.attend import attend
 from regard.mixers.base import Can, Core, Dims, mask_padding, need_claims
 from regard.modules.attention_forms import BIDIRECTIONAL, CAUSAL, AttentionForms
 from regard.modules.attention_masks import is_causal_mask, real_keys
-from regard.patterns import Pattern
-from regard.spec import Spec
+from regard.spec import Named, Spec
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -26,8 +24,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> x = torch.randn(2, 100, 64)
     >>> y, _ = attention(x, x, x, need_weights=False, is_causal=True)
 
-    `mixer` is a Spec, its text or a pattern. Its weights are those of torch (`in_proj_weight` and so on), so that a state_dict
-    loads both ways; parameters of the mechanism itself are under `forms`. With mixer="softmax" all results are torch's own.
+    `mixer` is a Spec, its text, a pattern or a class. Its weights are those of torch (`in_proj_weight` and so on), so that a
+    state_dict loads both ways; parameters of the mechanism itself are under `forms`. With mixer="softmax" all results are torch's
+    own.
     `causal=None` builds the bidirectional and the causal form, and every call chooses; a mechanism with parameters has one form,
     the bidirectional one unless causal=True. `max_len` and `backend` are those of `layer`. Weights cost n x m numbers a head:
     `weights=False` gives None for them in every call, whatever it asks for.
@@ -54,7 +53,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: Any = None,
         dtype: Any = None,
         *,
-        mixer: Spec | str | Pattern | Mapping[str, Any] = "softmax",
+        mixer: Named = "softmax",
         causal: bool | None = None,
         max_len: int | None = None,
         backend: str = "auto",

@@ -12,6 +12,7 @@ from torch import nn
 
 from regard.data.batch import UNKNOWN
 from regard.data.datasets import LabelledText, Splits
+from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import (
     DELIMITERS,
     file_digest,
@@ -69,7 +70,7 @@ class OwnFile:
 
 
 class ClassificationTask(SentimentTask):
-    """Labels for the texts of a user's file; scored by the share that is right, beside that of the most frequent label."""
+    """Labels for the texts of a user's file; scored by accuracy, beside that of the most frequent label and of naive Bayes."""
 
     config: Classification
 
@@ -79,6 +80,7 @@ class ClassificationTask(SentimentTask):
         if config.csv and config.jsonl:
             raise ValueError("the texts are in one file: give --csv or --jsonl, not both")
         self.file = OwnFile(config.csv or config.jsonl)
+        self.bayes: dict[str, float] = {}  # accuracy of naive Bayes by split
 
     def examples(self, folder: Path | None) -> Splits[list[LabelledText]]:
         config = self.config
@@ -86,8 +88,13 @@ class ClassificationTask(SentimentTask):
             raise DataError("which file has the texts? Give --csv FILE or --jsonl FILE, with --text COLUMN and --label COLUMN")
         path = self.file.find(folder)
         if config.csv:
-            return split_labelled(read_labelled_csv(path, config.text, config.label, config.delimiter), path)
-        return split_labelled(read_labelled_jsonl(path, config.text, config.label), path)
+            found = read_labelled_csv(path, config.text, config.label, config.delimiter)
+        else:
+            found = read_labelled_jsonl(path, config.text, config.label)
+        parts = split_labelled(found, path)
+        label_of = NaiveBayes(parts.train)
+        self.bayes = {"val": label_of.accuracy(parts.val), "test": label_of.accuracy(parts.test)}
+        return parts
 
     def describe_data(self) -> list[str]:
         counts = {name: Counter(label for _, label in part) for name, part in self.splits.items()}
@@ -96,10 +103,12 @@ class ClassificationTask(SentimentTask):
         more = f" and {len(total) - len(shown):,} more" if len(total) > len(shown) else ""
         sizes = ", ".join(f"{part.total():,} {name}" for name, part in counts.items())
         floors = " and ".join(f"{self._floor(name):.1f} % of {name}" for name in ("val", "test"))
+        bayes = " and ".join(f"{accuracy:.1f} % of {name}" for name, accuracy in self.bayes.items())
         return [
             f"{total.total():,} texts of {self.file.path}: {sizes}, by a hash of each text",
             f"{len(total):,} labels: {', '.join(shown)}{more}",
             f"floor: the most frequent label, {self.labels[self._most_frequent()]}, is right for {floors}",
+            f"floor: naive Bayes of the words is right for {bayes}",
         ]
 
     def _most_frequent(self) -> int:
@@ -113,7 +122,7 @@ class ClassificationTask(SentimentTask):
         return 100 * sum(label == most for _, label in examples) / max(1, len(examples))
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
-        return {**super().score(model, split), "floor": self._floor(split)}
+        return {**super().score(model, split), "floor": self._floor(split), "bayes": self.bayes[split]}
 
     def assets(self) -> dict[str, str]:
         return {**super().assets(), **self.file.asset()}
