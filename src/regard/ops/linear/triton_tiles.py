@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 SMALLEST_LOG = tl.constexpr(-113.53750817571904)  # 1.3 log(tiny) of float32: a log decay that leaves nothing
+LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_FLOOR = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: below, weights have no digits left
+
+
+@triton.jit
+def exp_of(x):
+    """Return exp(x), and 0 where that is no normal number: one instruction of the card and not four, as `tl.exp` is."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -46,7 +53,7 @@ def apply_feature(x, FEATURE: tl.constexpr):
     """Return the feature map of x, in float32 unless it is x itself."""
     if FEATURE == 1:
         x = x.to(tl.float32)
-        x = tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0))
+        x = tl.maximum(x, 0.0) + exp_of(tl.minimum(x, 0.0))
     if FEATURE == 2:
         x = tl.maximum(x.to(tl.float32), 0.0)
     return x
@@ -57,7 +64,7 @@ def feature_slope(x, FEATURE: tl.constexpr):
     """Return the derivative of the feature map at x."""
     x = x.to(tl.float32)
     if FEATURE == 1:
-        x = tl.exp(tl.minimum(x, 0.0))
+        x = exp_of(tl.minimum(x, 0.0))
     if FEATURE == 2:
         x = (x > 0).to(tl.float32)
     return x
@@ -109,17 +116,26 @@ def output_factor(DEN, i, count, scale, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def norm_grad(DD, DEN, i, count, NORMALIZE: tl.constexpr):
+    """Return the gradients of the norms of tokens i: DD holds them, times the norm if outputs are divided by it."""
+    dd = tl.load(DD + i, mask=i < count, other=0.0)
+    if NORMALIZE == 1:
+        dd = dd * output_factor(DEN, i, count, 1.0, NORMALIZE)
+    return dd
+
+
+@triton.jit
 def gate_decay(x, root):
     """Return the log decay of gates x: that of the root of their sigmoid."""
-    log = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    log = tl.minimum(x, 0.0) - tl.log(1.0 + exp_of(-tl.abs(x)))
     return tl.maximum(log / root, SMALLEST_LOG)
 
 
 @triton.jit
 def gate_slope(x, root):
     """Return the derivative of the log decay of gates x."""
-    log = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return tl.where(log / root >= SMALLEST_LOG, 1.0 / (1.0 + tl.exp(x)) / root, 0.0)
+    log = tl.minimum(x, 0.0) - tl.log(1.0 + exp_of(-tl.abs(x)))
+    return tl.where(log / root >= SMALLEST_LOG, 1.0 / (1.0 + exp_of(x)) / root, 0.0)
 
 
 # Decays. LEVEL holds the log decay from the start of the segment up to every token: one number (DECAY 1), or one for each feature
