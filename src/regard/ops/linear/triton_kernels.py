@@ -29,6 +29,7 @@ from regard.ops.linear.triton_tiles import (
     level_rows,
     one_level,
     output_factor,
+    prefix_rows,
     present,
     token_levels,
     token_rows,
@@ -74,7 +75,7 @@ def linear_sums(
             if GATES:
                 there = column_mask(present(VALID, j, count, HAS_VALID)[:, None], d, f)
                 logs = tl.where(there, gate_decay(logs, gate_root), 0.0)
-            level = tl.cumsum(logs, 0)
+            level = prefix_rows(logs, False, TYPE)
             chunk = tl.sum(logs, 0)
             k = k.to(tl.float32) * exp_of(tl.minimum(chunk[None, :] - level, 0.0))
             if part == 0:

@@ -17,6 +17,7 @@ from regard.ops.linear.triton_tiles import (
     norm_grad,
     one_level,
     output_factor,
+    prefix_rows,
     present,
     token_columns,
     token_levels,
@@ -259,7 +260,7 @@ def linear_decay_grads(
     QD, KD, DOT, GATE, VALID, DLD,
     sgb, sgh, sgn, gate_root, n, segs, SEG, heads_all, kv_all, G, R, PARTS,
     f: tl.constexpr, BF: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_VALID: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, GATES: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, GATES: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Compute DLD (b g n 1) or (b g n f), the gradient of decays or gates: sums of q . dq - k . dk from the end of a segment.
 
@@ -302,7 +303,7 @@ def linear_decay_grads(
                     here = QD + ((bh + head) * n + start) * f
                     product += tl.load(here + j[:, None] * f + d[None, :], mask=mask, other=0.0)
             into = DLD + (bg * n + start + j[:, None]) * f + d[None, :]
-        grads = behind[None, :] + tl.cumsum(product, 0, reverse=True)
+        grads = behind[None, :] + prefix_rows(product, True, TYPE)
         behind += tl.sum(product, 0)
         if GATES:
             gates = tl.load(GATE + j[:, None] * sgn + d[None, :], mask=mask, other=0.0).to(tl.float32)

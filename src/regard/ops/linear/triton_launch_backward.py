@@ -219,7 +219,8 @@ def _decay_grads(run: LinearLaunch, x: LinearInputs, products: Products, dots: T
         sizes = (run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.g, run.h // run.g, sums)
         numbers = (*run.strides(x.log_decay), x.gate_root, *sizes)
         there = {"HAS_VALID": x.valid is not None, "HAS_QUERIES": qd is not None, "GATES": x.gate_root > 0}
-        constants = {"f": run.f, "BF": width, "C": config.pop("chunk"), "DECAY": run.decay, **there, **config}
+        widths = {"f": run.f, "BF": width, "C": config.pop("chunk"), "DECAY": run.decay}
+        constants = {**widths, **there, "TYPE": run.product["TYPE"], **config}
         return (blocks * run.segs * run.b * run.g,), numbers, constants
 
     run.launch("decays", linear_decay_grads, (qd, kd, dots, x.log_decay, x.valid, grads), parts)

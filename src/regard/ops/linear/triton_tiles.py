@@ -125,17 +125,52 @@ def norm_grad(DD, DEN, i, count, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def prefix_rows(x, REVERSE: tl.constexpr, TYPE: tl.constexpr):
+    """Return the sums of rows of x (tokens, features), float32, up to each token, or from each on with REVERSE.
+
+    Where other products take bfloat16, they are products with a triangle of ones: three parts of bfloat16 have all digits of x.
+    Products of fewer than 64 columns are none: Triton 3.6 lets some of them read behind their shared memory on Hopper cards.
+    """
+    if tl.float32 == TYPE or x.shape[1] < 64:
+        y = tl.cumsum(x, 0, reverse=REVERSE)
+    else:
+        r = tl.arange(0, x.shape[0])
+        ones = tl.where(r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :], 1.0, 0.0).to(TYPE)
+        first = x.to(TYPE)
+        rest = x - first.to(tl.float32)
+        second = rest.to(TYPE)
+        y = tl.dot(ones, (rest - second.to(tl.float32)).to(TYPE))
+        y = tl.dot(ones, second, y)
+        y = tl.dot(ones, first, y)
+    return y
+
+
+@triton.jit
+def log_sigmoid(x):
+    """Return the log of sigmoid(x): log(1 + t) is 2 artanh(t / (2 + t)), whose series has all digits of small t."""
+    t = exp_of(-tl.abs(x))
+    ratio = t / (2.0 + t)
+    square = ratio * ratio
+    series = square * (1 / 13) + 1 / 11
+    series = square * series + 1 / 9
+    series = square * series + 1 / 7
+    series = square * series + 1 / 5
+    series = square * series + 1 / 3
+    series = square * series + 1.0
+    return tl.minimum(x, 0.0) - 2.0 * ratio * series
+
+
+@triton.jit
 def gate_decay(x, root):
     """Return the log decay of gates x: that of the root of their sigmoid."""
-    log = tl.minimum(x, 0.0) - tl.log(1.0 + exp_of(-tl.abs(x)))
-    return tl.maximum(log / root, SMALLEST_LOG)
+    return tl.maximum(log_sigmoid(x) * (1.0 / root), SMALLEST_LOG)
 
 
 @triton.jit
 def gate_slope(x, root):
     """Return the derivative of the log decay of gates x."""
-    log = tl.minimum(x, 0.0) - tl.log(1.0 + exp_of(-tl.abs(x)))
-    return tl.where(log / root >= SMALLEST_LOG, 1.0 / (1.0 + exp_of(x)) / root, 0.0)
+    slope = 1.0 / (root + root * exp_of(tl.minimum(x, 80.0)))
+    return tl.where(log_sigmoid(x) * (1.0 / root) >= SMALLEST_LOG, slope, 0.0)
 
 
 # Decays. LEVEL holds the log decay from the start of the segment up to every token: one number (DECAY 1), or one for each feature

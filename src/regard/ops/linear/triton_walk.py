@@ -149,18 +149,6 @@ def _tile_grads(
 
 
 @triton.jit
-def _product_with(x, z, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return x . z of rows x (C, f) and a vector of float32, on tensor cores.
-
-    Eight columns have the leading digits of the vector, and eight the rest.
-    """
-    column = tl.arange(0, 16)
-    leading = z.to(TYPE).to(tl.float32)
-    both = tl.where(column[None, :] < 8, leading[:, None], (z - leading)[:, None]).to(TYPE)
-    return tl.sum(tl.dot(x, both, input_precision=PRECISION), 1) * 0.125
-
-
-@triton.jit
 def _output_tile(
     Q, K, V, LEVEL, VALID, OUT, DEN, s, z,
     sqn, skn, svn, sln, scale, low, count, H,
@@ -190,7 +178,7 @@ def _output_tile(
     o = tl.dot(half, tl.trans(s.to(TYPE)), input_precision=PRECISION)
     den = tl.zeros([C], tl.float32)
     if NORM:
-        den = (_product_with(half, z, TYPE, PRECISION) + tl.sum(a, 1)) * scale
+        den = (tl.sum(late.to(tl.float32) * z[None, :], 1) + tl.sum(a, 1)) * scale
     o = tl.dot(a.to(TYPE), v, o, input_precision=PRECISION)
     if DECAY > 0 and not NARROW:
         s = s * exp_of(end - before)[None, :]
