@@ -1,7 +1,8 @@
 """Compile kernels for a card that is not there: Triton's interpreter runs Python, and finds no error of types.
 
 python tests/absent_card.py              finds the types of kernels in a few calls, and compiles small ones (a test does this)
-python tests/absent_card.py --whole      compiles all calls down to the code of the card, which takes minutes
+python tests/absent_card.py --whole      compiles all calls down to the code of the card, which takes minutes, and prints the
+                                         registers and the instructions of a kernel, and what does not fit into its registers
 
 Launches are those of a card: tensors are fake ones on a CUDA device, the target and the configurations those of an H200. A kernel
 that does not compile, or whose shared memory is larger than that of the card, is an error.
@@ -10,9 +11,13 @@ TRITON_INTERPRET must not be 1: Triton reads it once, when it is imported.
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 
 import torch
@@ -62,6 +67,24 @@ def _find_types(src, target, options):
     return src.make_ir(target, known, backend.get_codegen_implementation(known), backend.get_module_map(), context)
 
 
+def resources(code: bytes) -> str:
+    """Return what the code of a kernel uses, by the tools that come with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        used, lines = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    registers, spilled = (re.search(rf"{name}:(\d+)", used) for name in ("REG", "STACK"))
+    assert registers and spilled
+    count = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ ", lines, re.MULTILINE))
+    return f"{registers[1]} registers, {spilled[1]} bytes beside them, {count} instructions"
+
+
 def replace_launches(whole: bool) -> list[str]:
     """Compile every kernel that is launched from now on instead of launching it; returns a growing list of their names."""
     from triton import compiler
@@ -79,6 +102,8 @@ def replace_launches(whole: bool) -> list[str]:
         made = compile_whole(src, target=target, options=options, **more)
         if made.metadata.shared > SHARED_MEMORY:
             raise MemoryError(f"it needs {made.metadata.shared} bytes of shared memory, a block has {SHARED_MEMORY}")
+        if whole:
+            print(f"{src.fn.__name__}: {resources(made.asm['cubin'])}", flush=True)  # noqa: T201
         return made
 
     def compile_only(self, *args, grid, warmup, **kwargs):  # noqa: ARG001
