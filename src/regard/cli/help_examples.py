@@ -26,10 +26,14 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "tune": ("regard tune --dry", "regard tune --kernels tile,linear --minutes 20 --out own.json"),
     "tasks": ("regard tasks", "regard tasks reverse", "regard tasks --json"),
+    "prepare": (
+        "regard prepare imdb aclImdb_v1.tar.gz",
+        "regard prepare acl_titles anthology+abstracts.bib.gz --out ~/data/acl_titles",
+    ),
     "train": (
         "regard train translate --pairs texts.fr texts.en --out runs/french",
-        "regard train reverse --mixer gla --mixer 'Local(8)' --set steps=500",
-        "regard train multi30k --data ~/data --out runs/captions --device cuda",
+        "regard train tag --conll train.conllu --valid dev.conllu --test test.conllu",
+        "regard train multi30k --mixer gla --mixer 'Local(8)' --device cuda",
     ),
     "evaluate": ("regard evaluate runs/saw-softmax-1", "regard evaluate runs/captions --split val --set beam=5 --json"),
     "predict": (
