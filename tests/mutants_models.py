@@ -5,6 +5,27 @@ from __future__ import annotations
 R = "src/regard/"
 
 MODELS: dict[str, tuple[str, str, str, str]] = {
+    # attention weights of layers
+    "weights hold what relative positions add": (
+        R + "mixers/attention_weights.py",
+        "(answers(part) - added)",
+        "answers(part)",
+        "layer_weights",
+    ),
+    "weights are dropped in training": (R + "mixers/attention_weights.py", "    core.eval()\n", "", "layer_weights"),
+    "alignments are named by what the decoder is fed": (
+        R + "tasks/text_attention.py",
+        "(own.answered or after, source)",
+        "(after, source)",
+        "load",
+    ),
+    "recorded weights ignore padding": (
+        R + "models/attention_record.py",
+        "mixer.weights(*args, **given)",
+        'mixer.weights(*args, context=given.get("context"))',
+        "show_attention",
+    ),
+    "any answer counts as a sum by weights": (R + "mixers/attention_weights.py", "> CURVED *", "> 1e9 *", "layer_weights"),
     # function transforms and second derivatives
     "no one sees that a transform is active": (
         R + "transforms.py",

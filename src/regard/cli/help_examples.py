@@ -6,9 +6,9 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "regard": ("regard list", "regard show 'Local(256) | Global(first=4)'", "regard train saw --mixer gla"),
     "list": ("regard list", "regard list --options", "regard list --json"),
     "show": (
-        "regard show bigbird",
-        "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
         "regard show 'performer(features=128)' --length 4096 --json",
+        "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
+        "regard show runs/saw-softmax-1 'they saw the duck'",
     ),
     "bench": (
         "regard bench --mixers 'softmax; Local(256); linear' --lengths 512,2k,8k",

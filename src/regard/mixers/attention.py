@@ -237,6 +237,33 @@ class Attention(Mixer):
         state = self.later(state, memory, places)
         return self._project(y, x), state._replace(memory=self.core.forget(memory, state.t))
 
+    def weights(
+        self, x: Tensor, context: Tensor | None = None, *, valid: Tensor | None = None, query_valid: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention weights A (b h n m) of the same call of the layer, without dropout; 0 at padding of either side.
+
+        The output is the projection of A v, if the answers of the core are such sums; other cores are refused. Where several
+        queries share an answer, rows are ceil(n / rate). Makes the whole matrix, a few keys at a time; gradients flow.
+
+            layer("Local(64)", width=256, heads=4).weights(torch.randn(2, 100, 256))  # (2, 4, 100, 100)
+        """
+        from regard.mixers.attention_weights import core_weights
+
+        self._check_call(x, context, valid, query_valid)
+        real = valid if context is None else query_valid
+        tokens = mask_padding(x, real)
+        places = Places.of(tokens, real)
+        if context is None:
+            self.check_length(places)
+            q, k, _ = self.heads(tokens, places)
+        else:
+            context = mask_padding(context, valid)
+            seen = Places.of(context, valid)
+            self.check_length(seen)
+            q = self._turned(self.q(tokens), self.dims.heads, places)
+            k = self._turned(self.k(context), self.dims.g, seen)
+        return core_weights(self.core, q, k, valid=valid, query_valid=real)
+
     def _check_call(self, x: Tensor, context: Tensor | None, valid: Tensor | None, query_valid: Tensor | None) -> None:
         """Refuse tokens, a context and padding masks that do not fit together or do not fit the layer."""
         check_tokens(x, "x", self.dims.width, self.v.weight)

@@ -14,12 +14,14 @@ from regard.checks import need
 from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
 from regard.data.datasets import Splits, read_shakespeare
 from regard.data.locate import find
+from regard.data.token_labels import token_labels
 from regard.data.vocabulary import Bytes, Characters, Subwords, vocabulary
 from regard.decoding import Constraints, Sample, generate
 from regard.models.build import language_model
 from regard.tasks.language_modeling_config import Language
-from regard.tasks.support import device_under, evaluating
+from regard.tasks.support import check_lengths, device_under, evaluating
 from regard.tasks.task import DECODER_ONLY, Task
+from regard.tasks.text_attention import StackTokens, TextAttention, text_attention
 from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
@@ -118,3 +120,12 @@ class LanguageTask(Task):
             given = self.characters.decode(prompt)  # the space in front of subwords belongs to the first of them alone
             answers.append(line + self.characters.decode(prompt + continuation)[len(given) :])
         return answers
+
+    def attention(self, model: nn.Module, line: str) -> TextAttention:
+        """Compute the attention on a line; nothing is generated."""
+        row = self.characters.encode(line)
+        check_lengths([row], self.config.max_len)
+        tokens = torch.tensor([row], device=device_under(model))
+        read = StackTokens(token_labels(self.characters, row))
+        with evaluating(model):
+            return text_attention(model, lambda: model(tokens), [read], line, "")
