@@ -23,8 +23,9 @@ from regard.models.encoder_head import Reader
 from regard.models.heads import MaskedToken, NextToken, PerSequence, PerVector
 from regard.models.translator import Translator
 from regard.positions import Learned
-from regard.pretrained.checkpoint_files import Take
-from regard.pretrained.family import Family, HFConfig, TensorNames, conv, layers, sinusoidal_table
+from regard.pretrained.checkpoint_files import Take, TensorLayout
+from regard.pretrained.decoder_families import DECODER_FAMILIES
+from regard.pretrained.family import Family, HFConfig, TensorNames, conv, layers, sinusoidal_table, under
 
 
 def body(width: int, heads: int, depth: int, ffn: Callable[[], nn.Module], *, eps: float = 1e-5, **options: Any) -> Stack:
@@ -141,7 +142,7 @@ BERT: TensorNames = {
         },
     ),
 }
-READ: TensorNames = {f"encoder.{own}": name for own, name in BERT.items()}
+READ: TensorNames = under("encoder", BERT)
 MASKED: TensorNames = {
     **READ,
     "head.change": "cls.predictions.transform.dense",
@@ -222,28 +223,33 @@ def seq2seq_names(config: HFConfig, positions: Callable[[str], Take]) -> TensorN
         "embed.norm": "decoder.layernorm_embedding",
         **layers("encoder.stack", "encoder.layers", own),
         **layers("decoder", "decoder.layers", own | cross),
-        "head.map.bias": Take(("final_logits_bias",), lambda x: x[0], torch.zeros, frozen=True),
+        "head.map.bias": Take(("final_logits_bias",), TensorLayout(ones=(0,)), torch.zeros, frozen=True),
     }
 
 
 def bart_names(config: HFConfig) -> TensorNames:
-    return seq2seq_names(config, lambda side: Take((f"{side}.embed_positions.weight",), lambda x: x[2:]))  # 2 are never used
+    return seq2seq_names(config, lambda side: Take((f"{side}.embed_positions.weight",), TensorLayout(skip=2)))  # 2 are never used
 
 
 def marian_names(config: HFConfig) -> TensorNames:
-    return seq2seq_names(config, lambda side: Take((f"{side}.embed_positions.weight",), default=sinusoidal_table, frozen=True))
+    def positions(side: str) -> Take:
+        return Take((f"{side}.embed_positions.weight",), default=sinusoidal_table, frozen=True, written=False)
+
+    return seq2seq_names(config, positions)
 
 
-def _berts(build: Callable[[HFConfig], nn.Module], names: TensorNames, *unneeded: str) -> Family:
+def _berts(build: Callable[[HFConfig], nn.Module], names: TensorNames, *unneeded: str, saved_as: str | None = None) -> Family:
     only = {
         "position_embedding_type": "absolute",
         "is_decoder": False,
         "add_cross_attention": False,
         "pruned_heads": {},
     }
-    old = [(r"^bert\.", ""), (r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")]
+    older = [(r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")]
     tied = {"tie_word_embeddings": True} if names is MASKED else {}
-    return Family(build, lambda _: names, {**only, **tied}, old, (r"embeddings\.position_ids", *unneeded))
+    outside = r".*" if names is BERT else r"cls\.|classifier\."
+    without = (r"embeddings\.position_ids", *unneeded)
+    return Family(build, lambda _: names, {**only, **tied}, "bert.", outside, older, without, saved_as)
 
 
 _PAPER = {  # settings of older configurations of both
@@ -254,21 +260,22 @@ _PAPER = {  # settings of older configurations of both
     "decoder_layerdrop": 0,
 }
 
-_MASKED = _berts(masked, MASKED, r"pooler\..*", r"cls\.seq_relationship\..*")
+_POOLER, _NEXT = r"pooler\..*", r"cls\.seq_relationship\..*"
 _BART = Family(
     partial(seq2seq, normed=True),
     bart_names,
     {**_PAPER, "normalize_embedding": True, "static_position_embeddings": False},
-    [(r"^model\.", "")],
-    [r"(en|de)coder\.version"],
+    "model.",
+    "final_logits_bias",
+    unneeded=[r"(en|de)coder\.version"],
 )
 
 FAMILIES: dict[str, Family] = {
-    "BertModel": _berts(bert, BERT, r"pooler\..*"),
-    "BertForMaskedLM": _MASKED,
-    "BertForPreTraining": _MASKED,  # without its second head, for next-sentence prediction
+    "BertModel": _berts(bert, BERT, _POOLER),
+    "BertForMaskedLM": _berts(masked, MASKED, _POOLER, _NEXT),
+    "BertForPreTraining": _berts(masked, MASKED, _POOLER, _NEXT, saved_as="BertForMaskedLM"),  # not for the next sentence
     "BertForSequenceClassification": _berts(partial(labelling, head=partial(PerSequence, pool="token", deep=True)), LABELS),
-    "BertForTokenClassification": _berts(partial(labelling, head=PerVector), LABELS, r"pooler\..*"),
+    "BertForTokenClassification": _berts(partial(labelling, head=PerVector), LABELS, _POOLER),
     "GPT2LMHeadModel": Family(
         gpt2,
         lambda _: GPT2,
@@ -278,15 +285,22 @@ FAMILIES: dict[str, Family] = {
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        [(r"^transformer\.", "")],
-        [r"h\.\d+\.attn\.(masked_)?bias"],  # masks
+        "transformer.",
+        unneeded=[r"h\.\d+\.attn\.(masked_)?bias"],  # masks
     ),
     "BartForConditionalGeneration": _BART,
-    "BartModel": _BART,  # its output layer is its table of embeddings
+    "BartModel": _BART._replace(saved_as="BartForConditionalGeneration"),  # its output layer is its table of embeddings
     "MarianMTModel": Family(
         partial(seq2seq, normed=False),
         marian_names,
         {**_PAPER, "normalize_embedding": False, "static_position_embeddings": True},
-        [(r"^model\.", "")],
+        "model.",
+        "final_logits_bias",
     ),
+    **DECODER_FAMILIES,
+}
+
+REFUSED: dict[str, str] = {  # architectures by the beginning of their names, and why regard has no equal model
+    "Reformer": "its buckets are drawn anew in every pass, and tokens that meet in several rounds count several times; "
+    "reformer(...) of regard keeps its buckets and counts every pair once, so that no weights would give equal outputs",
 }
