@@ -454,13 +454,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "pretrained",
     ),
     "embeddings of others are not scaled": (
-        R + "pretrained/families.py",
+        R + "pretrained/seq2seq_families.py",
         'scale=config.get("scale_embedding", False)',
         "scale=False",
         "pretrained",
     ),
     "keys and values of GPT-2 are swapped": (
-        R + "pretrained/families.py",
+        R + "pretrained/decoder_families.py",
         'conv("attn.c_attn", 1, 3)',
         'conv("attn.c_attn", 2, 3)',
         "pretrained",

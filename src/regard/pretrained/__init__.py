@@ -110,7 +110,7 @@ def _fill(
     """Fill every parameter from its tensor, one at a time; shared parameters stay shared."""
     shapes = dict(model.named_parameters())
     if dtype is None:  # that of the embeddings
-        table = next(name for name in shapes if name.endswith("table.weight"))
+        table = next((name for name in shapes if name.endswith("table.weight")), next(iter(shapes)))
         dtype = checkpoint.joined(source(names, table), shapes[table].shape).dtype
     real: dict[nn.Parameter, nn.Parameter] = {}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Causal architectures: Llama, Mistral and Qwen2 with rotary positions, BLOOM with ALiBi."""
+"""Causal architectures: GPT-2 with learned positions, Llama, Mistral and Qwen2 with rotary ones, BLOOM with ALiBi."""
 
 from __future__ import annotations
 
@@ -14,10 +14,53 @@ from regard.models.causal_lm import LanguageModel
 from regard.models.embedding import Tokens
 from regard.models.heads import NextToken
 from regard.patterns import Local
-from regard.positions import Rotary
+from regard.positions import Learned, Rotary
 from regard.pretrained.checkpoint_files import CheckpointError, Joined, Take, TensorLayout
-from regard.pretrained.family import Family, HFConfig, TensorNames, layers
+from regard.pretrained.family import Family, HFConfig, TensorNames, body, conv, layers
 from regard.spec import Spec
+
+# GPT-2: a causal decoder, pre-norm.
+
+
+def gpt2(config: HFConfig) -> LanguageModel:
+    width, vocab = config.size("n_embd"), config.size("vocab_size")
+    positions = Learned(Dims(width, 1, max_len=config.size("n_positions")))
+    embed = Tokens(vocab, width, positions=positions, scale=False, dropout=config.get("embd_pdrop", 0.1))
+    activation = config.activation("activation_function", "gelu_new")
+    channel = partial(FeedForward, width, config.size("n_inner", 4 * width), activation=activation)
+    stack = body(
+        width,
+        config.size("n_head"),
+        config.size("n_layer"),
+        channel,
+        eps=config.get("layer_norm_epsilon", 1e-5),
+        causal=True,
+        dropout=config.get("resid_pdrop", 0.1),
+        weight_dropout=config.get("attn_pdrop", 0.1),
+    )
+    return LanguageModel(embed, stack, NextToken(width, vocab, table=embed.table))
+
+
+GPT2: TensorNames = {
+    "embed.table.weight": Take(("wte.weight", "lm_head.weight")),
+    "embed.positions.vectors": "wpe.weight",
+    "stack.final_norm": "ln_f",
+    **layers(
+        "stack",
+        "h",
+        {
+            "mixer_norm": "ln_1",
+            "mixer.q": conv("attn.c_attn", 0, 3),
+            "mixer.k": conv("attn.c_attn", 1, 3),
+            "mixer.v": conv("attn.c_attn", 2, 3),
+            "mixer.out": conv("attn.c_proj"),
+            "channel_norm": "ln_2",
+            "channel.up": conv("mlp.c_fc"),
+            "channel.down": conv("mlp.c_proj"),
+        },
+    ),
+}
+
 
 # Llama, Mistral, Qwen2: pre-norm, RMSNorm, rotary positions, grouped heads, gated feed-forward layers.
 
@@ -154,6 +197,18 @@ def bloom_names(config: HFConfig) -> TensorNames:
 _ROTARY = Family(llama, llama_names, {}, "model.", r"lm_head\.", unneeded=[r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"])
 
 DECODER_FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": Family(
+        gpt2,
+        lambda _: GPT2,
+        {
+            "tie_word_embeddings": True,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        "transformer.",
+        unneeded=[r"h\.\d+\.attn\.(masked_)?bias"],  # masks
+    ),
     "LlamaForCausalLM": _ROTARY,
     "MistralForCausalLM": _ROTARY._replace(build=partial(llama, biases=(False, False))),
     "Qwen2ForCausalLM": _ROTARY._replace(build=partial(llama, biases=(True, False))),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from regard.blocks.stack import Named, Stack
 from regard.pretrained.checkpoint_files import CheckpointError, Joined, Take, TensorLayout
 
 HF_ACTIVATIONS = {
@@ -122,6 +124,21 @@ def under(ours: str, names: TensorNames) -> dict[str, str | Take | Joined]:
 def conv(name: str, part: int = 0, parts: int = 1) -> Take:
     """Name one of several linear maps that are concatenated along their output, stored as (in, out) instead of (out, in)."""
     return Take((name,), TensorLayout(part, parts, turned=True))
+
+
+def body(
+    width: int,
+    heads: int,
+    depth: int,
+    ffn: Callable[[], nn.Module],
+    *,
+    specs: Named | Sequence[Named] = "softmax",
+    eps: float = 1e-5,
+    **options: Any,
+) -> Stack:
+    """Build a stack of softmax attention, or of other `specs`, with layer norms of this epsilon."""
+    norm = partial(nn.LayerNorm, eps=eps)
+    return Stack.of(specs, width=width, heads=heads, depth=depth, ffn=ffn, norm_class=norm, **options)
 
 
 def sinusoidal_table(shape: torch.Size) -> Tensor:
