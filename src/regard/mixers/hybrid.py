@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.mixers import exp_features, gated  # noqa: F401 - modules whose kernels `far_kernels` finds
+from regard.mixers import exp_features, gated, hedgehog  # noqa: F401 - modules whose kernels `far_kernels` finds
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache
