@@ -151,6 +151,22 @@ def test_a_memory_stays_as_small_as_it_is(spec):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.parametrize("layers", [[0], [0, 1]])
+def test_autocast_gives_mechanisms_one_type(layers):
+    """Rotary positions make float32 of queries and keys under autocast, and values are in half precision."""
+    model = build("llama")
+    ids = tokens()
+    hf.convert(model, HYBRID, layers=layers)
+    expected = scores(model, ids)
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        assert (scores(model, ids) - expected).abs().max() < 0.05
+        hook.remove()
+        found = model.generate(ids, past_key_values=hf.converted_memory(model), max_new_tokens=3, eos_token_id=None)
+    assert seen == [torch.bfloat16] and found.shape == (2, 15)
+
+
 def test_a_cache_that_has_dropped_tokens_is_refused():
     model = build("mistral")
     hf.convert(model, "hedgehog")

@@ -14,7 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from regard.hf.converted_core import ConvertedCore
 from regard.mixers.attend import attend
-from regard.mixers.attention import no_autocast
+from regard.mixers.attention import in_autocast, no_autocast
 from regard.mixers.base import Core, Dims, Places
 from regard.spec import Spec, core
 
@@ -106,6 +106,9 @@ def converted_attention(
     window = options.get("sliding_window")
     tokens.check_window(window, query.shape[2])
     own = getattr(module, MECHANISM, None)
+    if in_autocast(query):  # as SDPA does: rotary positions make float32 of half of them
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (_like_key(x.to(dtype), key) for x in (query, key, value))
     softmax = _softmax_core(module, query, key, value, scaling, dropout, window)
     if own is None:
         out = attend_heads(softmax, query, key, value, tokens)
@@ -137,6 +140,15 @@ def attend_heads(by: Core, q: Tensor, k: Tensor, v: Tensor, tokens: PassTokens) 
         by.watch(q, k, valid)
         out = by.scan_all(q, k, v, places) if causal else by.read_all(q, k, v, places, places)
     return out if valid is None else out.masked_fill(~valid[:, None, :, None], 0)
+
+
+def _like_key(x: Tensor, key: Tensor) -> Tensor:
+    """Give a converted tensor the memory that the keys of a cache carry."""
+    memory = getattr(key, "regard_memory", None)
+    if memory is not None and memory is not getattr(x, "regard_memory", None):
+        x = x.view_as(x)
+        x.regard_memory = memory  # type: ignore[attr-defined]
+    return x
 
 
 def _softmax_core(
