@@ -31,6 +31,7 @@ SYNONYMS: dict[str, str] = {
     "rfa": "random_feature random_fourier random_fourier_features",
     "performer": "favor favor+ favor_plus random_features prf",
     "cosformer": "cos cosine",
+    "hedgehog": "learned_features lolcats",
     "retention": "retnet multi_scale_retention",
     "gla": "gated_linear",
     "delta": "deltanet delta_net delta_rule fast_weight fast_weights",

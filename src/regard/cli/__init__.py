@@ -16,7 +16,7 @@ from regard.cli.bench_command import bench
 from regard.cli.compare_command import compare
 from regard.cli.console import aside, plain_warnings, screen
 from regard.cli.help_examples import help_examples
-from regard.cli.infer import distil, evaluate, predict
+from regard.cli.infer import distil_, evaluate, predict
 from regard.cli.mechanisms import list_, show
 from regard.cli.prepare_command import prepare
 from regard.cli.signals import Stoppable, handled_signals
@@ -73,6 +73,6 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
         raise typer.Exit
 
 
-for _command in (list_, show, bench, advise, compare, tune, tasks, prepare, train, evaluate, predict, distil):
+for _command in (list_, show, bench, advise, compare, tune, tasks, prepare, train, evaluate, predict, distil_):
     _name = _command.__name__.rstrip("_")
     app.command(_name, epilog=help_examples(_name))(_command)

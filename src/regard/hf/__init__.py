@@ -3,30 +3,33 @@
 >>> import regard.hf
 >>> model.set_attn_implementation("Local(512) | Global(first=1)")  # doctest: +SKIP
 
-`import regard` registers nothing. Other names are imported when they are first used.
+`import regard` registers nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from regard.hf.align import Alignment, align
+from regard.hf.attention_setting import set_attention
+from regard.hf.convert import convert, load_converted, restore
+from regard.hf.converted_memory import converted_memory
+from regard.hf.distil import Distillation, distil
+from regard.hf.error_by_layer import ErrorByLayer, error_by_layer
+from regard.hf.longer_positions import lengthen_positions
+from regard.hf.model_memory import memory
 from regard.hf.spec_names import admit_specs
 
-if TYPE_CHECKING:
-    from regard.hf.model_memory import memory
-    from regard.hf.attention_setting import set_attention
-
-__all__ = ["memory", "set_attention"]
-
-_HOMES = {
-    "memory": "regard.hf.model_memory",
-    "set_attention": "regard.hf.attention_setting",
-}
+__all__ = [
+    "Alignment",
+    "Distillation",
+    "ErrorByLayer",
+    "align",
+    "convert",
+    "converted_memory",
+    "distil",
+    "error_by_layer",
+    "lengthen_positions",
+    "load_converted",
+    "memory",
+    "restore",
+    "set_attention",
+]
 
 admit_specs()
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'regard.hf' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
