@@ -213,7 +213,6 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),
-        "growth_gpu": partial(growth, "growth_gpu"),
         "recall": recall,
         "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
