@@ -107,7 +107,7 @@ def _renamed(value: str | Take | Joined, rename: Callable[[str], str]) -> Joined
         value = Take((value,))
     if isinstance(value, Take):
         value = Joined((value,))
-    takes = [take._replace(names=tuple(rename(name) for name in take.names)) for take in value.takes]
+    takes = [take._replace(names=tuple(rename(name) for name in take.names)) for take in value.takes]  # `otherwise` is in full
     return value._replace(takes=tuple(takes))
 
 

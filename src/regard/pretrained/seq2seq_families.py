@@ -192,7 +192,7 @@ def t5_names(config: HFConfig) -> TensorNames:
         names.append("lm_head.weight")
     return {
         "encoder.embed.table.weight": Take(tuple(names)),
-        "head.map.weight": "lm_head.weight",
+        "head.map.weight": Take(("lm_head.weight",), otherwise="shared.weight"),  # transformers 5 writes equal ones once
         **_t5_side(config, "encoder.stack", "encoder", {"mixer": "SelfAttention"}),
         **_t5_side(config, "decoder", "decoder", {"mixer": "SelfAttention", "cross": "EncDecAttention"}),
     }
