@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from conftest import DEVICE
 from regard import pretrained
 from regard.decoding import Constraints, generate
 from regard.models import Translator
-from regard.pretrained import CheckpointError
+from regard.pretrained import FAMILIES, CheckpointError
 from regard.runtime.fast_decoder import fast_decoder
 
 VOCAB, PAD = 23, 1
@@ -122,6 +124,7 @@ TRANSLATORS = [
     ("T5ForConditionalGeneration", T5, FLOAT32),
     ("T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, FLOAT32),
 ]
+IMAGES = [("ViTModel", {**VIT, "qkv_bias": False}), ("ViTForImageClassification", VIT)]
 UNPADDED = ("FNet", "Nystrom")  # transformers lets padding act in these
 
 
@@ -265,7 +268,7 @@ def test_an_output_layer_of_its_own_may_be_written_once_with_the_table_that_it_e
     same(again(x, decoder_input_ids=x).logits, 2 * theirs(x, decoder_input_ids=x).logits, FLOAT32)
 
 
-@pytest.mark.parametrize(("name", "config"), [("ViTModel", {**VIT, "qkv_bias": False}), ("ViTForImageClassification", VIT)])
+@pytest.mark.parametrize(("name", "config"), IMAGES)
 @torch.no_grad()
 def test_an_encoder_of_images_goes_in_and_back_out_with_equal_outputs(hf, original, name, config):
     (theirs, folder), x = original(name, config), torch.randn(2, 3, 8, 12, dtype=torch.float64, device=DEVICE)
@@ -362,6 +365,21 @@ def test_settings_of_older_configurations_are_read():
         "num_attention_heads": 2,
     }
     assert pretrained.build_pretrained(bloom).embed.width == 8
+
+
+def test_the_documentation_runs_and_names_every_architecture(tmp_path, monkeypatch):
+    text = (Path(__file__).resolve().parents[1] / "docs" / "weights.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block, "docs/weights.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "my-llama" / "model.safetensors").is_file()
+    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
+
+
+def test_every_architecture_is_compared_with_the_original():
+    compared = {name for name, *_ in (*SPEAKERS, *READERS, *TRANSLATORS, *IMAGES)}
+    elsewhere = {"BertForPreTraining", "BertForTokenClassification", "BartModel"}  # in test_pretrained
+    assert set(FAMILIES) - compared == elsewhere
 
 
 # what is written

@@ -213,6 +213,7 @@ _BART = Family(
     "model.",
     "final_logits_bias",
     unneeded=[r"(en|de)coder\.version"],
+    title="BART",
 )
 
 SEQ2SEQ_FAMILIES: dict[str, Family] = {
@@ -224,12 +225,15 @@ SEQ2SEQ_FAMILIES: dict[str, Family] = {
         {**_PAPER, "normalize_embedding": False, "static_position_embeddings": True},
         "model.",
         "final_logits_bias",
+        title="Marian",
     ),
     "T5ForConditionalGeneration": Family(
         t5,
         t5_names,
         {},
         unneeded=[r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"],
+        title="T5",
+        note="Both forms: T5, and T5 1.1 with gated layers and an output layer of its own.",
     ),
-    "T5EncoderModel": Family(t5_encoder, t5_encoder_names, {}),
+    "T5EncoderModel": Family(t5_encoder, t5_encoder_names, {}, title="T5"),
 }
