@@ -15,6 +15,7 @@ from typing import Any
 
 from regard.analysis.position_properties import positions_table
 from regard.catalogue import catalogue_table
+from regard.pretrained.families import families_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -233,6 +234,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "faults": faults,
     },
+    "docs/weights.md": {"families": families_table},
 }
 
 
