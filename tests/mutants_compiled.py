@@ -311,6 +311,12 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        for other in range(C, low, C):\n",
         "linear_kernels",
     ),
+    "a walk from the end of a segment forgets the queries of later tiles": (
+        R + "ops/linear/triton_walk.py",
+        "        s = tl.dot(tl.trans(do), queries, s, input_precision=PRECISION)\n",
+        "",
+        "linear_kernels",
+    ),
     "the scan over segments begins anew": (
         R + "ops/linear/triton_kernels.py",
         "            after = tl.cumsum(own, 0) + carry[None, :]\n",
@@ -324,9 +330,9 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "linear_kernels",
     ),
     "strong decays overflow": (
-        R + "ops/linear/triton_feature_decay.py",
-        "tl.max(first - last, 0) < LARGEST_SPREAD",
-        "tl.max(first - last, 0) < 1e30",
+        R + "ops/linear/triton_walk.py",
+        "    return spread < LARGEST_SPREAD\n",
+        "    return spread < 1e30\n",
         "linear_kernels",
     ),
     "any expanded tensor counts as zeros": (

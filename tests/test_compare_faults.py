@@ -65,6 +65,14 @@ def test_a_damaged_record_is_reported_and_run_again(tmp_path):
     assert CellStore(tmp_path).load(record.key).test == record.test
 
 
+def test_a_file_that_was_being_written_is_no_record(tmp_path):
+    (record,) = run_grid(tmp_path, settings(rates=(1e-3,)))
+    path = tmp_path / "cells" / f"{record.key}.json"
+    path.with_name(f".writing-{path.name}").write_bytes(path.read_bytes())
+    store = CellStore(tmp_path)
+    assert [found.key for found in store.records()] == [record.key] and not store.damaged
+
+
 def test_lost_weights_are_trained_again(tmp_path):
     (record,) = run_grid(tmp_path, settings(rates=(1e-3,)))
     store = CellStore(tmp_path)

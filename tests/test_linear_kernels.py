@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import DEVICE
 from regard import Dims, attend, core, layer
+from regard.cache import forget_signatures
 from regard.mixers.base import Core, Places
 from regard.ops.backend import choose_backend
 from regard.ops.linear.linear_op import (
@@ -87,6 +88,19 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pass_is_the_recurrence(name: str) -> None:
+    compare_pass(name)
+
+
+@pytest.mark.parametrize("name", ["sums", "elu, divided, a decay, padded", "a decay per feature"])
+def test_a_pass_over_tiles_is_the_recurrence(name: str, monkeypatch) -> None:
+    """Where a state is too wide to be carried along a segment."""
+    monkeypatch.setattr("regard.ops.linear.triton_launch.WIDEST_WALK", 1)
+    forget_signatures()
+    compare_pass(name)
+    forget_signatures()
+
+
+def compare_pass(name: str) -> None:
     words = name.split(", ")
     feature = next((word for word in words if word in ("elu", "relu")), "identity")
     more = {"normalize": "divided" in words, "padded": "padded" in words, "gain": "gain" in words}
@@ -194,6 +208,7 @@ def test_wide_states_are_cut_into_parts(monkeypatch) -> None:
     """More features and values than one program holds."""
     from regard.ops.linear import triton_launch
 
+    monkeypatch.setattr(triton_launch, "WIDEST_WALK", 16)
     monkeypatch.setattr(triton_launch, "STATE_TILE", 512)
     tensors, options = call_of(1, 1, 1, 9, 18, 19, 1, True, feature="elu", normalize=True)
     near(passes("both", tensors, options, "triton"), passes("both", tensors, options, "reference"))

@@ -198,8 +198,9 @@ def test_errors_are_relative_and_not_a_number_is_none():
 @pytest.mark.parametrize("number", range(len(TUNE_CASES)), ids=lambda i: f"{TUNE_CASES[i].family}, {TUNE_CASES[i].name}")
 def test_workloads_use_the_kernels_that_they_tune(number, monkeypatch):
     monkeypatch.setattr(tune_workloads, "STEP_BATCHES", (1,))
-    _, used = run_short(number, SMALL)
-    assert set(TUNE_CASES[number].candidates) <= {kernel for kernel, _ in used}
+    shapes = (SMALL, replace(SMALL, width=128)) if TUNE_CASES[number].family == "linear" else (SMALL,)
+    used = {kernel for shape in shapes for kernel, _ in run_short(number, shape)[1]}
+    assert set(TUNE_CASES[number].candidates) <= used
 
 
 def test_candidates_are_compiled_on_short_sequences(monkeypatch):

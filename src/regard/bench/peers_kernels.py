@@ -67,10 +67,8 @@ class Flex(OperationPeer):
 
 
 def make_flex(core: Any, setting: Setting) -> Flex:
-    if not isinstance(core, Longformer):
-        return Flex(core.pattern, setting)
-    near = core.local.pattern
-    return Flex(near if core.rows is None else near | core.rows, setting)
+    pattern = core.local.pattern if isinstance(core, Longformer) else core.pattern
+    return Flex(pattern, setting)
 
 
 def flex_fits(spec: Spec, _causal: bool) -> bool:

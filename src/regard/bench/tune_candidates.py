@@ -44,14 +44,18 @@ TILE_LISTS: Candidates = {
     "tile_key_gradients": tiles("BN", "BM", _LISTS),
 }
 
-_SEGMENTS = grid(tokens=(128, 256, 512), smallest=(64,), programs=(128, 256, 512))
+_SEGMENTS = grid(tokens=(128, 256, 512, 1024), smallest=(64,), programs=(128, 256, 512))
 _CHUNKS = grid(chunk=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
 _FEATURE_CHUNKS = grid(chunk=(32, 64), num_warps=(4, 8), num_stages=(1, 2))
+_WALKS = grid(num_stages=(1, 2, 3), maxnreg=(128, 168, 255))
+_WALKS_OF_GRADS = grid(key_programs=(1, 2), num_stages=(1, 2, 3), maxnreg=(128, 168, 255))
 _SCANS = grid(segments=(16, 32, 64), num_warps=(1, 2, 4))
 _DECAYS = grid(chunk=(32, 64, 128), num_warps=(2, 4))
 LINEAR_CHUNKS: Candidates = {
     "linear_sums": _CHUNKS,
     "linear_scan": _SCANS,
+    "linear_walk": _WALKS,
+    "linear_walk_grads": _WALKS_OF_GRADS,
     "linear_forward": _CHUNKS,
     "linear_adjoint": _CHUNKS,
     "linear_gradients": _CHUNKS,
@@ -61,6 +65,8 @@ LINEAR_CHUNKS: Candidates = {
 LINEAR_FEATURES: Candidates = {
     "linear_sums": _FEATURE_CHUNKS,
     "linear_scan": _SCANS,
+    "linear_walk": _WALKS,
+    "linear_walk_grads": _WALKS_OF_GRADS,
     "linear_forward": _FEATURE_CHUNKS,
     "linear_adjoint": _FEATURE_CHUNKS,
     "linear_gradients": _FEATURE_CHUNKS,

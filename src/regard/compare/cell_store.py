@@ -54,8 +54,8 @@ class CellStore:
         replace(self._path(record.key), as_json(record.to_json()))
 
     def records(self) -> list[CellRecord]:
-        """Return all records of the folder that can be read."""
-        paths = sorted((self.folder / CELLS).glob("*.json"))
+        """Return all records of the folder that can be read. Files with a dot are torn: a process was killed while it wrote."""
+        paths = sorted((self.folder / CELLS).glob("[!.]*.json"))
         found = [self.load(path.stem) for path in paths]
         return [record for record in found if record is not None]
 

@@ -215,11 +215,13 @@ class Longformer(Core):
             near = Local(window)
         self.streams = 1 if shared else 2
         self.rows = Rows(first, at) if first or at else None  # type: ignore[arg-type]
-        seen = near | Columns(self.rows.first, self.rows.at) if self.rows else near
-        self.local = Sparse(dims, pattern=seen)
-        self.special = Sparse(dims, pattern=self.rows) if self.rows else None
-        if self.special is None and not shared:
+        if self.rows is None and not shared:
             raise ValueError("without special tokens there is nothing to project apart: first=1, or shared=True")
+        seen = near | Columns(self.rows.first, self.rows.at) if self.rows else near
+        if self.rows and shared:
+            seen = seen | self.rows
+        self.local = Sparse(dims, pattern=seen)
+        self.special = Sparse(dims, pattern=self.rows) if self.rows and not shared else None  # in a pass of their own
 
     def extra_repr(self) -> str:
         return f"streams={self.streams}"

@@ -9,7 +9,7 @@ the directions w are split into two parts of that type, so that exponents have t
 import triton
 import triton.language as tl
 
-from regard.ops.linear.triton_tiles import column_mask, present, row_mask
+from regard.ops.linear.triton_tiles import column_mask, exp_of, present, row_mask
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _lengths(x, LOG_NORM, root, log_features, HAS_NORM: tl.constexpr):
     factor = root + tl.zeros_like(square)
     length = square * (root * root)
     if HAS_NORM:
-        most = tl.exp(2.0 * tl.load(LOG_NORM).to(tl.float32))
+        most = exp_of(2.0 * tl.load(LOG_NORM).to(tl.float32))
         factor = tl.where(length > most, tl.sqrt(most / tl.where(length > most, square, 1.0)), factor)
         length = tl.minimum(length, most)
     return factor, -0.5 * length - log_features, square
@@ -92,7 +92,7 @@ def exp_feature_forward(
         for low in range(0, f, BF):
             logs = _exponents(x, W, low, factor, offset, there, d, f, BD, BF, PRECISION)
             higher = tl.maximum(top, tl.max(logs, 1))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(logs - higher[:, None]), 1)
+            total = total * exp_of(top - higher) + tl.sum(exp_of(logs - higher[:, None]), 1)
             top = higher
         unit = tl.where(there, top + tl.log(tl.where(there, total, 1.0)), 0.0)
     elif RUNNING == 1:
@@ -118,7 +118,7 @@ def exp_feature_forward(
         unit = tl.zeros([C], tl.float32) + tl.where(given > float("-inf"), given, 0.0)
     for low in range(0, f, BF):
         c = low + tl.arange(0, BF)
-        phi = tl.exp(_exponents(x, W, low, factor, offset, there, d, f, BD, BF, PRECISION) - unit[:, None])
+        phi = exp_of(_exponents(x, W, low, factor, offset, there, d, f, BD, BF, PRECISION) - unit[:, None])
         into = PHI + (bh * n + i[:, None]) * f + c[None, :]
         tl.store(into, phi.to(PHI.dtype.element_ty), mask=inside[:, None] & (c[None, :] < f))
     tl.store(TOP + bh * n + i, unit, mask=inside)
@@ -153,7 +153,7 @@ def exp_feature_backward(
     for low in range(0, f, BF):
         c = low + tl.arange(0, BF)
         logs = _exponents(x, W, low, factor, offset, there, d, f, BD, BF, PRECISION)
-        phi = tl.exp(logs - unit[:, None])
+        phi = exp_of(logs - unit[:, None])
         from_phi = DPHI + b * sdb + h * sdh + i[:, None] * sdn + c[None, :]
         dlogs = tl.load(from_phi, mask=inside[:, None] & (c[None, :] < f), other=0.0).to(tl.float32) * phi
         w = tl.load(W + c[:, None] * d + a[None, :], mask=column_mask(c[:, None] < f, a, d), other=0.0).to(x.dtype)
@@ -171,7 +171,7 @@ def exp_feature_backward(
     dx = dx * factor[:, None]
     along = -total * (root * root)
     if HAS_NORM:
-        most = tl.exp(2.0 * tl.load(LOG_NORM + h // R).to(tl.float32))
+        most = exp_of(2.0 * tl.load(LOG_NORM + h // R).to(tl.float32))
         shortened = square * (root * root) > most
         along = tl.where(shortened, -moved / tl.where(shortened, square, 1.0), along)
         tl.store(DNORM + bh * blocks + block, tl.sum(tl.where(shortened & inside, moved - total * most, 0.0), 0))

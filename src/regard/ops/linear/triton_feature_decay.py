@@ -11,7 +11,7 @@ the log decay from the start of the segment. No product is transposed but operan
 import triton
 import triton.language as tl
 
-from regard.ops.linear.triton_tiles import level_at, level_rows
+from regard.ops.linear.triton_tiles import exp_of, level_at, level_rows
 
 LARGEST_SPREAD = tl.constexpr(60.0)  # exp of it and of its negative are far from the limits of float32 and bfloat16
 
@@ -40,8 +40,8 @@ def tile_scores(
     r = tl.arange(0, C)
     if _narrow(LEVEL, low, stride, d, count, f, C):
         level = _from_middle(LEVEL, low, stride, d, count, f, C)
-        late = (q * tl.exp(level)).to(TYPE)
-        early = (k * tl.exp(-level)).to(TYPE)
+        late = (q * exp_of(level)).to(TYPE)
+        early = (k * exp_of(-level)).to(TYPE)
         if OF_KEYS:
             a = tl.dot(early, tl.trans(late), input_precision=PRECISION)
             a = tl.where(r[None, :] >= r[:, None], a, 0.0)
@@ -49,7 +49,7 @@ def tile_scores(
             a = tl.dot(late, tl.trans(early), input_precision=PRECISION)
             a = tl.where(r[:, None] >= r[None, :], a, 0.0)
     else:
-        a = _halved_scores(q, k, LEVEL, low, stride, d, count, f, C, OF_KEYS, TYPE, PRECISION)
+        a = halved_scores(q, k, LEVEL, low, stride, d, count, f, C, OF_KEYS, TYPE, PRECISION)
     return a
 
 
@@ -69,9 +69,9 @@ def tile_grads(
             level = -level
         seen = r[None, :] >= r[:, None] if OF_KEYS else r[:, None] >= r[None, :]
         masked = tl.where(seen, weights, 0.0).to(TYPE)
-        total += tl.dot(masked, (x * tl.exp(-level)).to(TYPE), input_precision=PRECISION) * tl.exp(level)
+        total += tl.dot(masked, (x * exp_of(-level)).to(TYPE), input_precision=PRECISION) * exp_of(level)
     else:
-        total = _halved_grads(total, weights, x, LEVEL, low, stride, d, count, f, C, OF_KEYS, TYPE, PRECISION)
+        total = halved_grads(total, weights, x, LEVEL, low, stride, d, count, f, C, OF_KEYS, TYPE, PRECISION)
     return total
 
 
@@ -87,11 +87,11 @@ def half_decay(level, LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.const
     """Return the factor of every token (C, features): of a query in the second half of its block, or of a key in the first."""
     block = (tl.arange(0, C) >> (shift + 1)) << (shift + 1)
     end = level_rows(LEVEL, low + block + (1 << shift) - 1, stride, d, count, f)
-    return tl.exp(-tl.abs(level - end))
+    return exp_of(-tl.abs(level - end))
 
 
 @triton.jit
-def _halved_scores(
+def halved_scores(
     q, k, LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, OF_KEYS: tl.constexpr, TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _halved_scores(
 
 
 @triton.jit
-def _halved_grads(
+def halved_grads(
     total, weights, x, LEVEL, low, stride, d, count, f: tl.constexpr, C: tl.constexpr, OF_KEYS: tl.constexpr,
     TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

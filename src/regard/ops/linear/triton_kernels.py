@@ -18,6 +18,8 @@ import triton.language as tl
 from regard.ops.linear.triton_feature_decay import tile_scores
 from regard.ops.linear.triton_tiles import (
     apply_feature,
+    column_mask,
+    exp_of,
     gate_decay,
     inverse_norm,
     key_columns,
@@ -27,9 +29,8 @@ from regard.ops.linear.triton_tiles import (
     level_rows,
     one_level,
     output_factor,
+    prefix_rows,
     present,
-    row_mask,
-    token_columns,
     token_levels,
     token_rows,
 )
@@ -61,25 +62,25 @@ def linear_sums(
     count = tl.minimum(n - seg * SEG, SEG)
     d = tl.arange(0, BF)
     c = part * BE + tl.arange(0, BE)
-    s = tl.zeros([BF, BE], tl.float32)
+    s = tl.zeros([BE, BF], tl.float32)
     z = tl.zeros([BF], tl.float32)
     total = tl.zeros([BF], tl.float32)
     passed = 0.0
     for low in range(0, count, C):
         j = low + tl.arange(0, C)
-        kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
+        k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
         v = token_rows(V, j, svn, c, count, e)
         if DECAY == 2:
-            logs = token_columns(LD, j, sln, d, count, f).to(tl.float32)
+            logs = token_rows(LD, j, sln, d, count, f).to(tl.float32)
             if GATES:
-                there = row_mask(present(VALID, j, count, HAS_VALID)[None, :], d, f)
+                there = column_mask(present(VALID, j, count, HAS_VALID)[:, None], d, f)
                 logs = tl.where(there, gate_decay(logs, gate_root), 0.0)
-            level = tl.cumsum(logs, 1)
-            chunk = tl.sum(logs, 1)
-            kt = kt.to(tl.float32) * tl.exp(tl.minimum(chunk[:, None] - level, 0.0))
+            level = prefix_rows(logs, False, TYPE)
+            chunk = tl.sum(logs, 0)
+            k = k.to(tl.float32) * exp_of(tl.minimum(chunk[None, :] - level, 0.0))
             if part == 0:
-                mask = (d[:, None] < f) & (j[None, :] < count)
-                tl.store(LEVEL + ((b * G + g) * n + start + j[None, :]) * f + d[:, None], total[:, None] + level, mask=mask)
+                mask = (d[None, :] < f) & (j[:, None] < count)
+                tl.store(LEVEL + ((b * G + g) * n + start + j[:, None]) * f + d[None, :], total[None, :] + level, mask=mask)
         if DECAY == 1:
             r = tl.arange(0, C)
             log = tl.load(LD + j * sln, mask=j < count, other=0.0).to(tl.float32)
@@ -90,26 +91,26 @@ def linear_sums(
             else:
                 level = tl.sum(tl.where(r[:, None] >= r[None, :], log[None, :], 0.0), 1)
             total_log = tl.sum(log, 0)
-            kt = kt.to(tl.float32) * tl.exp(tl.minimum(total_log - level, 0.0))[None, :]
+            k = k.to(tl.float32) * exp_of(tl.minimum(total_log - level, 0.0))[:, None]
             chunk = total_log + tl.zeros([BF], tl.float32)
             if part == 0:
                 tl.store(LEVEL + (b * G + g) * n + start + j, passed + level, mask=j < count)
             passed += total_log
         if DECAY > 0:
-            s = s * tl.exp(chunk)[:, None]
-            z = z * tl.exp(chunk)
+            s = s * exp_of(chunk)[None, :]
+            z = z * exp_of(chunk)
             total += chunk
-        s = tl.dot(kt.to(TYPE), v.to(TYPE), s, input_precision=PRECISION)
+        s = tl.dot(tl.trans(v.to(TYPE)), k.to(TYPE), s, input_precision=PRECISION)
         if NORM:
-            z += tl.sum(kt.to(tl.float32), 1)
+            z += tl.sum(k.to(tl.float32), 0)
     at = (bg * slots + seg) * f
     inside = d < f
-    state_at = d[:, None] * e + c[None, :]
-    mask = inside[:, None] & (c[None, :] < e)
+    state_at = d[None, :] * e + c[:, None]
+    mask = inside[None, :] & (c[:, None] < e)
     if WITH_FIRST:
-        s += tl.load(FIRST + at * e + state_at, mask=mask, other=0.0) * tl.exp(total)[:, None]
+        s += tl.load(FIRST + at * e + state_at, mask=mask, other=0.0) * exp_of(total)[None, :]
         if NORM:
-            z += tl.load(FIRST_Z + at + d, mask=inside, other=0.0) * tl.exp(total)
+            z += tl.load(FIRST_Z + at + d, mask=inside, other=0.0) * exp_of(total)
     tl.store(S + at * e + state_at, s, mask=mask)
     if part == 0:
         if NORM:
@@ -177,7 +178,7 @@ def linear_scan(
                 if NORM:
                     own_z += tl.load(OWN_Z + at, mask=there, other=0.0)
         if DECAY > 0:
-            keep = tl.exp(tl.load(A + spot, mask=there, other=0.0))
+            keep = exp_of(tl.load(A + spot, mask=there, other=0.0))
             kept, after = tl.associative_scan((keep[:, None] + tl.zeros([SB, BE], tl.float32), own), 0, _after)
             after += kept * carry[None, :]
         else:
@@ -246,7 +247,7 @@ def linear_forward(
     entry = q
     if DECAY == 2:  # from the token before the tile on
         before = level_at(LEVEL, low - 1, sln, d, f, DECAY)
-        entry = q.to(tl.float32) * tl.exp(level_rows(LEVEL, i, sln, d, count, f) - before[None, :])
+        entry = q.to(tl.float32) * exp_of(level_rows(LEVEL, i, sln, d, count, f) - before[None, :])
     if DECAY == 1:
         level = token_levels(LEVEL, i, sln, count)
         before = one_level(LEVEL, low - 1, sln)
@@ -260,31 +261,31 @@ def linear_forward(
         mask = (d[:, None] < f) & (c[None, :] < e)
         s = tl.load(S + at * e + d[:, None] * e + c[None, :], mask=mask, other=0.0)
         if DECAY == 2:
-            s = s.to(tl.float32) * tl.exp(before)[:, None]
+            s = s.to(tl.float32) * exp_of(before)[:, None]
         o = tl.dot(late, s.to(TYPE), o, input_precision=PRECISION)
         if NORM:
             z = tl.load(Z + at + d, mask=d < f, other=0.0).to(tl.float32)
             if DECAY == 2:
-                z = z * tl.exp(before)
+                z = z * exp_of(before)
             den = tl.sum(entry.to(tl.float32) * z[None, :], 1)
         if DECAY == 1:
-            o = o * tl.exp(before)
-            den = den * tl.exp(before)
+            o = o * exp_of(before)
+            den = den * exp_of(before)
     if HAS_KEYS:
         for other in range(0, low, C):
             j = other + r
             kt = key_columns(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID, True)
             if DECAY == 2:
-                kt = kt.to(tl.float32) * tl.exp(before[:, None] - level_columns(LEVEL, j, sln, d, count, f))
+                kt = kt.to(tl.float32) * exp_of(before[:, None] - level_columns(LEVEL, j, sln, d, count, f))
             a = tl.dot(late, kt.to(TYPE), input_precision=PRECISION)
             if DECAY == 1:
-                a = a * tl.exp(before - token_levels(LEVEL, j, sln, count))[None, :]
+                a = a * exp_of(before - token_levels(LEVEL, j, sln, count))[None, :]
             if NORM:
                 den += tl.sum(a, 1)
             v = token_rows(V, j, svn, c, count, e, True)
             o = tl.dot(a.to(TYPE), v.to(TYPE), o, input_precision=PRECISION)
         if DECAY == 1:
-            share = tl.exp(level - before)
+            share = exp_of(level - before)
             o = o * share[:, None]
             den = den * share
         if DECAY == 2:
@@ -294,7 +295,7 @@ def linear_forward(
             kt = key_columns(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
             a = tl.dot(late, kt.to(TYPE), input_precision=PRECISION)
             if DECAY == 1:
-                a = a * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
+                a = a * exp_of(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
             else:
                 a = tl.where(r[:, None] >= r[None, :], a, 0.0)
         if NORM:

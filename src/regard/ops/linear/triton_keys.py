@@ -7,14 +7,17 @@ from regard.ops.linear.triton_feature_decay import tile_grads, tile_scores
 from regard.ops.linear.triton_queries import query_grads
 from regard.ops.linear.triton_tiles import (
     apply_feature,
+    exp_of,
     feature_slope,
     gate_slope,
     key_rows,
     level_at,
     level_columns,
     level_rows,
+    norm_grad,
     one_level,
     output_factor,
+    prefix_rows,
     present,
     token_columns,
     token_levels,
@@ -50,7 +53,7 @@ def _key_grads(
         share = 1.0 / scale + tl.zeros([BF], tl.float32)  # the scale of the queries is applied to results alone
         if DECAY > 0:
             behind = level_at(LEVEL, count - 1, sln, d, f, DECAY) - level_at(LEVEL, last, sln, d, f, DECAY)
-            share = share * tl.exp(behind)
+            share = share * exp_of(behind)
         dk = dk * share[None, :]
     if DECAY == 1:
         level = token_levels(LEVEL, j, sln, count)
@@ -67,17 +70,17 @@ def _key_grads(
                 dnt = dnt.to(tl.float32) * output_factor(DEN + head * n, i, count, 1.0, NORMALIZE)[None, :]
             dat = tl.dot(v, dnt.to(TYPE), input_precision=PRECISION)
             if NORM:
-                dat += tl.load(DD + head * n + i, mask=i < count, other=0.0)[None, :]
+                dat += norm_grad(DD + head * n, DEN + head * n, i, count, NORMALIZE)[None, :]
             if DECAY == 1:
-                dat = dat * tl.exp(token_levels(LEVEL, i, sln, count) - end)[None, :]
+                dat = dat * exp_of(token_levels(LEVEL, i, sln, count) - end)[None, :]
             q = apply_feature(token_rows(Q + head * sqh, i, sqn, d, count, f), FEATURE)
             if DECAY == 2:
-                q = q.to(tl.float32) * tl.exp(level_rows(LEVEL, i, sln, d, count, f) - ends[None, :])
+                q = q.to(tl.float32) * exp_of(level_rows(LEVEL, i, sln, d, count, f) - ends[None, :])
             dk = tl.dot(dat.to(TYPE), q.to(TYPE), dk, input_precision=PRECISION)
     if DECAY == 1:
-        dk = dk * tl.exp(end - level)[:, None]
+        dk = dk * exp_of(end - level)[:, None]
     if DECAY == 2:
-        dk = dk * tl.exp(ends[None, :] - level_rows(LEVEL, j, sln, d, count, f))
+        dk = dk * exp_of(ends[None, :] - level_rows(LEVEL, j, sln, d, count, f))
     if HAS_QUERIES:
         late = r[None, :] >= r[:, None]  # query i at or behind key j, (j, i)
         for head in range(R):
@@ -86,13 +89,13 @@ def _key_grads(
                 dnt = dnt.to(tl.float32) * output_factor(DEN + head * n, j, count, 1.0, NORMALIZE)[None, :]
             dat = tl.dot(v, dnt.to(TYPE), input_precision=PRECISION)
             if NORM:
-                dat += tl.load(DD + head * n + j, mask=j < count, other=0.0)[None, :]
+                dat += norm_grad(DD + head * n, DEN + head * n, j, count, NORMALIZE)[None, :]
             q = apply_feature(token_rows(Q + head * sqh, j, sqn, d, count, f), FEATURE)
             if DECAY == 2:
                 dk = tile_grads(dk, dat, q.to(tl.float32), LEVEL, low, sln, d, count, f, C, True, TYPE, PRECISION)
             else:
                 if DECAY == 1:
-                    dat = dat * tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
+                    dat = dat * exp_of(tl.where(late, level[None, :] - level[:, None], float("-inf")))
                 else:
                     dat = tl.where(late, dat, 0.0)
                 dk = tl.dot(dat.to(TYPE), q.to(TYPE), dk, input_precision=PRECISION)
@@ -133,18 +136,18 @@ def _value_grads(
         end = one_level(LEVEL, last, sln)
     if DECAY == 2:
         ends = level_at(LEVEL, last, sln, d, f, DECAY)
-        early = k.to(tl.float32) * tl.exp(ends[None, :] - level_rows(LEVEL, j, sln, d, count, f))
+        early = k.to(tl.float32) * exp_of(ends[None, :] - level_rows(LEVEL, j, sln, d, count, f))
     keys = early.to(TYPE)
     dv = tl.zeros([C, BE], tl.float32)
     if HAS_ADJOINT:
         adjoint = tl.load(ADJ + at * e + d[:, None] * e + c[None, :], mask=(d[:, None] < f) & (c[None, :] < e), other=0.0)
         if DECAY == 2:
             behind = level_at(LEVEL, count - 1, sln, d, f, DECAY)
-            adjoint = adjoint.to(tl.float32) * tl.exp(behind - ends)[:, None]
+            adjoint = adjoint.to(tl.float32) * exp_of(behind - ends)[:, None]
         dv = tl.dot(keys, adjoint.to(TYPE), dv, input_precision=PRECISION)
         dv = dv * (1.0 / scale)
         if DECAY == 1:
-            dv = dv * tl.exp(one_level(LEVEL, count - 1, sln) - end)
+            dv = dv * exp_of(one_level(LEVEL, count - 1, sln) - end)
     if HAS_QUERIES:
         tiles = tl.cdiv(count, C) - 1 - low // C
         for x in range(tiles * R):
@@ -152,16 +155,16 @@ def _value_grads(
             i = low + C + (x % tiles) * C + r
             qt = apply_feature(token_columns(Q + head * sqh, i, sqn, d, count, f), FEATURE)
             if DECAY == 2:
-                qt = qt.to(tl.float32) * tl.exp(level_columns(LEVEL, i, sln, d, count, f) - ends[:, None])
+                qt = qt.to(tl.float32) * exp_of(level_columns(LEVEL, i, sln, d, count, f) - ends[:, None])
             a = tl.dot(keys, qt.to(TYPE), input_precision=PRECISION)
             if DECAY == 1:
-                a = a * tl.exp(token_levels(LEVEL, i, sln, count) - end)[None, :]
+                a = a * exp_of(token_levels(LEVEL, i, sln, count) - end)[None, :]
             dn = token_rows(DO + head * sdh, i, sdn, c, count, e)
             if NORMALIZE != 0:
                 dn = dn.to(tl.float32) * output_factor(DEN + head * n, i, count, 1.0, NORMALIZE)[:, None]
             dv = tl.dot(a.to(TYPE), dn.to(TYPE), dv, input_precision=PRECISION)
     if DECAY == 1:
-        dv = dv * tl.exp(end - level)[:, None]
+        dv = dv * exp_of(end - level)[:, None]
     if HAS_QUERIES:
         late = r[None, :] >= r[:, None]
         for head in range(R):
@@ -172,7 +175,7 @@ def _value_grads(
                 qt = apply_feature(token_columns(Q + head * sqh, j, sqn, d, count, f), FEATURE)
                 a = tl.dot(keys, qt.to(TYPE), input_precision=PRECISION)
                 if DECAY == 1:
-                    a = a * tl.exp(tl.where(late, level[None, :] - level[:, None], float("-inf")))
+                    a = a * exp_of(tl.where(late, level[None, :] - level[:, None], float("-inf")))
                 else:
                     a = tl.where(late, a, 0.0)
             dn = token_rows(DO + head * sdh, j, sdn, c, count, e)
@@ -257,7 +260,7 @@ def linear_decay_grads(
     QD, KD, DOT, GATE, VALID, DLD,
     sgb, sgh, sgn, gate_root, n, segs, SEG, heads_all, kv_all, G, R, PARTS,
     f: tl.constexpr, BF: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_VALID: tl.constexpr,
-    HAS_QUERIES: tl.constexpr, GATES: tl.constexpr,
+    HAS_QUERIES: tl.constexpr, GATES: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """Compute DLD (b g n 1) or (b g n f), the gradient of decays or gates: sums of q . dq - k . dk from the end of a segment.
 
@@ -300,7 +303,7 @@ def linear_decay_grads(
                     here = QD + ((bh + head) * n + start) * f
                     product += tl.load(here + j[:, None] * f + d[None, :], mask=mask, other=0.0)
             into = DLD + (bg * n + start + j[:, None]) * f + d[None, :]
-        grads = behind[None, :] + tl.cumsum(product, 0, reverse=True)
+        grads = behind[None, :] + prefix_rows(product, True, TYPE)
         behind += tl.sum(product, 0)
         if GATES:
             gates = tl.load(GATE + j[:, None] * sgn + d[None, :], mask=mask, other=0.0).to(tl.float32)

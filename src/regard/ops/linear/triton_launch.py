@@ -14,10 +14,12 @@ from regard.ops.kernel_launch import KernelLaunch, present_slots
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import gain_of_heads
 from regard.ops.linear.triton_kernels import linear_forward, linear_scan, linear_sums
+from regard.ops.linear.triton_walk import linear_walk
 from regard.ops.linear.zero_state import is_zero_state
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
 OptionalT = TypeVar("OptionalT", Tensor, Tensor | None)
+WIDEST_WALK = 64  # features and numbers of a value, of a state that a program carries from tile to tile
 STATE_TILE = 1 << 14  # elements of a state that one program holds
 
 
@@ -123,6 +125,10 @@ class LinearLaunch:
         while size > smallest and self.b * self.g * -(-self.n // size) < programs:
             size //= 2
         return size
+
+    def walks(self, x: LinearInputs) -> bool:
+        """Return whether programs walk along segments: where tokens are read and written, and registers hold a state."""
+        return x.q is not None and x.k is not None and max(self.bf, self.be) <= WIDEST_WALK
 
     def strides(self, *tensors: Tensor | None) -> list[int]:
         """The strides of batch, head and token; 0 for tensors that are not there."""
@@ -301,19 +307,21 @@ def _outputs(run: LinearLaunch, x: LinearInputs, kept: LinearStates) -> tuple[Te
     if den is None and run.norm:
         den = run.new(run.b, run.h, run.n)
     tensors = (x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den)
+    walks = run.walks(x)
 
     def parts() -> LaunchParts:
-        width = state_part(run.be, run.bf)
+        tiles = run.tiles("linear_walk") if walks else run.tiles("linear_forward")
+        width = run.be if walks else state_part(run.be, run.bf)
         parts = run.be // width
-        tiles = run.tiles("linear_forward")
-        count = -(-run.n // tiles["C"])
+        count = run.segs if walks else -(-run.n // tiles["C"])
         sizes = (run.n, count, run.seg, run.state_slots(kept.states), run.h, run.h // run.g)
         numbers = (*run.strides(x.q, x.k, x.v, kept.levels), x.scale, *sizes)
-        own = {"BF": run.bf, "BE": width, "PARTS": parts, "NORMALIZE": run.divides, "HAS_KEYS": x.k is not None}
-        state = {"HAS_STATE": run.has_states(kept.states)}
-        return (parts * count * run.b * run.h,), numbers, {**own, **state, **run.flags, **run.product, **tiles}
+        own = {"BF": run.bf, "BE": width, "NORMALIZE": run.divides, "HAS_STATE": run.has_states(kept.states)}
+        if not walks:
+            own |= {"PARTS": parts, "HAS_KEYS": x.k is not None}
+        return (parts * count * run.b * run.h,), numbers, {**own, **run.flags, **run.product, **tiles}
 
-    run.launch(("forward", kept.states.dim()), linear_forward, tensors, parts)
+    run.launch(("forward", kept.states.dim()), linear_walk if walks else linear_forward, tensors, parts)
     return out, den
 
 

@@ -20,6 +20,7 @@ from regard.ops.linear.triton_launch import (
     state_part,
 )
 from regard.ops.linear.triton_queries import linear_adjoint
+from regard.ops.linear.triton_walk import linear_walk_grads
 from regard.ops.triton_support import kernel_config
 
 
@@ -171,25 +172,31 @@ def _token_grads(
         d_k, d_v = run.tokens(run.g, run.f, x.k.dtype), run.tokens(run.g, run.e, x.v.dtype)
         kd = _products(run, run.g, parts) if decay_grad else None
 
+    walks = run.walks(x)
+
     def arguments() -> LaunchParts:
+        tiles = run.tiles("linear_walk_grads") if walks else run.tiles("linear_gradients")
+        sizes = (run.seg, run.state_slots(kept.states), adjoint.slots)
+        numbers = (*run.strides(x.q, x.k, x.v, kept.levels, d_out), x.scale, run.n)
+        there = {"HAS_STATE": run.has_states(kept.states), "HAS_ADJOINT": adjoint.states is not None, "DECAY_GRAD": decay_grad}
+        constants = {"BF": run.bf, "BE": run.be, "NORMALIZE": run.divides, **there, **run.flags, **run.product, **tiles}
+        if walks:
+            programs = constants.pop("key_programs")
+            constants["TOGETHER"] = programs == 1
+            return ((ratio + programs) * run.segs * run.b * run.g,), (*numbers, run.segs, *sizes, run.h, ratio), constants
+        count = -(-run.n // tiles["C"])
         reading = 0 if x.q is None else ratio * parts
         writing = 0 if x.k is None else parts + run.be // values
-        tiles = run.tiles("linear_gradients")
-        count = -(-run.n // tiles["C"])
-        states = (run.state_slots(kept.states), adjoint.slots)
-        sizes = (run.n, count, run.seg, *states, run.b * run.h, run.b * run.g, run.h, ratio)
-        numbers = (*run.strides(x.q, x.k, x.v, kept.levels, d_out), x.scale, *sizes)
-        there = {"HAS_QUERIES": x.q is not None, "HAS_KEYS": x.k is not None, "HAS_STATE": run.has_states(kept.states)}
-        more = {"HAS_ADJOINT": adjoint.states is not None, "DECAY_GRAD": decay_grad}
-        widths = {"BF": run.bf, "BE": run.be, "PF": features, "PE": values, "NORMALIZE": run.divides}
-        constants = {**widths, **there, **more, **run.flags, **run.product, **tiles}
+        constants |= {"PF": features, "PE": values, "HAS_QUERIES": x.q is not None, "HAS_KEYS": x.k is not None}
+        numbers = (*numbers, count, *sizes, run.b * run.h, run.b * run.g, run.h, ratio)
         return ((reading + writing) * count * run.b * run.g,), numbers, constants
 
     given = (x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, kept.states, kept.norms)
     tensors = (*given, adjoint.states, adjoint.norms, d_q, d_k, d_v, qd, kd)
     outer = None if d_out is None else (d_out.stride(), d_out.dtype)
     adjoint_kind = None if adjoint.states is None else (adjoint.states.dtype, adjoint.slots)
-    run.launch(("gradients", outer, kept.states.dim(), adjoint_kind), linear_gradients, tensors, arguments)
+    kernel = linear_walk_grads if walks else linear_gradients
+    run.launch(("gradients", outer, kept.states.dim(), adjoint_kind), kernel, tensors, arguments)
     return d_q, d_k, d_v, (qd, kd)
 
 
@@ -212,7 +219,8 @@ def _decay_grads(run: LinearLaunch, x: LinearInputs, products: Products, dots: T
         sizes = (run.n, run.segs, run.seg, run.b * run.h, run.b * run.g, run.g, run.h // run.g, sums)
         numbers = (*run.strides(x.log_decay), x.gate_root, *sizes)
         there = {"HAS_VALID": x.valid is not None, "HAS_QUERIES": qd is not None, "GATES": x.gate_root > 0}
-        constants = {"f": run.f, "BF": width, "C": config.pop("chunk"), "DECAY": run.decay, **there, **config}
+        widths = {"f": run.f, "BF": width, "C": config.pop("chunk"), "DECAY": run.decay}
+        constants = {**widths, **there, "TYPE": run.product["TYPE"], **config}
         return (blocks * run.segs * run.b * run.g,), numbers, constants
 
     run.launch("decays", linear_decay_grads, (qd, kd, dots, x.log_decay, x.valid, grads), parts)

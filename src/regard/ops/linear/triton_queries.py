@@ -18,12 +18,12 @@ import triton.language as tl
 from regard.ops.linear.triton_feature_decay import tile_grads
 from regard.ops.linear.triton_tiles import (
     apply_feature,
+    exp_of,
     feature_slope,
-    inverse_norm,
     key_rows,
     level_at,
-    level_columns,
     level_rows,
+    norm_grad,
     one_level,
     output_factor,
     token_columns,
@@ -43,8 +43,8 @@ def linear_adjoint(
 ):  # fmt: skip
     """Sum q_i dn_i^T and q_i dd_i over a segment of one head and part of the features, with the decay since its start.
 
-    OWN (b h slots f e) and OWN_Z (b h slots f) get the sums. DD (b h n) is the gradient of the norm: with NORMALIZE 1 it is
-    computed and stored here, else given.
+    OWN (b h slots f e) and OWN_Z (b h slots f) get the sums. DD (b h n) is the gradient of the norm, given; with NORMALIZE 1 it
+    is that times the norm, computed and stored here.
     """
     pid = tl.program_id(0)
     part, seg, bh = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
@@ -59,33 +59,30 @@ def linear_adjoint(
     count = tl.minimum(n - seg * SEG, SEG)
     d = part * BF + tl.arange(0, BF)
     c = tl.arange(0, BE)
-    own = tl.zeros([BF, BE], tl.float32)
+    own = tl.zeros([BE, BF], tl.float32)
     own_z = tl.zeros([BF], tl.float32)
     for low in range(0, count, C):
         i = low + tl.arange(0, C)
-        dn = token_rows(DO, i, sdn, c, count, e)
-        qt = apply_feature(token_columns(Q, i, sqn, d, count, f), FEATURE)
-        if NORMALIZE == 2:
-            dn = dn.to(tl.float32) * output_factor(DEN, i, count, 1.0, NORMALIZE)[:, None]
+        do = token_rows(DO, i, sdn, c, count, e)
+        q = apply_feature(token_rows(Q, i, sqn, d, count, f), FEATURE)
+        if NORMALIZE != 0:  # the factor of an output is given to its query
+            q = q.to(tl.float32) * output_factor(DEN, i, count, 1.0, NORMALIZE)[:, None]
         if NORMALIZE == 1:
-            o = token_rows(OUT, i, H * e, c, count, e)
-            inverse = inverse_norm(tl.load(DEN + i, mask=i < count, other=0.0))
-            dd = -tl.sum(dn.to(tl.float32) * o.to(tl.float32), 1) * inverse
-            dn = dn.to(tl.float32) * inverse[:, None]
+            dd = -tl.sum(do.to(tl.float32) * token_rows(OUT, i, H * e, c, count, e).to(tl.float32), 1)
             if part == 0:
                 tl.store(DD + i, dd, mask=i < count)
         elif NORM:
             dd = tl.load(DD + i, mask=i < count, other=0.0)
         if DECAY == 1:
-            qt = qt.to(tl.float32) * tl.exp(token_levels(LEVEL, i, sln, count))[None, :]
+            q = q.to(tl.float32) * exp_of(token_levels(LEVEL, i, sln, count))[:, None]
         if DECAY == 2:
-            qt = qt.to(tl.float32) * tl.exp(level_columns(LEVEL, i, sln, d, count, f))
-        own = tl.dot(qt.to(TYPE), dn.to(TYPE), own, input_precision=PRECISION)
+            q = q.to(tl.float32) * exp_of(level_rows(LEVEL, i, sln, d, count, f))
+        own = tl.dot(tl.trans(do.to(TYPE)), q.to(TYPE), own, input_precision=PRECISION)
         if NORM:
-            own_z += tl.sum(qt.to(tl.float32) * dd[None, :], 1)
+            own_z += tl.sum(q.to(tl.float32) * dd[:, None], 0)
     at = (bh * (segs + 1) + seg) * f
     inside = d < f
-    tl.store(OWN + at * e + d[:, None] * e + c[None, :], own * scale, mask=inside[:, None] & (c[None, :] < e))
+    tl.store(OWN + at * e + d[None, :] * e + c[:, None], own * scale, mask=inside[None, :] & (c[:, None] < e))
     if NORM:
         tl.store(OWN_Z + at + d, own_z * scale, mask=inside)
 
@@ -113,7 +110,7 @@ def query_grads(
     half = dn.to(TYPE)
     dd = tl.zeros([C], tl.float32)
     if NORM:
-        dd = tl.load(DD + i, mask=i < count, other=0.0)
+        dd = norm_grad(DD, DEN, i, count, NORMALIZE)
     dq = tl.zeros([C, BF], tl.float32)
     if HAS_STATE:
         st = tl.load(S + at * e + d[None, :] * e + c[:, None], mask=(d[None, :] < f) & (c[:, None] < e), other=0.0)
@@ -122,7 +119,7 @@ def query_grads(
             z = tl.load(Z + at + d, mask=d < f, other=0.0).to(tl.float32)
             dq += dd[:, None] * z[None, :]
         if DECAY > 0:
-            dq = dq * tl.exp(level_at(LEVEL, low - 1, sln, d, f, DECAY))[None, :]
+            dq = dq * exp_of(level_at(LEVEL, low - 1, sln, d, f, DECAY))[None, :]
     if HAS_KEYS:
         if DECAY == 1:
             level = token_levels(LEVEL, i, sln, count)
@@ -136,15 +133,15 @@ def query_grads(
             if NORM:
                 da += dd[:, None]
             if DECAY == 1:
-                da = da * tl.exp(before - token_levels(LEVEL, j, sln, count))[None, :]
+                da = da * exp_of(before - token_levels(LEVEL, j, sln, count))[None, :]
             k = key_rows(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID, True)
             if DECAY == 2:
-                k = k.to(tl.float32) * tl.exp(befores[None, :] - level_rows(LEVEL, j, sln, d, count, f))
+                k = k.to(tl.float32) * exp_of(befores[None, :] - level_rows(LEVEL, j, sln, d, count, f))
             dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)
         if DECAY == 1:
-            dq = dq * tl.exp(level - before)[:, None]
+            dq = dq * exp_of(level - before)[:, None]
         if DECAY == 2:
-            dq = dq * tl.exp(level_rows(LEVEL, i, sln, d, count, f) - befores[None, :])
+            dq = dq * exp_of(level_rows(LEVEL, i, sln, d, count, f) - befores[None, :])
         vt = token_columns(V, i, svn, c, count, e)
         da = tl.dot(half, vt.to(TYPE), input_precision=PRECISION)
         if NORM:
@@ -154,7 +151,7 @@ def query_grads(
             dq = tile_grads(dq, da, k.to(tl.float32), LEVEL, low, sln, d, count, f, C, False, TYPE, PRECISION)
         else:
             if DECAY == 1:
-                da = da * tl.exp(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
+                da = da * exp_of(tl.where(r[:, None] >= r[None, :], level[:, None] - level[None, :], float("-inf")))
             else:
                 da = tl.where(r[:, None] >= r[None, :], da, 0.0)
             dq = tl.dot(da.to(TYPE), k.to(TYPE), dq, input_precision=PRECISION)

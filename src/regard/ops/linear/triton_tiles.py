@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 SMALLEST_LOG = tl.constexpr(-113.53750817571904)  # 1.3 log(tiny) of float32: a log decay that leaves nothing
+LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_FLOOR = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: below, weights have no digits left
+
+
+@triton.jit
+def exp_of(x):
+    """Return exp(x), and 0 where that is no normal number: one instruction of the card and not four, as `tl.exp` is."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -46,7 +53,7 @@ def apply_feature(x, FEATURE: tl.constexpr):
     """Return the feature map of x, in float32 unless it is x itself."""
     if FEATURE == 1:
         x = x.to(tl.float32)
-        x = tl.maximum(x, 0.0) + tl.exp(tl.minimum(x, 0.0))
+        x = tl.maximum(x, 0.0) + exp_of(tl.minimum(x, 0.0))
     if FEATURE == 2:
         x = tl.maximum(x.to(tl.float32), 0.0)
     return x
@@ -57,7 +64,7 @@ def feature_slope(x, FEATURE: tl.constexpr):
     """Return the derivative of the feature map at x."""
     x = x.to(tl.float32)
     if FEATURE == 1:
-        x = tl.exp(tl.minimum(x, 0.0))
+        x = exp_of(tl.minimum(x, 0.0))
     if FEATURE == 2:
         x = (x > 0).to(tl.float32)
     return x
@@ -109,17 +116,61 @@ def output_factor(DEN, i, count, scale, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def norm_grad(DD, DEN, i, count, NORMALIZE: tl.constexpr):
+    """Return the gradients of the norms of tokens i: DD holds them, times the norm if outputs are divided by it."""
+    dd = tl.load(DD + i, mask=i < count, other=0.0)
+    if NORMALIZE == 1:
+        dd = dd * output_factor(DEN, i, count, 1.0, NORMALIZE)
+    return dd
+
+
+@triton.jit
+def prefix_rows(x, REVERSE: tl.constexpr, TYPE: tl.constexpr):
+    """Return the sums of rows of x (tokens, features), float32, up to each token, or from each on with REVERSE.
+
+    Where other products take bfloat16, they are products with a triangle of ones: three parts of bfloat16 have all digits of x.
+    Products of fewer than 64 columns are none: Triton 3.6 lets some of them read behind their shared memory on Hopper cards.
+    """
+    if tl.float32 == TYPE or x.shape[1] < 64:
+        y = tl.cumsum(x, 0, reverse=REVERSE)
+    else:
+        r = tl.arange(0, x.shape[0])
+        ones = tl.where(r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :], 1.0, 0.0).to(TYPE)
+        first = x.to(TYPE)
+        rest = x - first.to(tl.float32)
+        second = rest.to(TYPE)
+        y = tl.dot(ones, (rest - second.to(tl.float32)).to(TYPE))
+        y = tl.dot(ones, second, y)
+        y = tl.dot(ones, first, y)
+    return y
+
+
+@triton.jit
+def log_sigmoid(x):
+    """Return the log of sigmoid(x): log(1 + t) is 2 artanh(t / (2 + t)), whose series has all digits of small t."""
+    t = exp_of(-tl.abs(x))
+    ratio = t / (2.0 + t)
+    square = ratio * ratio
+    series = square * (1 / 13) + 1 / 11
+    series = square * series + 1 / 9
+    series = square * series + 1 / 7
+    series = square * series + 1 / 5
+    series = square * series + 1 / 3
+    series = square * series + 1.0
+    return tl.minimum(x, 0.0) - 2.0 * ratio * series
+
+
+@triton.jit
 def gate_decay(x, root):
     """Return the log decay of gates x: that of the root of their sigmoid."""
-    log = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return tl.maximum(log / root, SMALLEST_LOG)
+    return tl.maximum(log_sigmoid(x) * (1.0 / root), SMALLEST_LOG)
 
 
 @triton.jit
 def gate_slope(x, root):
     """Return the derivative of the log decay of gates x."""
-    log = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return tl.where(log / root >= SMALLEST_LOG, 1.0 / (1.0 + tl.exp(x)) / root, 0.0)
+    slope = 1.0 / (root + root * exp_of(tl.minimum(x, 80.0)))
+    return tl.where(log_sigmoid(x) * (1.0 / root) >= SMALLEST_LOG, slope, 0.0)
 
 
 # Decays. LEVEL holds the log decay from the start of the segment up to every token: one number (DECAY 1), or one for each feature
