@@ -1,8 +1,15 @@
 """Pretrained models of transformers with converted attention: any mechanism in place of softmax, aligned, distilled, saved."""
 
 import copy
+import importlib
+import json
 import math
+import sys
+import time
 import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -419,3 +426,29 @@ def test_models_that_were_not_converted_are_refused(tmp_path):
     config = transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, num_layers=1, num_heads=2, d_ff=8)
     with pytest.raises(ValueError, match="an encoder and a decoder"):
         hf.convert(transformers.T5ForConditionalGeneration(config), "linear")
+
+
+# The benchmark and its tables, at tiny sizes
+
+
+def test_the_benchmark_runs_goes_on_and_fills_its_tables(tmp_path, monkeypatch):
+    """Teacher, conversions, speed and long answers; a second call computes nothing again; every table has its rows."""
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.setattr(sys, "path", [str(root / "benchmarks"), str(root / "docs"), *sys.path])
+    monkeypatch.setenv("LIMIT", "100")
+    hf_convert, tables = importlib.import_module("hf_convert"), importlib.import_module("tables_conversion")
+    tiny = replace(hf_convert.TINY, long=40, most_steps=2, shares=(0.0, 0.5))
+    monkeypatch.setattr(hf_convert, "TINY", tiny)
+    monkeypatch.setattr(hf_convert, "STARTED", time.monotonic())
+    options = ["--tiny", "--device", "cpu", "--folder", str(tmp_path / "run"), "--out", str(tmp_path)]
+    made = json.loads(hf_convert.main(options).read_text())
+    kinds = Counter(row["what"] for row in made["rows"])
+    assert kinds == {"teacher": 1, "align": 3, "quality": 6, "speed": 7, "generate": 4}
+    assert json.loads(hf_convert.main(options).read_text())["rows"] == made["rows"]
+    quality = tables.conversion_quality(made)
+    assert quality.count("nothing to align") == 2 and quality.count("| hybrid |") == 2
+    assert tables.conversion_errors(made).count("worst head after") == 3
+    assert len(tables.conversion_speed(made).splitlines()) == 2 + 2 + 7
+    assert "| linear | 40 |" in tables.conversion_answers(made)
+    for name in ("quality", "errors", "speed", "answers"):
+        assert "Not measured yet" in getattr(tables, f"conversion_{name}")({"rows": []})
