@@ -7,13 +7,17 @@
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if find_spec("transformers") is None:
+    raise ModuleNotFoundError("regard.hf needs transformers: pip install 'regard[hf]'", name="transformers")
 
 from regard.hf.spec_names import admit_specs
 
 if TYPE_CHECKING:
-    from regard.hf.model_memory import memory
     from regard.hf.attention_setting import set_attention
+    from regard.hf.model_memory import memory
 
 __all__ = ["memory", "set_attention"]
 
