@@ -7,7 +7,11 @@
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if find_spec("transformers") is None:
+    raise ModuleNotFoundError("regard.hf needs transformers: pip install 'regard[hf]'", name="transformers")
 
 from regard.hf.spec_names import admit_specs
 

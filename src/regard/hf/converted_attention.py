@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.hf.model_mask import ModelMask
-from regard.hf.spec_attention import MEMORY, Heads, attend_by_core, spec_attention
+from regard.hf.spec_attention import MEMORY, QueryKeyValue, attend_by_core, spec_attention
 from regard.hf.spec_names import LayerSpecs, register_named
 from regard.mixers.attention import in_autocast, no_autocast
 from regard.mixers.base import Core
@@ -32,7 +32,7 @@ def converted_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend with query (b h n d) to key (b g m d) and value (b g m e): returns (b n h e), and no weights."""
-    heads = _alike(Heads(query, key, value))
+    heads = _alike(QueryKeyValue(query, key, value))
     mechanism = getattr(module, MECHANISM, None)
 
     def softmax() -> Tensor:
@@ -49,7 +49,7 @@ def converted_attention(
 class MechanismCall:
     """Hold one call of a converted layer: `softmax()` and `attend()` give the outputs (b n h e) of the layer before and now."""
 
-    def __init__(self, module: nn.Module, heads: Heads, mask: ModelMask | None, softmax: Callable[[], Tensor]) -> None:
+    def __init__(self, module: nn.Module, heads: QueryKeyValue, mask: ModelMask | None, softmax: Callable[[], Tensor]) -> None:
         self.module, self.heads, self.mask, self.softmax = module, heads, mask, softmax
 
     @property
@@ -69,7 +69,7 @@ class MechanismCall:
         return out.to(q.dtype).transpose(1, 2).contiguous()
 
 
-def _alike(heads: Heads) -> Heads:
+def _alike(heads: QueryKeyValue) -> QueryKeyValue:
     """Return queries, keys and values in one type under autocast, as SDPA does: rotary positions make float32 of two of them."""
     if not in_autocast(heads.q):
         return heads
@@ -78,10 +78,10 @@ def _alike(heads: Heads) -> Heads:
     memory = getattr(heads.k, MEMORY, None)
     if memory is not None and k is not heads.k:
         setattr(k, MEMORY, memory)
-    return Heads(q, k, v)
+    return QueryKeyValue(q, k, v)
 
 
-def _check_mask(module: nn.Module, mechanism: Core, heads: Heads, mask: Any, options: dict[str, Any]) -> None:
+def _check_mask(module: nn.Module, mechanism: Core, heads: QueryKeyValue, mask: Any, options: dict[str, Any]) -> None:
     """Refuse what a mechanism cannot compute: other masks, a bias of scores, keys that a cache has dropped."""
     kind = type(module).__name__
     for name in ("position_bias", "softcap"):

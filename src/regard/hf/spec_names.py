@@ -1,4 +1,4 @@
-"""Names of attention in transformers: any Spec, or one Spec for each layer, is registered when it is first asked for."""
+"""Names of attention in transformers: any Spec, or one Spec for each layer, is registered when it is first needed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class LayerSpecs(NamedTuple):
 
     def __str__(self) -> str:
         if self.shared:
-            return spec_text(self.each[0])
-        return f"[{', '.join(map(spec_text, self.each))}]"
+            return shortest_text(self.each[0])
+        return f"[{', '.join(map(shortest_text, self.each))}]"
 
     def of(self, module: nn.Module) -> Spec:
         """Return the mechanism of an attention module."""
@@ -52,7 +52,7 @@ class LayerSpecs(NamedTuple):
         return self.each[layer]
 
 
-def spec_text(spec: Spec) -> str:
+def shortest_text(spec: Spec) -> str:
     """Write a Spec; a pattern alone stands for sparse(pattern)."""
     if spec.name == "sparse" and list(spec.options) == ["pattern"]:
         return str(spec.options["pattern"])
