@@ -5,6 +5,27 @@ from __future__ import annotations
 R = "src/regard/"
 
 MODELS: dict[str, tuple[str, str, str, str]] = {
+    # attention weights of layers
+    "weights hold what relative positions add": (
+        R + "mixers/attention_weights.py",
+        "(answers(part) - added)",
+        "answers(part)",
+        "layer_weights",
+    ),
+    "weights are dropped in training": (R + "mixers/attention_weights.py", "    core.eval()\n", "", "layer_weights"),
+    "alignments are named by what the decoder is fed": (
+        R + "tasks/text_attention.py",
+        "(own.answered or after, source)",
+        "(after, source)",
+        "load",
+    ),
+    "recorded weights ignore padding": (
+        R + "models/attention_record.py",
+        "mixer.weights(*args, **given)",
+        'mixer.weights(*args, context=given.get("context"))',
+        "show_attention",
+    ),
+    "any answer counts as a sum by weights": (R + "mixers/attention_weights.py", "> CURVED *", "> 1e9 *", "layer_weights"),
     # function transforms and second derivatives
     "no one sees that a transform is active": (
         R + "transforms.py",
@@ -434,8 +455,18 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "graphed_decoder",
     ),
     # weights of others
-    "maps of GPT-2 are not turned": (R + "pretrained/family.py", "(x.mT if x.dim() == 2 else x)", "(x)", "pretrained"),
-    "positions of BART begin at its padding": (R + "pretrained/families.py", "lambda x: x[2:]", "lambda x: x[:-2]", "pretrained"),
+    "maps of GPT-2 are not turned": (
+        R + "pretrained/checkpoint_files.py",
+        "x = x.mT if self.turned and x.dim() == 2 else x\n        return",
+        "return",
+        "pretrained",
+    ),
+    "positions of BART begin at its padding": (
+        R + "pretrained/checkpoint_files.py",
+        "[self.part][self.skip :]",
+        "[self.part][: len(x) - self.skip]",
+        "pretrained",
+    ),
     "gelu is any gelu": (R + "pretrained/family.py", '"gelu_new": "gelu_tanh"', '"gelu_new": "gelu"', "pretrained"),
     "waves take turns": (
         R + "pretrained/family.py",
@@ -444,13 +475,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "pretrained",
     ),
     "embeddings of others are not scaled": (
-        R + "pretrained/families.py",
+        R + "pretrained/seq2seq_families.py",
         'scale=config.get("scale_embedding", False)',
         "scale=False",
         "pretrained",
     ),
     "keys and values of GPT-2 are swapped": (
-        R + "pretrained/families.py",
+        R + "pretrained/decoder_families.py",
         'conv("attn.c_attn", 1, 3)',
         'conv("attn.c_attn", 2, 3)',
         "pretrained",

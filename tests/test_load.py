@@ -206,3 +206,51 @@ def test_without_safetensors_it_is_a_sentence(runs: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'regard\[train\]'"):
         load(runs / "reverse")
+
+
+LAYERS = {"reverse": ["encoder 1", "decoder 1", "decoder 1"], "wikisql": ["encoder 1", *["decoder 1"] * 2, "copying"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_of_every_kind_of_run(kind: str, runs: Path) -> None:
+    found = load(runs / kind, device="cpu")
+    one, other = found.attention(["a b c", "they saw"])
+    names = [layer.name for layer in one.layers if layer.name not in ("decoder 2", "decoder 3", "decoder 4")]
+    assert names == LAYERS.get(kind, ["layer 1"]) and one.missing == [] and other.text == "they saw"
+    for layer in one.layers:
+        rows, columns = layer.weights.shape[1:]
+        assert (rows, columns) == (len(layer.queries), len(layer.keys)) and layer.mechanism.startswith("softmax")
+        assert torch.allclose(layer.weights.sum(-1), torch.ones(len(layer.weights), rows))
+    assert kind == "shakespeare" or one.answer == found.predict(["a b c"])[0]
+    assert not found.model.training
+
+
+def test_a_decoder_is_fed_its_own_answer(runs: Path) -> None:
+    found = load(runs / "reverse", device="cpu").attention(["a b c"])[0]
+    encoder, own, cross = found.layers
+    assert "".join(encoder.queries) == "".join(cross.keys) == "a b c"
+    assert own.queries == ["<begin>", *cross.queries[:-1]] and "".join(cross.queries).removesuffix("<end>") == found.answer
+
+
+def test_show_draws_a_run_on_a_text(runs: Path, unfinished: Path, tmp_path: Path) -> None:
+    done = run("show", str(unfinished), "a b c", "--checkpoint", "1", "--device", "cpu")
+    assert (unfinished / "attention.png").stat().st_size > 10_000 and "update 1: a string turned around" in done.stdout
+    assert "decoder 1  cross, softmax: 2 heads" in done.stdout and str(unfinished / "attention.png") in done.stdout
+    told = json.loads(run("show", str(runs / "saw"), "they saw", "--json").stdout)
+    assert told["layers"][0]["queries"] == ["they", "saw"] and len(told["layers"][0]["weights"]) == 2
+    assert not (runs / "saw" / "attention.png").exists()
+    run("show", str(runs / "saw"), "they saw", "--out", str(tmp_path / "a.svg"))
+    assert (tmp_path / "a.svg").read_text().count("<image") == 2 + 1
+
+
+def test_what_show_cannot_draw_of_a_run_is_a_sentence(runs: Path) -> None:
+    out = str(runs / "reverse")
+    assert f"{out} is a folder: to see where a trained run attends, regard show {out} TEXT" in refused("show", out)
+    assert "there is no folder nowhere" in refused("show", "nowhere", "a text")
+    assert "line 1 is empty: there is nothing to attend to" in refused("show", out, " ")
+    assert "a run has its own, leave them out" in refused("show", out, "a", "--causal")
+    assert "are for a run and a text: regard show RUN TEXT" in refused("show", "linear", "--checkpoint", "best")
+    assert "65 tokens, but this model reads at most 64" in refused("show", out, "a" * 65)
+    for wrong, sentence in (("a text", "attention takes a list of lines"), ([3], "attention takes lines of text, not 3")):
+        with pytest.raises(TypeError, match=sentence):
+            load(out).attention(wrong)  # type: ignore[arg-type]

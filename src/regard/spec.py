@@ -122,23 +122,31 @@ class Spec:
             return True
         return False
 
-    def build(self, dims: Dims, *, shared_qk: bool = False, positions: str | Positions | None = None) -> Mixer:
-        """Build the layer. A core gets projections q, k, v and out around it; a mixer has its own."""
+    def build(
+        self,
+        dims: Dims,
+        *,
+        shared_qk: bool = False,
+        positions: str | Positions | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+    ) -> Mixer:
+        """Build the layer. A core gets projections q, k, v and out around it, with biases or without; a mixer has its own."""
         check_flag("shared_qk", shared_qk)
         made = self.row.make(dims, **self.options)
         if isinstance(made, Core):
             inside = None
             if positions is not None:
                 inside = make_positions(positions, dims)
-            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, positions=inside)
+            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, bias=bias, out_bias=out_bias, positions=inside)
             mixer.spec = str(self)
             if inside is not None:
                 mixer.spec = f"{self} with {inside.name} positions"
             return mixer
         if positions is not None:
             raise ValueError(f"{self.name} has no queries and keys for positions to act on: add positions to the tokens")
-        if shared_qk:
-            raise ValueError(f"{self.name} has projections of its own: leave out shared_qk")
+        if shared_qk or not bias or out_bias is not None:
+            raise ValueError(f"{self.name} has projections of its own: leave out shared_qk, bias and out_bias")
         made.spec = str(self)
         return made
 

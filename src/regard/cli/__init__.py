@@ -1,5 +1,5 @@
 """The command line: mechanisms (`list`, `show`, `bench`, `advise`, `compare`), kernels (`tune`), tasks and training (`tasks`,
-`train`), trained runs (`evaluate`, `predict`, `distil`).
+`prepare`, `train`), trained runs (`evaluate`, `predict`, `distil`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from regard.cli.console import aside, plain_warnings, screen
 from regard.cli.help_examples import help_examples
 from regard.cli.infer import distil_, evaluate, predict
 from regard.cli.mechanisms import list_, show
+from regard.cli.prepare_command import prepare
 from regard.cli.signals import Stoppable, handled_signals
 from regard.cli.task_list import tasks
 from regard.cli.train import train
@@ -72,6 +73,6 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
         raise typer.Exit
 
 
-for _command in (list_, show, bench, advise, compare, tune, tasks, train, evaluate, predict, distil_):
+for _command in (list_, show, bench, advise, compare, tune, tasks, prepare, train, evaluate, predict, distil_):
     _name = _command.__name__.rstrip("_")
     app.command(_name, epilog=help_examples(_name))(_command)

@@ -6,9 +6,9 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "regard": ("regard list", "regard show 'Local(256) | Global(first=4)'", "regard train saw --mixer gla"),
     "list": ("regard list", "regard list --options", "regard list --json"),
     "show": (
-        "regard show bigbird",
-        "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
         "regard show 'performer(features=128)' --length 4096 --json",
+        "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
+        "regard show runs/saw-softmax-1 'they saw the duck'",
     ),
     "bench": (
         "regard bench --mixers 'softmax; Local(256); linear' --lengths 512,2k,8k",
@@ -26,10 +26,14 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "tune": ("regard tune --dry", "regard tune --kernels tile,linear --minutes 20 --out own.json"),
     "tasks": ("regard tasks", "regard tasks reverse", "regard tasks --json"),
+    "prepare": (
+        "regard prepare imdb aclImdb_v1.tar.gz",
+        "regard prepare acl_titles anthology+abstracts.bib.gz --out ~/data/acl_titles",
+    ),
     "train": (
         "regard train translate --pairs texts.fr texts.en --out runs/french",
-        "regard train reverse --mixer gla --mixer 'Local(8)' --set steps=500",
-        "regard train multi30k --data ~/data --out runs/captions --device cuda",
+        "regard train tag --conll train.conllu --valid dev.conllu --test test.conllu",
+        "regard train multi30k --mixer gla --mixer 'Local(8)' --device cuda",
     ),
     "evaluate": ("regard evaluate runs/saw-softmax-1", "regard evaluate runs/captions --split val --set beam=5 --json"),
     "predict": (

@@ -1,4 +1,6 @@
-"""`regard list` names every mechanism, `regard show SPEC` prints and draws what one of them does."""
+"""`regard list` names every mechanism, `regard show SPEC` prints and draws what one of them does, `regard show RUN TEXT` has a
+module of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from rich.text import Text
 
 from regard.cli.completion import complete_spec
 from regard.cli.console import aside, columns, labelled, screen, sentences, write_json
+from regard.cli.infer import Changes, CheckpointName, Device
 from regard.cli.mechanism_table import options_text, read_mechanisms
 from regard.cli.picture_file import check_out, load_plot, save_picture
+from regard.cli.show_attention import show_attention
 from regard.installed_mechanisms import installed_mechanisms
 from regard.text import growth
 
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from regard.analysis.cost import Cost
     from regard.mixers.base import Dims
     from regard.spec import Spec
+
+HEADS, WIDTH = 4, 256  # of a mechanism that is shown
 
 
 def list_(
@@ -79,27 +85,40 @@ def show(
     spec: Annotated[
         str,
         typer.Argument(
-            metavar="SPEC",
-            help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'.",
+            metavar="SPEC|RUN",
+            help="A name, with options or without, or a pattern: 'Local(256) | Global(first=4)'; or the folder of a run.",
             autocompletion=complete_spec,
         ),
     ],
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="With RUN: a text that the trained model reads.")] = None,
     length: Annotated[
         int | None, typer.Option(min=1, max=2**17, help="Tokens in the sequence; several windows of a pattern unless given.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
-    heads: Annotated[int, typer.Option(min=1, max=256)] = 4,
-    width: Annotated[int, typer.Option(min=1, max=2**13)] = 256,
+    heads: Annotated[int, typer.Option(min=1, max=256)] = HEADS,
+    width: Annotated[int, typer.Option(min=1, max=2**13)] = WIDTH,
     out: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .pdf or .svg).")] = None,
+    checkpoint: CheckpointName = None,
+    changes: Changes = None,
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="The numbers, machine-readable.")] = False,
 ) -> None:
-    """Print what a mechanism costs and keeps at a length, and draw which query reads which key."""
+    """Print what a mechanism costs and keeps at a length, and draw which query reads which key; or, with the folder of a run and
+    a text, draw the attention of every layer and head of the trained model on that text, and the alignments of a translator.
+    """
+    if text is not None:
+        with sentences():
+            if length is not None or causal or (heads, width) != (HEADS, WIDTH):
+                raise ValueError("length, causal, heads and width are for a mechanism: a run has its own, leave them out")
+            show_attention(Path(spec), text, changes or [], device, checkpoint, out, as_json)
+        return
     from regard.analysis.cost import cost
     from regard.mixers.base import Dims
-    from regard.spec import Spec
 
     with sentences():
-        parsed, dims = Spec.parse(spec), Dims(width=width, heads=heads, causal=causal)
+        if checkpoint is not None or changes or device != "auto":
+            raise ValueError("--checkpoint, --set and --device are for a run and a text: regard show RUN TEXT")
+        parsed, dims = _parsed(spec), Dims(width=width, heads=heads, causal=causal)
         check_out(out)
     with sentences(parsed):
         length = _usual_length(parsed, dims) if length is None else length
@@ -111,6 +130,18 @@ def show(
         write_json(known.to_json())
     else:
         _print_cost(known, out)
+
+
+def _parsed(text: str) -> Spec:
+    """Parse a mechanism; the folder of a run needs a text."""
+    from regard.spec import Spec
+
+    try:
+        return Spec.parse(text)
+    except ValueError:
+        if not Path(text).is_dir():
+            raise
+        raise ValueError(f"{text} is a folder: to see where a trained run attends, regard show {text} TEXT") from None
 
 
 def _usual_length(spec: Spec, dims: Dims) -> int:

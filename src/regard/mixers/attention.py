@@ -109,11 +109,19 @@ class Attention(Mixer):
     """q, k, v = linear maps of the tokens, out = a linear map of what the core answers.
 
     Every core gets the same projections, so that a comparison of cores compares cores, except those in `core.ignores`.
-    `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention.
+    `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention. `bias` is
+    that of all maps; `out_bias`, if given, that of the last one.
     """
 
     def __init__(
-        self, dims: Dims, core: Core, *, shared_qk: bool = False, bias: bool = True, positions: Positions | None = None
+        self,
+        dims: Dims,
+        core: Core,
+        *,
+        shared_qk: bool = False,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        positions: Positions | None = None,
     ) -> None:
         super().__init__(dims)
         shared_qk = shared_qk or core.shared_qk
@@ -137,7 +145,7 @@ class Attention(Mixer):
         else:
             self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, values, bias=bias)
-        self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
+        self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias if out_bias is None else out_bias)
         self._watched = type(core).watch is not Core.watch
         self._pools = type(core).pool is not Core.pool
         alike = dims.d == dims.e and many == 1 and not core.gates
@@ -236,6 +244,33 @@ class Attention(Mixer):
             y, memory = self.core.scan(state.memory, q, k, v, places)
         state = self.later(state, memory, places)
         return self._project(y, x), state._replace(memory=self.core.forget(memory, state.t))
+
+    def weights(
+        self, x: Tensor, context: Tensor | None = None, *, valid: Tensor | None = None, query_valid: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention weights A (b h n m) of the same call of the layer, without dropout; 0 at padding of either side.
+
+        The output is the projection of A v, if the answers of the core are such sums; other cores are refused. Where several
+        queries share an answer, rows are ceil(n / rate). Makes the whole matrix, a few keys at a time; gradients flow.
+
+            layer("Local(64)", width=256, heads=4).weights(torch.randn(2, 100, 256))  # (2, 4, 100, 100)
+        """
+        from regard.mixers.attention_weights import core_weights
+
+        self._check_call(x, context, valid, query_valid)
+        real = valid if context is None else query_valid
+        tokens = mask_padding(x, real)
+        places = Places.of(tokens, real)
+        if context is None:
+            self.check_length(places)
+            q, k, _ = self.heads(tokens, places)
+        else:
+            context = mask_padding(context, valid)
+            seen = Places.of(context, valid)
+            self.check_length(seen)
+            q = self._turned(self.q(tokens), self.dims.heads, places)
+            k = self._turned(self.k(context), self.dims.g, seen)
+        return core_weights(self.core, q, k, valid=valid, query_valid=real)
 
     def _check_call(self, x: Tensor, context: Tensor | None, valid: Tensor | None, query_valid: Tensor | None) -> None:
         """Refuse tokens, a context and padding masks that do not fit together or do not fit the layer."""

@@ -187,6 +187,17 @@ class Mixer(nn.Module):
         """Every token at once. `valid` (b m) belongs to the tokens that are read: x itself, or the context."""
         raise NotImplementedError
 
+    def weights(
+        self,
+        x: Tensor,  # noqa: ARG002
+        context: Tensor | None = None,  # noqa: ARG002
+        *,
+        valid: Tensor | None = None,  # noqa: ARG002
+        query_valid: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """Attention weights (b h n m) of a call, of mixers that have them; here a sentence that this one has none."""
+        raise ValueError(f"{self.name} has no attention weights: it does not answer queries by sums of values")
+
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:  # noqa: ARG002
         """What is known before the first token: nothing (give the batch size), or a context to read from."""
         need_claims(self.name, self.can, Can.STREAM)

@@ -80,7 +80,9 @@ class Aligner(Mixer):
         state = self.start_at(t, context=context, context_places=context_places)
         return self.extend_at(state, x, places)[0]
 
-    def weights(self, x: Tensor, context: Tensor, *, valid: Tensor | None = None, query_valid: Tensor | None = None) -> Tensor:
+    def weights(
+        self, x: Tensor, context: Tensor | None = None, *, valid: Tensor | None = None, query_valid: Tensor | None = None
+    ) -> Tensor:
         """Return (b h m n): how much step i takes of token j; 0 at padding of either side."""
         state = self.start(context=context, valid=valid)
         x, places = self._checked(state, x, query_valid)

@@ -63,7 +63,7 @@ def picture(known: Cost) -> Figure:
         axes = page.axes(x, y, side, side)
         _show(axes, matrix, scale, title, shown.block, first=column == 0, last=row == rows - 1)
     _panel(page, panel_x, panel)
-    _plot_legend(page, panel_x, bottom, scale, shown.unit)
+    plot_legend(page, panel_x, bottom, scale, shown.unit)
     caption = _plot_caption(shown, known)
     page.write(MARGIN, bottom + 110, caption, 7.5, GREY)
     return page.figure
@@ -281,7 +281,7 @@ def _panel(page: Page, x: float, panel: list[tuple[str, list[str]]]) -> None:
         page.rule(x, y - 14, FACTS)
 
 
-def _plot_legend(page: Page, x: float, bottom: float, scale: Scale, unit: str) -> None:
+def plot_legend(page: Page, x: float, bottom: float, scale: Scale, unit: str) -> None:
     """Draw a colour bar with the weights of its colours."""
     page.write(x, bottom - 52, unit, 7, GREY)
     axes = page.axes(x, bottom - 16, FACTS, 16)

@@ -59,7 +59,9 @@ TASKS: dict[str, Entry] = {
     "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", _LOSS, "the next character", "tinyshakespeare"),
     "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", _ROUGE, "title of an abstract, with copying", "acl_titles"),
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
-    "classify": Entry(classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv or --jsonl"),
+    "classify": Entry(
+        classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
+    ),
     "text": Entry(text_config, f"{_OWN}:OwnTextTask", _LOSS, "the next character of your text", file="--file"),
     "translate": Entry(
         translate_config, "regard.tasks.own_pairs:OwnPairsTask", _BLEU, "your texts, line by line", file="--pairs"

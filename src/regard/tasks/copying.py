@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from regard.checks import need
-from regard.data.batch import END, PAD, UNKNOWN, Batch, padded, shifted
+from regard.data.batch import BEGIN, END, PAD, UNKNOWN, Batch, padded, shifted
 from regard.data.datasets import read_acl_titles as read_titles
 from regard.data.extended_vocab import extend_ids, extend_target_ids, extended_words
 from regard.data.locate import find
+from regard.data.token_labels import token_labels
 from regard.data.vocabulary import Words, vocabulary
 from regard.data.wikisql import read_wikisql as read_queries
 from regard.data.wikisql import split_words
@@ -21,8 +23,9 @@ from regard.models.pointer_generator import coverage, pointer_generator
 from regard.tasks.copying_config import Copying
 from regard.tasks.support import check_vocab, device_under, evaluating, generate_answers, in_order, learned
 from regard.tasks.task import ENCODER_DECODER, GENERATION_SETTINGS, Task
+from regard.tasks.text_attention import LayerAttention, StackTokens, TextAttention, text_attention
 from regard.text import unknown
-from regard.training.decoder_inputs import needed_mask
+from regard.training.decoder_inputs import needed_mask, sequence
 from regard.training.decoder_modes import teacher_forcing
 from regard.training.learnable import Step
 from regard.training.losses import Loss
@@ -175,6 +178,31 @@ class CopyTask(Task):
         """Answer every line; of a longer one the first `cut` words are read, as in training."""
         examples = [self._coded(self._cut(line), []) for line in lines]
         return [" ".join(row) for row in self._answers(model, examples, self.config.beam)]
+
+    def attention(self, model: Any, line: str) -> TextAttention:
+        """Compute the attention to a line and to the answer; the weights by which words are copied are a layer of their own."""
+        example = self._coded(self._cut(line), [])
+        with evaluating(model):
+            answer = self._generate(model, [example], self.config.beam)[0]
+            target = [*answer, END] if len(answer) < self.config.max_new_tokens else answer
+            batch = self.batch([example._replace(target=target)]).to(device_under(model))
+            said = StackTokens(self._labels([BEGIN, *target[:-1]], example), self._labels(target, example))
+            tokens = StackTokens(self._labels(example.source, example)), said
+            source, source_valid, fed = batch.source, batch.source_valid, shifted(sequence(batch))
+            text = " ".join(extended_words(answer, self._words(), example.oov))
+            found = text_attention(model, lambda: model(source, source_valid, fed), tokens, line, text)
+            if not self.config.copy:
+                return found
+            _, weights = model.likelihood(source, source_valid, fed, None, batch.extra["extended"], batch.target)
+        rows, columns = len(target), len(example.source)
+        weights = weights[:, :rows, :columns].float().cpu()
+        pointer = LayerAttention("copying", "pointer", "softmax", weights, said.answered or [], tokens[0].read)
+        return replace(found, layers=[*found.layers, pointer])
+
+    def _labels(self, ids: Sequence[int], example: CopyExample) -> list[str]:
+        """Name extended ids."""
+        size = len(self._words())
+        return [example.oov[x - size] if x >= size else token_labels(self._words(), [x])[0] for x in ids]
 
 
 def oov_recall(oov: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> float | None:

@@ -17,6 +17,7 @@ from regard.data.batch import BEGIN, MASK, Batch, padded
 from regard.data.datasets import LabelledText, read_imdb
 from regard.data.locate import find
 from regard.data.text_files import DataError
+from regard.data.token_labels import token_labels
 from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
 from regard.models.build import encoder, tokens
 from regard.models.encoder_head import Reader
@@ -25,6 +26,7 @@ from regard.options import check_choice
 from regard.tasks.sentiment_config import Sentiment
 from regard.tasks.support import check_vocab, device_under, evaluating, in_order, kept_labels, learned
 from regard.tasks.task import Task
+from regard.tasks.text_attention import StackTokens, TextAttention, text_attention
 from regard.text import unknown
 from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
@@ -140,6 +142,14 @@ class SentimentTask(Task):
         found = iter(self._labelled(model, [coded for line, coded in coded_lines if line.strip()]))
         named = [self.names.get(label, str(label)) for label in self.labels]
         return [named[next(found)] if line.strip() else "" for line, _ in coded_lines]
+
+    def attention(self, model: nn.Module, line: str) -> TextAttention:
+        row = self._rows([line])[0]
+        batch = self.batch([(row, 0)]).to(device_under(model))
+        read = StackTokens(token_labels(self._units(), row))
+        answer = self.predict(model, [line])[0]
+        with evaluating(model):
+            return text_attention(model, lambda: model(batch.source, batch.source_valid), [read], line, answer)
 
 
 def _sorted(labels: set[int | str]) -> list[int | str]:

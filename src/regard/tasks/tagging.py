@@ -27,6 +27,7 @@ from regard.tasks.init_from import short_enough
 from regard.tasks.support import check_lengths, device_under, evaluating, in_order, kept_labels
 from regard.tasks.tagging_config import Tagging
 from regard.tasks.task import Task
+from regard.tasks.text_attention import StackTokens, TextAttention, text_attention
 from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
@@ -161,6 +162,14 @@ class TaggingTask(Task):
         found = iter(self._tagged(model, [coded for words, coded in full if words]))
         tagged = [zip(words, next(found), strict=True) if words else () for words, _ in full]
         return [" ".join(f"{word}/{self.tags[tag]}" for word, tag in row) for row in tagged]
+
+    def attention(self, model: nn.Module, line: str) -> TextAttention:
+        words = self.words_of(line)
+        answer = self.predict(model, [line])[0]
+        example = TaggedExample(self._spelled(words), [0] * len(words), [NO_LABEL] * len(words))
+        batch = self.batch([example]).to(device_under(model))
+        with evaluating(model):
+            return text_attention(model, lambda: model(batch.source, batch.source_valid), [StackTokens(words)], line, answer)
 
 
 class SawTask(TaggingTask):

@@ -21,6 +21,7 @@ from torch import nn
 
 from regard.config import Config
 from regard.data.batch import Batch
+from regard.tasks.text_attention import TextAttention
 from regard.training.learnable import Step
 from regard.training.losses import Loss
 
@@ -119,3 +120,7 @@ class Task:
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """Answer every line of text."""
         raise NotImplementedError
+
+    def attention(self, model: nn.Module, line: str) -> TextAttention:  # noqa: ARG002 - for the tasks that have it
+        """Compute the attention of every layer on a line, and on the answer to it where that is generated."""
+        raise ValueError(f"{self.config.task} has no method that shows its attention")

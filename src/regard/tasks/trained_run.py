@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from regard.tasks.task import Task
+    from regard.tasks.text_attention import TextAttention
 
 LINES_PER_BATCH = 256  # lines that are answered at once
 
@@ -102,12 +103,7 @@ class TrainedRun:
 
         A line that cannot be answered raises ValueError with its place: "line 3", or what `places` has for it.
         """
-        if isinstance(lines, str):
-            raise TypeError("predict takes a list of lines, not one text: predict([text])")
-        texts = list(lines)
-        for text in texts:
-            if not isinstance(text, str):
-                raise TypeError(f"predict takes lines of text, not {text!r}")
+        texts = _texts(lines, "predict")
         where = [f"line {number}" for number in range(1, len(texts) + 1)] if places is None else list(places)
         parts = (slice(i, i + LINES_PER_BATCH) for i in range(0, len(texts), LINES_PER_BATCH))
         return [answer for part in parts for answer in self._answers(texts[part], where[part])]
@@ -121,6 +117,20 @@ class TrainedRun:
             return [answer for text, place in zip(texts, places, strict=True) for answer in self._answers([text], [place])]
         return [next(found) if text.strip() else "" for text in texts]
 
+    def attention(self, lines: Iterable[str]) -> list[TextAttention]:
+        """Compute the attention of every layer and head on each line; `regard show RUN TEXT` draws it.
+
+            found = run.attention(["they saw the duck"])[0]
+            found.layers[0].weights  # (heads, queries, keys), with their tokens in .queries and .keys
+
+        A decoder that generates is fed its own answer: the weights of cross-attention are alignments of answer and line.
+        """
+        texts = _texts(lines, "attention")
+        for number, text in enumerate(texts, 1):
+            if not text.strip():
+                raise ValueError(f"line {number} is empty: there is nothing to attend to")
+        return [self.task.attention(self.model, text) for text in texts]
+
     def evaluate(self, split: str = "test", data: str | os.PathLike[str] | None = None) -> dict[str, float]:
         """Score the run on a split, "test" or "val"; `data` is the folder of the data or above it, else REGARD_DATA."""
         if split not in ("test", "val"):
@@ -131,3 +141,14 @@ class TrainedRun:
             other = "val" if split == "test" else "test"
             raise ValueError(f"{self.config.task} has no {split} split: use {other}")
         return self.task.score(self.model, split)
+
+
+def _texts(lines: Iterable[str], call: str) -> list[str]:
+    """Return lines as a list; refuse one text, and what is no text."""
+    if isinstance(lines, str):
+        raise TypeError(f"{call} takes a list of lines, not one text: {call}([text])")
+    texts = list(lines)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{call} takes lines of text, not {text!r}")
+    return texts

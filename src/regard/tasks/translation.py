@@ -12,15 +12,16 @@ from torch import nn
 from regard.checks import need
 from regard.config import Config
 from regard.data import synthetic
-from regard.data.batch import END, UNKNOWN, Batch, padded
+from regard.data.batch import BEGIN, END, UNKNOWN, Batch, padded, shifted
 from regard.data.bpe_dropout import BpeDropout
 from regard.data.datasets import read_multi30k
 from regard.data.locate import find
 from regard.data.text_files import Pair, read_lines
+from regard.data.token_labels import token_labels
 from regard.data.vocabulary import Characters, Subwords, Vocabulary, Words, vocabulary
 from regard.decoding.nat_decoding import generate_nat
 from regard.models.build import translator
-from regard.models.nat import nat_translator
+from regard.models.nat import BLANK, nat_translator
 from regard.options import check_choice, check_probability
 from regard.scores import bleu, exact_match
 from regard.tasks.decoder_options import Ctc, Decoder
@@ -37,8 +38,10 @@ from regard.tasks.support import (
     task_decoder,
 )
 from regard.tasks.task import ENCODER_DECODER, ENCODER_NAT_DECODER, GENERATION_SETTINGS, Task
+from regard.tasks.text_attention import StackTokens, TextAttention, text_attention
 from regard.tasks.translation_config import Translation
 from regard.training.checkpoints import SavedRun, put_weights
+from regard.training.decoder_inputs import sequence
 from regard.training.decoder_modes import mode_loss, teacher_forcing
 from regard.training.learnable import Step
 from regard.training.losses import Loss
@@ -258,6 +261,28 @@ class TranslationTask(Task):
         rows = [self._code(line) for line in lines]
         check_lengths(rows, self.config.max_len)
         return [self._words().decode(answer) for answer in self.answers(model, rows)]
+
+    def attention(self, model: Any, line: str) -> TextAttention:
+        """Compute the attention to a line and to the answer that is generated, which the decoder is then fed.
+
+        Slots of a non-autoregressive decoder are called by the token that a first pass fills them with.
+        """
+        row = self._code(line)
+        check_lengths([row], self.config.max_len)
+        answer, words = self.answers(model, [row])[0], self._words()
+        most = min(self.config.max_new_tokens, self.config.max_len)
+        target = [*answer, END] if len(answer) < most else answer
+        batch, read = self.batch([(row, target)]).to(device_under(model)), StackTokens(token_labels(words, row))
+        source, source_valid = batch.source, batch.source_valid
+        with evaluating(model):
+            if not self.decoder.autoregressive:
+                filled = model(source, source_valid)[0][0].argmax(-1).tolist()
+                slots = ["<blank>" if token == BLANK else token_labels(words, [token])[0] for token in filled]
+                said = StackTokens(slots, slots)
+                return text_attention(model, lambda: model(source, source_valid), (read, said), line, words.decode(answer))
+            said = StackTokens(token_labels(words, [BEGIN, *target[:-1]]), token_labels(words, target))
+            fed = shifted(sequence(batch))
+            return text_attention(model, lambda: model(source, source_valid, fed), (read, said), line, words.decode(answer))
 
     def distil(self, model: nn.Module, done: int = 0) -> Iterator[list[str]]:
         """Yield its answers to all training sources but the first `done`, some at a time; none to those too long.
