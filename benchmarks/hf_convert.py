@@ -76,7 +76,7 @@ class Sizes:
 
 
 TINY = Sizes(
-    layers=2, width=32, heads=4, hidden=48, length=64, batch=4, window=16, sinks=2, test_windows=4, long=256, most_steps=3
+    layers=2, width=32, heads=4, hidden=48, length=64, batch=4, window=16, sinks=2, test_windows=4, long=96, most_steps=3
 )
 
 
@@ -413,13 +413,10 @@ class Watch(StoppingCriteria):
 
 def cache_bytes(cache: Any) -> int:
     """Count the bytes of a cache: the states of ours, or keys and values."""
-    total = 0
-    for layer in cache.layers:
-        own = getattr(layer, "nbytes", None)
-        if own is None:
-            own = nbytes(tuple(x for x in (layer.keys, layer.values) if x is not None))
-        total += own
-    return total
+    own = getattr(cache, "nbytes", None)
+    if own is None:
+        own = sum(nbytes(tuple(x for x in (layer.keys, layer.values) if x is not None)) for layer in cache.layers)
+    return own
 
 
 def long_answer(run: Run, model: LlamaForCausalLM, seconds: float, **key: Any) -> None:
@@ -429,7 +426,7 @@ def long_answer(run: Run, model: LlamaForCausalLM, seconds: float, **key: Any) -
     def work() -> dict[str, Any]:
         half = copy.deepcopy(model).to(torch.bfloat16) if run.device.type == "cuda" else model
         softmax = key["mechanism"] == "softmax"
-        cache = DynamicCache() if softmax else hf.converted_memory(half)
+        cache = DynamicCache() if softmax else hf.memory(half)
         watch = Watch(cache, max(1, run.sizes.long // 32), min(time.monotonic() + seconds, STARTED + run.limit))
         prompt = torch.full((1, 1), 32, device=run.device)
         options = {"do_sample": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": run.sizes.long}

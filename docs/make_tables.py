@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import house
 import tables_arena
 import tables_bars
+import tables_conversion
 import tables_features
 import tables_recipes
 import tables_speed
@@ -211,6 +212,10 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recipes": lambda: tables_recipes.recipes(if_there("recipes")),
     },
     "docs/compare.md": {"grid_speed": lambda: tables_arena.grid_speed(if_there("grid_speed"))},
+    "docs/huggingface_conversion.md": {
+        name: partial(lambda make: make(if_there("hf_convert")), getattr(tables_conversion, name))
+        for name in ("conversion_quality", "conversion_errors", "conversion_speed", "conversion_answers")
+    },
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),

@@ -1,8 +1,15 @@
 """Pretrained models of transformers with converted attention: any mechanism in place of softmax, aligned, distilled, saved."""
 
 import copy
+import importlib
+import json
 import math
+import sys
+import time
 import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +35,9 @@ from transformers import (  # noqa: E402
 
 import regard.hf as hf  # noqa: E402
 from regard.hf.attention_layers import attention_layers, choose_layers  # noqa: E402
-from regard.hf.convert import converted_layers, mechanism_parameters  # noqa: E402
-from regard.hf.distil import distillation_loss, label_loss  # noqa: E402
+from regard.hf.conversion import converted_layers, mechanism_parameters  # noqa: E402
+from regard.hf.distillation import distillation_loss, label_loss  # noqa: E402
+from regard.hf.layer_errors import ErrorByLayer  # noqa: E402
 from regard.positions.longer_table import longer_table  # noqa: E402
 
 SMALL = {
@@ -136,7 +144,7 @@ def test_a_memory_generates_what_no_cache_does(family, beams):
     options = {"attention_mask": padding(ids), "max_new_tokens": 6, "do_sample": False, "num_beams": beams}
     options |= {"pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, use_cache=False, **options)
-    assert torch.equal(model.generate(ids, past_key_values=hf.converted_memory(model), **options), expected)
+    assert torch.equal(model.generate(ids, past_key_values=hf.memory(model), **options), expected)
 
 
 @pytest.mark.parametrize("spec", ["hedgehog", "gla", HYBRID])
@@ -145,9 +153,9 @@ def test_a_memory_stays_as_small_as_it_is(spec):
     hf.convert(model, spec)
     sizes = []
     for new in (60, 100):
-        memory = hf.converted_memory(model)
+        memory = hf.memory(model)
         model.generate(tokens(1, 3), past_key_values=memory, max_new_tokens=new, do_sample=False, eos_token_id=None)
-        sizes.append(sum(layer.nbytes for layer in memory.layers))
+        sizes.append(memory.nbytes)
     assert sizes[0] == sizes[1]
 
 
@@ -163,7 +171,7 @@ def test_autocast_gives_mechanisms_one_type(layers):
         hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
         assert (scores(model, ids) - expected).abs().max() < 0.05
         hook.remove()
-        found = model.generate(ids, past_key_values=hf.converted_memory(model), max_new_tokens=3, eos_token_id=None)
+        found = model.generate(ids, past_key_values=hf.memory(model), max_new_tokens=3, eos_token_id=None)
     assert seen == [torch.bfloat16] and found.shape == (2, 15)
 
 
@@ -178,9 +186,9 @@ def test_packed_sequences_and_other_masks_are_refused():
     model = build("llama")
     hf.convert(model, "hedgehog")
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    with pytest.raises(ValueError, match="no packed sequences"):
+    with pytest.raises(ValueError, match="packed sequences"):
         model(tokens(1, 8), position_ids=places, use_cache=False)
-    with pytest.raises(TypeError, match="4-D masks"):
+    with pytest.raises(TypeError, match="no masks of n x m"):
         model(tokens(1, 8), attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
 
 
@@ -273,7 +281,7 @@ def test_a_pattern_has_nothing_to_align():
 
 def test_layers_with_the_largest_errors_are_kept():
     errors = torch.tensor([[0.1, 0.3], [0.8, 0.6], [0.2, 0.2], [0.5, 0.5]], dtype=torch.float64)
-    found = hf.ErrorByLayer([0, 1, 4, 5], list("abcd"), errors)
+    found = ErrorByLayer([0, 1, 4, 5], list("abcd"), errors)
     assert found.keep(0.5).layers == [1, 5]
     assert found.keep(0.25) == (
         [1],
@@ -408,7 +416,7 @@ def test_mechanisms_with_other_projections_are_refused():
         hf.convert(model, "linear", keep=[0, 1])
     with pytest.raises(ValueError, match="no converted layer"):
         hf.align(model, [tokens()])
-    assert model.config._attn_implementation != "regard"
+    assert model.config._attn_implementation != "converted"
 
 
 def test_models_that_were_not_converted_are_refused(tmp_path):
@@ -418,3 +426,29 @@ def test_models_that_were_not_converted_are_refused(tmp_path):
     config = transformers.T5Config(vocab_size=9, d_model=8, d_kv=4, num_layers=1, num_heads=2, d_ff=8)
     with pytest.raises(ValueError, match="an encoder and a decoder"):
         hf.convert(transformers.T5ForConditionalGeneration(config), "linear")
+
+
+# The benchmark and its tables, at tiny sizes
+
+
+def test_the_benchmark_runs_goes_on_and_fills_its_tables(tmp_path, monkeypatch):
+    """Teacher, conversions, speed and long answers; a second call computes nothing again; every table has its rows."""
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.setattr(sys, "path", [str(root / "benchmarks"), str(root / "docs"), *sys.path])
+    monkeypatch.setenv("LIMIT", "100")
+    hf_convert, tables = importlib.import_module("hf_convert"), importlib.import_module("tables_conversion")
+    tiny = replace(hf_convert.TINY, long=40, most_steps=2, shares=(0.0, 0.5))
+    monkeypatch.setattr(hf_convert, "TINY", tiny)
+    monkeypatch.setattr(hf_convert, "STARTED", time.monotonic())
+    options = ["--tiny", "--device", "cpu", "--folder", str(tmp_path / "run"), "--out", str(tmp_path)]
+    made = json.loads(hf_convert.main(options).read_text())
+    kinds = Counter(row["what"] for row in made["rows"])
+    assert kinds == {"teacher": 1, "align": 3, "quality": 6, "speed": 7, "generate": 4}
+    assert json.loads(hf_convert.main(options).read_text())["rows"] == made["rows"]
+    quality = tables.conversion_quality(made)
+    assert quality.count("nothing to align") == 2 and quality.count("| hybrid |") == 2
+    assert tables.conversion_errors(made).count("worst head after") == 3
+    assert len(tables.conversion_speed(made).splitlines()) == 2 + 2 + 7
+    assert "| linear | 40 |" in tables.conversion_answers(made)
+    for name in ("quality", "errors", "speed", "answers"):
+        assert "Not measured yet" in getattr(tables, f"conversion_{name}")({"rows": []})

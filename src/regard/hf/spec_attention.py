@@ -35,7 +35,7 @@ class LayerTable(Protocol):
     def of(self, module: nn.Module) -> Spec: ...
 
 
-class Heads(NamedTuple):
+class QueryKeyValue(NamedTuple):
     """Queries (b h n d), keys (b g m d) and values (b g m e) of a call."""
 
     q: Tensor
@@ -63,7 +63,7 @@ def spec_attention(
     functions of the user's own are computed in full, for softmax and patterns alone.
     """
     _check_options(module, options)
-    heads, mask = Heads(query, key, value), attention_mask
+    heads, mask = QueryKeyValue(query, key, value), attention_mask
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     rule = mask.rule(sliding_window, causal) if isinstance(mask, ModelMask) else None
     if mask is None:
@@ -87,7 +87,7 @@ def spec_attention(
         elif cross:
             out = core.read_all(*heads, *_cross_places(heads, mask))
         else:
-            out = _attend_by_core(core, heads, mask, causal, memory)
+            out = attend_by_core(core, heads, mask, causal, memory)
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
@@ -99,7 +99,7 @@ def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
         raise ValueError("attention by a Spec returns no weights: leave out output_attentions, or use 'eager'")
 
 
-def _is_cross(module: nn.Module, heads: Heads, causal: bool) -> bool:
+def _is_cross(module: nn.Module, heads: QueryKeyValue, causal: bool) -> bool:
     """Return whether queries and keys are tokens of two sequences."""
     if causal:
         return False
@@ -120,23 +120,23 @@ def _covers(rule: MaskRule, mask: ModelMask | Tensor | None, k: Tensor) -> bool:
     return not torch.compiler.is_compiling() and aligned and k.shape[2] <= rule.size
 
 
-def _key_places(heads: Heads, mask: ModelMask | Tensor | None) -> Places:
+def _key_places(heads: QueryKeyValue, mask: ModelMask | Tensor | None) -> Places:
     return mask.places(heads.k) if isinstance(mask, ModelMask) else Places.of(heads.k[:, 0])
 
 
-def _cross_places(heads: Heads, mask: ModelMask | Tensor | None) -> tuple[Places, Places]:
+def _cross_places(heads: QueryKeyValue, mask: ModelMask | Tensor | None) -> tuple[Places, Places]:
     """Return the places of the keys, and those of the queries, all of which count as real."""
     return _key_places(heads, mask), Places.of(heads.q[:, 0])
 
 
-def _attend_by_core(core: Core, heads: Heads, mask: ModelMask | Tensor | None, causal: bool, memory: Any) -> Tensor:
+def attend_by_core(core: Core, heads: QueryKeyValue, mask: ModelMask | Tensor | None, causal: bool, memory: Any) -> Tensor:
     """Attend with n queries, which are the last of m tokens, or the next ones of a memory."""
     places = _key_places(heads, mask)
     n, m = heads.q.shape[2], heads.k.shape[2]
     newest = places if n == m else places.part(m - n, m)
     if places.valid is not None:
         need_claims(core.name, core.can, Can.PADDING)
-        heads = Heads(*(_unpadded(x, own) for x, own in zip(heads, (newest, places, places), strict=True)))
+        heads = QueryKeyValue(*(_unpadded(x, own) for x, own in zip(heads, (newest, places, places), strict=True)))
     q, k, v = heads
     if memory is not None:
         return memory.extend(core, q, k, v, places)
@@ -159,7 +159,7 @@ def _unpadded(x: Tensor, places: Places) -> Tensor:
 
 
 def _attend_dense(
-    spec: Spec, core: Core, heads: Heads, mask: ModelMask | Tensor | None, bias: Tensor | None, causal: bool
+    spec: Spec, core: Core, heads: QueryKeyValue, mask: ModelMask | Tensor | None, bias: Tensor | None, causal: bool
 ) -> Tensor:
     """Attend by scores of all pairs, to which a model adds numbers or of which it shows those of a mask of its own."""
     if not has_pattern(core) or core.reach.bends:
@@ -183,7 +183,7 @@ def _attend_dense(
     return out.masked_fill(empty, 0)
 
 
-def _shown_pairs(heads: Heads, mask: ModelMask | Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:
+def _shown_pairs(heads: QueryKeyValue, mask: ModelMask | Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:
     """Return the pairs that a model shows, which broadcast to (b h n m), and what its mask adds to their scores."""
     n, m, device = heads.q.shape[2], heads.k.shape[2], heads.q.device
     if isinstance(mask, ModelMask):
@@ -200,7 +200,7 @@ def _shown_pairs(heads: Heads, mask: ModelMask | Tensor | None, causal: bool) ->
     return every, mask
 
 
-def _pattern_pairs(core: Softmax | Sparse, heads: Heads, mask: ModelMask | Tensor | None) -> Tensor:
+def _pattern_pairs(core: Softmax | Sparse, heads: QueryKeyValue, mask: ModelMask | Tensor | None) -> Tensor:
     """Return the pairs of the patterns of a core, (b 1 n m) or (b h n m)."""
     places = _key_places(heads, mask)
     i, j = places.at[:, None, -heads.q.shape[2] :, None], places.at[:, None, None]

@@ -1,9 +1,10 @@
-"""Names of attention in transformers: any Spec, or one Spec for each layer, is registered when it is first asked for."""
+"""Names of attention in transformers: any Spec, or one Spec for each layer, is registered when it is first needed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,8 +34,8 @@ class LayerSpecs(NamedTuple):
 
     def __str__(self) -> str:
         if self.shared:
-            return spec_text(self.each[0])
-        return f"[{', '.join(map(spec_text, self.each))}]"
+            return shortest_text(self.each[0])
+        return f"[{', '.join(map(shortest_text, self.each))}]"
 
     def of(self, module: nn.Module) -> Spec:
         """Return the mechanism of an attention module."""
@@ -51,7 +52,7 @@ class LayerSpecs(NamedTuple):
         return self.each[layer]
 
 
-def spec_text(spec: Spec) -> str:
+def shortest_text(spec: Spec) -> str:
     """Write a Spec; a pattern alone stands for sparse(pattern)."""
     if spec.name == "sparse" and list(spec.options) == ["pattern"]:
         return str(spec.options["pattern"])
@@ -119,6 +120,13 @@ def register_specs(text: str) -> bool:
     AttentionMaskInterface.register(text, partial(model_mask, text, full))
     _KNOWN[text] = specs
     return True
+
+
+def register_named(name: str, attention: Callable[..., Any], specs: LayerSpecs) -> None:
+    """Register an attention of ours under a name that is no Spec."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, partial(model_mask, name, False))
+    _KNOWN[name] = specs
 
 
 def registered_specs(text: str | None) -> LayerSpecs | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from regard.checks import need
-from regard.hf.error_by_layer import ModelInputs, model_inputs, run_model
+from regard.hf.layer_errors import ModelInputs, model_inputs, run_model
 
 IGNORED_LABEL = -100
 

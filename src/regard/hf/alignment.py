@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from regard.checks import need
-from regard.hf.convert import converted_layers, mechanism_parameters, restore
-from regard.hf.converted_attention import MECHANISM, PassTokens, attend_heads, observed
-from regard.hf.error_by_layer import (
+from regard.hf.conversion import converted_layers, mechanism_parameters, restore
+from regard.hf.converted_attention import MechanismCall, observed
+from regard.hf.layer_errors import (
     ErrorByLayer,
     LayersToKeep,
     ModelInputs,
@@ -21,7 +21,6 @@ from regard.hf.error_by_layer import (
     head_squares,
     run_model,
 )
-from regard.mixers.base import Core
 
 
 class Alignment(NamedTuple):
@@ -47,22 +46,15 @@ class Alignment(NamedTuple):
         return "\n".join(lines)
 
 
-class _LayerLosses:
-    """Train each layer's mechanism where it is reached: the graph of one layer at a time."""
-
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-
-    def __call__(self, module: nn.Module, softmax: Core, q: Tensor, k: Tensor, v: Tensor, tokens: PassTokens) -> Tensor:
-        teacher = attend_heads(softmax, q, k, v, tokens)
-        with torch.enable_grad():
-            student = attend_heads(module.get_submodule(MECHANISM), q, k, v, tokens)  # type: ignore[arg-type]
-            apart, size = head_squares(student, teacher)
-            loss = (apart / size).mean()
-            if loss.requires_grad:
-                loss.backward()
-        self.losses.append(loss.detach())
-        return teacher
+def _learn(call: MechanismCall) -> Tensor:
+    """Add the gradient of one layer, whose graph ends here, and hand on what its softmax gives."""
+    teacher = call.softmax()
+    with torch.enable_grad():
+        apart, size = head_squares(call.attend(), teacher, call.valid)
+        loss = (apart / size).mean()
+        if loss.requires_grad:
+            loss.backward()
+    return teacher
 
 
 def align(
@@ -115,8 +107,7 @@ def _train_layers(
     training = model.training
     model.eval()
     for batch in batches:
-        losses = _LayerLosses()
-        with observed(losses), torch.no_grad():
+        with observed(_learn), torch.no_grad():
             run_model(model, batch)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from regard.checks import shown
 from regard.hf.attention_layers import attention_layers
-from regard.hf.convert import converted_layers, kept_count
-from regard.hf.converted_attention import MECHANISM, PassTokens, attend_heads, observed
-from regard.mixers.base import Core
+from regard.hf.conversion import converted_layers, kept_count
+from regard.hf.converted_attention import MECHANISM, MechanismCall, observed
 
 ModelInputs = Tensor | Mapping[str, Any]  # token ids (b n), or the arguments of a model
 
@@ -80,11 +79,10 @@ class HeadErrors:
         }
         self.sums: dict[int, Tensor] = {}
 
-    def __call__(self, module: nn.Module, softmax: Core, q: Tensor, k: Tensor, v: Tensor, tokens: PassTokens) -> Tensor:
-        teacher = attend_heads(softmax, q, k, v, tokens)
-        student = attend_heads(module.get_submodule(MECHANISM), q, k, v, tokens)  # type: ignore[arg-type]
-        squares = head_squares(student, teacher).double()
-        self.sums[id(module)] = squares + self.sums.get(id(module), 0)
+    def __call__(self, call: MechanismCall) -> Tensor:
+        teacher = call.softmax()
+        squares = head_squares(call.attend(), teacher, call.valid).double()
+        self.sums[id(call.module)] = squares + self.sums.get(id(call.module), 0)
         return teacher
 
     def result(self) -> ErrorByLayer:
@@ -94,12 +92,14 @@ class HeadErrors:
         return ErrorByLayer([index for index, *_ in found], [name for _, name, _ in found], errors.cpu())
 
 
-def head_squares(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the squares of student - teacher and of teacher (b h n e), by head (2 h), in float32 or better."""
+def head_squares(student: Tensor, teacher: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the squares of student - teacher and of teacher (b n h e), by head (2 h), in float32 or better; valid (b n)."""
     wide = torch.promote_types(teacher.dtype, torch.float32)
-    teacher = teacher.to(wide)
-    apart = (student.to(wide) - teacher).square().sum((0, 2, 3))
-    return torch.stack([apart, teacher.square().sum((0, 2, 3)).clamp_min(torch.finfo(wide).tiny)])
+    teacher, apart = teacher.to(wide), student.to(wide) - teacher.to(wide)
+    if valid is not None:
+        teacher, apart = (x.masked_fill(~valid[:, :, None, None], 0) for x in (teacher, apart))
+    apart, size = (x.square().sum((0, 1, 3)) for x in (apart, teacher))
+    return torch.stack([apart, size.clamp_min(torch.finfo(wide).tiny)])
 
 
 @torch.no_grad()
