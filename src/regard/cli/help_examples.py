@@ -10,6 +10,11 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
         "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
         "regard show runs/saw-softmax-1 'they saw the duck'",
     ),
+    "check": (
+        "regard check regard.mixers.softmax:Softmax",
+        "regard check 'Local(8) | Global(first=2)' --law scan_is_the_loop",
+        "regard check 'performer(features=32)' --json",
+    ),
     "bench": (
         "regard bench --mixers 'softmax; Local(256); linear' --lengths 512,2k,8k",
         "regard bench --mixers 'softmax; gla' --passes step --json step.json",
