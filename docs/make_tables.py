@@ -234,6 +234,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "faults": faults,
     },
+    "docs/training.md": {"cpu_presets": lambda: real.cpu_presets(if_there("cpu_presets"))},
 }
 
 
