@@ -3,7 +3,7 @@
 Every row is a run of `regard train TASK --preset cpu`, with the minutes it took (validations included) and its scores on test,
 or on validation where there is no test, beside the floors of results/floors.json. Runs go one after the other, on as many threads
 as --threads: the machine should do nothing else. Needs REGARD_DATA. A call that was stopped goes on where it was, with the same
---work; rows are written into results/cpu_presets.json one by one. With --set, for a trial of the script, --out must name another file.
+--work; rows are written into results/cpu_presets.json one by one. With --set, for a trial, --out must name another file.
 """
 
 from __future__ import annotations
