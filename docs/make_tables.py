@@ -240,6 +240,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "faults": faults,
     },
     "docs/weights.md": {"families": families_table},
+    "docs/training.md": {"cpu_presets": lambda: real.cpu_presets(if_there("cpu_presets"))},
 }
 
 

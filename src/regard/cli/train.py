@@ -37,6 +37,9 @@ def train(
             metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.", autocompletion=complete_spec
         ),
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Settings by name: cpu, for a machine without a GPU.")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
     ] = None,
@@ -74,7 +77,7 @@ def train(
         kind = choose_device(device)
         files = {"csv": csv, "jsonl": jsonl, "folder": folder, "file": file, "pairs": pairs, "conll": conll}
         own = _own_settings(data, **files, valid=valid or None, test=test or None, text=text, label=label)
-        config = settings.config_of(task, mixer or [], changes or [], out, own)
+        config = settings.config_of(task, mixer or [], changes or [], out, own, preset)
         _check_folder(out, config)
         made = known.make_task(config)
         settings.check_used(made, changes or [])
