@@ -136,6 +136,23 @@ def test_gradients_of_gradients_are_those_of_plain_operations(feature: str) -> N
     near(*map(list, found), 1e-4)
 
 
+@pytest.mark.parametrize("feature", ["elu", "random"])
+def test_a_launch_is_for_tensors_that_lie_alike(feature: str) -> None:
+    """The heads of a token side by side, or the tokens of a head; also in the gradients that come."""
+    given = inputs(feature, b=1, h=4, g=2, n=6, m=7)
+    outs, found = [], []
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:3]]
+    for tensors in (given[:3], [turned[0], *given[1:3]], [given[0], *turned[1:]]):
+        leaves = [x.float().requires_grad_() for x in tensors]
+        out = noncausal_attention(*leaves, given[3], feature, ExpMap(*given[4:]) if feature == "random" else None)
+        for up in (out.detach().contiguous(), out.detach()):
+            found.append(torch.autograd.grad(out, leaves, up, retain_graph=True))
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 HYPERBOLIC = "performer(features=9, max_norm=2.0, kind='hyperbolic')"
 
 
