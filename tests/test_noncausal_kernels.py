@@ -177,11 +177,15 @@ def test_a_mechanism_takes_the_kernels(spec: str, monkeypatch) -> None:
     near(outs[:2], [outs[2].double()] * 2)
 
 
-@pytest.mark.parametrize("change", ["wide", "types", "double", "no keys"])
+@pytest.mark.parametrize("change", ["wide", "wide half", "types", "double", "no keys"])
 def test_what_the_kernels_do_not_take_goes_another_way(change: str) -> None:
+    """Shared memory holds states of 128 x 128 in bfloat16, and of 64 x 64 in float32."""
     q = k = torch.randn(1, 2, 3, 8, device=DEVICE)
-    v = torch.randn(1, 2, 3, 200 if change == "wide" else 8, device=DEVICE)
+    v = torch.randn(1, 2, 3, {"wide": 65, "wide half": 129}.get(change, 8), device=DEVICE)
     assert noncausal_op.takes_noncausal(q, k, k)
+    if change == "wide half":
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        assert noncausal_op.takes_noncausal(q, k, v[..., :128])
     if change == "types":
         v = v.bfloat16()
     if change == "double":
