@@ -59,7 +59,7 @@ class Sizes:
     distil_share: float = 0.03
     generate_share: float = 0.2
     teacher_lr: float = 1e-3
-    align_lr: float = 1e-2
+    align_lr: float = 5e-2
     distil_lr: float = 3e-4
     test_windows: int = 192
     long: int = 32768

@@ -39,6 +39,7 @@ from regard.hf.conversion import converted_layers, mechanism_parameters  # noqa:
 from regard.hf.distillation import distillation_loss, label_loss  # noqa: E402
 from regard.hf.layer_errors import ErrorByLayer  # noqa: E402
 from regard.positions.longer_table import longer_table  # noqa: E402
+from regard.pretrained import load_pretrained, save_pretrained  # noqa: E402
 
 SMALL = {
     "vocab_size": 61,
@@ -388,6 +389,26 @@ def test_learned_positions_are_made_longer(family, how, tmp_path):
         assert (scores(model, ids) - expected).abs().max() < 1e-5
     model.save_pretrained(tmp_path)
     assert torch.equal(scores(hf.load_converted(tmp_path), longer), scores(model, longer))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta"])
+@pytest.mark.parametrize("how", ["copied", "interpolated"])
+def test_checkpoints_are_loaded_with_longer_positions(family, how, tmp_path):
+    """`load_pretrained` makes the same positions as `lengthen_positions`, and writes a checkpoint that transformers reads."""
+    model = build(family)
+    if family == "gpt2":
+        model.config.scale_attn_by_inverse_layer_idx = False  # which load_pretrained does not read
+        model = GPT2LMHeadModel(model.config).eval()
+    model.save_pretrained(tmp_path / "short")
+    assert hf.lengthen_positions(model, 150, how) == 1
+    ids = tokens(2, 150)
+    ours = load_pretrained(tmp_path / "short", max_len=150, positions=how)
+    with torch.no_grad():
+        assert (ours(ids) - scores(model, ids)).abs().max() < 1e-4
+    save_pretrained(ours, tmp_path / "long")
+    again = type(model).from_pretrained(tmp_path / "long")
+    assert (scores(again, ids) - scores(model, ids)).abs().max() < 1e-4
+    assert load_pretrained(tmp_path / "short", mixer="cosformer", max_len=150)(ids).isfinite().all()
 
 
 def test_longer_tables():
