@@ -15,6 +15,7 @@ from typing import Any
 
 from regard.analysis.position_properties import positions_table
 from regard.catalogue import catalogue_table
+from regard.pretrained.families import families_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -218,7 +219,6 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),
-        "growth_gpu": partial(growth, "growth_gpu"),
         "recall": recall,
         "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
@@ -239,6 +239,8 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "faults": faults,
     },
+    "docs/weights.md": {"families": families_table},
+    "docs/training.md": {"cpu_presets": lambda: real.cpu_presets(if_there("cpu_presets"))},
 }
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from regard import tasks
 from regard.cli import app
+from regard.cli.train import _fresh
 from regard.data.text_files import Pair
 from regard.tasks.task import Task
 from regard.tasks.translation import TranslationTask
@@ -93,7 +94,7 @@ def test_tasks_for_machines_and_one_with_all_of_its_settings() -> None:
     rows = json.loads(run("tasks", "--json").stdout)
     assert [row["name"] for row in rows] == TASKS
     for row in rows:
-        assert set(row) == {"name", "summary", "data", "file", "score", "better", "settings", "options"}
+        assert set(row) == {"name", "summary", "data", "file", "score", "better", "settings", "options", "presets", "time"}
         assert row["better"] in ("min", "max")
         assert row["settings"] == tasks.config(row["name"]).to_json()
     said = run("tasks", "reverse").stdout
@@ -135,8 +136,20 @@ def test_several_mixers_make_a_hybrid() -> None:
     two = ["--mixer", "Local(3)", "--mixer", "conv(kernel=3)"]
     assert "2 mixers cannot take turns in 1 layer: use depth=2" in refused("train", "copy", *two, *SETTINGS)
     done = run("train", "copy", *two, *(text.replace("depth=1", "depth=2") for text in SETTINGS))
-    assert "copy with sparse(pattern=Local(3)), conv(kernel=3) in runs/copy-sparse+conv-1" in done.stderr
-    assert json.loads(Path("runs/copy-sparse+conv-1/config.json").read_text())["mixer"] == ["Local(3)", "conv(kernel=3)"]
+    folder = "runs/copy-Local-3+conv-kernel=3-1"
+    assert f"copy with Local(3), conv(kernel=3) in {folder}" in done.stderr
+    assert json.loads(Path(folder, "config.json").read_text())["mixer"] == ["Local(3)", "conv(kernel=3)"]
+
+
+def test_folders_are_named_after_the_mechanism_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for mixer, name in (
+        ("Local(256) | Global(first=4)", "saw-Local-256-Global-first=4-1"),
+        ("mypkg.mod:MyCore(size=3)", "saw-mypkg.mod-MyCore-size=3-1"),
+        (["gla", "Local(8)", "gla"], "saw-gla+Local-8-1"),
+        (f"PerHead([{', '.join(['Local(8)'] * 40)}])", f"saw-PerHead-{'Local-8-' * 9}1"),
+    ):
+        assert _fresh(tasks.config("saw").replace({"mixer": mixer})).name == name and len(name) < 100
 
 
 @pytest.mark.usefixtures("interrupted")

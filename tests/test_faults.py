@@ -54,7 +54,7 @@ def remembered(out: Path) -> tuple:
     last = checkpoints.latest(out)
     told.append({name: x for name, x in checkpoints.load_checkpoint(last).state.items() if name != "seconds"})
     bits = [path.read_bytes() for path in (out / checkpoints.WEIGHTS, last / checkpoints.WEIGHTS, last / checkpoints.OPTIMIZER)]
-    return told, {name: x for name, x in result.items() if name != "seconds"}, checkpoints.steps(out), bits
+    return told, {name: x for name, x in result.items() if name not in TIMES}, checkpoints.steps(out), bits
 
 
 @pytest.fixture(scope="module")

@@ -332,20 +332,20 @@ def test_wrong_layers_are_refused(spec, sentence):
         regard.hf.set_attention(make("Llama"), spec)
 
 
-@pytest.mark.parametrize("spec", [PATTERN, {1: "Local(3)"}])
-def test_mechanisms_are_saved_with_the_model(tmp_path, spec):
-    ids = tokens()
-    model = regard.hf.set_attention(make("GPT-2"), spec)
-    expected = model(ids).logits
+@pytest.mark.parametrize(("family", "spec"), [("GPT-2", PATTERN), ("BERT", {1: "Local(3)"}), ("T5", "Local(3)")])
+def test_mechanisms_are_saved_with_the_model(tmp_path, family, spec):
+    given, _ = inputs(family)
+    model = regard.hf.set_attention(make(family), spec)
+    load, expected = type(model).from_pretrained, model(**given).logits
     for folder in ("first", "second"):  # what was loaded is saved again
         model.save_pretrained(tmp_path / folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        assert torch.equal(model(ids).logits, expected)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second", attn_implementation="eager")
-    assert plain.config._attn_implementation == "eager"
+        model = load(tmp_path / folder)
+        if family == "T5":  # its encoder and decoder have copies of the configuration, and passes write into those
+            regard.hf.set_attention(model, model.config._attn_implementation)
+        assert torch.equal(model(**given).logits, expected)
+    assert load(tmp_path / "second", attn_implementation="eager").config._attn_implementation == "eager"
     regard.hf.set_attention(model, "sdpa").save_pretrained(tmp_path / "third")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "third")
-    assert model.config._attn_implementation == "sdpa"
+    assert load(tmp_path / "third").config._attn_implementation == "sdpa"
 
 
 def test_models_without_the_interface_are_refused():
@@ -426,6 +426,14 @@ def test_dropout_and_half_precision():
     exact = model(**given).logits
     assert not torch.equal(exact, first)
     assert model.bfloat16()(**given).logits.sub(exact).abs().max() < 0.05
+
+
+def test_mechanisms_without_weights_refuse_to_drop_them():
+    model = make("BERT", "linear", attention_probs_dropout_prob=0.5)
+    given, _ = inputs("BERT")
+    assert model(**given).loss.isfinite()
+    with pytest.raises(ValueError, match="no weights to drop"):
+        model.train()(**given)
 
 
 # Memory

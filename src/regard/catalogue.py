@@ -291,6 +291,7 @@ _ROWS = [
             Example({"rounds": 2, "buckets": 4, "chunk": 6}, cost=1, memory=0),
             Example({"rounds": 3, "buckets": 8, "chunk": 2}, cost=1, memory=0),
         ),
+        chooses=True,
     ),
     Row(
         "routing",
@@ -299,6 +300,7 @@ _ROWS = [
         "Learned clusters take the queries and keys nearest to them, and attention stays inside a cluster.",
         "Roy et al. 2020, arXiv:2003.05997",
         (Example({"clusters": 4, "window": 8}, cost=1, memory=0),),
+        chooses=True,
     ),
     Row(
         "synthesizer",

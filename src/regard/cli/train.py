@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from regard.training.fit import Result
 
 RUNS = Path("runs")
+NAME_LETTERS = 80  # characters of the mechanism in the name of a folder
 
 
 def train(
@@ -35,6 +36,9 @@ def train(
         typer.Option(
             metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.", autocompletion=complete_spec
         ),
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Settings by name: cpu, for a machine without a GPU.")
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
@@ -73,7 +77,7 @@ def train(
         kind = choose_device(device)
         files = {"csv": csv, "jsonl": jsonl, "folder": folder, "file": file, "pairs": pairs, "conll": conll}
         own = _own_settings(data, **files, valid=valid or None, test=test or None, text=text, label=label)
-        config = settings.config_of(task, mixer or [], changes or [], out, own)
+        config = settings.config_of(task, mixer or [], changes or [], out, own, preset)
         _check_folder(out, config)
         made = known.make_task(config)
         settings.check_used(made, changes or [])
@@ -84,7 +88,7 @@ def train(
         made.read(data)
         new = out is None or not out.exists()
         place = _fresh(config) if out is None else out
-        aside(f"{task} with {_mixers(config, ', ')} in {place}{note and ', ' + note}")
+        aside(f"{task} with {_mixers(config)} in {place}{note and ', ' + note}")
         for line in made.describe_data():
             aside(line)
     try:
@@ -141,19 +145,20 @@ def _fitter() -> Callable[..., Result]:
     return fit
 
 
-def _mixers(config: Config, between: str = "+") -> str:
-    """Write the mixers of a run: their names, or their whole specs."""
-    from regard.spec import Spec
-
+def _mixers(config: Config, between: str = ", ") -> str:
+    """Write the mixers of a run as they were given, each of them once."""
     texts = [config.mixer] if isinstance(config.mixer, str) else config.mixer
-    named = [Spec.of(text) for text in texts]
-    return between.join(dict.fromkeys(spec.row.name if between == "+" else str(spec) for spec in named))
+    return between.join(dict.fromkeys(text.strip() for text in texts))
 
 
 def _fresh(config: Config) -> Path:
-    """Make a folder with a number that was never used."""
+    """Make a folder with a number that was never used, named after the mechanism as it was written: reverse-Local-8+gla-1.
+
+    Letters, digits and = stay, so that no shell needs quotes; a long text is cut.
+    """
     RUNS.mkdir(exist_ok=True)
-    stem = f"{config.task}-{_mixers(config)}-"
+    words = re.sub(r"[^\w.=+]+", "-", _mixers(config, "+"), flags=re.ASCII)
+    stem = f"{config.task}-{words[:NAME_LETTERS].strip('-').replace('-+', '+')}-"
     taken = [int(found[1]) for path in RUNS.iterdir() if (found := re.fullmatch(re.escape(stem) + r"(\d+)", path.name))]
     for count in itertools.count(max(taken, default=0) + 1):
         folder = RUNS / f"{stem}{count}"
@@ -191,6 +196,9 @@ def _print_result(made: Task, folder: Path, result: Result, data: Path | None) -
     where = ["--data", str(data)] if data else []
     shown = (f"{name} {number(value)}" for name, value in scores.items() if isinstance(value, int | float))
     rows = [("validation", "  ".join(shown) or "no score")]
+    if result.tokens_per_second and result.peak_memory:
+        cost = f"{result.tokens_per_second:,.0f} tokens a second in training, {result.peak_memory / 2**20:,.0f} MiB at most"
+        rows.append(("cost", cost))
     rows += [("run", str(folder)), ("picture", _draw_curve(made, folder, result, lines))]
     rows += [("evaluate", shlex.join(["regard", "evaluate", str(folder), *where]))]
     rows += [("predict", f"{shlex.join(['regard', 'predict', str(folder)])} {shlex.quote(_sample(made))}")]
@@ -210,7 +218,7 @@ def _draw_curve(made: Task, folder: Path, result: Result, lines: list[dict[str, 
         return "nothing was measured"
     paper = BytesIO()
     kept = result.best_step if result.chosen == "best" else None
-    training_plot(lines, result.name, f"{made.config.task} with {_mixers(made.config, ', ')}", kept).savefig(paper, format="png")
+    training_plot(lines, result.name, f"{made.config.task} with {_mixers(made.config)}", kept).savefig(paper, format="png")
     atomic_files.replace(folder / "curve.png", paper.getvalue())
     return str(folder / "curve.png")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, TypeGuard
 
@@ -106,11 +107,18 @@ def _made_core(text: str, sizes: CoreSizes, within: str | None) -> Core:
         dropout=sizes.dropout,
     )
     try:
-        made = core(spec, dims)
+        made = core(spec, replace(dims, dropout=0.0))
+        if sizes.dropout and Can.DROPOUT in made.can:
+            made = core(spec, dims)
     except LengthNeeded as error:
         raise ValueError(f"{error}: the configuration of this model has no max_position_embeddings") from error
     _need_plain(spec, made)
     need_claims(made.name, made.can, Can.CAUSAL if sizes.causal else Can.NOTHING)
+    if made.dims.dropout != sizes.dropout:
+        raise ValueError(
+            f"{spec} has no weights to drop, and the model drops {sizes.dropout} of them in training: set its attention dropout "
+            "to 0 when it is made, in its configuration"
+        )
     return made if within is None else _cut(spec, made, Pattern.of(within))
 
 

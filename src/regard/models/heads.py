@@ -131,6 +131,13 @@ class NextToken(nn.Module):
         return self.map(x)
 
 
+class ScaledNextToken(NextToken):
+    """Scores of every token, of vectors divided by sqrt(w), as T5 does where its table is shared: (b n w) -> (b n v)."""
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return self.map(x * self.map.in_features**-0.5)
+
+
 class MaskedToken(nn.Module):
     """Predict masked tokens: one more layer, then every token's score. Devlin et al. 2018, arXiv:1810.04805."""
 

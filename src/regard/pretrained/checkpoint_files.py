@@ -90,6 +90,7 @@ class Take(NamedTuple):
     names: tuple[str, ...]  # of the tensor; of several names one is enough, and all that exist must hold equal tensors
     layout: TensorLayout = TensorLayout()
     default: Callable[[torch.Size], Tensor] | None = None  # the value where the checkpoint has no such tensor
+    otherwise: str | None = None  # the tensor whose values it begins with where the checkpoint has none of its own
     frozen: bool = False  # without gradient: a buffer in transformers
     written: bool = True  # False: transformers computes it, so that a checkpoint need not hold it
 
@@ -130,6 +131,8 @@ class CheckpointReader:
     def take(self, source: Take, shape: torch.Size) -> Tensor:
         """Return the tensor of a parameter of this shape, in the layout of regard."""
         present = [name for name in source.names if name in self.where]
+        if not present and source.otherwise in self.where:
+            present = [source.otherwise]
         if not present and source.default is not None:
             return source.default(shape)
         if not present:

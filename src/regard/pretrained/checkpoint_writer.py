@@ -6,6 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from regard.mixers.base import Mixer
 from regard.pretrained.checkpoint_files import SINGLE_FILE, CheckpointError, TensorLayout, split
 from regard.pretrained.checkpoint_model import Described, described
 from regard.pretrained.family import source
+from regard.training import atomic_files
 
 
 def save_pretrained(model: nn.Module, folder: str | PathLike[str], settings: Mapping[str, Any] | None = None) -> None:
@@ -95,12 +97,14 @@ def _write(folder: Path, tensors: dict[str, Tensor], settings: Mapping[str, Any]
         from safetensors.torch import save_file
     except ModuleNotFoundError:
         raise ModuleNotFoundError("checkpoints need safetensors: pip install safetensors") from None
-    from regard.training import atomic_files
-
-    if folder.is_file():
-        raise CheckpointError(f"{folder} is a file: a checkpoint is a folder with config.json and {SINGLE_FILE}")
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{SINGLE_FILE}.part"
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
-    part.replace(folder / SINGLE_FILE)
-    atomic_files.replace(folder / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    part = folder / f".writing-{SINGLE_FILE}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, part, metadata={"format": "pt"})
+        part.replace(folder / SINGLE_FILE)
+        atomic_files.replace(folder / "config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise CheckpointError(atomic_files.cannot_write(folder, error)) from error
+    finally:
+        with suppress(OSError):  # it was moved, or never made
+            part.unlink()

@@ -194,7 +194,17 @@ def bloom_names(config: HFConfig) -> TensorNames:
     }
 
 
-_ROTARY = Family(llama, llama_names, {}, "model.", r"lm_head\.", unneeded=[r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"])
+_ROTARY = Family(
+    llama,
+    llama_names,
+    {},
+    "model.",
+    r"lm_head\.",
+    unneeded=[r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"],
+    title="Llama",
+    note="`rope_type` default, linear or llama3.",
+)
+_WINDOWS = "Sliding windows are `Local(n)`. "
 
 DECODER_FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
@@ -208,15 +218,19 @@ DECODER_FAMILIES: dict[str, Family] = {
         },
         "transformer.",
         unneeded=[r"h\.\d+\.attn\.(masked_)?bias"],  # masks
+        title="GPT-2",
     ),
     "LlamaForCausalLM": _ROTARY,
-    "MistralForCausalLM": _ROTARY._replace(build=partial(llama, biases=(False, False))),
-    "Qwen2ForCausalLM": _ROTARY._replace(build=partial(llama, biases=(True, False))),
+    "MistralForCausalLM": _ROTARY._replace(
+        build=partial(llama, biases=(False, False)), title="Mistral", note=_WINDOWS + _ROTARY.note
+    ),
+    "Qwen2ForCausalLM": _ROTARY._replace(build=partial(llama, biases=(True, False)), title="Qwen2", note=_WINDOWS + _ROTARY.note),
     "BloomForCausalLM": Family(
         bloom,
         bloom_names,
         {"tie_word_embeddings": True, "apply_residual_connection_post_layernorm": False},
         "transformer.",
         r"lm_head\.",
+        title="BLOOM",
     ),
 }

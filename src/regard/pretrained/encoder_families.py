@@ -149,12 +149,12 @@ def label_names(config: HFConfig, dialect: Dialect, *, whole: bool) -> TensorNam
     return {**reader_names(config, dialect), "head.change": change, "head.map": out if whole else "classifier"}
 
 
-def architectures(start: str, dialect: Dialect, *, pooler: str = r"pooler\..*") -> dict[str, Family]:
+def architectures(start: str, dialect: Dialect, title: str) -> dict[str, Family]:
     """Return the architectures of a family whose names begin so: without a head, and with each of three."""
     only = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
     outside = r"cls\.|classifier|lm_head\.|vocab_|pre_classifier"
     older = [(r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")]
-    without = [r"embeddings\.position_ids", pooler, r"cls\.seq_relationship\..*"]
+    without = [r"embeddings\.position_ids", r"pooler\..*", r"cls\.seq_relationship\..*"]
     base = Family(
         partial(text_encoder, dialect=dialect),
         partial(encoder_names, dialect=dialect),
@@ -163,6 +163,7 @@ def architectures(start: str, dialect: Dialect, *, pooler: str = r"pooler\..*") 
         outside,
         older,
         without,
+        title=title,
         note=dialect.note,
     )
     masked = base._replace(
@@ -218,7 +219,7 @@ FNET = Dialect(
     mixer=lambda _: {},
     mixer_norm="fourier.output.LayerNorm",
     classifier=("pooler.dense", "classifier"),
-    note="Without padding: transformers transforms padding with the tokens, here it is absent.",
+    note="Without padding: transformers transforms it with the tokens, here it is absent.",
 )
 
 
@@ -244,7 +245,7 @@ LONGFORMER = ROBERTA._replace(
     prefix="longformer.",
     specs=_longformer_specs,
     mixer=_longformer_mixer,
-    note="With global attention on the first token: global_attention_mask[:, 0] = 1, transformers' own choice for sequences.",
+    note="Global attention on the first token alone: `global_attention_mask[:, 0] = 1` there.",
 )
 
 
@@ -264,7 +265,7 @@ BIGBIRD = Dialect(
     activation="gelu_new",
     head_activation=None,
     only={"use_bias": True},
-    note="attention_type='original_full' alone.",
+    note='`attention_type="original_full"` alone: in evaluation transformers counts the first block again for every random one.',
 )
 
 
@@ -288,18 +289,18 @@ NYSTROMFORMER = Dialect(
     activation="gelu_new",
     head_activation=None,
     mixer=lambda _: {**BERT_ATTENTION, "mixer.core.conv": Take(("attention.self.conv.weight",), TensorLayout(ones=(1, 3)))},
-    note="num_landmarks = segment_means_seq_len alone, as published: exact attention and a convolution. Without padding.",
+    note="`num_landmarks` = `segment_means_seq_len` alone, as published: all pairs, and a convolution. Without padding.",
 )
 
-_BERTS = architectures("Bert", BERT)
+_BERTS = architectures("Bert", BERT, "BERT")
 
 ENCODER_FAMILIES: dict[str, Family] = {
     **_BERTS,
     "BertForPreTraining": _BERTS["BertForMaskedLM"]._replace(saved_as="BertForMaskedLM"),  # not for the next sentence
-    **architectures("Roberta", ROBERTA),
-    **architectures("DistilBert", DISTILBERT),
-    **architectures("FNet", FNET),
-    **architectures("Longformer", LONGFORMER),
-    **architectures("BigBird", BIGBIRD),
-    **architectures("Nystromformer", NYSTROMFORMER),
+    **architectures("Roberta", ROBERTA, "RoBERTa"),
+    **architectures("DistilBert", DISTILBERT, "DistilBERT"),
+    **architectures("FNet", FNET, "FNet"),
+    **architectures("Longformer", LONGFORMER, "Longformer"),
+    **architectures("BigBird", BIGBIRD, "BigBird"),
+    **architectures("Nystromformer", NYSTROMFORMER, "Nystromformer"),
 }

@@ -18,3 +18,17 @@ REFUSED: dict[str, str] = {  # architectures by the beginning of their names, an
     "Reformer": "its buckets are drawn anew in every pass, and tokens that meet in several rounds count several times; "
     "reformer(...) of regard keeps its buckets and counts every pair once, so that no weights would give equal outputs",
 }
+
+
+def families_table() -> str:
+    """Format all families as a Markdown table, for the documentation: their architectures, and what equal outputs depend on."""
+    groups: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        groups.setdefault(family.title, []).append(name)
+    lines = ["| family | architectures, in and out | equal outputs |", "|---|---|---|"]
+    for title, names in groups.items():
+        note = next((FAMILIES[name].note for name in names if FAMILIES[name].note), "")
+        architectures = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| {title} | {architectures} | {note or 'Yes.'} |")
+    lines += [f"| {title} | none | No: {sentence}. |" for title, sentence in REFUSED.items()]
+    return "\n".join(lines)

@@ -78,7 +78,8 @@ class Family(NamedTuple):
     older: Sequence[tuple[str, str]] = ()  # regular expressions of older names, and replacements
     unneeded: Sequence[str] = ()  # regular expressions of tensors that the model does not use
     saved_as: str | None = None  # the architecture that is written, if the model has less or more than this one
-    note: str = ""  # what must be given for equal outputs, for the documentation
+    title: str = ""  # the name of the family in the documentation
+    note: str = ""  # what equal outputs depend on, for the documentation
 
     @property
     def aliases(self) -> list[tuple[str, str]]:
@@ -107,7 +108,7 @@ def _renamed(value: str | Take | Joined, rename: Callable[[str], str]) -> Joined
         value = Take((value,))
     if isinstance(value, Take):
         value = Joined((value,))
-    takes = [take._replace(names=tuple(rename(name) for name in take.names)) for take in value.takes]
+    takes = [take._replace(names=tuple(rename(name) for name in take.names)) for take in value.takes]  # `otherwise` is in full
     return value._replace(takes=tuple(takes))
 
 

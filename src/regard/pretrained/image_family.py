@@ -71,7 +71,9 @@ VIT: TensorNames = {
     ),
     "stack.final_norm": "layernorm",
 }
-_VIT = Family(vit, lambda _: VIT, {}, "vit.", ".*", unneeded=[r"pooler\..*"])
+_VIT = Family(
+    vit, lambda _: VIT, {}, "vit.", ".*", unneeded=[r"pooler\..*"], title="ViT", note="Images of the size in the configuration."
+)
 
 IMAGE_FAMILIES: dict[str, Family] = {
     "ViTModel": _VIT,

@@ -1,4 +1,4 @@
-"""Architectures with an encoder and a decoder: BART and Marian."""
+"""Architectures with an encoder and a decoder: BART, Marian and T5."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from regard.blocks.stack import Stack
 from regard.mixers.base import Dims
 from regard.models.embedding import Tokens
 from regard.models.encoder import Encoder
-from regard.models.heads import NextToken
+from regard.models.heads import NextToken, ScaledNextToken
 from regard.models.translator import Translator
-from regard.positions import Learned
-from regard.pretrained.checkpoint_files import Take, TensorLayout
+from regard.positions import Buckets, Learned
+from regard.pretrained.checkpoint_files import Joined, Take, TensorLayout
 from regard.pretrained.family import Family, HFConfig, TensorNames, body, layers, sinusoidal_table
+from regard.spec import Spec
 
 # BART and Marian: the Transformer of the paper, post-norm. BART learns positions, those of Marian are sinusoidal.
 
@@ -105,6 +106,98 @@ def marian_names(config: HFConfig) -> TensorNames:
     return seq2seq_names(config, positions)
 
 
+# T5: pre-norm, RMSNorm, no biases, scores that are not scaled, one table of buckets of distances for all layers of a side.
+
+
+def t5(config: HFConfig) -> Translator:
+    encoder = t5_encoder(config)
+    table: nn.Embedding = encoder.embed.table  # type: ignore[assignment]
+    vocab, width = table.weight.shape
+    embed = Tokens(vocab, width, scale=False, dropout=config.get("dropout_rate", 0.1))
+    embed.table = table
+    decoder = _t5_stack(config, config.size("num_decoder_layers", config.size("num_layers")), causal=True)
+    head = ScaledNextToken(width, vocab, table=table) if _t5_shares(config) else NextToken(width, vocab)
+    return Translator(encoder, embed, decoder, head)
+
+
+def t5_encoder(config: HFConfig) -> Encoder:
+    embed = Tokens(config.size("vocab_size"), config.size("d_model"), scale=False, dropout=config.get("dropout_rate", 0.1))
+    return Encoder(embed, _t5_stack(config, config.size("num_layers"), causal=False))
+
+
+def _t5_shares(config: HFConfig) -> bool:
+    """Return whether the output layer is the table of embeddings, scaled; newer configurations say it by another name."""
+    return config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
+
+
+def _t5_stack(config: HFConfig, depth: int, *, causal: bool) -> Stack:
+    width, heads, d = config.size("d_model"), config.size("num_heads"), config.size("d_kv")
+    drop, eps = config.get("dropout_rate", 0.1), config.get("layer_norm_epsilon", 1e-6)
+    dims = Dims(width, heads, key_dim=d, value_dim=d, causal=causal)
+    buckets, longest = config.size("relative_attention_num_buckets", 32), config.size("relative_attention_max_distance", 128)
+    gated, name = _t5_channel(config)
+    spec = Spec("softmax", scale=1.0)
+    return Stack.of(
+        spec,
+        width=width,
+        heads=heads,
+        head_dim=d,
+        depth=depth,
+        causal=causal,
+        bias=False,
+        positions=Buckets(dims, buckets=buckets, longest=longest),
+        cross=spec if causal else None,
+        ffn=partial(FeedForward, width, config.size("d_ff"), activation=name, gated=gated, dropout=drop, bias=False),
+        norm_class=partial(nn.RMSNorm, eps=eps),
+        dropout=drop,
+        weight_dropout=drop,
+    )
+
+
+def _t5_channel(config: HFConfig) -> tuple[bool, str]:
+    """Return whether feed-forward layers are gated, and their activation: "relu", "gated-gelu", which is GPT-2's gelu, ..."""
+    kind = str(config.get("feed_forward_proj", "relu"))
+    name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+    return kind.startswith("gated-"), HFConfig({"feed_forward_proj": name}).activation("feed_forward_proj", "relu")
+
+
+def _t5_side(config: HFConfig, ours: str, side: str, parts: dict[str, str]) -> dict[str, str | Take | Joined]:
+    """Name the tensors of one side; `parts` are our attention parts and theirs, in the order of the sublayers."""
+    own: dict[str, str | Take | Joined] = {}
+    for number, (part, theirs) in enumerate(parts.items()):
+        own[f"{part}_norm"] = f"layer.{number}.layer_norm"
+        own |= {f"{part}.{map_}": f"layer.{number}.{theirs}.{map_}" for map_ in "qkv"}
+        own[f"{part}.out"] = f"layer.{number}.{theirs}.o"
+    channel = f"layer.{len(parts)}.DenseReluDense"
+    up = Take((f"{channel}.wi",))
+    gated = Joined((Take((f"{channel}.wi_0",)), Take((f"{channel}.wi_1",))))
+    own["channel.up"] = gated if _t5_channel(config)[0] else up
+    own |= {"channel.down": f"{channel}.wo", "channel_norm": f"layer.{len(parts)}.layer_norm"}
+    table = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"  # that of the first layer serves all
+    return {
+        f"{ours}.blocks.{{i}}.mixer.core.positions.table": table,
+        f"{ours}.final_norm": f"{side}.final_layer_norm",
+        **layers(ours, f"{side}.block", own),
+    }
+
+
+def t5_encoder_names(config: HFConfig) -> TensorNames:
+    names = ("shared.weight", "encoder.embed_tokens.weight")
+    return {"embed.table.weight": Take(names), **_t5_side(config, "stack", "encoder", {"mixer": "SelfAttention"})}
+
+
+def t5_names(config: HFConfig) -> TensorNames:
+    names = ["shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    if _t5_shares(config):
+        names.append("lm_head.weight")
+    return {
+        "encoder.embed.table.weight": Take(tuple(names)),
+        "head.map.weight": Take(("lm_head.weight",), otherwise="shared.weight"),  # transformers 5 writes equal ones once
+        **_t5_side(config, "encoder.stack", "encoder", {"mixer": "SelfAttention"}),
+        **_t5_side(config, "decoder", "decoder", {"mixer": "SelfAttention", "cross": "EncDecAttention"}),
+    }
+
+
 _PAPER = {  # settings of older configurations of both
     "tie_word_embeddings": True,
     "normalize_before": False,
@@ -120,6 +213,7 @@ _BART = Family(
     "model.",
     "final_logits_bias",
     unneeded=[r"(en|de)coder\.version"],
+    title="BART",
 )
 
 SEQ2SEQ_FAMILIES: dict[str, Family] = {
@@ -131,5 +225,15 @@ SEQ2SEQ_FAMILIES: dict[str, Family] = {
         {**_PAPER, "normalize_embedding": False, "static_position_embeddings": True},
         "model.",
         "final_logits_bias",
+        title="Marian",
     ),
+    "T5ForConditionalGeneration": Family(
+        t5,
+        t5_names,
+        {},
+        unneeded=[r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"],
+        title="T5",
+        note="Both forms: T5, and T5 1.1 with gated layers and an output layer of its own.",
+    ),
+    "T5EncoderModel": Family(t5_encoder, t5_encoder_names, {}, title="T5"),
 }

@@ -21,10 +21,11 @@ from regard.training.interrupts import Interrupted, Interrupts
 from regard.training.learnable import Learnable
 from regard.training.learner import Learner, optimizer_state, put_optimizer_state
 from regard.training.loop import device_of, matmul_precision, run_updates
-from regard.training.metrics_log import MetricsLog
+from regard.training.metrics_log import MetricsLog, read_metrics
 from regard.training.prefetch import prefetch_batches
 from regard.training.progress import Progress, print_line, progress
 from regard.training.result import Result, finished
+from regard.training.update_speed import UpdateSpeed, run_cost
 
 if find_spec("safetensors") is None:  # found out now, not at the first checkpoint
     raise ModuleNotFoundError("training needs safetensors: pip install 'regard[train]'", name="safetensors")
@@ -64,6 +65,7 @@ class _TrainingRun:
         self.name, self.way = task.best
         rng.seed_all(self.config.seed)
         self.learner = Learner(task.model(), task.loss, self.config, kind)
+        self.speed = UpdateSpeed(self.learner.model, self.learner.device)
         self.best: dict[str, Any] | None = None  # {"step": ..., "score": ...}
         self.waited, self.stopped, self.before, self.begun = 0, False, 0.0, time.monotonic()
         self.halted = False  # no further update in this process
@@ -102,7 +104,8 @@ class _TrainingRun:
         with matmul_precision(self.config.precision):
             self.learner.begin()
             self._restore()
-            run_updates(self.learner, batches, after=self._after, stopped=lambda: self.halted)
+            self.speed.restart()
+            run_updates(self.learner, self.speed.counted(batches), after=self._after, stopped=lambda: self.halted)
         if self.interrupts.requested:
             self.interrupts.pass_on()
 
@@ -145,7 +148,7 @@ class _TrainingRun:
         validate, save = self._validates(step), step == self.config.steps or step % self.config.save_every == 0
         if not (validate or save or step % MEASURE_EVERY == 0):
             return
-        line: dict[str, Any] = {"step": step, "time": self.seconds, **self.learner.measured(self._saved)}
+        line: dict[str, Any] = {"step": step, "time": self.seconds, **self.learner.measured(self._saved), **self.speed.measured()}
         self.progress.measured(line["loss"])
         if validate:
             with self.interrupts.at_once():
@@ -155,6 +158,7 @@ class _TrainingRun:
         if save or self.stopped:
             self.journal.sync()
             self._save(self._state(step))
+        self.speed.restart()
 
     @property
     def seconds(self) -> float:
@@ -264,7 +268,7 @@ class _TrainingRun:
         best = self.best or {"score": None, "step": None}
         averaged = averaged if averaged is not None and math.isfinite(averaged) else None
         result = Result(self.learner.step, self.name, best["score"], best["step"], averaged, chosen, self.stopped, self.seconds)
-        result.sha256 = atomic_files.digest(data)
+        result = dataclasses.replace(result, sha256=atomic_files.digest(data), **run_cost(read_metrics(self.journal.path)))
         atomic_files.replace(self.out / checkpoints.WEIGHTS, data)
         atomic_files.replace(
             self.out / checkpoints.RESULT, atomic_files.as_json(dataclasses.asdict(result))

@@ -23,6 +23,8 @@ class Result:
     early: bool  # stopped by its patience
     seconds: float
     sha256: str = ""  # of weights.safetensors
+    tokens_per_second: float | None = None  # of updates, the median of its measurements
+    peak_memory: int | None = None  # bytes: on a GPU those of tensors, on a CPU those of the process
 
     @property
     def score(self) -> float | None:
