@@ -176,6 +176,25 @@ def test_autocast_gives_mechanisms_one_type(layers):
     assert seen == [torch.bfloat16] and found.shape == (2, 15)
 
 
+def test_converted_models_are_compiled_and_checkpointed():
+    """One graph, with padding; and gradients of mechanisms are the same where activations are computed again."""
+    model = build("llama")
+    hf.convert(model, HYBRID, layers=[0])
+    ids = tokens()
+    mask = padding(ids)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(scores(compiled, ids, mask), scores(model, ids, mask), atol=1e-6)
+    found = []
+    for on in (False, True):
+        model.train()
+        if on:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        found.append([own.grad.clone() for own in mechanism_parameters(model)])
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*found, strict=True))
+
+
 def test_a_cache_that_has_dropped_tokens_is_refused():
     model = build("mistral")
     hf.convert(model, "hedgehog")
