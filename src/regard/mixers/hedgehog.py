@@ -19,6 +19,7 @@ class Hedgehog(Linear):
     """
 
     feature = "identity"
+    map = None
 
     def __init__(self, dims: Dims, *, features: int | None = None) -> None:
         super().__init__(dims)
