@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -378,15 +376,6 @@ def test_settings_of_older_configurations_are_read():
         "num_attention_heads": 2,
     }
     assert pretrained.build_pretrained(bloom).embed.width == 8
-
-
-def test_the_documentation_runs_and_names_every_architecture(tmp_path, monkeypatch):
-    text = (Path(__file__).resolve().parents[1] / "docs" / "weights.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(block, "docs/weights.md", "exec"), {"__name__": "__main__"})
-    assert (tmp_path / "my-llama" / "model.safetensors").is_file()
-    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
 
 
 def test_every_architecture_is_compared_with_the_original():
