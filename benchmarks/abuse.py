@@ -18,8 +18,8 @@ from common import ROOT, Progress, save
 
 sys.path.insert(0, str(ROOT / "tests"))
 from conftest import CASES, Case, data, modes, some
+from regard.laws.padding_laws import outputs_and_gradients
 from regard.mixers.base import Can, Mixer
-from test_padding import passed
 from wrong_calls import refused, wrong_builds, wrong_uses
 
 POISON = {torch.float32: (math.nan, math.inf, -math.inf, 1e4, 1e8, 1e10, 1e15, 1e20, 1e30, 1e38)}
@@ -58,9 +58,9 @@ def poisoned(case: Case) -> list[str | None]:
             def call(z: torch.Tensor, m: Mixer = m, x: torch.Tensor = x, read: bool = read) -> torch.Tensor:
                 return m(x, context=z, valid=valid) if read else m(z, valid=valid)
 
-            clean = passed(m, torch.where(valid[..., None], x, 0), call)
+            clean = outputs_and_gradients(m, torch.where(valid[..., None], x, 0), call)
             for kind in kinds:
-                again = passed(m, torch.where(valid[..., None], x, kind), call)
+                again = outputs_and_gradients(m, torch.where(valid[..., None], x, kind), call)
                 same = all(torch.equal(a, b) for a, b in zip(again, clean, strict=True))
                 found.append(None if same else f"{case} {way} {dtype}: {kind} at padding changes outputs or gradients")
     return found

@@ -3,7 +3,6 @@
 A row that is a key-value memory is measured bare, without the projections around it; a mixer of its own is measured whole.
 
 python benchmarks/growth.py                     all of it, into results/growth.json (half an hour on two cores)
-python benchmarks/growth.py --device cuda       the same on a GPU, into results/growth_gpu.json
 python benchmarks/growth.py --kept              rows that grew faster than they claim, once more with an allocator that keeps
                                                 its memory, into results/growth_kept.json
 python benchmarks/growth.py --only linear       rows whose name contains a word, printed
@@ -30,11 +29,11 @@ SPECS: dict[str, list[str]] = {
     "sparse_transformer": ["sparse_transformer(stride=64)"],
     "gat": ["gat(pattern=Local(16))"],
 }
-CPU, GPU = [2048, 8192, 32768], [2048, 4096, 8192, 16384, 32768]
+LENGTHS = [2048, 8192, 32768]
 # Quadratic by nature, or walking token by token: they are not meant to go further.
 FURTHEST = {"softmax": 8192, "relu": 8192, "synthesizer": 8192, "gmlp": 8192}
 SHORTER = {"additive": [512, 1024, 2048]}
-HEADS, DIM, SEED = 4, 64, 0
+HEADS, DIM, SEED, CPU = 4, 64, 0, torch.device("cpu")
 # The C library gives every tensor of more than 32 MB back to the system and gets its pages anew, zeroed. Told to keep them:
 KEEPING = {
     "MALLOC_MMAP_MAX_": "0",
@@ -49,18 +48,17 @@ def specs() -> list[str]:
     return [spec for name in CATALOGUE for spec in SPECS.get(name, [name])]
 
 
-def work(spec: str, n: int, causal: bool, device: torch.device) -> Callable[[], None]:
+def work(spec: str, n: int, causal: bool) -> Callable[[], None]:
     """One forward and backward pass."""
     torch.manual_seed(SEED)
-    with device:
-        mixer = Spec.of(spec).build(Dims(HEADS * DIM, HEADS, causal=causal, max_len=n))
+    mixer = Spec.of(spec).build(Dims(HEADS * DIM, HEADS, causal=causal, max_len=n))
     if not isinstance(mixer, Attention):
-        x = torch.randn(1, n, HEADS * DIM, device=device, requires_grad=True)
+        x = torch.randn(1, n, HEADS * DIM, requires_grad=True)
         return lambda: torch.autograd.backward(mixer(x).sum(), inputs=[x, *mixer.parameters()])
     core = mixer.core
-    q = torch.randn(1, HEADS, n, DIM * core.streams, device=device, requires_grad=True)
-    k, v = (torch.randn(1, HEADS, n, size, device=device, requires_grad=True) for size in core.sizes)
-    up = torch.randn(1, HEADS, -(-n // core.rate), DIM, device=device)
+    q = torch.randn(1, HEADS, n, DIM * core.streams, requires_grad=True)
+    k, v = (torch.randn(1, HEADS, n, size, requires_grad=True) for size in core.sizes)
+    up = torch.randn(1, HEADS, -(-n // core.rate), DIM)
 
     def both() -> None:
         attend(q, q if core.shared_qk else k, v, core, causal=causal).backward(up)
@@ -70,11 +68,11 @@ def work(spec: str, n: int, causal: bool, device: torch.device) -> Callable[[], 
     return both
 
 
-def measure(spec: str, n: int, causal: bool, device: torch.device) -> dict:
-    both = work(spec, n, causal, device)
-    peak = peak_bytes(both, device)
-    once = timed(both, device, 1)[0]
-    times = timed(both, device, max(2, min(9, int(3 / once))))
+def measure(spec: str, n: int, causal: bool) -> dict:
+    both = work(spec, n, causal)
+    peak = peak_bytes(both, CPU)
+    once = timed(both, CPU, 1)[0]
+    times = timed(both, CPU, max(2, min(9, int(3 / once))))
     return {
         "spec": spec,
         "n": n,
@@ -131,23 +129,18 @@ def main() -> None:
     parser.add_argument("spec", nargs="?")
     parser.add_argument("n", nargs="?", type=int)
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", default="", metavar="WORD")
     parser.add_argument("--kept", action="store_true")
     args = parser.parse_args()
-    device = torch.device(args.device)
     if args.spec and args.n:
-        print(json.dumps(measure(args.spec, args.n, args.causal, device)))
+        print(json.dumps(measure(args.spec, args.n, args.causal)))
         return
-    todo = jobs(GPU if device.type == "cuda" else CPU, args.only)
+    todo = jobs(LENGTHS, args.only)
     if args.kept:
         todo = [job for job in todo if job[0] in faster_than_claimed()]
     rows, progress = [], Progress(len(todo))
     for spec, causal, n in todo:
-        if device.type == "cuda":  # its peak is its own: no process has to be started anew
-            rows.append(measure(spec, n, causal, device))
-        else:
-            rows.append(alone(__file__, spec, str(n), *["--causal"] * causal, env=KEEPING if args.kept else None))
+        rows.append(alone(__file__, spec, str(n), *["--causal"] * causal, env=KEEPING if args.kept else None))
         form = "causal" if causal else ""
         took, held = rows[-1]["seconds"] * 1e3, rows[-1]["peak_bytes"] / 2**20
         progress.step(f"{spec:32s} {form:6s} n={n:6d} {took:9.1f} ms {held:8.1f} MiB")
@@ -158,7 +151,7 @@ def main() -> None:
         return
     settings = {"heads": HEADS, "dim": DIM, "batch": 1, "dtype": "float32", "pass": "forward + backward", "seed": SEED}
     settings |= {"allocator": KEEPING} if args.kept else {}
-    print(save("growth_gpu" if device.type == "cuda" else "growth_kept" if args.kept else "growth", settings, rows))
+    print(save("growth_kept" if args.kept else "growth", settings, rows))
     print("next: make tables")
 
 

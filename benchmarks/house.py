@@ -45,8 +45,8 @@ SOURCE = ROOT / "src" / "regard"
 ORDER = (
     *("_version", "checks", "synonyms", "text", "options", "transforms", "cache", "installed_mechanisms", "data", "arena"),
     *("patterns", "ops", "mixers", "positions", "catalogue_row", "catalogue", "own_mechanism", "spec"),
-    *("blocks", "analysis", "modules", "config", "models", "runtime", "decoding"),
-    *("scores", "training", "tasks", "pretrained", "bench", "plots", "compare", "api", "__init__", "cli"),
+    *("blocks", "analysis", "laws", "modules", "config", "models", "runtime", "decoding"),
+    *("scores", "training", "tasks", "pretrained", "hf", "bench", "plots", "compare", "api", "__init__", "cli"),
 )
 REPEATABLE = {"__init__", "reference", "torch", "triton", "triton_kernels"}
 _WORDS = """

@@ -15,6 +15,7 @@ from typing import Any
 
 from regard.analysis.position_properties import positions_table
 from regard.catalogue import catalogue_table
+from regard.pretrained.families import families_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -22,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import house
 import tables_arena
 import tables_bars
+import tables_conversion
 import tables_features
 import tables_recipes
 import tables_speed
@@ -210,10 +212,13 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "recipes": lambda: tables_recipes.recipes(if_there("recipes")),
     },
     "docs/compare.md": {"grid_speed": lambda: tables_arena.grid_speed(if_there("grid_speed"))},
+    "docs/huggingface_conversion.md": {
+        name: partial(lambda make: make(if_there("hf_convert")), getattr(tables_conversion, name))
+        for name in ("conversion_quality", "conversion_errors", "conversion_speed", "conversion_answers")
+    },
     "docs/numbers.md": {
         "growth": growth,
         "growth_kept": partial(growth, "growth_kept"),
-        "growth_gpu": partial(growth, "growth_gpu"),
         "recall": recall,
         "random_features": lambda: tables_features.random_features(if_there("random_features")),
         "peers": peers,
@@ -234,6 +239,8 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "faults": faults,
     },
+    "docs/weights.md": {"families": families_table},
+    "docs/training.md": {"cpu_presets": lambda: real.cpu_presets(if_there("cpu_presets"))},
 }
 
 

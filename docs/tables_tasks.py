@@ -337,3 +337,32 @@ def _cell(key: str, values: list[float | None]) -> str:
     if key in COUNTS:
         return " / ".join(dict.fromkeys("" if value is None else f"{value:,.0f}" for value in values))
     return mean(values, digits=4 if key in ("loss", "bits") else 2)
+
+
+def cpu_presets(made: Made) -> str:
+    """Minutes and scores of the presets for a CPU, beside the best floor of each task."""
+    if not made["rows"]:
+        return not_yet("cpu_presets.py")
+    body = []
+    for row in made["rows"]:
+        name, better = TASKS[row["task"]].best
+        floors = [(x["scores"][name], x["floor"]) for x in row["floors"] if name in x["scores"]]
+        floor = (min if better == "min" else max)(floors, default=None)
+        body.append(
+            [
+                code(row["task"]),
+                f"{row['parameters'] / 1e6:.1f} M",
+                f"{row['updates']:,}",
+                f"{row['minutes']:.0f}",
+                f"{NAMES[name]} on {row['split']}",
+                f"{row['scores'][name]:.2f}",
+                "" if floor is None else f"{floor[0]:.2f}: {floor[1]}",
+            ]
+        )
+    made_with = made["made_with"]
+    count = made["rows"][0]["threads"]
+    source = (
+        f"({made_with['device']}, {count} thread{'s' * (count > 1)}, torch {made_with['torch']}, commit {made_with['commit']}.)"
+    )
+    head = ["task", "parameters", "updates", "minutes", "score", "reached", "best floor"]
+    return f"Minutes of training, validations included. {source}\n\n{table(head, body)}"

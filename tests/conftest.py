@@ -18,15 +18,16 @@ from hypothesis import HealthCheck, settings
 from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.data import synthetic
-from regard.mixers.attention import Attention
-from regard.mixers.base import Can, Dims, Mixer
+from regard.laws import LAWS, DoesNotApply
+from regard.laws.law_case import HEADS as HEADS
+from regard.laws.law_case import WIDTH, Case, random_tokens, random_valid, seed_torch
+from regard.mixers.base import Can
 from regard.ops.budget import DEFAULT, DEVICES
 from regard.ops.triton_support import has_triton, read_tables_again
 from regard.ops.tuned_table import OWN_TABLE
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
-WIDTH, HEADS = 32, 4
 
 if has_triton() and os.environ.get("TRITON_INTERPRET") == "1":
     from quick_interpreter import quicken
@@ -57,17 +58,9 @@ def pytest_runtest_teardown() -> None:
         del CATALOGUE[name]
 
 
-def seed(number: int = 0) -> None:
-    """Seed torch. Without a GPU `torch.manual_seed` keeps a stack trace for each of its devices: 500 times the time."""
-    if DEVICE.type == "cpu":
-        torch.default_generator.manual_seed(number)
-    else:
-        torch.manual_seed(number)
-
-
 @pytest.fixture(autouse=True)
 def _same_seed():
-    seed()
+    seed_torch(DEVICE)
     random.seed(0)
 
 
@@ -100,36 +93,9 @@ def few_strings():
         yield
 
 
-class Case:
+def case_of(row: Row, example: Example, positions: str | None = None) -> Case:
     """One example of one row of the catalogue."""
-
-    def __init__(self, row: Row, example: Example, positions: str | None = None) -> None:
-        self.row, self.example, self.positions = row, example, positions
-        self.spec = Spec(row.name, **example.options)
-        self.claims: dict[tuple, tuple[Can, bool] | None] = {}  # by dims: each is built once for all the laws that ask
-
-    def __repr__(self) -> str:
-        return f"{self.spec}{f' + {self.positions}' if self.positions else ''}"
-
-    def build(self, dtype: torch.dtype = torch.float64, shared_qk: bool = False, **dims) -> Mixer:
-        seed()
-        dims = {"width": WIDTH, "heads": HEADS, "max_len": 128, **dims}
-        return self.spec.build(Dims(**dims), shared_qk=shared_qk, positions=self.positions).to(DEVICE, dtype).eval()
-
-    def can(self, claim: Can, core: bool = False, **dims) -> bool:
-        """Whether it makes a claim when built like this, and is a core in a layer if that is needed."""
-        key = tuple(sorted(dims.items()))
-        if key not in self.claims:
-            self.claims[key] = self._claims(**dims)
-        found = self.claims[key]
-        return found is not None and claim in found[0] and (found[1] or not core)
-
-    def _claims(self, **dims) -> tuple[Can, bool] | None:
-        try:
-            made = self.build(**dims)
-        except ValueError:
-            return None
-        return made.can, isinstance(made, Attention)
+    return Case(Spec(row.name, **example.options), example, positions, device=DEVICE)
 
 
 def placed(name: str, number: int, positions: str) -> Case:
@@ -137,10 +103,10 @@ def placed(name: str, number: int, positions: str) -> Case:
     row = CATALOGUE[name]
     example = row.examples[number]
     valued = positions.startswith("relative") and "values=False" not in positions  # adds to the answer, whatever the values are
-    return Case(row, replace(example, weights=example.weights and not valued), positions)
+    return case_of(row, replace(example, weights=example.weights and not valued), positions)
 
 
-CASES = [Case(row, example) for row in CATALOGUE.values() for example in row.examples]
+CASES = [case_of(row, example) for row in CATALOGUE.values() for example in row.examples]
 CASES += [
     placed("softmax", 0, "rotary"),
     placed("softmax", 0, "alibi"),
@@ -189,7 +155,7 @@ INSIDE = {"rotary": Can.ROTARY, "alibi": Can.RELATIVE, "relative(clip=4)": Can.R
 
 def first_claiming(row: Row, claim: Can) -> int | None:
     """Number of the first example of a row that makes a claim."""
-    return next((i for i, example in enumerate(row.examples) if Case(row, example).can(claim)), None)
+    return next((i for i, example in enumerate(row.examples) if case_of(row, example).can(claim)), None)
 
 
 def product_of_positions() -> list[Case]:
@@ -203,13 +169,8 @@ LAW_CASES = CASES + [case for case in product_of_positions() if repr(case) not i
 
 
 def asked(fits, cases: list[Case] = CASES):
-    """A law for the cases that fit; `fits` stays with it, for a mechanism that is no row of the catalogue."""
-
-    def mark(law):
-        law.fits = fits
-        return pytest.mark.parametrize("case", [c for c in cases if fits(c)], ids=repr)(law)
-
-    return mark
+    """The cases that fit."""
+    return pytest.mark.parametrize("case", [c for c in cases if fits(c)], ids=repr)
 
 
 def claiming(claim: Can, core: bool = False, cases: list[Case] = CASES, **dims):
@@ -217,25 +178,46 @@ def claiming(claim: Can, core: bool = False, cases: list[Case] = CASES, **dims):
     return asked(lambda c: c.can(claim, core, **dims), cases)
 
 
+def law_test(holds, cases: list[Case] = CASES, unfit=lambda _: False):
+    """A test of a law of the package, with all of its sizes and the cases that claim what it is about; `unfit`: and have nothing
+    to check, which the law must see too.
+    """
+    law = LAWS[holds.__name__]
+    params = [
+        pytest.param(case, given, id="-".join([*map(str, given.values()), repr(case)]))
+        for given in law.given
+        for case in cases
+        if law.fits(case)
+    ]
+
+    @pytest.mark.parametrize(("case", "given"), params)
+    def run(case, given):
+        try:
+            law.holds(case, **given)
+        except DoesNotApply:
+            assert unfit(case)
+        else:
+            assert not unfit(case)
+
+    run.law = law
+    return run
+
+
 every = asked(lambda _: True)
 each_path = asked(lambda case: repr(case) not in DOUBLES, PATHS)
 every_core = claiming(Can.NOTHING, core=True)
 
 
-def modes(case: Case):
-    """The ways in which a case can be built: causal or not."""
-    return [{"causal": c} for c in (False, True) if not c or case.can(Can.CAUSAL, causal=True)]
+modes = Case.modes
 
 
 def data(n: int, seed: int = 1, b: int = 3, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(b, n, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+    return random_tokens(n, seed, b, width, dtype, DEVICE)
 
 
 def some(b: int, n: int, seed: int = 4, share: float = 0.7) -> torch.Tensor:
     """A random valid mask with at least one real token in each row."""
-    valid = torch.rand(b, n, generator=torch.Generator().manual_seed(seed)) < share
-    valid[:, n // 2] = True
-    return valid.to(DEVICE)
+    return random_valid(b, n, seed, share, DEVICE)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tol: float = 1e-9) -> None:

@@ -473,8 +473,18 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "graphed_decoder",
     ),
     # weights of others
-    "maps of GPT-2 are not turned": (R + "pretrained/family.py", "(x.mT if x.dim() == 2 else x)", "(x)", "pretrained"),
-    "positions of BART begin at its padding": (R + "pretrained/families.py", "lambda x: x[2:]", "lambda x: x[:-2]", "pretrained"),
+    "maps of GPT-2 are not turned": (
+        R + "pretrained/checkpoint_files.py",
+        "x = x.mT if self.turned and x.dim() == 2 else x\n        return",
+        "return",
+        "pretrained",
+    ),
+    "positions of BART begin at its padding": (
+        R + "pretrained/checkpoint_files.py",
+        "[self.part][self.skip :]",
+        "[self.part][: len(x) - self.skip]",
+        "pretrained",
+    ),
     "gelu is any gelu": (R + "pretrained/family.py", '"gelu_new": "gelu_tanh"', '"gelu_new": "gelu"', "pretrained"),
     "waves take turns": (
         R + "pretrained/family.py",
@@ -483,13 +493,13 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         "pretrained",
     ),
     "embeddings of others are not scaled": (
-        R + "pretrained/families.py",
+        R + "pretrained/seq2seq_families.py",
         'scale=config.get("scale_embedding", False)',
         "scale=False",
         "pretrained",
     ),
     "keys and values of GPT-2 are swapped": (
-        R + "pretrained/families.py",
+        R + "pretrained/decoder_families.py",
         'conv("attn.c_attn", 1, 3)',
         'conv("attn.c_attn", 2, 3)',
         "pretrained",

@@ -401,7 +401,7 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     ),
     "texts with two labels are held out": (R + "data/own_files.py", "if len(labels) == 1:", "if labels:", "own_data"),
     "a file that has changed is scored": (
-        R + "tasks/own_data.py",
+        R + "tasks/own_file.py",
         "if self.sha256 and digest != self.sha256:",
         "if False:",
         "own_data",

@@ -5,82 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import DEVICE, HEADS, Case, close, every_core, modes, some
-from regard import Attention, Can, Core, Dims, Places, attend, core
+from conftest import DEVICE, Case, close, law_test
+from regard import Dims, Places, attend, core, laws
 from regard.positions import positions
 
-M = 40
-PARTS = [(39, 1), (10, 20), (0, 7), (17, 23)]  # the index of the first query, and how many
+
+def moves_no_query(case: Case) -> bool:
+    """Whether the answer to a query depends on its position, or on the others."""
+    core = case.core()
+    return core.positional or core.joint
 
 
-def built(case: Case, **dims: object) -> Core:
-    mixer = case.build(**dims)
-    assert isinstance(mixer, Attention)
-    return mixer.core
-
-
-def inputs(own: Core, m: int = M) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(5)
-    shapes = ((HEADS, own.dims.d * own.streams), *((own.dims.g, size) for size in own.sizes))
-    return [torch.randn(2, h, m, x, dtype=torch.float64, generator=draw).to(DEVICE) for h, x in shapes]
-
-
-@every_core
-@pytest.mark.parametrize("padded", [False, True])
-def test_some_queries_get_what_all_get(case: Case, padded: bool) -> None:
-    """The rows of the whole result, causal or not, or a sentence: never another result."""
-    for mode in modes(case):
-        own, causal = built(case, **mode), mode["causal"]
-        q, k, v = inputs(own)
-        valid = some(2, M) if padded else None
-        whole = attend(q, k, v, own, causal=causal, valid=valid, query_valid=None if causal else valid)
-        for first, n in PARTS:
-            here = slice(first, first + n)
-            asked = None if causal or valid is None else valid[:, here]
-
-            def part() -> torch.Tensor:
-                return attend(q[:, :, here], k, v, own, causal=causal, valid=valid, query_valid=asked, offset=first)  # noqa: B023
-
-            if causal or not own.joint:
-                close(part(), whole[:, :, here])
-            elif first or Can.CROSS not in own.can:
-                with pytest.raises(ValueError, match="answers all queries together"):
-                    part()
-
-
-@every_core
-def test_a_core_tells_whether_positions_matter(case: Case) -> None:
-    """`positional` is what moving the queries shows; `joint` what taking some of them shows."""
-    own = built(case)
-    q, k, v = inputs(own)
-    memory = own.push(own.empty(k, v), k, v, Places.of(k[:, 0]))
-    if not own.joint:
-        moved = [own.read(memory, q[:, :, :9], Places.of(q[:, 0, :9], start=start)) for start in (0, 1, 13, 30)]
-        assert own.positional == (not all(torch.equal(moved[0], other) for other in moved[1:]))
-        return
-    try:
-        found = own.read(memory, q[:, :, 10:30], Places.of(q[:, 0, 10:30], start=10))
-    except (ValueError, RuntimeError):
-        return
-    whole = attend(q, k, v, own)
-    assert found.shape[2] != 20 or not torch.allclose(found, whole[:, :, 10:30])
-
-
-@every_core
-def test_what_is_ambiguous_is_refused(case: Case) -> None:
-    for mode in modes(case):
-        own, causal = built(case, **mode), mode["causal"]
-        q, k, v = inputs(own)
-        if causal or own.positional:
-            with pytest.raises(
-                ValueError, match=r"1 queries and 40 keys: give offset=39 if they are the last 1 tokens, offset=0"
-            ):
-                attend(q[:, :, :1], k, v, own, causal=causal)
-        elif Can.CROSS in own.can and not own.rate > 1:
-            assert attend(q[:, :, :1], k, v, own).shape == (2, HEADS, 1, own.dims.e)
-        if causal or Can.CROSS not in own.can:
-            with pytest.raises(ValueError, match="queries are tokens among the 40 keys here: offset 30 and 11 queries are more"):
-                attend(q[:, :, :11], k, v, own, causal=causal, offset=30)
+test_some_queries_get_what_all_get = law_test(laws.some_queries_get_what_all_get)
+test_a_core_tells_whether_positions_matter = law_test(laws.positions_are_declared)
+test_what_is_ambiguous_is_refused = law_test(laws.ambiguity_is_refused)
+test_permuted_queries_get_permuted_answers = law_test(laws.permuted_queries, unfit=moves_no_query)
 
 
 def test_one_query_is_the_newest_of_a_window() -> None:

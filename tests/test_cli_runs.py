@@ -94,7 +94,7 @@ def test_tasks_for_machines_and_one_with_all_of_its_settings() -> None:
     rows = json.loads(run("tasks", "--json").stdout)
     assert [row["name"] for row in rows] == TASKS
     for row in rows:
-        assert set(row) == {"name", "summary", "data", "file", "score", "better", "settings", "options"}
+        assert set(row) == {"name", "summary", "data", "file", "score", "better", "settings", "options", "presets", "time"}
         assert row["better"] in ("min", "max")
         assert row["settings"] == tasks.config(row["name"]).to_json()
     said = run("tasks", "reverse").stdout

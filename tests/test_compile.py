@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 
-from conftest import CASES, PATHS, WIDTH, Case, close, data, modes, some
+from conftest import CASES, PATHS, WIDTH, Case, case_of, close, data, modes, some
 from regard import layer
 from regard.config import Config
 from regard.models import language_model
@@ -41,7 +41,7 @@ def turn(case: Case) -> dict:
 def smaller(case: Case) -> Case:
     """The case with fewer rounds of the same computation."""
     options = {**case.example.options, **FEWER.get(case.row.name, {})}
-    return Case(case.row, replace(case.example, options=options), case.positions)
+    return case_of(case.row, replace(case.example, options=options), case.positions)
 
 
 def answers(run, made, x, valid=None):

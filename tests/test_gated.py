@@ -243,6 +243,14 @@ def test_hybrid_with_a_closed_gate_is_one_of_its_parts(far, causal):
     close(attend(q, k, v, made, **options), share * far_out + (1 - share) * near_out)
 
 
+def test_hybrid_begins_with_a_share_of_far():
+    made = build("hybrid(share=0.1)")
+    assert torch.allclose(made.gate.sigmoid(), torch.full_like(made.gate, 0.1))
+    for share in (0, 1, "half"):
+        with pytest.raises(ValueError, match="share must be a number between 0 and 1"):
+            build(f"hybrid(share={share!r})")
+
+
 def test_hybrid_claims_what_both_parts_can():
     assert str(build("hybrid").can) == "causal, cross, padding, stream"
     assert str(build("hybrid(pattern=Random(1, 8))").can) == "causal, cross, padding"

@@ -11,6 +11,7 @@ from conftest import DEVICE
 from regard.mixers.attend import attend
 from regard.mixers.base import Core, Dims, Places
 from regard.mixers.exp_features import Efficient, Performer
+from regard.mixers.hedgehog import Hedgehog
 from regard.mixers.linear_attention import RFA, Cosformer, Kernel, Linear
 from regard.ops.linear.exp_feature_op import exponents, plain_exponents
 from regard.ops.linear.feature_maps import EluPlusOne, divided_by_last, safe_ratio
@@ -18,7 +19,7 @@ from regard.ops.linear.linear_op import linear_attention, normalized_linear_atte
 from regard.ops.linear.prefix import cumulative_max
 
 B, H, G, D, E = 2, 4, 2, 5, 3
-NAMES = ["linear", "cosformer", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
+NAMES = ["linear", "cosformer", "hedgehog", "efficient", "performer", "favor", "rfa", "sharp", "gated"]
 LONGEST = 300
 
 
@@ -31,6 +32,7 @@ def build(name: str, g: int = G, longest: int = LONGEST) -> Kernel:
     made = {
         "linear": lambda: Linear(given),
         "cosformer": lambda: Cosformer(given),
+        "hedgehog": lambda: Hedgehog(given, features=4),
         "efficient": lambda: Efficient(given),
         "performer": lambda: Performer(given, features=12),
         "favor": lambda: Performer(given, features=13, kind="hyperbolic", max_norm=None),  # pairs, and one without its other half
@@ -83,6 +85,12 @@ def dense_cosformer(_: Cosformer, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return normalised(q.relu() @ k.relu().mT * cosine * seen)
 
 
+def dense_hedgehog(core: Hedgehog, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    maps = core.query_map, core.key_map.repeat_interleave(q.shape[1] // len(core.key_map), 0)
+    phi_q, phi_k = (torch.cat([x @ w, -(x @ w)], -1).softmax(-1) for x, w in zip((q, k), maps, strict=True))
+    return normalised(phi_q @ phi_k.mT * seen)
+
+
 def dense_efficient(_: Efficient, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     maps = k.exp()[:, :, None] * seen[..., None]  # (b h n m f)
     maps = normalised(maps.transpose(3, 4)).transpose(3, 4)
@@ -130,6 +138,7 @@ def dense_gated(core: RFA, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
 DENSE = {
     "linear": dense_linear,
     "cosformer": dense_cosformer,
+    "hedgehog": dense_hedgehog,
     "efficient": dense_efficient,
     "performer": dense_performer,
     "favor": dense_performer,
@@ -237,7 +246,7 @@ def test_grouped_heads_are_repeated_heads(name: str) -> None:
     every = build(name, g=H)
     with torch.no_grad():
         for full, shared in zip(every.parameters(), core.parameters(), strict=True):
-            full.copy_(shared.repeat_interleave(H // G, 0))
+            full.copy_(shared.repeat_interleave(len(full) // len(shared), 0))
     repeated = [x.repeat_interleave(H // G, 1) for x in (k, v)]
     for causal in (False, True):
         assert distance(attend(q, k, v, core, causal=causal), attend(q, *repeated, every, causal=causal)) < 1e-12

@@ -180,7 +180,7 @@ def test_options_that_do_not_fit_are_answered_by_a_sentence(tmp_path: Path) -> N
     gone = str(tmp_path / "gone.csv")
     assert f"there is no file {gone}: check its name" in refused("train", "classify", "--csv", gone)
     assert "Give --csv FILE or --jsonl FILE" in refused("train", "classify")
-    assert "give --csv or --jsonl, not both" in refused("train", "classify", "--csv", gone, "--jsonl", gone)
+    assert "give --csv, --jsonl or --folder, not two of them" in refused("train", "classify", "--csv", gone, "--jsonl", gone)
     assert "--csv does nothing here: it is for classify" in refused("train", "saw", "--csv", gone)
     assert "csv is given twice: by --csv and by --set" in refused("train", "classify", "--csv", gone, "--set", "csv=x")
     assert "--csv names the file itself: leave --data out" in refused("train", "classify", "--csv", gone, "--data", ".")
@@ -190,10 +190,21 @@ def test_options_that_do_not_fit_are_answered_by_a_sentence(tmp_path: Path) -> N
 
 
 BOOK = "It is a truth, universally acknowledged: a café.\n" * 20
-TINY = ["window=16", "width=8", "heads=2", "depth=1", "ffn=8", "steps=2", "batch_tokens=256", "max_len=64", "max_new_tokens=4"]
+TINY = [
+    "window=16",
+    "stride=4",
+    "width=8",
+    "heads=2",
+    "depth=1",
+    "ffn=8",
+    "steps=2",
+    "batch_tokens=256",
+    "max_len=64",
+    "max_new_tokens=4",
+]
 
 
-@pytest.mark.parametrize("units", ["characters", "bytes"])
+@pytest.mark.parametrize("units", ["characters", "bytes", "subwords"])
 def test_a_book_is_split_described_trained_scored_and_continued(units: str, tmp_path: Path) -> None:
     file, out = tmp_path / "book.txt", str(tmp_path / "run")
     file.write_text(BOOK + "Ω", encoding="utf-8")
@@ -203,11 +214,13 @@ def test_a_book_is_split_described_trained_scored_and_continued(units: str, tmp_
     sizes = {
         "characters": "981 characters of {}: 784 train, 98 val, 99 test",
         "bytes": "1,002 bytes of {}: 800 train, 100 val, 102 test",
+        "subwords": "245 subwords of {}: ",
     }
     assert sizes[units].format(file) in done.stderr
     assert ("not in train, and not told apart: 1 of the characters" in done.stderr) == (units == "characters")
     scores = json.loads(run("evaluate", out, "--json").stdout)["scores"]
-    assert 3 < scores["floor_bits"] < 5 and f"{scores['floor_bits']:.3f} on test, in bits" in done.stderr
+    assert 3 < scores["floor_bits"] < 6 and f"{scores['floor_bits']:.3f} on test, in bits" in done.stderr
+    assert ("bits_per_byte" in scores) == (units == "subwords")
     assert run("predict", out, "It is").stdout.startswith("It is")
     file.write_text(BOOK)
     assert "its SHA-256 differs" in refused("evaluate", out)

@@ -76,7 +76,7 @@ def test_files_that_are_gone_moved_or_changed(trained: tuple[list[str], Path, st
         assert f"there is no file {target}: check its name" in refused("evaluate", str(out))
         assert run("predict", str(out), "Le chien").exit_code == 0
         assert run("evaluate", str(out), "--data", str(tmp_path)).exit_code == 0
-        assert "--data names the folder that has both" in refused("evaluate", str(out), "--data", str(tmp_path / "a.fr"))
+        assert "--data names the folder that has all of them" in refused("evaluate", str(out), "--data", str(tmp_path / "a.fr"))
         target.write_bytes(text.replace(b"dog", b"cow"))
         assert "its SHA-256 differs" in refused("evaluate", str(out))
         assert "its target_data.json differs" in refused("train", "translate", "--out", str(out))

@@ -102,6 +102,13 @@ def test_floater_solves_its_equation():
     assert (slope - flow[1:-1]).abs().max() < 1e-2 * flow.abs().max()
 
 
+def bucket(distance, half, longest):
+    """The paper's bucket of i - j, with as many for later tokens as for earlier ones."""
+    exact, far = half // 2, abs(distance)
+    within = far if far < exact else exact + int(math.log(far / exact) / math.log(longest / exact) * (half - exact))
+    return min(within, half - 1) + (half if distance < 0 else 0)
+
+
 def dense(q, k, v, where, seen, scale, at=None, keys_at=None):
     """The formulas of the papers with all their n x n x d tensors."""
     i = torch.arange(q.shape[2], device=DEVICE) if at is None else at
@@ -112,6 +119,9 @@ def dense(q, k, v, where, seen, scale, at=None, keys_at=None):
     if isinstance(where, kinds.Alibi):
         slopes = torch.tensor([2.0 ** (-8 * (h + 1) / 4) for h in range(4)], dtype=torch.float64, device=DEVICE)
         s = s - slopes[:, None, None] * apart.abs()
+    elif isinstance(where, kinds.Buckets):
+        of = [[bucket(distance, where.buckets // 2, where.longest) for distance in row] for row in apart.tolist()]
+        s = s + where.table[torch.tensor(of, device=DEVICE)].permute(2, 0, 1)
     else:
         by_distance = apart.clamp(-where.clip, where.clip) + where.clip
         s = s + torch.einsum("bhnd,nmd->bhnm", q, where.keys[by_distance]) * scale
@@ -125,7 +135,9 @@ def dense(q, k, v, where, seen, scale, at=None, keys_at=None):
 @pytest.mark.parametrize(
     "pattern", ["Everything()", "Local(9) | Global(first=2)", "PerHead([Stride(5), Blocks(16), Dilated(4, 3), Local(20)])"]
 )
-@pytest.mark.parametrize("where", ["alibi", "relative(clip=4)", "relative(clip=40, values=False)", "relative(clip=0)"])
+@pytest.mark.parametrize(
+    "where", ["alibi", "relative(clip=4)", "relative(clip=40, values=False)", "relative(clip=0)", "buckets(buckets=8, longest=9)"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_positions_in_scores_are_the_formula(pattern, where, causal):
     n, reach = 70, Pattern.parse(pattern)
@@ -198,6 +210,32 @@ def test_alibi_has_the_slopes_of_bloom(heads):
     close(slopes[:, None] * torch.arange(9).double(), theirs, 1e-6)  # their slopes are in float32
 
 
+@pytest.mark.parametrize(("count", "longest"), [(32, 128), (8, 20), (4, 7)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_buckets_are_those_of_t5(count, longest, causal):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5", reason="pip install transformers, to compare with T5")
+    made = build(f"buckets(buckets={count}, longest={longest})", causal=causal)
+    apart = torch.arange(-2 * longest, 2 * longest + 1)
+    theirs = t5.T5Attention._relative_position_bucket(-apart, not causal, count, longest)
+    ours = torch.tensor(made.classes)[apart.clamp(-made.clip, made.clip) + made.clip]
+    assert made.clip < longest and torch.equal(ours, theirs)
+
+
+def test_scaled_rotary_frequencies_are_those_of_llama():
+    """Short waves stay, long ones are stretched by the factor, those between by a share; without a length all of them are."""
+    plain, linear = build("rotary", width=128), build("rotary(factor=8)", width=128)
+    scaled = build("rotary(factor=8, trained=100, low=1, high=4)", width=128)
+    before, after = (one.frequencies(32, torch.device("cpu")) for one in (plain, scaled))
+    waves = 2 * math.pi / before
+    close(after[waves < 25], before[waves < 25])
+    close(after[waves > 100], before[waves > 100] / 8)
+    between = (waves > 25) & (waves < 100)
+    share = (100 / waves[between] - 1) / 3
+    close(after[between], (1 - share) * before[between] / 8 + share * before[between])
+    assert between.any()
+    close(linear.frequencies(32, torch.device("cpu")), before / 8)
+
+
 def test_alibi_prefers_neighbours_and_rotary_needs_pairs():
     q = torch.zeros(1, 4, 50, 8, device=DEVICE)
     made = core("softmax", Dims(32, 4)).to(DEVICE)
@@ -242,6 +280,7 @@ LECTURE = {
     "rnn": PositionProperties(True, True, True),
     "rotary": PositionProperties(True, False, True),
     "alibi": PositionProperties(True, False, True),
+    "buckets": PositionProperties(False, True, True),
     "none": PositionProperties(False, False, True),
 }
 
@@ -269,6 +308,11 @@ def test_the_table_names_all_positions():
         (lambda: build("learned").add(nothing(129), Places.of(nothing(129))), "129 tokens, but only 128 positions were learned"),
         (lambda: build("sinusoidal").add(nothing(5, width=16), Places.of(nothing(5))), "tokens of width 32, not 16"),
         (lambda: positions("rotary(base=0)", Dims(32, 4)), "base must be a number above 1"),
+        (lambda: positions("rotary(factor=0)", Dims(32, 4)), "factor, low and high are positive numbers"),
+        (lambda: positions("rotary(factor=2, low=4, high=1)", Dims(32, 4)), "low below high"),
+        (lambda: positions("rotary(trained=0)", Dims(32, 4)), "trained"),
+        (lambda: positions("buckets(buckets=7)", Dims(32, 4)), "even number where both sides count"),
+        (lambda: positions("buckets(longest=8)", Dims(32, 4)), "longest is above 8, not 8"),
     ],
 )
 def test_bad_positions_get_a_sentence(make, sentence):

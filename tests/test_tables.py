@@ -404,6 +404,15 @@ def test_rankings_beside_the_lra_paper():
     assert tables_arena.lra_ranking({"rows": []}).startswith(NOT_YET)
 
 
+def test_presets_for_a_cpu_have_minutes_a_score_and_the_best_floor():
+    floors = [{"floor": name, "scores": {"loss": loss}} for name, loss in (("unigram", 3.3), ("n-grams", 1.7))]
+    row = {"task": "shakespeare", "split": "val", "minutes": 17.6, "updates": 4000, "parameters": 800_000, "threads": 2}
+    made = record([row | {"scores": {"loss": 1.55, "bits": 2.2}, "floors": floors}])
+    line = line_of(tables.cpu_presets(made), "`shakespeare`")
+    assert line == ["`shakespeare`", "0.8 M", "4,000", "18", "loss, nats on val", "1.55", "1.70: n-grams"]
+    assert "cpu_presets.py" in tables.cpu_presets({"rows": []}) and "|" not in tables.cpu_presets({"rows": []})
+
+
 def test_decoders_are_set_beside_softmax():
     times = {"softmax": (20.0, 60.0), "linear": (10.0, 15.0), "fnet": (5.0,)}
     rows = [

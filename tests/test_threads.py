@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from regard import tasks
-from regard.cli import threads
+from regard.cli import task_times, threads
 from test_cli import refused, run
 from test_cli_runs import SETTINGS
 
 
 @pytest.fixture(autouse=True)
-def four(monkeypatch: pytest.MonkeyPatch):
+def four(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A machine of four threads, of which no variable says how many to use. They are only counted, as true ones may be busy."""
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "cache"))
     for name in threads.CHOSEN_OUTSIDE:
         monkeypatch.delenv(name, raising=False)
     now = [4]
@@ -40,6 +41,19 @@ def test_small_models_take_one_thread_and_large_ones_all(monkeypatch: pytest.Mon
     for wrong in (0, -1, 10**9):
         with pytest.raises(ValueError, match="threads must be from 1 to 1024"):
             threads.choose_threads(saw, wrong, "cpu")
+
+
+def test_the_number_that_was_measured_to_be_the_fastest_is_taken() -> None:
+    saw = tasks.config("saw")
+    task_times.keep_time(saw, task_times.TaskTime({1: 0.3, 2: 0.1, 4: 0.2}))
+    longer = saw.replace({"steps": 5, "lr": 0.1})
+    count, note = threads.choose_threads(longer, None, "cpu")
+    assert count == 2 and note == "on 2 threads of 4, the fastest as measured by `regard tasks --time`"
+    assert threads.choose_threads(saw.replace({"width": 128}), None, "cpu")[0] == 1  # other settings: not measured
+    task_times.keep_time(saw, task_times.TaskTime({1: 0.3, 2: 0.1}))
+    assert "as the model is small" in threads.choose_threads(saw, None, "cpu")[1]  # all four were not among those measured
+    task_times.keep_time(saw, task_times.TaskTime({4: 0.1}, "cuda"))
+    assert "as the model is small" in threads.choose_threads(saw, None, "cpu")[1]
 
 
 def test_a_run_goes_on_with_its_own_number_and_says_where_it_does_not(tmp_path: Path) -> None:

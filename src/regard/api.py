@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard.cache import clear_caches
 from regard.catalogue import CATALOGUE
-from regard.catalogue_row import Example
+from regard.catalogue_row import Example, Row
 from regard.mixers.attend import attend
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Mixer, Places, State, select
@@ -59,6 +59,7 @@ __all__ = [
     "Places",
     "Positions",
     "Random",
+    "Row",
     "Rows",
     "Spec",
     "State",

@@ -13,6 +13,7 @@ from regard.mixers.compressed import Compressed
 from regard.mixers.exp_features import Efficient, Performer
 from regard.mixers.gated import GLA, Delta, Retention
 from regard.mixers.graph_attention import GAT
+from regard.mixers.hedgehog import Hedgehog
 from regard.mixers.hybrid import Hybrid
 from regard.mixers.landmarks import Nystrom, PooledQueries
 from regard.mixers.linear_attention import RFA, Cosformer, Linear
@@ -145,6 +146,14 @@ _ROWS = [
         "kernel",
         "Positive parts of queries and keys, weighed by a cosine of the distance that falls to zero at the longest one.",
         "Qin et al. 2022, arXiv:2202.08791",
+        (Example({}, cost=1, memory=0),),
+    ),
+    Row(
+        "hedgehog",
+        Hedgehog,
+        "kernel",
+        "Linear attention with learned features, a softmax over a map of each head: made to imitate a softmax layer.",
+        "Zhang et al. 2024, arXiv:2402.04347",
         (Example({}, cost=1, memory=0),),
     ),
     Row(
@@ -282,6 +291,7 @@ _ROWS = [
             Example({"rounds": 2, "buckets": 4, "chunk": 6}, cost=1, memory=0),
             Example({"rounds": 3, "buckets": 8, "chunk": 2}, cost=1, memory=0),
         ),
+        chooses=True,
     ),
     Row(
         "routing",
@@ -290,6 +300,7 @@ _ROWS = [
         "Learned clusters take the queries and keys nearest to them, and attention stays inside a cluster.",
         "Roy et al. 2020, arXiv:2003.05997",
         (Example({"clusters": 4, "window": 8}, cost=1, memory=0),),
+        chooses=True,
     ),
     Row(
         "synthesizer",

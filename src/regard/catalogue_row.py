@@ -29,6 +29,7 @@ class Row:
     paper: str
     examples: tuple[Example, ...]  # the first is shown in tables and figures
     compiles: bool = True  # by torch.compile, without a graph break
+    chooses: bool = False  # by comparing (hashes, clusters): in low precision rounding may turn a near tie over
 
     @property
     def weights(self) -> bool:

@@ -16,6 +16,7 @@ from regard.checks import shown
 from regard.mixers.base import Core, Mixer
 
 OWN_FAMILY = "own"
+UNMEASURED = Example()  # of rows that are made from a class alone: nothing is claimed about growth
 _OWN = re.compile(r"\s*(?P<name>[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*)\s*(?P<options>\(.*\))?\s*", re.DOTALL)
 _UNNAMED: dict[str, type] = {}  # classes that no module has under their name: made by a function, or in a text that was run
 
@@ -64,7 +65,7 @@ def named_class(name: str) -> type[Core] | type[Mixer]:
 def own_row(make: type[Core] | type[Mixer]) -> Row:
     """Make the row of a class that the catalogue does not have."""
     about = inspect.cleandoc(make.__doc__ or "").partition("\n")[0]
-    return Row(make.__name__.lower(), make, OWN_FAMILY, about, "", (Example(),))
+    return Row(make.__name__.lower(), make, OWN_FAMILY, about, "", (UNMEASURED,))
 
 
 def _is_mechanism(make: object) -> bool:

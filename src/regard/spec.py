@@ -19,7 +19,7 @@ from regard.installed_mechanisms import GROUP, installed_mechanisms
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
 from regard.mixers.position_interface import Positions
-from regard.own_mechanism import class_name, named_class, own_row, split_own
+from regard.own_mechanism import UNMEASURED, class_name, named_class, own_row, split_own
 from regard.patterns import PATTERNS, Pattern
 from regard.positions import positions as make_positions
 from regard.text import MAX_DEPTH, MAX_NUMBER, TextError, parse, unknown
@@ -122,23 +122,31 @@ class Spec:
             return True
         return False
 
-    def build(self, dims: Dims, *, shared_qk: bool = False, positions: str | Positions | None = None) -> Mixer:
-        """Build the layer. A core gets projections q, k, v and out around it; a mixer has its own."""
+    def build(
+        self,
+        dims: Dims,
+        *,
+        shared_qk: bool = False,
+        positions: str | Positions | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+    ) -> Mixer:
+        """Build the layer. A core gets projections q, k, v and out around it, with biases or without; a mixer has its own."""
         check_flag("shared_qk", shared_qk)
         made = self.row.make(dims, **self.options)
         if isinstance(made, Core):
             inside = None
             if positions is not None:
                 inside = make_positions(positions, dims)
-            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, positions=inside)
+            mixer: Mixer = Attention(dims, made, shared_qk=shared_qk, bias=bias, out_bias=out_bias, positions=inside)
             mixer.spec = str(self)
             if inside is not None:
                 mixer.spec = f"{self} with {inside.name} positions"
             return mixer
         if positions is not None:
             raise ValueError(f"{self.name} has no queries and keys for positions to act on: add positions to the tokens")
-        if shared_qk:
-            raise ValueError(f"{self.name} has projections of its own: leave out shared_qk")
+        if shared_qk or not bias or out_bias is not None:
+            raise ValueError(f"{self.name} has projections of its own: leave out shared_qk, bias and out_bias")
         made.spec = str(self)
         return made
 
@@ -181,30 +189,45 @@ def layer(
 
 
 def register(
-    name: str,
-    make: type[Core] | type[Mixer],
+    name: str | Row,
+    make: type[Core] | type[Mixer] | None = None,
     *,
     family: str = "own",
     summary: str = "",
     paper: str = "",
     examples: tuple[Example, ...] = (Example(),),
     compiles: bool = True,
+    chooses: bool = False,
 ) -> Row:
     """Add a mechanism to the catalogue of this process, so that `layer("name(...)")` builds it and `regard.CATALOGUE` lists it.
 
     `make` is a `Core` or a `Mixer`, built as make(dims, *, options). `examples` are options to show and test it with, and how its
-    cost grows with the number of tokens. A name that the catalogue or a pattern has already is refused.
+    cost grows with the number of tokens. A name that the catalogue or a pattern has already is refused. A `Row` holds all of
+    that: register(Row("mine", MyCore, "own", "What it does.", "", (Example(cost=1, memory=0),))).
     """
+    if isinstance(name, Row):
+        if make is not None:
+            raise TypeError("a Row has a class already: call register(row) without another one")
+        row = name
+    else:
+        row = Row(name, make, family, summary, paper, tuple(examples), compiles, chooses)  # type: ignore[arg-type]  # checked below
+    _check_row(row)
+    CATALOGUE[row.name] = row
+    return row
+
+
+def _check_row(row: Row) -> None:
+    """Refuse a name that is no name or taken, and a class that is no mechanism."""
+    name = row.name
     named = isinstance(name, str) and name.isidentifier() and name == name.lower()
     if not named or iskeyword(name):
         raise ValueError(f"a mechanism needs a name such as 'my_attention', lower case without spaces, not {shown(name)}")
     if name in CATALOGUE or name in PATTERNS:
         raise ValueError(f"{name} is taken: give your mechanism another name")
-    if not isinstance(make, type) or not issubclass(make, Core | Mixer):
-        raise TypeError(f"a mechanism is a class, a Core or a Mixer, not {shown(make)}")
-    row = Row(name, make, family, summary, paper, tuple(examples), compiles)
-    CATALOGUE[name] = row
-    return row
+    if not isinstance(row.make, type) or not issubclass(row.make, Core | Mixer):
+        raise TypeError(f"a mechanism is a class, a Core or a Mixer, not {shown(row.make)}")
+    if not row.examples:
+        raise ValueError(f"{name} needs an example of its options: examples=(Example(),)")
 
 
 def option_defaults(name: str) -> dict[str, dict[str, Any]]:
@@ -235,7 +258,7 @@ def _add_installed(name: str) -> None:
         raise ValueError(f"the entry point {name} of {GROUP} must name one class, as in mypkg.mod:MyCore, not {own}")
     make: Any = named_class(own)
     if name not in CATALOGUE:  # the module may register it
-        register(name, make, summary=own_row(make).summary)
+        register(name, make, summary=own_row(make).summary, examples=(UNMEASURED,))
 
 
 def _row(name: str) -> Row:

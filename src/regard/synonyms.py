@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 MECHANISMS = {"softmax", "Local"}  # one of them is allowed wherever a mechanism or a pattern is read
-POSITION_NAMES = ("rotary", "relative", "sinusoidal", "learned", "alibi", "floater")
+POSITION_NAMES = ("rotary", "relative", "sinusoidal", "learned", "alibi", "buckets", "floater")
 
 # What to write: words that mean it. A word may stand in several rows; the first row that is allowed counts.
 SYNONYMS: dict[str, str] = {
@@ -31,6 +31,7 @@ SYNONYMS: dict[str, str] = {
     "rfa": "random_feature random_fourier random_fourier_features",
     "performer": "favor favor+ favor_plus random_features prf",
     "cosformer": "cos cosine",
+    "hedgehog": "learned_features lolcats",
     "retention": "retnet multi_scale_retention",
     "gla": "gated_linear",
     "delta": "deltanet delta_net delta_rule fast_weight fast_weights",
@@ -52,10 +53,11 @@ SYNONYMS: dict[str, str] = {
     "nystrom": "nystromformer landmark landmarks",
     # positions
     "rotary": "rope rotary_embedding rotary_embeddings roformer xpos yarn",
-    "relative": "relative_bias relative_position relative_positions rpe shaw t5",
+    "relative": "relative_bias relative_position relative_positions rpe shaw",
     "sinusoidal": "sine sin sincos sinusoid fixed fourier",
     "learned": "absolute ape embedding embeddings trainable",
     "alibi": "linear_bias linear_biases",
+    "buckets": "t5 relative_buckets bucketed",
     "floater": "ode neural_ode",
     "none": "nope no off",
     # tasks

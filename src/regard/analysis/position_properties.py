@@ -11,7 +11,7 @@ from regard.mixers.base import Can, Dims, Places
 from regard.positions import POSITIONS, Positions, positions
 from regard.spec import layer
 
-TRAINED, LONGER = 32, 96  # tokens
+TRAINED, LONGER = 32, 256  # tokens; the last one is farther from those swapped than any bucket of distances reaches
 
 
 class PositionProperties(NamedTuple):

@@ -51,6 +51,9 @@ class Stack(nn.Module):
         depth: int | None = None,
         causal: bool = False,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
         max_len: int | None = None,
         positions: str | Positions | None = None,
         cross: Named | None = None,
@@ -67,12 +70,13 @@ class Stack(nn.Module):
         `positions` act inside every mixer, as in `layer`, or enter every block: "floater(every_block=True)". `cross` reads a
         context in every block. `ffn` is the hidden size of the ReLU layer (4 * width unless given), or makes another:
         `ffn=lambda: FeedForward(64, 171, activation="silu", gated=True)`. `dropout` is for what layers add and for the hidden
-        layer, `weight_dropout` for attention weights. Where norms are in front, one more is behind the last block.
+        layer, `weight_dropout` for attention weights. Where norms are in front, one more is behind the last block. `head_dim` is
+        the size of a head, width / heads unless given; `bias` that of the projections, and `out_bias` that of the last one.
         """
         names = [Spec.of(x) for x in (specs if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs])]
         count = len(names) if depth is None else depth
         depth = need("depth", count)
-        own = Dims(width, heads, kv_heads, causal=causal, max_len=max_len, dropout=weight_dropout)
+        own = Dims(width, heads, kv_heads, head_dim, head_dim, causal=causal, max_len=max_len, dropout=weight_dropout)
         if cross is None and not context_width is context_len is None:
             raise ValueError("context_width and context_len are for a stack that reads a context: say how with cross=...")
 
@@ -83,15 +87,16 @@ class Stack(nn.Module):
             return FeedForward(width, hidden, dropout=dropout)
 
         def reader() -> Any:
-            read = Dims(width, heads, kv_heads, None, None, context_width, False, True, context_len, weight_dropout)
+            read = Dims(width, heads, kv_heads, head_dim, head_dim, context_width, False, True, context_len, weight_dropout)
             if cross is None:
                 return None
-            return Spec.of(cross).build(read)
+            return Spec.of(cross).build(read, **biases)
 
+        biases: dict[str, Any] = {"bias": bias, "out_bias": out_bias}
         enters = entering(positions, own, depth)
 
         def block(number: int, spec: Spec) -> Block:
-            parts = spec.build(own, positions=None if enters else positions), channel()
+            parts = spec.build(own, positions=None if enters else positions, **biases), channel()
             options = {"cross": reader(), "norm": norm, "norm_class": norm_class, "dropout": dropout}
             if enters is None:
                 return Block(*parts, **options)

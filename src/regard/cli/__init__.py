@@ -1,5 +1,5 @@
-"""The command line: mechanisms (`list`, `show`, `bench`, `advise`, `compare`), kernels (`tune`), tasks and training (`tasks`,
-`train`), trained runs (`evaluate`, `predict`, `distil`).
+"""The command line: mechanisms (`list`, `show`, `check`, `bench`, `advise`, `compare`), kernels (`tune`), tasks and training
+(`tasks`, `prepare`, `train`), trained runs (`evaluate`, `predict`, `distil`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import typer
 from regard._version import version
 from regard.cli.advise_command import advise
 from regard.cli.bench_command import bench
+from regard.cli.check_command import check
 from regard.cli.compare_command import compare
 from regard.cli.console import aside, plain_warnings, screen
 from regard.cli.help_examples import help_examples
-from regard.cli.infer import distil, evaluate, predict
+from regard.cli.infer import distil_, evaluate, predict
 from regard.cli.mechanisms import list_, show
+from regard.cli.prepare_command import prepare
 from regard.cli.signals import Stoppable, handled_signals
 from regard.cli.task_list import tasks
 from regard.cli.train import train
@@ -72,6 +74,6 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
         raise typer.Exit
 
 
-for _command in (list_, show, bench, advise, compare, tune, tasks, train, evaluate, predict, distil):
+for _command in (list_, show, check, bench, advise, compare, tune, tasks, prepare, train, evaluate, predict, distil_):
     _name = _command.__name__.rstrip("_")
     app.command(_name, epilog=help_examples(_name))(_command)

@@ -10,6 +10,11 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
         "regard show 'Local(16) | Global(first=2)' --causal --out pattern.png",
         "regard show runs/saw-softmax-1 'they saw the duck'",
     ),
+    "check": (
+        "regard check regard.mixers.softmax:Softmax",
+        "regard check 'Local(8) | Global(first=2)' --law scan_is_the_loop",
+        "regard check 'performer(features=32)' --json",
+    ),
     "bench": (
         "regard bench --mixers 'softmax; Local(256); linear' --lengths 512,2k,8k",
         "regard bench --mixers 'softmax; gla' --passes step --json step.json",
@@ -25,11 +30,15 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
         "regard compare --task mytask.py --mixers all --budget 2m",
     ),
     "tune": ("regard tune --dry", "regard tune --kernels tile,linear --minutes 20 --out own.json"),
-    "tasks": ("regard tasks", "regard tasks reverse", "regard tasks --json"),
+    "tasks": ("regard tasks", "regard tasks multi30k --preset cpu --time", "regard tasks --json"),
+    "prepare": (
+        "regard prepare imdb aclImdb_v1.tar.gz",
+        "regard prepare acl_titles anthology+abstracts.bib.gz --out ~/data/acl_titles",
+    ),
     "train": (
         "regard train translate --pairs texts.fr texts.en --out runs/french",
-        "regard train reverse --mixer gla --mixer 'Local(8)' --set steps=500",
-        "regard train multi30k --data ~/data --out runs/captions --device cuda",
+        "regard train tag --conll train.conllu --valid dev.conllu --test test.conllu",
+        "regard train multi30k --preset cpu --mixer gla --mixer 'Local(8)'",
     ),
     "evaluate": ("regard evaluate runs/saw-softmax-1", "regard evaluate runs/captions --split val --set beam=5 --json"),
     "predict": (

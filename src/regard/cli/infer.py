@@ -122,7 +122,7 @@ def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
         yield part
 
 
-def distil(
+def distil_(
     run: Folder,
     out: Annotated[Path, typer.Option(metavar="FILE", help="One answer a line; it must not be there yet.")],
     changes: Changes = None,

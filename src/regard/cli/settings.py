@@ -15,18 +15,23 @@ if TYPE_CHECKING:
 
 
 def config_of(
-    name: str, mixers: Sequence[str], changes: Sequence[str], out: Path | None, own: Mapping[str, str | list[str]] | None = None
+    name: str,
+    mixers: Sequence[str],
+    changes: Sequence[str],
+    out: Path | None,
+    own: Mapping[str, str | list[str]] | None = None,
+    preset: str | None = None,
 ) -> Config:
-    """Make the settings of a task, or of the run in `out` if one has begun there, with changes.
+    """Make the settings of a task, or of the run in `out` if one has begun there, with a preset and changes.
 
     `own` has settings that name a user's file and its columns, each by the option of its name.
     """
     from regard.training.checkpoints import load_config
 
     begun = load_config(out) if out is not None else None
-    config = tasks.config(name)
+    config = tasks.config(name, preset)
     if begun is not None:
-        config = restored(begun, f"{out}/config.json", name)
+        config = restored(begun, f"{out}/config.json", name).replace({} if preset is None else tasks.TASKS[name].presets[preset])
     keys = named(changes)
     if mixers:
         if "mixer" in keys:

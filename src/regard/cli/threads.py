@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from regard.cli.task_times import kept_time
 from regard.config import Config
 
 WORTH_THREADS = 2**26  # multiplications of a layer in one pass for which a further thread pays
@@ -25,7 +26,8 @@ def choose_threads(config: Config, given: int | None, kind: str, run: Path | Non
     """Choose the number of threads, with a sentence about it where it was chosen here.
 
     A given number comes first, then OMP_NUM_THREADS or MKL_NUM_THREADS, then the number that the run in the folder `run` has
-    been trained with, so that it goes on bit for bit, and then one thread for each WORTH_THREADS multiplications.
+    been trained with, so that it goes on bit for bit, then the fastest that `regard tasks --time` has measured for the task, and
+    then one thread for each WORTH_THREADS multiplications.
     """
     import torch
 
@@ -38,6 +40,10 @@ def choose_threads(config: Config, given: int | None, kind: str, run: Path | Non
         return there, ""
     if run is not None and (before := _recorded(run)) is not None:
         return before, "" if before == there else f"on {_threads_text(before)}, as before"
+    measured = kept_time(config)
+    if measured is not None and measured.device == "cpu" and there in measured.seconds:
+        how = f"on {_threads_text(measured.threads)} of {there}, the fastest as measured by `regard tasks --time`"
+        return measured.threads, how
     found = min(there, max(1, config.batch_tokens * config.width * config.ffn // WORTH_THREADS))
     return (
         found,

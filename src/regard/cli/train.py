@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -37,6 +37,9 @@ def train(
             metavar="SPEC", help="The mechanism, as in `regard show`; several take turns.", autocompletion=complete_spec
         ),
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Settings by name: cpu, for a machine without a GPU.")
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
     ] = None,
@@ -50,6 +53,7 @@ def train(
     threads: Threads = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: texts and labels, columns of a CSV file.")] = None,
     jsonl: Annotated[Path | None, typer.Option(metavar="FILE", help="classify: or keys of JSON objects, one a line.")] = None,
+    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="classify: or a folder for each label, of texts.")] = None,
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the texts; else text.")] = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the labels; else label.")] = None,
     file: Annotated[Path | None, typer.Option(metavar="FILE", help="text: the text to learn the next character of.")] = None,
@@ -58,6 +62,12 @@ def train(
         typer.Option(metavar="FILE FILE", help="translate: sources and targets, line by line."),
     ] = None,
     conll: Annotated[Path | None, typer.Option(metavar="FILE", help="tag: words and tags, CoNLL-U or two columns.")] = None,
+    valid: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Your file of validation; twice for translate. Else split off.")
+    ] = None,
+    test: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Your file of the test; twice for translate. Else split off.")
+    ] = None,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -65,8 +75,9 @@ def train(
 
     with sentences():
         kind = choose_device(device)
-        own = _own_settings(data, csv=csv, jsonl=jsonl, file=file, pairs=pairs, conll=conll, text=text, label=label)
-        config = settings.config_of(task, mixer or [], changes or [], out, own)
+        files = {"csv": csv, "jsonl": jsonl, "folder": folder, "file": file, "pairs": pairs, "conll": conll}
+        own = _own_settings(data, **files, valid=valid or None, test=test or None, text=text, label=label)
+        config = settings.config_of(task, mixer or [], changes or [], out, own, preset)
         _check_folder(out, config)
         made = known.make_task(config)
         settings.check_used(made, changes or [])
@@ -76,26 +87,26 @@ def train(
         fit = _fitter()
         made.read(data)
         new = out is None or not out.exists()
-        folder = _fresh(config) if out is None else out
-        aside(f"{task} with {_mixers(config)} in {folder}{note and ', ' + note}")
+        place = _fresh(config) if out is None else out
+        aside(f"{task} with {_mixers(config)} in {place}{note and ', ' + note}")
         for line in made.describe_data():
             aside(line)
     try:
         with sentences(), used(count):
-            result = fit(made, folder, accelerator=kind)
+            result = fit(made, place, accelerator=kind)
     except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
-        stop(_interrupted(task, folder, data), 130 if isinstance(ended, KeyboardInterrupt) else 143)
+        stop(_interrupted(task, place, data), 130 if isinstance(ended, KeyboardInterrupt) else 143)
     finally:
         if new:
-            _tidy(folder)
+            _tidy(place)
     with sentences():
-        _print_result(made, folder, result, data)
+        _print_result(made, place, result, data)
 
 
-def _own_settings(data: Path | None, **options: Path | tuple[Path, Path] | str | None) -> dict[str, str | list[str]]:
+def _own_settings(data: Path | None, **options: Path | Sequence[Path] | str | None) -> dict[str, str | list[str]]:
     """Collect the options that name a user's files and their columns."""
     files: dict[str, str | list[str]] = {name: _absolute(value) for name, value in options.items() if isinstance(value, Path)}
-    files |= {name: [_absolute(path) for path in value] for name, value in options.items() if isinstance(value, tuple)}
+    files |= {name: [_absolute(path) for path in value] for name, value in options.items() if isinstance(value, tuple | list)}
     if data is not None and files:
         raise ValueError(f"--{next(iter(files))} names the file itself: leave --data out")
     return files | {name: value for name, value in options.items() if isinstance(value, str)}

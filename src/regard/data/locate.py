@@ -35,7 +35,8 @@ DATASETS = {
         "IMDB reviews (Maas et al. 2011)",
         "https://ai.stanford.edu/~amaas/data/sentiment or https://huggingface.co/datasets/stanfordnlp/imdb",
         ["train.jsonl", "test.jsonl"],
-        'A line is a review: {"text": "…", "label": 0 or 1}, where 1 is a good one.',
+        'A line is a review: {"text": "…", "label": 0 or 1}, where 1 is a good one. '
+        "`regard prepare imdb aclImdb_v1.tar.gz` writes both files.",
     ),
     "tinyshakespeare": DatasetInfo(
         "Tiny Shakespeare",
@@ -46,7 +47,8 @@ DATASETS = {
         "abstracts and titles of the ACL Anthology",
         "https://aclanthology.org/anthology+abstracts.bib.gz",
         ["train.jsonl", "val.jsonl", "test.jsonl"],
-        'A line is a paper: {"abstract": "…", "title": "…"}.',
+        'A line is a paper: {"abstract": "…", "title": "…"}. '
+        "`regard prepare acl_titles anthology+abstracts.bib.gz` writes all three.",
     ),
     "wikisql": DatasetInfo(
         "WikiSQL, as text2sql-data has it",

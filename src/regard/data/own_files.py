@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from regard.data.text_files import DataError, Pair, check_unicode, placed_record
 
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
 HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
+HELD = ("test", "val")  # the splits that are held out of a file, where no other file has them
 HELD_PAIRS = 1000  # different sources of validation at most, and of the test: each of them is translated
 
 
@@ -101,8 +102,8 @@ def _labelled(where: str, text: str, its_label: str, text_name: str, label_name:
     return LabelledText(text, its_label.strip())
 
 
-def split_labelled(texts: Sequence[LabelledText], where: Path | str) -> Splits[list[LabelledText]]:
-    """Split texts into about 80 / 10 / 10 %, label by label, by a hash of each text alone.
+def split_labelled(texts: Sequence[LabelledText], where: Path | str, held: Sequence[str] = HELD) -> Splits[list[LabelledText]]:
+    """Split texts into about 80 / 10 / 10 %, label by label, by a hash of each text alone; splits that are not `held` are empty.
 
     Texts that differ in case or spaces alone are in the same split, and those with two labels are in train. A label of five
     texts or more is in every split, one of fewer in train alone. Each split keeps the order of the file.
@@ -119,25 +120,24 @@ def split_labelled(texts: Sequence[LabelledText], where: Path | str) -> Splits[l
             by_label[next(iter(labels))].append(key)
     split_of: dict[str, str] = {}
     for keys in by_label.values():
-        split_of |= _held_out(keys)
-    if not split_of:
-        raise DataError(f"{where}: no label has {HELD_SHARE // 2} different texts, so that none is left for validation and test")
+        split_of |= _held_out(keys, held)
+    if held and not split_of:
+        raise DataError(f"{where}: no label has {HELD_SHARE // 2} different texts, so that none is left for {_and(held)}")
     parts: dict[str, list[LabelledText]] = {"train": [], "val": [], "test": []}
     for x in texts:
         parts[split_of.get(_text_key(x.text), "train")].append(x)
     return Splits(**parts)
 
 
-def split_pairs(pairs: Sequence[Pair], where: str) -> Splits[list[Pair]]:
+def split_pairs(pairs: Sequence[Pair], where: str, held: Sequence[str] = HELD) -> Splits[list[Pair]]:
     """Split pairs into about 80 / 10 / 10 %, by a hash of each source alone; val and test have HELD_PAIRS sources at most.
 
-    Sources that differ in case or spaces alone are in the same split. Each split keeps the order of the files.
+    Sources that differ in case or spaces alone are in the same split. Each split keeps the order of the files, and those that
+    are not `held` are empty.
     """
     keys = {_text_key(pair.source) for pair in pairs}
-    split_of = _held_out(keys, HELD_PAIRS)
-    if not split_of:
-        few = f"{len(keys)} different source{'' if len(keys) == 1 else 's'}"
-        raise DataError(f"{where}: {few}, too few to be split into train, val and test: {HELD_SHARE // 2} are needed")
+    split_of = _held_out(keys, held, HELD_PAIRS)
+    _check_enough(len(keys), "source", split_of, held, where)
     parts: dict[str, list[Pair]] = {"train": [], "val": [], "test": []}
     for pair in pairs:
         parts[split_of.get(_text_key(pair.source), "train")].append(pair)
@@ -176,35 +176,55 @@ def _two_columns(line: str) -> list[str]:
     return [column.strip() for column in line.split("\t")] if "\t" in line.strip() else line.split()
 
 
-def split_tagged(sentences: Sequence[Tagged], where: Path | str) -> Splits[list[Tagged]]:
+def split_tagged(sentences: Sequence[Tagged], where: Path | str, held: Sequence[str] = HELD) -> Splits[list[Tagged]]:
     """Split sentences into about 80 / 10 / 10 %, by a hash of their words alone.
 
-    Sentences that differ in case alone are in the same split. Each split keeps the order of the file.
+    Sentences that differ in case alone are in the same split. Each split keeps the order of the file, and those that are not
+    `held` are empty.
     """
     keys = [_text_key(" ".join(x.words)) for x in sentences]
-    split_of = _held_out(set(keys))
-    if not split_of:
-        few = f"{len(set(keys))} different sentence{'' if len(set(keys)) == 1 else 's'}"
-        raise DataError(f"{where}: {few}, too few to be split into train, val and test: {HELD_SHARE // 2} are needed")
+    split_of = _held_out(set(keys), held)
+    _check_enough(len(set(keys)), "sentence", split_of, held, where)
     parts: dict[str, list[Tagged]] = {"train": [], "val": [], "test": []}
     for key, x in zip(keys, sentences, strict=True):
         parts[split_of.get(key, "train")].append(x)
     return Splits(**parts)
 
 
-def _held_out(keys: Collection[str], most: int | None = None) -> dict[str, str]:
-    """Map a tenth of these texts to "test" and another to "val", `most` of each at most: those with the smallest hashes."""
+def _held_out(keys: Collection[str], held: Sequence[str], most: int | None = None) -> dict[str, str]:
+    """Map a tenth of these texts to each split that is held out, `most` to each at most: those with the smallest hashes."""
     count = (len(keys) + HELD_SHARE // 2) // HELD_SHARE
     count = count if most is None else min(count, most)
     ranked = sorted(keys, key=lambda key: hashlib.sha256(key.encode()).digest())
-    return dict.fromkeys(ranked[:count], "test") | dict.fromkeys(ranked[count : 2 * count], "val")
+    return {key: name for place, name in enumerate(held) for key in ranked[place * count : (place + 1) * count]}
+
+
+def _check_enough(count: int, what: str, split_of: Mapping[str, str], held: Sequence[str], where: Path | str) -> None:
+    """Refuse data of which nothing can be held out, or none at all."""
+    few = f"{count} different {what}{'' if count == 1 else 's'}"
+    if held and not split_of:
+        names = _and(["train", *reversed(held)])
+        raise DataError(f"{where}: {few}, too few to be split into {names}: {HELD_SHARE // 2} are needed")
+    if not count:
+        raise DataError(f"{where} has no {what} in it")
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def in_train(parts: Splits[list[Any]], text_of: Callable[[Any], str]) -> dict[str, int]:
+    """Count the texts of val and of test that train has too, without regard to case and spaces."""
+    keys = {_text_key(text_of(x)) for x in parts.train}
+    return {name: sum(_text_key(text_of(x)) in keys for x in getattr(parts, name)) for name in ("val", "test")}
 
 
 def _text_key(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def split_text(whole: str) -> Splits[str]:
-    """Cut a text into its first 80 % for train, the next 10 % for val and the last 10 % for test."""
-    first, second = (len(whole) * share // HELD_SHARE for share in (HELD_SHARE - 2, HELD_SHARE - 1))
-    return Splits(whole[:first], whole[first:second], whole[second:])
+def split_text(whole: str, held: Sequence[str] = HELD) -> Splits[str]:
+    """Cut a text into train, then 10 % for val and the last 10 % for test; a split that is not `held` is ""."""
+    cuts = [len(whole) * share // HELD_SHARE for share in range(HELD_SHARE - len(held), HELD_SHARE + 1)]
+    parts = {name: whole[a:b] for name, a, b in zip(reversed(held), cuts, cuts[1:], strict=False)}
+    return Splits(whole[: cuts[0]], parts.get("val", ""), parts.get("test", ""))

@@ -183,6 +183,10 @@ class Subwords:
         numbers = [number - FIRST_TEXT_ID for number in detokenize(ids, len(self))]
         return self.tokenizer.decode(numbers).removeprefix(" ")
 
+    def byte_count(self, ids: Iterable[int]) -> int:
+        """Count the bytes of UTF-8 that these ids of text are for, spaces in front of words among them."""
+        return sum(len(self.tokenizer.id_to_token(number - FIRST_TEXT_ID) or "") for number in detokenize(ids, len(self)))
+
     def __len__(self) -> int:
         return FIRST_TEXT_ID + self.tokenizer.get_vocab_size()
 

@@ -109,11 +109,19 @@ class Attention(Mixer):
     """q, k, v = linear maps of the tokens, out = a linear map of what the core answers.
 
     Every core gets the same projections, so that a comparison of cores compares cores, except those in `core.ignores`.
-    `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention.
+    `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention. `bias` is
+    that of all maps; `out_bias`, if given, that of the last one.
     """
 
     def __init__(
-        self, dims: Dims, core: Core, *, shared_qk: bool = False, bias: bool = True, positions: Positions | None = None
+        self,
+        dims: Dims,
+        core: Core,
+        *,
+        shared_qk: bool = False,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        positions: Positions | None = None,
     ) -> None:
         super().__init__(dims)
         shared_qk = shared_qk or core.shared_qk
@@ -137,7 +145,7 @@ class Attention(Mixer):
         else:
             self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, values, bias=bias)
-        self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias)
+        self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias if out_bias is None else out_bias)
         self._watched = type(core).watch is not Core.watch
         self._pools = type(core).pool is not Core.pool
         alike = dims.d == dims.e and many == 1 and not core.gates

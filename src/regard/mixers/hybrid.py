@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from regard.mixers import exp_features, gated  # noqa: F401 - modules whose kernels `far_kernels` finds
+from regard.mixers import exp_features, gated, hedgehog  # noqa: F401 - modules whose kernels `far_kernels` finds
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache
@@ -26,22 +27,25 @@ class Hybrid(Core):
     """Softmax over what is near and a kernel over everything, of the same q, k, v, merged by a learned gate per head.
 
     out = sigmoid(g_h) far + (1 - sigmoid(g_h)) near, near = sparse(pattern), far = a kernel by its text: "linear", "gla",
-    "delta(gated=True)". Cost: that of its parts, n for a window. Munkhdalai et al. 2024, arXiv:2404.07143, where far holds
-    what has left the window and here holds all; Arora et al. 2024, arXiv:2402.18668, alternates the two in layers of their own.
+    "delta(gated=True)"; `share` is sigmoid(g_h) at first. Cost: that of its parts, n for a window.
+    Munkhdalai et al. 2024, arXiv:2404.07143, where far holds what has left the window and here holds all; Arora et al. 2024,
+    arXiv:2402.18668, alternates the two in layers of their own.
     """
 
     can = Can.CAUSAL | Can.CROSS | Can.PADDING | Can.STREAM
     operations: tuple[str, ...] = ("tile",)  # and that of far
 
-    def __init__(self, dims: Dims, *, pattern: Pattern | str = "Local(64)", far: str = "linear") -> None:
+    def __init__(self, dims: Dims, *, pattern: Pattern | str = "Local(64)", far: str = "linear", share: float = 0.5) -> None:
         super().__init__(dims)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(f"share must be a number between 0 and 1, the weight of far at first, not {share!r}")
         self.near = Sparse(dims, pattern=pattern)
         self.far = _kernel(far, dims)
         self.operations = (*self.near.operations, *self.far.operations)
         self.can = self.can & self.near.can & self.far.can
         self.gates, self.positional = self.far.gates, self.near.positional or self.far.positional
         self.joint = self.near.joint
-        self.gate = nn.Parameter(torch.zeros(dims.heads))
+        self.gate = nn.Parameter(torch.full((dims.heads,), math.log(share / (1 - share))))
 
     def empty(self, k: Tensor, v: Tensor) -> Halves:
         near = self.near.empty(self._plain(k), v)

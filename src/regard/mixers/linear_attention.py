@@ -146,7 +146,7 @@ class Linear(Kernel):
         return Sums(*unwritten_sums(k, v, self.f))
 
     def _push(self, memory: Sums, k: Tensor, v: Tensor, places: Places) -> Sums:
-        keys = self._queries(k, places)
+        keys = self._keys(k, places)
         s, z = normalized_linear_write(
             keys, v, memory.s, memory.z, valid=places.valid, feature=self.feature, backend=self.dims.backend
         )
@@ -157,7 +157,7 @@ class Linear(Kernel):
         return linear_read(queries, memory.s, memory.z, feature=self.feature, backend=self.dims.backend)
 
     def _scan(self, memory: Sums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Sums]:
-        keys = self._queries(k, places)
+        keys = self._keys(k, places)
         queries = self._queries(q, places)
         out, s, z = divided_linear_attention(
             queries, keys, v, memory.s, memory.z, valid=places.valid, feature=self.feature, backend=self.dims.backend
@@ -166,6 +166,9 @@ class Linear(Kernel):
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
         return q
+
+    def _keys(self, k: Tensor, places: Places) -> Tensor:
+        return self._queries(k, places)
 
 
 class Cosformer(Linear):

@@ -168,18 +168,33 @@ class Vectors(Embedding):
 class Patches(Embedding):
     """An image (b c height width) cut into squares, each a token, row by row: (b n w), n = (height / side) (width / side).
 
+    `front` learned vectors precede them, with positions of their own, as ViT's class token does: then n is greater by so many.
     Dosovitskiy et al. 2020, arXiv:2010.11929.
     """
 
-    def __init__(self, channels: int, side: int, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        channels: int,
+        side: int,
+        width: int,
+        *,
+        positions: Positions | None = None,
+        front: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__(width, positions=positions, dropout=dropout)
+        self.front = nn.Parameter(torch.randn(front, width) * 0.02) if need("front", front, 0) else None
         self.side = need("side", side)
         channels = need("channels", channels)
         self.map = nn.Conv2d(channels, width, side, stride=side)
 
     def vectors(self, x: Tensor) -> Tensor:
         patches = self.map(x)  # (b w rows columns)
-        return patches.flatten(2).mT
+        tokens = patches.flatten(2).mT
+        if self.front is None:
+            return tokens
+        front = self.front.to(tokens.dtype).expand(len(tokens), -1, -1)
+        return torch.cat([front, tokens], 1)
 
     def places(
         self,
@@ -199,7 +214,8 @@ class Patches(Embedding):
             raise ValueError("an image is read whole: it has no padding and nothing before it")
         rows = x.shape[2] // self.side
         columns = x.shape[3] // self.side
-        tokens = x.new_empty(x.shape[0], rows * columns)
+        front = 0 if self.front is None else len(self.front)
+        tokens = x.new_empty(x.shape[0], front + rows * columns)
         return Places.of(tokens)
 
     def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:

@@ -80,11 +80,21 @@ class PerVector(nn.Module):
 class PerSequence(nn.Module):
     """A label for the whole sequence, (b n w) -> (b c): of its first token (put one there: front=1), or of one of the POOLS.
 
-    `deep` puts one more layer in between, c = W tanh(U x), as BERT does.
+    `deep` puts one more layer in between, c = W tanh(U x), as BERT does, or with another `activation`.
     """
 
-    def __init__(self, width: int, classes: int, *, pool: str = "mean", deep: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        *,
+        pool: str = "mean",
+        deep: bool = False,
+        activation: str = "tanh",
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.activation, self.act = activation, torch.tanh if activation == "tanh" else activate(activation)
         self.change = nn.Linear(width, width) if deep else None
         self.pool = _pool(pool)
         dropout = check_fraction("dropout", dropout)
@@ -94,9 +104,12 @@ class PerSequence(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         y = pooled(x, valid, self.pool)
         if self.change is not None:
-            y = self.change(y).tanh()
+            y = self.act(self.change(y))
         y = self.drop(y)
         return self.map(y)
+
+    def extra_repr(self) -> str:
+        return f"pool={self.pool!r}, activation={self.activation!r}"
 
 
 class NextToken(nn.Module):
@@ -116,6 +129,13 @@ class NextToken(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002
         return self.map(x)
+
+
+class ScaledNextToken(NextToken):
+    """Scores of every token, of vectors divided by sqrt(w), as T5 does where its table is shared: (b n w) -> (b n v)."""
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return self.map(x * self.map.in_features**-0.5)
 
 
 class MaskedToken(nn.Module):

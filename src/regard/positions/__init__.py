@@ -1,7 +1,7 @@
 """Every kind of positions: added to the tokens, turning queries and keys, or a bias of the scores.
 
     sinusoidal, learned, floater, rnn      tokens = positions.add(tokens, places), once, before the first layer
-    rotary, relative, alibi                layer("softmax", ..., positions="rotary"), in every layer
+    rotary, relative, alibi, buckets       layer("softmax", ..., positions="rotary"), in every layer
     none                                   no positions: the control
 
 All of them take positions from `Places`, so that padding, streaming and prompts of different length work with each of them.
@@ -14,13 +14,14 @@ from collections.abc import Callable
 from regard.mixers.base import Dims
 from regard.mixers.position_interface import Positions
 from regard.positions.added import Floater, Learned, Nothing, Recurrent, Sinusoidal
-from regard.positions.bias import Alibi, RelativePositions
+from regard.positions.bias import Alibi, Buckets, RelativePositions
 from regard.positions.rotary import Rotary
 from regard.text import parse_choice
 
 __all__ = [
     "POSITIONS",
     "Alibi",
+    "Buckets",
     "Floater",
     "Learned",
     "Nothing",
@@ -39,6 +40,7 @@ POSITIONS: dict[str, Callable[..., Positions]] = {
     "rnn": Recurrent,
     "rotary": Rotary,
     "alibi": Alibi,
+    "buckets": Buckets,
     "none": Nothing,
 }
 

@@ -1,10 +1,13 @@
-"""Positions that add a bias to the scores: ALiBi and relative positions."""
+"""Positions that add a bias to the scores: ALiBi, relative positions, and buckets of distances."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 
+from regard.cache import outlives_tracing
 from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Dims
 from regard.mixers.position_interface import Positions
@@ -67,3 +70,55 @@ class RelativePositions(Positions):
         added = out[..., e:].to(wide) @ self.values.to(wide)
         total = out[..., :e].to(wide) + added
         return total.to(out.dtype)
+
+
+class Buckets(Positions):
+    """A number for every bucket of distances and every head, added to the scores, as in T5.
+
+    s_ij + table[bucket(i - j), h]: near distances have a bucket each, farther ones share buckets that grow with the distance,
+    from `longest` on all share the last. Half of the buckets are for later tokens, unless it is causal.
+    Raffel et al. 2019, arXiv:1910.10683.
+    """
+
+    needs = Can.RELATIVE
+
+    def __init__(self, dims: Dims, *, buckets: int = 32, longest: int = 128) -> None:
+        super().__init__(dims)
+        sides = 1 if dims.causal else 2
+        exact = need("buckets", buckets, 2 * sides, WIDEST) // sides // 2
+        if buckets % sides or need("longest", longest, 1, WIDEST) <= exact:
+            raise ValueError(f"buckets are an even number where both sides count, and longest is above {exact}, not {longest}")
+        self.buckets, self.longest = buckets, longest
+        self.table = nn.Parameter(torch.randn(buckets, dims.heads) * dims.width**-0.5)
+        by_distance = _distance_buckets(buckets // sides, longest)
+        ahead = [0 if dims.causal else buckets // 2 + bucket for bucket in by_distance[:0:-1]]
+        self.classes = tuple(ahead + by_distance)  # the bucket of every distance i - j, from -clip to clip
+        self.clip = len(by_distance) - 1
+        self._kept: Tensor | None = None
+
+    def extra_repr(self) -> str:
+        return f"buckets={self.buckets}, longest={self.longest}"
+
+    def term(self, q: Tensor, scale: float) -> ScoreBias:  # noqa: ARG002 - the same for all queries
+        by_class = self.table[self._index(q.device)].mT  # (h classes)
+        by_query = by_class[None, :, None].expand(len(q), -1, q.shape[2], -1)
+        return ScoreBias(clip=self.clip, by_query=by_query.to(torch.promote_types(q.dtype, torch.float32)))
+
+    def _index(self, device: torch.device) -> Tensor:
+        """Return the bucket of every distance class, remembered for its device."""
+        if torch.compiler.is_dynamo_compiling():
+            return torch.tensor(self.classes, device=device)
+        if self._kept is None or self._kept.device != device:
+            make = outlives_tracing(torch.tensor)
+            self._kept = make(self.classes, device=device)
+        return self._kept
+
+
+def _distance_buckets(buckets: int, longest: int) -> list[int]:
+    """Return the bucket of every distance from 0 to the first one in the last bucket: logarithmic from the middle one on."""
+    exact = buckets // 2
+    distance = torch.arange(exact, longest + 1, device="cpu")
+    share = torch.log(distance.float() / exact) / math.log(longest / exact)
+    found = [*range(exact), *(exact + (share * (buckets - exact)).long()).tolist()]
+    last = next(i for i, bucket in enumerate(found) if bucket >= buckets - 1)
+    return [*found[:last], buckets - 1]

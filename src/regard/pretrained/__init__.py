@@ -1,6 +1,7 @@
-"""Load checkpoints of Hugging Face's transformers as regard models with the same scores.
+"""Load checkpoints of Hugging Face's transformers as regard models with the same scores, and write them back.
 
-`load_pretrained(folder)` reads BERT, GPT-2, BART and Marian; `special_ids(folder)` reads the tokens that begin and end an answer:
+`load_pretrained(folder)` reads the architectures in `FAMILIES`, `save_pretrained(model, folder)` writes a folder that
+transformers reads; `special_ids(folder)` reads the tokens that begin and end an answer:
 
     model, ids = load_pretrained(folder), special_ids(folder)
     begin = torch.full((len(source), 1), ids.begin)
@@ -28,20 +29,23 @@ from torch import nn
 from regard.blocks.stack import Named, Stack
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims
-from regard.models.causal_lm import LanguageModel
-from regard.models.encoder import Encoder
-from regard.models.encoder_head import Reader
-from regard.models.translator import Translator
 from regard.positions import Learned
 from regard.pretrained.checkpoint_files import CheckpointError, CheckpointReader, read_settings
+from regard.pretrained.checkpoint_model import Model, build_pretrained, described, remember
+from regard.pretrained.checkpoint_writer import save_pretrained
 from regard.pretrained.families import FAMILIES
-from regard.pretrained.family import HFConfig, TensorNames, source
+from regard.pretrained.family import TensorNames, source
 from regard.spec import Spec
-from regard.text import unknown
 
-__all__ = ["FAMILIES", "CheckpointError", "SpecialIds", "load_pretrained", "special_ids"]
-
-Model = Encoder | Reader | LanguageModel | Translator
+__all__ = [
+    "FAMILIES",
+    "CheckpointError",
+    "SpecialIds",
+    "build_pretrained",
+    "load_pretrained",
+    "save_pretrained",
+    "special_ids",
+]
 
 
 def load_pretrained(
@@ -57,25 +61,21 @@ def load_pretrained(
     does with padding on the right. `dtype` is that of the checkpoint unless given.
 
     `mixer` replaces the mechanism of every self-attention, by one or by several in turn, and keeps the projections q, k, v and
-    out, for further training: `load_pretrained(folder, mixer="linear")`. Other parameters of the new mechanism keep their
-    initial values; cross-attention stays. A mechanism without attention weights has no dropout of them in training.
+    out, and positions that act inside of attention, for further training: `load_pretrained(folder, mixer="linear")`. Other
+    parameters of the new mechanism keep their initial values; cross-attention stays. A mechanism without attention weights has
+    no dropout of them in training.
     """
     folder = Path(folder)
     settings = read_settings(folder / "config.json")
-    name = (settings.get("architectures") or ["nothing"])[0]
-    if name not in FAMILIES:
-        raise CheckpointError(unknown("regard cannot read the architecture", str(name), FAMILIES))
-    family, config = FAMILIES[name], HFConfig(settings)
-    for key, allowed in family.only.items():
-        config.only(key, allowed)
+    found = described(settings)
     with torch.device("meta"):  # shapes alone: no weights are allocated only to be overwritten
-        model = family.build(config)
-    checkpoint = CheckpointReader(folder, family.aliases)
-    _fill(model, checkpoint, family.names(config), dtype, torch.device(device))
-    checkpoint.check_all_taken(family.unneeded)
+        model = found.build()
+    checkpoint = CheckpointReader(folder, found.family.aliases)
+    _fill(model, checkpoint, found.family.names(found.config), dtype, torch.device(device))
+    checkpoint.check_all_taken(found.family.unneeded)
     if mixer is not None:
         _replace_mixers(model, mixer)
-    return model.eval()  # type: ignore[return-value]
+    return remember(model.eval(), settings)
 
 
 class SpecialIds(NamedTuple):
@@ -110,14 +110,14 @@ def _fill(
     """Fill every parameter from its tensor, one at a time; shared parameters stay shared."""
     shapes = dict(model.named_parameters())
     if dtype is None:  # that of the embeddings
-        table = next(name for name in shapes if name.endswith("table.weight"))
-        dtype = checkpoint.take(source(names, table), shapes[table].shape).dtype
+        table = next((name for name in shapes if name.endswith("table.weight")), next(iter(shapes)))
+        dtype = checkpoint.joined(source(names, table), shapes[table].shape).dtype
     real: dict[nn.Parameter, nn.Parameter] = {}
     for name, shape in shapes.items():
-        take = source(names, name)
-        found = checkpoint.take(take, shape.shape)
+        made_of = source(names, name)
+        found = checkpoint.joined(made_of, shape.shape)
         own = torch.empty(shape.shape, dtype=dtype, device=device).copy_(found)
-        real[shape] = nn.Parameter(own, requires_grad=not take.frozen)
+        real[shape] = nn.Parameter(own, requires_grad=not made_of.takes[0].frozen)
     for module in model.modules():
         for name, shape in list(module.named_parameters(recurse=False)):
             setattr(module, name, real[shape])
@@ -127,7 +127,7 @@ def _replace_mixers(model: nn.Module, mixer: Named | Sequence[Named]) -> None:
     """Replace the self-attention of every block by another mechanism with the same projections."""
     named = mixer if isinstance(mixer, Sequence) and not isinstance(mixer, str) else [mixer]
     specs = [Spec.of(one) for one in named]
-    length = next(module.dims.max_len for module in model.modules() if isinstance(module, Learned))
+    length = next((module.dims.max_len for module in model.modules() if isinstance(module, Learned)), None)
     for stack in (module for module in model.modules() if isinstance(module, Stack)):
         for block, spec in zip(stack, cycle(specs), strict=False):
             block.mixer = _with_projections(block.mixer, spec, replace(block.mixer.dims, max_len=length))
@@ -135,12 +135,13 @@ def _replace_mixers(model: nn.Module, mixer: Named | Sequence[Named]) -> None:
 
 def _with_projections(old: nn.Module, spec: Spec, dims: Dims) -> Attention:
     """Build a mechanism with the projections of another one."""
-    assert isinstance(old, Attention)
-    like = old.v.weight
+    if not isinstance(old, Attention):
+        raise CheckpointError(f"{old.name} has no projections that {spec} could take over: its weights are those of its blocks")
+    like, positions = old.v.weight, old.positions or old.core.positions
     with like.device:
-        made = spec.build(replace(dims, dropout=0.0))
+        made = spec.build(replace(dims, dropout=0.0), positions=positions)
         if dims.dropout and Can.DROPOUT in made.can:
-            made = spec.build(dims)
+            made = spec.build(dims, positions=positions)
     parts = ("q", "k", "v", "out")
     shapes = [[_weight_shape(getattr(mixer, part, None)) for part in parts] for mixer in (made, old)]
     same = shapes[0] == shapes[1]

@@ -32,13 +32,74 @@ def read_settings(path: Path) -> dict[str, Any]:
     return found
 
 
+class TensorLayout(NamedTuple):
+    """Describe how a parameter lies in a tensor of a checkpoint: one description for both directions."""
+
+    part: int = 0  # which of the parameters that share the tensor
+    parts: int = 1  # how many share it, side by side along their outputs
+    heads: int = 1  # or side by side in every head
+    turned: bool = False  # weights are (in, out) instead of (out, in)
+    skip: int = 0  # rows in front that no position uses
+    ones: tuple[int, ...] = ()  # dimensions of size 1 that the tensor has more, in order
+
+    def shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the tensor, from that of the parameter."""
+        first, *rest = own
+        shape = [first * self.parts + self.skip, *rest]
+        if self.turned:
+            shape.reverse()
+        for dim in self.ones:
+            shape.insert(dim, 1)
+        return tuple(shape)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Return the parameter that lies in a tensor of the right shape."""
+        for dim in reversed(self.ones):
+            x = x.squeeze(dim)
+        x = x.mT if self.turned and x.dim() == 2 else x
+        return split(x, self.parts, self.heads)[self.part][self.skip :]
+
+    def write(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the tensor of all parameters that share it, in the order of their parts; rows never used are zeros."""
+        x = interleave(own, self.heads)
+        x = torch.cat([x.new_zeros(self.skip, *x.shape[1:]), x])
+        x = x.mT if self.turned and x.dim() == 2 else x
+        for dim in self.ones:
+            x = x.unsqueeze(dim)
+        return x
+
+
+def interleave(parts: Sequence[Tensor], heads: int = 1) -> Tensor:
+    """Join tensors (heads * d, ...) along their outputs; with several heads, the parts of every head lie side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    by_head = [part.unflatten(0, (heads, -1)) for part in parts]
+    return torch.stack(by_head, 1).flatten(0, 2)
+
+
+def split(x: Tensor, parts: int, heads: int = 1) -> list[Tensor]:
+    """Undo `interleave`."""
+    if parts == 1:
+        return [x]
+    return [part.flatten(0, 1) for part in x.unflatten(0, (heads, parts, -1)).unbind(1)]
+
+
 class Take(NamedTuple):
-    """Describe the tensor that a parameter is read from."""
+    """Describe the tensor that a parameter is read from, and written to."""
 
     names: tuple[str, ...]  # of the tensor; of several names one is enough, and all that exist must hold equal tensors
-    convert: Callable[[Tensor], Tensor] = lambda x: x  # from the layout of the checkpoint to that of regard
+    layout: TensorLayout = TensorLayout()
     default: Callable[[torch.Size], Tensor] | None = None  # the value where the checkpoint has no such tensor
+    otherwise: str | None = None  # the tensor whose values it begins with where the checkpoint has none of its own
     frozen: bool = False  # without gradient: a buffer in transformers
+    written: bool = True  # False: transformers computes it, so that a checkpoint need not hold it
+
+
+class Joined(NamedTuple):
+    """Describe a parameter that is made of several tensors, which lie side by side along its outputs, or in every head."""
+
+    takes: tuple[Take, ...]
+    heads: int = 1
 
 
 class CheckpointReader:
@@ -70,6 +131,8 @@ class CheckpointReader:
     def take(self, source: Take, shape: torch.Size) -> Tensor:
         """Return the tensor of a parameter of this shape, in the layout of regard."""
         present = [name for name in source.names if name in self.where]
+        if not present and source.otherwise in self.where:
+            present = [source.otherwise]
         if not present and source.default is not None:
             return source.default(shape)
         if not present:
@@ -77,13 +140,16 @@ class CheckpointReader:
         first, *others = (self[name] for name in present)
         if not all(torch.equal(first, other) for other in others):
             raise CheckpointError(f"by the configuration {' and '.join(present)} are one tensor, but they differ")
-        found = source.convert(first)
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{present[0]} has shape {tuple(first.shape)}, which gives {tuple(found.shape)}, but the configuration "
-                f"needs {tuple(shape)}"
-            )
-        return found
+        needed = source.layout.shape(shape)
+        if tuple(first.shape) != needed:
+            raise CheckpointError(f"{present[0]} has shape {tuple(first.shape)}, but the configuration needs {needed}")
+        return source.layout.read(first)
+
+    def joined(self, source: Joined, shape: torch.Size) -> Tensor:
+        """Return a parameter of this shape, of one tensor or of several."""
+        count = len(source.takes)
+        part = torch.Size([shape[0] // count, *shape[1:]]) if count > 1 else shape
+        return interleave([self.take(take, part) for take in source.takes], source.heads)
 
     def check_all_taken(self, unneeded: Iterable[str]) -> None:
         """Raise if a tensor has not been taken, those that match a regular expression of `unneeded` excepted."""

@@ -5,7 +5,7 @@ The table imports neither torch nor the tasks: a row names its class, which is i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +13,7 @@ from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
 from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
+from regard.tasks.presets import CPU_PRESETS, Preset
 from regard.tasks.sentiment_config import imdb_config, polarity_config
 from regard.tasks.tagging_config import ewt_config, saw_config
 from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
@@ -33,6 +34,7 @@ class Entry(NamedTuple):
     summary: str
     data: str | None = None  # the data set that it needs; None: it makes its own, or reads `file`
     file: str = ""  # the options of `regard train` that name a file of the user, which it reads
+    presets: Mapping[str, Preset] = {}  # settings by name, for `regard train --preset`
 
     def make(self, config: Config) -> Task:
         """Make the task, importing its class first where only its place is given."""
@@ -59,13 +61,16 @@ TASKS: dict[str, Entry] = {
     "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", _LOSS, "the next character", "tinyshakespeare"),
     "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", _ROUGE, "title of an abstract, with copying", "acl_titles"),
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
-    "classify": Entry(classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv or --jsonl"),
+    "classify": Entry(
+        classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
+    ),
     "text": Entry(text_config, f"{_OWN}:OwnTextTask", _LOSS, "the next character of your text", file="--file"),
     "translate": Entry(
         translate_config, "regard.tasks.own_pairs:OwnPairsTask", _BLEU, "your texts, line by line", file="--pairs"
     ),
     "tag": Entry(tag_config, "regard.tasks.own_tags:OwnTagsTask", _ACCURACY, "tags of your words", file="--conll"),
 }
+TASKS |= {name: TASKS[name]._replace(presets={"cpu": preset}) for name, preset in CPU_PRESETS.items()}
 
 
 def entry_of(name: str) -> Entry:
@@ -75,9 +80,22 @@ def entry_of(name: str) -> Entry:
     return TASKS[name]
 
 
-def config(name: str) -> Config:
-    """Make the settings that a task begins with."""
-    return entry_of(name).config()
+def config(name: str, preset: str | None = None) -> Config:
+    """Make the settings that a task begins with, or those of a preset."""
+    entry = entry_of(name)
+    if preset is None:
+        return entry.config()
+    if preset not in entry.presets:
+        raise ValueError(no_preset(name, preset))
+    return entry.config().replace(entry.presets[preset])
+
+
+def no_preset(name: str, preset: str) -> str:
+    """Write that a task has no such preset, and what has."""
+    having = [word for word, entry in TASKS.items() if preset in entry.presets]
+    if entry_of(name).presets:
+        return unknown(f"{name} has no preset", preset, entry_of(name).presets)
+    return f"{name} has no presets" + (f": {preset} is one of {', '.join(having)}" if having else "")
 
 
 def make_task(settings: Config) -> Task:

@@ -1,4 +1,4 @@
-"""Language model of characters or bytes."""
+"""Language model of characters, bytes or subwords."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from regard.data.batch import BEGIN, END, MASK, PAD, UNKNOWN, Batch
 from regard.data.datasets import Splits, read_shakespeare
 from regard.data.locate import find
 from regard.data.token_labels import token_labels
-from regard.data.vocabulary import Bytes, Characters, vocabulary
+from regard.data.vocabulary import Bytes, Characters, Subwords, vocabulary
 from regard.decoding import Constraints, Sample, generate
 from regard.models.build import language_model
 from regard.tasks.language_modeling_config import Language
@@ -29,7 +29,7 @@ from regard.training.losses import Loss, cross_entropy
 class LanguageTask(Task):
     """The next character of a text; scored by cross-entropy, in nats a character. An example is where a window begins.
 
-    A subclass may set `characters` to another vocabulary before data is read: bytes have nothing to learn.
+    A subclass may learn another vocabulary in `learn`, of the class `units_class`.
     """
 
     best = ("loss", "min")
@@ -45,17 +45,22 @@ class LanguageTask(Task):
             raise ValueError(f"window must be from 1 to max_len={config.max_len}, not {config.window}")
         if not config.temperature > 0:
             raise ValueError(f"temperature must be above 0, not {config.temperature!r}")
-        self.characters: Characters | Bytes = Characters([])
+        self.characters: Characters | Bytes | Subwords = Characters([])
+        self.units_class: type[Characters | Bytes | Subwords] = Characters
         self.texts: dict[str, torch.Tensor] = {}
 
     def parts(self, folder: Path | None) -> Splits[str]:
         """Read the texts of train, val and test; "" where there is none."""
         return read_shakespeare(find("tinyshakespeare", folder))
 
+    def learn(self, train: str) -> Characters | Bytes | Subwords:
+        """Learn the vocabulary."""
+        return Characters.of([train])
+
     def read(self, folder: Path | None = None) -> None:
         parts = self.parts(folder)
         if len(self.characters) == len(Characters([])):
-            self.characters = Characters.of([parts.train])
+            self.characters = self.learn(parts.train)
         self.texts = {name: torch.tensor(self.characters.encode(text)) for name, text in parts._asdict().items() if text}
         self.sample = parts.val.strip().partition("\n")[0]
         window, last = self.config.window, len(self.texts["train"]) - self.config.window - 1
@@ -68,7 +73,7 @@ class LanguageTask(Task):
 
     def restore(self, assets: Mapping[str, str]) -> None:
         found = vocabulary(assets["characters.json"])
-        if not isinstance(found, type(self.characters)):
+        if not isinstance(found, self.units_class):
             raise ValueError(f"characters.json holds {found.kind}: restore it")
         self.characters = found
 
@@ -112,7 +117,8 @@ class LanguageTask(Task):
                 continuation = generate(
                     model, model.start(1), torch.tensor([prompt], device=device), constraints=constraints, choice=choice
                 )[0]
-            answers.append(line + self.characters.decode(continuation))
+            given = self.characters.decode(prompt)  # the space in front of subwords belongs to the first of them alone
+            answers.append(line + self.characters.decode(prompt + continuation)[len(given) :])
         return answers
 
     def attention(self, model: nn.Module, line: str) -> TextAttention:

@@ -1,8 +1,7 @@
-"""Tasks on files of a user: a label for every text of a CSV or JSONL file, a language model of a text."""
+"""Tasks on files of a user: a label for every text of a CSV or JSONL file or of folders, a language model of a text."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,101 +14,102 @@ from regard.data.datasets import LabelledText, Splits
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import (
     DELIMITERS,
-    file_digest,
+    in_train,
     read_labelled_csv,
     read_labelled_jsonl,
     split_labelled,
     split_text,
 )
-from regard.data.strict_json import JsonError, read_value
+from regard.data.own_folders import files_left_out, read_labelled_folder, split_folders
 from regard.data.text_files import DataError, read_text
-from regard.data.vocabulary import FIRST_TEXT_ID, Bytes
+from regard.data.vocabulary import FIRST_TEXT_ID, Bytes, Characters, Subwords
 from regard.options import check_choice
 from regard.tasks.language_modeling import LanguageTask
 from regard.tasks.own_data_config import Classification, OwnText
+from regard.tasks.own_file import OwnFiles
 from regard.tasks.sentiment import SentimentTask
+from regard.tasks.support import check_vocab
 
-DATA_ASSET = "data.json"
-OWN_UNITS = ("characters", "bytes")
+OWN_UNITS: dict[str, type[Characters | Bytes | Subwords]] = {"characters": Characters, "bytes": Bytes, "subwords": Subwords}
 LABELS_SHOWN = 12  # labels that are printed with their counts
 
 
-class OwnFile:
-    """The file of a run: where it is, and the SHA-256 that it had when training began."""
-
-    def __init__(self, path: str, asset: str = DATA_ASSET) -> None:
-        self.path, self.name, self.sha256 = path, asset, ""
-
-    def find(self, folder: Path | None) -> Path:
-        """Return the file: at its recorded path, or at `folder`, which is the file or has it; it must not have changed."""
-        path = Path(self.path)
-        if folder is not None:
-            path = folder if folder.is_file() else folder / path.name
-        if not path.is_file():
-            problem = f"{path} is a folder, not a file" if path.exists() else f"there is no file {path}"
-            raise DataError(f"{problem}: check its name, or, where the file of a run has moved, name its new place by --data")
-        digest = file_digest(path)
-        if self.sha256 and digest != self.sha256:
-            raise DataError(
-                f"{path} is not as it was when this run was trained (its SHA-256 differs): its splits would be others, and "
-                "texts of training among the test. Restore the file, or train again in another folder"
-            )
-        self.sha256 = digest
-        return path
-
-    def asset(self) -> dict[str, str]:
-        return {self.name: json.dumps({"file": self.path, "sha256": self.sha256})}
-
-    def restore(self, assets: Mapping[str, str]) -> None:
-        try:
-            self.sha256 = str(read_value(assets[self.name])["sha256"])
-        except (JsonError, TypeError, LookupError) as error:
-            if error.args == (self.name,):  # the asset is not there
-                raise
-            raise ValueError(f"{self.name} holds no SHA-256: restore it") from None
-
-
 class ClassificationTask(SentimentTask):
-    """Labels for the texts of a user's file; scored by accuracy, beside that of the most frequent label and of naive Bayes."""
+    """Labels for a user's texts; scored by accuracy, beside that of the most frequent label and of naive Bayes."""
 
     config: Classification
 
     def __init__(self, config: Classification) -> None:
         super().__init__(config)
         check_choice("delimiter", config.delimiter, tuple(DELIMITERS))
-        if config.csv and config.jsonl:
-            raise ValueError("the texts are in one file: give --csv or --jsonl, not both")
-        self.file = OwnFile(config.csv or config.jsonl)
+        paths = [path for path in (config.csv, config.jsonl, config.folder) if path]
+        if len(paths) > 1:
+            raise ValueError("the texts are in one place: give --csv, --jsonl or --folder, not two of them")
+        self.files = OwnFiles(paths, config.valid, config.test, folder=bool(config.folder))
         self.bayes: dict[str, float] = {}  # accuracy of naive Bayes by split
+        self.repeated: dict[str, int] = {}  # texts of val and test that train has too
+        self.left_out = 0  # files beside the folders of labels
 
     def examples(self, folder: Path | None) -> Splits[list[LabelledText]]:
-        config = self.config
-        if not self.file.path:
-            raise DataError("which file has the texts? Give --csv FILE or --jsonl FILE, with --text COLUMN and --label COLUMN")
-        path = self.file.find(folder)
-        if config.csv:
-            found = read_labelled_csv(path, config.text, config.label, config.delimiter)
-        else:
-            found = read_labelled_jsonl(path, config.text, config.label)
-        parts = split_labelled(found, path)
+        if not self.files.files:
+            columns = "with --text COLUMN and --label COLUMN, or --folder FOLDER"
+            raise DataError(f"which file has the texts? Give --csv FILE or --jsonl FILE, {columns}")
+        paths = {split: path for split, (path,) in self.files.find(folder).items()}
+        where = paths["train"]
+        if self.config.folder:
+            paths = self._folders(paths)
+        found = {split: self._texts_of(path) for split, path in paths.items()}
+        if empty := [path for split, path in paths.items() if not found[split] and split != "train"]:
+            raise DataError(f"{empty[0]} has no text in it")
+        parts = split_labelled(found.pop("train"), where, self.files.held)._replace(**found)
         label_of = NaiveBayes(parts.train)
         self.bayes = {"val": label_of.accuracy(parts.val), "test": label_of.accuracy(parts.test)}
+        self.repeated = in_train(parts, lambda x: x.text)
         return parts
+
+    def _folders(self, paths: dict[str, Path]) -> dict[str, Path]:
+        """Find the folder of each split: one that was named, or one called train, val or test in the folder of all texts."""
+        inside = split_folders(paths["train"])
+        self.left_out = sum(files_left_out(path) for path in paths.values())
+        if inside and len(paths) > 1:
+            raise DataError(f"{paths['train']} has folders for {' and '.join(inside)} in it: leave --valid and --test out")
+        if inside:
+            self.files.apart = [name for name in inside if name != "train"]
+        return inside or paths
+
+    def _texts_of(self, path: Path) -> list[LabelledText]:
+        config = self.config
+        if config.folder:
+            return read_labelled_folder(path)
+        if config.csv:
+            return read_labelled_csv(path, config.text, config.label, config.delimiter)
+        return read_labelled_jsonl(path, config.text, config.label)
 
     def describe_data(self) -> list[str]:
         counts = {name: Counter(label for _, label in part) for name, part in self.splits.items()}
         total = sum(counts.values(), Counter())
         shown = [f"{self.labels[place]} ({count:,})" for place, count in total.most_common(LABELS_SHOWN)]
         more = f" and {len(total) - len(shown):,} more" if len(total) > len(shown) else ""
-        sizes = ", ".join(f"{part.total():,} {name}" for name, part in counts.items())
         floors = " and ".join(f"{self._floor(name):.1f} % of {name}" for name in ("val", "test"))
         bayes = " and ".join(f"{accuracy:.1f} % of {name}" for name, accuracy in self.bayes.items())
+        lines = [self.files.describe({name: part.total() for name, part in counts.items()}, "texts", self._how())]
+        lines += self.files.repeats(self.repeated, "texts")
+        if self.left_out:
+            lines.append(f"left out: files beside the folders of labels, {self.left_out:,} in all")
         return [
-            f"{total.total():,} texts of {self.file.path}: {sizes}, by a hash of each text",
+            *lines,
             f"{len(total):,} labels: {', '.join(shown)}{more}",
             f"floor: the most frequent label, {self.labels[self._most_frequent()]}, is right for {floors}",
             f"floor: naive Bayes of the words is right for {bayes}",
         ]
+
+    def _how(self) -> str:
+        """Describe how the splits that are in the place of train were made."""
+        chosen = "by a hash of each text"
+        if len(self.files.files) > 1 or not self.files.apart:
+            return chosen
+        made = f"{' and '.join(self.files.apart)} by {'its folder' if len(self.files.apart) == 1 else 'their folders'}"
+        return f"{made}, {self.files.held[0]} {chosen}" if self.files.held else made
 
     def _most_frequent(self) -> int:
         """Return the label that most training texts have, the first of equals."""
@@ -125,45 +125,65 @@ class ClassificationTask(SentimentTask):
         return {**super().score(model, split), "floor": self._floor(split), "bayes": self.bayes[split]}
 
     def assets(self) -> dict[str, str]:
-        return {**super().assets(), **self.file.asset()}
+        return {**super().assets(), **self.files.assets()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)
-        self.file.restore(assets)
+        self.files.restore(assets)
 
 
 class OwnTextTask(LanguageTask):
-    """The next character, or byte, of a user's text; scored by cross-entropy, beside that of frequencies alone."""
+    """The next character, byte or subword of a user's text; scored by cross-entropy, beside that of frequencies alone."""
 
     config: OwnText
 
     def __init__(self, config: OwnText) -> None:
         super().__init__(config)
         check_choice("units", config.units, OWN_UNITS)
-        if config.units == "bytes":
-            self.characters = Bytes()
-        self.file = OwnFile(config.file)
+        if config.units == "subwords":
+            check_vocab(config.units, config.vocab)
+        self.units_class = OWN_UNITS[config.units]
+        self.files = OwnFiles([config.file] if config.file else [], config.valid, config.test)
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({} if self.config.units == "subwords" else {"vocab": "units=subwords"})
 
     def parts(self, folder: Path | None) -> Splits[str]:
-        if not self.file.path:
+        if not self.config.file:
             raise DataError("which file has the text? Give --file FILE")
-        path = self.file.find(folder)
-        parts = split_text(read_text(path))
-        units, window = self.config.units, self.config.window
-        counts = [len(part.encode()) if units == "bytes" else len(part) for part in parts]
-        if min(counts) < 2:
-            raise DataError(f"{path} has {sum(counts):,} {units}: too few to be split into train, val and test")
-        if counts[0] <= window:
-            needed = f"a window of {window:,} needs {window + 1:,}: use --set window={counts[0] - 1}, or a longer text"
-            raise DataError(f"{path} is too short: its training part has {counts[0]:,} {units}, but {needed}")
+        texts = {split: read_text(path) for split, (path,) in self.files.find(folder).items()}
+        parts = split_text(texts.pop("train"), self.files.held)._replace(**texts)
+        if min(map(len, parts)) < 2:
+            raise self._too_few(sum(map(len, parts)), "characters")
         return parts
+
+    def _too_few(self, count: int, units: str) -> DataError:
+        place = " and ".join(file.path for files in self.files.files.values() for file in files)
+        return DataError(f"{place} has {count:,} {units}: too few to be split into train, val and test")
+
+    def learn(self, train: str) -> Characters | Bytes | Subwords:
+        units = self.config.units
+        if units == "subwords":
+            return Subwords.of([train], size=self.config.vocab)
+        return Bytes() if units == "bytes" else Characters.of([train])
+
+    def read(self, folder: Path | None = None) -> None:
+        super().read(folder)
+        units, window, count = self.config.units, self.config.window, len(self.texts["train"])
+        if min(map(len, self.texts.values())) < 2:
+            raise self._too_few(sum(map(len, self.texts.values())), units)
+        if count <= window:
+            needed = f"a window of {window:,} needs {window + 1:,}: use --set window={count - 1}, or a longer text"
+            raise DataError(f"{self.config.file} is too short: its training part has {count:,} {units}, but {needed}")
 
     def describe_data(self) -> list[str]:
         units = self.config.units
-        sizes = ", ".join(f"{len(ids):,} {name}" for name, ids in self.texts.items())
-        lines = [f"{sum(map(len, self.texts.values())):,} {units} of {self.file.path}: {sizes}, from its beginning to its end"]
+        counts = {name: len(ids) for name, ids in self.texts.items()}
+        lines = [self.files.describe(counts, units, "from its beginning to its end")]
         if units == "characters":
             lines.append(f"{len(self.characters) - FIRST_TEXT_ID:,} different characters in train")
+        if units == "subwords":
+            lines.append(f"vocabulary: {len(self.characters):,} subwords of train")
         if new := sum(int((self.texts[name] == UNKNOWN).sum()) for name in ("val", "test")):
             lines.append(
                 f"not in train, and not told apart: {new:,} of the characters of val and test; --set units=bytes knows all"
@@ -179,11 +199,15 @@ class OwnTextTask(LanguageTask):
         return float((counts.sum().log2() - counts[self.texts[split][1:]].log2()).mean())
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
-        return {**super().score(model, split), "floor_bits": self._floor_bits(split)}
+        found = {**super().score(model, split), "floor_bits": self._floor_bits(split)}
+        if isinstance(self.characters, Subwords):
+            ids = self.texts[split][1:].tolist()
+            found["bits_per_byte"] = found["bits"] * len(ids) / max(1, self.characters.byte_count(ids))
+        return found
 
     def assets(self) -> dict[str, str]:
-        return {**super().assets(), **self.file.asset()}
+        return {**super().assets(), **self.files.assets()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)
-        self.file.restore(assets)
+        self.files.restore(assets)

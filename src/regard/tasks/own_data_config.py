@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 
+from regard.config import Config
 from regard.tasks.language_modeling_config import Language
 from regard.tasks.sentiment_config import Sentiment
 from regard.tasks.tagging_config import Tagging, ewt_config
@@ -12,18 +13,31 @@ from regard.tasks.translation_config import Translation, multi30k_config
 
 
 @dataclass
-class Classification(Sentiment):
-    """Texts and labels of one file."""
+class GivenSplits(Config):
+    """Files of validation and of the test, where a user has them apart."""
+
+    valid: list[str] = field(default_factory=list)  # files of validation, as those of train are; else held out of train
+    test: list[str] = field(default_factory=list)  # files of the test; else held out of train
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.valid, self.test = ([absolute_path(path) for path in paths] for paths in (self.valid, self.test))
+
+
+@dataclass
+class Classification(GivenSplits, Sentiment):
+    """Texts and labels of one file, or of a folder for each label."""
 
     csv: str = ""  # a CSV file whose first line names its columns; its absolute path is kept
     jsonl: str = ""  # or a file with a JSON object on every line
+    folder: str = ""  # or a folder that has one for each label, and those a text in every file; also below train and test
     text: str = "text"  # the column, or key, of the texts
     label: str = "label"  # the column, or key, of the labels
     delimiter: str = "comma"  # between the columns of a CSV file: comma, tab, semicolon
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.csv, self.jsonl = absolute_path(self.csv), absolute_path(self.jsonl)
+        self.csv, self.jsonl, self.folder = map(absolute_path, (self.csv, self.jsonl, self.folder))
 
 
 def absolute_path(path: str) -> str:
@@ -56,11 +70,12 @@ def classify_config() -> Classification:
 
 
 @dataclass
-class OwnText(Language):
+class OwnText(GivenSplits, Language):
     """Windows of the text of one file."""
 
     file: str = ""  # a text file; its absolute path is kept
-    units: str = "characters"  # or bytes, those of UTF-8
+    units: str = "characters"  # or bytes, those of UTF-8, or subwords
+    vocab: int = 4000  # subwords at most
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +108,7 @@ def text_config() -> OwnText:
 
 
 @dataclass
-class OwnPairs(Translation):
+class OwnPairs(GivenSplits, Translation):
     """Lines of two files."""
 
     pairs: list[str] = field(default_factory=list)  # the file of the sources and that of the targets; absolute paths are kept
@@ -109,7 +124,7 @@ def translate_config() -> OwnPairs:
 
 
 @dataclass
-class OwnTags(Tagging):
+class OwnTags(GivenSplits, Tagging):
     """Words and tags of one file."""
 
     conll: str = ""  # a CoNLL-U file, or a word and its tag on every line; its absolute path is kept

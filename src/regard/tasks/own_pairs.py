@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import nn
 
 from regard.data.datasets import Splits
-from regard.data.own_files import split_pairs
+from regard.data.own_files import in_train, split_pairs
 from regard.data.text_files import DataError, Pair, read_parallel
 from regard.scores import bleu
-from regard.tasks.own_data import OwnFile
 from regard.tasks.own_data_config import OwnPairs
+from regard.tasks.own_file import OwnFiles
 from regard.tasks.translation import TranslationTask
 
 
@@ -25,23 +25,27 @@ class OwnPairsTask(TranslationTask):
         super().__init__(config)
         if len(config.pairs) not in (0, 2):
             raise ValueError(f"pairs are two files, that of the sources and that of the targets, not {len(config.pairs)}")
-        names = ("source_data.json", "target_data.json")
-        self.files = [OwnFile(path, name) for path, name in zip(config.pairs, names, strict=False)]
+        self.files = OwnFiles(config.pairs, config.valid, config.test, sides=("source", "target"))
         self.left_out = 0  # lines that are empty in both files
+        self.repeated: dict[str, int] = {}  # sources of val and test that train has too
 
     def pairs(self, folder: Path | None) -> Splits[list[Pair]]:
-        if not self.files:
+        if not self.config.pairs:
             raise DataError("which files have the texts? Give --pairs SOURCES TARGETS, where line i belongs to line i")
-        if folder is not None and folder.is_file():
-            raise DataError(f"{folder} is one file: for pairs --data names the folder that has both")
-        source, target = (file.find(folder) for file in self.files)
-        pairs, self.left_out = read_parallel(source, target)
-        return split_pairs(pairs, f"{source} and {target}")
+        self.left_out, found = 0, dict[str, list[Pair]]()
+        for split, (source, target) in self.files.find(folder).items():
+            found[split], dropped = read_parallel(source, target)
+            self.left_out += dropped
+            if not found[split] and split != "train":
+                raise DataError(f"{source} and {target} have no pair in them")
+        where = " and ".join(self.config.pairs)
+        parts = split_pairs(found.pop("train"), where, self.files.held)._replace(**found)
+        self.repeated = in_train(parts, lambda pair: pair.source)
+        return parts
 
     def describe_data(self) -> list[str]:
-        sizes = ", ".join(f"{len(part):,} {name}" for name, part in self.texts.items())
-        count, (source, target) = sum(map(len, self.texts.values())), self.files
-        lines = [f"{count:,} pairs of {source.path} and {target.path}: {sizes}, by a hash of each source"]
+        counts = {name: len(part) for name, part in self.texts.items()}
+        lines = [self.files.describe(counts, "pairs", "by a hash of each source"), *self.files.repeats(self.repeated, "sources")]
         if self.left_out:
             lines.append(f"left out: lines that are empty in both files, {self.left_out:,} in all")
         floors = " and ".join(f"{self._floor(name):.2f} on {name}" for name in ("val", "test"))
@@ -59,9 +63,8 @@ class OwnPairsTask(TranslationTask):
         return {**super().score(model, split), "floor": self._floor(split)}
 
     def assets(self) -> dict[str, str]:
-        return super().assets() | {name: text for file in self.files for name, text in file.asset().items()}
+        return {**super().assets(), **self.files.assets()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)
-        for file in self.files:
-            file.restore(assets)
+        self.files.restore(assets)

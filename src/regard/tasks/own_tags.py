@@ -9,11 +9,12 @@ from pathlib import Path
 from torch import nn
 
 from regard.data.datasets import Splits, Tagged
-from regard.data.own_files import read_tagged, split_tagged
+from regard.data.own_files import in_train, read_tagged, split_tagged
 from regard.data.text_files import DataError
 from regard.scores import accuracy
-from regard.tasks.own_data import LABELS_SHOWN, OwnFile
+from regard.tasks.own_data import LABELS_SHOWN
 from regard.tasks.own_data_config import OwnTags
+from regard.tasks.own_file import OwnFiles
 from regard.tasks.tagging import TaggingTask
 
 
@@ -24,21 +25,29 @@ class OwnTagsTask(TaggingTask):
 
     def __init__(self, config: OwnTags) -> None:
         super().__init__(config)
-        self.file = OwnFile(config.conll)
+        self.files = OwnFiles([config.conll] if config.conll else [], config.valid, config.test)
         self.texts: Splits[list[Tagged]] = Splits([], [], [])
+        self.repeated: dict[str, int] = {}  # sentences of val and test that train has too
 
     def sentences(self, folder: Path | None) -> Splits[list[Tagged]]:
-        if not self.file.path:
+        if not self.config.conll:
             raise DataError("which file has the sentences? Give --conll FILE")
-        path = self.file.find(folder)
-        self.texts = split_tagged(read_tagged(path), path)
+        paths = {split: path for split, (path,) in self.files.find(folder).items()}
+        found = {split: read_tagged(path) for split, path in paths.items()}
+        if empty := [paths[split] for split, part in found.items() if not part and split != "train"]:
+            raise DataError(f"{empty[0]} has no sentence in it")
+        path = paths["train"]
+        self.texts = split_tagged(found.pop("train"), path, self.files.held)._replace(**found)
+        self.repeated = in_train(self.texts, lambda x: " ".join(x.words))
         tags = {tag for x in self.texts.train for tag in x.tags}
         if len(tags) < 2:
             raise DataError(f"{path}: every word of train has the tag {min(tags)!r}, but a tagger needs two tags at least")
         longest = max(len(x.words) for x in (*self.texts.val, *self.texts.test))
         if longest > self.config.max_len:
             needed = f"but max_len={self.config.max_len}: use --set max_len={longest}, or end sentences by empty lines"
-            raise DataError(f"{path}: the longest sentence of val and test has {longest:,} words, {needed}")
+            raise DataError(
+                f"{' and '.join(map(str, paths.values()))}: the longest sentence of val and test has {longest:,} words, {needed}"
+            )
         return self.texts
 
     def words_of(self, line: str) -> list[str]:
@@ -46,15 +55,19 @@ class OwnTagsTask(TaggingTask):
         return line.split()
 
     def describe_data(self) -> list[str]:
-        parts = self.texts._asdict()
-        sizes = ", ".join(f"{len(part):,} {name}" for name, part in parts.items())
+        sizes = {name: len(part) for name, part in self.texts._asdict().items()}
         counts = Counter(tag for part in self.texts for x in part for tag in x.tags)
         shown = [f"{tag} ({count:,})" for tag, count in counts.most_common(LABELS_SHOWN)]
         more = f" and {len(counts) - len(shown):,} more" if len(counts) > len(shown) else ""
         floors = " and ".join(f"{self._floor(name):.1f} % of {name}" for name in ("val", "test"))
-        total = sum(map(len, self.texts))
+        new = Counter(
+            tag for name in ("val", "test") for x in getattr(self.texts, name) for tag in x.tags if tag not in self.tags
+        )
+        wrong = [f"not in train, and never right: {', '.join(f'{tag} ({count:,})' for tag, count in new.items())}"] if new else []
         return [
-            f"{total:,} sentences, {counts.total():,} words of {self.file.path}: {sizes}, by a hash of each sentence",
+            self.files.describe(sizes, f"sentences, {counts.total():,} words", "by a hash of each sentence"),
+            *self.files.repeats(self.repeated, "sentences"),
+            *wrong,
             f"{len(counts):,} tags: {', '.join(shown)}{more}",
             f"floor: each word's most frequent tag is right for {floors}",
         ]
@@ -75,8 +88,8 @@ class OwnTagsTask(TaggingTask):
         return {**super().score(model, split), "floor": self._floor(split)}
 
     def assets(self) -> dict[str, str]:
-        return {**super().assets(), **self.file.asset()}
+        return {**super().assets(), **self.files.assets()}
 
     def restore(self, assets: Mapping[str, str]) -> None:
         super().restore(assets)
-        self.file.restore(assets)
+        self.files.restore(assets)
