@@ -9,13 +9,14 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import conftest
 from conftest import DEVICE, HEADS, close, modes, some
 from regard import Can, Dims, attend, core
+from regard.laws import Case
 from regard.mixers.packed_documents import document_groups
 from regard.positions import positions
-from test_attend import built, inputs
 
 LENGTHS = ([5, 1, 20, 3, 11], [16, 24])  # of the documents of two rows of 40 tokens
 DOCUMENTS = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS]).to(DEVICE)
 DOCUMENTS[1] += 4  # the last document of a row and the first of the next have the same number, and are two
+ANY = Case("softmax", device=DEVICE)
 MATRIX = torch.rand(2, HEADS, 40, 40, generator=torch.Generator().manual_seed(3)).to(DEVICE) < 0.3
 
 
@@ -23,8 +24,8 @@ MATRIX = torch.rand(2, HEADS, 40, 40, generator=torch.Generator().manual_seed(3)
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_document_is_as_if_alone(case, padded):
     for mode in modes(case):
-        own, causal = built(case, **mode), mode["causal"]
-        tensors = [x.requires_grad_() for x in inputs(own)]
+        own, causal = case.core(**mode), mode["causal"]
+        tensors = [x.requires_grad_() for x in case.heads(own, 2, 40)]
         valid = some(2, 40) if padded else None
         if own.rate > 1:
             with pytest.raises(ValueError, match="has fewer answers than tokens, so documents cannot be packed"):
@@ -83,7 +84,7 @@ def test_numbers_of_documents_may_be_any_but_their_tokens_are_adjacent():
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_mask_of_your_own_takes_pairs_away(spec, causal):
     own = core(spec, Dims(32, HEADS))
-    q, k, v = (x.requires_grad_() for x in inputs(core("softmax", Dims(32, HEADS))))
+    q, k, v = (x.requires_grad_() for x in ANY.heads(core("softmax", Dims(32, HEADS)), 2, 40))
     i, j = torch.arange(40, device=DEVICE)[:, None], torch.arange(40, device=DEVICE)
     seen = torch.stack([pattern(0, i, j).expand(40, 40) for pattern in own.reach.each]) & MATRIX
     seen = seen & (i >= j) if causal else seen
@@ -99,7 +100,7 @@ def test_a_mask_of_your_own_takes_pairs_away(spec, causal):
 
 def test_masks_are_those_of_sdpa_and_padding_stays_padding():
     own = core("softmax", Dims(32, HEADS))
-    q, k, v = inputs(own)
+    q, k, v = ANY.heads(own, 2, 40)
     shared = torch.rand(40, 40, device=DEVICE) < 0.5
     shared[:, 0] = True
     close(attend(q, k, v, own, mask=shared), sdpa(q, k, v, attn_mask=shared))
@@ -117,7 +118,7 @@ def test_a_score_function_can_be_alibi(causal):
     dims = Dims(32, HEADS)
     own, biased = core("Local(30)", dims), core("Local(30)", dims)
     biased.honour(positions("alibi", dims))
-    q, k, v = inputs(own)
+    q, k, v = ANY.heads(own, 2, 40)
     slopes = torch.tensor([2 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)], dtype=torch.float64, device=DEVICE)
     valid = some(2, 40)
 
@@ -131,16 +132,16 @@ def test_a_score_function_can_be_alibi(causal):
 
 def test_weights_of_masks_are_dropped_in_training():
     own = core("softmax", Dims(32, HEADS, dropout=0.5)).train()
-    q, k, v = inputs(own)
+    q, k, v = ANY.heads(own, 2, 40)
     assert not torch.equal(attend(q, k, v, own, mask=MATRIX), attend(q, k, v, own.eval(), mask=MATRIX))
 
 
 @conftest.every_core
 def test_what_has_no_scores_of_all_pairs_refuses_them(case):
-    own = built(case)
+    own = case.core()
     if case.row.name in ("softmax", "sparse") and case.positions in (None, "rotary"):
         return
-    q, k, v = inputs(own)
+    q, k, v = ANY.heads(own, 2, 40)
     with pytest.raises(ValueError, match=r"takes no mask of your own: softmax and patterns do|positions add to the scores"):
         attend(q, k, v, own, mask=MATRIX)
     with pytest.raises(ValueError, match=r"takes no score function of your own|positions add to the scores"):
