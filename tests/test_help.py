@@ -35,7 +35,7 @@ def test_an_example_can_be_typed(name, line, monkeypatch):
     COMMANDS[command].main(words, standalone_mode=False)
     (given,) = called
     mixers = [given["mixer"]] if isinstance(given.get("mixer"), str) else given.get("mixer") or []
-    for text in [*mixers, *(given.get("mixers") or []), *([given["spec"]] if "spec" in given and not given["text"] else [])]:
+    for text in [*mixers, *(given.get("mixers") or []), *([given["spec"]] if "spec" in given and not given.get("text") else [])]:
         for part in re.split(r"; |, ", text):
             assert part == "all" or Spec.parse(part)
     if command == "train":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from regard.mixers.base import Dims
     from regard.spec import Spec
 
-HEADS, WIDTH = 4, 256  # of a mechanism that is shown
+SHOWN_HEADS, SHOWN_WIDTH = 4, 256  # of a mechanism that is shown
 
 
 def list_(
@@ -95,8 +95,8 @@ def show(
         int | None, typer.Option(min=1, max=2**17, help="Tokens in the sequence; several windows of a pattern unless given.")
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="No token sees a later one.")] = False,
-    heads: Annotated[int, typer.Option(min=1, max=256)] = HEADS,
-    width: Annotated[int, typer.Option(min=1, max=2**13)] = WIDTH,
+    heads: Annotated[int, typer.Option(min=1, max=256)] = SHOWN_HEADS,
+    width: Annotated[int, typer.Option(min=1, max=2**13)] = SHOWN_WIDTH,
     out: Annotated[Path | None, typer.Option(help="Draw it into this file (.png, .pdf or .svg).")] = None,
     checkpoint: CheckpointName = None,
     changes: Changes = None,
@@ -108,7 +108,7 @@ def show(
     """
     if text is not None:
         with sentences():
-            if length is not None or causal or (heads, width) != (HEADS, WIDTH):
+            if length is not None or causal or (heads, width) != (SHOWN_HEADS, SHOWN_WIDTH):
                 raise ValueError("length, causal, heads and width are for a mechanism: a run has its own, leave them out")
             show_attention(Path(spec), text, changes or [], device, checkpoint, out, as_json)
         return
