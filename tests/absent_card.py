@@ -202,12 +202,35 @@ def linear_calls(whole: bool) -> Calls:
     yield "random features", exp_features
 
 
+def noncausal_both_ways(feature: str, d: int = 64, dtype: torch.dtype = torch.bfloat16, bounded: bool = True) -> None:
+    """Launch all kernels of attention in which every query sees all keys, with padding."""
+    from regard.ops.linear.noncausal_launch import NoncausalInputs, launch_noncausal, launch_noncausal_grads
+
+    q, k, v = tokens(2, 4, 600, d, dtype), tokens(2, 2, 500, d, dtype), tokens(2, 2, 500, d, dtype)
+    directions = torch.empty(4 * d, d, device="cuda") if feature == "random" else None
+    log_norm = torch.empty(2, device="cuda") if feature == "random" and bounded else None
+    valid = torch.empty(2, 500, dtype=torch.bool, device="cuda")
+    inputs = NoncausalInputs(q, k, v, valid, directions, log_norm, feature)
+    out, kept = launch_noncausal(inputs)
+    launch_noncausal_grads(inputs, kept, out, torch.empty_like(out))
+
+
+def noncausal_calls(whole: bool) -> Calls:
+    """Attention without an order by all kinds of features, in all types and two widths."""
+    every = [(name, d, dtype) for dtype in TYPES for d in (64, 128) for name in ("elu", "softmax", "random")]
+    for name, d, dtype in every if whole else [("softmax", 64, TYPES[1]), ("random", 64, TYPES[1])]:
+        yield f"no order: {name} {d} {dtype}", lambda name=name, d=d, dtype=dtype: noncausal_both_ways(name, d, dtype)
+    if whole:
+        yield "no order: float16", lambda: noncausal_both_ways("random", 64, torch.float16, bounded=False)
+
+
 def main() -> None:
     whole = "--whole" in sys.argv
     launched = replace_launches(whole)
     failed = 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for text, compute in [*delta_calls(whole), *linear_calls(whole)]:
+        calls = [*delta_calls(whole), *linear_calls(whole), *noncausal_calls(whole)]
+        for text, compute in calls:
             try:
                 compute()
                 if whole:

@@ -76,6 +76,23 @@ LINEAR_FEATURES: Candidates = {
 _FEATURE_TILES = grid(chunk=(64, 128), features=(64, 128), num_warps=(4, 8), num_stages=(1, 2))
 EXP_FEATURES: Candidates = {"exp_features": _FEATURE_TILES, "exp_feature_grads": _FEATURE_TILES}
 LINEAR_PREFIX: Candidates = {"linear_prefix": grid(tokens=(128, 256, 512), chunk=(16, 32, 64), num_warps=(2, 4, 8))}
+_WALKED_CHUNKS = grid(chunk=(64, 128), programs=(264, 528, 1056), num_warps=(4, 8), num_stages=(1, 2, 3))
+_SEGMENTS_OF_FEATURES = grid(chunk=(64, 128), features=(64, 128, 256), programs=(132, 264), num_warps=(4, 8), num_stages=(2, 3))
+_TILES_OF_FEATURES = grid(chunk=(64, 128), features=(64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
+NONCAUSAL: Candidates = {
+    "noncausal_sums": _WALKED_CHUNKS,
+    "noncausal_merge": _SCANS,
+    "noncausal_read": _WALKED_CHUNKS,
+    "noncausal_query_grads": _WALKED_CHUNKS,
+    "noncausal_key_grads": _WALKED_CHUNKS,
+}
+NONCAUSAL_FEATURES: Candidates = {
+    "noncausal_exp_sums": _SEGMENTS_OF_FEATURES,
+    "noncausal_exp_read": _TILES_OF_FEATURES,
+    "noncausal_exp_query_grads": _TILES_OF_FEATURES,
+    "noncausal_exp_adjoint": _SEGMENTS_OF_FEATURES,
+    "noncausal_exp_key_grads": _TILES_OF_FEATURES,
+}
 
 _VALUE_COLUMNS = grid(BE=(32, 64), num_warps=(2, 4, 8))
 DELTA_RULE: Candidates = {

@@ -20,6 +20,7 @@ from regard.ops.delta.delta_op import delta_rule
 from regard.ops.delta.unit_features import unit_features
 from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
+from regard.ops.linear.noncausal_op import noncausal_attention
 from regard.ops.pair.pair_op import PairCall
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
 from regard.patterns import Pattern
@@ -162,6 +163,17 @@ def _exp_features(shape: TuneShape) -> list[TunePass]:
     return [queries, _trained(lambda x: exp_key_features(x, by, first, None).phi, tokens)]
 
 
+def _noncausal(shape: TuneShape) -> list[TunePass]:
+    """Return passes in which every query sees all keys: elu features, and efficient attention."""
+    inputs = shape.tokens_of(3)
+    return [_trained(lambda q, k, v, kind=kind: noncausal_attention(q, k, v, None, kind), inputs) for kind in ("elu", "softmax")]
+
+
+def _noncausal_features(shape: TuneShape) -> list[TunePass]:
+    by = ExpMap(torch.randn(4 * shape.width, shape.width, device=shape.device), torch.zeros(shape.heads, device=shape.device))
+    return [_trained(lambda q, k, v: noncausal_attention(q, k, v, None, "random", by), shape.tokens_of(3))]
+
+
 def _delta_inputs(shape: TuneShape, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return q, k of length 1, v and write strengths."""
     q, k, v = (shape.normal(n, shape.width) for _ in range(3))
@@ -292,6 +304,8 @@ TUNE_CASES = (
     TuneCase("linear", "a decay per feature", tried.LINEAR_FEATURES, _linear_features),
     TuneCase("linear", "prefix sums", tried.LINEAR_PREFIX, _linear_prefix),
     TuneCase("linear", "random features", tried.EXP_FEATURES, _exp_features),
+    TuneCase("linear", "no order", tried.NONCAUSAL, _noncausal),
+    TuneCase("linear", "no order, random features", tried.NONCAUSAL_FEATURES, _noncausal_features),
     TuneCase("delta", "delta rule", tried.DELTA_RULE, _delta_rules),
     TuneCase("delta", "vectors of length 1", tried.UNIT_FEATURES, _unit_vectors),
     TuneCase("bucket", "hashes and clusters", tried.BUCKETS, _bucket_labels),

@@ -114,6 +114,7 @@ class Efficient(_ExpFeatures):
     """
 
     one_top = False
+    map = "softmax"
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
@@ -165,6 +166,7 @@ class Performer(Estimator, _ExpFeatures):
 
     one_top = True
     fusable = True
+    map = "random"
     directions: Tensor
 
     def __init__(
@@ -205,7 +207,7 @@ class Performer(Estimator, _ExpFeatures):
         """The directions of all features (f d)."""
         return torch.cat([self.directions, -self.directions])[: self.f] if self.pairs else self.directions
 
-    def _map(self) -> ExpMap:
+    def directed(self) -> ExpMap:
         """The features as kernels compute them."""
         if self.max_norm is None:
             return ExpMap(self._rows(), self.log_norm)
@@ -216,7 +218,7 @@ class Performer(Estimator, _ExpFeatures):
 
     def _pushed(self, memory: ExpSums, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         if self._fused(memory, k, places):
-            return exp_keys_at_once(k, self._map(), memory.top, places.valid)
+            return exp_keys_at_once(k, self.directed(), memory.top, places.valid)
         return super()._pushed(memory, k, places)
 
     def _most(self, x: Tensor) -> Tensor | None:
@@ -243,13 +245,13 @@ class Performer(Estimator, _ExpFeatures):
 
     def _read(self, memory: ExpSums, q: Tensor, places: Places) -> Tensor:
         fused = self._fused(memory, q, places)
-        queries = exp_query_features(q, self._map()) if fused else self._queries(q, places)
+        queries = exp_query_features(q, self.directed()) if fused else self._queries(q, places)
         return linear_read(queries, memory.s, memory.z, backend=self.dims.backend)
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
         if self._fused(memory, k, places):
-            keys, decay, top = exp_key_features(k, self._map(), memory.top, places.valid)
-            queries = exp_query_features(q, self._map())
+            keys, decay, top = exp_key_features(k, self.directed(), memory.top, places.valid)
+            queries = exp_query_features(q, self.directed())
         else:
             keys, decay, top = self._rising(memory, k, places)
             queries = self._queries(q, places)

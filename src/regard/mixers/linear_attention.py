@@ -27,6 +27,7 @@ from regard.mixers.feature_math import (
     upcast,
     where_valid,
 )
+from regard.ops.linear.exp_feature_op import ExpMap
 from regard.ops.linear.feature_maps import log_gate, safe_ratio
 from regard.ops.linear.linear_op import (
     decayed_prefix_sum,
@@ -37,6 +38,7 @@ from regard.ops.linear.linear_op import (
     normalized_linear_attention,
     normalized_linear_write,
 )
+from regard.ops.linear.noncausal_op import noncausal_attention, takes_noncausal
 from regard.ops.linear.prefix import decay_to_end
 from regard.ops.strip import token_runs
 
@@ -63,6 +65,7 @@ class Kernel(Core):
     positional = False
     operations = ("linear",)
     fusable = False
+    map: str | None = None  # its features, where kernels read all keys without an order: see `noncausal_attention`
     f: int  # features of a token
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
@@ -78,6 +81,12 @@ class Kernel(Core):
         answers = [self._read(memory, queries, here).to(q.dtype) for queries, here in self._runs(places, q)]
         return concat_chunks(answers)
 
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        memory = self.unwritten(k, v)
+        if self.map is not None and takes_noncausal(q, k, v) and fuses_features(q, memory.s[..., :1, :], self.dims.backend):
+            return noncausal_attention(q, k, v, places.valid, self.map, self.directed())
+        return self.read(self.push(memory, k, v, places), q, query_places)
+
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         if k.shape[2] > 0 and self._fused(memory, q, places):
             y, memory = self._scan(memory, q, k, v, places)
@@ -90,6 +99,10 @@ class Kernel(Core):
             y, memory = self._scan(memory, queries, keys, values, here)
             out.append(y.to(v.dtype))
         return concat_chunks(out), memory
+
+    def directed(self) -> ExpMap | None:
+        """The directions of its features, if they have any."""
+        return None
 
     def _fused(self, memory: Any, x: Tensor, places: Places) -> bool:  # noqa: ARG002 - the same at every position
         """Whether tokens x (b h n ...) pass at once, in their own dtype."""
@@ -134,6 +147,7 @@ class Linear(Kernel):
 
     fusable = True
     feature = "elu"
+    map: str | None = "elu"
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
@@ -182,6 +196,7 @@ class Cosformer(Linear):
 
     positional = True
     feature = "identity"
+    map = None
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)

@@ -12,9 +12,9 @@ from typing import Any
 from regard.data.strict_json import read_value
 from regard.training import atomic_files
 from regard.training.atomic_files import RunError
-from regard.training.update_speed import PEAK_MEMORY, TOKEN_SPEED
+from regard.training.update_speed import PEAK_MEMORY, SPEED
 
-TIMES = ("time", "seconds", TOKEN_SPEED, PEAK_MEMORY)  # fields that differ between two equal runs
+TIMES = ("time", "seconds", SPEED, PEAK_MEMORY)  # fields that differ between two equal runs
 
 
 class MetricsLog:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.blocks.stack import Stack
 from regard.data.batch import Batch
 
-TOKEN_SPEED, PEAK_MEMORY = "tokens_per_second", "peak_memory"
+SPEED, PEAK_MEMORY = "tokens_per_second", "peak_memory"
 
 
 class UpdateSpeed:
@@ -38,7 +38,7 @@ class UpdateSpeed:
     def measured(self) -> dict[str, float]:
         """Return tokens a second since `restart`, if there were updates, and the most bytes so far; the device must be idle."""
         seconds = self.clock() - self.begun
-        found = {TOKEN_SPEED: round(self.tokens / seconds, 1)} if self.tokens and seconds > 0 else {}
+        found = {SPEED: round(self.tokens / seconds, 1)} if self.tokens and seconds > 0 else {}
         memory = peak_memory(self.device)
         return found if memory is None else {**found, PEAK_MEMORY: memory}
 
@@ -74,6 +74,6 @@ def peak_memory(device: torch.device) -> int | None:
 
 def run_cost(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summarise the measurements of a run: the median of its tokens a second, and the most memory of any of its processes."""
-    speeds = [line[TOKEN_SPEED] for line in lines if line.get(TOKEN_SPEED)]
+    speeds = [line[SPEED] for line in lines if line.get(SPEED)]
     memory = [line[PEAK_MEMORY] for line in lines if line.get(PEAK_MEMORY)]
-    return {TOKEN_SPEED: statistics.median(speeds) if speeds else None, PEAK_MEMORY: max(memory, default=None)}
+    return {SPEED: statistics.median(speeds) if speeds else None, PEAK_MEMORY: max(memory, default=None)}

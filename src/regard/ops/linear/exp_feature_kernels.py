@@ -13,16 +13,23 @@ from regard.ops.linear.triton_tiles import column_mask, exp_of, present, row_mas
 
 
 @triton.jit
-def _lengths(x, LOG_NORM, root, log_features, HAS_NORM: tl.constexpr):
-    """Return the factor of w . x, the offset of exponents, and |x|^2, of every token."""
-    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+def token_lengths(square, LOG_NORM, root, log_features, HAS_NORM: tl.constexpr):
+    """Return the factor of w . x and the offset of exponents, of tokens with |x|^2 = square."""
     factor = root + tl.zeros_like(square)
     length = square * (root * root)
     if HAS_NORM:
         most = exp_of(2.0 * tl.load(LOG_NORM).to(tl.float32))
         factor = tl.where(length > most, tl.sqrt(most / tl.where(length > most, square, 1.0)), factor)
         length = tl.minimum(length, most)
-    return factor, -0.5 * length - log_features, square
+    return factor, -0.5 * length - log_features
+
+
+@triton.jit
+def _lengths(x, LOG_NORM, root, log_features, HAS_NORM: tl.constexpr):
+    """Return the factor of w . x, the offset of exponents, and |x|^2, of every token."""
+    square = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+    factor, offset = token_lengths(square, LOG_NORM, root, log_features, HAS_NORM)
+    return factor, offset, square
 
 
 @triton.jit
