@@ -25,6 +25,24 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         'mixer.weights(*args, context=given.get("context"))',
         "show_attention",
     ),
+    "documents of two rows are one": (
+        R + "mixers/packed_documents.py",
+        "(row[1:] != row[:-1]) | (number[1:] != number[:-1])",
+        "number[1:] != number[:-1]",
+        "packed_documents",
+    ),
+    "padding is a part of its document": (
+        R + "mixers/packed_documents.py",
+        "torch.ones(b, n, dtype=torch.bool) if valid is None else valid.cpu()",
+        "torch.ones(b, n, dtype=torch.bool)",
+        "packed_documents",
+    ),
+    "a mask of one's own shows the future": (
+        R + "mixers/own_scores.py",
+        "        seen = seen & (i >= j)\n",
+        "        pass\n",
+        "packed_documents",
+    ),
     "any answer counts as a sum by weights": (R + "mixers/attention_weights.py", "> CURVED *", "> 1e9 *", "layer_weights"),
     # function transforms and second derivatives
     "no one sees that a transform is active": (
