@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import regard.hf as hf
 from common import RESULTS, save
@@ -57,9 +57,9 @@ class Sizes:
     teacher_share: float = 0.3  # of LIMIT, in seconds
     align_share: float = 0.025
     distil_share: float = 0.03
-    generate_share: float = 0.2
+    generate_share: float = 0.03  # each, except for hybrid
     teacher_lr: float = 1e-3
-    align_lr: float = 1e-2
+    align_lr: float = 5e-2
     distil_lr: float = 3e-4
     test_windows: int = 192
     long: int = 32768
@@ -253,10 +253,17 @@ def get_teacher(run: Run, train: ByteWindows, test: list[Tensor]) -> LlamaForCau
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(run.device).eval()
     model = new_model(run.sizes, run.device)
     made = train_teacher(model, train, run.sizes.teacher_share * run.limit)
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="14MB")
+    half_precision(model).save_pretrained(folder, max_shard_size="14MB")
     model = model.float().eval()
     weights = sum(own.numel() for own in model.parameters())
     run.add({"what": "teacher", "bits": bits_per_byte(model, test), "weights": weights, **made})
+    return model
+
+
+def half_precision(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Round weights to bfloat16, in place. Buffers stay: rounded frequencies would turn far positions by wrong angles."""
+    for own in model.parameters():
+        own.data = own.data.to(torch.bfloat16)
     return model
 
 
@@ -420,21 +427,27 @@ def cache_bytes(cache: Any) -> int:
 
 
 def long_answer(run: Run, model: LlamaForCausalLM, seconds: float, **key: Any) -> None:
-    """Generate `long` tokens one after the other, or as many as the time allows, and record speed and memory by length."""
-    from transformers import DynamicCache
+    """Generate `long` tokens one after the other, or as many as the time allows, and record speed and memory by length.
+
+    An answer that an earlier call had too little time for is made again.
+    """
+    earlier = run.found(what="generate", **key)
+    if earlier and earlier["generated"] < run.sizes.long and seconds > 1.2 * earlier["seconds"]:
+        run.rows = [row for row in run.rows if row is not earlier]
 
     def work() -> dict[str, Any]:
-        half = copy.deepcopy(model).to(torch.bfloat16) if run.device.type == "cuda" else model
+        half = half_precision(copy.deepcopy(model)) if run.device.type == "cuda" else model
         softmax = key["mechanism"] == "softmax"
         cache = DynamicCache() if softmax else hf.memory(half)
         watch = Watch(cache, max(1, run.sizes.long // 32), min(time.monotonic() + seconds, STARTED + run.limit))
         prompt = torch.full((1, 1), 32, device=run.device)
         options = {"do_sample": True, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": run.sizes.long}
+        begun = time.perf_counter()
         with torch.no_grad():
             half.generate(prompt, past_key_values=cache, stopping_criteria=StoppingCriteriaList([watch]), **options)
-        return {"generated": watch.count, "points": watch.points}
+        return {"generated": watch.count, "seconds": time.perf_counter() - begun, "points": watch.points}
 
-    run.attempt("generate", work, min(seconds, 20.0), **key)
+    run.attempt("generate", work, 10.0, **key)
 
 
 def measure_long(run: Run, teacher: LlamaForCausalLM) -> None:
@@ -447,14 +460,15 @@ def measure_long(run: Run, teacher: LlamaForCausalLM) -> None:
             student = converted(teacher, spec, aligned["layers"][str(share)], None)
             long_pass(run, student, mechanism=name, share=share)
             del student
-    seconds = sizes.generate_share * run.limit
-    for number, name in enumerate(("hybrid", "softmax", "linear", "window + sinks")):
+    others = ("softmax", "linear", "window + sinks")
+    for name in (*others, "hybrid"):  # which gets the rest of the time
         model = teacher
         if name != "softmax":
             model = converted(teacher, sizes.mechanisms()[name], [], None)
             if student_file(run, name, 0.0).exists():
                 model.load_state_dict(torch.load(student_file(run, name, 0.0), map_location=run.device))
-        allowed = left(run.limit) - 10 if number == 3 else min(seconds if number == 0 else seconds / 4, left(run.limit) - 10)
+        rest = left(run.limit) - 5
+        allowed = min(sizes.generate_share * run.limit, rest) if name in others else rest
         long_answer(run, model, allowed, mechanism=name, share=1.0 if name == "softmax" else 0.0)
 
 

@@ -25,6 +25,24 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         'mixer.weights(*args, context=given.get("context"))',
         "show_attention",
     ),
+    "documents of two rows are one": (
+        R + "mixers/packed_documents.py",
+        "(row[1:] != row[:-1]) | (number[1:] != number[:-1])",
+        "number[1:] != number[:-1]",
+        "packed_documents",
+    ),
+    "padding is a part of its document": (
+        R + "mixers/packed_documents.py",
+        "torch.ones(b, n, dtype=torch.bool) if valid is None else valid.cpu()",
+        "torch.ones(b, n, dtype=torch.bool)",
+        "packed_documents",
+    ),
+    "a mask of one's own shows the future": (
+        R + "mixers/own_scores.py",
+        "        seen = seen & (i >= j)\n",
+        "        pass\n",
+        "packed_documents",
+    ),
     "any answer counts as a sum by weights": (R + "mixers/attention_weights.py", "> CURVED *", "> 1e9 *", "layer_weights"),
     # function transforms and second derivatives
     "no one sees that a transform is active": (
@@ -485,6 +503,60 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
         'conv("attn.c_attn", 1, 3)',
         'conv("attn.c_attn", 2, 3)',
         "pretrained",
+    ),
+    "gate and value of Llama are swapped": (
+        R + "pretrained/decoder_families.py",
+        'Joined((Take(("mlp.gate_proj",)), Take(("mlp.up_proj",))))',
+        'Joined((Take(("mlp.up_proj",)), Take(("mlp.gate_proj",))))',
+        "pretrained_families",
+    ),
+    "parts of a head lie one behind the other": (
+        R + "pretrained/checkpoint_files.py",
+        "by_head = [part.unflatten(0, (heads, -1)) for part in parts]",
+        "by_head = [part.unflatten(0, (1, -1)) for part in parts]",
+        "pretrained_families",
+    ),
+    "windows of Mistral are wider by one": (
+        R + "pretrained/decoder_families.py",
+        'Local(config.size("sliding_window"))',
+        'Local(config.size("sliding_window") + 1)',
+        "pretrained_families",
+    ),
+    "positions of RoBERTa begin at its padding": (
+        R + "pretrained/encoder_families.py",
+        'config.get("pad_token_id", 1) + 1',
+        'config.get("pad_token_id", 1)',
+        "pretrained_families",
+    ),
+    "a shared output layer of T5 is not scaled": (
+        R + "models/heads.py",
+        "self.map(x * self.map.in_features**-0.5)",
+        "self.map(x)",
+        "pretrained_families",
+    ),
+    "later tokens of T5 are earlier ones": (
+        R + "positions/bias.py",
+        "self.classes = tuple(ahead + by_distance)",
+        "self.classes = tuple((ahead + by_distance)[::-1])",
+        "positions",
+    ),
+    "all waves of Llama 3 are stretched": (
+        R + "positions/rotary.py",
+        "return kept * found + (1 - kept) * found / self.factor",
+        "return found / self.factor",
+        "positions",
+    ),
+    "a checkpoint is written with any mechanism": (
+        R + "pretrained/checkpoint_writer.py",
+        "    _check_described(model, found)\n",
+        "",
+        "pretrained_families",
+    ),
+    "unused rows of positions are not written": (
+        R + "pretrained/checkpoint_files.py",
+        "x = torch.cat([x.new_zeros(self.skip, *x.shape[1:]), x])\n        ",
+        "",
+        "pretrained_families",
     ),
     "a rough look is believed": (
         R + "runtime/screened_argmax.py",

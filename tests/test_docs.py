@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from regard.cli import app
 from regard.compare.cell_store import CellStore
 from regard.data import synthetic
+from regard.pretrained import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -54,6 +55,15 @@ def test_python_that_loads_a_run_runs(name, tmp_path, monkeypatch):
     made = CliRunner().invoke(app, ["train", "saw" if "saw" in out else "reverse", *words, "--out", out, "--device", "cpu"])
     assert made.exit_code == 0, made.output
     exec(compile(block, f"{name}, regard.load", "exec"), {"__name__": "__main__"})
+
+
+def test_the_page_of_weights_runs_and_names_every_architecture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("docs/weights.md")
+    exec(compile(block, "docs/weights.md", "exec"), {"__name__": "__main__"})
+    assert (tmp_path / "my-llama" / "model.safetensors").is_file()
+    text = (ROOT / "docs/weights.md").read_text()
+    assert [name for name in FAMILIES if f"`{name}`" not in text] == []
 
 
 def test_the_first_block_runs_in_a_fresh_process():

@@ -39,6 +39,7 @@ from regard.hf.conversion import converted_layers, mechanism_parameters  # noqa:
 from regard.hf.distillation import distillation_loss, label_loss  # noqa: E402
 from regard.hf.layer_errors import ErrorByLayer  # noqa: E402
 from regard.positions.longer_table import longer_table  # noqa: E402
+from regard.pretrained import load_pretrained, save_pretrained  # noqa: E402
 
 SMALL = {
     "vocab_size": 61,
@@ -173,6 +174,25 @@ def test_autocast_gives_mechanisms_one_type(layers):
         hook.remove()
         found = model.generate(ids, past_key_values=hf.memory(model), max_new_tokens=3, eos_token_id=None)
     assert seen == [torch.bfloat16] and found.shape == (2, 15)
+
+
+def test_converted_models_are_compiled_and_checkpointed():
+    """One graph, with padding; and gradients of mechanisms are the same where activations are computed again."""
+    model = build("llama")
+    hf.convert(model, HYBRID, layers=[0])
+    ids = tokens()
+    mask = padding(ids)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.allclose(scores(compiled, ids, mask), scores(model, ids, mask), atol=1e-6)
+    found = []
+    for on in (False, True):
+        model.train()
+        if on:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+        found.append([own.grad.clone() for own in mechanism_parameters(model)])
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*found, strict=True))
 
 
 def test_a_cache_that_has_dropped_tokens_is_refused():
@@ -388,6 +408,26 @@ def test_learned_positions_are_made_longer(family, how, tmp_path):
         assert (scores(model, ids) - expected).abs().max() < 1e-5
     model.save_pretrained(tmp_path)
     assert torch.equal(scores(hf.load_converted(tmp_path), longer), scores(model, longer))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta"])
+@pytest.mark.parametrize("how", ["copied", "interpolated"])
+def test_checkpoints_are_loaded_with_longer_positions(family, how, tmp_path):
+    """`load_pretrained` makes the same positions as `lengthen_positions`, and writes a checkpoint that transformers reads."""
+    model = build(family)
+    if family == "gpt2":
+        model.config.scale_attn_by_inverse_layer_idx = False  # which load_pretrained does not read
+        model = GPT2LMHeadModel(model.config).eval()
+    model.save_pretrained(tmp_path / "short")
+    assert hf.lengthen_positions(model, 150, how) == 1
+    ids = tokens(2, 150)
+    ours = load_pretrained(tmp_path / "short", max_len=150, positions=how)
+    with torch.no_grad():
+        assert (ours(ids) - scores(model, ids)).abs().max() < 1e-4
+    save_pretrained(ours, tmp_path / "long")
+    again = type(model).from_pretrained(tmp_path / "long")
+    assert (scores(again, ids) - scores(model, ids)).abs().max() < 1e-4
+    assert load_pretrained(tmp_path / "short", mixer="cosformer", max_len=150)(ids).isfinite().all()
 
 
 def test_longer_tables():

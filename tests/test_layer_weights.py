@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import conftest
-from conftest import CASES, DEVICE, close, data, modes, seed, some
+from conftest import CASES, DEVICE, close, data, modes, some
 from regard import Core, Dims, layer
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, pooled_valid
@@ -82,7 +82,6 @@ def test_padding_has_no_weight(case):
 
 
 def test_weights_are_without_dropout_and_leave_the_mode_as_it_is():
-    seed()
     m, x = layer("softmax", width=32, heads=4, dropout=0.5).to(DEVICE), data(12, dtype=torch.float32)
     trained = m.train().weights(x)
     assert torch.equal(trained, m.eval().weights(x)) and not m.core.training

@@ -29,6 +29,7 @@ EXACT = ["torch"]  # backends that compute in float64
 SPECS = [
     "linear",
     "cosformer",
+    "hedgehog",
     "efficient",
     "performer(features=16)",
     "rfa(features=8)",

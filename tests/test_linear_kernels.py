@@ -232,6 +232,7 @@ H, G, D, E = 2, 1, 4, 3
 SPECS = [
     "linear",
     "cosformer",
+    "hedgehog",
     "efficient",
     "performer(features=8)",
     "rfa(features=4)",

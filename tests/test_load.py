@@ -254,3 +254,9 @@ def test_what_show_cannot_draw_of_a_run_is_a_sentence(runs: Path) -> None:
     for wrong, sentence in (("a text", "attention takes a list of lines"), ([3], "attention takes lines of text, not 3")):
         with pytest.raises(TypeError, match=sentence):
             load(out).attention(wrong)  # type: ignore[arg-type]
+
+
+def test_signs_that_no_font_has_are_one_sentence(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.plots.attention_plot.FONTS", ())
+    done = run("show", str(runs / "saw"), "鸭 子 only")
+    assert done.stderr.count("\n") == 1 and "no font here has all signs of this text" in done.stderr

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.cli.console import labelled, screen, write_json
+from regard.cli.console import aside, labelled, screen, write_json
 from regard.cli.infer import trained
 from regard.cli.picture_file import check_out, load_plot, save_picture
 from regard.cli.threads import used
@@ -30,12 +31,24 @@ def show_attention(
         raise ValueError(f"{run} has no layer with attention weights: {attention.missing[0]}")
     picture = out if out is not None or as_json else run / PICTURE
     if picture is not None:
-        draw = load_plot("attention_plot", "draw_attention")
-        save_picture(lambda: draw(attention, _title(found)), picture)
+        _draw(attention, _title(found), picture)
     if as_json:
         write_json({"run": str(run), "update": found.update, **attention.to_json()})
     else:
         _print_attention(found, attention, picture)
+
+
+def _draw(attention: TextAttention, title: str, picture: Path) -> None:
+    """Draw into a file; signs that no font has are one sentence, not a warning for each."""
+    draw = load_plot("attention_plot", "draw_attention")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.filterwarnings("always", "Glyph .* missing")
+        save_picture(lambda: draw(attention, title), picture)
+    for warning in told:
+        if not str(warning.message).startswith("Glyph "):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if any(str(warning.message).startswith("Glyph ") for warning in told):
+        aside("no font here has all signs of this text, so that some are boxes: install one that has, such as Noto Sans CJK")
 
 
 def _title(found: TrainedRun) -> str:

@@ -62,7 +62,7 @@ def align(
     batches: Iterable[ModelInputs],
     *,
     steps: int | None = None,
-    lr: float = 1e-2,
+    lr: float = 3e-2,
     keep: float | int | None = None,
     held_out: int = 1,
     autocast: torch.dtype | None = None,

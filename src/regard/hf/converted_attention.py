@@ -92,7 +92,10 @@ def _check_mask(module: nn.Module, mechanism: Core, heads: QueryKeyValue, mask: 
     if not isinstance(mask, ModelMask):
         raise TypeError(f"{mechanism.name} in {kind} takes an attention_mask (b n), 1 at real tokens: no masks of n x m numbers")
     if mask.rule(options.get("sliding_window"), mechanism.dims.causal) is None:
-        raise ValueError(f"{kind} has packed sequences or a mask of its own, which {mechanism.name} has no place for")
+        raise ValueError(
+            f"{kind} has packed sequences or a mask of its own, which {mechanism.name} has no place for; "
+            "under torch.compile pass an attention_mask"
+        )
     dropped = mask.sizes.kv_offset
     if dropped and getattr(heads.k, MEMORY, None) is None:
         raise ValueError(

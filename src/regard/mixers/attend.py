@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from regard.checks import check_valid
 from regard.mixers.attention import no_autocast
 from regard.mixers.base import Core
 from regard.mixers.dims import Can, need_claims
+from regard.mixers.own_scores import OwnScores, ScoreFunction, attend_own
+from regard.mixers.packed_documents import attend_documents
 from regard.mixers.places import Places, pooled_valid
 
 
@@ -21,6 +25,9 @@ def attend(
     valid: Tensor | None = None,
     query_valid: Tensor | None = None,
     offset: int | None = None,
+    documents: Tensor | None = None,
+    mask: Tensor | None = None,
+    score: ScoreFunction | None = None,
 ) -> Tensor:
     """Apply a core to q (b h n d), k (b g m d), v (b g m e), the shapes of SDPA; returns (b h n e).
 
@@ -30,8 +37,19 @@ def attend(
     `valid` (b m) belongs to the keys, `query_valid` (b n) to the queries: give both in padded self-attention, where positions
     count real tokens on both sides. In the causal form queries are tokens among the keys, and `valid` is enough.
     The output is zero where a query is padding.
+    `documents` (b m) are integers, for sequences packed into rows: tokens attend inside their own document, by any core, as if it
+    were a row of its own, with positions that begin anew. The tokens of a document are adjacent; `valid` may take tokens out.
+    `mask` (bool, broadcast to b h n m, True = may attend) and `score` (called with the scaled scores and with the row, head,
+    query and key of each, as in FlexAttention) change softmax and patterns, at the cost of all pairs; other cores refuse them. A
+    mask that is a pattern, or documents, costs its own pairs alone if it is given as such.
     """
     _check_heads(q, k, v, core.gates)
+    own = OwnScores(mask, score)
+    if documents is not None:
+        _check_alone(offset, query_valid, own)
+        need_claims(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
+        each = partial(_attend_rows, core=core, causal=causal)
+        return attend_documents(q, k, v, core, documents, valid, each)
     (b, _, m, _), n = k.shape, q.shape[2]
     need_claims(core.name, core.can, Can.CAUSAL if causal else Can.NOTHING)
     check_valid(valid, b, m, "keys")
@@ -50,7 +68,10 @@ def attend(
     places = Places.of(k[:, 0], valid)
     with no_autocast(q):
         core.watch(q, k, valid)
-        if causal and n == m:
+        if own.given:
+            asked = places.part(first, first + n) if causal else _among_keys(q, query_valid, first, valid)
+            out = attend_own(q, k, v, core, own, causal=causal, queries=asked, keys=places)
+        elif causal and n == m:
             out = core.scan_all(q, k, v, places)
         elif causal:
             memory = core.unwritten(k, v)
@@ -65,6 +86,21 @@ def attend(
     if real is None:
         return out
     return out.masked_fill(~real[:, None, :, None], 0)
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *, core: Core, causal: bool) -> Tensor:
+    """Attend in every row alone: q, k, v of the same tokens, valid (b n) of both sides."""
+    return attend(q, k, v, core, causal=causal, valid=valid, query_valid=None if causal else valid)
+
+
+def _check_alone(offset: int | None, query_valid: Tensor | None, own: OwnScores) -> None:
+    """Refuse what documents do not go together with."""
+    if offset:
+        raise ValueError("documents are for tokens that attend to each other: leave out offset, and give a query for each key")
+    if query_valid is not None:
+        raise ValueError("the tokens of documents are queries and keys: give valid alone")
+    if own.given:
+        raise ValueError("documents take no mask and no score function: give one of them")
 
 
 def _unpadded(x: Tensor, valid: Tensor | None) -> Tensor:

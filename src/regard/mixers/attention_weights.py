@@ -22,12 +22,12 @@ def core_weights(core: Core, q: Tensor, k: Tensor, *, valid: Tensor | None = Non
     """
     b, g, m, _ = k.shape
     e = core.dims.e
-    padding = {"valid": valid} if core.dims.causal else {"valid": valid, "query_valid": query_valid}
-    offset = None if core.dims.causal else 0
+    causal = core.dims.causal
+    asked, offset = (None, None) if causal else (query_valid, 0)
 
     def answers(values: Tensor) -> Tensor:
         v = values.repeat(1, core.streams).expand(b, g, m, e * core.streams)
-        return attend(q, k, v, core, causal=core.dims.causal, offset=offset, **padding)
+        return attend(q, k, v, core, causal=causal, valid=valid, query_valid=asked, offset=offset)
 
     with _without_dropout(core):
         none = torch.zeros(m, e, dtype=k.dtype, device=k.device)

@@ -15,17 +15,17 @@ class Hedgehog(Linear):
     """Learn the features of linear attention: the weight of j for i is phi(q_i) . phi(k_j), divided by the sum of its row.
 
     phi(x) = softmax([x W, -x W]), one W (d features) for each head of the queries and one for each head of the keys, at first
-    the identity times d^(-1/4), so that q . k has the usual scale. Time n f e, memory f (e + 1) at any length, with
-    f = 2 features. Zhang et al. 2024, arXiv:2402.04347.
+    the identity. Time n f e, memory f (e + 1) at any length, with f = 2 features. Zhang et al. 2024, arXiv:2402.04347.
     """
 
     feature = "identity"
+    map = None
 
     def __init__(self, dims: Dims, *, features: int | None = None) -> None:
         super().__init__(dims)
         size = dims.d if features is None else need("features", features, 1, WIDEST)
         self.f = 2 * size
-        begin = torch.eye(dims.d, size) * dims.d**-0.25
+        begin = torch.eye(dims.d, size)
         self.query_map = nn.Parameter(begin.repeat(dims.heads, 1, 1))
         self.key_map = nn.Parameter(begin.repeat(dims.g, 1, 1))
 

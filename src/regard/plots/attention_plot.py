@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from itertools import groupby
 
 import torch
+from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from torch import Tensor
 
 from regard.plots.colours import GREY
@@ -20,6 +22,18 @@ MATRIX_SIDE, SMALLEST_TOKEN, LARGEST_TOKEN = 620, 18, 60  # pixels: of a matrix,
 LABELLED, NARROWEST = 64, 150  # tokens that all have labels; pixels of a column
 MATRIX_GAP, ABOVE, SECTION_HEAD, SECTION_GAP, BELOW = 30, 210, 110, 70, 180  # pixels between matrices, above and below
 LONGEST_LABEL = 16  # characters
+FONTS = (  # for signs that the first font lacks, where they are installed
+    *(
+        "Noto Sans CJK SC",
+        "Noto Sans CJK JP",
+        "Noto Sans CJK KR",
+        "Source Han Sans SC",
+        "WenQuanYi Zen Hei",
+        "WenQuanYi Micro Hei",
+    ),
+    *("PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic"),
+    *("Noto Sans Devanagari", "Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Thai", "Noto Sans Symbols2", "Arial Unicode MS"),
+)
 ATTENTION_KINDS = {
     "self": "self-attention",
     "cross": "cross-attention to the source",
@@ -32,6 +46,12 @@ def draw_attention(found: TextAttention, title: str = "") -> Figure:
     """Draw what `run.attention` found: layers from top to bottom, heads from left to right. Save it with savefig(path)."""
     if not found.layers:
         raise ValueError("; ".join(found.missing) or "this model has no layer with attention weights")
+    there = {font.name for font in fontManager.ttflist}
+    with rc_context({"font.family": [*rcParams["font.family"], *(name for name in FONTS if name in there)]}):
+        return _drawn(found, title)
+
+
+def _drawn(found: TextAttention, title: str) -> Figure:
     sections = [list(group) for _, group in groupby(sorted(found.layers, key=_section), key=_section)]
     plans = [_Plan(layers) for layers in sections]
     width = max(1500, *(plan.width for plan in plans)) + 2 * MARGIN

@@ -31,6 +31,7 @@ from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Dims
 from regard.positions import Learned
 from regard.pretrained.checkpoint_files import CheckpointError, CheckpointReader, read_settings
+from regard.pretrained.checkpoint_length import lengthened
 from regard.pretrained.checkpoint_model import Model, build_pretrained, described, remember
 from regard.pretrained.checkpoint_writer import save_pretrained
 from regard.pretrained.families import FAMILIES
@@ -54,6 +55,8 @@ def load_pretrained(
     mixer: Named | Sequence[Named] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    max_len: int | None = None,
+    positions: str = "copied",
 ) -> Model:
     """Load a model, in eval mode, from a folder with config.json and model.safetensors, in one file or in shards.
 
@@ -64,6 +67,9 @@ def load_pretrained(
     out, and positions that act inside of attention, for further training: `load_pretrained(folder, mixer="linear")`. Other
     parameters of the new mechanism keep their initial values; cross-attention stays. A mechanism without attention weights has
     no dropout of them in training.
+
+    `max_len` lets a model with learned positions take longer sequences than it was trained for: positions="copied" repeats the
+    table of the checkpoint again and again, "interpolated" spreads it over the new length. Train it further.
     """
     folder = Path(folder)
     settings = read_settings(folder / "config.json")
@@ -73,8 +79,10 @@ def load_pretrained(
     checkpoint = CheckpointReader(folder, found.family.aliases)
     _fill(model, checkpoint, found.family.names(found.config), dtype, torch.device(device))
     checkpoint.check_all_taken(found.family.unneeded)
+    if max_len is not None:
+        settings = lengthened(model, settings, max_len, positions)
     if mixer is not None:
-        _replace_mixers(model, mixer)
+        _replace_mixers(model, mixer, max_len)
     return remember(model.eval(), settings)
 
 
@@ -123,11 +131,11 @@ def _fill(
             setattr(module, name, real[shape])
 
 
-def _replace_mixers(model: nn.Module, mixer: Named | Sequence[Named]) -> None:
+def _replace_mixers(model: nn.Module, mixer: Named | Sequence[Named], max_len: int | None) -> None:
     """Replace the self-attention of every block by another mechanism with the same projections."""
     named = mixer if isinstance(mixer, Sequence) and not isinstance(mixer, str) else [mixer]
     specs = [Spec.of(one) for one in named]
-    length = next((module.dims.max_len for module in model.modules() if isinstance(module, Learned)), None)
+    length = next((module.dims.max_len for module in model.modules() if isinstance(module, Learned)), max_len)
     for stack in (module for module in model.modules() if isinstance(module, Stack)):
         for block, spec in zip(stack, cycle(specs), strict=False):
             block.mixer = _with_projections(block.mixer, spec, replace(block.mixer.dims, max_len=length))

@@ -275,8 +275,8 @@ def _nystromformer_specs(config: HFConfig) -> Spec:
     if landmarks != tokens or longest > EXACT_LENGTH:
         raise CheckpointError(
             f"num_landmarks={landmarks} with segment_means_seq_len={tokens} has no equal here: transformers begins its "
-            "pseudo-inverse with a maximum over the whole batch, so that rows change each other. With both the same, as "
-            f"published, attention is exact, up to max_position_embeddings={EXACT_LENGTH}"
+            "pseudo-inverse with a maximum over the whole batch, so that rows change each other. With both the same, its "
+            f"default, attention is exact, and read up to max_position_embeddings={EXACT_LENGTH}"
         )
     return Spec("nystrom", landmarks=longest, conv=config.get("conv_kernel_size", 0))
 
@@ -289,7 +289,7 @@ NYSTROMFORMER = Dialect(
     activation="gelu_new",
     head_activation=None,
     mixer=lambda _: {**BERT_ATTENTION, "mixer.core.conv": Take(("attention.self.conv.weight",), TensorLayout(ones=(1, 3)))},
-    note="`num_landmarks` = `segment_means_seq_len` alone, as published: all pairs, and a convolution. Without padding.",
+    note="`num_landmarks` = `segment_means_seq_len` alone, transformers' default: all pairs, and a convolution. Without padding.",
 )
 
 _BERTS = architectures("Bert", BERT, "BERT")

@@ -15,8 +15,8 @@ from regard.pretrained.seq2seq_families import SEQ2SEQ_FAMILIES
 FAMILIES: dict[str, Family] = {**ENCODER_FAMILIES, **IMAGE_FAMILIES, **DECODER_FAMILIES, **SEQ2SEQ_FAMILIES}
 
 REFUSED: dict[str, str] = {  # architectures by the beginning of their names, and why regard has no equal model
-    "Reformer": "its buckets are drawn anew in every pass, and tokens that meet in several rounds count several times; "
-    "reformer(...) of regard keeps its buckets and counts every pair once, so that no weights would give equal outputs",
+    "Reformer": "transformers draws its buckets anew in every pass, unless hash_seed is set, and counts a pair once for every "
+    "round in which it meets; reformer(...) of regard keeps its buckets and counts every pair once, which is another model",
 }
 
 
