@@ -28,14 +28,18 @@ def test_the_guard_sees_an_address_outside(count: int, leaves: bool) -> None:
     assert bool(guard.outside) == leaves
 
 
-@pytest.mark.parametrize("spec", ["linear", "retention", "gla", "performer(features=4)", "delta", "sparse(Local(5))"])
-def test_no_kernel_leaves_its_tensors(spec: str) -> None:
+CAUSAL = "linear", "retention", "gla", "performer(features=4)", "delta", "sparse(Local(5))"
+NOT_CAUSAL = "linear", "efficient", "performer(features=4)"
+
+
+@pytest.mark.parametrize(("spec", "causal"), [*((spec, True) for spec in CAUSAL), *((spec, False) for spec in NOT_CAUSAL)])
+def test_no_kernel_leaves_its_tensors(spec: str, causal: bool) -> None:
     n = 37
-    dims = Dims(H * D, H, kv_heads=G, key_dim=D, value_dim=E, max_len=n, causal=True, backend="triton")
+    dims = Dims(H * D, H, kv_heads=G, key_dim=D, value_dim=E, max_len=n, causal=causal, backend="triton")
     made = core(spec, dims)
     q, k, v = (torch.randn(2, heads, n, size, requires_grad=True) for heads, size in ((H, D), (G, D + made.gates), (G, E)))
     with guarded_memory() as guard:
-        out = attend(q, k, v, made, causal=True)
+        out = attend(q, k, v, made, causal=causal)
         out.sum().backward()
     assert guard.launches
     assert not guard.outside

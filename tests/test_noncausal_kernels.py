@@ -136,6 +136,23 @@ def test_gradients_of_gradients_are_those_of_plain_operations(feature: str) -> N
     near(*map(list, found), 1e-4)
 
 
+@pytest.mark.parametrize("feature", ["elu", "random"])
+def test_a_launch_is_for_tensors_that_lie_alike(feature: str) -> None:
+    """The heads of a token side by side, or the tokens of a head; also in the gradients that come."""
+    given = inputs(feature, b=1, h=4, g=2, n=6, m=7)
+    outs, found = [], []
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:3]]
+    for tensors in (given[:3], [turned[0], *given[1:3]], [given[0], *turned[1:]]):
+        leaves = [x.float().requires_grad_() for x in tensors]
+        out = noncausal_attention(*leaves, given[3], feature, ExpMap(*given[4:]) if feature == "random" else None)
+        for up in (out.detach().contiguous(), out.detach()):
+            found.append(torch.autograd.grad(out, leaves, up, retain_graph=True))
+        outs.append(out)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
 HYPERBOLIC = "performer(features=9, max_norm=2.0, kind='hyperbolic')"
 
 
@@ -160,11 +177,15 @@ def test_a_mechanism_takes_the_kernels(spec: str, monkeypatch) -> None:
     near(outs[:2], [outs[2].double()] * 2)
 
 
-@pytest.mark.parametrize("change", ["wide", "types", "double", "no keys"])
+@pytest.mark.parametrize("change", ["wide", "wide half", "types", "double", "no keys"])
 def test_what_the_kernels_do_not_take_goes_another_way(change: str) -> None:
+    """Shared memory holds states of 128 x 128 in bfloat16, and of 64 x 64 in float32."""
     q = k = torch.randn(1, 2, 3, 8, device=DEVICE)
-    v = torch.randn(1, 2, 3, 200 if change == "wide" else 8, device=DEVICE)
+    v = torch.randn(1, 2, 3, {"wide": 65, "wide half": 129}.get(change, 8), device=DEVICE)
     assert noncausal_op.takes_noncausal(q, k, k)
+    if change == "wide half":
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        assert noncausal_op.takes_noncausal(q, k, v[..., :128])
     if change == "types":
         v = v.bfloat16()
     if change == "double":

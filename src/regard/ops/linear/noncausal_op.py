@@ -18,7 +18,8 @@ from regard.ops.linear.feature_maps import feature_map, safe_ratio
 from regard.ops.triton_support import DTYPES
 from regard.transforms import differentiable_grads, needs_plain_ops
 
-WIDEST_STATE = 128  # coordinates of a token, and numbers of a value
+WIDEST_STATE = {torch.bfloat16: 128}  # coordinates of a token, and numbers of a value: what fits into shared memory
+WIDEST_OTHER = 64  # of types whose products have operands of 4 bytes
 
 
 def takes_noncausal(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -26,7 +27,7 @@ def takes_noncausal(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if needs_plain_ops() or q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return False
     alike = q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
-    return alike and max(q.shape[-1], v.shape[-1]) <= WIDEST_STATE
+    return alike and max(q.shape[-1], v.shape[-1]) <= WIDEST_STATE.get(q.dtype, WIDEST_OTHER)
 
 
 def noncausal_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, feature: str, by: ExpMap | None = None) -> Tensor:
