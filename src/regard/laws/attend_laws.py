@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from regard.laws.law_case import HEADS, Case
+from regard.laws.law_case import LAW_HEADS, Case
 from regard.laws.law_table import each, law
 from regard.laws.verdicts import agree, demand, refuses
 from regard.mixers.attend import attend
@@ -71,7 +71,7 @@ def ambiguity_is_refused(case: Case) -> None:
             refuses(partial(attend, q[:, :, :1], k, v, core, causal=causal), sentence, "one query among 40 keys needs no offset")
         elif Can.CROSS in core.can and not core.rate > 1:
             shape = attend(q[:, :, :1], k, v, core).shape
-            demand(shape == (2, HEADS, 1, core.dims.e), "one query gets another shape", f"{tuple(shape)}")
+            demand(shape == (2, LAW_HEADS, 1, core.dims.e), "one query gets another shape", f"{tuple(shape)}")
         if causal or Can.CROSS not in core.can:
             sentence = "queries are tokens among the 40 keys here: offset 30 and 11 queries are more"
             behind = partial(attend, q[:, :, :11], k, v, core, causal=causal, offset=30)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.laws.law_case import HEADS, WIDTH, Case
+from regard.laws.law_case import LAW_HEADS, LAW_WIDTH, Case
 from regard.laws.law_table import law
 from regard.laws.verdicts import DoesNotApply, LawBroken, demand
 from regard.mixers.attention import Attention
@@ -37,13 +37,13 @@ def _cost_growth(case: Case, causal: bool) -> tuple[float | None, list[int]]:
     """Count FLOPs at two lengths, beside those of projections; returns the exponent (None without any) and the counts."""
     case.latest = {"causal": causal, "max_len": max(_LENGTHS)}
     with torch.device("meta"):
-        dims = Dims(WIDTH, HEADS, max_len=max(_LENGTHS), causal=causal)
+        dims = Dims(LAW_WIDTH, LAW_HEADS, max_len=max(_LENGTHS), causal=causal)
         m = case.spec.build(dims, positions=case.positions).double().eval()
     around = m.named_parameters() if isinstance(m, Attention) else ()
     weights = sum(p.numel() for name, p in around if p.dim() == 2 and not name.startswith("core"))
     flops = []
     for n in _lengths(case, m):
-        x = torch.empty(1, n, WIDTH, dtype=torch.float64, device="meta")
+        x = torch.empty(1, n, LAW_WIDTH, dtype=torch.float64, device="meta")
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
             m(x)
         flops.append(counter.get_total_flops() - 2 * n * weights)
