@@ -27,9 +27,7 @@ _GROUPED = "memories keep g key-value heads: `per_query_head(x, q)` repeats them
     Can.STREAM | Can.CAUSAL,
     core=True,
     causal=True,
-    given=tuple(
-        {"before": before, "kv_heads": g} for before, g in ((0, LAW_HEADS), (0, 2), (21, 2))
-    ),  # (21, LAW_HEADS) is half of each
+    given=tuple({"before": before, "kv_heads": g} for before, g in ((0, LAW_HEADS), (0, 2), (21, 2))),
 )
 def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = LAW_HEADS) -> None:
     """Outputs and gradients of `scan` are those of its definition, the loop over tokens, from an empty memory or behind one."""
