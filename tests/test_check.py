@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from regard import CATALOGUE, Can, Core, Dims, Example, Row, Spec, per_query_head, register
 from regard.cli import app
 from regard.laws import LAWS, Case, LawBroken, check_laws, future_is_unseen, scan_is_the_loop
+from regard.laws.verdicts import agree
 from regard.mixers.softmax import Softmax
 
 
@@ -150,7 +151,6 @@ BROKEN = {
     Ungrouped: "grouped_heads_are_repeated",
     Detached: "scan_is_the_loop",
     Widening: "low_precision_is_close",
-    Positional: "positions_are_declared",
     Numbered: "positions_are_declared permuted_queries",
     Frozen: "shape_and_gradients",
     Drawn: "rows_are_independent weights_are_loaded",
@@ -166,7 +166,8 @@ def test_a_broken_mechanism_fails_the_right_law(make: Any) -> None:
     found = {finding.law.name: finding for finding in check_laws(make, broken)}
     assert [name for name, finding in found.items() if not finding.failed] == []
     for finding in found.values():
-        assert finding.reason and finding.advice and make.__name__ in finding.built and finding.law.name in finding.smallest
+        assert finding.reason and not finding.raised and finding.advice == finding.law.advice
+        assert make.__name__ in finding.built and finding.law.name in finding.smallest
 
 
 def test_a_broken_mechanism_keeps_the_other_laws() -> None:
@@ -194,6 +195,19 @@ def test_growth_is_checked_where_it_is_claimed(monkeypatch: pytest.MonkeyPatch) 
     found = check_laws("average", growth)
     assert [finding.outcome for finding in found] == ["failed", "failed"]
     assert "n ** 1.00 for n ** 2: " in found[0].reason and "t ** 0.00 for t ** 1: " in found[1].reason
+
+
+def test_declarations_are_judged_at_lengths_that_a_row_is_for() -> None:
+    """A window of 256 tokens depends on positions, which 40 tokens do not show."""
+    for spec in (Positional, "Local(256)"):
+        (finding,) = check_laws(spec, ["positions_are_declared"])
+        assert finding.outcome == "does not apply" and "right if its options are for longer sequences" in finding.reason
+    assert check_laws("sinkhorn", ["shape_and_gradients"])[0].reason == (
+        "core.sort has no gradient in 40 tokens: these options are for longer sequences"
+    )
+    register("said", Positional)
+    (finding,) = check_laws("said", ["positions_are_declared"])
+    assert finding.failed and finding.reason == "it says positional = True, and moved queries get the same answers"
 
 
 def test_claims_that_cannot_be_built_are_broken() -> None:
@@ -227,6 +241,7 @@ def test_random_numbers_outside_stay_as_they_are() -> None:
 
 OWN = '''
 import torch
+from regard.laws.verdicts import agree
 from regard.mixers.softmax import Softmax
 
 class Sound(Softmax):
@@ -324,3 +339,11 @@ def test_a_row_is_registered_whole() -> None:
         register(Row("empty_one", Average, "own", "", "", ()))
     with pytest.raises(TypeError, match="a mechanism is a class"):
         register("no_class")
+
+
+def test_another_type_is_another_result() -> None:
+    ones = torch.ones(2)
+    agree(ones, ones, "the same")
+    for other in (ones.double(), torch.ones(2, 1), 2 * ones, ones * torch.nan):
+        with pytest.raises(LawBroken, match="it differs: "):
+            agree(other, ones, "it differs")

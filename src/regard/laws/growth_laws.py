@@ -25,12 +25,16 @@ def cost_grows_as_claimed(case: Case) -> None:
     found = [_cost_growth(case, mode["causal"]) for mode in case.modes()]
     if case.example is None:
         worst = max((growth for growth, _ in found if growth is not None), default=0.0)
-        raise DoesNotApply(_UNCLAIMED.format(f"n ** {worst:.2f}", f"cost={worst:.0f}"))
+        raise DoesNotApply(_UNCLAIMED.format(f"n ** {worst:.2f}", f"cost={_exponent(worst)}"))
     for growth, flops in found:
         if growth is None:
             raise DoesNotApply("it has no product of matrices to count")
         counts = f"n ** {growth:.2f} for n ** {case.example.cost:g}: {flops[0]:,} and {flops[1]:,} FLOPs"
         demand(abs(growth - case.example.cost) < 0.2, "cost grows in another way than claimed", counts)
+
+
+def _exponent(growth: float) -> str:
+    return f"{round(growth)}" if abs(growth - round(growth)) < 0.2 else f"{growth:.1f}"
 
 
 def _cost_growth(case: Case, causal: bool) -> tuple[float | None, list[int]]:
@@ -71,7 +75,7 @@ def memory_grows_as_claimed(case: Case) -> None:
     sizes = _state_bytes(case, most)
     growth = math.log2(sizes[most] / sizes[256]) / math.log2(most / 256)
     if case.example is None:
-        raise DoesNotApply(_UNCLAIMED.format(f"t ** {growth:.2f}", f"memory={growth:.0f}"))
+        raise DoesNotApply(_UNCLAIMED.format(f"t ** {growth:.2f}", f"memory={max(round(growth), 0)}"))
     if claimed is None:
         raise LawBroken("its row says memory=None, which is for what does not stream", f"measured: t ** {growth:.2f}")
     if not bounded and abs(growth - claimed) >= 0.15:  # buffers that grow in large steps: more of them
