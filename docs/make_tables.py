@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.analysis.position_properties import positions_table
-from regard.catalogue import catalogue_table
+from regard.cli.mechanism_table import catalogue_table
 from regard.pretrained.families import families_table
 
 sys.path.insert(0, str(Path(__file__).parent))  # a test runs this file from elsewhere

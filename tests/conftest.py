@@ -19,8 +19,7 @@ from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
 from regard.data import synthetic
 from regard.laws import LAWS, DoesNotApply
-from regard.laws.law_case import HEADS as HEADS
-from regard.laws.law_case import WIDTH, Case, random_tokens, random_valid, seed_torch
+from regard.laws.law_case import LAW_HEADS, LAW_WIDTH, Case, random_tokens, random_valid, seed_torch
 from regard.mixers.base import Can
 from regard.ops.budget import DEFAULT, DEVICES
 from regard.ops.triton_support import has_triton, read_tables_again
@@ -28,6 +27,7 @@ from regard.ops.tuned_table import OWN_TABLE
 from regard.spec import Spec
 
 DEVICE = torch.device(os.environ.get("REGARD_DEVICE", "cpu"))
+WIDTH, HEADS = LAW_WIDTH, LAW_HEADS
 
 if has_triton() and os.environ.get("TRITON_INTERPRET") == "1":
     from quick_interpreter import quicken

@@ -23,6 +23,7 @@ from mutants_bench import BENCH
 from mutants_compare import COMPARE
 from mutants_compiled import COMPILED
 from mutants_launches import LAUNCHES
+from mutants_laws import CHECKED
 from mutants_models import MODELS
 from mutants_report import REPORT
 from mutants_training import TRAINING
@@ -462,6 +463,7 @@ def all_of_them() -> dict[str, tuple[str, str, str, str]]:
         **TRAINING,
         **COMPILED,
         **LAUNCHES,
+        **CHECKED,
         **BENCH,
         **COMPARE,
         **ARENA,

@@ -14,8 +14,9 @@ import torch
 
 import regard.mixers
 from regard.analysis.probe import has_weights
-from regard.catalogue import CATALOGUE, catalogue_table
+from regard.catalogue import CATALOGUE
 from regard.catalogue_row import Example, Row
+from regard.cli.mechanism_table import catalogue_table
 from regard.mixers.attention import Attention
 from regard.mixers.base import Can, Core, Dims, Free, Mixer
 from regard.spec import Spec

@@ -38,7 +38,7 @@ def test_list_names_everything() -> None:
     assert result.exit_code == 0
     for row in CATALOGUE.values():
         assert row.name in result.stdout
-        assert row.paper in result.stdout
+        assert row.summary in result.stdout
     assert all(name in result.stdout for name in (*PATTERNS, *POSITIONS))
 
 
@@ -55,7 +55,7 @@ def test_list_has_options_with_defaults() -> None:
     for words in (
         "block=64, window=3, globals=2, random=3, special='first', seed=0",
         "pattern, scale=None",
-        "softmax of their scaled",
+        "causal, cross, padding, stream, dropout",
     ):
         assert words in said
     for row in json.loads(run("list", "--json").stdout):

@@ -25,7 +25,7 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize("kind", [Stack, ReversibleStack])
-def test_a_stack_ignores_what_padding_ignores_padding(kind):
+def test_a_stack_ignores_what_padding_holds(kind):
     for spec in ("softmax", "Local(8) | Global(first=2)", "gla", "conv", "reformer(buckets=4, chunk=6)"):
         for causal in (False, True):
             torch.manual_seed(0)
@@ -34,7 +34,7 @@ def test_a_stack_ignores_what_padding_ignores_padding(kind):
             ignores_padding(m, data(30, dtype=torch.float32), valid, lambda z, m=m, valid=valid: m(z, valid))
 
 
-def test_a_block_that_reads_ignores_what_padding_ignores_padding():
+def test_a_block_that_reads_ignores_what_padding_holds():
     torch.manual_seed(0)
     m = Stack.of("softmax", width=WIDTH, heads=HEADS, depth=2, ffn=WIDTH, causal=True, cross="linear").to(DEVICE)
     x, c, valid = data(20, dtype=torch.float32), data(33, 3, dtype=torch.float32), some(3, 33)

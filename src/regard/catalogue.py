@@ -23,7 +23,6 @@ from regard.mixers.softmax import Additive, Identity, Relu, Softmax
 from regard.mixers.sparse import BigBird, Longformer, Sinks, Sparse, SparseTransformer
 from regard.mixers.synthesizer import Synthesizer
 from regard.patterns import Blocks, Dilated, Global, Local, PerHead, Stride, Truncated
-from regard.text import growth
 
 _ROWS = [
     Row(
@@ -353,13 +352,3 @@ _ROWS = [
 ]
 
 CATALOGUE: dict[str, Row] = {row.name: row for row in _ROWS}
-
-
-def catalogue_table() -> str:
-    """The README's table, in Markdown."""
-    lines = ["| name | what it does | claims | cost | memory | paper |", "|---|---|---|---|---|---|"]
-    for row in CATALOGUE.values():
-        first = row.examples[0]
-        cells = (f"`{row.name}`", row.summary, str(row.can), growth(first.cost, "n"), growth(first.memory, "t"), row.paper)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from regard.text import growth
+
 TABLE = Path(__file__).with_name("mechanisms.json")
 
 
@@ -48,6 +50,17 @@ def _row(row: Any) -> dict[str, Any]:
         "options": option_defaults(row.name),
         "example": str(Spec(row.name, **first.options)),
     }
+
+
+def catalogue_table() -> str:
+    """Make the README's table, in Markdown."""
+    lines = ["| name | what it does | options | claims | cost | memory | paper |", "|---|---|---|---|---|---|---|"]
+    for row in make_mechanisms()["mechanisms"]:
+        options = options_text(row["options"])
+        cells = [f"`{row['name']}`", row["summary"], f"`{options}`" if options else "", ", ".join(row["claims"]) or "nothing"]
+        cells += [growth(row["cost"], "n"), growth(row["memory"], "t"), row["paper"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def write_mechanisms() -> None:

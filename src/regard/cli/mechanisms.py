@@ -30,10 +30,10 @@ SHOWN_HEADS, SHOWN_WIDTH = 4, 256  # of a mechanism that is shown
 
 
 def list_(
-    options: Annotated[bool, typer.Option("--options", help="What each does, and its options with their defaults.")] = False,
+    options: Annotated[bool, typer.Option("--options", help="What each can do, and its options with their defaults.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A machine-readable list, with all options.")] = False,
 ) -> None:
-    """Name every mechanism, what it can do, and how its cost grows with the length."""
+    """Name every mechanism, what it does, and how its cost grows with the length."""
     known = read_mechanisms()
     if as_json:
         own = [{"name": name, "family": "own", "class": make} for name, make in _installed(known).items()]
@@ -54,9 +54,10 @@ def _installed(known: dict[str, Any]) -> dict[str, str]:
 
 
 def _print_options(known: dict[str, Any]) -> None:
-    table = columns("name", "what it does", "options")
+    table = columns("name", "can do", "options")
     for row in known["mechanisms"]:
-        table.add_row(row["name"], row["summary"], Text(options_text(row["options"]) or "none"))
+        claims = ", ".join(row["claims"]) or "nothing"
+        table.add_row(row["name"], claims, Text(options_text(row["options"]) or "none"))
     console = screen()
     console.print(table, highlight=False)
     _print_installed(console, known)
@@ -68,16 +69,15 @@ def _print_installed(console: Console, known: dict[str, Any]) -> None:
 
 
 def _print_list(known: dict[str, Any]) -> None:
-    table = columns("name", "family", "can do", "cost", "memory", "paper")
+    table = columns("name", "what it does", "cost", "memory")
     for row in known["mechanisms"]:
-        claims = ", ".join(row["claims"]) or "nothing"
-        table.add_row(row["name"], row["family"], claims, growth(row["cost"], "n"), growth(row["memory"], "t"), row["paper"])
+        table.add_row(row["name"], row["summary"], growth(row["cost"], "n"), growth(row["memory"], "t"))
     console = screen()
     console.print(table)
     console.print(f"patterns   {', '.join(known['patterns'])}", highlight=False)
     console.print(f"positions  {', '.join(known['positions'])}", highlight=False)
     _print_installed(console, known)
-    after = "\nOne of them in detail: regard show bigbird      What each does, and its options: regard list --options"
+    after = "\nOne in detail, with its paper: regard show bigbird      What each can do, and its options: regard list --options"
     console.print(after, style="dim", highlight=False)
 
 

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from regard.laws.law_case import HEADS, Case
+from regard.laws.law_case import LAW_HEADS, Case
 from regard.laws.law_table import each, law
-from regard.laws.verdicts import agree, demand, refuses
+from regard.laws.verdicts import DoesNotApply, LawBroken, agree, demand, refuses
 from regard.mixers.attend import attend
 from regard.mixers.base import Can, Places
 
@@ -46,18 +46,27 @@ def positions_are_declared(case: Case, n: int = 40) -> None:
     memory = core.push(core.empty(k, v), k, v, Places.of(k[:, 0]))
     few, count = slice(n // 4, n * 3 // 4), n * 3 // 4 - n // 4
     if not core.joint:
-        asked = q[:, :, : n * 9 // 40]
+        asked = q[:, :, : max(n * 9 // 40, 1)]
         moved = [core.read(memory, asked, Places.of(asked[:, 0], start=start)) for start in (0, 1, n // 3, n * 3 // 4)]
         depends = not all(torch.equal(moved[0], other) for other in moved[1:])
         demand(not depends or core.positional, "it says positional = False, and moved queries get other answers")
-        demand(depends or not core.positional, "it says positional = True, and moved queries get the same answers")
+        if core.positional and not depends:
+            _declared_too_much(case, "it says positional = True, and moved queries get the same answers", n)
         return
     try:
         found = core.read(memory, q[:, :, few], Places.of(q[:, 0, few], start=few.start))
     except (ValueError, RuntimeError):
         return
     alone = found.shape[2] == count and torch.allclose(found, attend(q, k, v, core)[:, :, few])
-    demand(not alone, "it says joint = True, and some queries get what they get among all")
+    if alone:
+        _declared_too_much(case, "it says joint = True, and some queries get what they get among all", n)
+
+
+def _declared_too_much(case: Case, what: str, n: int) -> None:
+    """Report a declaration that nothing shows: for options that are no example of the row, longer sequences may show it."""
+    if case.example is None:
+        raise DoesNotApply(f"{what} of {n} tokens: right if its options are for longer sequences, else set it to False")
+    raise LawBroken(what)
 
 
 @law(_ADVICE, core=True)
@@ -71,7 +80,7 @@ def ambiguity_is_refused(case: Case) -> None:
             refuses(partial(attend, q[:, :, :1], k, v, core, causal=causal), sentence, "one query among 40 keys needs no offset")
         elif Can.CROSS in core.can and not core.rate > 1:
             shape = attend(q[:, :, :1], k, v, core).shape
-            demand(shape == (2, HEADS, 1, core.dims.e), "one query gets another shape", f"{tuple(shape)}")
+            demand(shape == (2, LAW_HEADS, 1, core.dims.e), "one query gets another shape", f"{tuple(shape)}")
         if causal or Can.CROSS not in core.can:
             sentence = "queries are tokens among the 40 keys here: offset 30 and 11 queries are more"
             behind = partial(attend, q[:, :, :11], k, v, core, causal=causal, offset=30)

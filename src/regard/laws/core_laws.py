@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.analysis.probe import attention_matrix, has_weights
-from regard.laws.law_case import HEADS, WIDTH, Case
+from regard.laws.law_case import LAW_HEADS, LAW_WIDTH, Case
 from regard.laws.law_table import law
 from regard.laws.verdicts import DoesNotApply, LawBroken, agree, demand, refuses
 from regard.mixers.attend import attend
@@ -27,12 +27,12 @@ _GROUPED = "memories keep g key-value heads: `per_query_head(x, q)` repeats them
     Can.STREAM | Can.CAUSAL,
     core=True,
     causal=True,
-    given=tuple({"before": before, "kv_heads": g} for before, g in ((0, HEADS), (0, 2), (21, 2))),  # (21, HEADS) is half of each
+    given=tuple({"before": before, "kv_heads": g} for before, g in ((0, LAW_HEADS), (0, 2), (21, 2))),
 )
-def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = HEADS) -> None:
+def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = LAW_HEADS) -> None:
     """Outputs and gradients of `scan` are those of its definition, the loop over tokens, from an empty memory or behind one."""
     if case.core(causal=True).shared_qk:  # its layer refuses fewer key-value heads, `attend` does not
-        dims = Dims(WIDTH, HEADS, kv_heads=kv_heads, causal=True)
+        dims = Dims(LAW_WIDTH, LAW_HEADS, kv_heads=kv_heads, causal=True)
         core = make_core(case.spec, dims).to(case.device, torch.float64).eval()
     else:
         core = case.core(causal=True, kv_heads=kv_heads)
@@ -52,7 +52,7 @@ def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = H
 def _scans(case: Case, core: Core, scan: Callable[..., tuple[Tensor, Any]], n: int, before: int) -> list[Tensor]:
     """Return outputs and all gradients of a scan over n tokens, from an empty memory or behind one."""
     g = torch.Generator().manual_seed(5)
-    shapes = ((HEADS, core.dims.d * core.streams), *((core.dims.g, size) for size in core.sizes))
+    shapes = ((LAW_HEADS, core.dims.d * core.streams), *((core.dims.g, size) for size in core.sizes))
     q, k, v = (
         torch.randn(2, h, n + before, x, dtype=torch.float64, generator=g).to(case.device).requires_grad_() for h, x in shapes
     )
@@ -97,7 +97,7 @@ def head_sizes_may_differ(case: Case, n: int = 40) -> None:
         m, x = case.build(key_dim=6, value_dim=10, **few, **mode), case.data(n)
         assert isinstance(m, Attention)
         y = m(x)
-        demand(y.shape == (3, -(-n // m.rate), WIDTH), "the output has another shape", f"{tuple(y.shape)}")
+        demand(y.shape == (3, -(-n // m.rate), LAW_WIDTH), "the output has another shape", f"{tuple(y.shape)}")
         y.sum().backward()
         demand(m.v.weight.shape[0] in (20, 40), "values have another size than value_dim", f"{m.v.weight.shape[0]}")
 
@@ -138,7 +138,7 @@ def weights_are_shown(case: Case, n: int = 37) -> None:
             continue
         g = torch.Generator().manual_seed(5)
         sizes = core.dims.d * core.streams, *core.sizes
-        q, k, v = (torch.randn(2, HEADS, n, x, dtype=torch.float64, generator=g).to(case.device) for x in sizes)
+        q, k, v = (torch.randn(2, LAW_HEADS, n, x, dtype=torch.float64, generator=g).to(case.device) for x in sizes)
         a = attention_matrix(core, q, k, causal=mode["causal"])
         half = v[..., : core.dims.e]
         value = torch.cat([half] * core.streams, -1)

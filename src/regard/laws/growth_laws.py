@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.laws.law_case import HEADS, WIDTH, Case
+from regard.laws.law_case import LAW_HEADS, LAW_WIDTH, Case
 from regard.laws.law_table import law
 from regard.laws.verdicts import DoesNotApply, LawBroken, demand
 from regard.mixers.attention import Attention
@@ -25,7 +25,7 @@ def cost_grows_as_claimed(case: Case) -> None:
     found = [_cost_growth(case, mode["causal"]) for mode in case.modes()]
     if case.example is None:
         worst = max((growth for growth, _ in found if growth is not None), default=0.0)
-        raise DoesNotApply(_UNCLAIMED.format(f"n ** {worst:.2f}", f"cost={worst:.0f}"))
+        raise DoesNotApply(_UNCLAIMED.format(f"n ** {worst:.2f}", f"cost={_exponent(worst)}"))
     for growth, flops in found:
         if growth is None:
             raise DoesNotApply("it has no product of matrices to count")
@@ -33,17 +33,21 @@ def cost_grows_as_claimed(case: Case) -> None:
         demand(abs(growth - case.example.cost) < 0.2, "cost grows in another way than claimed", counts)
 
 
+def _exponent(growth: float) -> str:
+    return f"{round(growth)}" if abs(growth - round(growth)) < 0.2 else f"{growth:.1f}"
+
+
 def _cost_growth(case: Case, causal: bool) -> tuple[float | None, list[int]]:
     """Count FLOPs at two lengths, beside those of projections; returns the exponent (None without any) and the counts."""
     case.latest = {"causal": causal, "max_len": max(_LENGTHS)}
     with torch.device("meta"):
-        dims = Dims(WIDTH, HEADS, max_len=max(_LENGTHS), causal=causal)
+        dims = Dims(LAW_WIDTH, LAW_HEADS, max_len=max(_LENGTHS), causal=causal)
         m = case.spec.build(dims, positions=case.positions).double().eval()
     around = m.named_parameters() if isinstance(m, Attention) else ()
     weights = sum(p.numel() for name, p in around if p.dim() == 2 and not name.startswith("core"))
     flops = []
     for n in _lengths(case, m):
-        x = torch.empty(1, n, WIDTH, dtype=torch.float64, device="meta")
+        x = torch.empty(1, n, LAW_WIDTH, dtype=torch.float64, device="meta")
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
             m(x)
         flops.append(counter.get_total_flops() - 2 * n * weights)
@@ -71,7 +75,7 @@ def memory_grows_as_claimed(case: Case) -> None:
     sizes = _state_bytes(case, most)
     growth = math.log2(sizes[most] / sizes[256]) / math.log2(most / 256)
     if case.example is None:
-        raise DoesNotApply(_UNCLAIMED.format(f"t ** {growth:.2f}", f"memory={growth:.0f}"))
+        raise DoesNotApply(_UNCLAIMED.format(f"t ** {growth:.2f}", f"memory={max(round(growth), 0)}"))
     if claimed is None:
         raise LawBroken("its row says memory=None, which is for what does not stream", f"measured: t ** {growth:.2f}")
     if not bounded and abs(growth - claimed) >= 0.15:  # buffers that grow in large steps: more of them

@@ -13,7 +13,7 @@ from regard.mixers.base import Can, Core, Dims, Mixer
 from regard.own_mechanism import UNMEASURED
 from regard.spec import Named, Spec
 
-WIDTH, HEADS, MAX_LEN = 32, 4, 128
+LAW_WIDTH, LAW_HEADS, LAW_MAX_LEN = 32, 4, 128
 CONTROL = "identity"  # the one row that mixes nothing: what others must depend on, it must not
 
 
@@ -49,7 +49,7 @@ class Case:
         """Build the layer for evaluation, always with the same weights."""
         seed_torch(self.device)
         self.latest = {"dtype": dtype, "shared_qk": shared_qk, **dims}
-        sizes = Dims(**{"width": WIDTH, "heads": HEADS, "max_len": MAX_LEN, **dims})
+        sizes = Dims(**{"width": LAW_WIDTH, "heads": LAW_HEADS, "max_len": LAW_MAX_LEN, **dims})
         made = self.spec.build(sizes, shared_qk=shared_qk, positions=self.positions)
         return made.to(self.device, dtype).eval()
 
@@ -78,7 +78,7 @@ class Case:
         """Return the ways in which it can be built: causal or not."""
         return [{"causal": c} for c in (False, True) if not c or self.can(Can.CAUSAL, causal=True)]
 
-    def data(self, n: int, seed: int = 1, b: int = 3, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> Tensor:
+    def data(self, n: int, seed: int = 1, b: int = 3, width: int = LAW_WIDTH, dtype: torch.dtype = torch.float64) -> Tensor:
         return random_tokens(n, seed, b, width, dtype, self.device)
 
     def some(self, b: int, n: int, seed: int = 4, share: float = 0.7) -> Tensor:

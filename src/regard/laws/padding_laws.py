@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from regard.laws.law_case import HEADS, MAX_LEN, WIDTH, Case
+from regard.laws.law_case import LAW_HEADS, LAW_MAX_LEN, LAW_WIDTH, Case
 from regard.laws.law_table import each, law
 from regard.laws.verdicts import agree, demand
 from regard.mixers.attend import attend
@@ -100,9 +100,9 @@ def prompt_padding_holds_anything(case: Case, n: int = 40) -> None:
 @law(_ADVICE, Can.PADDING, core=True)
 def attend_padding_holds_anything(case: Case, n: int = 40) -> None:
     """NaN, infinity and huge numbers at padding change no bit of what `attend` returns, nor of its gradients."""
-    made = core(case.spec, Dims(WIDTH, HEADS, max_len=MAX_LEN)).to(case.device).eval()
+    made = core(case.spec, Dims(LAW_WIDTH, LAW_HEADS, max_len=LAW_MAX_LEN)).to(case.device).eval()
     g = torch.Generator().manual_seed(5)
-    shapes = ((HEADS, made.dims.d * made.streams), *((HEADS, size) for size in made.sizes))
+    shapes = ((LAW_HEADS, made.dims.d * made.streams), *((LAW_HEADS, size) for size in made.sizes))
     q, k, v = (torch.randn(2, h, n, size, generator=g).to(case.device) for h, size in shapes)
     valid = case.some(2, n)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from regard.laws.law_case import HEADS, Case
+from regard.laws.law_case import LAW_HEADS, Case
 from regard.laws.law_table import each, law
 from regard.laws.verdicts import demand
 from regard.mixers.attend import attend
@@ -30,8 +30,8 @@ def low_precision_is_close(case: Case, dtype: torch.dtype = torch.float32) -> No
         low, true = (case.core(dtype=t, **mode) for t in (dtype, torch.float64))
         true.load_state_dict({name: x.double() for name, x in low.state_dict().items()})
         sizes = low.dims.d * low.streams, *low.sizes
-        inputs = [torch.randn(1, HEADS, 80, x, generator=g).to(case.device, dtype).double() for x in sizes]
-        up = torch.randn(1, HEADS, 80, low.dims.e, generator=g).to(case.device, dtype).double()
+        inputs = [torch.randn(1, LAW_HEADS, 80, x, generator=g).to(case.device, dtype).double() for x in sizes]
+        up = torch.randn(1, LAW_HEADS, 80, low.dims.e, generator=g).to(case.device, dtype).double()
         asked = up[:, :, : -(-80 // low.rate)]
         causal = mode["causal"]
         ours = _worst(

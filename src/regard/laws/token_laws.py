@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from regard.blocks import Stack
-from regard.laws.law_case import HEADS, MAX_LEN, WIDTH, Case, seed_torch
+from regard.catalogue import CATALOGUE
+from regard.laws.law_case import LAW_HEADS, LAW_MAX_LEN, LAW_WIDTH, Case, seed_torch
 from regard.laws.law_table import each, law
-from regard.laws.verdicts import LawBroken, agree, demand, refuses, same_bits
+from regard.laws.verdicts import DoesNotApply, LawBroken, agree, demand, refuses, same_bits
 from regard.mixers.base import Can, Dims
 
 UNREAD = ("q.", "k.")  # the weights that the control row has and never reads
@@ -28,7 +29,7 @@ def shape_and_gradients(case: Case, n: int = 7) -> None:
     for mode in case.modes():
         m, x = case.build(**mode), case.data(n).requires_grad_()
         y = m(x)
-        wanted = (3, -(-n // m.rate), WIDTH)
+        wanted = (3, -(-n // m.rate), LAW_WIDTH)
         demand(y.shape == wanted, "the output has another shape", f"{tuple(y.shape)} for {wanted}")
         y.square().sum().backward()
         demand(y.isfinite().all(), "the output is not finite")
@@ -39,6 +40,8 @@ def shape_and_gradients(case: Case, n: int = 7) -> None:
         demand(not wrong, "the gradient of a weight is missing or not finite", ", ".join(wrong))
         if n > 7:
             zero = [name for name, p in weights.items() if p.grad is not None and p.grad.abs().max() < 1e-12]
+            if zero and case.example is None and case.spec.name in CATALOGUE:  # its examples are for such lengths, and have one
+                raise DoesNotApply(f"{', '.join(zero)} has no gradient in {n} tokens: these options are for longer sequences")
             demand(not zero, "the gradient of a weight is zero", ", ".join(zero))
 
 
@@ -68,10 +71,10 @@ def empty_inputs(case: Case, n: int = 0) -> None:
         m, x = case.build(**mode), case.data(n).requires_grad_()
         y = m(x)
         y.sum().backward()
-        demand(y.shape == (3, n, WIDTH), "the output of so few tokens has another shape", f"{tuple(y.shape)}")
+        demand(y.shape == (3, n, LAW_WIDTH), "the output of so few tokens has another shape", f"{tuple(y.shape)}")
         demand(y.isfinite().all(), "the output of so few tokens is not finite")
         empty = m(case.data(5)[:0])
-        demand(empty.shape == (0, -(-5 // m.rate), WIDTH), "a batch without rows gets another shape", f"{tuple(empty.shape)}")
+        demand(empty.shape == (0, -(-5 // m.rate), LAW_WIDTH), "a batch without rows gets another shape", f"{tuple(empty.shape)}")
 
 
 @law("subtract the maximum before exp, divide by what cannot be zero, and add up in float32 or better")
@@ -128,7 +131,7 @@ def weights_are_loaded(case: Case, n: int = 40) -> None:
         m, x, file = case.build(**mode), case.data(n), io.BytesIO()
         torch.save(m.state_dict(), file)
         seed_torch(case.device, 99)
-        dims = Dims(WIDTH, HEADS, max_len=MAX_LEN, **mode)
+        dims = Dims(LAW_WIDTH, LAW_HEADS, max_len=LAW_MAX_LEN, **mode)
         other = case.spec.build(dims, positions=case.positions).to(case.device, torch.float64).eval()
         file.seek(0)
         other.load_state_dict(torch.load(file, weights_only=True))
@@ -140,7 +143,7 @@ def one_batch_is_fitted(case: Case) -> None:
     """One block overfits a batch whose rows end in the same token with another target each: only mixing can fit it."""
     x, target = case.data(8, b=4, dtype=torch.float32), case.data(8, seed=8, b=4, dtype=torch.float32)
     x[:, -1] = x[0, -1]
-    sizes: dict[str, Any] = {"width": WIDTH, "heads": HEADS, "depth": 1, "ffn": 2 * WIDTH, "max_len": MAX_LEN}
+    sizes: dict[str, Any] = {"width": LAW_WIDTH, "heads": LAW_HEADS, "depth": 1, "ffn": 2 * LAW_WIDTH, "max_len": LAW_MAX_LEN}
     for mode in case.modes():
         seed_torch(case.device)
         case.latest = {"dtype": torch.float32, **mode}
@@ -155,5 +158,6 @@ def one_batch_is_fitted(case: Case) -> None:
                 break
         else:
             if not case.control or error[:, -1].mean() <= 0.5:
-                last = f"{float(error.mean()):.2g} after 100 updates, {float(error[:, -1].mean()):.2g} for the last token"
-                raise LawBroken("one batch is not fitted to a squared error below 0.1", last)
+                mean, last = error.detach().mean(), error.detach()[:, -1].mean()
+                errors = f"{float(mean):.2g} after 100 updates, {float(last):.2g} for the last token"
+                raise LawBroken("one batch is not fitted to a squared error below 0.1", errors)
