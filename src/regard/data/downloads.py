@@ -91,9 +91,9 @@ def acl_records(source: Path) -> dict[str, Records]:
     ranked = sorted(papers.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
     ordered = [paper for _, paper in ranked]
     cuts: Sequence[tuple[str, int, int]] = [
-        ("test", 0, count),
-        ("val", count, 2 * count),
         ("train", 2 * count, 2 * count + TRAIN_PAPERS),
+        ("val", count, 2 * count),
+        ("test", 0, count),
     ]
     return {f"{part}.jsonl": ordered[first:last] for part, first, last in cuts}
 
