@@ -46,11 +46,16 @@ def poison() -> None:
 
 
 def one_pass(own: torch.nn.Module, x: list[Tensor], causal: bool, valid: Tensor | None) -> list[Tensor]:
-    """Return the output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v, of a random gradient of the output.
+
+    A loss such as the squares of the output would weigh the first tokens most, whose gradients are differences of nearly equal
+    numbers: with one key they are 0.
+    """
     given = [y.detach().requires_grad_() for y in x]
     torch.manual_seed(3)
     out = attend(*given, own, causal=causal, valid=valid, query_valid=None if causal else valid)
-    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), given)]
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, given, up)]
 
 
 def inputs(own: torch.nn.Module, n: int, d: int, dtype: torch.dtype) -> list[Tensor]:
