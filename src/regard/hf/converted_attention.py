@@ -18,7 +18,7 @@ from regard.spec import Spec
 
 IMPLEMENTATION = "converted"  # the name of the attention function, as in model.set_attn_implementation
 MECHANISM = "mechanism"  # the submodule of an attention layer that computes in place of its softmax
-KEPT_LAYERS = LayerSpecs((Spec("softmax"),), True)
+KEPT_LAYERS = LayerSpecs.made([Spec("softmax")], True)
 
 
 def converted_attention(
