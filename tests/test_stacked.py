@@ -1,7 +1,9 @@
 """Several models trained as one: the same losses, weights and records as each of them alone."""
 
+import runpy
 from dataclasses import replace
 from multiprocessing import Pipe
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -14,9 +16,9 @@ from regard.compare.cell_training import CellBudget, CellTraining
 from regard.compare.compared_model import build_model
 from regard.compare.device_split import load_split
 from regard.compare.grid_plan import plan_grid
-from regard.compare.stack_plan import AS_HEADS, MOST_STACKED, SIDE_BY_SIDE, STACKED_TOKENS, stack_form, stack_size, stacks
+from regard.compare.stack_plan import AS_HEADS, MOST_STACKED, SIDE_BY_SIDE, stack_form, stack_size, stacks
 from regard.compare.stacked_model import StackedModel
-from regard.compare.stacked_step import StackedStep
+from regard.compare.stacked_step import STACKED_TOKENS, StackedStep
 from regard.compare.stacked_training import StackedTraining
 from regard.compare.training_step import TrainingStep
 from regard.compare.worker_pool import Worker, WorkerPool, _serve
@@ -205,3 +207,14 @@ def test_a_process_sends_the_records_of_a_stack_together_and_one_that_dies_is_tr
     pool.workers = [worker]
     (event,) = pool._died(worker)
     assert [again.cell for again in event.again] == cells and all(again.alone and not again.beside for again in event.again)
+
+
+def test_the_benchmark_counts_steps_of_all_models(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    made = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "grid_speed.py"))
+    assert made["read_forms"]("5,5x8,none") == ((5, 1), (5, 8))
+    data = made["LaneData"]("recall(length=16, pairs=2, vocab=32, train=64, test=16)", ("batch=4", "width=8"), CPU)
+    (row,) = made["stacked_models"]("linear", data, ((3, 1),), 1e-3)
+    assert row["mode"] == "stack of 3" and row["steps_per_s"] > 0 and not row["note"]
+    lane = made["Lane"]("softmax", data, stacked=2)
+    assert made["steps_a_second"]([lane], 1e-3) > 0 and lane.steps % (2 * made["CHECKED"]) == 0

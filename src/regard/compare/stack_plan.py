@@ -13,8 +13,8 @@ from regard.compare.grid_plan import Cell
 from regard.compare.own_code import read_task
 from regard.compare.stacked_layers import HeadStack
 from regard.compare.stacked_model import CannotStack, StackedModel
+from regard.compare.stacked_step import STACKED_TOKENS
 
-STACKED_TOKENS = 1 << 19  # of all models in a step, at most: more fill a GPU alone, and their memory is that of one large model
 MOST_STACKED = 32  # models
 SIDE_BY_SIDE, AS_HEADS = "sequences side by side", "heads side by side"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from regard.compare.compared_model import ComparedModel
 from regard.compare.stacked_layers import (
@@ -29,6 +30,8 @@ from regard.mixers.base import Core, refer
 from regard.mixers.baselines import Conv, WindowFC
 from regard.positions.added import Learned
 from regard.spec import Spec
+
+ALIGNED = 4  # weights whose memory begins at so many numbers are read as vectors by products
 
 
 class CannotStack(ValueError):
@@ -58,8 +61,9 @@ class HeadBuffer:
 class StackedModel(nn.Module):
     """Run models of one shape as one: tokens (m * b n), those of the first model first, to scores (m * b ...).
 
-    `flat` (m, weights of one model) has the weights of all; what a model computes depends on its own row alone, and so does the
-    gradient of that row where losses are summed. Raises CannotStack where a part has no form for several models.
+    `flat` (m, weights of one model) has the weights of all, a few zeros behind those of each. What a model computes depends on
+    its own row alone, and so does the gradient of that row where losses are summed. Raises CannotStack where a part has no form
+    for several models. The first model is used up.
     """
 
     def __init__(self, models: Sequence[ComparedModel]) -> None:
@@ -73,15 +77,20 @@ class StackedModel(nn.Module):
         weights = [dict(model.named_parameters()) for model in models]
         made = _Stacking(models, self.shapes)
         self.model = made.stacked(first, "")
-        self.slots, self.head_buffers = made.slots, made.head_buffers
+        self.head_buffers = made.head_buffers
+        self.slots = sorted(made.slots, key=lambda slot: self._size(slot) % ALIGNED != 0)  # others begin at whole vectors
         named = [name for slot in self.slots for name in slot.names]
         if sorted(named) != sorted(self.shapes):
             raise CannotStack(f"{sorted(set(self.shapes) - set(named))[0]} has no form for several models")
         rows = [torch.cat([own[name].detach().flatten() for name in named]) for own in weights]
-        self.flat = nn.Parameter(torch.stack(rows))
+        filled = -len(rows[0]) % ALIGNED
+        self.flat = nn.Parameter(pad(torch.stack(rows), (0, filled)))
         sizes = [self.shapes[name].numel() for name in named]
         self.spans = dict(zip(named, pairwise([0, *accumulate(sizes)]), strict=True))
-        self.sizes = [sum(self.shapes[name].numel() for name in slot.names) for slot in self.slots]
+        self.sizes = [*map(self._size, self.slots), *([filled] if filled else [])]
+
+    def _size(self, slot: Slot) -> int:
+        return sum(self.shapes[name].numel() for name in slot.names)
 
     def matrices(self) -> Tensor:
         """Return 1 for every weight of a matrix and 0 for those of norms and biases, (weights of one model)."""
@@ -92,7 +101,7 @@ class StackedModel(nn.Module):
 
     def bind(self) -> None:
         """Give every layer its weights: views of `flat`."""
-        for slot, part in zip(self.slots, self.flat.split(self.sizes, 1), strict=True):
+        for slot, part in zip(self.slots, self.flat.split(self.sizes, 1), strict=False):
             x = part.view(self.count, *slot.shape)
             setattr(slot.owner, slot.attribute, x.flatten(0, 1) if slot.by_heads else x)
 

@@ -17,7 +17,7 @@ from regard.compare.training_step import BETAS, CapturedStep, batch_scores
 EPS = 1e-8  # of AdamW
 NORM_EPS = 1e-6  # of clipping, as in torch.nn.utils.clip_grad_norm_
 DRAWN = 512  # steps whose batches go to the device at once
-SCORED_TOKENS = 1 << 20  # of all models in one batch of an evaluation, at most
+STACKED_TOKENS = 240_000  # of all models in a step or in a batch of an evaluation, at most: more of them fill a GPU alone
 
 
 class StackedStep(CapturedStep):
@@ -97,7 +97,7 @@ def stacked_points(model: StackedModel, split: DeviceSplit, metric: str, dtype: 
     """Return `target_points` of every model."""
     model.eval()
     device, count = split.tokens.device, model.count
-    batch = max(1, SCORED_TOKENS // (count * split.tokens[0].numel()))
+    batch = max(1, STACKED_TOKENS // (count * split.tokens[0].numel()))
     found = []
     for first in range(0, len(split), batch):
         index = torch.arange(first, min(first + batch, len(split)), device=device)
