@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
 from regard.arena.arena_task import ArenaModel, ArenaTask
-from regard.compare.compared_model import build_model
+from regard.compare.compared_model import build_model, is_causal
 from regard.compare.grid_plan import Cell
 from regard.compare.own_code import read_task
 from regard.compare.stacked_layers import HeadStack
@@ -16,6 +16,8 @@ from regard.compare.stacked_model import CannotStack, StackedModel
 from regard.compare.stacked_step import STACKED_TOKENS
 
 MOST_STACKED = 32  # models
+NARROW = 4  # width of feed-forward layers, for a model without weights
+_REFUSALS: dict[Hashable, str] = {}
 SIDE_BY_SIDE, AS_HEADS = "sequences side by side", "heads side by side"
 
 
@@ -26,12 +28,17 @@ def stack_size(cell: Cell) -> int:
     timed = cell.grid.seconds is not None  # a budget of seconds is that of one model
     if timed or cell.usual.buckets > 1 or room < 2:
         return 1
-    return 1 if _refusal(cell.task, cell.grid.files, cell.mixer, cell.model) else room
+    return 1 if _refusal(cell) else room
 
 
-@lru_cache(maxsize=4096)
-def _refusal(task: str, files: tuple[str, ...], mixer: str, model: ArenaModel) -> str:
-    return stack_form(read_task(task, files), mixer, model)[1]
+def _refusal(cell: Cell) -> str:
+    """Return why models of a cell cannot be one; tasks of one form have the same answer, and so have all widths."""
+    task = read_task(cell.task, cell.grid.files)
+    model = replace(cell.model, ffn=min(cell.model.ffn, NARROW))
+    key = (task.form, bool(task.masked), is_causal(task), cell.mixer, model)
+    if key not in _REFUSALS:
+        _REFUSALS[key] = stack_form(task, cell.mixer, model)[1]
+    return _REFUSALS[key]
 
 
 def stack_form(task: ArenaTask, mixer: str, model: ArenaModel) -> tuple[str, str]:

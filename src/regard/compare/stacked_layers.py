@@ -24,18 +24,33 @@ class StackedLinear(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    norm: StackedNorm | None
 
     def __init__(self, out_features: int, biased: bool) -> None:
         super().__init__()
         self.out_features, self.biased = out_features, biased
         self.bias = None
+        self.__dict__["norm"] = None  # the norm in front, if its weights are applied here: see `fold`
+
+    def fold(self, norm: StackedNorm) -> None:
+        """Apply the weights of the norm in front to those of the map, W (x * g + c) + b = (W g) x + (W c + b): they are small."""
+        self.__dict__["norm"], norm.folded = norm, True
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (m * b ... w) to (m * b ... o) by one batched product."""
         tokens = x.reshape(len(self.weight), -1, x.shape[-1])
-        weight = self.weight.mT
-        y = tokens @ weight if self.bias is None else torch.baddbmm(self.bias[:, None], tokens, weight)
+        weight, bias = self._affine()
+        y = tokens @ weight.mT if bias is None else torch.baddbmm(bias[:, None], tokens, weight.mT)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _affine(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias, norm = self.weight, self.bias, self.norm
+        if norm is None or norm.weight is None:
+            return weight, bias
+        if norm.bias is not None:
+            added = (weight @ norm.bias[..., None]).squeeze(-1)
+            bias = added if bias is None else bias + added
+        return weight * norm.weight[:, None], bias
 
 
 class JoinedLinears(StackedLinear):
@@ -78,10 +93,11 @@ class StackedNorm(nn.Module):
         super().__init__()
         self.shape, self.eps, self.centred = list(own.normalized_shape), own.eps, isinstance(own, nn.LayerNorm)
         self.weight = self.bias = None
+        self.folded = False  # the layer behind applies the weights
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(x, self.shape, eps=self.eps or 0.0) if self.centred else F.rms_norm(x, self.shape, eps=self.eps)
-        if self.weight is None:
+        if self.weight is None or self.folded:
             return y
         tokens = y.view(len(self.weight), -1, y.shape[-1])
         if self.bias is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from regard.blocks.block import Block
 from regard.compare.compared_model import ComparedModel
 from regard.compare.stacked_layers import (
     HeadStack,
@@ -148,6 +149,9 @@ class _Stacking:
             raise CannotStack(f"{type(module).__name__} has weights without a form for several models ({own[0]})")
         self._check_buffers(module, name)
         self._children(module, name)
+        if isinstance(module, Block) and module.pre:
+            _fold(module.mixer_norm, getattr(module.mixer, "joined", None))
+            _fold(getattr(module, "channel_norm", None), getattr(getattr(module, "channel", None), "up", None))
         return module
 
     def _children(self, module: nn.Module, name: str) -> None:
@@ -293,6 +297,12 @@ FORMS: dict[type, Callable[[_Stacking, Any, str], nn.Module]] = {
     WindowFC: lambda made, own, name: made.whole(StackedWindowFC, own, name),
     GMLP: lambda made, own, name: made.whole(StackedGMLP, own, name),
 }
+
+
+def _fold(norm: nn.Module | None, behind: nn.Module | None) -> None:
+    """Apply the weights of a norm to those of the map that alone reads it, if both are stacked."""
+    if isinstance(norm, StackedNorm) and isinstance(behind, StackedLinear):
+        behind.fold(norm)
 
 
 def _inside(name: str, key: str) -> str:
