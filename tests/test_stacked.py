@@ -91,6 +91,12 @@ def test_padding_positions_and_heads_of_all_forms(task, changes):
         same(one, two)
 
 
+@pytest.mark.parametrize("mixer", ["fnet", "nystrom(landmarks=2)", "pooled_queries(rate=3)", "linformer(rank=4)"])
+def test_mechanisms_that_are_not_causal(mixer):
+    for one, two in zip(*both_ways(FirstToken(), mixer, steps=4), strict=True):
+        same(one, two)
+
+
 @pytest.mark.parametrize("mixer", STACKED)
 def test_what_is_not_a_number_in_one_model_stays_there(mixer):
     train = load_split(ECHO, "train", CPU)[0]
@@ -123,8 +129,11 @@ def test_a_model_that_diverges_and_one_that_has_learned_end_by_themselves():
 
 
 def test_what_cannot_be_stacked_says_why():
-    for mixer, why in {"rnn": "GRU", "small_arena:Complaining": "your own"}.items():
+    for mixer, why in {"rnn": "rnn has weights of its own", "small_arena:Complaining": "your own"}.items():
         assert why in stack_form(ECHO, mixer, ECHO.model())[1]
+    first = FirstToken()
+    assert "project_k has no weights of each head" in stack_form(first, "linformer(rank=4, share='head')", first.model())[1]
+    assert "mlp_mixer has weights of its own" in stack_form(first, "mlp_mixer(hidden=4)", first.model())[1]
     assert stack_form(ECHO, "softmax", ECHO.model()) == (SIDE_BY_SIDE, "")
     assert stack_form(ECHO, "sinkhorn(block=4)", ECHO.model()) == (AS_HEADS, "")
 

@@ -27,7 +27,7 @@ from regard.compare.stacked_layers import (
 )
 from regard.mixers.attention import Attention
 from regard.mixers.attention_free import GMLP
-from regard.mixers.base import Core, refer
+from regard.mixers.base import Core, Mixer, refer
 from regard.mixers.baselines import Conv, WindowFC
 from regard.positions.added import Learned
 from regard.spec import Spec
@@ -145,6 +145,8 @@ class _Stacking:
         form = FORMS.get(type(module))
         if form is not None:
             return form(self, module, name)
+        if isinstance(module, Mixer):
+            self._check_mixer(module)
         if own := [key for key, p in module._parameters.items() if p is not None]:
             raise CannotStack(f"{type(module).__name__} has weights without a form for several models ({own[0]})")
         self._check_buffers(module, name)
@@ -153,6 +155,14 @@ class _Stacking:
             _fold(module.mixer_norm, getattr(module.mixer, "joined", None))
             _fold(getattr(module, "channel_norm", None), getattr(getattr(module, "channel", None), "up", None))
         return module
+
+    @staticmethod
+    def _check_mixer(mixer: Mixer) -> None:
+        """Refuse a layer that may use the weights of its parts in ways of its own."""
+        if not type(mixer).__module__.startswith("regard."):
+            raise CannotStack(f"{mixer.name} is of your own: whether it keeps sequences apart is not known")
+        if next(mixer.parameters(), None) is not None:
+            raise CannotStack(f"{mixer.name} has weights of its own, without a form for several models")
 
     def _children(self, module: nn.Module, name: str) -> None:
         for key, child in list(module._modules.items()):
