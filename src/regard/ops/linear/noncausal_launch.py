@@ -16,6 +16,7 @@ from regard.ops.linear import noncausal_kernels as kernels
 from regard.ops.linear.triton_launch import LaunchParts, features_adjacent
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
 
+FEW_SEGMENTS = 8  # of a row, which are merged by one warp
 FEATURE_NUMBERS = {"elu": 1, "relu": 2, "softmax": 3, "random": 0}
 
 
@@ -171,13 +172,21 @@ def _merge(run: NoncausalLaunch, x: NoncausalInputs, sums: tuple[Tensor | None, 
     """Merge the sums of all segments."""
 
     def parts() -> LaunchParts:
-        config = dict(kernel_config("noncausal_merge", run.key, run.device))
         constants = {"f": run.f, "d": run.d, "e": run.e, "BD": block_of(run.d, run.device), "BE": run.sizes["BE"]}
-        flags = {"RUNNING": run.running, "COPY": run.copies, "SB": config.pop("segments")}
-        return (run.b * run.g * run.f,), (segs,), {**constants, **flags, **config}
+        flags = {"RUNNING": run.running, "COPY": run.copies}
+        return (run.b * run.g * run.f,), (segs,), {**constants, **flags, **_merge_config(run, segs)}
 
     tensors = (*sums, x.directions, into.mean, into.level, into.w_logs, into.w_grads)
     run.launch("merge", kernels.noncausal_merge, tensors, parts)
+
+
+def _merge_config(run: NoncausalLaunch, segs: int) -> dict[str, Any]:
+    """Return the sizes of a merge: where there are few segments, tiles of no more of them, by one warp."""
+    config = dict(kernel_config("noncausal_merge", run.key, run.device))
+    most = config.pop("segments")
+    if segs <= FEW_SEGMENTS < most:
+        return {**config, "SB": FEW_SEGMENTS, "num_warps": 1}
+    return {**config, "SB": most}
 
 
 def _outputs(run: NoncausalLaunch, x: NoncausalInputs, kept: NoncausalKept) -> Tensor:
@@ -227,10 +236,9 @@ def launch_noncausal_grads(inputs: NoncausalInputs, kept: NoncausalKept, out: Te
     d_mean, t = torch.empty_like(kept.mean), torch.empty_like(kept.level)
 
     def parts() -> LaunchParts:
-        config = dict(kernel_config("noncausal_merge", run.key, run.device))
         soft = run.running and not run.random
-        constants = {"f": run.f, "e": run.e, "BE": run.sizes["BE"], "SB": config.pop("segments"), "SOFT": soft}
-        return (run.b * run.g * run.f,), (run.ratio * segs,), {**constants, **config}
+        constants = {"f": run.f, "e": run.e, "BE": run.sizes["BE"], "SOFT": soft}
+        return (run.b * run.g * run.f,), (run.ratio * segs,), {**constants, **_merge_config(run, run.ratio * segs)}
 
     run.launch("merge grads", kernels.noncausal_merge_grads, (*adjoints, kept.mean, d_mean, t), parts)
     d_k, d_v = _key_grads(run, x, kept, (d_mean, t), d_norm)
