@@ -1,13 +1,12 @@
 """How many training steps a second one device makes of the small models of a comparison: one model at a time or several.
 
-    python benchmarks/grid_speed.py [--minutes 1] [--mixers "softmax;gla"] [--models 1,8,16] [--stacks 5,5x8] [--processes 2x4]
+    python benchmarks/grid_speed.py [--minutes 1] [--mixers "softmax;gla"] [--models 1,8,16] [--processes 2x4,2x8] [--small]
 
 Models are those of the task `recall`; a model step is one update of one model. Modes: eager steps of one model; captured steps
-(one CUDA graph each) of one model; of 2, 4, 8 and 16 models on streams of one process; of 1, 5, 10 and 20 models trained as one
-(a stack), and of 5 on each of 4 and 8 streams; of 4 or 8 models in each of 2 and 4 processes. Every 25 steps a model waits for
-its loss, as training does. Also the seconds that a new model takes before its first captured step, those of an evaluation, and
-those that the host takes to start a step. Rows are saved as they come; what --minutes leaves no time for is left out. On a CPU
-(--small) steps are eager, and nothing is saved.
+(one CUDA graph each) of one model; of 2, 4, 8 and 16 models on streams of one process; of 4 or 8 models in each of 2 and 4
+processes. Every 25 steps a model waits for its loss, as training does. Also the seconds that a new model takes before its first
+captured step, those of an evaluation, and those that the host takes to start a step. Rows are saved as they come; what --minutes
+leaves no time for is left out. On a CPU (--small) steps are eager, and nothing is saved.
 """
 
 from __future__ import annotations
@@ -31,16 +30,13 @@ from regard.compare.compared_model import build_model
 from regard.compare.device_split import DeviceSplit, load_split
 from regard.compare.size_changes import changed_sizes, read_changes
 from regard.compare.split_score import target_points
-from regard.compare.stacked_model import StackedModel
-from regard.compare.stacked_step import StackedStep, stacked_points
 from regard.compare.training_step import EAGER_STEPS, TrainingStep
 from regard.compare.worker_pool import QUEUES
 
-MIXERS = ("softmax", "gla", "Local(8)", "linear", "reformer(rounds=2, buckets=4, chunk=16)", "delta")
+MIXERS = ("softmax", "gla", "reformer(rounds=2, buckets=4, chunk=16)", "delta", "linear")
 FEW_STEPS = 4  # that are started without waiting
-FIRST = 4  # mixers that are measured in all modes before the others
+FIRST = 3  # mixers that are measured in all modes before the others
 MODELS = (1, 2, 4, 8, 16)  # in one process
-STACKS = ((1, 1), (5, 1), (10, 1), (20, 1), (5, 4), (5, 8))  # models of a stack, streams
 PROCESSES = ((2, 4), (2, 8), (4, 4), (4, 8))  # processes, models in each
 TIMED, SMALL_TIMED = 0.35, 0.05  # seconds of each measurement
 TASK = "recall(length=64, pairs=8, vocab=512, train=8192, test=1000)"
@@ -48,13 +44,16 @@ CHANGES = ("batch=64",)
 
 
 class Lane:
-    """Hold one model, or several as one, on a stream of its own, and count model steps."""
+    """Hold one model on a stream of its own, and count its steps."""
 
-    def __init__(self, mixer: str, data: LaneData, graphs: bool = True, stacked: int = 0) -> None:
+    def __init__(self, mixer: str, data: LaneData, graphs: bool = True) -> None:
         begun = time.perf_counter()
-        self.step = self._made(mixer, data, graphs, stacked)
-        self.data, self.steps, self.each = data, 0, CHECKED * max(1, stacked)
-        self.index = torch.arange(self.step.index.shape[-1], device=data.device).expand_as(self.step.index)
+        model, usual = changed_sizes(data.task.model(), data.task.budget(), dict(data.changes))
+        torch.manual_seed(0)
+        built = build_model(data.task, mixer, model).to(data.device)
+        self.step = TrainingStep(built, data.task, data.train, usual, graphs=graphs)
+        self.data, self.steps = data, 0
+        self.index = torch.arange(len(self.step.index), device=data.device)
         self.waiting = False
         data.wait()
         self.times = {"build_s": time.perf_counter() - begun}
@@ -63,16 +62,6 @@ class Lane:
             self.start(count)
             data.wait()
             self.times[name] = time.perf_counter() - begun
-
-    @staticmethod
-    def _made(mixer: str, data: LaneData, graphs: bool, stacked: int) -> Any:
-        model, usual = changed_sizes(data.task.model(), data.task.budget(), dict(data.changes))
-        torch.manual_seed(0)
-        if not stacked:
-            built = build_model(data.task, mixer, model).to(data.device)
-            return TrainingStep(built, data.task, data.train, usual, graphs=graphs)
-        several = StackedModel([build_model(data.task, mixer, model) for _ in range(stacked)]).to(data.device)
-        return StackedStep(several, data.task, data.train, usual, [1.0] * stacked, graphs=graphs)
 
     def start(self, count: int) -> None:
         with self.step.on_stream():
@@ -83,14 +72,10 @@ class Lane:
         """Wait for the steps that were started, and start more, as training does."""
         if self.waiting:
             with self.step.on_stream():
-                self.wait()
-            self.steps += self.each
+                float(self.step.total_loss)
+            self.steps += CHECKED
         self.start(CHECKED)
         self.waiting = True
-
-    def wait(self) -> None:
-        """Wait for the losses of all steps that were started."""
-        self.step.total_loss.tolist()
 
     def host_seconds(self) -> float:
         """Return the seconds that the host takes to start a step, of a few that the device need not have done."""
@@ -103,12 +88,9 @@ class Lane:
 
     def evaluation_seconds(self) -> float:
         """Return the seconds of a pass over the validation split."""
-        batch = EVALUATED[self.data.device.type] * self.step.index.shape[-1]
+        batch = EVALUATED[self.data.device.type] * len(self.step.index)
         begun = time.perf_counter()
         with self.step.on_stream():
-            if isinstance(self.step, StackedStep):
-                stacked_points(self.step.model, self.data.val, "accuracy", torch.float32)
-                return time.perf_counter() - begun
             target_points(self.step.model, self.data.val, "accuracy", batch, torch.float32)
         return time.perf_counter() - begun
 
@@ -137,8 +119,8 @@ def steps_a_second(lanes: list[Lane], seconds: float) -> float:
             lane.advance()
     for lane in lanes:
         with lane.step.on_stream():
-            lane.wait()
-        lane.steps += lane.each
+            float(lane.step.total_loss)
+        lane.steps += CHECKED
     return sum(lane.steps for lane in lanes) / (time.perf_counter() - begun)
 
 
@@ -169,16 +151,6 @@ def one_process(mixer: str, data: LaneData, models: tuple[int, ...], seconds: fl
         found["host_s"] = lanes[-1].host_seconds()
         found["note"] = lanes[0].step.note
         yield found
-
-
-def stacked_models(mixer: str, data: LaneData, forms: tuple[tuple[int, int], ...], seconds: float) -> Iterator[dict[str, Any]]:
-    """Measure models that are trained as one: so many of a stack, so many stacks on streams of their own."""
-    for size, streams in forms:
-        lanes = [Lane(mixer, data, stacked=size) for _ in range(streams)]
-        row: dict[str, Any] = {"mixer": mixer, "mode": f"stack of {size}", "processes": 1, "models": streams}
-        row |= {"steps_per_s": steps_a_second(lanes, seconds)} | lanes[-1].times
-        row |= {"evaluation_s": lanes[-1].evaluation_seconds(), "host_s": lanes[-1].host_seconds()}
-        yield row | {"note": lanes[0].step.note}
 
 
 def serve_lanes(link: Any, task: str, changes: tuple[str, ...], device: str) -> None:
@@ -251,7 +223,7 @@ class Kept:
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append({name: round(x, 6) if isinstance(x, float) else x for name, x in row.items()})
         more = " ".join(f"{name} {x:.3g}" for name, x in row.items() if name.endswith("_s") and name != "steps_per_s")
-        head = f"{row['mixer']:40}{row['mode']:12}{row['processes']} x {row['models']:<3}"
+        head = f"{row['mixer']:40}{row['mode']:10}{row['processes']} x {row['models']:<3}"
         print(f"{head}{row.get('steps_per_s', 0):10.0f} steps/s  {more} {row.get('note', '')}", flush=True)
         if self.settings["device"] == "cuda":
             save(self.name, self.settings, self.rows)
@@ -268,20 +240,11 @@ class Kept:
             self.add({"mixer": mixer, "mode": "failed", "processes": 0, "models": 0, "note": note})
 
 
-def read_forms(text: str) -> tuple[tuple[int, int], ...]:
-    """Read pairs such as 2x4, with commas; a number alone is once; none is nothing."""
-    parts = [part.split("x") for part in text.split(",") if part and part != "none"]
-    return tuple((int(part[0]), int(part[1]) if len(part) > 1 else 1) for part in parts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=1.0, help="of the whole benchmark")
     parser.add_argument("--mixers", default=";".join(MIXERS), help="with semicolons")
-    parser.add_argument("--models", default=",".join(map(str, MODELS)), help="in one process, with commas; none")
-    parser.add_argument(
-        "--stacks", default=",".join(f"{m}x{n}" for m, n in STACKS), help="5: models of a stack, 5x8: on 8 streams"
-    )
+    parser.add_argument("--models", default=",".join(map(str, MODELS)), help="in one process, with commas")
     parser.add_argument("--processes", default=",".join(f"{p}x{n}" for p, n in PROCESSES), help="2x4: two with four models; none")
     parser.add_argument("--name", default="grid_speed", help="of the file in results/")
     parser.add_argument("--task", default=TASK)
@@ -293,10 +256,8 @@ def main() -> None:
     device = "cpu" if args.small or not torch.cuda.is_available() else "cuda"
     if device == "cpu":
         torch.set_num_threads(1)
-    forms, stacks = read_forms(args.processes), read_forms(args.stacks)
-    models = tuple(map(int, args.models.split(","))) if args.models != "none" else ()
-    if args.small:
-        models, forms, stacks = (1, 2), ((2, 1),), ((1, 1), (3, 2))
+    forms = tuple(tuple(map(int, form.split("x"))) for form in args.processes.split(",") if "x" in form)
+    models, forms = ((1, 2), ((2, 1),)) if args.small else (tuple(map(int, args.models.split(","))), forms)
     seconds = SMALL_TIMED if args.small else TIMED
     task = TASK.replace("8192", "256").replace("1000", "50") if args.small else args.task
     mixers, changes = [part.strip() for part in args.mixers.split(";")], tuple(args.set)
@@ -306,10 +267,8 @@ def main() -> None:
     data = LaneData(task, changes, torch.device(device))
     for some in (mixers[:FIRST], mixers[FIRST:]):
         for mixer in some:
-            if kept.open and models:
+            if kept.open:
                 kept.measure(mixer, one_process(mixer, data, models, seconds))
-            if kept.open and stacks:
-                kept.measure(mixer, stacked_models(mixer, data, stacks, seconds))
         if kept.open and some and forms:
             pool = LaneProcesses(max(count for count, _ in forms), task, changes, device)
             for mixer in some:

@@ -6,9 +6,6 @@ import math
 from collections import Counter
 from typing import Any
 
-from regard.arena.arena_catalogue import arena_task
-from regard.compare.grid_plan import mixer_texts
-from regard.compare.stack_plan import stack_form
 from tables_base import Made, code, not_yet, short, table
 
 BITS = "bits per token"
@@ -218,25 +215,6 @@ def _rate_cell(found: tuple[float | None, str] | None, chosen: bool, metric: str
     if value is None or math.isnan(value):
         return status
     return f"**{_number(value, metric)}**" if chosen else _number(value, metric)
-
-
-def stack_forms() -> str:
-    """How models of each mechanism are trained as one, or why they are not: asked of the code, with a causal task if possible."""
-    found: dict[str, list[str]] = {}
-    for mixer in mixer_texts(["all"]):
-        found.setdefault(_stack_form(mixer), []).append(code(mixer))
-    return table(["as one", "mechanisms"], [[form, ", ".join(mixers)] for form, mixers in found.items()])
-
-
-def _stack_form(mixer: str) -> str:
-    """Return the form of a mechanism; of a task that is not causal where it cannot be."""
-    for task in (arena_task("mad_recall"), arena_task("image")):
-        try:
-            form, reason = stack_form(task, mixer, task.model())
-        except ValueError:
-            continue
-        return form or f"no: {reason}"
-    raise ValueError(f"{mixer} can do neither task")
 
 
 def grid_speed(made: Made) -> str:

@@ -120,12 +120,12 @@ def settings(*tasks, mixers=("softmax",), **more):
     return GridSettings(tasks or ("first_token",), tuple(mixers), files=FILES, **more)
 
 
-def run_grid(folder, grid, pool=None, stacked=False):
+def run_grid(folder, grid, pool=None):
     store = CellStore(Path(folder))
     store.begin({"settings": grid.to_json()})
     pool = pool or SameProcess()
     try:
-        return GridRun(plan_grid(grid), store, pool, stacked).run()
+        return GridRun(plan_grid(grid), store, pool).run()
     finally:
         pool.close()
 

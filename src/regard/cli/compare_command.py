@@ -64,13 +64,6 @@ def compare(
     processes: Annotated[
         int, typer.Option(min=1, max=MOST_JOBS, help="Of a GPU: its cells are spread over so many, on streams of their own.")
     ] = CARD_PROCESSES,
-    stack: Annotated[
-        bool | None,
-        typer.Option(
-            "--stack/--no-stack",
-            help="Train cells that differ in learning rate and seed as one model, where they can be; on a GPU unless given.",
-        ),
-    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="For records, weights and the report; finished cells are kept.")
     ] = Path("compare"),
@@ -89,7 +82,7 @@ def compare(
         more: dict[str, Any] = {"seeds": seeds, "rates": read_rates(lr), "lengths": _lengths(lengths, where), "device": where}
         more |= {"costs": costs} | dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
         grid = _settings(tasks, mixers, task, changes, dtype=one_of("dtype", dtype, ("fp32", "bf16")), **more)
-        records = _run(grid, out, _jobs(jobs, where), processes, where == "cuda" if stack is None else stack)
+        records = _run(grid, out, _jobs(jobs, where), processes)
         _finish(records, out)
 
 
@@ -197,7 +190,7 @@ class _Shown:
             self.progress.step(done)
 
 
-def _run(grid: GridSettings, out: Path, jobs: int, processes: int, stacked: bool) -> list[CellRecord]:
+def _run(grid: GridSettings, out: Path, jobs: int, processes: int) -> list[CellRecord]:
     """Run the grid; Control-C ends it with how to go on."""
     from regard.compare.cell_run import CannotStore
     from regard.compare.cell_store import CellStore
@@ -208,7 +201,7 @@ def _run(grid: GridSettings, out: Path, jobs: int, processes: int, stacked: bool
     store.begin({"settings": grid.to_json(), "records": [cell.key for group in groups for cell in group.search()]})
     count = max(1, min(jobs, _useful(groups)))
     pool = _pool(grid.device, count, processes) if jobs else SameProcess()
-    run = _grid_run(groups, store, pool, stacked)
+    run = _grid_run(groups, store, pool)
     _begin_text(groups, run, jobs and count)
     try:
         return run.run()
@@ -237,10 +230,10 @@ def _useful(groups: list[PlannedGroup]) -> int:
     return sum(max(len(group.rates), group.cell.grid.seeds) for group in groups if group.refused is None) or 1
 
 
-def _grid_run(groups: list[PlannedGroup], store: Any, pool: Any, stacked: bool) -> GridRun:
+def _grid_run(groups: list[PlannedGroup], store: Any, pool: Any) -> GridRun:
     from regard.compare.grid_run import GridRun
 
-    run = GridRun(groups, store, pool, stacked)
+    run = GridRun(groups, store, pool)
     run.view = _Shown(run.total, run.done)
     for line in store.damaged:
         aside(f"a damaged record is replaced: {line}")

@@ -17,15 +17,12 @@ from regard.bench.machine import made_with
 from regard.compare.cell_costs import CELL_DTYPES, cell_costs, costs_by_length
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_store import CellStore
-from regard.compare.cell_training import EVALUATED, CellBudget, CellTraining, Diverged, TrainedCell
+from regard.compare.cell_training import EVALUATED, CellBudget, CellTraining, Diverged
 from regard.compare.compared_model import ComparedModel, build_model
 from regard.compare.device_split import DeviceSplit, load_split
 from regard.compare.grid_plan import Cell
 from regard.compare.own_code import read_task
 from regard.compare.split_score import arena_score, target_points
-from regard.compare.stacked_model import StackedModel
-from regard.compare.stacked_step import StackedStep
-from regard.compare.stacked_training import StackedTraining
 from regard.compare.training_step import TrainingStep
 from regard.compare.warm_steps import WarmSteps
 from regard.data.text_files import DataError
@@ -33,7 +30,7 @@ from regard.training.atomic_files import RunError
 
 JobKind = Literal["train", "train and test", "test", "costs"]
 ReportShare = Callable[[float], None]
-JobParts = Generator[CellRecord | None, None, CellRecord]  # yields the records of other cells of a stack as they are done
+JobParts = Generator[None, None, CellRecord]
 _GRAPHS = {"cuda": "a step is one CUDA graph", "cpu": "none on a CPU"}
 _WARM = WarmSteps()  # of this process
 NO_MEMORY = "there was too little memory: use fewer --jobs, or a smaller batch"
@@ -47,25 +44,10 @@ class CellJob(NamedTuple):
     folder: str
     record: CellRecord | None = None
     alone: bool = False  # with no other cell in its process: another one had died beside it
-    beside: tuple[Cell, ...] = ()  # other cells of its group that are trained as one with it
-    note: str = ""  # for the warnings of the record
-
-    @property
-    def cells(self) -> tuple[Cell, ...]:
-        return (self.cell, *self.beside)
-
-    def apart(self, reason: str = "", alone: bool = False) -> tuple[CellJob, ...]:
-        """Return a job for each of its cells."""
-        note = f"{len(self.cells)} models were not trained as one: {reason}" if reason else self.note
-        return tuple(self._replace(cell=cell, beside=(), note=note, alone=alone or self.alone) for cell in self.cells)
 
 
 class BrokenCard(RuntimeError):
     """Report an error of a GPU behind which nothing in this process can use it."""
-
-
-class StackFailed(RuntimeError):
-    """Report that cells could not be trained as one: each can still be trained by itself."""
 
 
 class CannotStore(RuntimeError):
@@ -74,17 +56,12 @@ class CannotStore(RuntimeError):
 
 def run_job(job: CellJob, report: ReportShare | None = None) -> CellRecord:
     """Return the record of a cell behind a job. Only CannotStore is raised: any other error is in the record."""
-    return finish_job(JobRun(job, report))
-
-
-def finish_job(run: JobRun) -> CellRecord:
-    """Run a job to its end, as `run_job` does; StackFailed is raised where its cells cannot be trained as one."""
-    record = None
+    run, record = JobRun(job, report), None
     try:
         while record is None:
             record = run.advance()
     except BrokenCard as error:
-        return crashed_record(run.job, str(error))
+        return crashed_record(job, str(error))
     return record
 
 
@@ -93,26 +70,21 @@ class JobRun:
 
     def __init__(self, job: CellJob, report: ReportShare | None = None) -> None:
         self.job = job
-        self.parts = _train_stack(job, report) if job.beside else _JOBS[job.kind](job, report)
-        self.warned: dict[str, None] = {job.note: None} if job.note else {}  # texts, each once
-        self.others: list[CellRecord] = []  # of cells that were trained as one with that of the job
+        self.parts = _JOBS[job.kind](job, report)
+        self.warned: dict[str, None] = {}  # texts, each once
 
     def advance(self) -> CellRecord | None:
-        """Run the next part; returns the record behind the last one, with all warnings.
-
-        Raises CannotStore, BrokenCard, or StackFailed where cells cannot be trained as one.
-        """
+        """Run the next part; returns the record behind the last one, with all warnings. Raises CannotStore or BrokenCard."""
         with warnings.catch_warnings(record=True) as caught:
             record = self._advance()
         self.warned |= dict.fromkeys(str(warning.message) for warning in caught)
-        for found in [] if record is None else [*self.others, record]:
-            if self.warned:
-                found.settings["warnings"] = list(dict.fromkeys([*found.settings.get("warnings", []), *self.warned]))
+        if record is not None and self.warned:
+            record.settings["warnings"] = list(dict.fromkeys([*record.settings.get("warnings", []), *self.warned]))
         return record
 
     def _advance(self) -> CellRecord | None:
         try:
-            part = next(self.parts)
+            next(self.parts)
         except StopIteration as end:
             return end.value
         except CannotStore:
@@ -120,10 +92,7 @@ class JobRun:
         except Exception as error:
             if "CUDA error" in str(error):
                 raise BrokenCard(str(error).splitlines()[0]) from error
-            if self.job.beside:
-                raise StackFailed(_failed(self.job, error).reason) from error
             return _failed(self.job, error)
-        self.others += [] if part is None else [part]
         return None
 
 
@@ -164,47 +133,16 @@ def _train(job: CellJob, report: ReportShare | None) -> JobParts:
         _WARM.give(cell, step)
         raise
     trained = training.found
-    record = _trained_record(job, trained, _GRAPHS[device.type])
-    _WARM.give(cell, step)
-    return record
-
-
-def _trained_record(job: CellJob, trained: TrainedCell, graph: str) -> CellRecord:
-    """Make the record of a cell that was trained and write its weights; raises Diverged where it has no score."""
-    cell = job.cell
     record = cell.record(
         curve=trained.curve, val=trained.val, train_seconds=trained.seconds, floors=_floors(cell.task, cell.grid.files)
     )
-    record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or graph}
+    record.settings |= {"made_with": _machine(), "steps": trained.steps, "graph": trained.note or _GRAPHS[device.type]}
     if trained.val is None or trained.val != trained.val:
         raise Diverged("no score on validation is a number")
     about = {"task": cell.task, "mixer": cell.mixer, "lr": str(cell.lr), "seed": str(cell.seed)}
     record.weights = _stored(lambda: CellStore(Path(job.folder)).save_weights(cell.key, trained.weights, about))
+    _WARM.give(cell, step)
     return record
-
-
-def _train_stack(job: CellJob, report: ReportShare | None) -> JobParts:
-    """Train all cells of a job as one; each has the record that it has alone."""
-    cell, device = job.cell, torch.device(job.cell.grid.device)
-    task = read_task(cell.task, cell.grid.files)
-    train, _ = _split(cell.task, cell.grid.files, "train", device)
-    val, _ = _split(cell.task, cell.grid.files, "val", device)
-    model = StackedModel([_seeded_model(own, task) for own in job.cells]).to(device)
-    step = StackedStep(model, task, train, cell.usual, [own.lr for own in job.cells], CELL_DTYPES[cell.grid.dtype])
-    training = StackedTraining(step, val, CellBudget(cell.usual, cell.grid.steps), [own.seed for own in job.cells], report)
-    yield from training.parts()
-    graph = f"{len(job.cells)} models as one: {_GRAPHS[device.type]}"
-    found = []
-    for number, single in enumerate(job.apart()):
-        try:
-            if number in training.diverged:
-                raise Diverged(training.diverged[number])
-            record = _trained_record(single, training.trained(number), graph)
-            found.append((yield from _test(single._replace(record=record), None)) if job.kind == "train and test" else record)
-        except Diverged as error:
-            found.append(_failed(single, error))
-    yield from found[:-1]
-    return found[-1]
 
 
 def _train_and_test(job: CellJob, report: ReportShare | None) -> JobParts:
@@ -235,7 +173,7 @@ def _costs(job: CellJob, report: ReportShare | None) -> JobParts:  # noqa: ARG00
     task = read_task(cell.task, cell.grid.files)
     split, _ = _split(cell.task, cell.grid.files, "train", torch.device(cell.grid.device))
     record.costs = cell_costs(cell, task, split)
-    yield None
+    yield
     record.cost_by_length = costs_by_length(cell, task, split)
     return record
 

@@ -58,11 +58,6 @@ def rate_factor(done: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (done - warmup) / max(1 - warmup, 1e-9)))
 
 
-def is_learned(budget: CellBudget, metric: str, best: float | None) -> bool:
-    """Return whether a score is one that ends training early."""
-    return budget.usual.stop > 0 and best is not None and not is_better(metric, budget.usual.stop, best)
-
-
 def batch_groups(split: DeviceSplit, usual: ArenaBudget) -> list[BatchGroup]:
     """Divide training examples into groups of about one length, as many as the budget asks for."""
     if usual.buckets < 2 or split.lengths is None:
@@ -110,7 +105,8 @@ class CellTraining:
 
     def _is_learned(self) -> bool:
         """Return whether the score is one that ends training early."""
-        return is_learned(self.budget, self.metric, self.found.val)
+        stop, best = self.budget.usual.stop, self.found.val
+        return stop > 0 and best is not None and not is_better(self.metric, stop, best)
 
     def _train_to(self, end: float) -> Iterator[None]:
         """Make steps until so much of the budget is used, CHECKED of them between two readings of the clock."""

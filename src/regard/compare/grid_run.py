@@ -9,8 +9,7 @@ from regard.compare.cell_record import CellRecord
 from regard.compare.cell_run import CannotStore, CellJob
 from regard.compare.cell_store import CellStore
 from regard.compare.grid_plan import Cell, PlannedGroup, best_rate
-from regard.compare.stack_plan import stack_size, stacks
-from regard.compare.worker_pool import TRAININGS, SameProcess, WorkerPool, group_of
+from regard.compare.worker_pool import SameProcess, WorkerPool
 from regard.training.atomic_files import RunError
 
 TRIED_AGAIN = ("crashed", "missing data")  # records of earlier runs with these are replaced
@@ -26,17 +25,12 @@ class GridView(Protocol):
 class GridRun:
     """Run all cells of a plan that have no record yet. `records` holds those that are there, by key."""
 
-    def __init__(
-        self, groups: Sequence[PlannedGroup], store: CellStore, pool: WorkerPool | SameProcess, stacked: bool = False
-    ) -> None:
+    def __init__(self, groups: Sequence[PlannedGroup], store: CellStore, pool: WorkerPool | SameProcess) -> None:
         self.groups, self.store, self.pool = groups, store, pool
-        self.stacked = stacked  # cells of a group are trained as one where their models can be
-        self.apart: set[tuple[str, str]] = set()  # groups of which that has failed
         self.view: GridView | None = None
         self.records: dict[str, CellRecord] = {}
         self.shares: dict[str, float] = {}  # of jobs that run
         self.group_of: dict[tuple[str, str], PlannedGroup] = {(g.cell.task, g.cell.mixer): g for g in groups}
-        self.place_of = {name: place for place, name in enumerate(self.group_of)}
         self._read_earlier()
 
     @property
@@ -99,8 +93,7 @@ class GridRun:
         def add(group: PlannedGroup) -> None:
             new = [job for job in jobs_of(group) if (job.kind, job.cell.key) not in started]
             started.update((job.kind, job.cell.key) for job in new)
-            queue.extend(self._joined(new))
-            queue.sort(key=lambda job: self.place_of[group_of(job)])  # what a group still needs comes before later groups
+            queue.extend(new)
 
         for group in self.groups if groups is None else groups:
             add(group)
@@ -110,29 +103,16 @@ class GridRun:
                 self.pool.submit(queue.pop(place))
                 running += 1
             for event in self.pool.events():
-                self.shares[event.job.cell.key] = event.share * len(event.job.cells)
+                self.shares[event.job.cell.key] = event.share
                 if event.again:
                     running -= 1
-                    queue.extend(event.again)
-                    self.apart |= {group_of(job) for job in event.again if not job.beside}
+                    queue.append(event.job)
                 if event.record is not None:
                     running -= 1
                     del self.shares[event.job.cell.key]
-                    for record in (event.record, *event.others):
-                        self._keep(record)
+                    self._keep(event.record)
                     add(self.group_of[event.record.group])
                 self._show(event.job)
-
-    def _joined(self, jobs: list[CellJob]) -> list[CellJob]:
-        """Make one job of the cells of a group that are trained as one."""
-        if not self.stacked or not jobs or group_of(jobs[0]) in self.apart or (size := stack_size(jobs[0].cell)) < 2:
-            return jobs
-        found = [job for job in jobs if job.kind not in TRAININGS]
-        for kind in TRAININGS:
-            same = {job.cell.key: job for job in jobs if job.kind == kind}
-            for first, *others in stacks([job.cell for job in same.values()], size):
-                found.append(same[first.key]._replace(beside=tuple(others)))
-        return found
 
     def _keep(self, record: CellRecord) -> None:
         """Write a record; one that cannot be written ends the run."""

@@ -32,15 +32,13 @@ def target_points(model: ComparedModel, split: DeviceSplit, metric: str, batch: 
         tokens, targets, valid, at = split.rows(index)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             scores = model(tokens, valid, at)
-        found.append(target_values(scores, targets, metric).cpu())
+        if metric in LESS_IS_BETTER:
+            points = target_losses(scores, targets) / math.log(2)
+        else:
+            points = (scores.argmax(-1) == targets).float()
+        found.append(points.masked_fill(targets == IGNORED, torch.nan).cpu())
     model.train()
     return torch.cat(found)
-
-
-def target_values(scores: Tensor, targets: Tensor, metric: str) -> Tensor:
-    """Return what scores of targets add to the score of a model: 1 for a right label, or bits; NaN where nothing is scored."""
-    points = target_losses(scores, targets) / math.log(2) if metric in LESS_IS_BETTER else (scores.argmax(-1) == targets).float()
-    return points.masked_fill(targets == IGNORED, torch.nan)
 
 
 def mean_points(points: Tensor) -> float:

@@ -13,22 +13,37 @@ from torch import Tensor
 from regard.arena.arena_task import IGNORED, ArenaBudget, ArenaTask
 from regard.arena.hidden_tokens import hide_tokens
 from regard.compare.compared_model import ComparedModel
-from regard.compare.device_split import DeviceSplit, TaskBatch, changes_batches
+from regard.compare.device_split import DeviceSplit, changes_batches
 from regard.compare.split_score import target_losses
 from regard.runtime.cuda_graph import capture_graph, forbid_sync
 
 EAGER_STEPS = 3  # before a capture
-BETAS = (0.9, 0.98)  # of AdamW
 
 
-class CapturedStep:
-    """Run steps on the device of a split, in `on_stream`. On a GPU, those behind EAGER_STEPS are one CUDA graph if possible."""
+class TrainingStep:
+    """Run training steps of one model, in `on_stream`. On a GPU, those behind EAGER_STEPS are one CUDA graph if possible."""
 
-    def __init__(self, split: DeviceSplit, index: Tensor, total_loss: Tensor, graphs: bool = True) -> None:
-        self.split, self.index, self.total_loss = split, index, total_loss  # which examples; the sum of losses
+    def __init__(
+        self,
+        model: ComparedModel,
+        task: ArenaTask,
+        split: DeviceSplit,
+        usual: ArenaBudget,
+        dtype: torch.dtype = torch.float32,
+        graphs: bool = True,
+    ) -> None:
+        self.model, self.task, self.split, self.dtype = model, task, split, dtype
         self.device = split.tokens.device
         self.on_card = self.device.type == "cuda"
         self.graphs = graphs and self.on_card
+        self.clip, self.augments = usual.clip, changes_batches(task)
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.rate = torch.zeros((), device=self.device)
+        options = {"fused": True, "capturable": True} if self.on_card else {"fused": True}
+        groups = decayed_groups(self.weights, usual.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate if self.on_card else 0.0, betas=(0.9, 0.98), **options)
+        self.index = torch.zeros(min(usual.batch, len(split)), dtype=torch.long, device=self.device)
+        self.total_loss = torch.zeros((), device=self.device)
         self.stream = torch.cuda.Stream(self.device) if self.on_card else None
         self.captured: dict[int | None, Any] = {}  # a graph for each length of batches
         self.memory = torch.cuda.graph_pool_handle() if self.graphs else None  # of all graphs: they run one after the other
@@ -70,54 +85,6 @@ class CapturedStep:
         self.done[length] += 1
         self.summed += 1
 
-    def _set_rate(self, rate: float) -> None:
-        raise NotImplementedError
-
-    def _run(self, length: int | None) -> None:
-        raise NotImplementedError
-
-    def _run_and_capture(self, length: int | None) -> None:
-        """Make one update without a synchronisation, then capture the next ones; the reason is noted where that fails."""
-        try:
-            with forbid_sync(self.device):
-                self._run(length)
-        except RuntimeError as error:
-            self.note = f"not captured: {str(error).splitlines()[0]}"
-            self._run(length)
-            return
-        torch.cuda.synchronize(self.device)
-        try:
-            self.captured[length] = capture_graph(
-                lambda: self._run(length), self.device, warmups=0, pool=self.memory, stream=self.stream
-            )
-        except RuntimeError as error:
-            self.note = f"not captured: {str(error).splitlines()[0]}"
-            torch.cuda.synchronize(self.device)
-
-
-class TrainingStep(CapturedStep):
-    """Run training steps of one model."""
-
-    def __init__(
-        self,
-        model: ComparedModel,
-        task: ArenaTask,
-        split: DeviceSplit,
-        usual: ArenaBudget,
-        dtype: torch.dtype = torch.float32,
-        graphs: bool = True,
-    ) -> None:
-        device = split.tokens.device
-        index = torch.zeros(min(usual.batch, len(split)), dtype=torch.long, device=device)
-        super().__init__(split, index, torch.zeros((), device=device), graphs)
-        self.model, self.task, self.dtype = model, task, dtype
-        self.clip, self.augments = usual.clip, changes_batches(task)
-        self.weights = [p for p in model.parameters() if p.requires_grad]
-        self.rate = torch.zeros((), device=device)
-        options = {"fused": True, "capturable": True} if self.on_card else {"fused": True}
-        groups = decayed_groups(self.weights, usual.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=self.rate if self.on_card else 0.0, betas=BETAS, **options)
-
     @torch.no_grad()
     def restart(self, model: ComparedModel) -> None:
         """Take the weights of a new model of the same shape and forget all updates; a step that is captured stays captured."""
@@ -157,26 +124,36 @@ class TrainingStep(CapturedStep):
 
     def _loss(self, length: int | None) -> Tensor:
         """Return the mean loss of the targets, and that of hidden tokens beside it where the task asks for them."""
-        parts = batch_scores(self.model, self.task, self.split.rows(self.index, length), self.dtype, self.augments)
-        first, *more = (mean_loss(scores, targets) for scores, targets in parts)
-        return first + more[0] if more else first
-
-
-def batch_scores(
-    model: Any, task: ArenaTask, batch: TaskBatch, dtype: torch.dtype, augments: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Return scores and targets of a batch, and those of hidden tokens beside them where the task asks for them."""
-    tokens, targets, valid, at = batch
-    if augments:
-        tokens, targets = task.augment(tokens, targets, None)
-    autocast = torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
-    if not task.masked:
+        tokens, targets, valid, at = self.split.rows(self.index, length)
+        if self.augments:
+            tokens, targets = self.task.augment(tokens, targets, None)
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False)
+        if not self.task.masked:
+            with autocast:
+                scores = self.model(tokens, valid, at)
+            return mean_loss(scores, targets)
+        hidden = hide_tokens(tokens, valid, self.task.masked, self.task.vocab - 1)
         with autocast:
-            return [(model(tokens, valid, at), targets)]
-    hidden = hide_tokens(tokens, valid, task.masked, task.vocab - 1)
-    with autocast:
-        scores, token_scores = model.with_hidden(hidden.tokens, valid)
-    return [(scores, targets), (token_scores, hidden.asked)]
+            scores, token_scores = self.model.with_hidden(hidden.tokens, valid)
+        return mean_loss(scores, targets) + mean_loss(token_scores, hidden.asked)
+
+    def _run_and_capture(self, length: int | None) -> None:
+        """Make one update without a synchronisation, then capture the next ones; the reason is noted where that fails."""
+        try:
+            with forbid_sync(self.device):
+                self._run(length)
+        except RuntimeError as error:
+            self.note = f"not captured: {str(error).splitlines()[0]}"
+            self._run(length)
+            return
+        torch.cuda.synchronize(self.device)
+        try:
+            self.captured[length] = capture_graph(
+                lambda: self._run(length), self.device, warmups=0, pool=self.memory, stream=self.stream
+            )
+        except RuntimeError as error:
+            self.note = f"not captured: {str(error).splitlines()[0]}"
+            torch.cuda.synchronize(self.device)
 
 
 def mean_loss(scores: Tensor, targets: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -14,17 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from regard.compare.cell_record import CellRecord
-from regard.compare.cell_run import (
-    BrokenCard,
-    CannotStore,
-    CellJob,
-    JobRun,
-    ReportShare,
-    StackFailed,
-    crashed_record,
-    finish_job,
-    run_job,
-)
+from regard.compare.cell_run import BrokenCard, CannotStore, CellJob, JobRun, ReportShare, crashed_record, run_job
 
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler prints when it starts and stops
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # of a GPU's work: with the usual 8, more streams than that wait for each other
@@ -39,19 +28,13 @@ def group_of(job: CellJob) -> Group:
     return job.cell.task, job.cell.mixer
 
 
-def _warms(job: CellJob) -> bool:
-    """Return whether the next cell of the group can use the captured step of this one."""
-    return job.kind in TRAININGS and not job.beside
-
-
 class JobEvent(NamedTuple):
-    """Report a share of a job that is done, or its record, with those of its other cells, or jobs to run in its place."""
+    """Report a share of a job that is done, or its record, or that it must run again with no other cell beside it."""
 
     job: CellJob
     share: float
     record: CellRecord | None = None
-    again: tuple[CellJob, ...] = ()
-    others: tuple[CellRecord, ...] = ()
+    again: bool = False
 
 
 def _start_method() -> Any:
@@ -79,14 +62,14 @@ class Worker:
 
     def begin(self, job: CellJob) -> None:
         self.jobs[job.cell.key] = job
-        if _warms(job):
+        if job.kind in TRAININGS:
             self.warm -= Counter([group_of(job)])
         self.link.send(job)
 
     def end(self, key: str) -> CellJob:
         """Take out a job that is done; its model can train the next cell of its group."""
         job = self.jobs.pop(key)
-        if _warms(job):
+        if job.kind in TRAININGS:
             self.warm[group_of(job)] += 1
         return job
 
@@ -153,17 +136,10 @@ class WorkerPool:
             raise CannotStore(value)
         if kind == "share":
             return JobEvent(worker.jobs[key], value)
-        job = worker.end(key)
-        if kind == "apart":
-            return JobEvent(job, 0.0, None, job.apart(value))
-        record, *others = value
-        return JobEvent(job, 1.0, record, others=tuple(others))
+        return JobEvent(worker.end(key), 1.0, value)
 
     def _died(self, worker: Worker) -> Iterator[JobEvent]:
-        """Take out a process that has died. Its cell is recorded as crashed; if it had several, each is run again alone.
-
-        Cells that were one are first run again as one, and then each by itself.
-        """
+        """Take out a process that has died. Its cell is recorded as crashed; if it had several, each is run again alone."""
         worker.process.join()
         code = worker.process.exitcode
         self.workers.remove(worker)
@@ -173,9 +149,7 @@ class WorkerPool:
         several = len(worker.jobs) > 1
         for job in worker.jobs.values():
             if several:
-                yield JobEvent(job, 0.0, None, (job._replace(alone=True),))
-            elif job.beside:
-                yield JobEvent(job, 0.0, None, job.apart(reason, alone=True))
+                yield JobEvent(job._replace(alone=True), 0.0, None, True)
             else:
                 yield JobEvent(job, 1.0, crashed_record(job, reason))
 
@@ -205,16 +179,7 @@ class SameProcess:
     def events(self, timeout: float = 1.0) -> Iterator[JobEvent]:  # noqa: ARG002 - pools are called alike
         while self.jobs:
             job = self.jobs.pop()
-            if not job.beside:
-                yield JobEvent(job, 1.0, run_job(job))
-                continue
-            run = JobRun(job)
-            try:
-                record = finish_job(run)
-            except StackFailed as error:
-                yield JobEvent(job, 0.0, None, job.apart(str(error)))
-            else:
-                yield JobEvent(job, 1.0, record, others=tuple(run.others))
+            yield JobEvent(job, 1.0, run_job(job))
 
     def close(self) -> None:
         self.jobs.clear()
@@ -228,7 +193,6 @@ def serve_jobs(link: Connection, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    gc.freeze()  # what was imported stays: garbage is collected before every capture
     try:
         _serve(link)
     except (EOFError, OSError):  # the parent has closed the connection
@@ -251,13 +215,9 @@ def _serve(link: Connection) -> None:
                 link.send(("cannot store", run.job.cell.key, str(error)))
                 runs.remove(run)
                 continue
-            except StackFailed as error:
-                link.send(("apart", run.job.cell.key, str(error)))
-                runs.remove(run)
-                continue
             if record is not None:
                 runs.remove(run)
-                link.send(("record", run.job.cell.key, [record, *run.others]))
+                link.send(("record", run.job.cell.key, record))
 
 
 def _reporter(link: Connection, key: str) -> ReportShare:
