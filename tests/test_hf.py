@@ -428,6 +428,17 @@ def test_dropout_and_half_precision():
     assert model.bfloat16()(**given).logits.sub(exact).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("family", ["Llama", "BERT", "T5"])
+def test_autocast(family):
+    model, (given, real) = make(family, "eager"), inputs(family, padded=True)
+    logits = []
+    for spec in ("eager", "softmax"):
+        model.set_attn_implementation(spec)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits.append(model(**given).logits[real].float())
+    assert_close(*logits, tolerance=0.05)
+
+
 def test_mechanisms_without_weights_refuse_to_drop_them():
     model = make("BERT", "linear", attention_probs_dropout_prob=0.5)
     given, _ = inputs("BERT")

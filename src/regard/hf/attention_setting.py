@@ -43,11 +43,11 @@ def _layer_specs(model: PreTrainedModel, spec: Named | Sequence[Named] | Mapping
     if isinstance(spec, str):
         specs = LayerSpecs.parse(spec)
     elif isinstance(spec, Mapping) and "name" not in spec:
-        specs = LayerSpecs(_completed(spec, _layer_count(model)), False)  # type: ignore[arg-type]
+        specs = LayerSpecs.made(_completed(spec, _layer_count(model)), False)  # type: ignore[arg-type]
     elif isinstance(spec, list | tuple):
-        specs = LayerSpecs(tuple(map(Spec.of, spec)), False)
+        specs = LayerSpecs.made(map(Spec.of, spec), False)
     else:
-        specs = LayerSpecs((Spec.of(spec),), True)  # type: ignore[arg-type]
+        specs = LayerSpecs.made([Spec.of(spec)], True)  # type: ignore[arg-type]
     layers = _layer_count(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention layers: nothing was set")

@@ -14,11 +14,10 @@ from regard.hf.spec_attention import MEMORY, QueryKeyValue, attend_by_core, spec
 from regard.hf.spec_names import LayerSpecs, register_named
 from regard.mixers.attention import in_autocast, no_autocast
 from regard.mixers.base import Core
-from regard.spec import Spec
 
 IMPLEMENTATION = "converted"  # the name of the attention function, as in model.set_attn_implementation
 MECHANISM = "mechanism"  # the submodule of an attention layer that computes in place of its softmax
-KEPT_LAYERS = LayerSpecs((Spec("softmax"),), True)
+KEPT_LAYERS = LayerSpecs(("softmax",), True)
 
 
 def converted_attention(

@@ -18,10 +18,8 @@ from regard.mixers.softmax import Softmax
 from regard.mixers.sparse import Sparse
 from regard.ops.backend import SlowBackend
 from regard.patterns import Everything
-from regard.spec import Spec
 
 MEMORY = "regard_memory"  # attribute of keys that come from a cache of `regard.hf.memory`
-_SOFTMAX = Spec("softmax")
 _REFUSED = {
     "softcap": "caps its scores",
     "s_aux": "has learned sinks among its scores",
@@ -30,9 +28,9 @@ _REFUSED = {
 
 
 class LayerTable(Protocol):
-    """Give the mechanism of an attention module."""
+    """Give the text of the mechanism of an attention module."""
 
-    def of(self, module: nn.Module) -> Spec: ...
+    def of(self, module: nn.Module) -> str: ...
 
 
 class QueryKeyValue(NamedTuple):
@@ -63,7 +61,7 @@ def spec_attention(
     functions of the user's own are computed in full, for softmax and patterns alone.
     """
     _check_options(module, options)
-    heads, mask = QueryKeyValue(query, key, value), attention_mask
+    heads, mask = _same_type(query, key, value), attention_mask
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     rule = mask.rule(sliding_window, causal) if isinstance(mask, ModelMask) else None
     if mask is None:
@@ -71,14 +69,14 @@ def spec_attention(
     if rule is not None:
         causal = rule.causal
     cross = _is_cross(module, heads, causal)
-    spec = _SOFTMAX if cross else specs.of(module)
+    spec = "softmax" if cross else specs.of(module)
     memory = None if cross else getattr(key, MEMORY, None)
     if rule is not None and rule.within is not None and memory is None and _covers(rule, mask, key):
         rule = MaskRule(rule.causal)
     sizes = (*query.shape[1:2], *key.shape[1:2], query.shape[3], value.shape[3], causal, dropout, _longest(module))
-    core = spec_core(str(spec), sizes, None if rule is None else rule.within)
+    core = spec_core(spec, sizes, None if rule is None else rule.within)
     if scaling is not None and Can.ROTARY in core.can and scaling != query.shape[3] ** -0.5:
-        heads = heads._replace(q=query * (scaling * query.shape[3] ** 0.5))
+        heads = heads._replace(q=heads.q * (scaling * query.shape[3] ** 0.5))
     with no_autocast(query):
         if rule is None or position_bias is not None:
             if memory is not None:
@@ -97,6 +95,11 @@ def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
             raise ValueError(f"{type(module).__name__} {what} ({option}), which no Spec of regard does: use 'eager' or 'sdpa'")
     if options.get("output_attentions"):
         raise ValueError("attention by a Spec returns no weights: leave out output_attentions, or use 'eager'")
+
+
+def _same_type(q: Tensor, k: Tensor, v: Tensor) -> QueryKeyValue:
+    """Return all three in the type of the values: under autocast rotary positions leave queries and keys in float32."""
+    return QueryKeyValue(q.to(v.dtype), k.to(v.dtype), v)
 
 
 def _is_cross(module: nn.Module, heads: QueryKeyValue, causal: bool) -> bool:
@@ -159,7 +162,7 @@ def _unpadded(x: Tensor, places: Places) -> Tensor:
 
 
 def _attend_dense(
-    spec: Spec, core: Core, heads: QueryKeyValue, mask: ModelMask | Tensor | None, bias: Tensor | None, causal: bool
+    spec: str, core: Core, heads: QueryKeyValue, mask: ModelMask | Tensor | None, bias: Tensor | None, causal: bool
 ) -> Tensor:
     """Attend by scores of all pairs, to which a model adds numbers or of which it shows those of a mask of its own."""
     if not has_pattern(core) or core.reach.bends:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,26 +19,28 @@ from regard.text import TextError
 class LayerSpecs(NamedTuple):
     """Hold the mechanisms of a model: one for all layers, or one for each."""
 
-    each: tuple[Spec, ...]
+    each: tuple[str, ...]  # texts of Specs
     shared: bool  # the one Spec is that of all layers
+
+    @staticmethod
+    def made(specs: Iterable[Spec], shared: bool) -> LayerSpecs:
+        return LayerSpecs(tuple(map(_shortest_text, specs)), shared)
 
     @staticmethod
     def parse(text: str) -> LayerSpecs:
         """Read `Local(8) | Global(first=1)`, or `[softmax, Local(8)]`: a Spec for each layer."""
         line = text.strip()
         if not line.startswith("["):
-            return LayerSpecs((Spec.parse(line),), True)
+            return LayerSpecs.made([Spec.parse(line)], True)
         if not line.endswith("]"):
             raise TextError("a list of mechanisms, one for each layer, ends with ]", line, len(line) - 1)
-        return LayerSpecs(tuple(map(Spec.parse, _items(line[1:-1]))), False)
+        return LayerSpecs.made(map(Spec.parse, _items(line[1:-1])), False)
 
     def __str__(self) -> str:
-        if self.shared:
-            return shortest_text(self.each[0])
-        return f"[{', '.join(map(shortest_text, self.each))}]"
+        return self.each[0] if self.shared else f"[{', '.join(self.each)}]"
 
-    def of(self, module: nn.Module) -> Spec:
-        """Return the mechanism of an attention module."""
+    def of(self, module: nn.Module) -> str:
+        """Return the text of the mechanism of an attention module."""
         if self.shared:
             return self.each[0]
         layer = getattr(module, "layer_idx", None)
@@ -52,7 +54,7 @@ class LayerSpecs(NamedTuple):
         return self.each[layer]
 
 
-def shortest_text(spec: Spec) -> str:
+def _shortest_text(spec: Spec) -> str:
     """Write a Spec; a pattern alone stands for sparse(pattern)."""
     if spec.name == "sparse" and list(spec.options) == ["pattern"]:
         return str(spec.options["pattern"])
@@ -113,10 +115,11 @@ def register_specs(text: str) -> bool:
         if "(" not in text:  # a name of something else
             return False
         raise
-    for spec in specs.each:
+    each = [Spec.parse(one) for one in specs.each]
+    for spec in each:
         check_plain(spec)
     AttentionInterface.register(text, partial(spec_attention, specs))
-    full = all(spec.name == "softmax" for spec in specs.each)
+    full = all(spec.name == "softmax" for spec in each)
     AttentionMaskInterface.register(text, partial(model_mask, text, full))
     _KNOWN[text] = specs
     return True
