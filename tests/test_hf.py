@@ -257,6 +257,23 @@ def test_every_family(family, check):
     CHECKS[check](family)
 
 
+@pytest.mark.parametrize("family", ["Mistral", "BERT", "ModernBERT"])
+def test_long_sequences(family):
+    """Lengths at which pairs are computed by tiles, alone and with padding, and behind a cache."""
+    model = make(family, "dense-reference", max_position_embeddings=256)
+    ids = tokens(2, 200)
+    theirs = model(ids).logits
+    model.set_attn_implementation(PATTERN)
+    assert_close(model(ids).logits, theirs)
+    real = torch.ones_like(ids)
+    real[0, 120:] = 0
+    assert_close(model(ids, attention_mask=real).logits[0, :120], model(ids[:1, :120]).logits[0])
+    if FAMILIES[family][0] == DECODER:
+        for cache in (transformers.DynamicCache(config=model.config), regard.hf.memory(model)):
+            parts = [model(part, past_key_values=cache).logits for part in ids.split([90, 90, 20], 1)]
+            assert_close(torch.cat(parts, 1), theirs)
+
+
 # Names
 
 
