@@ -14,11 +14,10 @@ from regard.hf.spec_attention import MEMORY, QueryKeyValue, attend_by_core, spec
 from regard.hf.spec_names import LayerSpecs, register_named
 from regard.mixers.attention import in_autocast, no_autocast
 from regard.mixers.base import Core
-from regard.spec import Spec
 
 IMPLEMENTATION = "converted"  # the name of the attention function, as in model.set_attn_implementation
 MECHANISM = "mechanism"  # the submodule of an attention layer that computes in place of its softmax
-KEPT_LAYERS = LayerSpecs.made([Spec("softmax")], True)
+KEPT_LAYERS = LayerSpecs(("softmax",), True)
 
 
 def converted_attention(
@@ -92,10 +91,7 @@ def _check_mask(module: nn.Module, mechanism: Core, heads: QueryKeyValue, mask: 
     if not isinstance(mask, ModelMask):
         raise TypeError(f"{mechanism.name} in {kind} takes an attention_mask (b n), 1 at real tokens: no masks of n x m numbers")
     if mask.rule(options.get("sliding_window"), mechanism.dims.causal) is None:
-        raise ValueError(
-            f"{kind} has packed sequences or a mask of its own, which {mechanism.name} has no place for; "
-            "under torch.compile pass an attention_mask"
-        )
+        raise ValueError(f"{kind} has packed sequences or a mask of its own, which {mechanism.name} has no place for")
     dropped = mask.sizes.kv_offset
     if dropped and getattr(heads.k, MEMORY, None) is None:
         raise ValueError(
