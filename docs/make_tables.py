@@ -25,6 +25,7 @@ import tables_arena
 import tables_bars
 import tables_conversion
 import tables_features
+import tables_hf
 import tables_recipes
 import tables_speed
 import tables_tasks as real
@@ -215,6 +216,10 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/huggingface_conversion.md": {
         name: partial(lambda make: make(if_there("hf_convert")), getattr(tables_conversion, name))
         for name in ("conversion_quality", "conversion_errors", "conversion_speed", "conversion_answers")
+    },
+    "docs/huggingface.md": {
+        "hf_bert_cpu": lambda: tables_hf.bert(if_there("hf_bert_cpu"), "hf_bert.py"),
+        "hf_bert_cuda": lambda: tables_hf.bert(if_there("hf_bert_cuda"), "hf_bert.py --device cuda"),
     },
     "docs/numbers.md": {
         "growth": growth,

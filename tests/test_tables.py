@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import tables_arena  # noqa: E402
 import tables_bars  # noqa: E402
 import tables_features  # noqa: E402
+import tables_hf  # noqa: E402
 import tables_recipes  # noqa: E402
 import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
@@ -426,3 +427,15 @@ def test_decoders_are_set_beside_softmax():
     text = tables_speed.decoders(made)
     assert "| `linear` | 2.00 x | 4.00 x |" in text and "fnet" not in text and "32,768 tokens" in text
     assert tables_speed.decoders({"rows": []}).startswith(NOT_YET)
+
+
+def test_a_table_of_bert_has_a_row_for_each_pass_and_attention():
+    rows = [
+        {"mechanism": name, "pass": "forward", "seconds": s, "processor_seconds": s}
+        for name, s in (("sdpa", 2.0), ("linear", 0.5))
+    ]
+    rows = [row | {"peak_bytes": None, "mean_distance_to_sdpa": 0.1} for row in rows]
+    settings = {"device": "cpu", "batch": 1, "length": 4096, "dtype": "float32", "repeats": 1, "threads": 1}
+    text = tables_hf.bert({"settings": settings, "made_with": MADE_WITH, "rows": rows}, "hf_bert.py")
+    assert "| forward | `linear` | 500 | 4.00 x |" in text
+    assert NOT_YET in tables_hf.bert({"rows": []}, "hf_bert.py")
