@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from regard.blocks import FeedForward
 from regard.blocks.conformer import ConvModule, conformer
-from regard.blocks.parts_block import Part, PartsBlock
+from regard.blocks.parts_block import BlockPart, PartsBlock
 from regard.mixers.base import Dims
 from regard.spec import layer
 
@@ -74,10 +74,10 @@ def test_a_causal_conformer_streams():
 def test_parts_that_fit_no_block_are_refused():
     feedforward = FeedForward(8, 12)
     with pytest.raises(ValueError, match="at least one"):
-        PartsBlock([Part(feedforward)])
+        PartsBlock([BlockPart(feedforward)])
     with pytest.raises(ValueError, match="one width"):
-        PartsBlock([Part(layer("softmax", width=8, heads=2)), Part(layer("softmax", width=16, heads=2))])
+        PartsBlock([BlockPart(layer("softmax", width=8, heads=2)), BlockPart(layer("softmax", width=16, heads=2))])
     with pytest.raises(ValueError, match="all causal"):
-        PartsBlock([Part(layer("softmax", width=8, heads=2, causal=True)), Part(layer("softmax", width=8, heads=2))])
+        PartsBlock([BlockPart(layer("softmax", width=8, heads=2, causal=True)), BlockPart(layer("softmax", width=8, heads=2))])
     with pytest.raises(ValueError, match="pass a context"):
         made()(data(1, 3, 8), context=data(1, 3, 8))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.blocks.feedforward import FeedForward
-from regard.blocks.parts_block import Part, PartsBlock
+from regard.blocks.parts_block import BlockPart, PartsBlock
 from regard.blocks.stack import Stack
 from regard.checks import need
 from regard.mixers.base import Dims
@@ -64,7 +64,7 @@ def conformer(
     def block(spec: Spec) -> PartsBlock:
         halves = [FeedForward(width, ffn or 4 * width, activation=activation, dropout=dropout) for _ in range(2)]
         attention, convolution = spec.build(dims, positions=positions), ConvModule(around, kernel=kernel)
-        parts = [Part(halves[0], 0.5), Part(attention), Part(convolution), Part(halves[1], 0.5)]
+        parts = [BlockPart(halves[0], 0.5), BlockPart(attention), BlockPart(convolution), BlockPart(halves[1], 0.5)]
         return PartsBlock(parts, last_norm=True, dropout=dropout)
 
     return Stack([block(spec) for spec in islice(cycle(names), need("depth", depth))])

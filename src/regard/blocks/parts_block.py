@@ -14,7 +14,7 @@ from regard.mixers.places import PaddingMask, Places, mask_padding
 from regard.mixers.state import State, check_states
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """A mixer over the sequence, or a module that works on every token by itself, and how much of it is added."""
 
     module: nn.Module
@@ -24,12 +24,13 @@ class Part(NamedTuple):
 class PartsBlock(Block):
     """x + weight part(norm(x)), part by part, and a norm behind the last one if `last_norm`.
 
-    `PartsBlock([Part(ffn, 0.5), Part(attention), Part(convolution), Part(ffn, 0.5)], last_norm=True)` is the Conformer's block.
+    `PartsBlock([BlockPart(ffn, 0.5), BlockPart(attention), BlockPart(convolution), BlockPart(ffn, 0.5)])` is the Conformer's, but
+    for its last norm.
     At least one part is a mixer; all mixers answer every token and read no context. It streams like a `Block`.
     """
 
     def __init__(
-        self, parts: Sequence[Part], *, norm_class: NormClass = nn.LayerNorm, last_norm: bool = False, dropout: float = 0.0
+        self, parts: Sequence[BlockPart], *, norm_class: NormClass = nn.LayerNorm, last_norm: bool = False, dropout: float = 0.0
     ) -> None:
         nn.Module.__init__(self)  # a Block by what it does, with other modules
         mixers = [part.module for part in parts if isinstance(part.module, Mixer)]
