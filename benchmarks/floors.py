@@ -16,11 +16,13 @@ import numpy as np
 from common import Progress, save
 from regard import scores, tasks
 from regard.data import datasets
+from regard.data.bracket_score import OUTERMOST, bracket_score
 from regard.data.datasets import LabelledText, Splits, Tagged
 from regard.data.extended_vocab import extended_words
 from regard.data.locate import find
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.text_files import Pair
+from regard.data.treebank import Tree, constituents, plain_label, read_gum, right_branching, words_of_tree
 from regard.data.wikisql import split_words
 from regard.tasks.copying import CopyTask, oov_recall
 
@@ -195,6 +197,23 @@ def wikisql(task: CopyTask) -> list[Row]:
     return [row("wikisql", name, copied(task, said)) for name, said in floors.items()]
 
 
+def gum(parts: Splits[list[Tree]]) -> list[Row]:
+    """Trees that branch to the right, with the true tags: by the most frequent label, and by the best one on train."""
+    labels = Counter(plain_label(x.label) for tree in parts.train for x in constituents(tree) if x.label not in OUTERMOST)
+    frequent = [label for label, _ in labels.most_common(5)]
+    best = max(frequent, key=lambda label: branching(parts.train, label)["f1"])
+    floors = {f"right branching, {frequent[0]} everywhere (the most frequent label)": frequent[0]}
+    floors |= {} if best == frequent[0] else {f"right branching, {best} everywhere (the best label on train)": best}
+    return [row("gum", name, branching(parts.test, label)) for name, label in floors.items()]
+
+
+def branching(trees: Sequence[Tree], label: str) -> dict[str, float]:
+    """The scores of right branching by one label, but for tags, which it is given."""
+    found = bracket_score([right_branching(words_of_tree(tree), label) for tree in trees], trees)._asdict()
+    del found["tagged"]
+    return {**found, "sentences": float(len(trees))}
+
+
 def ready(name: str) -> Any:
     """A task with its settings as they are, and its data."""
     task = tasks.make_task(tasks.config(name))
@@ -209,6 +228,7 @@ FLOORS: dict[str, Callable[[], list[Row]]] = {
     "shakespeare": lambda: shakespeare(datasets.read_shakespeare(find("tinyshakespeare")), tasks.shakespeare_config().window),
     "acl_titles": lambda: acl_titles(ready("acl_titles")),
     "wikisql": lambda: wikisql(ready("wikisql")),
+    "gum": lambda: gum(read_gum(find("gum"))),
 }
 
 

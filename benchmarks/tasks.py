@@ -22,7 +22,7 @@ from common import RESULTS, Progress, save
 
 MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
 SEEDS = (1, 2, 3)
-STEADY = ("translate", "mixers", "language", "copy", "parallel")  # groups whose passes are alike
+STEADY = ("translate", "mixers", "language", "copy", "parse", "parallel")  # groups whose passes are alike
 DECODINGS = (["beam=1"], *(["beam=5", f"length_penalty={power}"] for power in (0.0, 1.0, 2.0)), ["beam=10"])
 
 
@@ -58,6 +58,8 @@ def rows() -> list[Row]:
     many += [Row("shakespeare", "language", "shakespeare", ["precision=bf16-mixed"], split="val")]
     for task in ("acl_titles", "wikisql"):
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
+    many += [Row(f"gum {seed}", "parse", "gum", [f"seed={seed}"], scored=([], ["beam=1"])) for seed in SEEDS]
+    many += [Row("gum tags=false", "parse", "gum", ["tags=false"])]
     teacher = "multi30k rdrop 1"
     ctc, taught = ["decoder=ctc(upsample=2)", "mode=rdrop(alpha=3)"], ["init_from={after}", "distilled={after}.taught"]
     short = ["batch_tokens=4096", "steps=4000", "lr=1e-3", "validate_every=2000"]

@@ -22,9 +22,21 @@ NAMES = {
     "oov_recall": "out-of-vocabulary recall, %",
     "loss": "loss, nats",
     "bits": "bits",
+    "f1": "bracket F1",
+    "precision": "precision, %",
+    "recall": "recall, %",
+    "complete": "whole trees right, %",
+    "tagged": "tags right, %",
 }
-OTHERS = {"ewt": "tag", "imdb": "sentiment", "shakespeare": "language", "acl_titles": "copy", "wikisql": "copy"}  # their groups
-COUNTS = ("texts", "words")  # how many were scored, beside how well
+OTHERS = {  # their groups
+    "ewt": "tag",
+    "imdb": "sentiment",
+    "shakespeare": "language",
+    "acl_titles": "copy",
+    "wikisql": "copy",
+    "gum": "parse",
+}
+COUNTS = ("texts", "words", "sentences")  # how many were scored, beside how well
 
 
 def measure(*groups: str) -> str:

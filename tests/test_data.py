@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from regard.data import datasets
 from regard.data.locate import DATASETS, file, find
 from regard.data.text_files import OPEN, DataError, Pair, read_lines, read_parallel, read_records, read_text
+from regard.data.treebank import read_gum
 from regard.data.wikisql import in_question, read_wikisql, split_words
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
@@ -179,6 +180,8 @@ def small(tmp_path):
     for part in ("train", "val", "test"):
         put(tmp_path / "acl_titles" / f"{part}.jsonl", json.dumps({"abstract": f"long {part}", "title": part}))
     put(tmp_path / "wikisql" / "wikisql.json.bz2", json.dumps([QUERY]))
+    for part in ("train", "dev", "test"):
+        put(tmp_path / "gum" / f"{part}.tsv.xz", "GUM_news\t(ROOT (NP (NN News)))")
     return tmp_path
 
 
@@ -212,6 +215,7 @@ READERS = {
     "tinyshakespeare": datasets.read_shakespeare,
     "acl_titles": datasets.read_acl_titles,
     "wikisql": read_wikisql,
+    "gum": read_gum,
 }
 
 
@@ -356,6 +360,7 @@ def test_queries_that_are_not_as_expected_are_refused(tmp_path, content, sentenc
         ("tinyshakespeare", [1_003_854, 111_540, 0]),
         ("acl_titles", [24_000, 1_500, 1_500]),
         ("wikisql", [56_355, 8_421, 15_878]),
+        ("gum", [10_224, 1_575, 1_464]),
     ],
 )
 def test_the_real_data_has_as_many_examples_as_its_makers_say(name, counts):

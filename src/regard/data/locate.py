@@ -55,6 +55,12 @@ DATASETS = {
         "https://github.com/jkkummerfeld/text2sql-data/tree/master/data",
         ["wikisql.json"],
     ),
+    "gum": DatasetInfo(
+        "GUM, constituency trees of English",
+        "https://github.com/amir-zeldes/gum (const/*.ptb)",
+        ["train.tsv", "dev.tsv", "test.tsv"],
+        "A line is the name of a document and a tree in Penn brackets, with a tab between them; splits.md has the splits.",
+    ),
     "aan_scisumm": DatasetInfo(
         "papers of computational linguistics and pairs of them, one of which cites the other or not",
         "https://github.com/WING-NUS/scisumm-corpus",

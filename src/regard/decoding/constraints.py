@@ -1,7 +1,8 @@
-"""Constraints on generated tokens: lengths, repeated n-grams, banned tokens."""
+"""Constraints on generated tokens: lengths, repeated n-grams, banned tokens, a grammar."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ class Constraints(NamedTuple):
     no_repeat_ngram_size: int = 0  # no n-gram of this size comes twice; 0: no constraint
     banned: tuple[int, ...] = ()  # tokens that are never chosen
     count_prompt: bool = False  # n-grams of the prompt count too
+    grammar: Callable[[Tensor], Tensor] | None = None  # allowed tokens (x v) behind generated ones (x t): BracketGrammar
 
     def checked(self) -> Constraints:
         """Return the constraints; raise a ValueError where they contradict each other."""
@@ -53,12 +55,13 @@ class Constraints(NamedTuple):
     def __call__(self, scores: Tensor, tokens: Tensor, prompt: Tensor | None = None) -> Tensor:
         """Set scores (x v) of forbidden tokens to -inf, after generated `tokens` (x t) behind a `prompt` (x p)."""
         early = tokens.shape[1] < self.min_new_tokens
+        allowed = None if self.grammar is None else self.grammar(tokens)
         if prompt is not None:
             tokens = torch.cat([prompt, tokens], 1)
         repeats = 0 < self.no_repeat_ngram_size <= tokens.shape[1]
-        if not (self.banned or repeats or early):
+        if not (self.banned or repeats or early or allowed is not None):
             return scores
-        scores = scores.clone()
+        scores = scores.clone() if allowed is None else scores.masked_fill(~allowed, -torch.inf)
         if self.banned:
             scores.index_fill_(1, _tokens(self.banned, scores.device), -torch.inf)
         if repeats:

@@ -74,6 +74,11 @@ def translator(config: Config, vocab: int, target_vocab: int | None = None) -> T
     target = tokens(config, vocab if target_vocab is None else target_vocab)
     if config.share and target_vocab is None:
         target.table = source.table
+    return translator_of(config, source, target)
+
+
+def translator_of(config: Config, source: Embedding, target: Tokens) -> Translator:
+    """Build an encoder-decoder from the embedding of its source, of any kind, and that of its target tokens."""
     head = NextToken(config.width, target.vocab, table=target.table if config.share else None)
     body = glorot(stack(config, causal=True, reads=True))
     return Translator(encoder(config, source), target, body, head, wiring=config.wiring)

@@ -14,6 +14,7 @@ from regard.tasks.copying_config import acl_titles_config, wikisql_config
 from regard.tasks.graph_config import communities_config, cora_config
 from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
+from regard.tasks.parsing_config import gum_config
 from regard.tasks.presets import CPU_PRESETS, Preset
 from regard.tasks.sentiment_config import imdb_config, polarity_config
 from regard.tasks.tagging_config import ewt_config, saw_config
@@ -65,6 +66,7 @@ TASKS: dict[str, Entry] = {
     "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", _ROUGE, "title of an abstract, with copying", "acl_titles"),
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
     "cora": Entry(cora_config, f"{_NODES}:NodeLabelsTask", _LOSS, "topics of papers, by words and citations", "planetoid"),
+    "gum": Entry(gum_config, "regard.tasks.parsing:ParsingTask", ("f1", "max"), "a tree for a sentence, in brackets", "gum"),
     "classify": Entry(
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
     ),

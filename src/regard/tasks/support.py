@@ -87,10 +87,18 @@ def task_decoder(model: Any, most: int) -> Any:
 
 
 def generate_answers(
-    model: Any, state: Any, rows: Tensor, *, config: Config, most: int, beams: int, early: bool = False
+    model: Any,
+    state: Any,
+    rows: Tensor,
+    *,
+    config: Config,
+    most: int,
+    beams: int,
+    early: bool = False,
+    grammar: Callable[[Tensor], Tensor] | None = None,
 ) -> Answers:
     """Generate the answers of a decoder from a state of as many rows: greedily, or by beam search."""
-    constraints = constraints_of(config, most)
+    constraints = constraints_of(config, most)._replace(grammar=grammar)
     begin = torch.full((len(rows), 1), BEGIN, device=rows.device)
     if beams == 1:
         return generate(model, state, begin, constraints=constraints)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import nn
 
 from regard.blocks.feedforward import check_fraction
@@ -18,6 +15,7 @@ from regard.data import synthetic
 from regard.data.batch import NO_LABEL, Batch, padded
 from regard.data.datasets import Tagged, read_ewt
 from regard.data.locate import find
+from regard.data.spelled_words import normalized_words, spelled_batch, spelled_words, words_of_line
 from regard.data.vocabulary import Characters, Words, vocabulary
 from regard.models.build import added, encoder
 from regard.models.embedding import Spelled
@@ -65,7 +63,7 @@ class TaggingTask(Task):
     def read(self, folder: Path | None = None) -> None:
         parts = dict(zip(("train", "val", "test"), self.sentences(folder), strict=True))
         if not self.tags:
-            self.words = Words.of((_normalized_words(x.words) for x in parts["train"]), min_count=self.config.min_count)
+            self.words = Words.of((normalized_words(x.words) for x in parts["train"]), min_count=self.config.min_count)
             self.characters = Characters.of(word for x in parts["train"] for word in x.words)
             self.tags = sorted({tag for x in parts["train"] for tag in x.tags})
             fine = {tag for x in parts["train"] for tag in x.fine}
@@ -92,26 +90,16 @@ class TaggingTask(Task):
         return TaggedExample(self._spelled(x.words), labels, [finer.get(tag, NO_LABEL) for tag in x.fine] if finer else [])
 
     def _spelled(self, words: Sequence[str]) -> list[list[int]]:
-        numbers = self.words.encode_words(_normalized_words(words))
-        return [[number, *self._letters(word)] for number, word in zip(numbers, words, strict=True)]
-
-    def _letters(self, word: str) -> list[int]:
-        """Encode the letters of a word; of a long one the first and the last."""
-        letters, half = self.characters.encode(word), self.config.letters // 2
-        return letters if len(letters) <= 2 * half else letters[:half] + letters[-half:]
+        return spelled_words(words, self.words, self.characters, self.config.letters)
 
     def size(self, example: TaggedExample) -> int:
         return len(example.words)
 
     def batch(self, examples: Sequence[TaggedExample]) -> Batch:
         labels, valid = padded([x.labels for x in examples], NO_LABEL)
-        b, n = labels.shape
-        spelled = np.zeros((b, n, 1 + self.config.letters), np.int64)
-        for i, x in enumerate(examples):
-            for j, word in enumerate(x.words):
-                spelled[i, j, : len(word)] = word
+        spelled = spelled_batch([x.words for x in examples], self.config.letters)
         extra = {"fine": padded([x.fine for x in examples], NO_LABEL)[0]} if self.fine else {}
-        return Batch(torch.from_numpy(spelled), valid, labels, valid, extra)
+        return Batch(spelled, valid, labels, valid, extra)
 
     def model(self) -> nn.Module:
         config = self.config
@@ -152,8 +140,8 @@ class TaggingTask(Task):
             return in_order(examples, self.size, TAGGING_TOKENS, answer)
 
     def words_of(self, line: str) -> list[str]:
-        """Split a line into words: letters and digits, a contracted not, clitics behind an apostrophe, single signs."""
-        return re.findall(r"\w+(?:[-.]\w+)*(?=n't\b)|n't\b|\w+(?:[-.]\w+)*|'\w+|[^\w\s]", line)
+        """Split a line into words."""
+        return words_of_line(line)
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         texts = [self.words_of(line) for line in lines]
@@ -175,8 +163,3 @@ class TaggingTask(Task):
 class SawTask(TaggingTask):
     def sentences(self, folder: Path | None) -> Any:  # noqa: ARG002 - made, not read
         return synthetic.tagging_sentences()
-
-
-def _normalized_words(words: Sequence[str]) -> list[str]:
-    """Normalise words for the vocabulary: lower case, all digits 0. Their letters are encoded as written."""
-    return [re.sub(r"\d", "0", word.lower()) for word in words]
