@@ -1,7 +1,10 @@
 """The documentation site: every family and every public name has its place. `make docs` builds it, and a warning fails."""
 
+import doctest
+import inspect
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,29 @@ def test_every_public_name_is_described_once(package):
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == own
     elsewhere = [name for name in site_api.public_names(package) if name not in own]
     assert [name for name in elsewhere if f"[{name}](regard" not in page] == []
+
+
+@pytest.mark.parametrize("package", site_api.PACKAGES)
+def test_every_public_name_states_its_parameters_and_has_an_example(package):
+    lacking = {}
+    for name, value in site_api.public_names(package).items():
+        text, call = site_api.described(name, value), site_api.signature(name, value)
+        given = inspect.signature(value).parameters.values() if call else ()
+        wanted = [p.name for p in given if p.kind is not p.VAR_POSITIONAL and not re.search(rf"\b{p.name}\b", text)]
+        if wanted or ">>> " not in text:
+            lacking[name] = wanted or "an example"
+    assert lacking == {}
+
+
+@pytest.mark.parametrize("package", site_api.PACKAGES)
+def test_examples_of_public_names_run(package, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = []
+    for name, value in site_api.public_names(package).items():
+        if site_api.home(package, value) == package:
+            example = doctest.DocTestParser().get_doctest(site_api.described(name, value), {}, name, None, None)
+            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(example, out=said.append)
+    assert "".join(said) == ""
 
 
 def test_all_packages_with_public_names_have_a_page():
