@@ -20,7 +20,7 @@ class Constraints(NamedTuple):
     encoder is not counted, there as here.
 
     `eos` ends an answer of at most `max_new_tokens` tokens (the end among them) and at least `min_new_tokens` before it; tokens
-    in `banned` are never chosen.
+    in `banned` are never chosen. `grammar` maps the tokens so far (x t) to those that may follow (x v), as `BracketGrammar` does.
 
     >>> import torch
     >>> from regard.decoding import Constraints
