@@ -2,14 +2,20 @@
 
 import doctest
 import inspect
+import pydoc
 import re
+import shlex
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from regard.catalogue import CATALOGUE
+from regard.cli import app
+from regard.spec import Spec
+from regard.tasks import config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -100,3 +106,23 @@ def test_every_page_of_the_documents_is_in_the_contents():
     listed = {page for pages in make_site.CONTENTS.values() for page in pages}
     found = {path.relative_to(ROOT).with_suffix("").as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
     assert listed == found
+
+
+@pytest.mark.parametrize("page", ["lectures", "glossary"])
+def test_a_page_names_what_is_there(page):
+    """Dotted names can be imported; commands, and the tasks, settings and mechanisms that they name, are known."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\|", "|")
+    for name in set(re.findall(r"`(regard(?:\.\w+)+)`", text)):
+        assert pydoc.locate(name) is not None, name
+    lines = [shlex.split(line) for line in re.findall(r"`regard ([^`]+)`", text)]
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert {line[0] for line in lines} <= known
+    for command, *words in lines:
+        given = list(pairwise(words))
+        if command == "train":
+            config(words[0]).set([value for option, value in given if option == "--set"])
+        mixers = [part for option, value in given if option in ("--mixer", "--mixers") for part in value.split(", ")]
+        if command in ("show", "check"):
+            mixers += [word for word in words[:1] if word != "RUN"]
+        for mixer in mixers:
+            Spec.parse(mixer)
