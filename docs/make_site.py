@@ -16,7 +16,7 @@ from site_families import write_families
 from tables_base import ROOT
 
 CONTENTS = {
-    "Begin": ["docs/first_steps"],
+    "Begin": ["docs/first_steps", "docs/lectures", "docs/glossary"],
     "Mechanisms": [],  # a page for each family
     "Use": ["docs/training", "docs/compare", "docs/arena", "docs/advise"],
     "Models of others": ["docs/huggingface", "docs/huggingface_conversion", "docs/weights"],

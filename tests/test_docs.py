@@ -89,6 +89,8 @@ def test_the_documents_name_files_that_exist():
         "docs/compare.md",
         "docs/weights.md",
         "docs/first_steps.md",
+        "docs/lectures.md",
+        "docs/glossary.md",
     ):
         text = (ROOT / name).read_text()
         found = re.findall(r"`((?:src|tests|benchmarks|results|docs|examples|mixers|kernels)/[\w/.]*)`", text)

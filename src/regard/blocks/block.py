@@ -39,6 +39,15 @@ class Block(nn.Module):
     It streams like a mixer, and its state is a value like a mixer's. `valid` (b n) belongs to x, `context_valid` (b m) to the
     context; outputs at padding are zero. With a mixer of rate > 1 outputs are fewer, and `pooled_valid(valid, rate)` are real.
     A stack passes `Places` instead: then tokens were checked and are finite, and outputs at padding are anything finite.
+
+    `mixer` mixes tokens, `cross` reads the context, if there is one.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> from regard.blocks import Block, FeedForward
+    >>> block = Block(layer("linear", width=16, heads=2), FeedForward(16, 32))
+    >>> tuple(block(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(

@@ -15,7 +15,14 @@ from regard.mixers.state import State, check_states
 
 
 class BlockPart(NamedTuple):
-    """A mixer over the sequence, or a module that works on every token by itself, and how much of it is added."""
+    """A mixer over the sequence, or a module that works on every token by itself, and how much of it is added.
+
+    `module` is the part, `weight` the factor of what it adds.
+
+    >>> from regard.blocks import BlockPart, FeedForward
+    >>> BlockPart(FeedForward(16, 32), 0.5).weight
+    0.5
+    """
 
     module: nn.Module
     weight: float = 1.0
@@ -27,6 +34,16 @@ class PartsBlock(Block):
     `PartsBlock([BlockPart(ffn, 0.5), BlockPart(attention), BlockPart(convolution), BlockPart(ffn, 0.5)])` is the Conformer's, but
     for its last norm.
     At least one part is a mixer; all mixers answer every token and read no context. It streams like a `Block`.
+
+    `parts` are its parts in order, `norm_class` and `dropout` are those of `Block`.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> from regard.blocks import BlockPart, FeedForward, PartsBlock
+    >>> half = [BlockPart(FeedForward(16, 32), 0.5) for _ in range(2)]
+    >>> block = PartsBlock([half[0], BlockPart(layer("softmax", width=16, heads=2)), half[1]], last_norm=True)
+    >>> tuple(block(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(

@@ -111,6 +111,15 @@ class Attention(Mixer):
     Every core gets the same projections, so that a comparison of cores compares cores, except those in `core.ignores`.
     `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention. `bias` is
     that of all maps; `out_bias`, if given, that of the last one.
+
+    `dims` are the sizes of the layer and of its `core`.
+
+    >>> import torch
+    >>> from regard import Attention, Dims, core
+    >>> dims = Dims(width=16, heads=2)
+    >>> mixer = Attention(dims, core("Local(4)", dims))
+    >>> tuple(mixer(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(

@@ -28,7 +28,16 @@ __all__ = ["TASKS", "Entry", "config", "entry_of", "make_task"]
 
 
 class Entry(NamedTuple):
-    """A row of the table."""
+    """Describe a task: a row of the table.
+
+    `config` makes the settings that it begins with, `kind` is its class or where that is, `best` the validation score that
+    selects weights with "min" or "max", `summary` one line. `data` names the data set that it needs, `file` the options of
+    `regard train` for a user's own files, `presets` settings by name.
+
+    >>> from regard.tasks import TASKS
+    >>> TASKS["saw"].best, TASKS["multi30k"].data
+    (('accuracy', 'max'), 'multi30k')
+    """
 
     config: Callable[[], Config]  # the settings it begins with
     kind: str | Callable[..., Task]  # its class, or where it is: "package.module:Class"
@@ -52,6 +61,11 @@ _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tag
 _SENTIMENT, _LANGUAGE, _OWN = "regard.tasks.sentiment", "regard.tasks.language_modeling", "regard.tasks.own_data"
 _NODES = "regard.tasks.node_labels"
 
+#: Every task by its name; `config(name)` makes its settings.
+#:
+#: >>> from regard.tasks import TASKS
+#: >>> TASKS["copy"].summary
+#: 'the same string again'
 TASKS: dict[str, Entry] = {
     "reverse": Entry(reverse_config, f"{_TRANSLATION}:ReverseTask", _EXACT, "a string turned around"),
     "copy": Entry(copy_config, f"{_TRANSLATION}:RepeatTask", _EXACT, "the same string again"),
@@ -80,14 +94,29 @@ TASKS |= {name: TASKS[name]._replace(presets={"cpu": preset}) for name, preset i
 
 
 def entry_of(name: str) -> Entry:
-    """Find the row of a task."""
+    """Find the row of a task.
+
+    `name` is that of the task; an unknown one is answered with the nearest.
+
+    >>> from regard.tasks import entry_of
+    >>> entry_of("reverse").summary
+    'a string turned around'
+    """
     if name not in TASKS:
         raise ValueError(unknown("there is no task", name, TASKS))
     return TASKS[name]
 
 
 def config(name: str, preset: str | None = None) -> Config:
-    """Make the settings that a task begins with, or those of a preset."""
+    """Make the settings that a task begins with, or those of a preset.
+
+    `name` is that of the task, `preset` one of its presets ("cpu").
+
+    >>> from regard.tasks import config
+    >>> settings = config("saw").replace({"mixer": "Local(8)", "steps": 100})
+    >>> settings.mixer, settings.steps
+    ('Local(8)', 100)
+    """
     entry = entry_of(name)
     if preset is None:
         return entry.config()
@@ -105,5 +134,13 @@ def no_preset(name: str, preset: str) -> str:
 
 
 def make_task(settings: Config) -> Task:
-    """Make the task that these settings are of."""
+    """Make the task that these settings are of.
+
+    `settings` are those of `config`, changed or not. `read` then reads or draws its data, `model` builds its model, and
+    `regard.training.fit.fit(task, folder)` trains it.
+
+    >>> from regard.tasks import config, make_task
+    >>> make_task(config("reverse")).best
+    ('exact', 'max')
+    """
     return entry_of(settings.task).make(settings)
