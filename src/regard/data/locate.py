@@ -67,6 +67,18 @@ DATASETS = {
         [f"gray_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
         "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9.",
     ),
+    "fsdd": DatasetInfo(
+        "the Free Spoken Digit Dataset, digits in wav files",
+        "https://github.com/Jakobovski/free-spoken-digit-dataset",
+        ["fsdd_recordings.tar"],
+        "It is a tar file of the folder recordings, whose files are called digit_speaker_index.wav.",
+    ),
+    "an4": DatasetInfo(
+        "AN4 of CMU, spelled words, as 13 cepstra a window",
+        "http://www.speech.cs.cmu.edu/databases/an4",
+        ["an4_train_mfcc13.npz", "an4_test_mfcc13.npz"],
+        "Arrays: feat (windows, 13) of all utterances, offset (utterances + 1), text, id (folder/speaker/name).",
+    ),
 }
 
 
