@@ -29,7 +29,7 @@ from regard.training.fit import fit
 from regard.training.scheduled_sampling import PredictedInputs
 
 MADE = [name for name, entry in TASKS.items() if entry.data is None and not entry.file]
-REAL = [name for name, entry in TASKS.items() if entry.data is not None]
+REAL = [name for name, entry in TASKS.items() if entry.data not in (None, "an4", "fsdd")]  # test_speech_tasks.py has speech
 TINY = {
     "width": 16,
     "heads": 2,

@@ -14,7 +14,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
-from regard.cli.inputs import Line, input_lines
+from regard.cli.inputs import Line, input_lines, is_recording
 from regard.cli.threads import Threads, choose_threads, used
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def _what(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def predict(
     run: Folder,
-    source: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, or - for stdin.")],
+    source: Annotated[
+        str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, - for stdin, or a wav file.")
+    ],
     changes: Changes = None,
     device: Device = "auto",
     threads: Threads = None,
@@ -109,6 +111,8 @@ def predict(
 
         many, lines = input_lines(source)
         found, count = trained(run, changes or [], device, threads, checkpoint)
+        if is_recording(source) and not found.task.file_ending:
+            raise ValueError(f"{source} is a recording, but {run} is a run of {found.config.task}, which answers texts")
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
                 answers = found.predict([line.text for line in part], [line.where for line in part])

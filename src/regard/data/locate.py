@@ -80,6 +80,18 @@ DATASETS = {
         "Words of papers are a sparse matrix (indptr, indices, data, shape); label, edges (of shape (edges, 2)), and the papers "
         "of the splits (train_idx, val_idx, test_idx).",
     ),
+    "fsdd": DatasetInfo(
+        "the Free Spoken Digit Dataset, digits in wav files",
+        "https://github.com/Jakobovski/free-spoken-digit-dataset",
+        ["fsdd_recordings.tar"],
+        "It is a tar file of the folder recordings, whose files are called digit_speaker_index.wav.",
+    ),
+    "an4": DatasetInfo(
+        "AN4 of CMU, spelled words, as 13 cepstra a window",
+        "http://www.speech.cs.cmu.edu/databases/an4",
+        ["an4_train_mfcc13.npz", "an4_test_mfcc13.npz"],
+        "Arrays: feat (windows, 13) of all utterances, offset (utterances + 1), text, id (folder/speaker/name).",
+    ),
 }
 
 

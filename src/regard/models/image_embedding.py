@@ -82,6 +82,13 @@ class Patches(ImageEmbedding):
     `side` is that of a square, or (rows, columns) of pixels. An image must have whole patches, unless `fill` puts zeros below and
     to the right of it. `front` learned vectors precede the tokens, with positions of their own, as ViT's class token does: then
     n is greater by so many. Dosovitskiy et al. 2020, arXiv:2010.11929.
+
+    `channels` is c, `width` w; `positions` are of the kind that is added to tokens, `dropout` is that of the sums.
+
+    >>> import torch
+    >>> from regard.models import Patches
+    >>> tuple(Patches(3, 4, 16)(torch.randn(2, 3, 8, 12)).shape)
+    (2, 6, 16)
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from regard.tasks.own_data_config import classify_config, tag_config, text_confi
 from regard.tasks.parsing_config import gum_config
 from regard.tasks.presets import CPU_PRESETS, Preset
 from regard.tasks.sentiment_config import imdb_config, polarity_config
+from regard.tasks.speech_config import an4_config, fsdd_config, fsdd_speaker_config, fsdd_strings_config
 from regard.tasks.tagging_config import ewt_config, saw_config
 from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
 from regard.text import unknown
@@ -58,6 +59,8 @@ class Entry(NamedTuple):
 _EXACT, _ACCURACY, _BLEU = ("exact", "max"), ("accuracy", "max"), ("bleu", "max")
 _ROUGE, _LOSS = ("rouge_l", "max"), ("loss", "min")
 _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
+_WER = ("wer", "min")
+_RECOGNITION, _SPOKEN = "regard.tasks.recognition", "regard.tasks.spoken_labels"
 _SENTIMENT, _LANGUAGE, _OWN = "regard.tasks.sentiment", "regard.tasks.language_modeling", "regard.tasks.own_data"
 _NODES = "regard.tasks.node_labels"
 
@@ -81,6 +84,12 @@ TASKS: dict[str, Entry] = {
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
     "cora": Entry(cora_config, f"{_NODES}:NodeLabelsTask", _LOSS, "topics of papers, by words and citations", "planetoid"),
     "gum": Entry(gum_config, "regard.tasks.parsing:ParsingTask", ("f1", "max"), "a tree for a sentence, in brackets", "gum"),
+    "an4": Entry(an4_config, f"{_RECOGNITION}:An4Task", _WER, "spelled words and numbers, recognised", "an4"),
+    "fsdd": Entry(fsdd_config, f"{_SPOKEN}:SpokenDigitTask", _ACCURACY, "digits of another voice", "fsdd"),
+    "fsdd_speaker": Entry(fsdd_speaker_config, f"{_SPOKEN}:SpeakerTask", _ACCURACY, "voices, named and verified", "fsdd"),
+    "fsdd_strings": Entry(
+        fsdd_strings_config, f"{_RECOGNITION}:DigitStringTask", _WER, "strings of digits, recognised live", "fsdd"
+    ),
     "classify": Entry(
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
     ),
