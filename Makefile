@@ -5,6 +5,7 @@
 # make test-gpu  the laws and the kernels on a CUDA device, with the python that has torch there; JOBS=8 with pytest-xdist
 # make bench     the growth, stream, peer and recall results, and the tables in the docs
 # make tables    what is generated: tables and the gallery of the docs, and the table of `regard list`
+# make docs     the documentation site, into build/site; a warning is an error              (half a minute)
 # make mutants   breaks the library on purpose, one defect at a time: do the laws notice?
 
 VENV ?= .venv
@@ -15,7 +16,7 @@ THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Byte code is kept whatever the environment says: else every process of a test compiles all of src and tests again.
 KEPT = PYTHONDONTWRITEBYTECODE=
 
-.PHONY: test compare lint test-gpu bench mutants tables clean
+.PHONY: test compare lint test-gpu bench mutants tables docs clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -54,6 +55,9 @@ tables: $(VENV)/ready
 	$(PY) docs/make_tables.py
 	$(PY) docs/make_list.py
 	$(PY) docs/make_gallery.py
+
+docs: $(VENV)/ready
+	$(THREADS) $(PY) docs/make_site.py
 
 mutants: $(VENV)/ready
 	$(THREADS) $(PY) tests/mutants.py

@@ -14,7 +14,7 @@ words           Words of WORDS (verbs and pronouns of persons) per 1,000 words o
                 code and does not count; a hyphenated compound (look-ahead) is one word. Not listed: "known", and "forget",
                 a verb of the API.
 density         Operations (BinOp, BoolOp, Compare, UnaryOp, IfExp, Call, comprehensions) per statement. Imports, definitions and
-                docstrings are not statements here.
+                docstrings are not statements here. Triton kernels are counted apart: their statements compute addresses.
 line length     90th percentile over non-blank lines.
 cycles          Pairs of packages (or top-level modules) of src/regard that import each other, directly or through others.
                 Imports inside functions and under TYPE_CHECKING count.
@@ -216,12 +216,21 @@ def _nested(node: ast.AST) -> bool:
     return isinstance(node, ast.stmt)
 
 
-def density(root: Path = SOURCE) -> float:
-    """Return operations per statement."""
+def density(root: Path = SOURCE, kernels: bool = False) -> float:
+    """Return operations per statement, outside of Triton kernels or inside of them alone."""
     paths = modules(root) if root.is_dir() else [root]
-    trees = [parsed(path) for path in paths]
-    count = sum(isinstance(node, OPERATIONS) for tree in trees for node in ast.walk(tree))
-    return count / max(1, sum(len(statements(tree)) for tree in trees))
+    count = lines = 0
+    for path in paths:
+        tree = parsed(path)
+        inside = {id(node) for kernel in ast.walk(tree) if _is_kernel(kernel) for node in ast.walk(kernel)}
+        count += sum(isinstance(node, OPERATIONS) and (id(node) in inside) == kernels for node in ast.walk(tree))
+        lines += sum((id(node) in inside) == kernels for node in statements(tree))
+    return count / max(1, lines)
+
+
+def _is_kernel(node: ast.AST) -> bool:
+    """Return whether a node is a function of Triton's language: its statements compute addresses."""
+    return isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
 
 
 def line_length(root: Path = SOURCE, share: float = 0.9) -> int:
@@ -368,6 +377,7 @@ def static_rows(root: Path) -> dict[str, float]:
         "homonyms, all": round(homonym_share(root), 1),
         "words": round(word_rate(root), 2),
         "density": round(density(root), 2),
+        "density of kernels": round(density(root, kernels=True), 2),
         "line length": line_length(root),
     }
 

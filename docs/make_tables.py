@@ -25,6 +25,7 @@ import tables_arena
 import tables_bars
 import tables_conversion
 import tables_features
+import tables_graphs
 import tables_hf
 import tables_recipes
 import tables_speed
@@ -242,6 +243,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "decodings": lambda: real.decodings(if_there("tasks")),
         "parallel": lambda: real.parallel(if_there("tasks"), if_there("nat_speed")),
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
+        "cora": lambda: tables_graphs.cora(if_there("cora")),
         "faults": faults,
     },
     "docs/weights.md": {"families": families_table},

@@ -225,7 +225,7 @@ READERS = {
 
 
 def test_there_is_a_reader_for_every_known_set():
-    assert {*READERS, "aan_scisumm", "cifar10"} == set(DATASETS)  # test_arena_read.py reads these two
+    assert {*READERS, "aan_scisumm", "cifar10", "planetoid"} == set(DATASETS)  # test_arena_read.py and test_node_labels.py
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -34,7 +34,7 @@ def loads(name: str, number: int) -> bool:
     return "regard.load(" in blocks(name)[number]
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/huggingface_conversion.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/huggingface_conversion.md", "docs/first_steps.md")
 
 
 @pytest.mark.parametrize(("name", "number"), [(n, i) for n in PAGES for i in range(len(blocks(n))) if not loads(n, i)])
@@ -81,7 +81,15 @@ def test_examples_run_say_something_and_draw_it(path, tmp_path, monkeypatch, cap
 
 
 def test_the_documents_name_files_that_exist():
-    for name in ("README.md", "CONTRIBUTING.md", "DESIGN.md", "docs/training.md", "docs/compare.md", "docs/weights.md"):
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "DESIGN.md",
+        "docs/training.md",
+        "docs/compare.md",
+        "docs/weights.md",
+        "docs/first_steps.md",
+    ):
         text = (ROOT / name).read_text()
         found = re.findall(r"`((?:src|tests|benchmarks|results|docs|examples|mixers|kernels)/[\w/.]*)`", text)
         found += re.findall(r"\]\(([\w/.]+)\)", text)

@@ -157,7 +157,7 @@ def test_a_run_with_an_own_mechanism_is_trained_and_loaded(tmp_path: Path, monke
     words = [word for text in tiny for word in ("--set", text)]
     made = CliRunner().invoke(app, ["train", "reverse", *words, "--device", "cpu"])
     assert made.exit_code == 0, made.output
-    run = load(tmp_path / "runs" / "reverse-sharp-1", device="cpu")
+    run = load(tmp_path / "runs" / "reverse-ownpkg.mod-Sharp-factor=2.0-1", device="cpu")
     assert {type(part).__name__ for part in run.model.modules()} >= {"Sharp"} and len(run.predict(["a b"])) == 1
 
 

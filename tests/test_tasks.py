@@ -73,7 +73,7 @@ def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
     models = [made.model(), again.model()]
     for model in models:
         put_weights(model, kept.weights, tmp_path)
-    lines = ["a b c", "", "they saw the duck", "😀 twenty-one", "<end>"]
+    lines = {"communities": ["12", "", "cites 3 words 5"]}.get(name, ["a b c", "", "they saw the duck", "😀 twenty-one", "<end>"])
     first, second = (which.predict(model.eval(), lines) for which, model in zip((made, again), models, strict=True))
     assert first == second and len(first) == len(lines) and first[1] == ""
 
@@ -303,6 +303,9 @@ def shorten(folder, into, most=300):
     into.mkdir()
     for path in folder.iterdir():
         name = re.sub(r"\.(xz|gz|bz2)$", "", path.name)
+        if name.endswith(".npz"):  # one graph, which has no lines
+            (into / name).write_bytes(path.read_bytes())
+            continue
         if name.endswith(".json"):  # indented, an entry ends in a line of its own
             first = "\n".join(islice(read_lines(path), 40 * most))
             text = first[: first.rindex("\n    },")] + "\n    }\n]"

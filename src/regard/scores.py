@@ -66,6 +66,62 @@ def accuracy(predicted: Sequence[Any], true: Sequence[Any]) -> float:
     return 100 * right / len(true)
 
 
+def word_errors(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Compute the word error rate: the fewest words to insert, delete or replace in all answers, per word of the references.
+
+    Errors of all texts are summed, and so are words: long texts count more. It may exceed 100.
+    """
+    _check_lengths(hypotheses, references)
+    return _error_rate([text.split() for text in hypotheses], [text.split() for text in references])
+
+
+def character_errors(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Compute the character error rate, as `word_errors` but in characters; one space counts between two words."""
+    _check_lengths(hypotheses, references)
+    return _error_rate([list(" ".join(text.split())) for text in hypotheses], [list(" ".join(x.split())) for x in references])
+
+
+def _error_rate(found: list[list[str]], expected: list[list[str]]) -> float:
+    total = sum(map(len, expected))
+    if not total:
+        raise ValueError("an error rate is per unit of the references, and they are all empty")
+    return 100 * sum(map(edits, found, expected)) / total
+
+
+def edits(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Count the fewest insertions, deletions and replacements that turn one sequence into the other. Levenshtein 1966."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        corner, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (x != y))
+    return row[-1]
+
+
+def equal_error_rate(scores: Sequence[float], same: Sequence[bool]) -> float:
+    """Compute the equal error rate of trials: the share of wrong decisions at the threshold where both kinds are equally likely.
+
+    A trial is accepted if its score is above the threshold; `same` are the trials to accept. Between two thresholds the rates
+    are on a line, as in a ROC curve with equal scores drawn as one step.
+    """
+    _check_lengths(scores, same)
+    true, false = sum(map(bool, same)), sum(not x for x in same)
+    if not true or not false:
+        raise ValueError("an equal error rate needs trials of both kinds: of the same and of different labels")
+    ordered = sorted(zip(scores, same, strict=True), key=lambda pair: -pair[0])
+    missed, accepted, place = 1.0, 0.0, 0
+    while place < len(ordered):
+        score, hits, alarms = ordered[place][0], 0, 0
+        while place < len(ordered) and ordered[place][0] == score:
+            hits, alarms, place = hits + bool(ordered[place][1]), alarms + (not ordered[place][1]), place + 1
+        lower, higher = missed - hits / true, accepted + alarms / false
+        if lower <= higher:
+            gap, change = missed - accepted, (missed - lower) + (higher - accepted)
+            return 100 * (accepted + gap / change * (higher - accepted))
+        missed, accepted = lower, higher
+    return 100 * accepted
+
+
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:
     """Compute the length of the longest common subsequence, with each row of the table as the bits of an integer. Hyyrö 2004."""
     where: dict[str, int] = {}

@@ -2,7 +2,8 @@
 
 from regard.blocks.block import Block
 from regard.blocks.feedforward import FeedForward
+from regard.blocks.parts_block import BlockPart, PartsBlock
 from regard.blocks.reversible import ReversibleStack
 from regard.blocks.stack import Stack
 
-__all__ = ["Block", "FeedForward", "ReversibleStack", "Stack"]
+__all__ = ["Block", "BlockPart", "FeedForward", "PartsBlock", "ReversibleStack", "Stack"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from regard.blocks.feedforward import FeedForward
+from regard.checks import need
 from regard.cli.console import sentences
 from regard.config import Config
 from regard.mixers.base import Can, Dims
@@ -22,6 +23,11 @@ from regard.text import unknown
 def check_model(task: Task) -> None:
     """Build every part of the model on the meta device, and check every setting of training."""
     config, bodies = task.config, task.bodies
+    if not bodies:  # layers of its own, which the task has checked
+        with sentences():
+            for name in ("width", "heads", "depth"):
+                need(name, getattr(config, name))
+            return _check_training(task)
     with sentences():
         specs = [Spec.of(text) for text in ([config.mixer] if isinstance(config.mixer, str) else config.mixer)]
         _check_sizes(config, len(specs), max(_depth(config, body) for body in bodies))

@@ -79,6 +79,13 @@ DATASETS = {
         [f"gray_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
         "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9.",
     ),
+    "planetoid": DatasetInfo(
+        "Cora, a citation graph, with the splits of Planetoid, as arrays of NumPy",
+        "https://github.com/kimiyoung/planetoid",
+        ["cora.npz"],
+        "Words of papers are a sparse matrix (indptr, indices, data, shape); label, edges (of shape (edges, 2)), and the papers "
+        "of the splits (train_idx, val_idx, test_idx).",
+    ),
 }
 
 

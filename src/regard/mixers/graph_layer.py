@@ -1,4 +1,4 @@
-"""The layer of the graph attention paper: one map for queries, keys and values, and none behind them."""
+"""Published graph layers: attention with one map for queries, keys and values, and convolution, which weighs by degrees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from regard.mixers.attend import attend
 from regard.mixers.base import Dims
 from regard.mixers.graph_attention import GAT
-from regard.patterns import Pattern
+from regard.patterns import Edges, Pattern
 
 
 class GraphAttention(nn.Module):
@@ -58,12 +58,54 @@ class GraphAttention(nn.Module):
         """Return what the nodes x (b n width) collect from their neighbours; `valid` (b n) is False at padding."""
         if x.dim() != 3 or x.shape[-1] != self.dims.width:
             raise ValueError(f"x has shape {tuple(x.shape)}, but (batch, nodes, {self.dims.width}) is needed")
-        h = self.w(x).unflatten(-1, (self.dims.heads, -1))
-        h = h.transpose(1, 2)
-        y = attend(h, h, h, self.core, valid=valid, query_valid=valid).to(x.dtype)
+        return self.collect(self.w(x), valid=valid)
+
+    def collect(self, h: Tensor, *, valid: Tensor | None = None) -> Tensor:
+        """Return the same from h = W x (b n heads * out), where a caller computes it, as from few words of many."""
+        like = h
+        h = h.unflatten(-1, (self.dims.heads, -1)).transpose(1, 2)
+        y = attend(h, h, h, self.core, valid=valid, query_valid=valid).to(like.dtype)
         y = y.transpose(1, 2).flatten(2) if self.concat else y.mean(1)
         if self.bias is not None:
             y = y + self.bias
         if valid is None:
             return y
         return y.masked_fill(~valid[..., None], 0)
+
+
+class GraphConvolution(nn.Module):
+    """Compute the graph convolution as published: (b n width) -> (b n out), the mean of neighbours in place of attention.
+
+    out_i = sum_j h_j / sqrt(d_i d_j) + bias over the edges (i, j), h = W x, with d_i the number of edges of i. The graph has self
+    loops and both directions of every edge: Edges(index, nodes=n, loops=True, both=True). It is the control of GraphAttention:
+    weights are those of the graph, and nothing is learned but W. Kipf and Welling 2016, arXiv:1609.02907.
+    """
+
+    index: Tensor
+    weights: Tensor
+
+    def __init__(self, width: int, out: int, *, pattern: Edges, bias: bool = True) -> None:
+        super().__init__()
+        if not isinstance(pattern, Edges):
+            raise ValueError(f"a graph convolution needs Edges, not {pattern!r}")
+        self.w = nn.Linear(width, out, bias=False)
+        nn.init.xavier_uniform_(self.w.weight)
+        self.bias = nn.Parameter(torch.zeros(out)) if bias else None
+        j, i = pattern.index
+        degrees = torch.bincount(i, minlength=pattern.nodes).clamp_min(1).double()
+        self.register_buffer("index", torch.stack([i, j]), persistent=False)
+        self.register_buffer("weights", (degrees[i] * degrees[j]).rsqrt().float(), persistent=False)
+        self.nodes = pattern.nodes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the nodes x (b n width) collect from their neighbours."""
+        return self.collect(self.w(x))
+
+    def collect(self, h: Tensor) -> Tensor:
+        """Return the same from h = W x (b n out)."""
+        if h.dim() != 3 or h.shape[1] != self.nodes:
+            raise ValueError(f"the graph has {self.nodes:,} nodes, but the shape of what they have is {tuple(h.shape)}")
+        i, j = self.index
+        sent = h[:, j] * self.weights.to(h.dtype)[:, None]
+        y = torch.zeros_like(h).index_add(1, i, sent)
+        return y if self.bias is None else y + self.bias

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
+from regard.tasks.graph_config import communities_config, cora_config
 from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
 from regard.tasks.parsing_config import gum_config
@@ -49,6 +50,7 @@ _EXACT, _ACCURACY, _BLEU = ("exact", "max"), ("accuracy", "max"), ("bleu", "max"
 _ROUGE, _LOSS = ("rouge_l", "max"), ("loss", "min")
 _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
 _SENTIMENT, _LANGUAGE, _OWN = "regard.tasks.sentiment", "regard.tasks.language_modeling", "regard.tasks.own_data"
+_NODES = "regard.tasks.node_labels"
 
 TASKS: dict[str, Entry] = {
     "reverse": Entry(reverse_config, f"{_TRANSLATION}:ReverseTask", _EXACT, "a string turned around"),
@@ -56,12 +58,14 @@ TASKS: dict[str, Entry] = {
     "numbers": Entry(numbers_config, f"{_TRANSLATION}:NumbersTask", _EXACT, "number words in another language"),
     "saw": Entry(saw_config, f"{_TAGGING}:SawTask", _ACCURACY, "tags for words that have several: I saw a saw"),
     "polarity": Entry(polarity_config, f"{_SENTIMENT}:PolarityTask", _ACCURACY, "good or bad, with negations"),
+    "communities": Entry(communities_config, f"{_NODES}:CommunitiesTask", _LOSS, "groups of the nodes of a graph"),
     "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", _BLEU, "captions, English to German", "multi30k"),
     "ewt": Entry(ewt_config, f"{_TAGGING}:TaggingTask", _ACCURACY, "part-of-speech tags of English", "ud_english_ewt"),
     "imdb": Entry(imdb_config, f"{_SENTIMENT}:ReviewTask", _ACCURACY, "film reviews, good or bad", "imdb"),
     "shakespeare": Entry(shakespeare_config, f"{_LANGUAGE}:LanguageTask", _LOSS, "the next character", "tinyshakespeare"),
     "acl_titles": Entry(acl_titles_config, f"{_COPYING}:CopyTask", _ROUGE, "title of an abstract, with copying", "acl_titles"),
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
+    "cora": Entry(cora_config, f"{_NODES}:NodeLabelsTask", _LOSS, "topics of papers, by words and citations", "planetoid"),
     "gum": Entry(gum_config, "regard.tasks.parsing:ParsingTask", ("f1", "max"), "a tree for a sentence, in brackets", "gum"),
     "classify": Entry(
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"

@@ -50,7 +50,7 @@ class Task:
     """
 
     best: tuple[str, str] = ("loss", "min")  # the validation score that selects weights, and where it is better
-    bodies: tuple[Body, ...] = ENCODER  # the stacks of its model, the encoder first
+    bodies: tuple[Body, ...] = ENCODER  # the stacks of its model, the encoder first; none: layers of its own
     answering: tuple[str, ...] = ()  # settings of inference: they may change after training
     steady: bool = False  # its loss does the same work at every update and reads nothing from the device: graphs=true may be set
     sample: str = ""  # a text that `predict` could be given; `read` finds one

@@ -1,0 +1,80 @@
+"""Windows of speech to tokens: convolutions that halve their number, and see padding as if it were absent.
+
+Letters: b batch, t windows, f features, n tokens, w width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from regard.checks import check_dense, check_valid, need
+from regard.mixers.places import PaddingMask, Places, mask_padding, pooled_valid
+from regard.mixers.position_interface import Positions
+from regard.mixers.state import State
+from regard.models.embedding import Embedding
+
+
+class FramePlaces(Places):
+    """Places of the tokens that windows become, which also hold those of the windows."""
+
+    def __init__(self, tokens: Places, windows: Places) -> None:
+        super().__init__(tokens.at, tokens.valid, tokens.start, packed=True)
+        self.windows = windows
+
+
+class Frames(Embedding):
+    """Embed windows of speech (b t f) as fewer tokens (b n w), n = ceil(t / 2^halvings), by convolutions with a stride of 2.
+
+    Each convolution sees one window to either side, and zeros beyond the ends of a row: a token depends on `reach` windows to
+    either side of its own. Padding may lie anywhere and is as if absent; real tokens come to the front.
+    """
+
+    def __init__(
+        self, features: int, width: int, *, halvings: int = 2, positions: Positions | None = None, dropout: float = 0.0
+    ) -> None:
+        super().__init__(width, positions=positions, dropout=dropout)
+        self.features = need("features", features)
+        self.rate = 2 ** need("halvings", halvings, 0, 4)
+        self.reach = self.rate - 1
+        sizes = [features, *[width] * halvings]
+        self.convolutions = nn.ModuleList(nn.Conv1d(a, width, 3, stride=2, padding=1) for a in sizes[:-1])
+        self.map = nn.Linear(sizes[-1], width)
+
+    def places(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        after: State | None = None,
+        *,
+        packed: bool = False,
+    ) -> Places:
+        """Make the places of the tokens of checked windows x (b t f)."""
+        check_dense(x, "windows")
+        if x.dim() != 3 or x.shape[-1] != self.features or not x.is_floating_point():
+            needed = f"(batch, windows, {self.features})"
+            raise ValueError(f"windows are numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
+        if after is not None:
+            raise ValueError("windows are embedded from the first one on: they follow no state")
+        check_valid(valid, x.shape[0], x.shape[1], "the windows")
+        count = -(-x.shape[1] // self.rate)
+        real = None if valid is None else torch.arange(count, device=x.device) * self.rate < valid.sum(1, keepdim=True)
+        tokens = Places.of(x[:, :count], real, packed=True)
+        return FramePlaces(tokens, Places.of(x, valid, packed=packed))
+
+    def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:
+        """Return tokens (b n w), with zeros at padding. `valid` is a mask (b t) of the windows, or the `places` of x."""
+        places = valid if isinstance(valid, FramePlaces) else self.places(x, None if isinstance(valid, Places) else valid, after)
+        assert isinstance(places, FramePlaces)
+        windows = places.windows
+        y, real = self.unpadded(x, windows.valid), windows.valid
+        if (order := windows.unpad_order) is not None:
+            y, real = y.gather(1, order.there[..., None].expand_as(y)), order.real
+        for convolution in self.convolutions:
+            y = convolution(y.mT).mT.relu()
+            real = pooled_valid(real, 2)
+            y = mask_padding(y, real)
+        y = self.map(y)
+        if self.positions is not None:
+            y = self.positions.add(y, places)
+        return mask_padding(self.drop(y), places.valid)

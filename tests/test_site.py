@@ -1,0 +1,76 @@
+"""The documentation site: every family and every public name has its place. `make docs` builds it, and a warning fails."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from regard.catalogue import CATALOGUE
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import make_site  # noqa: E402
+import site_api  # noqa: E402
+import site_families  # noqa: E402
+
+MEASURED = {
+    "settings": {"heads": 8, "dim": 64, "dtype": "bf16"},
+    "made_with": {"device": "a GPU", "torch": "2.0"},
+    "rows": [{"spec": spec, "causal": True, "level": "core", "n": n} for spec in ("linear", "gla", "delta") for n in (4096, 512)],
+    "crossovers": [
+        {"spec": spec, "causal": True, "level": "core", "pass": "forward + backward", "from": at}
+        for spec, at in (("linear", 512.0), ("gla", 700.0), ("delta", None))
+    ],
+}
+
+
+def test_every_mechanism_is_on_the_page_of_its_family():
+    families = site_families.by_family()
+    assert set(families) == set(site_families.FAMILIES)
+    assert [row["name"] for rows in families.values() for row in rows if row["name"] not in CATALOGUE] == []
+    page = site_families.family_page("kernel", families["kernel"], {"linear": MEASURED})
+    assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == ["Cost", *(row["name"] for row in families["kernel"])]
+    assert "| `features` | `256` |" in page and "| `performer` | n | 1 |" in page and "arXiv:2009.14794" in page
+
+
+def test_lengths_from_which_a_mechanism_pays_are_those_measured():
+    text = site_families.pays_from("kernel", {"linear": MEASURED})
+    assert "| `linear` | causal | operation | 512 | the shortest length measured |" in text
+    assert "| `gla` | causal | operation | 700 |  |" in text
+    assert "| `delta` | causal | operation | at no length measured |  |" in text
+    assert site_families.pays_from("graph", {"linear": MEASURED}).startswith("Not measured")
+
+
+@pytest.mark.parametrize("package", site_api.PACKAGES)
+def test_every_public_name_is_described_once(package):
+    page = site_api.api_page(package)
+    own = [name for name, value in site_api.public_names(package).items() if site_api.home(package, value) == package]
+    assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == own
+    elsewhere = [name for name in site_api.public_names(package) if name not in own]
+    assert [name for name in elsewhere if f"[{name}](regard" not in page] == []
+
+
+def test_all_packages_with_public_names_have_a_page():
+    inits = (ROOT / "src" / "regard").glob("*/__init__.py")
+    packages = {f"regard.{path.parent.name}" for path in inits if "__all__" in path.read_text()}
+    assert packages | {"regard"} == set(site_api.PACKAGES)
+
+
+def test_signatures_are_written_as_code():
+    def made(width: "int", *, kind: "str | None" = None, make=dict) -> "tuple[int, ...]":
+        """Do nothing."""
+
+    assert site_api.signature("made", made) == "made(width: int, *, kind: str | None = None, make=dict) -> tuple[int, ...]"
+
+
+def test_docstrings_become_markdown():
+    text = "Add x_i to *all*.\n\n>>> 1 + 1\n2\n>>> x = 3\n\nA formula:\n  y = a_i"
+    wanted = "Add x\\_i to \\*all\\*.\n\n```pycon\n>>> 1 + 1\n2\n>>> x = 3\n```\n\n```text\nA formula:\n  y = a_i\n```"
+    assert site_api.sections(text) == wanted
+
+
+def test_every_page_of_the_documents_is_in_the_contents():
+    listed = {page for pages in make_site.CONTENTS.values() for page in pages}
+    found = {path.relative_to(ROOT).with_suffix("").as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+    assert listed == found

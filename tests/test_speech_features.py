@@ -1,0 +1,137 @@
+"""Features of recordings, subsampling and augmentation: against their definitions, and with padding as if absent."""
+
+import math
+import struct
+import wave
+
+import pytest
+import torch
+
+from regard.data.speech_augment import change_speed, change_tempo, resized, spec_augment
+from regard.data.speech_features import ENERGY_FLOOR, PREEMPHASIS, centred, log_mel, mel_filters, mfcc, slopes, with_slopes
+from regard.data.text_files import DataError
+from regard.data.wav_files import Recording, parse_wav, read_wav, write_wav
+from regard.models.frames import Frames
+
+
+def tone(hertz: float, seconds: float = 0.1, rate: int = 8000) -> torch.Tensor:
+    return (2 * math.pi * hertz / rate * torch.arange(round(seconds * rate), dtype=torch.float64)).sin()
+
+
+def test_log_mel_is_its_definition():
+    """A window by a plain Fourier sum, without a fast transform."""
+    torch.manual_seed(0)
+    x, rate, mels = torch.randn(440, dtype=torch.float64), 8000, 10
+    found = log_mel(x, rate, mels=mels)
+    assert found.shape == (1 + (440 - 200) // 80, mels)
+    for t, row in enumerate(found):
+        part = x[80 * t : 80 * t + 200]
+        part = part - part.mean()
+        part = part - PREEMPHASIS * torch.cat([part[:1], part[:-1]])
+        i = torch.arange(200, dtype=torch.float64)
+        part = part * (0.5 - 0.5 * (2 * math.pi * i / 199).cos()) ** 0.85
+        angle = 2 * math.pi / 256 * torch.arange(129, dtype=torch.float64)[:, None] * i
+        power = (part * angle.cos()).sum(1) ** 2 + (part * angle.sin()).sum(1) ** 2
+        energy = mel_filters(mels, 256, rate, 20.0, 4000.0) @ power
+        torch.testing.assert_close(row, energy.clamp_min(ENERGY_FLOOR).log())
+
+
+def test_mfcc_is_the_cosine_transform_of_log_mel():
+    x = tone(500) + 0.1 * tone(1500)
+    energies, found = log_mel(x, 8000, mels=20), mfcc(x, 8000, cepstra=20, mels=20)
+    k, i = torch.meshgrid(torch.arange(20.0), torch.arange(20.0), indexing="ij")
+    waves = (math.pi / 20 * (i + 0.5) * k).cos().double() * math.sqrt(2 / 20)
+    waves[0] /= math.sqrt(2)
+    torch.testing.assert_close(found @ waves, energies, rtol=1e-5, atol=1e-5)  # orthonormal: its transpose is its inverse
+    with pytest.raises(ValueError, match="20 mel filters"):
+        mfcc(x, 8000, cepstra=21, mels=20)
+
+
+def test_a_tone_is_loudest_in_the_filter_around_it():
+    for hertz in (300, 1000, 3000):
+        filters = mel_filters(20, 256, 8000, 20.0, 4000.0)
+        nearest = filters[:, round(hertz * 256 / 8000)].argmax()
+        assert (log_mel(tone(hertz), 8000, mels=20).argmax(1) == nearest).all()
+
+
+def test_windows_of_a_growing_recording_do_not_change():
+    x = torch.randn(1000)
+    torch.testing.assert_close(log_mel(x[:700], 8000), log_mel(x, 8000)[:7])
+    assert log_mel(x[:5], 8000).shape == (1, 40)
+
+
+def test_slopes_of_a_line_are_its_slope():
+    x = 3.0 * torch.arange(10.0)[:, None]
+    torch.testing.assert_close(slopes(x)[2:-2], torch.full((6, 1), 3.0))
+    assert with_slopes(x).shape == (10, 3)
+    made = centred(torch.randn(50, 4) * 7 + 3)
+    torch.testing.assert_close(made.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
+
+
+def test_speed_changes_pitch_and_length_and_tempo_only_length():
+    x = tone(400, 0.5)
+    fast = change_speed(x, 2.0)
+    assert len(fast) == len(x) // 2
+    torch.testing.assert_close(fast[100:-100], tone(800, 0.25)[100:-100], atol=0.02, rtol=0)
+    torch.testing.assert_close(resized(resized(x, 2 * len(x)), len(x)), x)
+    features = torch.randn(30, 5)
+    assert change_tempo(features, 1.5).shape == (20, 5)
+    assert change_tempo(features, 1.0).equal(features)
+    with pytest.raises(ValueError, match="above 0"):
+        change_speed(x, 0)
+
+
+def test_masks_lie_within_real_windows_and_within_their_bounds():
+    torch.manual_seed(0)
+    x, valid = torch.ones(64, 40, 12), torch.arange(40) < torch.randint(10, 41, (64, 1))
+    made = spec_augment(x, valid, time_masks=1, time_share=0.5, bands=0)
+    hidden = (made == 0).all(-1)
+    assert (hidden.sum(1) <= valid.sum(1) // 2).all() and hidden.any() and not (hidden & ~valid).any()
+    assert ((hidden[:, 1:] & ~hidden[:, :-1]).sum(1) <= 1).all()  # one stretch
+    bands = (spec_augment(x, time_masks=0, bands=1, band_width=4) == 0).all(1)
+    assert bands.sum(1).max() == 4 and bands.any(0).all()
+    assert spec_augment(x, time_masks=0, bands=0).equal(x)
+
+
+@pytest.mark.parametrize("halvings", [0, 1, 2])
+def test_subsampling_ignores_padding_wherever_it_lies(halvings):
+    torch.manual_seed(0)
+    embed = Frames(6, 8, halvings=halvings).double().eval()
+    rows = [torch.randn(n, 6, dtype=torch.float64) for n in (13, 8, 1)]
+    x, valid = torch.full((3, 15, 6), torch.nan, dtype=torch.float64), torch.zeros(3, 15, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        where = torch.randperm(15)[: len(row)].sort().values
+        x[i, where], valid[i, where] = row, True
+    places = embed.places(x, valid)
+    found = embed(x, places)
+    for i, row in enumerate(rows):
+        alone = embed(row[None])[0]
+        count = -(-len(row) // embed.rate)
+        assert len(alone) == count == places.valid[i].sum()
+        torch.testing.assert_close(found[i, :count], alone)
+        assert (found[i, count:] == 0).all()
+    with pytest.raises(ValueError, match=r"\(batch, windows, 6\)"):
+        embed(x[..., :5])
+
+
+def test_wav_files_of_all_widths_are_read_and_others_refused(tmp_path):
+    x = torch.linspace(-0.9, 0.9, 50)
+    write_wav(tmp_path / "a.wav", Recording(x, 8000))
+    found = read_wav(tmp_path / "a.wav")
+    assert found.rate == 8000
+    torch.testing.assert_close(found.samples, x, atol=1e-4, rtol=0)
+    for width, values, bits in ((1, [0, 128, 255], "<B"), (3, [-(1 << 22), 0], None), (4, [1 << 30, 0], "<i")):
+        raw = b"".join(v.to_bytes(3, "little", signed=True) if bits is None else struct.pack(bits, v) for v in values)
+        with wave.open(str(tmp_path / "b.wav"), "wb") as file:
+            file.setparams((1, width, 8000, len(values), "NONE", ""))
+            file.writeframes(raw)
+        expected = {1: [-1.0, 0.0, 127 / 128], 3: [-0.5, 0.0], 4: [0.5, 0.0]}[width]
+        assert read_wav(tmp_path / "b.wav").samples.tolist() == pytest.approx(expected)
+    whole = (tmp_path / "a.wav").read_bytes()
+    for raw, why in ((whole[:100], "cut off"), (b"RIFFnothing", "not a wav"), (b"", "not a wav")):
+        with pytest.raises(DataError, match=f"bad.wav.*{why}"):
+            parse_wav(raw, "bad.wav")
+    with pytest.raises(DataError, match="folder"):
+        read_wav(tmp_path)
+    with pytest.raises(DataError, match="there is no file"):
+        read_wav(tmp_path / "none.wav")
