@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from regard.data.go_board import BLACK, EMPTY, FORBIDDEN, Board, name_of, neighbours
+from regard.data.go_board import BLACK_STONE, FORBIDDEN, NO_STONE, Board, name_of, neighbours
 from regard.data.go_games import letters_of, point_of, position_now, positions_of, read_go, read_sgf, symmetries, write_sgf
 from regard.data.locate import find
 from regard.data.text_files import DataError
@@ -16,7 +16,7 @@ class Rules:
     """The definition: a tuple of colours, groups by flood fill, and a set of all positions."""
 
     def __init__(self, size):
-        self.size, self.stones, self.player = size, (EMPTY,) * size**2, BLACK
+        self.size, self.stones, self.player = size, (NO_STONE,) * size**2, BLACK_STONE
         self.seen = {self.stones}
 
     def group(self, stones, point):
@@ -29,17 +29,17 @@ class Rules:
 
     def liberties(self, stones, point):
         beside = {x for stone in self.group(stones, point) for x in neighbours(self.size)[stone]}
-        return {x for x in beside if stones[x] == EMPTY}
+        return {x for x in beside if stones[x] == NO_STONE}
 
     def after(self, point):
         """The position after a move; None if it is not allowed."""
-        if self.stones[point] != EMPTY:
+        if self.stones[point] != NO_STONE:
             return None
         stones = list(self.stones)
         stones[point] = self.player
         dead = [x for x in neighbours(self.size)[point] if stones[x] == 3 - self.player and not self.liberties(stones, x)]
         for x in {y for z in dead for y in self.group(stones, z)}:
-            stones[x] = EMPTY
+            stones[x] = NO_STONE
         stones = tuple(stones)
         return stones if self.liberties(stones, point) and stones not in self.seen else None
 
@@ -58,7 +58,7 @@ def test_the_board_is_the_rules_in_random_games(size, games, moves):
         for _ in range(moves):
             allowed = [point for point in range(size**2) if rules.after(point) is not None]
             assert board.legal() == allowed
-            assert board.illegal() == {x for x in range(size**2) if rules.stones[x] == EMPTY} - set(allowed)
+            assert board.illegal() == {x for x in range(size**2) if rules.stones[x] == NO_STONE} - set(allowed)
             for point, stone in enumerate(rules.stones):
                 liberties = min(len(rules.liberties(rules.stones, point)), 4) if stone else 0
                 assert board.colour(point) == stone

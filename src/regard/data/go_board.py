@@ -11,10 +11,10 @@ import random
 from collections.abc import Iterator
 from functools import lru_cache
 
-EMPTY, BLACK, WHITE = range(3)
+NO_STONE, BLACK_STONE, WHITE_STONE = range(3)
 LIBERTIES = 4  # so many or more are one class
-KINDS = 2 * LIBERTIES + 2  # of a point: empty, stones of either player by liberties, empty and forbidden
-FORBIDDEN = KINDS - 1
+POINT_KINDS = 2 * LIBERTIES + 2  # of a point: empty, stones of either player by liberties, empty and forbidden
+FORBIDDEN = POINT_KINDS - 1
 
 
 @lru_cache(maxsize=8)
@@ -57,7 +57,7 @@ class Board:
     def __init__(self, size: int = 19) -> None:
         if not 1 <= size <= 25:
             raise ValueError(f"a board of Go has a side of 1 to 25 points, not {size}")
-        self.size, self.player, self.moves = size, BLACK, list[int | None]()
+        self.size, self.player, self.moves = size, BLACK_STONE, list[int | None]()
         self.kinds = bytearray(size * size)  # of every point: 0, or 1 to 4 black, 5 to 8 white, by liberties
         self.hash = 0
         self._groups: list[_Group | None] = [None] * (size * size)
@@ -68,9 +68,9 @@ class Board:
         self._seen: dict[int, set[int]] = {0: {0}}  # positions so far, by number of stones
 
     def colour(self, point: int) -> int:
-        """Return the colour of a point: EMPTY, BLACK or WHITE."""
+        """Return the colour of a point: NO_STONE, BLACK_STONE or WHITE_STONE."""
         group = self._groups[point]
-        return EMPTY if group is None else group.colour
+        return NO_STONE if group is None else group.colour
 
     def _captured(self, point: int) -> list[_Group]:
         """List the groups that a stone of the player on an empty point would capture."""
@@ -150,7 +150,9 @@ class Board:
             if not 0 <= point < len(self._groups):
                 raise ValueError(f"there is no point {point} on a board of {self.size} x {self.size}")
             if why := self.why_not(point):
-                raise ValueError(f"{'black' if self.player == BLACK else 'white'} cannot play {name_of(point, self.size)}: {why}")
+                raise ValueError(
+                    f"{'black' if self.player == BLACK_STONE else 'white'} cannot play {name_of(point, self.size)}: {why}"
+                )
             self._place(point)
         self.moves.append(point)
         self.player = 3 - self.player
@@ -186,7 +188,7 @@ class Board:
         """Take a group from the board: its points become liberties of the groups beside them."""
         for stone in group.stones:
             self._groups[stone] = None
-            self.kinds[stone] = EMPTY
+            self.kinds[stone] = NO_STONE
         for stone in group.stones:
             for beside in self._around[stone]:
                 self._crowd(beside, 1)
@@ -223,7 +225,7 @@ class Board:
                 seen |= region
                 if len(colours) == 1:
                     counts[colours.pop()] += len(region)
-        return counts[BLACK], counts[WHITE]
+        return counts[BLACK_STONE], counts[WHITE_STONE]
 
     def _region(self, point: int) -> tuple[set[int], set[int]]:
         """Find the empty points connected to one of them, and the colours beside them."""
@@ -256,10 +258,10 @@ class Board:
         return "\n".join(rows)
 
 
-COLUMNS = "ABCDEFGHJKLMNOPQRSTUVWXYZ"  # without I
+_COLUMN_LETTERS = "ABCDEFGHJKLMNOPQRSTUVWXYZ"  # without I
 
 
 def name_of(point: int, size: int) -> str:
     """Name a point as players do: columns by letters without I, rows by numbers from below. 3 of a board of 19 is D19."""
     row, column = divmod(point, size)
-    return f"{COLUMNS[column]}{size - row}"
+    return f"{_COLUMN_LETTERS[column]}{size - row}"

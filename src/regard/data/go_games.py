@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from regard.data.datasets import Splits
-from regard.data.go_board import BLACK, FORBIDDEN, KINDS, LIBERTIES, WHITE, Board
+from regard.data.go_board import BLACK_STONE, FORBIDDEN, LIBERTIES, POINT_KINDS, WHITE_STONE, Board
 from regard.data.locate import file
 from regard.data.text_files import DataError, read_lines
 
@@ -23,8 +23,8 @@ _SGF = re.compile(r"[A-Z]+|\[(?:\\.|[^\]\\])*\]|\)", re.DOTALL)  # a property, a
 _SWAPPED = np.array([0, *range(1 + LIBERTIES, FORBIDDEN), *range(1, 1 + LIBERTIES), FORBIDDEN], np.uint8)
 
 
-class Positions(NamedTuple):
-    """Positions of games, each from the view of the player to move."""
+class GoPositions(NamedTuple):
+    """GoPositions of games, each from the view of the player to move."""
 
     kinds: np.ndarray  # (n p) uint8: 0 empty, 1 to 4 own stones by liberties, 5 to 8 the opponent's, 9 empty and forbidden
     recent: np.ndarray  # (n m) int16: the last moves, the newest first; p where there was none
@@ -69,7 +69,7 @@ def read_sgf(text: str) -> Board:
             raise ValueError(f"{name} sets up stones, and games are read from an empty board")
         elif name in ("B", "W"):
             board = Board() if board is None else board
-            if board.player != (BLACK if name == "B" else WHITE):
+            if board.player != (BLACK_STONE if name == "B" else WHITE_STONE):
                 raise ValueError(f"move {len(board.moves) + 1} is by {name}, which is not to move")
             board.play(point_of(value, board.size))
     return Board() if board is None else board
@@ -123,7 +123,7 @@ def _games(path: Path) -> list[list[int]]:
     return found
 
 
-def positions_of(games: Iterable[Sequence[int]], size: int = 19) -> Positions:
+def positions_of(games: Iterable[Sequence[int]], size: int = 19) -> GoPositions:
     """Play games and list the position before every move.
 
     A game ends before the first move that the rules do not allow, as records without their passes have some; `cut` counts
@@ -146,11 +146,11 @@ def positions_of(games: Iterable[Sequence[int]], size: int = 19) -> Positions:
             board.play(move)
             last = [move, *last[:-1]]
     found = np.frombuffer(bytes(kinds), np.uint8).reshape(len(moves), size * size).copy()
-    white = np.array(players, np.uint8) == WHITE
+    white = np.array(players, np.uint8) == WHITE_STONE
     found[white] = _SWAPPED[found[white]]
     shaped = np.array(recent, np.int16).reshape(len(moves), REMEMBERED)
     numbered = np.array(moves, np.int16), np.array(numbers, np.int16)
-    return Positions(found, shaped, *numbered, np.array(keys, np.uint64), cut)
+    return GoPositions(found, shaped, *numbered, np.array(keys, np.uint64), cut)
 
 
 def position_row(board: Board) -> bytearray:
@@ -161,13 +161,13 @@ def position_row(board: Board) -> bytearray:
     return row
 
 
-def position_now(board: Board) -> Positions:
+def position_now(board: Board) -> GoPositions:
     """Make the one position that a board shows."""
     kinds = np.frombuffer(bytes(position_row(board)), np.uint8)[None]
     last = [move for move in board.moves[::-1] if move is not None][:REMEMBERED]
     recent = [*last, *[board.size**2] * (REMEMBERED - len(last))]
-    return Positions(
-        _SWAPPED[kinds] if board.player == WHITE else kinds,
+    return GoPositions(
+        _SWAPPED[kinds] if board.player == WHITE_STONE else kinds,
         np.array([recent], np.int16),
         np.zeros(1, np.int16),
         np.array([len(board.moves)], np.int16),
@@ -183,9 +183,9 @@ def symmetries(size: int) -> np.ndarray:
 
 
 __all__ = [
-    "KINDS",
+    "POINT_KINDS",
     "REMEMBERED",
-    "Positions",
+    "GoPositions",
     "letters_of",
     "point_of",
     "position_now",
