@@ -268,6 +268,7 @@ MASKS = [
     "Dilated(4, 3)",
     "Stride(7)",
     "Blocks(8, around=1)",
+    "Neighbourhood(9, 1, across=2, first=3)",
     "Global(first=2, at=[9, 40], last=3)",
     "Rows(first=2, at=[30])",
     "Columns(last=2)",

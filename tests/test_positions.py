@@ -206,7 +206,7 @@ def test_alibi_has_the_slopes_of_bloom(heads):
         "transformers.models.bloom.modeling_bloom", reason="pip install transformers, to compare with BLOOM"
     )
     theirs = bloom.build_alibi_tensor(torch.ones(1, 9), heads, torch.float64).view(heads, 9)  # slope times position of the key
-    slopes = build("alibi").term(torch.zeros(1, heads, 9, 4), 1.0).slopes
+    slopes = build("alibi").term(torch.zeros(1, heads, 9, 4), 1.0, torch.arange(9)[None]).slopes
     close(slopes[:, None] * torch.arange(9).double(), theirs, 1e-6)  # their slopes are in float32
 
 
@@ -281,6 +281,10 @@ LECTURE = {
     "rotary": PositionProperties(True, False, True),
     "alibi": PositionProperties(True, False, True),
     "buckets": PositionProperties(False, True, True),
+    "sinusoidal_2d": PositionProperties(True, False, True),
+    "learned_2d": PositionProperties(False, True, False),
+    "rotary_2d": PositionProperties(True, False, True),
+    "relative_2d": PositionProperties(False, True, True),
     "none": PositionProperties(False, False, True),
 }
 

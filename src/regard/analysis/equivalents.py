@@ -83,6 +83,7 @@ class ConvAttention(nn.Module):
         self.channels = conv.in_channels
         self.reach = (high // 2 * down, wide // 2 * right)
         self.ring = _ring(conv, self.reach)
+        self.stride = tuple(conv.stride)
         rows = torch.arange(high, device=weight.device) - high // 2
         columns = torch.arange(wide, device=weight.device) - wide // 2
         offsets = torch.cartesian_prod(rows * down, columns * right).to(weight.dtype)
@@ -106,7 +107,10 @@ class ConvAttention(nn.Module):
         sizes = [size + 2 * ring for size, ring in zip((height, width), self.ring, strict=True)]
         kind = accumulator(like.dtype)  # half precision cannot count to 1,000
         axes = [torch.arange(size, dtype=kind, device=like.device) for size in sizes]
-        inner = [axis[reach : max(reach, len(axis) - reach)] for axis, reach in zip(axes, self.reach, strict=True)]
+        inner = [
+            axis[reach : max(reach, len(axis) - reach) : step]
+            for axis, reach, step in zip(axes, self.reach, self.stride, strict=True)
+        ]
         q = _grid(inner)
         k = _grid(axes)
         return q.expand(1, self.core.dims.heads, -1, -1), k[None, None]
@@ -117,9 +121,9 @@ class ConvAttention(nn.Module):
         (up, side), (tall, broad) = self.ring, self.reach
         rows = height + 2 * (up - tall)
         columns = width + 2 * (side - broad)
-        size = rows, columns
-        if min(size) < 1:
+        if min(rows, columns) < 1:
             raise ValueError(f"an image of {height} x {width} is smaller than the kernel: pad it by {self.reach}, or enlarge it")
+        size = tuple(-(-length // step) for length, step in zip((rows, columns), self.stride, strict=True))
         # The weights do not depend on the content: the images of a batch are further channels of one sequence.
         padded = pad(x, (side, side, up, up))
         tokens = padded.flatten(2).permute(2, 0, 1).flatten(1)
@@ -137,16 +141,17 @@ class ConvAttention(nn.Module):
         return b, c, height, width
 
     def extra_repr(self) -> str:
-        return f"heads={self.core.dims.heads}, ring={self.ring}"
+        return f"heads={self.core.dims.heads}, ring={self.ring}, stride={self.stride}"
 
 
 def conv_as_attention(conv: nn.Conv2d, *, sharpness: float = SHARP) -> ConvAttention:
     """Convert a convolution to an attention layer with the same outputs and gradients, and parameters of its own.
 
-    Any odd kernel, zero padding, dilation and groups; stride 1. Softmax runs over all pixels: those other than the target of a
-    head are at least 1 away, so their weights sum to about 4 e^-sharpness, below the rounding of float64 at the default of 40.
-    The gradients of the offsets vanish there, and only the kernel learns; with a sharpness of about 2 the offsets learn too.
-    Time grows with the square of the pixels; memory does not, but there is one output of heads per kernel position.
+    Any odd kernel, stride, zero padding, dilation and groups; with a stride fewer pixels are queries. Softmax runs over all
+    pixels: those other than the target of a head are at least 1 away, so their weights sum to about 4 e^-sharpness, below the
+    rounding of float64 at the default of 40. The gradients of the offsets vanish there, and only the kernel learns; with a
+    sharpness of about 2 the offsets learn too. Time grows with the square of the pixels; memory does not, but there is one
+    output of heads per kernel position.
     """
     return ConvAttention(conv, sharpness=sharpness)
 
@@ -200,8 +205,6 @@ def check_convolution(conv: nn.Conv2d) -> None:
         raise TypeError(f"conv_as_attention takes an nn.Conv2d, not {type(conv).__name__}")
     if any(size % 2 == 0 for size in conv.kernel_size):
         raise ValueError(f"an even kernel has no pixel in its middle for the query: {conv.kernel_size} must be odd")
-    if any(step != 1 for step in conv.stride):
-        raise ValueError(f"every pixel is a query, so stride must be 1, not {conv.stride}: use 1 and subsample the outputs")
     if conv.padding_mode != "zeros":
         raise ValueError(f"padding is a ring of tokens with zero values: 'zeros', not {conv.padding_mode!r}")
 

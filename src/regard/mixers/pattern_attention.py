@@ -94,14 +94,21 @@ class PatternAttention(NamedTuple):
         if self.causal:
             seen = seen & (i >= j)
         out, lse = few_queries_attention(
-            q, log.keys, log.values, seen, scale=self.scale, dropout=self.dropout, term=self._bias(q), apart=i - j
+            q, log.keys, log.values, seen, scale=self.scale, dropout=self.dropout, term=self._bias(q, places.at), apart=i - j
         )
         return self._finished(out, log.v), lse
 
-    def _bias(self, q: Tensor) -> ScoreBias | None:
+    def _bias(self, q: Tensor, at: Tensor) -> ScoreBias | None:
+        """Return the bias of queries (b h n d) at positions (b n)."""
         if self.positions is None:
             return None
-        return self.positions.term(q, self.scale)
+        return self.positions.term(q, self.scale, at)
+
+    def _ordered_bias(self, q: Tensor, start: int) -> ScoreBias | None:
+        """Return the bias of queries that lie side by side from position `start` on."""
+        if self.positions is None:
+            return None
+        return self._bias(q, torch.arange(start, start + q.shape[2], device=q.device)[None])
 
     def _finished(self, out: Tensor, v: Tensor) -> Tensor:
         if self.positions is None:
@@ -125,7 +132,7 @@ class PatternAttention(NamedTuple):
             scale=self.scale,
             causal=self.causal,
             valid=valid,
-            bias=None if self.positions is None else self._bias(q),
+            bias=self._ordered_bias(q, places.start),
             dropout=self.dropout,
             backend=self.backend,
         )
@@ -171,7 +178,7 @@ class PatternAttention(NamedTuple):
             scale=self.scale,
             causal=self.causal,
             dropout=self.dropout,
-            bias=self._bias(q),
+            bias=self._ordered_bias(q, 0),
             backend=self.backend,
         )
         out = self._finished(out, v)

@@ -30,8 +30,8 @@ class Positions(nn.Module):
         """Queries or keys (b h n d) that carry theirs."""
         return x
 
-    def term(self, q: Tensor, scale: float) -> ScoreBias:  # noqa: ARG002
-        """What the scores of these queries (b h n d) get, by distance."""
+    def term(self, q: Tensor, scale: float, at: Tensor) -> ScoreBias:  # noqa: ARG002
+        """What the scores of these queries (b h n d) at positions `at` (b n), or (1 n) for all rows, get, by distance."""
         return ScoreBias()
 
     def finish(self, out: Tensor, e: int) -> Tensor:  # noqa: ARG002

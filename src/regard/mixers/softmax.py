@@ -90,7 +90,7 @@ class _AllPairs(CachedCore):
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
         positions, drop = self.positions, self.drop
-        term = None if positions is None else positions.term(q.to(accumulator(q.dtype)), self.scale)
+        term = None if positions is None else positions.term(q.to(accumulator(q.dtype)), self.scale, places.at)
         call = self.call(q, log.keys, log.values)
         seed = draw_seed(q.device) if drop else None
         call = call._replace(valid=log.places.valid, seed=seed, causal=causal, dropout=drop, bias=term)

@@ -2,20 +2,23 @@
 
 from regard.models.build import language_model, translator
 from regard.models.causal_lm import LanguageModel
-from regard.models.embedding import Embedding, Patches, Spelled, Tokens, Vectors
+from regard.models.embedding import Embedding, Spelled, Tokens, Vectors
 from regard.models.encoder import Encoded, Encoder
 from regard.models.encoder_head import Matcher, Reader
 from regard.models.guided import LocationAligner, MonotonicAligner, guided_translator
 from regard.models.heads import MaskedToken, Matching, NextToken, PerSequence, PerVector, pooled
+from regard.models.image_embedding import ConvTokens, ImageReader, Patches
 from regard.models.nat import NatTranslator
 from regard.models.pointer import Pointer
 from regard.models.pointer_generator import PointerGenerator, pointer_generator
 from regard.models.translator import SourceMemory, Translator
 
 __all__ = [
+    "ConvTokens",
     "Embedding",
     "Encoded",
     "Encoder",
+    "ImageReader",
     "LanguageModel",
     "LocationAligner",
     "MaskedToken",

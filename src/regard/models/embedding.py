@@ -1,4 +1,4 @@
-"""Embeddings: tokens, vectors or patches of an image become vectors of one width, with positions added.
+"""Embeddings: tokens or vectors become vectors of one width, with positions added.
 
 Letters: b batch, n tokens, w width, v vocabulary, f features of a vector.
 """
@@ -163,67 +163,6 @@ class Vectors(Embedding):
             needed = f"(batch, length, {self.map.in_features})"
             raise ValueError(f"vectors are numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
         return self.map(x)
-
-
-class Patches(Embedding):
-    """An image (b c height width) cut into squares, each a token, row by row: (b n w), n = (height / side) (width / side).
-
-    `front` learned vectors precede them, with positions of their own, as ViT's class token does: then n is greater by so many.
-    Dosovitskiy et al. 2020, arXiv:2010.11929.
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        side: int,
-        width: int,
-        *,
-        positions: Positions | None = None,
-        front: int = 0,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(width, positions=positions, dropout=dropout)
-        self.front = nn.Parameter(torch.randn(front, width) * 0.02) if need("front", front, 0) else None
-        self.side = need("side", side)
-        channels = need("channels", channels)
-        self.map = nn.Conv2d(channels, width, side, stride=side)
-
-    def vectors(self, x: Tensor) -> Tensor:
-        patches = self.map(x)  # (b w rows columns)
-        tokens = patches.flatten(2).mT
-        if self.front is None:
-            return tokens
-        front = self.front.to(tokens.dtype).expand(len(tokens), -1, -1)
-        return torch.cat([front, tokens], 1)
-
-    def places(
-        self,
-        x: Tensor,
-        valid: Tensor | None = None,
-        after: State | None = None,
-        *,
-        packed: bool = False,  # noqa: ARG002
-    ) -> Places:
-        """Make the places of the patches of an image."""
-        shaped = x.dim() == 4 and x.shape[1] == self.map.in_channels
-        divisible = shaped and not any(size % self.side for size in x.shape[2:])
-        if not divisible or not x.is_floating_point():
-            needed = f"(batch, {self.map.in_channels}, height, width), both divisible by {self.side}"
-            raise ValueError(f"an image has numbers of shape {needed}, not {x.dtype} of shape {tuple(x.shape)}")
-        if valid is not None or after is not None:
-            raise ValueError("an image is read whole: it has no padding and nothing before it")
-        rows = x.shape[2] // self.side
-        columns = x.shape[3] // self.side
-        front = 0 if self.front is None else len(self.front)
-        tokens = x.new_empty(x.shape[0], front + rows * columns)
-        return Places.of(tokens)
-
-    def forward(self, x: Tensor, valid: PaddingMask = None, after: State | None = None) -> Tensor:
-        places = valid if isinstance(valid, Places) else self.places(x, valid, after)
-        y = self.vectors(x)
-        if self.positions is not None:
-            y = self.positions.add(y, places)
-        return self.drop(y)
 
 
 class Spelled(Embedding):

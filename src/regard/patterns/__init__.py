@@ -7,11 +7,15 @@ from which block-sparse plans and edge lists are built.
 from regard.patterns.algebra import Alternative, And, Atom, Or, Pattern, PerHead
 from regard.patterns.drawn import Edges, Random
 from regard.patterns.fixed import Blocks, Columns, Global, Rows, Tail
+from regard.patterns.neighbourhood import Neighbourhood
 from regard.patterns.relative import Band, Causal, Dilated, Everything, Local, Stride, Truncated
 
 PATTERNS: dict[str, type[Pattern]] = {
     p.__name__: p
-    for p in (Local, Truncated, Dilated, Stride, Blocks, Global, Rows, Columns, Tail, Random, Edges, Causal, Everything, PerHead)
+    for p in (
+        *(Local, Truncated, Dilated, Stride, Blocks, Neighbourhood, Global, Rows, Columns, Tail, Random, Edges, Causal),
+        *(Everything, PerHead),
+    )
 }
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "Everything",
     "Global",
     "Local",
+    "Neighbourhood",
     "Or",
     "Pattern",
     "PerHead",

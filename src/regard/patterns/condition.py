@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Random, Rows, Tail
+from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Neighbourhood, Random, Rows, Tail
 
-BAND, BLOCKS, ROWS, COLUMNS, TAIL, RANDOM, EDGES = range(7)  # kinds of the terms of a condition
+BAND, BLOCKS, ROWS, COLUMNS, TAIL, RANDOM, EDGES, NEAR_CELLS = range(8)  # kinds of the terms of a condition
 UNBOUNDED = 2**62  # where a band has no end, and where no last tokens are special
 
 
@@ -24,6 +24,7 @@ class ConditionCodes(NamedTuple):
         TAIL     a, b        j % a >= a - b
         RANDOM   a           j // a in row i // a of the table
         EDGES    a           i * a + j in the table
+        NEAR_CELLS a, b, c   at most b rows and c columns apart on a grid of a columns, behind as many tokens as the table says
     """
 
     terms: Tensor  # (terms, 6)
@@ -82,6 +83,8 @@ def _atom_code(atom: Atom, end: int) -> tuple[int, tuple[int, ...], Tensor | Non
             return TAIL, (size, count), None
         case Random(_, block):
             return RANDOM, (block,), atom.table(max(-(-end // block), 1))
+        case Neighbourhood():
+            return NEAR_CELLS, (atom.columns, *atom.sides), torch.tensor([atom.first])
         case Edges():
             return EDGES, (atom.nodes,), atom.codes
     raise NotImplementedError(f"no integer code for {type(atom).__name__}")

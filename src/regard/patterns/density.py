@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.patterns import Atom, Band, Blocks, Causal, Edges, Pattern, Random, Tail
+from regard.patterns import Atom, Band, Blocks, Causal, Edges, Neighbourhood, Pattern, Random, Tail
 from regard.patterns.algebra import Several
 from regard.patterns.fixed import SpecialTokens
 from regard.patterns.plan import plan
@@ -97,6 +97,8 @@ def _reach(atom: Atom) -> int:
             return max(back or 1, ahead or 1, step)
         case Blocks(size, around):
             return size * (around + 1)
+        case Neighbourhood(columns, reach):
+            return columns * (reach + 1)
         case Random(_, block):
             return block
         case Tail(size, _):

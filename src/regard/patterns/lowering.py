@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Random, Rows, Tail
+from regard.patterns import Alternative, Atom, Band, Blocks, Columns, Edges, Neighbourhood, Random, Rows, Tail
 from regard.patterns.tiles import Layout, Span, TileGroup, Tiling, ceil_div
 
 TILE_SIZES = ((24, 16), (96, 32), (512, 64))  # a band that reaches less far than this: queries and keys per block
@@ -23,6 +23,9 @@ def estimated_pairs(atom: Atom, s: Span) -> float:
             return s.n * min(reach, s.m) / step
         case Blocks(size, around):
             reach = size * (2 * around + 1)
+            return s.n * min(reach, s.m)
+        case Neighbourhood():
+            reach = (2 * atom.reach + 1) * atom.columns
             return s.n * min(reach, s.m)
         case Random(count, block):
             reach = count * block
@@ -53,6 +56,10 @@ def lower_atom(driver: Atom, atoms: Alternative, s: Span) -> list[Tiling]:
         case Blocks(size, around):
             neighbours = torch.arange(-around, around + 1)
             return _lower_blocks(size, s, lambda rows: rows[:, None] + neighbours)
+        case Neighbourhood(side, down):
+            grid = Span(s.t - driver.first, s.n, s.u - driver.first, s.m)
+            near = torch.arange(-down, down + 1)
+            return _lower_blocks(side, grid, lambda rows: rows[:, None] + near)
         case Random(_, block):
             return _lower_blocks(block, s, lambda rows: driver.table(int(rows.max()) + 1)[rows])
         case Rows():

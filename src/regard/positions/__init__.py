@@ -2,6 +2,8 @@
 
     sinusoidal, learned, floater, rnn      tokens = positions.add(tokens, places), once, before the first layer
     rotary, relative, alibi, buckets       layer("softmax", ..., positions="rotary"), in every layer
+    sinusoidal_2d, learned_2d              as those of a line, on a grid whose cells are tokens: patches of an image
+    rotary_2d, relative_2d                 inside every layer, on a grid
     none                                   no positions: the control
 
 All of them take positions from `Places`, so that padding, streaming and prompts of different length work with each of them.
@@ -15,6 +17,7 @@ from regard.mixers.base import Dims
 from regard.mixers.position_interface import Positions
 from regard.positions.added import Floater, Learned, Nothing, Recurrent, Sinusoidal
 from regard.positions.bias import Alibi, Buckets, RelativePositions
+from regard.positions.grid_positions import GRID_POSITIONS, Learned2D, Relative2D, Rotary2D, Sinusoidal2D
 from regard.positions.rotary import Rotary
 from regard.text import parse_choice
 
@@ -24,12 +27,16 @@ __all__ = [
     "Buckets",
     "Floater",
     "Learned",
+    "Learned2D",
     "Nothing",
     "Positions",
     "Recurrent",
+    "Relative2D",
     "RelativePositions",
     "Rotary",
+    "Rotary2D",
     "Sinusoidal",
+    "Sinusoidal2D",
 ]
 
 POSITIONS: dict[str, Callable[..., Positions]] = {
@@ -41,6 +48,7 @@ POSITIONS: dict[str, Callable[..., Positions]] = {
     "rotary": Rotary,
     "alibi": Alibi,
     "buckets": Buckets,
+    **GRID_POSITIONS,
     "none": Nothing,
 }
 

@@ -24,7 +24,7 @@ class Alibi(Positions):
 
     needs = Can.RELATIVE
 
-    def term(self, q: Tensor, scale: float) -> ScoreBias:  # noqa: ARG002 - the same for all queries
+    def term(self, q: Tensor, scale: float, at: Tensor) -> ScoreBias:  # noqa: ARG002 - the same for all queries
         heads = q.shape[1]
         bits = heads.bit_length()
         power = 1 << (bits - 1)
@@ -57,7 +57,7 @@ class RelativePositions(Positions):
         std = dims.e**-0.5
         self.values = nn.Parameter(torch.randn(classes, dims.e) * std) if values else None
 
-    def term(self, q: Tensor, scale: float) -> ScoreBias:
+    def term(self, q: Tensor, scale: float, at: Tensor) -> ScoreBias:  # noqa: ARG002 - the same at all positions
         q = q.to(torch.promote_types(q.dtype, torch.float32))
         keys = self.keys.to(q.dtype)
         by_query = (q * scale) @ keys.mT
@@ -99,7 +99,7 @@ class Buckets(Positions):
     def extra_repr(self) -> str:
         return f"buckets={self.buckets}, longest={self.longest}"
 
-    def term(self, q: Tensor, scale: float) -> ScoreBias:  # noqa: ARG002 - the same for all queries
+    def term(self, q: Tensor, scale: float, at: Tensor) -> ScoreBias:  # noqa: ARG002 - the same for all queries
         by_class = self.table[self._index(q.device)].mT  # (h classes)
         by_query = by_class[None, :, None].expand(len(q), -1, q.shape[2], -1)
         return ScoreBias(clip=self.clip, by_query=by_query.to(torch.promote_types(q.dtype, torch.float32)))

@@ -6,10 +6,10 @@ from functools import partial
 
 from regard.blocks.feedforward import FeedForward
 from regard.mixers.base import Dims
-from regard.models.embedding import Patches
 from regard.models.encoder import Encoder
 from regard.models.encoder_head import Reader
 from regard.models.heads import PerSequence
+from regard.models.image_embedding import Patches
 from regard.positions import Learned
 from regard.pretrained.checkpoint_files import CheckpointError, Take, TensorLayout
 from regard.pretrained.family import Family, HFConfig, TensorNames, body, layers, under
