@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data import datasets
+from regard.data.go_games import read_go
 from regard.data.locate import DATASETS, file, find
 from regard.data.text_files import OPEN, DataError, Pair, read_lines, read_parallel, read_records, read_text
 from regard.data.treebank import read_gum
@@ -182,6 +183,9 @@ def small(tmp_path):
     put(tmp_path / "wikisql" / "wikisql.json.bz2", json.dumps([QUERY]))
     for part in ("train", "dev", "test"):
         put(tmp_path / "gum" / f"{part}.tsv.xz", "GUM_news\t(ROOT (NP (NN News)))")
+    for part in ("train", "val", "test"):
+        head = "id\tdate\tblack_rank\twhite_rank\tkomi\tresult\tmoves"
+        put(tmp_path / "go_fox_pro" / f"{part}.tsv.xz", f"{head}\n1\t2017\t9\t9\t0\tB+R\tpddp")
     return tmp_path
 
 
@@ -216,6 +220,7 @@ READERS = {
     "acl_titles": datasets.read_acl_titles,
     "wikisql": read_wikisql,
     "gum": read_gum,
+    "go_fox_pro": read_go,
 }
 
 
@@ -361,6 +366,7 @@ def test_queries_that_are_not_as_expected_are_refused(tmp_path, content, sentenc
         ("acl_titles", [24_000, 1_500, 1_500]),
         ("wikisql", [56_355, 8_421, 15_878]),
         ("gum", [10_224, 1_575, 1_464]),
+        ("go_fox_pro", [2_678, 500, 500]),
     ],
 )
 def test_the_real_data_has_as_many_examples_as_its_makers_say(name, counts):

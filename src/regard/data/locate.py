@@ -61,6 +61,12 @@ DATASETS = {
         ["train.tsv", "dev.tsv", "test.tsv"],
         "A line is the name of a document and a tree in Penn brackets, with a tab between them; splits.md has the splits.",
     ),
+    "go_fox_pro": DatasetInfo(
+        "games of Go with a professional, from the Fox server",
+        "https://github.com/featurecat/go-dataset",
+        ["train.tsv", "val.tsv", "test.tsv"],
+        "Columns are id, date, black_rank, white_rank, komi, result and moves: SGF letters of the points, black first.",
+    ),
     "aan_scisumm": DatasetInfo(
         "papers of computational linguistics and pairs of them, one of which cites the other or not",
         "https://github.com/WING-NUS/scisumm-corpus",
