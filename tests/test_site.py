@@ -103,7 +103,7 @@ def test_docstrings_become_markdown():
 
 
 def test_every_page_of_the_documents_is_in_the_contents():
-    listed = {page for pages in make_site.CONTENTS.values() for page in pages}
+    listed = {page for pages in make_site.contents().values() for page in pages}
     found = {path.relative_to(ROOT).with_suffix("").as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
     assert listed == found
 

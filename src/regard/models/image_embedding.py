@@ -133,6 +133,15 @@ class ConvTokens(ImageEmbedding):
     """Cells of the feature map of a convolution net, each a token, row by row: (b c height width) -> (b n w).
 
     `net` is a stem of a few layers or a whole CNN; a linear map gives its channels the width of a token.
+
+    `channels` are those of an image, `width` is w, `positions` are added to tokens, `front` learned vectors precede them,
+    `dropout` is that of the sums.
+
+    >>> import torch
+    >>> from regard.blocks import conv_stem
+    >>> from regard.models import ConvTokens
+    >>> tuple(ConvTokens(3, conv_stem(3, 16), 16, front=1)(torch.randn(1, 3, 8, 8)).shape)
+    (1, 5, 16)
     """
 
     def __init__(
@@ -160,7 +169,17 @@ class ConvTokens(ImageEmbedding):
 
 
 class ImageReader(nn.Module):
-    """Classify images without layers over tokens: an embedding that is a whole CNN, and a head. (b c h w) -> (b classes)."""
+    """Classify images without layers over tokens: an embedding that is a whole CNN, and a head. (b c h w) -> (b classes).
+
+    `embed` is the embedding, `head` the head.
+
+    >>> import torch
+    >>> from regard.blocks import conv_stages
+    >>> from regard.models import ConvTokens, ImageReader, PerSequence
+    >>> model = ImageReader(ConvTokens(3, conv_stages(3, first=4, stages=2, blocks=1), 16), PerSequence(16, 10))
+    >>> tuple(model(torch.randn(2, 3, 8, 8)).shape)
+    (2, 10)
+    """
 
     def __init__(self, embed: ImageEmbedding, head: nn.Module) -> None:
         super().__init__()
