@@ -253,9 +253,9 @@ def test_a_set_that_is_not_there_is_answered_with_what_to_fetch_and_where_to_put
         "REGARD_DATA or --data",
     )
     monkeypatch.setenv("REGARD_DATA", str(tmp_path))
-    refused(lambda: find(name), f"there is no folder {tmp_path / name}")
+    refused(lambda: find(name), f"there is no folder {tmp_path / place}")
     monkeypatch.setenv("REGARD_DATA", "")
-    refused(lambda: find(name), f"a folder {name}")
+    refused(lambda: find(name), f"a folder {place}")
 
 
 def test_a_set_that_lacks_a_file_says_which(small):

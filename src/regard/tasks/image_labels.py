@@ -169,7 +169,11 @@ class ImageTask(Task):
 
     def scores(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the scores (b labels) of images as they are, on the device of the model."""
-        return model(_centred_pixels(batch.to(device_under(model)).source.float() / 255))
+        return self.pixel_scores(model, batch.to(device_under(model)).source.float() / 255)
+
+    def pixel_scores(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Compute the scores (b labels) of images (b c h w) with numbers from 0 to 1, on the device of the model."""
+        return model(_centred_pixels(images.to(device_under(model))))
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         paths = [line.strip() for line in lines]
