@@ -98,7 +98,8 @@ def _what(line: dict[str, Any]) -> tuple[Any, ...]:
 def predict(
     run: Folder,
     source: Annotated[
-        str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, - for stdin, or a wav file.")
+        str,
+        typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, - for stdin, or a wav or image file."),
     ],
     changes: Changes = None,
     device: Device = "auto",
@@ -113,6 +114,8 @@ def predict(
         found, count = trained(run, changes or [], device, threads, checkpoint)
         if is_recording(source) and not found.task.file_ending:
             raise ValueError(f"{source} is a recording, but {run} is a run of {found.config.task}, which answers texts")
+        if not is_recording(source) and source.lower().endswith(tuple(found.task.file_ending.split())):
+            lines = iter([Line(source, "this file")])  # the file itself, not lines of it
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
                 answers = found.predict([line.text for line in part], [line.where for line in part])

@@ -18,6 +18,7 @@ class DatasetInfo(NamedTuple):
     address: str  # of the download
     files: Sequence[str]  # each plain, or with .gz, .xz or .bz2 appended to its name
     note: str = ""  # on the format, where it differs from the download
+    folder: str = ""  # where its files are, if that is not its name
 
 
 DATASETS = {
@@ -73,6 +74,13 @@ DATASETS = {
         ["docs.jsonl", *(f"pairs.{part}.tsv" for part in ("train", "val", "test"))],
         'A line of docs.jsonl is a paper: {"id": "…", "text": "…"}; pairs have the columns label (0 or 1), doc1, doc2.',
     ),
+    "cifar10_jpeg": DatasetInfo(
+        "CIFAR-10 in colour, as a tar archive of JPEG files",
+        "https://www.cs.toronto.edu/~kriz/cifar.html",
+        ["cifar10_jpeg.tar"],
+        "The archive holds train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg, 32 x 32 pixels, for ten classes.",
+        "cifar10",
+    ),
     "cifar10": DatasetInfo(
         "CIFAR-10 in gray, as arrays of NumPy",
         "https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -102,7 +110,7 @@ DATASETS = {
 
 
 def find(name: str, folder: Path | str | None = None) -> Path:
-    """Return the folder of a data set: `folder` or its child `name`, else `$REGARD_DATA/<name>`.
+    """Return the folder of a data set: `folder` or its child `name`, else `$REGARD_DATA/<name>`; some share a folder.
 
     Raises DataError, with what to download and where to put it, unless all files are there.
     """
@@ -110,9 +118,10 @@ def find(name: str, folder: Path | str | None = None) -> Path:
         raise DataError(unknown("no data set is called", name, DATASETS))
     root = folder if folder is not None else os.environ.get("REGARD_DATA") or None
     if root is None:
-        raise DataError(f"{_instructions(name)} into a folder {name}, and name the folder above it by REGARD_DATA or --data")
+        where = DATASETS[name].folder or name
+        raise DataError(f"{_instructions(name)} into a folder {where}, and name the folder above it by REGARD_DATA or --data")
     files = DATASETS[name].files
-    child = Path(root).expanduser() / name
+    child = Path(root).expanduser() / (DATASETS[name].folder or name)
     candidates = [child] if folder is None else [Path(root).expanduser(), child]
     for candidate in candidates:
         if not _missing(candidate, files):

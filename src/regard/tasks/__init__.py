@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
 from regard.tasks.graph_config import communities_config, cora_config
+from regard.tasks.image_config import IMAGE_PRESETS, cifar10_config, cifar10_gray_config
 from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
 from regard.tasks.parsing_config import gum_config
@@ -89,6 +90,22 @@ TASKS: dict[str, Entry] = {
     "fsdd_speaker": Entry(fsdd_speaker_config, f"{_SPOKEN}:SpeakerTask", _ACCURACY, "voices, named and verified", "fsdd"),
     "fsdd_strings": Entry(
         fsdd_strings_config, f"{_RECOGNITION}:DigitStringTask", _WER, "strings of digits, recognised live", "fsdd"
+    ),
+    "cifar10": Entry(
+        cifar10_config,
+        "regard.tasks.image_labels:ColourTask",
+        _ACCURACY,
+        "objects in small colour images",
+        "cifar10_jpeg",
+        presets=IMAGE_PRESETS,
+    ),
+    "cifar10_gray": Entry(
+        cifar10_gray_config,
+        "regard.tasks.image_labels:GrayTask",
+        _ACCURACY,
+        "objects in small gray images",
+        "cifar10",
+        presets=IMAGE_PRESETS,
     ),
     "classify": Entry(
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
