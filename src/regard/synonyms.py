@@ -67,6 +67,7 @@ SYNONYMS: dict[str, str] = {
     "shakespeare": "lm language_model language_modeling text char_lm tiny_shakespeare",
     "acl_titles": "summarize summarization titles",
     "wikisql": "sql text_to_sql",
+    "tox21": "toxicity molecules smiles moleculenet",
     "cora": "planetoid citation citations node_classification",
     "recall": "mqar associative_recall",
     "text": "imdb_bytes byte_classification",
