@@ -67,6 +67,7 @@ SYNONYMS: dict[str, str] = {
     "shakespeare": "lm language_model language_modeling text char_lm tiny_shakespeare",
     "acl_titles": "summarize summarization titles",
     "wikisql": "sql text_to_sql",
+    "tox21": "toxicity molecules smiles moleculenet",
     "cora": "planetoid citation citations node_classification",
     "gum": "parse parsing parser constituency treebank trees",
     "an4": "asr speech speech_recognition recognition",

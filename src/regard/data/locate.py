@@ -87,6 +87,11 @@ DATASETS = {
         [f"gray_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
         "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9.",
     ),
+    "tox21": DatasetInfo(
+        "Tox21, molecules and twelve labels of toxicity",
+        "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/tox21.csv.gz",
+        ["tox21.csv"],
+    ),
     "planetoid": DatasetInfo(
         "Cora, a citation graph, with the splits of Planetoid, as arrays of NumPy",
         "https://github.com/kimiyoung/planetoid",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
-from regard.tasks.graph_config import communities_config, cora_config
+from regard.tasks.graph_config import communities_config, cora_config, motifs_config, tox21_config
 from regard.tasks.image_config import IMAGE_PRESETS, cifar10_config, cifar10_gray_config
 from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
@@ -48,6 +48,7 @@ class Entry(NamedTuple):
     data: str | None = None  # the data set that it needs; None: it makes its own, or reads `file`
     file: str = ""  # the options of `regard train` that name a file of the user, which it reads
     presets: Mapping[str, Preset] = {}  # settings by name, for `regard train --preset`
+    package: str = ""  # a package that its data needs, beside those of training
 
     def make(self, config: Config) -> Task:
         """Make the task, importing its class first where only its place is given."""
@@ -58,12 +59,12 @@ class Entry(NamedTuple):
 
 
 _EXACT, _ACCURACY, _BLEU = ("exact", "max"), ("accuracy", "max"), ("bleu", "max")
-_ROUGE, _LOSS = ("rouge_l", "max"), ("loss", "min")
+_ROUGE, _LOSS, _AUC = ("rouge_l", "max"), ("loss", "min"), ("roc_auc", "max")
 _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
 _WER = ("wer", "min")
 _RECOGNITION, _SPOKEN = "regard.tasks.recognition", "regard.tasks.spoken_labels"
 _SENTIMENT, _LANGUAGE, _OWN = "regard.tasks.sentiment", "regard.tasks.language_modeling", "regard.tasks.own_data"
-_NODES = "regard.tasks.node_labels"
+_NODES, _MOLECULES = "regard.tasks.node_labels", "regard.tasks.molecule_labels"
 
 #: Every task by its name; `config(name)` makes its settings.
 #:
@@ -77,6 +78,7 @@ TASKS: dict[str, Entry] = {
     "saw": Entry(saw_config, f"{_TAGGING}:SawTask", _ACCURACY, "tags for words that have several: I saw a saw"),
     "polarity": Entry(polarity_config, f"{_SENTIMENT}:PolarityTask", _ACCURACY, "good or bad, with negations"),
     "communities": Entry(communities_config, f"{_NODES}:CommunitiesTask", _LOSS, "groups of the nodes of a graph"),
+    "motifs": Entry(motifs_config, f"{_MOLECULES}:MotifsTask", _AUC, "what drawn molecules have", package="rdkit"),
     "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", _BLEU, "captions, English to German", "multi30k"),
     "ewt": Entry(ewt_config, f"{_TAGGING}:TaggingTask", _ACCURACY, "part-of-speech tags of English", "ud_english_ewt"),
     "imdb": Entry(imdb_config, f"{_SENTIMENT}:ReviewTask", _ACCURACY, "film reviews, good or bad", "imdb"),
@@ -106,6 +108,9 @@ TASKS: dict[str, Entry] = {
         "objects in small gray images",
         "cifar10",
         presets=IMAGE_PRESETS,
+    ),
+    "tox21": Entry(
+        tox21_config, f"{_MOLECULES}:MoleculeLabelsTask", _AUC, "toxicity of molecules, twelve labels", "tox21", package="rdkit"
     ),
     "classify": Entry(
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
