@@ -6,9 +6,10 @@ import torch
 from regard.blocks import Stack
 from regard.blocks.conformer import conformer
 from regard.blocks.look_ahead import LookAhead
+from regard.catalogue import CATALOGUE
 from regard.mixers.baselines import Conv
 from regard.mixers.dims import Dims
-from regard.spec import layer
+from regard.spec import Spec, layer
 
 CUTS = ([1] * 23, [7, 0, 1, 15], [23], [2, 3, 18])
 
@@ -53,6 +54,16 @@ def test_unions_and_heads_look_as_far_as_the_farthest_and_others_do_not_stream()
         with pytest.raises(ValueError, match="causal=True"):
             layer(spec, width=8, heads=2).start(1)
     assert layer("softmax", width=8, heads=2, causal=True).latency == 0
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec(row.name, **example.options) for row in CATALOGUE.values() for example in row.examples], ids=str
+)
+def test_every_mechanism_with_a_latency_streams(spec):
+    torch.manual_seed(0)
+    mixer, x = spec.build(Dims(8, 4, max_len=32)).double().eval(), data()
+    if mixer.latency is not None:
+        torch.testing.assert_close(streamed(mixer, x, [2, 9, 12]), mixer(x))
 
 
 def test_keys_are_forgotten_states_are_values_and_padding_is_refused():
