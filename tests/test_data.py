@@ -227,7 +227,7 @@ READERS = {
 def test_there_is_a_reader_for_every_known_set():
     assert {*READERS, "aan_scisumm", "cifar10", "cifar10_jpeg", "planetoid", "tox21"} == set(
         DATASETS
-    )  # tests of their tasks read these
+    )
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -35,7 +35,7 @@ def loads(name: str, number: int) -> bool:
     return "regard.load(" in blocks(name)[number]
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/huggingface_conversion.md", "docs/first_steps.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/huggingface_conversion.md", "docs/first_steps.md", "docs/speech.md")
 
 
 @pytest.mark.parametrize(("name", "number"), [(n, i) for n in PAGES for i in range(len(blocks(n))) if not loads(n, i)])

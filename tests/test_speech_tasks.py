@@ -13,7 +13,9 @@ from regard.cli import app
 from regard.data.speech_sets import read_an4, read_fsdd
 from regard.data.text_files import DataError
 from regard.data.wav_files import Recording, write_wav
+from regard.decoding.ctc_search import CtcBeam
 from regard.tasks import config, make_task
+from regard.tasks.live_recognition import LIVE_WITHIN, LiveRecogniser
 from regard.tasks.trained_run import load
 from regard.training.fit import fit
 
@@ -205,3 +207,59 @@ def test_a_recording_for_a_run_of_texts_is_refused(folder, tmp_path):
     fit(task, tmp_path / "run", accelerator="cpu", quiet=True)
     refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), str(folder / "0_anna_0.wav")])
     assert refused.exit_code == 2 and "is a recording" in refused.output
+
+
+def spread_out(model):
+    """Weights large enough for other classes than one."""
+    for name, p in model.named_parameters():
+        if name.startswith("ctc") and p.dim() == 2:
+            torch.nn.init.normal_(p, std=2.0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("halvings", [0, 2])
+def test_a_live_recogniser_computes_what_the_whole_pass_does(halvings, folder, monkeypatch):
+    torch.manual_seed(0)
+    task = make_task(tiny("fsdd_strings", mixer="Truncated(4, 2)", halvings=halvings, beam=4))
+    task.read(folder)
+    model = spread_out(task.model())
+    recording = Recording(torch.cat([sound(d, 0, d).samples for d in range(3)]), 8000)
+    whole = model.slots(task.normalised(task.windows_of(recording))[None]).logs[0].detach()
+    for size in (80, 333, 5000):
+        live, found, written = LiveRecogniser(task, model), [], ""
+        monkeypatch.setattr(live.beam, "extend", lambda logs, found=found, own=live.beam.extend: (found.append(logs), own(logs)))
+        fed = 0
+        for part in recording.samples.split(size):
+            written += live.feed(part)
+            fed += len(part)
+            due = fed / 8000 - live.latency  # what is older than the latency is final
+            assert sum(map(len, found)) * 2**halvings * 0.01 >= min(due, 0.01 * len(whole)) - 1e-6
+        written += live.finish()
+        logs = torch.cat(found)
+        real = logs.isfinite()
+        torch.testing.assert_close(logs[real], whole[real], atol=1e-4, rtol=1e-4)
+        assert len(logs) == len(whole)
+        beam = CtcBeam(4, within=LIVE_WITHIN)
+        beam.extend(logs)
+        assert written == task.vocabulary.decode(beam.answers()[0].tokens)
+    short = LiveRecogniser(task, model)
+    assert short.feed(torch.zeros(20)) == "" and isinstance(short.finish(), str)
+
+
+def test_the_command_recognises_live_and_refuses_what_cannot_be(folder, tmp_path):
+    trained("fsdd_strings", folder, tmp_path / "run")
+    wav = str(folder / "0_anna_0.wav")
+    done = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), wav, "--live"])
+    assert done.exit_code == 0 and "words are decided" in done.output, done.output
+    refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), "a text", "--live"])
+    assert refused.exit_code == 2 and "--live is for a wav file" in refused.output
+    for changes, why in (
+        ({"normalise": "utterance"}, "normalise=train"),
+        ({"features": "mfcc"}, "features=mel"),
+        ({"positions": "sinusoidal"}, "added to tokens"),
+        ({"mixer": "softmax"}, "any number of tokens ahead"),
+    ):
+        task = make_task(tiny("fsdd_strings", **changes))
+        task.read(folder)
+        with pytest.raises(ValueError, match=why):
+            LiveRecogniser(task, task.model())

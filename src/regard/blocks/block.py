@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -29,6 +30,14 @@ def check_context(reads: bool, context: Tensor | None, context_valid: PaddingMas
     missing = context is None and context_valid is not None
     if reads != (context is not None) or missing:
         raise ValueError("build it with cross=... and pass a context, or neither")
+
+
+class BlockStep(NamedTuple):
+    """One part of a block: y = module(before(x)), then after(x, y)."""
+
+    before: Callable[[Tensor], Tensor]
+    module: nn.Module
+    after: Callable[[Tensor, Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -97,6 +106,17 @@ class Block(nn.Module):
             tokens = self._after(self.cross_norm, tokens, y)
         padding = None if isinstance(valid, Places) else places.valid
         return self._channel(tokens, padding)
+
+    def steps(self) -> Iterator[BlockStep]:
+        """Give the parts of a block that reads no context, in their order."""
+        if self.cross is not None:
+            raise ValueError("this block reads a context: it is more than its steps over its own tokens")
+        for norm, module in ((self.mixer_norm, self.mixer), (self.channel_norm, self.channel)):
+            yield BlockStep(partial(self._before, norm), module, partial(self._after, norm))
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Return what comes behind the last part of tokens x (b n w): themselves."""
+        return x
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
         """Return the state before the first token: of so many sequences, or of those that will read the context."""

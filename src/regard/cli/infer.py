@@ -105,6 +105,9 @@ def predict(
     device: Device = "auto",
     threads: Threads = None,
     checkpoint: CheckpointName = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Feed a wav file in tenths of a second; words as they are decided.")
+    ] = False,
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
@@ -116,12 +119,33 @@ def predict(
             raise ValueError(f"{source} is a recording, but {run} is a run of {found.config.task}, which answers texts")
         if not is_recording(source) and source.lower().endswith(tuple(found.task.file_ending.split())):
             lines = iter([Line(source, "this file")])  # the file itself, not lines of it
+        if live:
+            with used(count):
+                return _live(found, source)
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
                 answers = found.predict([line.text for line in part], [line.where for line in part])
             for answer in answers:
                 sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
             sys.stdout.flush()
+
+
+def _live(found: TrainedRun, source: str) -> None:
+    """Recognise a wav file as if it were being recorded: print each word as soon as it is decided."""
+    from regard.data.wav_files import read_wav
+    from regard.tasks.live_recognition import LiveRecogniser
+    from regard.tasks.recognition import RecognitionTask
+
+    if not is_recording(source) or not isinstance(found.task, RecognitionTask):
+        raise ValueError(
+            f"--live is for a wav file and a run that recognises its words, not for {source} and {found.config.task}"
+        )
+    live = LiveRecogniser(found.task, found.model)
+    aside(f"words are decided {live.latency:.2f} s after their samples at the earliest")
+    for part in found.task.resampled(read_wav(source)).split(live.rate // 10):
+        sys.stdout.write(live.feed(part))
+        sys.stdout.flush()
+    sys.stdout.write(live.finish() + "\n")
 
 
 def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:

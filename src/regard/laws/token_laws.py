@@ -139,7 +139,7 @@ def unclaimed_is_refused(case: Case) -> None:
         refuses(lambda: case.build()(case.data(8), valid=valid), "cannot do padding", what)
     if case.can(Can.CAUSAL, causal=True) and not case.can(Can.STREAM, causal=True):
         refuses(lambda: case.build(causal=True).start(2), "cannot do stream", "it does not claim stream, and starts one")
-    if Can.STREAM in can:
+    if Can.STREAM in can and case.build().latency is None:
         what = "it starts a stream without causal=True"
         refuses(lambda: case.build().start(2), "build it with causal=True", what)
 

@@ -87,6 +87,7 @@ class Core(nn.Module):
     operations: tuple[
         str, ...
     ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket", "pair"
+    ahead: int | None = None  # tokens behind a query that it can see, where they are a bounded number: it streams that much later
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -229,6 +230,18 @@ class Mixer(nn.Module):
         """n >= 0 more tokens: a prompt, a chunk or one decoding step. Always this call."""
         need_claims(self.name, self.can, Can.STREAM)
         raise NotImplementedError
+
+    @property
+    def latency(self) -> int | None:
+        """Return how many tokens later `extend` gives an output: 0 where it is causal; None where it may wait for all of them."""
+        return 0 if self.dims.causal else None
+
+    def finish(self, state: State) -> Tensor:
+        """Return the outputs (b p w) that are still to come at the end of a sequence: none, unless the layer looks ahead."""
+        if self.latency is None:
+            raise ValueError(f"{self.name} needs a whole sequence: it has no stream that could end")
+        like = self.like()
+        return torch.zeros(len(state.t), 0, self.dims.width, device=state.t.device, dtype=None if like is None else like.dtype)
 
     def forward_at(
         self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None

@@ -80,11 +80,15 @@ class SpeechTask(Task):
         config = self.config
         return speech_encoder(config, self.feature_count, halvings=config.halvings, block=config.block, kernel=config.kernel)
 
+    def resampled(self, recording: Recording) -> Tensor:
+        """Return the samples (n) of a recording at the rate of the task."""
+        if recording.rate == self.wav_rate:
+            return recording.samples
+        return resized(recording.samples, max(1, math.ceil(len(recording.samples) * self.wav_rate / recording.rate)))
+
     def windows_of(self, recording: Recording, speed: float = 1.0) -> Tensor:
         """Compute the features (t f) of a recording, before they are normalised."""
-        samples, low = recording.samples, self.mel_range[0]
-        if recording.rate != self.wav_rate:
-            samples = resized(samples, max(1, math.ceil(len(samples) * self.wav_rate / recording.rate)))
+        samples, low = self.resampled(recording), self.mel_range[0]
         if speed != 1:
             samples = change_speed(samples, speed)
         options: dict[str, Any] = {"mels": self.config.mels, "low": low, "high": self.mel_range[1]}
