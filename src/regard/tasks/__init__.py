@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
     `config` makes the settings that it begins with, `kind` is its class or where that is, `best` the validation score that
     selects weights with "min" or "max", `summary` one line. `data` names the data set that it needs, `file` the options of
-    `regard train` for a user's own files, `presets` settings by name.
+    `regard train` for a user's own files, `presets` settings by name, `package` one that reading its data needs.
 
     >>> from regard.tasks import TASKS
     >>> TASKS["saw"].best, TASKS["multi30k"].data
