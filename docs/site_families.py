@@ -85,6 +85,7 @@ def family_page(family: str, rows: list[dict[str, Any]], results: dict[str, Made
     parts.append("## Cost\nHow the FLOPs of a pass grow with n tokens, and the bytes of the streaming state after t tokens.")
     costs = [[code(r["name"]), growth(r["cost"], "n"), growth(r["memory"], "t"), ", ".join(r["claims"])] for r in rows]
     parts += [table(["", "cost", "memory", "can do"], costs), "## From which length it pays", pays_from(family, results)]
+    parts.append(on_a_cpu(family, results["growth"]))
     return "\n\n".join([*parts, *(_mechanism(row) for row in rows)]) + "\n"
 
 
@@ -104,7 +105,7 @@ def _mechanism(row: dict[str, Any]) -> str:
 def pays_from(family: str, results: dict[str, Made]) -> str:
     """Say from which measured length a training pass of each mechanism is faster than SDPA over all pairs."""
     body, settings = [], ""
-    for made in results.values():
+    for made in (results[name] for name in SETS if name in results):
         shortest = {(r["spec"], r["causal"], r["level"]): r["n"] for r in sorted(made["rows"], key=lambda r: -r["n"])}
         for row in made.get("crossovers", []):
             if row["pass"] != TRAINING or Spec.of(row["spec"]).row.family != family:
@@ -116,9 +117,32 @@ def pays_from(family: str, results: dict[str, Made]) -> str:
             given, w = made["settings"], made["made_with"]
             settings = f"{given['heads']} heads of {given['dim']}, {given['dtype']}, {w['device']}, torch {w['torch']}"
     if not body:
-        return "Not measured on a GPU for this family. Time and memory by length on a CPU are in [numbers](../docs/numbers.md)."
+        return "On a GPU this family has not been measured."
     head = ["", "", "", "from n =", ""]
     return f"Forward + backward is faster than SDPA over all pairs ({settings}):\n\n{table(head, body)}"
+
+
+def on_a_cpu(family: str, made: Made) -> str:
+    """Say how many times as fast as softmax a training pass of each mechanism is, at the lengths measured on a CPU."""
+    found: dict[tuple[str, bool], dict[int, float]] = {}
+    for row in made["rows"]:
+        if (
+            row["times_faster_than_softmax"] is not None
+            and row["spec"] != "softmax"
+            and Spec.of(row["spec"]).row.family == family
+        ):
+            found.setdefault((row["spec"], row["causal"]), {})[row["n"]] = row["times_faster_than_softmax"]
+    if not found:
+        return "On a CPU this family has not been measured."
+    lengths = sorted({n for times in found.values() for n in times})
+    body = [
+        [code(spec), "causal" if causal else "full", *(f"{times[n]:.2g} x" if n in times else "" for n in lengths)]
+        for (spec, causal), times in found.items()
+    ]
+    given, w = made["settings"], made["made_with"]
+    settings = f"{given['heads']} heads of {given['dim']}, {given['dtype']}, {w['device']}, torch {w['torch']}"
+    text = f"Times as fast as softmax, forward + backward, on a CPU ({settings}); below 1 it is slower:"
+    return f"{text}\n\n{table(['', '', *(f'n = {n:,}' for n in lengths)], body)}"
 
 
 def draw_family(rows: list[dict[str, Any]], path: Path) -> None:
@@ -131,7 +155,7 @@ def draw_family(rows: list[dict[str, Any]], path: Path) -> None:
 
 def write_families(folder: Path) -> list[str]:
     """Write a page and a picture for each family, and return the names of the pages."""
-    results = {name: if_there(f"bench_{name}") for name in SETS}
+    results = {name: if_there(f"bench_{name}") for name in SETS} | {"growth": if_there("growth")}
     folder.mkdir(parents=True)
     for family, rows in by_family().items():
         (folder / f"{family}.md").write_text(family_page(family, rows, results), encoding="utf-8")

@@ -38,7 +38,7 @@ def test_every_mechanism_is_on_the_page_of_its_family():
     families = site_families.by_family()
     assert set(families) == set(site_families.FAMILIES)
     assert [row["name"] for rows in families.values() for row in rows if row["name"] not in CATALOGUE] == []
-    page = site_families.family_page("kernel", families["kernel"], {"linear": MEASURED})
+    page = site_families.family_page("kernel", families["kernel"], {"linear": MEASURED, "growth": {"rows": []}})
     assert re.findall(r"^## (\w+)$", page, re.MULTILINE) == ["Cost", *(row["name"] for row in families["kernel"])]
     assert "| `features` | `256` |" in page and "| `performer` | n | 1 |" in page and "arXiv:2009.14794" in page
 
@@ -48,7 +48,13 @@ def test_lengths_from_which_a_mechanism_pays_are_those_measured():
     assert "| `linear` | causal | operation | 512 | the shortest length measured |" in text
     assert "| `gla` | causal | operation | 700 |  |" in text
     assert "| `delta` | causal | operation | at no length measured |  |" in text
-    assert site_families.pays_from("graph", {"linear": MEASURED}).startswith("Not measured")
+    assert "has not been measured" in site_families.pays_from("graph", {"linear": MEASURED})
+    rows = [
+        {"spec": "gla", "causal": True, "n": n, "times_faster_than_softmax": x} for n, x in ((64, 0.5), (128, 3.14), (256, None))
+    ]
+    text = site_families.on_a_cpu("kernel", {**MEASURED, "rows": rows})
+    assert "n = 64 | n = 128 |" in text and "| `gla` | causal | 0.5 x | 3.1 x |" in text
+    assert "has not been measured" in site_families.on_a_cpu("graph", {**MEASURED, "rows": rows})
 
 
 @pytest.mark.parametrize("package", site_api.PACKAGES)

@@ -176,14 +176,17 @@ def quoted(text: str) -> list[str]:
     for call in CALL.finditer(text.replace("\\|", "|")):
         words = re.findall(r"(?<!['\w])[a-z_]+\w*(?!\w*\s*[=('\w])", call[2])  # neither options, nor calls, nor strings
         plain = not words and not re.search(r"\.\.\.|[{}<>^/+]", call[2]) and re.search(r"\d|=", call[2])
-        if call[1].lower() in KNOWN and plain:
+        stem = call.string.endswith("stem=", 0, call.start())  # a setting of images that is no mechanism
+        if call[1].lower() in KNOWN and plain and not stem:
             found.append(call[0])
     return found
 
 
 def test_specs_in_messages_and_documents_can_be_read() -> None:
     """A sentence that recommends a spec must not recommend one that the parser refuses."""
-    assert quoted("a pattern such as local(64), `sparse(Local(3) \\| Stride(2))`, relu(W1 x), Blocks(size, around=0)") == [
+    assert quoted(
+        "stem=conv(layers=2), a pattern such as local(64), `sparse(Local(3) \\| Stride(2))`, relu(W1 x), Blocks(size, around=0)"
+    ) == [
         "local(64)",
         "sparse(Local(3) | Stride(2))",
     ]
