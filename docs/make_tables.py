@@ -27,6 +27,7 @@ import tables_conversion
 import tables_features
 import tables_graphs
 import tables_hf
+import tables_images
 import tables_recipes
 import tables_speed
 import tables_tasks as real
@@ -245,6 +246,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "cora": lambda: tables_graphs.cora(if_there("cora")),
         "tox21": lambda: tables_graphs.tox21(if_there("tox21")),
+        "images": lambda: tables_images.image_scores(if_there("images")),
         "faults": faults,
     },
     "docs/weights.md": {"families": families_table},

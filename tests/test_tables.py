@@ -22,6 +22,7 @@ import tables_arena  # noqa: E402
 import tables_bars  # noqa: E402
 import tables_features  # noqa: E402
 import tables_hf  # noqa: E402
+import tables_images  # noqa: E402
 import tables_recipes  # noqa: E402
 import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
@@ -440,3 +441,24 @@ def test_a_table_of_bert_has_a_row_for_each_pass_and_attention():
     text = tables_hf.bert({"settings": settings, "made_with": MADE_WITH, "rows": rows}, "hf_bert.py")
     assert "| forward | `linear` | 500 | 4.00 x |" in text
     assert NOT_YET in tables_hf.bert({"rows": []}, "hf_bert.py")
+
+
+def test_images_are_a_curve_by_number_of_images_and_mechanisms_best_first():
+    def cell(part, model, share, test, mixer="softmax"):
+        kept = {"part": part, "model": model, "share": share, "mixer": mixer, "test": test, "val": 50.0, "seconds": 9.0}
+        return kept | {"train_images": round(45_000 * share), "parameters": 2_000_000, "steps": 6000}
+
+    rows = [cell("curve", "cnn", 1.0, 90.0), cell("curve", "cnn", 0.01, 40.0), cell("curve", "cnn", 0.01, 42.0)]
+    rows += [cell("curve", "vit", 1.0, 80.0), cell("best", "cnn", 1.0, 93.0)]
+    rows += [cell("mechanisms", "vit", 1.0, 70.0), cell("mechanisms", "vit", 1.0, 75.0, "linear")]
+    made = {"rows": rows, "floors": {"one label": 10.0}, "settings": {"data": "CIFAR-10, JPEG copy"}}
+    made["made_with"] = {"device": "a GPU", "torch": "2.0", "commit": "abc"}
+    text = tables_images.image_scores(made)
+    assert (
+        "JPEG copy" in text
+        and "one label 10.0 %" in text
+        and "| 450 | 41.00 |  |" in text
+        and "| 45,000 | 90.00 | 80.00 |" in text
+    )
+    assert text.index("`linear`") < text.index("`softmax`") and "| cnn | 1 | 2.0 M | 6,000 | 50.00 | 93.00 | 9 |" in text
+    assert "python benchmarks/images.py" in tables_images.image_scores({"rows": []})

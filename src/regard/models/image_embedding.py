@@ -159,6 +159,8 @@ class ConvTokens(ImageEmbedding):
         self.map = nn.Conv2d(net.channels, width, 1)
 
     def features(self, x: Tensor) -> Tensor:
+        if x.is_cuda:  # the layout that convolutions of a GPU compute in
+            x = x.contiguous(memory_format=torch.channels_last)
         return self.map(self.net(x))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
