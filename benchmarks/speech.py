@@ -96,8 +96,8 @@ def digit_floors() -> list[dict[str, Any]]:
         task.read()
         train, test = list(task.splits["train"]), list(task.splits["test"])
         scores = {
-            "most frequent": most_frequent(_labels(train), _labels(test)),
-            "ridge": ridge(_summary(train), _labels(train), _summary(test), _labels(test)),
+            "most frequent": 100 * most_frequent(_labels(train), _labels(test)),
+            "ridge": 100 * ridge(_summary(train), _labels(train), _summary(test), _labels(test)),
         }
         made += [{"name": f"floor fsdd {voice}, {how}", "group": "floors", "accuracy": score} for how, score in scores.items()]
     return made
@@ -111,7 +111,7 @@ def voice_floors() -> list[dict[str, Any]]:
         task.read()
         train, test = list(task.splits["train"]), list(task.splits["test"])
         known, new = [x for x in test if x.label >= 0], [x for x in test if x.label < 0]
-        accuracy = ridge(_summary(train), _labels(train), _summary(known), _labels(known))
+        accuracy = 100 * ridge(_summary(train), _labels(train), _summary(known), _labels(known))
         unit = torch.nn.functional.normalize(_summary(new), dim=-1)
         cosines, couples = (unit @ unit.mT).tolist(), list(combinations(range(len(new)), 2))
         eer = equal_error_rate([cosines[i][j] for i, j in couples], [new[i].voice == new[j].voice for i, j in couples])
