@@ -62,6 +62,19 @@ def test_a_beam_over_parts_is_that_over_the_whole_and_what_all_prefixes_share_st
     assert all(later[: len(before)] == before for before, later in pairwise([*agreed, beam.answers()[0].tokens]))
 
 
+def test_prefixes_far_below_the_best_are_given_up_and_tokens_decided_earlier():
+    """One of two tokens at first, ten times as likely; then others that are nearly certain."""
+    logs = torch.full((6, 6), 1e-3)
+    logs[0, 1], logs[0, 2] = 0.9, 0.09
+    logs[range(1, 6), [3, 0, 4, 0, 5]] = 0.995
+    logs = logs.log()
+    wide, narrow = CtcBeam(20), CtcBeam(20, within=2.0)
+    wide.extend(logs)
+    narrow.extend(logs)
+    assert wide.agreed() == () and narrow.agreed() == (1, 3, 4, 5)
+    assert wide.answers()[0].tokens == narrow.answers()[0].tokens
+
+
 def test_the_likeliest_path_may_have_another_output():
     logs = torch.tensor([[0.4, 0.6], [0.4, 0.6]]).log()
     assert ctc_greedy(logs[None], [2]) == [[1]]

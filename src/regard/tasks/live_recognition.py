@@ -16,14 +16,15 @@ from regard.models.frames import Frames
 from regard.tasks.recognition import RecognitionTask
 from regard.tasks.support import device_under, evaluating, learned
 
-LIVE_WITHIN = 8.0  # a prefix e^8 times less likely than the best is given up, so that words are decided
+LIVE_WITHIN = 3.0  # a prefix e^3, 20 times, less likely than the best is given up, so that words are decided early
 
 
 class LiveRecogniser:
     """Recognise a recording while it grows, by CTC: the log-probabilities are those of the whole pass, `latency` seconds later.
 
     The encoder has a bounded look-ahead (mixer="Truncated(16, 2)") and positions inside of its mixers, and its features are
-    normalised by those of the training part.
+    normalised by those of the training part. A word is decided when all prefixes of the search have it; those whose log is
+    `within` below the best are given up. A larger one decides later, and errs less.
 
         live = LiveRecogniser(run.task, run.model)
         for samples in parts:  # (n) each, `live.rate` a second
@@ -31,7 +32,7 @@ class LiveRecogniser:
         print(live.finish())
     """
 
-    def __init__(self, task: RecognitionTask, model: Any, *, beam: int | None = None) -> None:
+    def __init__(self, task: RecognitionTask, model: Any, *, beam: int | None = None, within: float = LIVE_WITHIN) -> None:
         config = task.config
         if config.normalise != "train":
             raise ValueError(
@@ -48,7 +49,7 @@ class LiveRecogniser:
         self.task, self.model, self.embed, self.rate = task, model, embed, task.wav_rate
         self.stream = LookAhead(model.encoder.stack)
         self.state = self.stream.start(1)
-        self.beam = CtcBeam(config.beam if beam is None else beam, within=LIVE_WITHIN)
+        self.beam = CtcBeam(config.beam if beam is None else beam, within=within)
         self.device = device_under(model)
         self.samples, self.windows = torch.zeros(0), torch.zeros(0, task.feature_count)
         self.begun = self.kept = False  # whether there was a window; whether the first of `windows` belong to a token before
