@@ -68,6 +68,7 @@ SYNONYMS: dict[str, str] = {
     "acl_titles": "summarize summarization titles",
     "wikisql": "sql text_to_sql",
     "cora": "planetoid citation citations node_classification",
+    "go": "baduk weiqi board_game",
     "gum": "parse parsing parser constituency treebank trees",
     "recall": "mqar associative_recall",
     "text": "imdb_bytes byte_classification",
