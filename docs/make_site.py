@@ -16,7 +16,8 @@ from site_families import write_families
 from tables_base import ROOT
 
 CONTENTS = {
-    "Begin": ["docs/first_steps"],
+    "Begin": ["docs/first_steps", "docs/lectures", "docs/glossary"],
+    "Tutorials": [f"docs/tutorial_{name}" for name in ("data", "run", "huggingface", "mechanism", "compare")],
     "Mechanisms": [],  # a page for each family
     "Use": ["docs/training", "docs/compare", "docs/arena", "docs/advise"],
     "Models of others": ["docs/huggingface", "docs/huggingface_conversion", "docs/weights"],
@@ -34,12 +35,19 @@ def copy_pages(folder: Path) -> None:
             shutil.copyfile(path, target)
 
 
-def index_page(contents: dict[str, list[str]]) -> str:
+def contents() -> dict[str, list[str]]:
+    """The lists of the first page; a page of docs/ that none of them names is among those of use."""
+    listed = [page for pages in CONTENTS.values() for page in pages]
+    found = [f"docs/{path.stem}" for path in sorted((ROOT / "docs").glob("*.md"))]
+    return CONTENTS | {"Use": CONTENTS["Use"] + [page for page in found if page not in listed]}
+
+
+def index_page(lists: dict[str, list[str]]) -> str:
     """Write the first page: what the library is, and lists of all others."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     first = readme.split("\n\n")[1]
     parts = ["# regard", first]
-    for caption, pages in contents.items():
+    for caption, pages in lists.items():
         parts.append(f"```{{toctree}}\n:caption: {caption}\n:maxdepth: 1\n\n" + "\n".join(pages) + "\n```")
     return "\n\n".join(parts) + "\n"
 
@@ -50,8 +58,8 @@ def write_site(folder: Path) -> None:
     copy_pages(folder)
     families = [f"families/{name}" for name in write_families(folder / "families")]
     packages = [f"api/{name}" for name in write_api(folder / "api")]
-    contents = {**CONTENTS, "Mechanisms": families, "API": packages}
-    (folder / "index.md").write_text(index_page(contents), encoding="utf-8")
+    lists = contents() | {"Mechanisms": families, "API": packages}
+    (folder / "index.md").write_text(index_page(lists), encoding="utf-8")
 
 
 def main() -> int:

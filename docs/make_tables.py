@@ -244,6 +244,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "parallel": lambda: real.parallel(if_there("tasks"), if_there("nat_speed")),
         "tasks": lambda: real.tasks(if_there("tasks"), if_there("floors")),
         "cora": lambda: tables_graphs.cora(if_there("cora")),
+        "tox21": lambda: tables_graphs.tox21(if_there("tox21")),
         "faults": faults,
     },
     "docs/weights.md": {"families": families_table},

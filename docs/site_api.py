@@ -53,8 +53,8 @@ class _Raw:
 
 def signature(name: str, value: Any) -> str:
     """Write a call as its definition has it, or nothing for a value that cannot be called."""
-    known = inspect.isroutine(value) or (inspect.isclass(value) and not issubclass(value, Exception))
-    if not known:
+    plain = inspect.isclass(value) and issubclass(value, Exception) and "__init__" not in vars(value)
+    if plain or not (inspect.isroutine(value) or inspect.isclass(value)):
         return ""
     call = inspect.signature(value)
     parameters = [

@@ -225,7 +225,7 @@ REFUSED = {
     "odd channels": (lambda: build("gmlp(expand=3)", width=5), r"two halves: expand \* width = 15 is an odd number"),
     "tiny": (lambda: build("gmlp(tiny=-1)"), "tiny must be an integer of at least 0, not -1"),
     "hidden": (lambda: build("mlp_mixer(hidden=0)"), "hidden must be an integer of at least 1"),
-    "not causal": (lambda: build("conv").start(3), "only a causal conv can stream: build it with causal=True"),
+    "not causal": (lambda: build("rnn").start(3), "only a causal rnn can stream: build it with causal=True"),
     "extend what is not causal": (lambda: build("rnn").extend(build("rnn", causal=True).start(3), data(2)), "only a causal rnn"),
     "no batch": (lambda: build("rnn", causal=True).start(), r"a causal rnn starts from nothing: start\(batch\)"),
     "no stream": (lambda: build("fnet").start(3), "fnet cannot do stream"),

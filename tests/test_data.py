@@ -225,7 +225,7 @@ READERS = {
 
 
 def test_there_is_a_reader_for_every_known_set():
-    assert {*READERS, "aan_scisumm", "cifar10", "planetoid"} == set(DATASETS)  # test_arena_read.py and test_node_labels.py
+    assert {*READERS, "aan_scisumm", "cifar10", "cifar10_jpeg", "planetoid", "tox21", "an4", "fsdd"} == set(DATASETS)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -241,18 +241,19 @@ def test_a_set_is_found_by_its_own_folder_by_the_one_above_it_and_by_the_environ
 def test_a_set_that_is_not_there_is_answered_with_what_to_fetch_and_where_to_put_it(tmp_path, monkeypatch, name):
     monkeypatch.delenv("REGARD_DATA", raising=False)
     known = DATASETS[name]
-    refused(lambda: find(name), known.address, *known.files, f"a folder {name}", "REGARD_DATA or --data")
+    place = known.folder or name
+    refused(lambda: find(name), known.address, *known.files, f"a folder {place}", "REGARD_DATA or --data")
     refused(
         lambda: find(name, tmp_path),
         known.address,
         *known.files,
-        f"there is no folder {tmp_path / name}",
+        f"there is no folder {tmp_path / place}",
         "REGARD_DATA or --data",
     )
     monkeypatch.setenv("REGARD_DATA", str(tmp_path))
-    refused(lambda: find(name), f"there is no folder {tmp_path / name}")
+    refused(lambda: find(name), f"there is no folder {tmp_path / place}")
     monkeypatch.setenv("REGARD_DATA", "")
-    refused(lambda: find(name), f"a folder {name}")
+    refused(lambda: find(name), f"a folder {place}")
 
 
 def test_a_set_that_lacks_a_file_says_which(small):

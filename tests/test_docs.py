@@ -22,6 +22,7 @@ from regard.pretrained import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+TUTORIALS = sorted(path.name for path in (ROOT / "docs").glob("tutorial_*.md"))
 QUICKLY = {"alignments.py": ["--quick"], "constant_memory.py": ["--prompt", "100", "--length", "300"]}  # every line still runs
 
 
@@ -34,7 +35,7 @@ def loads(name: str, number: int) -> bool:
     return "regard.load(" in blocks(name)[number]
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/huggingface_conversion.md", "docs/first_steps.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/huggingface_conversion.md", "docs/first_steps.md", "docs/speech.md")
 
 
 @pytest.mark.parametrize(("name", "number"), [(n, i) for n in PAGES for i in range(len(blocks(n))) if not loads(n, i)])
@@ -89,6 +90,9 @@ def test_the_documents_name_files_that_exist():
         "docs/compare.md",
         "docs/weights.md",
         "docs/first_steps.md",
+        "docs/lectures.md",
+        "docs/glossary.md",
+        *(f"docs/{name}" for name in TUTORIALS),
     ):
         text = (ROOT / name).read_text()
         found = re.findall(r"`((?:src|tests|benchmarks|results|docs|examples|mixers|kernels)/[\w/.]*)`", text)
@@ -117,3 +121,23 @@ def test_the_examples_of_the_page_about_comparisons_run(tmp_path, monkeypatch):
     assert sorted(record.mixer for record in records) == ["mymixers:Average", "mymixers:Average(sharpness=2.0)", "softmax"]
     assert all(record.final and record.task == "first_mark(length=64)" for record in records)
     assert {record.family for record in records} == {"own", "softmax"}
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
+    """Python and commands as they are printed, in one folder, the Python in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = re.findall(r"```(python|console)\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+    namespace = {"__name__": "__main__"}
+    before = set(sys.modules)
+    for number, (kind, text) in enumerate(found):
+        if kind == "python":
+            exec(compile(text, f"{name}, block {number}", "exec"), namespace)
+            continue
+        for line in re.findall(r"^\$ regard (.*)$", text, re.MULTILINE):
+            done = CliRunner().invoke(app, shlex.split(line))
+            assert done.exit_code == 0, f"{line}\n{done.output}"
+    for module in set(sys.modules) - before:
+        if Path(getattr(sys.modules[module], "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[module]

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from regard import Neighbourhood, layer
+from regard.analysis.image_response import filter_maps, first_convolution, image_response, moved_image
 from regard.blocks import ConvBlock, conv_stages, conv_stem
 from regard.mixers.base import Dims, Places
 from regard.models import ConvTokens, ImageReader, Patches, PerSequence
+from regard.plots.image_plot import draw_filters, draw_response
 from regard.positions import POSITIONS, positions
 from regard.positions.grid_positions import GRID_POSITIONS, on_grid
 
@@ -160,3 +162,38 @@ def test_patches_are_of_any_size():
     filled, x = Patches(1, 5, 8, fill=True).double(), torch.randn(1, 1, 7, 8, dtype=torch.float64)
     torch.testing.assert_close(filled(x), filled(F.pad(x, (0, 2, 0, 3))))
     assert filled(x).shape == (1, 4, 8)
+
+
+def test_an_image_is_moved_by_whole_pixels_quarter_turns_and_scales():
+    image = torch.zeros(1, 8, 8, dtype=torch.float64)
+    image[0, 2:5, 3] = 1
+    for right in (-2, 1):
+        torch.testing.assert_close(moved_image(image, right=right), image.roll(right, 2))
+    torch.testing.assert_close(moved_image(image, degrees=90), image.rot90(1, (1, 2)))  # counter-clockwise, as torch's
+    torch.testing.assert_close(moved_image(image), image)
+    square = torch.zeros(1, 8, 8, dtype=torch.float64)
+    square[0, 3:5, 3:5] = 1
+    assert float(moved_image(square, scale=2.0).sum()) > 3 * float(square.sum())
+
+
+def test_answers_to_changed_images_are_drawn(tmp_path):
+    torch.manual_seed(0)
+    cnn = ImageReader(ConvTokens(3, conv_stages(3, first=4, stages=2, blocks=1), 6), PerSequence(6, 10, pool="mean")).eval()
+    image = torch.rand(3, 8, 8)
+    rows = image_response(cnn, image, 4, shifts=(-1, 0, 1), scales=(0.5, 1), degrees=(0, 90))
+    own = cnn(image[None]).softmax(-1)[0, 4]
+    torch.testing.assert_close(
+        torch.stack([rows[0].probabilities[1], rows[1].probabilities[1], rows[2].probabilities[0]]), own.expand(3)
+    )
+    figure = draw_response(rows, "cat")
+    assert sum(len(axes.get_images()) for axes in figure.axes) == 7 and sum(len(axes.patches) for axes in figure.axes) == 7
+    conv = first_convolution(cnn)
+    found = filter_maps(conv, image)
+    torch.testing.assert_close(found.maps, F.conv2d(image[None], conv.weight, conv.bias, padding=1)[0])
+    figure = draw_filters(found, image, most=3)
+    assert len(figure.axes) == 7
+    figure.savefig(tmp_path / "filters.png")
+    with pytest.raises(ValueError, match=r"an image has shape \(3, height, width\), not \(1, 8, 8\)"):
+        filter_maps(conv, image[:1])
+    with pytest.raises(ValueError, match="Linear has no convolution"):
+        first_convolution(nn.Linear(1, 1))

@@ -1,12 +1,21 @@
 """The documentation site: every family and every public name has its place. `make docs` builds it, and a warning fails."""
 
+import doctest
+import inspect
+import pydoc
 import re
+import shlex
 import sys
+import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from regard.catalogue import CATALOGUE
+from regard.cli import app
+from regard.spec import Spec
+from regard.tasks import config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -51,6 +60,29 @@ def test_every_public_name_is_described_once(package):
     assert [name for name in elsewhere if f"[{name}](regard" not in page] == []
 
 
+@pytest.mark.parametrize("package", site_api.PACKAGES)
+def test_every_public_name_states_its_parameters_and_has_an_example(package):
+    lacking = {}
+    for name, value in site_api.public_names(package).items():
+        text, call = site_api.described(name, value), site_api.signature(name, value)
+        given = inspect.signature(value).parameters.values() if call else ()
+        wanted = [p.name for p in given if p.kind is not p.VAR_POSITIONAL and not re.search(rf"\b{p.name}\b", text)]
+        if wanted or ">>> " not in text:
+            lacking[name] = wanted or "an example"
+    assert lacking == {}
+
+
+@pytest.mark.parametrize("package", site_api.PACKAGES)
+def test_examples_of_public_names_run(package, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said = []
+    for name, value in site_api.public_names(package).items():
+        if site_api.home(package, value) == package:
+            example = doctest.DocTestParser().get_doctest(site_api.described(name, value), {}, name, None, None)
+            doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False).run(example, out=said.append)
+    assert "".join(said) == ""
+
+
 def test_all_packages_with_public_names_have_a_page():
     inits = (ROOT / "src" / "regard").glob("*/__init__.py")
     packages = {f"regard.{path.parent.name}" for path in inits if "__all__" in path.read_text()}
@@ -71,6 +103,26 @@ def test_docstrings_become_markdown():
 
 
 def test_every_page_of_the_documents_is_in_the_contents():
-    listed = {page for pages in make_site.CONTENTS.values() for page in pages}
+    listed = {page for pages in make_site.contents().values() for page in pages}
     found = {path.relative_to(ROOT).with_suffix("").as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
     assert listed == found
+
+
+@pytest.mark.parametrize("page", ["lectures", "glossary"])
+def test_a_page_names_what_is_there(page):
+    """Dotted names can be imported; commands, and the tasks, settings and mechanisms that they name, are known."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\|", "|")
+    for name in set(re.findall(r"`(regard(?:\.\w+)+)`", text)):
+        assert pydoc.locate(name) is not None, name
+    lines = [shlex.split(line) for line in re.findall(r"`regard ([^`]+)`", text)]
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert {line[0] for line in lines} <= known
+    for command, *words in lines:
+        given = list(pairwise(words))
+        if command == "train":
+            config(words[0]).set([value for option, value in given if option == "--set"])
+        mixers = [part for option, value in given if option in ("--mixer", "--mixers") for part in value.split(", ")]
+        if command in ("show", "check"):
+            mixers += [word for word in words[:1] if word != "RUN"]
+        for mixer in mixers:
+            Spec.parse(mixer)

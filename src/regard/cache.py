@@ -45,7 +45,13 @@ def register_cache(clear: Callable[[], None]) -> None:
 
 
 def clear_caches() -> None:
-    """Free all results cached between calls: plans, edge lists, masks, parsed texts, scratch buffers. Outputs do not change."""
+    """Free all results cached between calls: plans, edge lists, masks, parsed texts, scratch buffers. Outputs do not change.
+
+    It has no parameters.
+
+    >>> import regard
+    >>> regard.clear_caches()
+    """
     with _cache_lock:
         for clear in _clearers:
             clear()

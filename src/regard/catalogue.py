@@ -351,4 +351,9 @@ _ROWS = [
     ),
 ]
 
+#: Every mechanism by its name, as a `Row`; `register` adds one.
+#:
+#: >>> from regard import CATALOGUE
+#: >>> CATALOGUE["bigbird"].summary
+#: 'Blocks of a window, special tokens and random pairs.'
 CATALOGUE: dict[str, Row] = {row.name: row for row in _ROWS}

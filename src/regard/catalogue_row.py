@@ -10,7 +10,15 @@ from regard.mixers.base import Can, Core, Dims, Mixer
 
 @dataclass(frozen=True)
 class Example:
-    """Hold options of a mechanism for lengths from 40 to 2048, and how its cost grows with them."""
+    """Hold options of a mechanism for lengths from 40 to 2048, and how its cost grows with them.
+
+    `options` are those of the mechanism. FLOPs of a pass over n tokens grow as n ** `cost`, and the state after t tokens as t **
+    `memory` (None: it does not stream). `weights`: the output is a matrix, which does not depend on values, times the values.
+
+    >>> from regard import CATALOGUE, Example
+    >>> Example({"features": 32}, cost=1, memory=0) in CATALOGUE["performer"].examples
+    True
+    """
 
     options: dict[str, Any] = field(default_factory=dict)
     cost: float = 2  # FLOPs of a pass over n tokens grow as n ** cost
@@ -20,7 +28,17 @@ class Example:
 
 @dataclass(frozen=True)
 class Row:
-    """Describe one mechanism; the tests check these claims."""
+    """Describe one mechanism; the tests check these claims.
+
+    `name` is that of texts, `make` the class, built as make(dims, *, options); `family`, `summary` and `paper` are for tables,
+    `examples` for tests, the first one for tables too. `compiles`: torch.compile makes one graph of it. `chooses`: it compares,
+    as buckets do, so that half precision may turn a near tie over.
+
+    >>> from regard import CATALOGUE
+    >>> row = CATALOGUE["linear"]
+    >>> row.family, row.examples[0].cost, str(row.can)
+    ('kernel', 1, 'causal, cross, padding, stream')
+    """
 
     name: str
     make: type[Core] | type[Mixer]  # (dims, *, options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from regard.text import unknown
 
 
@@ -120,6 +122,35 @@ def equal_error_rate(scores: Sequence[float], same: Sequence[bool]) -> float:
             return 100 * (accepted + gap / change * (higher - accepted))
         missed, accepted = lower, higher
     return 100 * accepted
+
+
+def roc_auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
+    """Compute the area under the ROC curve: how often a label of 1 has a higher score than one of 0, ties counted as half.
+
+    None where all labels are the same.
+    """
+    ones = int(labels.sum())
+    zeros = len(labels) - ones
+    if not ones or not zeros:
+        return None
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ends = counts.cumsum()
+    ranks = ends - (counts - 1) / 2  # the mean of the ranks of equal scores
+    total = ranks[place][labels == 1].sum()
+    return float(100 * (total - ones * (ones + 1) / 2) / (ones * zeros))
+
+
+def mean_roc_auc(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Average the areas of the columns of scores (n c); labels (n c) are 0 or 1, and all others are left out.
+
+    A column with one label alone has no area and is not counted; without any that has, the mean is 50.
+    """
+    found = []
+    for own, truth in zip(scores.T, labels.T, strict=True):
+        known = (truth == 0) | (truth == 1)
+        found.append(roc_auc(own[known], truth[known]))
+    areas = [area for area in found if area is not None]
+    return sum(areas) / len(areas) if areas else 50.0
 
 
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:

@@ -32,6 +32,15 @@ class Spec:
     """Hold a mechanism's name and options, in the order of its constructor. Specs compare, hash, print and parse.
 
     The name is one of the catalogue, or `mypkg.mod:MyCore`, whose module is imported; the class itself may be given for it.
+
+    `options` are those of the mechanism; what is not given has its default, and `str(spec)` leaves it out.
+
+    >>> from regard import Spec
+    >>> spec = Spec("bigbird", random=1, block=32)
+    >>> str(spec)
+    'bigbird(block=32, random=1)'
+    >>> Spec.parse("bigbird(block=32, random=1)") == spec
+    True
     """
 
     name: str
@@ -155,7 +164,14 @@ Named = Spec | str | Pattern | Mapping[str, Any] | type[Core] | type[Mixer]
 
 
 def core(spec: Named, dims: Dims) -> Core:
-    """Build the core alone, without projections, for given q, k and v: see `attend`."""
+    """Build the core alone, without projections, for given q, k and v: see `attend`.
+
+    `spec` is a mechanism as in `layer`, `dims` are its sizes.
+
+    >>> from regard import Dims, core
+    >>> type(core("performer(features=32)", Dims(width=64, heads=4))).__name__
+    'Performer'
+    """
     spec = Spec.of(spec)
     made = spec.row.make(dims, **spec.options)
     if not isinstance(made, Core):
@@ -183,6 +199,20 @@ def layer(
     """Build a layer that mixes tokens, (b n w) -> (b n w): `layer("bigbird(window=3)", width=512, heads=8)`.
 
     `spec` is a text, a Spec, a pattern, or a mechanism of your own: its class, or `"mypkg.mod:MyCore(size=3)"`.
+
+    `width`, `heads`, `kv_heads`, `key_dim`, `value_dim`, `context_width`, `causal`, `cross`, `max_len`, `dropout` and `backend`
+    are those of `Dims`. `shared_qk` uses one map for queries and keys. `positions` act inside attention: "rotary",
+    "relative(clip=8)". What a mechanism cannot do raises a ValueError that names what it can.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("Local(4) | Global(first=1)", width=16, heads=2, causal=True, positions="rotary")
+    >>> x = torch.randn(2, 10, 16)
+    >>> tuple(mixer(x).shape)
+    (2, 10, 16)
+    >>> layer("fnet", width=16, heads=2, causal=True)
+    Traceback (most recent call last):
+    ValueError: fnet cannot do causal: it can do padding
     """
     dims = Dims(width, heads, kv_heads, key_dim, value_dim, context_width, causal, cross, max_len, dropout, backend)
     return Spec.of(spec).build(dims, shared_qk=shared_qk, positions=positions)
@@ -204,6 +234,20 @@ def register(
     `make` is a `Core` or a `Mixer`, built as make(dims, *, options). `examples` are options to show and test it with, and how its
     cost grows with the number of tokens. A name that the catalogue or a pattern has already is refused. A `Row` holds all of
     that: register(Row("mine", MyCore, "own", "What it does.", "", (Example(cost=1, memory=0),))).
+
+    `family` is its group in tables, `summary` one sentence, `paper` its source. `compiles`: torch.compile makes one graph of it.
+    `chooses`: it compares, as buckets do, so that half precision may turn a near tie over.
+
+    >>> from regard import CATALOGUE, Dims, Example, layer, register
+    >>> from regard.mixers.softmax import Softmax
+    >>> class Soft(Softmax):
+    ...     '''Softmax attention with smaller scores.'''
+    ...     def __init__(self, dims: Dims, *, scale: float = 0.1) -> None:
+    ...         super().__init__(dims, scale=scale)
+    >>> register("soft", Soft, summary="Softmax with smaller scores.", examples=(Example(),)).name
+    'soft'
+    >>> mixer = layer("soft(scale=0.2)", width=16, heads=2)
+    >>> del CATALOGUE["soft"]  # for this example alone
     """
     if isinstance(name, Row):
         if make is not None:

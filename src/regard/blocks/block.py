@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,6 +32,14 @@ def check_context(reads: bool, context: Tensor | None, context_valid: PaddingMas
         raise ValueError("build it with cross=... and pass a context, or neither")
 
 
+class BlockStep(NamedTuple):
+    """One part of a block: y = module(before(x)), then after(x, y)."""
+
+    before: Callable[[Tensor], Tensor]
+    module: nn.Module
+    after: Callable[[Tensor, Tensor], Tensor]
+
+
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + cross(norm(x), context) in a decoder, then x + channel(norm(x)).
 
@@ -39,6 +48,15 @@ class Block(nn.Module):
     It streams like a mixer, and its state is a value like a mixer's. `valid` (b n) belongs to x, `context_valid` (b m) to the
     context; outputs at padding are zero. With a mixer of rate > 1 outputs are fewer, and `pooled_valid(valid, rate)` are real.
     A stack passes `Places` instead: then tokens were checked and are finite, and outputs at padding are anything finite.
+
+    `mixer` mixes tokens, `cross` reads the context, if there is one.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> from regard.blocks import Block, FeedForward
+    >>> block = Block(layer("linear", width=16, heads=2), FeedForward(16, 32))
+    >>> tuple(block(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(
@@ -88,6 +106,17 @@ class Block(nn.Module):
             tokens = self._after(self.cross_norm, tokens, y)
         padding = None if isinstance(valid, Places) else places.valid
         return self._channel(tokens, padding)
+
+    def steps(self) -> Iterator[BlockStep]:
+        """Give the parts of a block that reads no context, in their order."""
+        if self.cross is not None:
+            raise ValueError("this block reads a context: it is more than its steps over its own tokens")
+        for norm, module in ((self.mixer_norm, self.mixer), (self.channel_norm, self.channel)):
+            yield BlockStep(partial(self._before, norm), module, partial(self._after, norm))
+
+    def finished(self, x: Tensor) -> Tensor:
+        """Return what comes behind the last part of tokens x (b n w): themselves."""
+        return x
 
     def start(self, batch: int | None = None, *, context: Tensor | None = None, context_valid: Tensor | None = None) -> State:
         """Return the state before the first token: of so many sequences, or of those that will read the context."""

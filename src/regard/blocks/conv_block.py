@@ -33,6 +33,14 @@ class ConvBlock(nn.Module):
     change it: act(x + f(x)). He et al. 2015, arXiv:1512.03385. `stride` is that of the first convolution, `padding` counts zeros
     on every side (kernel // 2 unless given, which keeps the size), `pool` takes the maximum or mean of 2 x 2 cells at the end,
     or is left out: "none".
+
+    `channels` go in and `out` come out, `kernel` is the side of a filter, `layers` the number of convolutions, `norm` and
+    `activation` what follows each.
+
+    >>> import torch
+    >>> from regard.blocks import ConvBlock
+    >>> tuple(ConvBlock(3, 4, stride=2)(torch.randn(1, 3, 8, 8)).shape)
+    (1, 4, 4, 4)
     """
 
     def __init__(
@@ -93,7 +101,15 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Sequential):
-    """ConvBlocks one after another: (b c h w) -> (b c' h' w')."""
+    """ConvBlocks one after another: (b c h w) -> (b c' h' w').
+
+    `blocks` are given one by one.
+
+    >>> import torch
+    >>> from regard.blocks import ConvBlock, ConvNet
+    >>> tuple(ConvNet(ConvBlock(3, 4), ConvBlock(4, 8, stride=2))(torch.randn(1, 3, 8, 8)).shape)
+    (1, 8, 4, 4)
+    """
 
     def __init__(self, *blocks: ConvBlock) -> None:
         super().__init__(*blocks)
@@ -124,6 +140,15 @@ def conv_stages(
     One convolution to `first` channels, then stages of ConvBlocks, each with twice the channels of the one before. Every stage
     but the first halves height and width, by stride, or by pooling behind the stage before where `pool` is not "none"; nothing
     does unless `shrink`.
+
+    `channels` go in; there are `stages` stages of `blocks` blocks; `kernel`, `residual`, `norm` and `activation` are those of
+    `ConvBlock`.
+
+    >>> import torch
+    >>> from regard.blocks import conv_stages
+    >>> net = conv_stages(3, first=4, stages=2, blocks=1)
+    >>> tuple(net(torch.randn(1, 3, 8, 8)).shape)
+    (1, 8, 4, 4)
     """
     need("stages", stages)
     need("blocks", blocks)
@@ -155,6 +180,14 @@ def conv_stem(
     """Build a convolutional stem, (b c h w) -> (b width h' w'): each layer a convolution, an activation and pooling.
 
     Channels double from layer to layer up to `width`. Hassani et al. 2021, arXiv:2104.05704.
+
+    `channels` go in, `layers` is the number of convolutions; `kernel`, `stride`, `pool`, `norm` and `activation` are those of
+    `ConvBlock`.
+
+    >>> import torch
+    >>> from regard.blocks import conv_stem
+    >>> tuple(conv_stem(3, 16)(torch.randn(1, 3, 8, 8)).shape)
+    (1, 16, 2, 2)
     """
     sizes = [max(width >> (need("layers", layers) - number), 1) for number in range(1, layers + 1)]
     parts = [

@@ -38,6 +38,14 @@ class FeedForward(nn.Module):
 
     activation="relu" is the Transformer's own (Vaswani et al. 2017, arXiv:1706.03762); gated=True with "gelu" or "silu" is GEGLU
     or SwiGLU (Shazeer 2020, arXiv:2002.05202), which has the weights of a plain one at two thirds of its `hidden`.
+
+    `width` goes in and out, `hidden` is between them; `dropout` is that of the hidden layer, `bias` that of all maps.
+
+    >>> import torch
+    >>> from regard.blocks import FeedForward
+    >>> channel = FeedForward(16, 32, activation="silu", gated=True, bias=False)
+    >>> tuple(channel(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(

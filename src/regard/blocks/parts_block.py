@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from regard.blocks.block import Block, NormClass, check_context, mix_at
+from regard.blocks.block import Block, BlockStep, NormClass, check_context, mix_at
 from regard.blocks.feedforward import check_fraction
 from regard.mixers.base import Mixer
 from regard.mixers.places import PaddingMask, Places, mask_padding
@@ -15,7 +16,14 @@ from regard.mixers.state import State, check_states
 
 
 class BlockPart(NamedTuple):
-    """A mixer over the sequence, or a module that works on every token by itself, and how much of it is added."""
+    """A mixer over the sequence, or a module that works on every token by itself, and how much of it is added.
+
+    `module` is the part, `weight` the factor of what it adds.
+
+    >>> from regard.blocks import BlockPart, FeedForward
+    >>> BlockPart(FeedForward(16, 32), 0.5).weight
+    0.5
+    """
 
     module: nn.Module
     weight: float = 1.0
@@ -27,6 +35,16 @@ class PartsBlock(Block):
     `PartsBlock([BlockPart(ffn, 0.5), BlockPart(attention), BlockPart(convolution), BlockPart(ffn, 0.5)])` is the Conformer's, but
     for its last norm.
     At least one part is a mixer; all mixers answer every token and read no context. It streams like a `Block`.
+
+    `parts` are its parts in order, `norm_class` and `dropout` are those of `Block`.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> from regard.blocks import BlockPart, FeedForward, PartsBlock
+    >>> half = [BlockPart(FeedForward(16, 32), 0.5) for _ in range(2)]
+    >>> block = PartsBlock([half[0], BlockPart(layer("softmax", width=16, heads=2)), half[1]], last_norm=True)
+    >>> tuple(block(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(
@@ -63,18 +81,18 @@ class PartsBlock(Block):
     ) -> Tensor:
         check_context(False, context, context_valid)
         tokens, places = self._checked(x, valid)
-        for norm, part, weight in self.steps():
-            y = norm(tokens)
+        for before, part, after in self.steps():
+            y = before(tokens)
             y = mix_at(part, y, places) if isinstance(part, Mixer) else part(y)
-            tokens = self.added(tokens, y, weight)
+            tokens = after(tokens, y)
         tokens = self.finished(tokens)
         return mask_padding(tokens, None if isinstance(valid, Places) else places.valid)
 
-    def steps(self) -> Iterator[tuple[nn.Module, nn.Module, float]]:
-        """Give the norm, the module and the weight of every part."""
-        return zip(self.norms, self.parts, self.weights, strict=True)
+    def steps(self) -> Iterator[BlockStep]:
+        for norm, part, weight in zip(self.norms, self.parts, self.weights, strict=True):
+            yield BlockStep(norm, part, partial(self._added, weight))
 
-    def added(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
+    def _added(self, weight: float, x: Tensor, y: Tensor) -> Tensor:
         """Add what a part gives, some of it dropped in training."""
         if self.training:
             y = self.drop(y)
@@ -100,16 +118,16 @@ class PartsBlock(Block):
 
     def _extended(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
         states = iter(state.memory)
-        after = []
-        for norm, part, weight in self.steps():
-            y = norm(x)
+        later = []
+        for before, part, after in self.steps():
+            y = before(x)
             if isinstance(part, Mixer):
                 y, own = part.extend_at(next(states), y, places)
-                after.append(own)
+                later.append(own)
             else:
                 y = part(y)
-            x = self.added(x, y, weight)
-        return self.finished(x), State(tuple(after), after[0].t, after[0].start)
+            x = after(x, y)
+        return self.finished(x), State(tuple(later), later[0].t, later[0].start)
 
     def _check(self, x: Tensor, valid: Tensor | None) -> None:
         self.mixer.check(x)

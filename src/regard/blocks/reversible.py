@@ -30,6 +30,16 @@ class ReversibleStack(Stack):
 
     The streams are float32 or better. A recomputed input differs in its last digits, so a mechanism that compares (buckets, the
     top few) may decide a near tie otherwise. Under torch.compile a training pass runs eagerly, and fullgraph=True refuses it.
+
+    `blocks` and `final_norm` are those of `Stack`.
+
+    >>> import torch
+    >>> from regard.blocks import ReversibleStack
+    >>> stack = ReversibleStack.of("Local(4)", width=16, heads=2, depth=3)
+    >>> x = torch.randn(1, 10, 16, requires_grad=True)
+    >>> stack(x).sum().backward()
+    >>> tuple(x.grad.shape)
+    (1, 10, 16)
     """
 
     def __init__(self, blocks: Sequence[Block], final_norm: nn.Module | None = None) -> None:

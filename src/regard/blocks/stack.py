@@ -30,6 +30,16 @@ class Stack(nn.Module):
 
     `Stack.of("softmax", width=512, heads=8, depth=6)` builds one; a list of mechanisms is a hybrid. Its state is a value: its
     memory holds the states of the blocks, so `state.select(rows)` reorders beams through all layers.
+
+    `blocks` are Blocks of one width, `final_norm` is the norm behind the last one, or None.
+
+    >>> import torch
+    >>> from regard.blocks import Stack
+    >>> stack = Stack.of(["gla", "Local(4)"], width=16, heads=2, depth=4, ffn=32, causal=True)
+    >>> x = torch.randn(1, 10, 16)
+    >>> y, state = stack.extend(stack.start(1), x)
+    >>> torch.allclose(y, stack(x), atol=1e-5)
+    True
     """
 
     def __init__(self, blocks: Sequence[Block], final_norm: nn.Module | None = None) -> None:

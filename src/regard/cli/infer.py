@@ -14,7 +14,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
-from regard.cli.inputs import Line, input_lines
+from regard.cli.inputs import Line, input_lines, is_recording
 from regard.cli.threads import Threads, choose_threads, used
 
 if TYPE_CHECKING:
@@ -97,11 +97,17 @@ def _what(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def predict(
     run: Folder,
-    source: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, or - for stdin.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="TEXT|FILE|-", help="A text, a file with one a line, - for stdin, or a wav or image file."),
+    ],
     changes: Changes = None,
     device: Device = "auto",
     threads: Threads = None,
     checkpoint: CheckpointName = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Feed a wav file in tenths of a second; words as they are decided.")
+    ] = False,
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
@@ -109,12 +115,37 @@ def predict(
 
         many, lines = input_lines(source)
         found, count = trained(run, changes or [], device, threads, checkpoint)
+        if is_recording(source) and not found.task.file_ending:
+            raise ValueError(f"{source} is a recording, but {run} is a run of {found.config.task}, which answers texts")
+        if not is_recording(source) and source.lower().endswith(tuple(found.task.file_ending.split())):
+            lines = iter([Line(source, "this file")])  # the file itself, not lines of it
+        if live:
+            with used(count):
+                return _live(found, source)
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
                 answers = found.predict([line.text for line in part], [line.where for line in part])
             for answer in answers:
                 sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
             sys.stdout.flush()
+
+
+def _live(found: TrainedRun, source: str) -> None:
+    """Recognise a wav file as if it were being recorded: print each word as soon as it is decided."""
+    from regard.data.wav_files import read_wav
+    from regard.tasks.live_recognition import LiveRecogniser
+    from regard.tasks.recognition import RecognitionTask
+
+    if not is_recording(source) or not isinstance(found.task, RecognitionTask):
+        raise ValueError(
+            f"--live is for a wav file and a run that recognises its words, not for {source} and {found.config.task}"
+        )
+    live = LiveRecogniser(found.task, found.model)
+    aside(f"words are decided {live.latency:.2f} s after their samples at the earliest")
+    for part in found.task.resampled(read_wav(source)).split(live.rate // 10):
+        sys.stdout.write(live.feed(part))
+        sys.stdout.flush()
+    sys.stdout.write(live.finish() + "\n")
 
 
 def _parts(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from regard.data.text_files import check_unicode, read_lines
 
-FILE_SUFFIXES = {".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz", ".xz", ".bz2", ".en", ".de", ".fr", ".src", ".tgt"}  # of files
-
+FILE_SUFFIXES = {".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz", ".xz", ".bz2", ".en", ".de", ".fr", ".src", ".tgt", ".wav"}
+RECORDINGS = {".wav"}  # files that are one input, by their path
 WHOLE_SUFFIXES = {".sgf"}  # of files that are one text, in several lines
 
 
@@ -21,13 +21,18 @@ class Line(NamedTuple):
 
 
 def input_lines(source: str) -> tuple[bool, Iterator[Line]]:
-    """Read the lines of a file, of stdin for `-`, or of the text itself; and whether there may be enough of them to batch."""
+    """Read the lines of a file, of stdin for `-`, or of the text itself; and whether there may be enough of them to batch.
+
+    The line of a recording is its path, that of a game (.sgf) the whole file.
+    """
     if source == "-":
         return False, _stdin()
     if os.path.isdir(source):
         raise ValueError(f"{source} is a folder: give a file, a text, or - for stdin")
     if os.path.exists(source) and Path(source).suffix.lower() in WHOLE_SUFFIXES:
         return False, iter([Line(" ".join(read_lines(source)), source)])
+    if is_recording(source):
+        return False, iter([Line(source, source)])
     if os.path.exists(source):
         return True, _file(Path(source))
     if not check_unicode(source):
@@ -35,6 +40,11 @@ def input_lines(source: str) -> tuple[bool, Iterator[Line]]:
     if _like_a_path(source):
         raise ValueError(f"there is no file {source}. If this is a text: echo {source} | regard predict RUN -")
     return False, (Line(text, "this text") for text in source.split("\n"))
+
+
+def is_recording(source: str) -> bool:
+    """Return whether an argument names a recording that is there."""
+    return Path(source).suffix.lower() in RECORDINGS and os.path.isfile(source)
 
 
 def _like_a_path(text: str) -> bool:

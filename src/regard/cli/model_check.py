@@ -25,7 +25,7 @@ def check_model(task: Task) -> None:
     config, bodies = task.config, task.bodies
     if not bodies:  # layers of its own, which the task has checked
         with sentences():
-            for name in ("width", "heads", "depth"):
+            for name in ("width", "heads"):
                 need(name, getattr(config, name))
             return _check_training(task)
     with sentences():

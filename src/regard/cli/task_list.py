@@ -112,7 +112,8 @@ def _show_settings(name: str, entry: Entry) -> None:
     for key, kinds in config.families.items():
         console.print(_options_table(key, kinds), highlight=False)
     for word in entry.presets:
-        console.print(f"Settings for a machine without a GPU: --preset {word}", style="dim", highlight=False)
+        what = "Settings for a machine without a GPU" if word == "cpu" else "Other settings"
+        console.print(f"{what}: --preset {word}", style="dim", highlight=False)
     console.print(f"Another value: regard train {name} --set width=128", style="dim", highlight=False)
     for key, kinds in config.families.items():
         example = str(next(kind for kind in kinds.values() if option_lines(kind))())

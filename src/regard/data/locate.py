@@ -18,6 +18,7 @@ class DatasetInfo(NamedTuple):
     address: str  # of the download
     files: Sequence[str]  # each plain, or with .gz, .xz or .bz2 appended to its name
     note: str = ""  # on the format, where it differs from the download
+    folder: str = ""  # where its files are, if that is not its name
 
 
 DATASETS = {
@@ -73,11 +74,23 @@ DATASETS = {
         ["docs.jsonl", *(f"pairs.{part}.tsv" for part in ("train", "val", "test"))],
         'A line of docs.jsonl is a paper: {"id": "…", "text": "…"}; pairs have the columns label (0 or 1), doc1, doc2.',
     ),
+    "cifar10_jpeg": DatasetInfo(
+        "CIFAR-10 in colour, as a tar archive of JPEG files",
+        "https://www.cs.toronto.edu/~kriz/cifar.html",
+        ["cifar10_jpeg.tar"],
+        "The archive holds train/CLASS/NUMBER.jpg and test/CLASS/NUMBER.jpg, 32 x 32 pixels, for ten classes.",
+        "cifar10",
+    ),
     "cifar10": DatasetInfo(
         "CIFAR-10 in gray, as arrays of NumPy",
         "https://www.cs.toronto.edu/~kriz/cifar.html",
         [f"gray_{part}_{what}.npy" for part in ("train", "test") for what in ("images", "labels")],
         "Images are uint8 of shape (examples, 32, 32), 0.299 red + 0.587 green + 0.114 blue; labels are uint8, 0 to 9.",
+    ),
+    "tox21": DatasetInfo(
+        "Tox21, molecules and twelve labels of toxicity",
+        "https://deepchemdata.s3-us-west-1.amazonaws.com/datasets/tox21.csv.gz",
+        ["tox21.csv"],
     ),
     "planetoid": DatasetInfo(
         "Cora, a citation graph, with the splits of Planetoid, as arrays of NumPy",
@@ -86,11 +99,23 @@ DATASETS = {
         "Words of papers are a sparse matrix (indptr, indices, data, shape); label, edges (of shape (edges, 2)), and the papers "
         "of the splits (train_idx, val_idx, test_idx).",
     ),
+    "fsdd": DatasetInfo(
+        "the Free Spoken Digit Dataset, digits in wav files",
+        "https://github.com/Jakobovski/free-spoken-digit-dataset",
+        ["fsdd_recordings.tar"],
+        "It is a tar file of the folder recordings, whose files are called digit_speaker_index.wav.",
+    ),
+    "an4": DatasetInfo(
+        "AN4 of CMU, spelled words, as 13 cepstra a window",
+        "http://www.speech.cs.cmu.edu/databases/an4",
+        ["an4_train_mfcc13.npz", "an4_test_mfcc13.npz"],
+        "Arrays: feat (windows, 13) of all utterances, offset (utterances + 1), text, id (folder/speaker/name).",
+    ),
 }
 
 
 def find(name: str, folder: Path | str | None = None) -> Path:
-    """Return the folder of a data set: `folder` or its child `name`, else `$REGARD_DATA/<name>`.
+    """Return the folder of a data set: `folder` or its child `name`, else `$REGARD_DATA/<name>`; some share a folder.
 
     Raises DataError, with what to download and where to put it, unless all files are there.
     """
@@ -98,9 +123,10 @@ def find(name: str, folder: Path | str | None = None) -> Path:
         raise DataError(unknown("no data set is called", name, DATASETS))
     root = folder if folder is not None else os.environ.get("REGARD_DATA") or None
     if root is None:
-        raise DataError(f"{_instructions(name)} into a folder {name}, and name the folder above it by REGARD_DATA or --data")
+        where = DATASETS[name].folder or name
+        raise DataError(f"{_instructions(name)} into a folder {where}, and name the folder above it by REGARD_DATA or --data")
     files = DATASETS[name].files
-    child = Path(root).expanduser() / name
+    child = Path(root).expanduser() / (DATASETS[name].folder or name)
     candidates = [child] if folder is None else [Path(root).expanduser(), child]
     for candidate in candidates:
         if not _missing(candidate, files):

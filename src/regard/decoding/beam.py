@@ -14,7 +14,16 @@ from regard.ops.topk import topk_by_part
 
 
 class Beams(NamedTuple):
-    """Hold the best answers of every row, the best first."""
+    """Hold the best answers of every row, the best first.
+
+    `tokens` (b best n) are the answers, `scores` (b best) those that they are sorted by, `lengths` (b best) count their tokens.
+
+    >>> import torch
+    >>> from regard.decoding import Beams
+    >>> found = Beams(torch.tensor([[[5, 6, 0]]]), torch.tensor([[-1.5]]), torch.tensor([[2]]))
+    >>> found.tokens[0, 0, : found.lengths[0, 0]].tolist()
+    [5, 6]
+    """
 
     tokens: Tensor  # (b best max_new_tokens), eos behind the last token of each
     scores: Tensor  # (b best) log-probability / length ** penalty; -inf where there is no such answer
@@ -93,6 +102,18 @@ def beam(
     The search stops only where no beam can still beat the answers found, so stopping changes nothing; where length is rewarded
     that may be late, as a long answer could still become the best. With early=True a row is over as soon as `width` answers
     of it have ended, independently of other rows: a few times as fast, and nearly always the same answer.
+
+    `model`, `state`, `prompt`, `constraints` and `valid` are those of `generate`.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> from regard.decoding import Constraints, beam
+    >>> limits = Constraints(eos=0, max_new_tokens=4)
+    >>> found = beam(model, model.start(2), torch.randint(1, 20, (2, 3)), constraints=limits, width=3, best=2)
+    >>> tuple(found.scores.shape)
+    (2, 2)
     """
     constraints.checked()
     if width < 1 or not 1 <= best <= width:

@@ -18,6 +18,15 @@ class Constraints(NamedTuple):
     `no_repeat_ngram_size` counts the n-grams of the answer alone: those of the prompt may come again. With count_prompt=True
     the n-grams of the prompt count too, which is Hugging Face's `no_repeat_ngram_size`. The source of an
     encoder is not counted, there as here.
+
+    `eos` ends an answer of at most `max_new_tokens` tokens (the end among them) and at least `min_new_tokens` before it; tokens
+    in `banned` are never chosen. `grammar` maps the tokens so far (x t) to those that may follow (x v), as `BracketGrammar` does.
+
+    >>> import torch
+    >>> from regard.decoding import Constraints
+    >>> limits = Constraints(eos=0, max_new_tokens=9, min_new_tokens=1, banned=(2,))
+    >>> limits(torch.zeros(1, 4), torch.zeros(1, 0, dtype=torch.long))  # scores of the first token
+    tensor([[-inf, 0., -inf, 0.]])
     """
 
     eos: int  # the token that ends an answer

@@ -60,10 +60,13 @@ def ctc_prefix_beam(logs: Tensor, *, width: int = 10, best: int = 1, blank: int 
 
 
 class CtcBeam:
-    """Search in slots as they come: `extend` reads more of them, `answers` are those of all slots so far."""
+    """Search in slots as they come: `extend` reads more of them, `answers` are those of all slots so far.
 
-    def __init__(self, width: int = 10, blank: int = CTC_BLANK) -> None:
-        self.width, self.blank = need("width", width), blank
+    With `within`, prefixes whose log is that much below the best one's are given up too.
+    """
+
+    def __init__(self, width: int = 10, blank: int = CTC_BLANK, *, within: float = math.inf) -> None:
+        self.width, self.blank, self.within = need("width", width), blank, within
         self.prefixes: dict[tuple[int, ...], _Prefix] = {(): _Prefix(0.0, IMPOSSIBLE)}
 
     def extend(self, logs: Tensor) -> None:
@@ -90,7 +93,8 @@ class CtcBeam:
                     add((*prefix, k), token=logs.blank + here)
                 else:
                     add((*prefix, k), token=logs.total + here)
-        possible = [pair for pair in grown.items() if pair[1].total > IMPOSSIBLE]
+        best = max(logs.total for logs in grown.values())
+        possible = [pair for pair in grown.items() if pair[1].total > max(IMPOSSIBLE, best - self.within)]
         self.prefixes = dict(sorted(possible, key=lambda pair: -pair[1].total)[: self.width])
 
     def answers(self, best: int = 1) -> list[CtcAnswer]:

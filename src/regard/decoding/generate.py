@@ -20,7 +20,15 @@ END_DELAY = 4  # steps between a GPU's test whether all rows have ended and the 
 
 
 class GenerativeModel(Protocol):
-    """What decoding needs of a model."""
+    """What decoding needs of a model.
+
+    A protocol: any object with `extend` is one, whatever its constructor takes (`args`, `kwargs`). Language models and
+    translators of this package are.
+
+    >>> from regard.decoding import GenerativeModel
+    >>> [name for name in vars(GenerativeModel) if not name.startswith("_")]
+    ['extend']
+    """
 
     def extend(self, state: Any, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return scores (b n v) of what follows each of these tokens (b n), and the state after them."""
@@ -64,7 +72,15 @@ class TokenChoice(Protocol):
 
 
 class Greedy:
-    """Choose the likeliest token."""
+    """Choose the likeliest token.
+
+    It has no parameters.
+
+    >>> import torch
+    >>> from regard.decoding import Greedy
+    >>> Greedy()(torch.tensor([[0.1, 2.0, 0.3]]))
+    tensor([1])
+    """
 
     def __call__(self, scores: Tensor) -> Tensor:
         return argmax_first(scores)
@@ -75,6 +91,12 @@ class Sample:
     """Draw among the top_k likeliest, the fewest that together have top_p, and those with at least min_p of the likeliest.
 
     A temperature below 1 sharpens, above 1 flattens; filters come after it, in this order. The same seed draws the same tokens.
+
+    >>> import torch
+    >>> from regard.decoding import Sample
+    >>> draw = Sample(temperature=0.7, top_k=2, seed=0)
+    >>> int(draw(torch.tensor([[0.1, 2.0, 3.0]]))) in (1, 2)
+    True
     """
 
     temperature: float = 1.0
@@ -207,7 +229,20 @@ def generate_stream(
     choice: TokenChoice | None = None,
     valid: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row (b), as long as any row goes on; a row that has ended repeats eos."""
+    """Yield the next token of every row (b), as long as any row goes on; a row that has ended repeats eos.
+
+    `model` has `extend`, `state` is what its `start` gave, `prompt` (b n) are the tokens to go on from, of which `valid` (b n)
+    are real. `constraints` say where answers end, `choice` is how a token is chosen: `Greedy()` unless given, or `Sample(...)`.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> from regard.decoding import Constraints, generate_stream
+    >>> limits = Constraints(eos=0, max_new_tokens=3, min_new_tokens=2)
+    >>> for tokens in generate_stream(model, model.start(2), torch.randint(1, 20, (2, 3)), constraints=limits):
+    ...     assert tokens.shape == (2,)
+    """
     return _generated(model, state, prompt, constraints, choice, valid, EndDetector(0))
 
 
@@ -220,6 +255,20 @@ def generate(
     choice: TokenChoice | None = None,
     valid: Tensor | None = None,
 ) -> list[list[int]]:
-    """Return the answer of every row, without eos: the tokens of `generate_stream`."""
+    """Return the answer of every row, without eos: the tokens of `generate_stream`.
+
+    `model` has `extend`, `state` is what its `start` gave, `prompt` (b n) are the tokens to go on from, of which `valid` (b n)
+    are real. `constraints` say where answers end, `choice` is how a token is chosen: `Greedy()` unless given, or `Sample(...)`.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> from regard.decoding import Constraints, Sample, generate
+    >>> limits = Constraints(eos=0, max_new_tokens=5, min_new_tokens=4)
+    >>> answers = generate(model, model.start(2), torch.randint(1, 20, (2, 3)), constraints=limits, choice=Sample(seed=1))
+    >>> [len(answer) in (4, 5) for answer in answers]
+    [True, True]
+    """
     tokens = torch.stack(list(_generated(model, state, prompt, constraints, choice, valid, EndDetector.of(prompt.device))), 1)
     return [before_eos(row, constraints.eos) for row in tokens.tolist()]

@@ -73,6 +73,16 @@ class NatDecoder:
 
     Make another one when weights have changed. On a CPU weights are packed. `graphs`: a pass on a GPU is one CUDA graph, for each
     number of rows, lengths and iterations, and for each SOURCE_MULTIPLE tokens of a source.
+
+    `model` is a NatTranslator.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.decoding import NatDecoder
+    >>> from regard.models.nat import nat_translator
+    >>> model = nat_translator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20, kind="ctc").eval()
+    >>> len(NatDecoder(model)(torch.randint(1, 20, (2, 5))))
+    2
     """
 
     def __init__(self, model: NatTranslator, *, graphs: bool = True) -> None:

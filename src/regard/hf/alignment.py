@@ -77,6 +77,18 @@ def align(
     errors before and after and are not trained on. keep: this fraction, or number, of the layers, those with the largest errors
     after alignment, get their softmax back. A mechanism without parameters is only measured. Call it before `distil`: it takes
     the projections of the model to be those of the teacher.
+
+    `model` was converted; `autocast` is a type to compute in, such as torch.bfloat16.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> names = regard.hf.convert(model, "hedgehog")
+    >>> report = regard.hf.align(model, [torch.randint(50, (2, 8)) for _ in range(3)], steps=2)
+    >>> len(report.after.errors)
+    2
     """
     need("held_out", held_out)
     converted_layers(model)

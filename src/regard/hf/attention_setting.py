@@ -22,6 +22,17 @@ def set_attention(model: PreTrainedModel, spec: Named | Sequence[Named] | Mappin
     ("sdpa", "eager") set its own attention again.
     `save_pretrained` writes the mechanisms into config.json, and `from_pretrained` reads them wherever `regard.hf` is imported.
     Without the import it refuses to load them, unless it is given an attn_implementation.
+
+    `model` is one of transformers, `spec` the mechanism.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> model = regard.hf.set_attention(model, {1: "Local(4)"})
+    >>> tuple(model(torch.randint(50, (1, 10))).logits.shape)
+    (1, 10, 50)
     """
     if isinstance(spec, str) and not register_specs(spec):
         model.set_attn_implementation(spec)

@@ -43,6 +43,16 @@ def convert(
 
     Parameters of the mechanism are `mechanism` in each attention module, float32, and are saved and loaded with the model:
     `save_pretrained(folder)`, then `load_converted(folder)`. Train them with `align`, then the whole with `distil`.
+
+    `model` is one of transformers; `positions` is how its table is made longer, `backend` that of `layer`.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> len(regard.hf.convert(model, "hedgehog", keep=0.5))  # one of two layers
+    1
     """
     spec = Spec.of(spec)
     check_attends(spec)
@@ -64,7 +74,19 @@ def convert(
 
 
 def restore(model: PreTrainedModel, layers: ChosenLayers | None = None) -> list[str]:
-    """Give layers their softmax back, in place, and return their names: those that `align` recommends to keep, or all."""
+    """Give layers their softmax back, in place, and return their names: those that `align` recommends to keep, or all.
+
+    `model` was converted, `layers` are numbers or names.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> converted = regard.hf.convert(model, "gla")
+    >>> regard.hf.restore(model) == converted
+    True
+    """
     named = attention_layers(model)
     names = list(named)
     chosen = [names[index] for index in choose_layers(names, layers)]
@@ -76,7 +98,22 @@ def restore(model: PreTrainedModel, layers: ChosenLayers | None = None) -> list[
 
 
 def load_converted(folder: str | PathLike[str], *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a converted model from the folder that its `save_pretrained` wrote, in eval mode; the class is that of its config."""
+    """Load a converted model from the folder that its `save_pretrained` wrote, in eval mode; the class is that of its config.
+
+    `folder` is where it was saved, `dtype` that of the checkpoint unless given.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> import tempfile
+    >>> names, folder = regard.hf.convert(model, "hedgehog"), tempfile.mkdtemp()
+    >>> model.save_pretrained(folder)
+    >>> ids = torch.randint(50, (1, 10))
+    >>> torch.allclose(regard.hf.load_converted(folder)(ids).logits, model(ids).logits, atol=1e-5)
+    True
+    """
     folder = Path(folder)
     config = AutoConfig.from_pretrained(folder)
     record = getattr(config, RECORD, None)

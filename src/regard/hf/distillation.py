@@ -64,6 +64,19 @@ def distil(
     predicts the next one. AdamW; `lr` rises over the fraction `warmup` of the steps and falls to a tenth along a cosine, where
     their number is given or the batches have one. `train` chooses parameters by name: train=lambda name: "mechanism" in name.
     autocast=torch.bfloat16 computes in half precision with weights as they are. `report(step, loss)` is called after each step.
+
+    `student` was converted, `teacher` was not; `batches` and `steps` are those of `align`; probabilities are divided by
+    `temperature` in their logarithms, and gradients clipped to the norm `clip`.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> import copy
+    >>> teacher = copy.deepcopy(model)
+    >>> names = regard.hf.convert(model, "hedgehog")
+    >>> result = regard.hf.distil(model, teacher, [torch.randint(50, (2, 8)) for _ in range(2)])
     """
     if not 0 <= labels <= 1:
         raise ValueError(f"labels is the weight of the cross entropy, from 0 to 1, not {labels!r}")

@@ -107,6 +107,18 @@ def error_by_layer(model: PreTrainedModel, batches: Iterable[ModelInputs]) -> Er
     """Measure how far every converted layer is from the softmax that it replaces, by head, on the inputs that it had before.
 
     `batches` are tensors of token ids (b n) or dictionaries of a model's arguments. No tensor has n x n elements.
+
+    `model` was converted.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> names = regard.hf.convert(model, "hedgehog")
+    >>> found = regard.hf.error_by_layer(model, [torch.randint(50, (2, 8))])
+    >>> len(found.errors)
+    2
     """
     converted_layers(model)
     errors = HeadErrors(model)

@@ -19,6 +19,17 @@ def lengthen_positions(model: PreTrainedModel, max_len: int, how: str = "copied"
 
     Returns the number of tables that were made longer: 0 for a model without (rotary positions need none). The configuration
     has the new length, so that a saved model is loaded with it. RoBERTa's first rows, which are no positions, stay.
+
+    `model` is one of transformers, `how` is "copied" or "interpolated".
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    >>> regard.hf.lengthen_positions(model, 20)
+    1
+    >>> model.config.n_positions
+    20
     """
     need("max_len", max_len)
     changed = 0

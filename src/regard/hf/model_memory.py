@@ -21,6 +21,19 @@ def memory(model: PreTrainedModel) -> Cache:
     `linear`, and all keys of `softmax`. Outputs are those of the usual cache. Beams, padding on the left, several calls with the
     same cache and encoder-decoder models (whose cross attention has the usual cache) are supported; a bias on the scores, as in
     T5, cropping (assisted generation) and torch.compile are not.
+
+    `model` is one of transformers, whose attention was set.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import regard.hf
+    >>> sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    >>> model = regard.hf.set_attention(model, "Local(4) | Global(first=1)")
+    >>> prompt = torch.randint(3, 50, (1, 10))
+    >>> ids = model.generate(prompt, max_new_tokens=3, min_new_tokens=3, past_key_values=regard.hf.memory(model), pad_token_id=0)
+    >>> tuple(ids.shape)
+    (1, 13)
     """
     name = model.config.get_text_config(decoder=True)._attn_implementation
     if registered_specs(name) is None:

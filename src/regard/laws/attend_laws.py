@@ -21,7 +21,13 @@ _ADVICE = (
 
 @law(_ADVICE, core=True, given=each(padded=(False, True)))
 def some_queries_get_what_all_get(case: Case, padded: bool = False, n: int = 40) -> None:
-    """Some of the queries get the rows of the whole result, causal or not, or a sentence: never another result."""
+    """Some of the queries get the rows of the whole result, causal or not, or a sentence: never another result.
+
+    `case` has the mechanism, keys are `padded` or not, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, some_queries_get_what_all_get
+    >>> some_queries_get_what_all_get(Case("Local(4)"), n=16)
+    """
     for mode in case.modes():
         core, causal = case.core(**mode), mode["causal"]
         q, k, v = case.heads(core, 2, n)
@@ -40,7 +46,13 @@ def some_queries_get_what_all_get(case: Case, padded: bool = False, n: int = 40)
 
 @law(_ADVICE, core=True)
 def positions_are_declared(case: Case, n: int = 40) -> None:
-    """`positional` is what moving the queries shows, and `joint` what taking some of them shows."""
+    """`positional` is what moving the queries shows, and `joint` what taking some of them shows.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, positions_are_declared
+    >>> positions_are_declared(Case("Local(4)"), n=16)
+    """
     core = case.core()
     q, k, v = case.heads(core, 2, n)
     memory = core.push(core.empty(k, v), k, v, Places.of(k[:, 0]))
@@ -71,7 +83,13 @@ def _declared_too_much(case: Case, what: str, n: int) -> None:
 
 @law(_ADVICE, core=True)
 def ambiguity_is_refused(case: Case) -> None:
-    """Fewer queries than keys need an offset where positions matter, and one that lies inside of the keys."""
+    """Fewer queries than keys need an offset where positions matter, and one that lies inside of the keys.
+
+    `case` has the mechanism.
+
+    >>> from regard.laws import Case, ambiguity_is_refused
+    >>> ambiguity_is_refused(Case("Local(4)"))
+    """
     for mode in case.modes():
         core, causal = case.core(**mode), mode["causal"]
         q, k, v = case.heads(core, 2, 40)

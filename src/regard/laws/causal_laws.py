@@ -18,7 +18,13 @@ _ADVICE = (
 
 @law(_ADVICE, Can.CAUSAL, causal=True, given=_SIZES)
 def future_is_unseen(case: Case, n: int = 60, t: int = 23) -> None:
-    """No output depends on a later token, however large it is."""
+    """No output depends on a later token, however large it is.
+
+    `case` has the mechanism, `n` is the number of tokens, `t` that of the token behind which all is changed.
+
+    >>> from regard.laws import Case, future_is_unseen
+    >>> future_is_unseen(Case("gla"), n=12, t=5)
+    """
     m, x = case.build(causal=True), case.data(n)
     before = m(x)
     most = 4 * torch.finfo(x.dtype).eps * before[:, : t + 1].abs().max()  # rounding, and nothing else
@@ -37,7 +43,13 @@ def future_is_unseen(case: Case, n: int = 60, t: int = 23) -> None:
 
 @law(_ADVICE, Can.CAUSAL, causal=True, given=_SIZES)
 def no_gradient_from_the_future(case: Case, n: int = 60, t: int = 23) -> None:
-    """The gradient of an output is exactly zero at later tokens: what is rounded differently is still the same function."""
+    """The gradient of an output is exactly zero at later tokens: what is rounded differently is still the same function.
+
+    `case` has the mechanism, `n` is the number of tokens, `t` that of the token behind which all is changed.
+
+    >>> from regard.laws import Case, no_gradient_from_the_future
+    >>> no_gradient_from_the_future(Case("gla"), n=12, t=5)
+    """
     m, x = case.build(causal=True), case.data(n).requires_grad_()
     (grad,) = torch.autograd.grad((m(x)[:, : t + 1] * case.data(n, seed=3)[:, : t + 1]).sum(), x)
     later = grad[:, t + 1 :]

@@ -30,7 +30,14 @@ _GROUPED = "memories keep g key-value heads: `per_query_head(x, q)` repeats them
     given=tuple({"before": before, "kv_heads": g} for before, g in ((0, LAW_HEADS), (0, 2), (21, 2))),
 )
 def scan_is_the_loop(case: Case, n: int = 45, before: int = 0, kv_heads: int = LAW_HEADS) -> None:
-    """Outputs and gradients of `scan` are those of its definition, the loop over tokens, from an empty memory or behind one."""
+    """Outputs and gradients of `scan` are those of its definition, the loop over tokens, from an empty memory or behind one.
+
+    `case` has the mechanism, `n` is the number of tokens, `before` that of tokens in the memory, `kv_heads` that of key-value
+    heads.
+
+    >>> from regard.laws import Case, scan_is_the_loop
+    >>> scan_is_the_loop(Case("linear"), n=9, before=3)
+    """
     if case.core(causal=True).shared_qk:  # its layer refuses fewer key-value heads, `attend` does not
         dims = Dims(LAW_WIDTH, LAW_HEADS, kv_heads=kv_heads, causal=True)
         core = make_core(case.spec, dims).to(case.device, torch.float64).eval()
@@ -76,7 +83,13 @@ def _scans(case: Case, core: Core, scan: Callable[..., tuple[Tensor, Any]], n: i
     cross=True,
 )
 def cross_attention(case: Case, n: int = 40) -> None:
-    """A context of another width and length is read, padded for each row, in one pass and in a stream of queries."""
+    """A context of another width and length is read, padded for each row, in one pass and in a stream of queries.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, cross_attention
+    >>> cross_attention(Case("linear"), n=16)
+    """
     m, x, c = case.build(cross=True, context_width=24), case.data(n), case.data(33, seed=3, width=24)
     valid = torch.arange(33, device=case.device) < torch.tensor([33, 20, 5], device=case.device)[:, None]
     y = m(x, context=c, valid=valid)
@@ -91,7 +104,13 @@ def cross_attention(case: Case, n: int = 40) -> None:
 
 @law(_GROUPED + "; key dim d and value dim e may differ", core=True)
 def head_sizes_may_differ(case: Case, n: int = 40) -> None:
-    """Keys of another size than values, and fewer key-value heads than heads, give outputs of the same shape and gradients."""
+    """Keys of another size than values, and fewer key-value heads than heads, give outputs of the same shape and gradients.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, head_sizes_may_differ
+    >>> head_sizes_may_differ(Case("softmax"), n=8)
+    """
     for mode in case.modes():
         few: dict[str, Any] = {} if case.core(**mode).shared_qk else {"kv_heads": 2}
         m, x = case.build(key_dim=6, value_dim=10, **few, **mode), case.data(n)
@@ -104,7 +123,13 @@ def head_sizes_may_differ(case: Case, n: int = 40) -> None:
 
 @law(_GROUPED, core=True)
 def grouped_heads_are_repeated(case: Case, n: int = 40) -> None:
-    """Two key-value heads for four heads give what four do of which two and two are equal."""
+    """Two key-value heads for four heads give what four do of which two and two are equal.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, grouped_heads_are_repeated
+    >>> grouped_heads_are_repeated(Case("softmax"), n=8)
+    """
     for mode in case.modes():
         if case.core(**mode).shared_qk:
             refuses(partial(case.build, kv_heads=2, **mode), "no kv_heads", "shared queries and keys have kv_heads")
@@ -122,7 +147,13 @@ def grouped_heads_are_repeated(case: Case, n: int = 40) -> None:
     "out = A v with an A that does not depend on v: if that is not so, write weights=False in the examples of the row", core=True
 )
 def weights_are_shown(case: Case, n: int = 37) -> None:
-    """The matrix that the identity for v shows, times the values, is the output; a causal one is zero above its diagonal."""
+    """The matrix that the identity for v shows, times the values, is the output; a causal one is zero above its diagonal.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, weights_are_shown
+    >>> weights_are_shown(Case("Local(4)"), n=9)
+    """
     claimed = None if case.example is None else case.example.weights
     for mode in case.modes():
         core = case.core(**mode)
@@ -160,7 +191,13 @@ def weights_are_shown(case: Case, n: int = 37) -> None:
     core=True,
 )
 def permuted_queries(case: Case, n: int = 33) -> None:
-    """Where positions of queries change nothing and no answer depends on the others, permuted queries get permuted answers."""
+    """Where positions of queries change nothing and no answer depends on the others, permuted queries get permuted answers.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, permuted_queries
+    >>> permuted_queries(Case("softmax"), n=9)
+    """
     core = case.core()
     if core.positional or core.joint:
         raise DoesNotApply("its answers depend on the positions of queries, or on the other queries")

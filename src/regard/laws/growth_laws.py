@@ -21,7 +21,13 @@ _UNCLAIMED = "no growth is claimed for these options; measured: {}. Register it 
 
 @law("write in `Example(cost=...)` how FLOPs grow, n ** cost, or remove the products of all queries with all keys")
 def cost_grows_as_claimed(case: Case) -> None:
-    """FLOPs of a pass over n tokens grow as n ** cost."""
+    """FLOPs of a pass over n tokens grow as n ** cost.
+
+    `case` has the mechanism and the growth that its example claims.
+
+    >>> from regard.laws import Case, cost_grows_as_claimed
+    >>> cost_grows_as_claimed(Case("linear"))
+    """
     found = [_cost_growth(case, mode["causal"]) for mode in case.modes()]
     if case.example is None:
         worst = max((growth for growth, _ in found if growth is not None), default=0.0)
@@ -68,7 +74,13 @@ def _lengths(case: Case, m: Mixer) -> tuple[int, ...]:
     causal=True,
 )
 def memory_grows_as_claimed(case: Case) -> None:
-    """The state after t tokens has bytes that grow as t ** memory."""
+    """The state after t tokens has bytes that grow as t ** memory.
+
+    `case` has the mechanism and the growth that its example claims.
+
+    >>> from regard.laws import Case, memory_grows_as_claimed
+    >>> memory_grows_as_claimed(Case("linear"))
+    """
     claimed = None if case.example is None else case.example.memory
     bounded = claimed == 0
     most = 512 if bounded else 1024  # what does not grow is seen sooner

@@ -21,6 +21,15 @@ class Case:
     """Hold a mechanism with its options, and with positions inside attention if they are named. Laws take one.
 
     `example` has the claims of growth: the one of its row with the same options unless given, or None where nothing is claimed.
+
+    `spec` is a mechanism as in `layer`, `positions` act inside attention, `device` is where it is built.
+
+    >>> from regard.laws import Case
+    >>> case = Case("softmax", positions="rotary")
+    >>> case
+    softmax + rotary
+    >>> tuple(case.build()(case.data(7)).shape)
+    (3, 7, 32)
     """
 
     def __init__(

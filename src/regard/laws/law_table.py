@@ -16,7 +16,16 @@ LawT = TypeVar("LawT", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Law:
-    """Hold one law: a function of a case and of sizes that raises LawBroken, and what it is for."""
+    """Hold one law: a function of a case and of sizes that raises LawBroken, and what it is for.
+
+    `name` and `sentence` are those of the function `holds`, `advice` is what to do where it is broken, `given` the sizes and
+    types that it is checked with, `claim` what a mechanism must claim, `core` whether it must be a core in a layer, `dims` how
+    it is built.
+
+    >>> from regard.laws import LAWS, Case
+    >>> LAWS["cross_attention"].fits(Case("linear")), LAWS["cross_attention"].fits(Case("conv"))
+    (True, False)
+    """
 
     name: str
     sentence: str
@@ -45,6 +54,11 @@ class Law:
         return f"it does not claim {claims}{f' when it is built with {built}' if case.can(self.claim) else ''}"
 
 
+#: Every law by its name, in the order in which they are checked.
+#:
+#: >>> from regard.laws import LAWS
+#: >>> LAWS["empty_inputs"].sentence
+#: 'No token, one token and a batch without rows are fine.'
 LAWS: dict[str, Law] = {}
 
 

@@ -27,7 +27,16 @@ _SCALED = ("n", "t", "before")  # counts of tokens among the sizes of a law
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold the outcome of one law: "pass", "failed" or "does not apply", and why."""
+    """Hold the outcome of one law: "pass", "failed" or "does not apply", and why.
+
+    `law` is the law, `outcome` the verdict, `reason` why it failed or does not apply, `smallest` the smallest case as a line of
+    Python, `built` how the layer was built, `raised` an error that was raised, `seconds` how long it took.
+
+    >>> from regard.laws import check_laws
+    >>> (finding,) = check_laws("fnet", ["future_is_unseen"])
+    >>> finding.failed, finding.reason
+    (False, 'it does not claim causal')
+    """
 
     law: Law
     outcome: str
@@ -66,6 +75,12 @@ def check_laws(
 
     `report` gets each outcome at once. Layers are 32 wide with 4 heads, sequences up to 128 tokens long, and options must fit to
     that. Random numbers outside of the check stay as they are.
+
+    `mechanism` is checked against `laws`, their names, on a `device`.
+
+    >>> from regard.laws import check_laws
+    >>> [finding.outcome for finding in check_laws("linear", ["empty_inputs", "dropout_keeps_the_mean"])]
+    ['pass', 'does not apply']
     """
     names = list(LAWS) if laws is None else list(laws)
     for name in names:

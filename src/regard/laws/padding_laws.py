@@ -25,7 +25,13 @@ _ADVICE = (
 
 @law(_ADVICE, Can.PADDING, given=each(where=("right", "left", "holes")))
 def padding_is_absent(case: Case, where: str = "right", n: int = 50) -> None:
-    """Real tokens get what they get without padding, outputs at padding are zero, and so are gradients."""
+    """Real tokens get what they get without padding, outputs at padding are zero, and so are gradients.
+
+    `case` has the mechanism, padding lies `where`: "right", "left" or "holes", `n` is the number of tokens.
+
+    >>> from regard.laws import Case, padding_is_absent
+    >>> padding_is_absent(Case("Local(4)"), where="left", n=16)
+    """
     count = n * 31 // 50
     order = torch.arange(n, device=case.device).expand(2, -1)
     valid = {"right": order < count, "left": order >= n - count, "holes": case.some(2, n)}[where]
@@ -49,7 +55,13 @@ def padding_is_absent(case: Case, where: str = "right", n: int = 50) -> None:
 
 @law(_ADVICE + ". Answer 0 where nothing can be seen", Can.PADDING)
 def padded_rows_are_zero(case: Case, n: int = 40) -> None:
-    """A row of nothing but padding has outputs and gradients of zero, and no other row is worse for it."""
+    """A row of nothing but padding has outputs and gradients of zero, and no other row is worse for it.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, padded_rows_are_zero
+    >>> padded_rows_are_zero(Case("linear"), n=8)
+    """
     valid = case.some(3, n)
     valid[1] = False
     for mode in case.modes():
@@ -64,7 +76,13 @@ def padded_rows_are_zero(case: Case, n: int = 40) -> None:
 
 @law(_ADVICE, Can.PADDING)
 def padding_holds_anything(case: Case, n: int = 40) -> None:
-    """NaN, infinity and huge numbers at padding change no bit of outputs and gradients."""
+    """NaN, infinity and huge numbers at padding change no bit of outputs and gradients.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, padding_holds_anything
+    >>> padding_holds_anything(Case("conv"), n=8)
+    """
     x, valid = case.data(n, dtype=torch.float32), case.some(3, n)
     for mode in case.modes():
         m = case.build(dtype=torch.float32, **mode)
@@ -73,7 +91,13 @@ def padding_holds_anything(case: Case, n: int = 40) -> None:
 
 @law(_ADVICE, Can.CROSS | Can.PADDING, cross=True)
 def context_padding_holds_anything(case: Case, n: int = 20) -> None:
-    """NaN, infinity and huge numbers at the padding of a context or of its queries change no bit of outputs and gradients."""
+    """NaN, infinity and huge numbers at the padding of a context or of its queries change no bit of outputs and gradients.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, context_padding_holds_anything
+    >>> context_padding_holds_anything(Case("linear"), n=8)
+    """
     m, x = case.build(dtype=torch.float32, cross=True), case.data(n, dtype=torch.float32)
     c, real, read = case.data(33, 3, dtype=torch.float32), case.some(3, n, seed=6), case.some(3, 33)
     ignores_padding(m, c, read, lambda z: m(x, context=z, valid=read))
@@ -82,7 +106,13 @@ def context_padding_holds_anything(case: Case, n: int = 20) -> None:
 
 @law(_ADVICE, Can.STREAM | Can.PADDING, causal=True)
 def prompt_padding_holds_anything(case: Case, n: int = 40) -> None:
-    """NaN, infinity and huge numbers at the padding of a prompt change no bit of what follows."""
+    """NaN, infinity and huge numbers at the padding of a prompt change no bit of what follows.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, prompt_padding_holds_anything
+    >>> prompt_padding_holds_anything(Case("linear"), n=8)
+    """
     m, x, step = (
         case.build(dtype=torch.float32, causal=True),
         case.data(n, dtype=torch.float32),
@@ -99,7 +129,13 @@ def prompt_padding_holds_anything(case: Case, n: int = 40) -> None:
 
 @law(_ADVICE, Can.PADDING, core=True)
 def attend_padding_holds_anything(case: Case, n: int = 40) -> None:
-    """NaN, infinity and huge numbers at padding change no bit of what `attend` returns, nor of its gradients."""
+    """NaN, infinity and huge numbers at padding change no bit of what `attend` returns, nor of its gradients.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, attend_padding_holds_anything
+    >>> attend_padding_holds_anything(Case("softmax"), n=8)
+    """
     made = core(case.spec, Dims(LAW_WIDTH, LAW_HEADS, max_len=LAW_MAX_LEN)).to(case.device).eval()
     g = torch.Generator().manual_seed(5)
     shapes = ((LAW_HEADS, made.dims.d * made.streams), *((LAW_HEADS, size) for size in made.sizes))

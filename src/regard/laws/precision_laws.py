@@ -24,7 +24,13 @@ _ADVICE = (
 
 @law(_ADVICE, core=True, given=each(dtype=(torch.float32, torch.bfloat16, torch.float16)))
 def low_precision_is_close(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """Outputs and gradients in a type are no further from float64 than twice those of plain attention in the same type."""
+    """Outputs and gradients in a type are no further from float64 than twice those of plain attention in the same type.
+
+    `case` has the mechanism, `dtype` is the type.
+
+    >>> from regard.laws import Case, low_precision_is_close
+    >>> low_precision_is_close(Case("softmax"))
+    """
     for mode in case.modes():
         g = torch.Generator().manual_seed(3)
         low, true = (case.core(dtype=t, **mode) for t in (dtype, torch.float64))
@@ -83,7 +89,13 @@ def _worst(found: list[Tensor], truth: list[Tensor]) -> list[Tensor]:
 
 @law(_ADVICE)
 def autocast_is_close(case: Case, n: int = 40) -> None:
-    """Under autocast to bfloat16 outputs are near those of float32, and gradients are finite."""
+    """Under autocast to bfloat16 outputs are near those of float32, and gradients are finite.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, autocast_is_close
+    >>> autocast_is_close(Case("linear"), n=8)
+    """
     for mode in case.modes():
         m, x = case.build(dtype=torch.float32, **mode), case.data(n, dtype=torch.float32).requires_grad_()
         with torch.autocast(case.device.type, dtype=torch.bfloat16):
@@ -97,7 +109,13 @@ def autocast_is_close(case: Case, n: int = 40) -> None:
 
 @law(_ADVICE, Can.STREAM, causal=True, given=each(dtype=(torch.bfloat16, torch.float16)))
 def half_precision_streams(case: Case, dtype: torch.dtype = torch.bfloat16, n: int = 40) -> None:
-    """In half precision a stream is near the whole pass."""
+    """In half precision a stream is near the whole pass.
+
+    `case` has the mechanism, `dtype` is the type, `n` the number of tokens.
+
+    >>> from regard.laws import Case, half_precision_streams
+    >>> half_precision_streams(Case("softmax"), n=8)
+    """
     m, x = case.build(dtype=dtype, causal=True), case.data(n, dtype=dtype)
     with torch.no_grad():
         state, out = m.start(3), []

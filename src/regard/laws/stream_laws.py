@@ -19,7 +19,13 @@ _ADVICE = (
 
 @law(_ADVICE, Can.STREAM, causal=True)
 def stream_is_the_whole_pass(case: Case, n: int = 60) -> None:
-    """A prompt, chunks and single decoding steps through `extend` give the outputs of one pass over all tokens."""
+    """A prompt, chunks and single decoding steps through `extend` give the outputs of one pass over all tokens.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, stream_is_the_whole_pass
+    >>> stream_is_the_whole_pass(Case("Local(4)"), n=16)
+    """
     m, x = case.build(causal=True), case.data(n)
     whole = m(x)
     for cuts in _cuts(n):
@@ -51,7 +57,13 @@ def _extended(m: Mixer, state: State, parts: tuple[Tensor, ...]) -> tuple[Tensor
 
 @law(_ADVICE, Can.STREAM | Can.PADDING, causal=True)
 def prompts_stream_together(case: Case, n: int = 40) -> None:
-    """Prompts of different length in one batch, padded on either side, go on as each does alone."""
+    """Prompts of different length in one batch, padded on either side, go on as each does alone.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, prompts_stream_together
+    >>> prompts_stream_together(Case("linear"), n=16)
+    """
     m, x, lengths = case.build(causal=True), case.data(n + 30), [n * 33 // 40, n // 2, -(-n // 8)]
     prompt = x[:, :n]
     valid = torch.arange(n, device=case.device) < torch.tensor(lengths, device=case.device)[:, None]
@@ -79,7 +91,13 @@ def _order(valid: Tensor) -> Tensor:
     causal=True,
 )
 def states_are_values(case: Case, n: int = 40) -> None:
-    """A state may be extended twice, and rows of it selected in another order, as beam search does."""
+    """A state may be extended twice, and rows of it selected in another order, as beam search does.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, states_are_values
+    >>> states_are_values(Case("linear"), n=16)
+    """
     m, x = case.build(causal=True), case.data(n + 24)
     pick = torch.tensor([2, 0, 0, 1], device=case.device)
     with torch.no_grad():

@@ -25,7 +25,13 @@ UNREAD = ("q.", "k.")  # the weights that the control row has and never reads
     given=each(n=(1, 7, 40, 97)),
 )
 def shape_and_gradients(case: Case, n: int = 7) -> None:
-    """Outputs have the shape of the tokens and are finite, and every weight matrix has a gradient."""
+    """Outputs have the shape of the tokens and are finite, and every weight matrix has a gradient.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, shape_and_gradients
+    >>> shape_and_gradients(Case("Local(4)"))
+    """
     for mode in case.modes():
         m, x = case.build(**mode), case.data(n).requires_grad_()
         y = m(x)
@@ -47,7 +53,13 @@ def shape_and_gradients(case: Case, n: int = 7) -> None:
 
 @law("compute every row of the batch by itself (no mean, sort or norm over the batch), and draw random numbers in training alone")
 def rows_are_independent(case: Case, n: int = 40) -> None:
-    """A row of a batch gets what it gets alone, and the same call gives the same bits."""
+    """A row of a batch gets what it gets alone, and the same call gives the same bits.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, rows_are_independent
+    >>> rows_are_independent(Case("Local(4)"), n=8)
+    """
     for mode in case.modes():
         m, x = case.build(**mode), case.data(n)
         agree(m(x)[1:2], m(x[1:2]), "a row in a batch gets another output than alone")
@@ -56,7 +68,13 @@ def rows_are_independent(case: Case, n: int = 40) -> None:
 
 @law("use reshape where you use view, and no storage offsets")
 def any_strides(case: Case, n: int = 40) -> None:
-    """Tokens need not be contiguous."""
+    """Tokens need not be contiguous.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, any_strides
+    >>> any_strides(Case("softmax"), n=8)
+    """
     for mode in case.modes():
         m, x = case.build(**mode), case.data(n)
         agree(m(x.transpose(0, 1).contiguous().transpose(0, 1)), m(x), "transposed tokens get another output")
@@ -66,7 +84,13 @@ def any_strides(case: Case, n: int = 40) -> None:
 
 @law("let sums, maxima and loops have nothing to do: shapes with 0 tokens and 0 rows are legal", given=each(n=(0, 1)))
 def empty_inputs(case: Case, n: int = 0) -> None:
-    """No token, one token and a batch without rows are fine."""
+    """No token, one token and a batch without rows are fine.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, empty_inputs
+    >>> empty_inputs(Case("linear"))
+    """
     for mode in case.modes():
         m, x = case.build(**mode), case.data(n).requires_grad_()
         y = m(x)
@@ -79,7 +103,13 @@ def empty_inputs(case: Case, n: int = 0) -> None:
 
 @law("subtract the maximum before exp, divide by what cannot be zero, and add up in float32 or better")
 def large_inputs_stay_finite(case: Case, n: int = 40) -> None:
-    """Tokens that are 100 times as large as usual get finite outputs and gradients in float32."""
+    """Tokens that are 100 times as large as usual get finite outputs and gradients in float32.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, large_inputs_stay_finite
+    >>> large_inputs_stay_finite(Case("linear"), n=8)
+    """
     for mode in case.modes():
         m, x = case.build(dtype=torch.float32, **mode), (100 * case.data(n, dtype=torch.float32)).requires_grad_()
         y = m(x)
@@ -90,7 +120,13 @@ def large_inputs_stay_finite(case: Case, n: int = 40) -> None:
 
 @law("say in `can` what it can do, and nothing more: Core and Free refuse the rest")
 def unclaimed_is_refused(case: Case) -> None:
-    """What is claimed can be built, and a use that is not claimed raises a sentence."""
+    """What is claimed can be built, and a use that is not claimed raises a sentence.
+
+    `case` has the mechanism.
+
+    >>> from regard.laws import Case, unclaimed_is_refused
+    >>> unclaimed_is_refused(Case("fnet"))
+    """
     can = case.build().can
     for claim, wanted in ((Can.CROSS, {"cross": True}), (Can.DROPOUT, {"dropout": 0.1}), (Can.CAUSAL, {"causal": True})):
         if claim not in can:
@@ -103,14 +139,20 @@ def unclaimed_is_refused(case: Case) -> None:
         refuses(lambda: case.build()(case.data(8), valid=valid), "cannot do padding", what)
     if case.can(Can.CAUSAL, causal=True) and not case.can(Can.STREAM, causal=True):
         refuses(lambda: case.build(causal=True).start(2), "cannot do stream", "it does not claim stream, and starts one")
-    if Can.STREAM in can:
+    if Can.STREAM in can and case.build().latency is None:
         what = "it starts a stream without causal=True"
         refuses(lambda: case.build().start(2), "build it with causal=True", what)
 
 
 @law("drop weights by `self.drop`, which is 0 in evaluation, and divide by 1 - drop", Can.DROPOUT, dropout=0.5)
 def dropout_keeps_the_mean(case: Case, n: int = 24) -> None:
-    """Dropout changes training alone, is drawn anew for every row and call, and keeps the mean."""
+    """Dropout changes training alone, is drawn anew for every row and call, and keeps the mean.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, dropout_keeps_the_mean
+    >>> dropout_keeps_the_mean(Case("softmax"), n=8)
+    """
     for mode in case.modes():
         m, x = case.build(dropout=0.25, **mode), case.data(n, b=1)
         agree(m(x), case.build(**mode)(x), "dropout changes evaluation")
@@ -126,7 +168,13 @@ def dropout_keeps_the_mean(case: Case, n: int = 24) -> None:
 
 @law("register as parameters or buffers what outputs depend on, and let it be drawn in the constructor alone")
 def weights_are_loaded(case: Case, n: int = 40) -> None:
-    """A layer that loads the weights of another gives the same outputs, bit for bit."""
+    """A layer that loads the weights of another gives the same outputs, bit for bit.
+
+    `case` has the mechanism, `n` is the number of tokens.
+
+    >>> from regard.laws import Case, weights_are_loaded
+    >>> weights_are_loaded(Case("performer(features=8)"), n=8)
+    """
     for mode in case.modes():
         m, x, file = case.build(**mode), case.data(n), io.BytesIO()
         torch.save(m.state_dict(), file)
@@ -140,7 +188,13 @@ def weights_are_loaded(case: Case, n: int = 40) -> None:
 
 @law("check that outputs depend on the other tokens of a row, and that gradients reach every weight")
 def one_batch_is_fitted(case: Case) -> None:
-    """One block overfits a batch whose rows end in the same token with another target each: only mixing can fit it."""
+    """One block overfits a batch whose rows end in the same token with another target each: only mixing can fit it.
+
+    `case` has the mechanism.
+
+    >>> from regard.laws import Case, one_batch_is_fitted
+    >>> one_batch_is_fitted(Case("softmax"))
+    """
     x, target = case.data(8, b=4, dtype=torch.float32), case.data(8, seed=8, b=4, dtype=torch.float32)
     x[:, -1] = x[0, -1]
     sizes: dict[str, Any] = {"width": LAW_WIDTH, "heads": LAW_HEADS, "depth": 1, "ffn": 2 * LAW_WIDTH, "max_len": LAW_MAX_LEN}

@@ -10,7 +10,14 @@ from torch import Tensor
 
 
 class LawBroken(AssertionError):
-    """Report a broken law: `what` happens, the same words at every size, the `numbers` that show it, and an error if one did."""
+    """Report a broken law: `what` happens, the same words at every size, the `numbers` that show it, and an error if one did.
+
+    `raised` is that error.
+
+    >>> from regard.laws import LawBroken
+    >>> LawBroken("the output is not finite").what
+    'the output is not finite'
+    """
 
     def __init__(self, what: str, numbers: str = "", raised: str = "") -> None:
         super().__init__(f"{what}: {numbers}" if numbers else what)
@@ -18,7 +25,14 @@ class LawBroken(AssertionError):
 
 
 class DoesNotApply(Exception):
-    """Report why a law has nothing to check."""
+    """Report why a law has nothing to check.
+
+    The reason is its one argument.
+
+    >>> from regard.laws import DoesNotApply
+    >>> str(DoesNotApply("it has no weights"))
+    'it has no weights'
+    """
 
 
 def demand(kept: bool | Tensor, what: str, numbers: str | Callable[[], str] = "") -> None:

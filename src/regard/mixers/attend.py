@@ -42,6 +42,15 @@ def attend(
     `mask` (bool, broadcast to b h n m, True = may attend) and `score` (called with the scaled scores and with the row, head,
     query and key of each, as in FlexAttention) change softmax and patterns, at the cost of all pairs; other cores refuse them. A
     mask that is a pattern, or documents, costs its own pairs alone if it is given as such.
+
+    >>> import torch
+    >>> from regard import Dims, attend, core
+    >>> q, k, v = (torch.randn(2, 4, 10, 8) for _ in range(3))
+    >>> window = core("Local(4)", Dims(width=32, heads=4))
+    >>> out = attend(q, k, v, window, causal=True)
+    >>> step = attend(q[:, :, -1:], k, v, window, causal=True, offset=9)
+    >>> torch.allclose(step, out[:, :, -1:], atol=1e-6)
+    True
     """
     _check_heads(q, k, v, core.gates)
     own = OwnScores(mask, score)

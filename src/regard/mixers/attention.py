@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from regard.checks import check_batch, check_same_batch, check_tokens
 from regard.mixers.base import Core, Mixer, refer
+from regard.mixers.delayed_queries import Waiting, extend_waiting, finish_waiting
 from regard.mixers.dims import Can, Dims, need_claims
 from regard.mixers.places import Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
@@ -111,6 +112,15 @@ class Attention(Mixer):
     Every core gets the same projections, so that a comparison of cores compares cores, except those in `core.ignores`.
     `shared_qk` uses one map for queries and keys, as Reformer does. `positions` are those that act inside attention. `bias` is
     that of all maps; `out_bias`, if given, that of the last one.
+
+    `dims` are the sizes of the layer and of its `core`.
+
+    >>> import torch
+    >>> from regard import Attention, Dims, core
+    >>> dims = Dims(width=16, heads=2)
+    >>> mixer = Attention(dims, core("Local(4)", dims))
+    >>> tuple(mixer(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     def __init__(
@@ -205,7 +215,27 @@ class Attention(Mixer):
             y = core.scan_all(q, k, v, places) if self.dims.causal else core.read_all(q, k, v, places, places)
         return self._project(y, x)
 
+    @property
+    def latency(self) -> int | None:
+        if self.dims.causal:
+            return 0
+        streams = Can.STREAM in self.can and not self.dims.cross
+        return self.core.ahead if streams else None
+
+    @property
+    def _waits(self) -> bool:
+        """Whether its stream looks ahead: it is neither causal nor reads a context, and its queries see a bounded future."""
+        return not self.dims.causal and self.latency is not None
+
+    def finish(self, state: State) -> Tensor:
+        return finish_waiting(self, state) if self._waits else super().finish(state)
+
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
+        if self._waits and batch is not None and context is None and valid is None:
+            check_batch(batch)
+            memory = self._empty(batch)
+            q = self.v.weight.new_zeros(batch, self.dims.heads, 0, self.dims.d * self.core.streams)
+            return State(Waiting(memory, q), self._zero(batch), 0, self.maker())
         self._check_streams()
         if self.dims.cross:
             if context is None or batch is not None:
@@ -228,9 +258,19 @@ class Attention(Mixer):
         return State(memory, t, 0, self.maker())
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        """Return the outputs of n more tokens x (b n w), and the state after them.
+
+        A layer that is not causal and looks a bounded number of tokens ahead, as Truncated(back, ahead) does, answers `latency`
+        tokens later: after t tokens, t - latency outputs are there; `finish(state)` gives the last ones. Rows have no padding.
+        """
         self.check(x)
         self.check_state(state, x)
         self.check_padding(valid, x)
+        if self._waits:
+            if valid is not None:
+                raise ValueError("a stream that looks ahead has rows of one length, without padding: leave out valid")
+            assert self.latency is not None
+            return extend_waiting(self, state, x, self.latency)
         x = mask_padding(x, valid)
         y, state = self.extend_at(state, x, Places.of(x, valid, state.t, state.start))
         return mask_padding(y, valid), state
@@ -290,10 +330,20 @@ class Attention(Mixer):
         check_same_batch(x, context)
         self.check_padding(valid, context)
 
+    def answer_waiting(self, memory: Any, q: Tensor, first: int) -> Tensor:
+        """Return outputs (b p w) of queries (b h p d) at positions from `first` on, which have all of their keys in a memory."""
+        x = q.new_zeros(len(q), q.shape[2], self.dims.width)
+        if q.shape[2] == 0:
+            return x
+        with no_autocast(q):
+            y = self.core.read(memory, q, Places.of(x, start=first))
+        return self._project(y, x)
+
     def _check_streams(self) -> None:
         need_claims(self.core.name, self.can, Can.STREAM)
         if not (self.dims.causal or self.dims.cross):
-            raise ValueError("only causal or cross attention can stream: build it with causal=True or cross=True")
+            wait = "; in a stack, look_ahead(stack) streams what looks ahead" if self._waits else ""
+            raise ValueError(f"only causal or cross attention can stream: build it with causal=True or cross=True{wait}")
 
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""

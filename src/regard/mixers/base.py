@@ -63,6 +63,17 @@ class Core(nn.Module):
     q (b h n d), k (b g m d), v (b g m e), out (b h n e). Memories are NamedTuples of batch-first tensors.
     A core never sees widths or projections; a model never sees queries or keys. Grouped heads are the core's own business: g may
     be a divisor of h, memories keep g heads, and `per_query_head` repeats them for h queries where no product does that for free.
+
+    `dims` are the sizes that it is built for.
+
+    >>> import torch
+    >>> from regard import Core, Dims, attend, core
+    >>> window = core("Local(4)", Dims(width=16, heads=2))
+    >>> isinstance(window, Core)
+    True
+    >>> q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+    >>> tuple(attend(q, k, v, window).shape)
+    (1, 2, 10, 8)
     """
 
     can: Can = Can.NOTHING
@@ -76,6 +87,7 @@ class Core(nn.Module):
     operations: tuple[
         str, ...
     ] = ()  # with several backends, of which `dims.backend` names one: "tile", "linear", "delta", "bucket", "pair"
+    ahead: int | None = None  # tokens behind a query that it can see, where they are a bounded number: it streams that much later
     ignores: tuple[str, ...] = ()  # "q" or "k", where it never reads them: a layer does not project them
 
     def __init__(self, dims: Dims) -> None:
@@ -167,6 +179,17 @@ class Mixer(nn.Module):
     """Anything that mixes tokens, (b n w) -> (b n w): the whole interface between a model and attention.
 
     The one exception: with rate > 1 the output is ceil(n / rate) long, and `pool_tokens` gives the tokens it is added to.
+
+    `dims` are the sizes that it is built for. `layer` builds one from a text; a subclass writes `forward_at`, `start_at` and
+    `extend_at`.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("conv", width=16, heads=2, causal=True)
+    >>> x = torch.randn(1, 10, 16)
+    >>> y, state = mixer.extend(mixer.start(1), x)
+    >>> torch.allclose(y, mixer(x), atol=1e-5)
+    True
     """
 
     can: Can
@@ -207,6 +230,18 @@ class Mixer(nn.Module):
         """n >= 0 more tokens: a prompt, a chunk or one decoding step. Always this call."""
         need_claims(self.name, self.can, Can.STREAM)
         raise NotImplementedError
+
+    @property
+    def latency(self) -> int | None:
+        """Return how many tokens later `extend` gives an output: 0 where it is causal; None where it may wait for all of them."""
+        return 0 if self.dims.causal else None
+
+    def finish(self, state: State) -> Tensor:
+        """Return the outputs (b p w) that are still to come at the end of a sequence: none, unless the layer looks ahead."""
+        if self.latency is None:
+            raise ValueError(f"{self.name} needs a whole sequence: it has no stream that could end")
+        like = self.like()
+        return torch.zeros(len(state.t), 0, self.dims.width, device=state.t.device, dtype=None if like is None else like.dtype)
 
     def forward_at(
         self, x: Tensor, places: Places, *, context: Tensor | None = None, context_places: Places | None = None

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.checks import WIDEST, need
+from regard.checks import WIDEST, check_batch, need
 from regard.mixers.attention import no_autocast
-from regard.mixers.base import Can, Dims, Places
+from regard.mixers.base import Can, Dims, Places, State
 from regard.mixers.feature_math import upcast
 from regard.mixers.unpad import UnpaddedMixer
 from regard.ops.budget import budget
@@ -43,6 +43,47 @@ class _Window(UnpaddedMixer):
     def slide(self, line: Tensor) -> Tensor:
         """The outputs (b n w) of a line (b n + reach w)."""
         raise NotImplementedError
+
+    @property
+    def latency(self) -> int:
+        """Return how many tokens later `extend` gives an output: half of what it sees, or 0 where it is causal."""
+        return 0 if self.dims.causal else self.reach // 2
+
+    def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:
+        if self.dims.causal or batch is None or context is not None or valid is not None:
+            return super().start(batch, context=context, valid=valid)
+        check_batch(batch)
+        zeros = self.filter.new_zeros(batch, self.latency, self.dims.width)  # in front of a sequence
+        return State(Recent(zeros), torch.zeros(batch, dtype=torch.long, device=zeros.device), 0, self.maker())
+
+    def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:
+        """Return the outputs of n more tokens x (b n w), and the state after them.
+
+        Where it is not causal, outputs come `latency` tokens later, `finish(state)` gives the last ones; rows have no padding.
+        """
+        if self.dims.causal:
+            return super().extend(state, x, valid)
+        self.check(x)
+        self.check_state(state, x)
+        if valid is not None:
+            raise ValueError("a stream that looks ahead has rows of one length, without padding: leave out valid")
+        places = Places.of(x, None, state.t, state.start)
+        self.check_length(places)
+        line = torch.cat([state.memory.tokens, self.prepare(x)], 1)
+        last = line[:, max(line.shape[1] - self.reach, 0) :].clone()  # not a view: it would keep the whole line
+        return self._slid(line, x), self.later(state, Recent(last), places)
+
+    def finish(self, state: State) -> Tensor:
+        if self.dims.causal:
+            return super().finish(state)
+        line = state.memory.tokens
+        return self._slid(F.pad(line, (0, 0, 0, self.latency)), line)
+
+    def _slid(self, line: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs of a line (b m w): m - reach of them, or none."""
+        if line.shape[1] <= self.reach:
+            return x.new_zeros(len(x), 0, self.dims.width)
+        return self.slide(line)
 
     def empty(self, batch: int) -> Recent:
         return Recent(self.filter.new_zeros(batch, self.reach, self.dims.width))

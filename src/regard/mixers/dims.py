@@ -10,7 +10,20 @@ from regard.ops.backend import AUTO, check_backend
 
 
 class Can(Flag):
-    """A claim is a promise that has a law testing it; a use that is not claimed raises."""
+    """A claim is a promise that has a law testing it; a use that is not claimed raises.
+
+    CAUSAL: no output depends on a later token. CROSS: queries may come from another sequence. PADDING: a token with valid=False
+    is as if absent. STREAM: `start` and `extend` in any cuts equal one pass. DROPOUT: it has weights that can be dropped.
+    ROTARY: it takes queries and keys that are turned by their positions. RELATIVE: its scores take a term by distance. As with
+    every flag of Python, `value` (or several claims joined by `|`) is all that a caller gives; `names`, `module`, `qualname`,
+    `type`, `start` and `boundary` are those of enum.Flag.
+
+    >>> from regard import CATALOGUE, Can
+    >>> Can.STREAM in CATALOGUE["linear"].can, Can.STREAM in CATALOGUE["fnet"].can
+    (True, False)
+    >>> print(Can.CAUSAL | Can.PADDING)
+    causal, padding
+    """
 
     CAUSAL = auto()  # no output depends on a later token
     CROSS = auto()  # queries may come from another sequence than keys and values
@@ -28,7 +41,19 @@ class Can(Flag):
 
 @dataclass(frozen=True)
 class Dims:
-    """What the outside world fixes about a mixer: its widths, its heads, and how it will be used."""
+    """What the outside world fixes about a mixer: its widths, its heads, and how it will be used.
+
+    `width` is that of the tokens, `heads` the number of query heads, `kv_heads` that of key-value heads (a divisor; as many
+    unless given), `key_dim` and `value_dim` the sizes of a head (width / heads unless given). With `cross` queries read a
+    context of `context_width`; with `causal` no token sees a later one. `max_len` is the longest sequence, for mechanisms with a
+    weight for each position. `dropout` is that of attention weights, `backend` the implementation: auto, triton, torch or
+    reference.
+
+    >>> from regard import Dims
+    >>> dims = Dims(width=64, heads=8, kv_heads=2, causal=True)
+    >>> dims.d, dims.e, dims.g  # size of a key, size of a value, key-value heads
+    (8, 8, 2)
+    """
 
     width: int
     heads: int

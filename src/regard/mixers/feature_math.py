@@ -53,7 +53,16 @@ def read_state(q: Tensor, state: Tensor) -> Tensor:
 
 
 def per_query_head(x: Tensor, like: Tensor) -> Tensor:
-    """Repeat x (b g ...) to (b h ...): each key-value head serves a run of query heads."""
+    """Repeat x (b g ...) to (b h ...): each key-value head serves a run of query heads.
+
+    `like` (b h ...) is the tensor of queries whose number of heads is wanted.
+
+    >>> import torch
+    >>> from regard import per_query_head
+    >>> x = torch.tensor([[[1.0], [2.0]]])  # two key-value heads
+    >>> per_query_head(x, torch.zeros(1, 4, 1)).flatten()
+    tensor([1., 1., 2., 2.])
+    """
     if x.shape[1] == like.shape[1]:
         return x
     return x.repeat_interleave(like.shape[1] // x.shape[1], 1)

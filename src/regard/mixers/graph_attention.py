@@ -182,8 +182,18 @@ def on_graph(module: Module, pattern: Pattern | str) -> Module:
     """The same layer, or model of layers, on another pattern: weights belong to the layer, a graph belongs to the data.
 
     Nothing is copied but the outer shells, so that all parameters are those of the module itself, and it is cheap enough to be
-    made anew for every batch: `over(layer, Edges(edge_index, nodes=len(x)))(x[None])`. Whether it trains or evaluates is taken
-    from the module as it is now.
+    made anew for every batch: `on_graph(layer, Edges(edge_index, nodes=len(x)))(x[None])`. Whether it trains or evaluates is
+    taken from the module as it is now.
+
+    `module` is a layer or a model, `pattern` the new pattern or its text.
+
+    >>> import torch
+    >>> from regard import Edges, layer, on_graph
+    >>> x = torch.randn(1, 3, 8)
+    >>> mixer = layer("gat(pattern=Local(1))", width=8, heads=2)
+    >>> y = on_graph(mixer, Edges([[0, 1], [1, 2]], nodes=3, loops=True))(x)
+    >>> torch.allclose(y[:, 0], mixer(x)[:, 0])  # node 0 has no edge but its loop
+    True
     """
     found = _over(module, Pattern.of(pattern))
     if found is module:
@@ -228,7 +238,17 @@ class DisjointGraphs(NamedTuple):
 
 
 def disjoint(graphs: Sequence[Edges]) -> DisjointGraphs:
-    """A batch of graphs as one graph without edges between them: `over(layer, batch.edges)(batch.pack(nodes))`."""
+    """A batch of graphs as one graph without edges between them: `on_graph(layer, batch.edges)(batch.pack(nodes))`.
+
+    `graphs` are Edges, each with its number of nodes.
+
+    >>> import torch
+    >>> from regard import Edges, disjoint, layer, on_graph
+    >>> batch = disjoint([Edges([[0], [1]], nodes=2), Edges([[0, 1], [1, 2]], nodes=3)])
+    >>> mixer = layer("gat(pattern=Local(1))", width=8, heads=2)
+    >>> tuple(on_graph(mixer, batch.edges)(batch.pack([torch.randn(2, 8), torch.randn(3, 8)])).shape)
+    (1, 5, 8)
+    """
     if not graphs or not all(isinstance(graph, Edges) for graph in graphs):
         raise ValueError("disjoint needs a list of graphs: [Edges(...), Edges(...)], each with its number of nodes")
     sizes = [graph.nodes for graph in graphs]
@@ -248,6 +268,18 @@ def edge_weights(mixer: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
 
     For a `sparse` or `gat` layer and the nodes x (1 n w) of one graph. With another pattern in each head the edges are those of
     any of them. Gradients flow.
+
+    `mixer` is the layer, `x` its nodes.
+
+    >>> import torch
+    >>> from regard import Edges, edge_weights, layer
+    >>> graph = Edges([[0, 1], [2, 2]], nodes=3)  # 0 and 1 -> 2
+    >>> edges, weights = edge_weights(layer(f"gat(pattern={graph})", width=8, heads=2), torch.randn(1, 3, 8))
+    >>> edges
+    tensor([[0, 1],
+            [2, 2]])
+    >>> torch.allclose(weights.sum(0), torch.ones(2))
+    True
     """
     core = mixer.core
     if not isinstance(core, Sparse) or type(core) not in (Sparse, GAT) or core.positions is not None or mixer.dims.cross:

@@ -18,8 +18,17 @@ class GraphAttention(nn.Module):
     (i, j), of which training drops a share, out_i = sum_j A_ij h_j. Heads are concatenated (concat=True) or averaged (the paper's
     last layer); a bias follows unless bias=False, and no further map. Weights begin as Glorot's.
     The mechanism `gat` of the catalogue scores in the same way, with a map for each of q, k, v and the output, as all rows.
-    The graph is a pattern, with self loops as in the paper: Edges(index, nodes=n, loops=True). `over` replaces it.
+    The graph is a pattern, with self loops as in the paper: Edges(index, nodes=n, loops=True). `on_graph` replaces it.
     Velickovic et al. 2018, arXiv:1710.10903.
+
+    `width` goes in and `out` comes out of each of the `heads`; `pattern` is the graph, `slope` that of LeakyReLU below zero,
+    `dropout` the share of edges.
+
+    >>> import torch
+    >>> from regard import Edges, GraphAttention
+    >>> graph = Edges([[0, 1], [1, 2]], nodes=3, loops=True)
+    >>> tuple(GraphAttention(8, 4, heads=2, pattern=graph)(torch.randn(1, 3, 8)).shape)
+    (1, 3, 8)
     """
 
     def __init__(

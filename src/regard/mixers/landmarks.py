@@ -62,7 +62,7 @@ class PooledQueries(Softmax):
 
     out_s = softmax(q~_s k^T / sqrt(d)) v with q~_s the mean of queries s rate .. s rate + rate - 1: ceil(n / rate) answers, for
     models that end in one label. Real tokens come to the front first, so with rate > 1 the real outputs are in front too.
-    A block adds them to `shortened(x, valid, rate)`, the mean of the same tokens, and goes on with its valid.
+    A block adds them to `pool_tokens(x, valid, rate)`, the mean of the same tokens, and goes on with its valid.
     Cost: (d + e) n^2 / rate, memory n. Dai et al. 2020, arXiv:2006.03236 (where the tokens are averaged before they are
     projected, which is the same for a linear projection, and the decoder that brings the length back is a layer of its own).
     """

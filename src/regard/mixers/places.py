@@ -53,6 +53,16 @@ class Places:
 
     A value: never changed after it is made. A model makes one for every sequence of a pass, and all layers receive it, so that
     what is derived from it (`sdpa_mask`, `unpad_order`, `count` ...) is computed for the first layer and kept for the others.
+
+    `at` (b n) are the positions, `valid` (b n) is True where there is a real token (None: everywhere), `start` the position of
+    the first token where all rows agree on it, and `packed` says that all padding lies behind the real tokens. `Places.of` makes
+    one.
+
+    >>> import torch
+    >>> from regard import Places
+    >>> x = torch.randn(1, 5, 8)
+    >>> Places.of(x, torch.tensor([[False, True, True, False, True]])).at
+    tensor([[0, 0, 1, 2, 2]])
     """
 
     def __init__(self, at: Tensor, valid: Tensor | None = None, start: int | None = None, packed: bool = False) -> None:

@@ -9,7 +9,17 @@ from regard.ops.score_bias import ScoreBias
 
 
 class Positions(nn.Module):
-    """Acts in one of three places: on the tokens, on queries and keys, or on the scores. Elsewhere it leaves all as it is."""
+    """Acts in one of three places: on the tokens, on queries and keys, or on the scores. Elsewhere it leaves all as it is.
+
+    `dims` are the sizes of the layer. A subclass overrides `add` (tokens), `turn` (queries and keys) or `term` (scores), and
+    declares in `needs` what a core must be able to do.
+
+    >>> from regard import Dims, Positions
+    >>> from regard.positions import positions
+    >>> made = positions("rotary(base=500.0)", Dims(width=16, heads=2))
+    >>> isinstance(made, Positions), str(made.needs)
+    (True, 'rotary')
+    """
 
     every_block: bool = False  # it acts on the tokens of every block, and belongs to a stack
     needs: Can = Can.NOTHING  # what a core must be able to do; nothing: it acts on the tokens, before any layer

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.checks import need, shown
 from regard.mixers.base import Can, Core, Dims, Places, need_claims, refer
+from regard.mixers.delayed_queries import pattern_ahead
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import PatternAttention
 from regard.mixers.position_interface import Positions
@@ -64,6 +65,7 @@ class Sparse(CachedCore):
         need_claims(self.name, self.can, claims, instead)
         self.pattern, self.reach = pattern, HeadPatterns.of(pattern, self.dims.heads)
         self.joint = self.reach.bends
+        self.ahead = pattern_ahead(self.reach.each)
         self.positional = any(own != Everything() for own in self.reach.each)
 
     def extra_repr(self) -> str:

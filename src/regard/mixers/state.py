@@ -15,6 +15,14 @@ def select(value: Any, rows: Tensor, within: bool = False) -> Any:
     """Take rows of a state's batch, in any order and number, as beam search does. Every tensor in a state is batch-first.
 
     `within`: a row is only exchanged with one that reads the same context, so the memory of the context is left as it is.
+
+    `value` is a State or any nest of tuples of tensors, `rows` are indices into its batch.
+
+    >>> import torch
+    >>> from regard import select
+    >>> select((torch.tensor([[1], [2], [3]]), None), torch.tensor([2, 0]))
+    (tensor([[3],
+            [1]]), None)
     """
     if isinstance(value, State):
         return value.select(rows, within)
@@ -72,7 +80,20 @@ class StateOwner(NamedTuple):
 
 
 class State(NamedTuple):
-    """Hold a mixer between two calls of extend: a value. Extended twice, it gives two independent continuations."""
+    """Hold a mixer between two calls of extend: a value. Extended twice, it gives two independent continuations.
+
+    `memory` is the mechanism's own, `t` (b) counts the tokens read, `start` is their number where all rows agree on it, and
+    `maker` the layer that it belongs to. `mixer.start` makes one.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("linear", width=16, heads=2, causal=True)
+    >>> _, state = mixer.extend(mixer.start(2), torch.randn(2, 5, 16))
+    >>> state.t
+    tensor([5, 5])
+    >>> state.select(torch.tensor([1, 1, 0])).t
+    tensor([5, 5, 5])
+    """
 
     memory: Any
     t: Tensor  # (b) real tokens seen so far

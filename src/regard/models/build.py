@@ -62,6 +62,18 @@ def encoder(config: Config, embed: Embedding, *, front: int = 0) -> Encoder:
 
 
 def language_model(config: Config, vocab: int) -> LanguageModel:
+    """Build a language model: tokens (b n) to scores (b n v) of what follows each.
+
+    `config` has the sizes and the mechanism, `vocab` is the number of tokens; with `config.share` embedding and output have one
+    table.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20)
+    >>> tuple(model(torch.randint(20, (2, 5))).shape)
+    (2, 5, 20)
+    """
     embed = tokens(config, vocab)
     head = NextToken(config.width, vocab, table=embed.table if config.share else None)
     body = glorot(stack(config, causal=True))
@@ -69,7 +81,19 @@ def language_model(config: Config, vocab: int) -> LanguageModel:
 
 
 def translator(config: Config, vocab: int, target_vocab: int | None = None) -> Translator:
-    """Build an encoder-decoder; with one vocabulary, `config.share` gives source, target and output the same table."""
+    """Build an encoder-decoder; with one vocabulary, `config.share` gives source, target and output the same table.
+
+    `config` has the sizes and the mechanisms, `vocab` is the number of source tokens and, unless `target_vocab` is given, of
+    target tokens.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import translator
+    >>> model = translator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20)
+    >>> source, target = torch.randint(1, 20, (2, 5)), torch.randint(1, 20, (2, 7))
+    >>> tuple(model(source, None, target).shape)
+    (2, 7, 20)
+    """
     source = tokens(config, vocab)
     target = tokens(config, vocab if target_vocab is None else target_vocab)
     if config.share and target_vocab is None:

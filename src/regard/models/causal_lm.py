@@ -20,7 +20,19 @@ def last_real(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 class LanguageModel(nn.Module):
-    """Map tokens (b n) to scores (b n v) of the token that follows each; `start` and `extend` do the same token by token."""
+    """Map tokens (b n) to scores (b n v) of the token that follows each; `start` and `extend` do the same token by token.
+
+    `embed` makes vectors of tokens, `stack` is causal, `head` makes scores of vectors. `language_model` builds one.
+
+    >>> import torch
+    >>> from regard.blocks import Stack
+    >>> from regard.models import LanguageModel, NextToken, Tokens
+    >>> stack = Stack.of("gla", width=16, heads=2, depth=1, causal=True)
+    >>> model = LanguageModel(Tokens(20, 16), stack, NextToken(16, 20))
+    >>> scores, state = model.extend(model.start(2), torch.randint(20, (2, 5)))
+    >>> tuple(scores.shape)
+    (2, 5, 20)
+    """
 
     def __init__(self, embed: Embedding, stack: Stack, head: nn.Module) -> None:
         super().__init__()

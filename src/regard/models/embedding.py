@@ -35,6 +35,12 @@ class Embedding(nn.Module):
     """Map (b n ...) to (b n w): the vector of each token plus that of its position, if `positions` are of the kind that is added.
 
     A `norm` may follow their sum, as in BERT.
+
+    `width` is that of a token, `dropout` that of the sum. A subclass writes `vectors`.
+
+    >>> from regard.models import Embedding, Patches, Spelled, Tokens, Vectors
+    >>> all(issubclass(kind, Embedding) for kind in (Patches, Spelled, Tokens, Vectors))
+    True
     """
 
     def __init__(
@@ -97,6 +103,14 @@ class Tokens(Embedding):
     The factor sqrt(w), as in the paper, allows vectors small enough for a shared output layer that still weigh as much as their
     positions. With `segments` every token belongs to one of them, as in BERT's pairs of sentences, and x may be (b n 2):
     the token, then its segment; (b n) is all in segment 0.
+
+    `positions` are of the kind that is added to tokens, `dropout` is that of the sums, `norm` follows them; `vocab` and `width`
+    are the sizes of the table, and scale=False leaves the factor out.
+
+    >>> import torch
+    >>> from regard.models import Tokens
+    >>> tuple(Tokens(20, 16)(torch.randint(20, (2, 5))).shape)
+    (2, 5, 16)
     """
 
     def __init__(
@@ -150,7 +164,15 @@ class Tokens(Embedding):
 
 
 class Vectors(Embedding):
-    """Vectors of any width f, such as frames of speech or pixels, through a linear map: (b n f) -> (b n w)."""
+    """Vectors of any width f, such as frames of speech or pixels, through a linear map: (b n f) -> (b n w).
+
+    `positions` are of the kind that is added to tokens, `dropout` is that of the sums, `features` is f and `width` w.
+
+    >>> import torch
+    >>> from regard.models import Vectors
+    >>> tuple(Vectors(3, 16)(torch.randn(2, 5, 3)).shape)
+    (2, 5, 16)
+    """
 
     def __init__(self, features: int, width: int, *, positions: Positions | None = None, dropout: float = 0.0) -> None:
         super().__init__(width, positions=positions, dropout=dropout)
@@ -171,6 +193,16 @@ class Spelled(Embedding):
     Takes words and letters in one tensor (b n 1 + c): the word, then its letters, PAD = 0 behind them. Windows of 3 letters.
     Ma & Hovy 2016, arXiv:1603.01354. In training a share `forget` of the words is hidden behind the unknown word, so that
     spelling is learned.
+
+    `positions` are of the kind that is added to tokens, `dropout` is that of the sums; `vocab` counts words, `letters` the signs
+    they are spelled with, `width` is w, `spelling` the number of features of a spelling, and `unknown` the id of the unknown
+    word.
+
+    >>> import torch
+    >>> from regard.models import Spelled
+    >>> words = torch.tensor([[[7, 1, 2, 3], [1, 4, 5, 0]]])  # the second word is unknown, and spelled with two letters
+    >>> tuple(Spelled(20, 10, 16)(words).shape)
+    (1, 2, 16)
     """
 
     def __init__(

@@ -13,7 +13,19 @@ from regard.models.embedding import Embedding
 
 
 class Encoded(NamedTuple):
-    """The outputs of an encoder: one vector a token."""
+    """Hold the outputs of an encoder: one vector a token.
+
+    `x` (b n w) is behind the last block and its norm, `places` has positions and padding, `layers` what is behind every block,
+    if requested.
+
+    >>> import torch
+    >>> from regard.blocks import Stack
+    >>> from regard.models import Encoder, Vectors
+    >>> encoder = Encoder(Vectors(3, 16), Stack.of("linear", width=16, heads=2, depth=2))
+    >>> found = encoder(torch.randn(1, 5, 3), layers=True)
+    >>> len(found.layers), found.valid is None
+    (2, True)
+    """
 
     x: Tensor  # (b n w), behind the last block and its norm
     places: Places
@@ -25,7 +37,17 @@ class Encoded(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Embedding and stack. `front` learned vectors precede the tokens, as BERT's [CLS] does, and precede the outputs."""
+    """Embedding and stack. `front` learned vectors precede the tokens, as BERT's [CLS] does, and precede the outputs.
+
+    `embed` makes vectors of the input, `stack` is not causal.
+
+    >>> import torch
+    >>> from regard.blocks import Stack
+    >>> from regard.models import Encoder, Tokens
+    >>> encoder = Encoder(Tokens(20, 16), Stack.of("Local(4)", width=16, heads=2, depth=1), front=1)
+    >>> tuple(encoder(torch.randint(20, (2, 5))).x.shape)
+    (2, 6, 16)
+    """
 
     def __init__(self, embed: Embedding, stack: Stack, *, front: int = 0) -> None:
         super().__init__()

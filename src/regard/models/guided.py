@@ -195,6 +195,17 @@ class MonotonicAligner(Aligner):
     energy="dot": q_i.k_j / sqrt(d) + r, which is not the paper's but costs less. energy="additive", the paper's:
     g v.tanh(q_i + k_j) / |v| + r with q = W s + b, k = V h, and v (d), g, r of each head; g begins as 1 / sqrt(d).
     `keep`, which the paper does not have: at the last token it always stops; else a path may run off the end and see nothing.
+
+    `dims` are the sizes, with cross=True; `noise` is the size of the noise, `lean` the first value of r, below 0 so that it goes
+    on rather than stops.
+
+    >>> import torch
+    >>> from regard import Dims
+    >>> from regard.models import MonotonicAligner
+    >>> aligner = MonotonicAligner(Dims(width=16, heads=2, cross=True)).eval()
+    >>> x, context = torch.randn(1, 4, 16), torch.randn(1, 6, 16)
+    >>> tuple(aligner.weights(x, context).shape)
+    (1, 2, 4, 6)
     """
 
     def __init__(
@@ -274,6 +285,16 @@ class LocationAligner(Aligner):
 
     a_i = softmax_j(u.tanh(q_i + k_j + (W * a_{i-1})_j)), where W * is a convolution over `window` tokens. Before the first step
     all weights are 0. The paper's filters and the matrix behind them are one W here.
+
+    `dims` are the sizes, with cross=True.
+
+    >>> import torch
+    >>> from regard import Dims
+    >>> from regard.models import LocationAligner
+    >>> aligner = LocationAligner(Dims(width=16, heads=2, cross=True)).eval()
+    >>> x, context = torch.randn(1, 4, 16), torch.randn(1, 6, 16)
+    >>> tuple(aligner.weights(x, context).shape)
+    (1, 2, 4, 6)
     """
 
     def __init__(self, dims: Dims, *, window: int = 15) -> None:
@@ -324,6 +345,17 @@ def guided_translator(
 ) -> Translator:
     """Build the translator of a configuration whose decoder has aligners of one kind: plain, monotonic (its energy a dot
     product), monotonic-additive (the published energy), location.
+
+    `config`, `vocab` and `target_vocab` are those of `translator`; `kind` is that of the aligners, in all `blocks` of the
+    decoder or in the "last" one.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import guided_translator
+    >>> model = guided_translator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20, kind="location")
+    >>> source, target = torch.randint(1, 20, (2, 5)), torch.randint(1, 20, (2, 7))
+    >>> tuple(model(source, None, target).shape)
+    (2, 7, 20)
     """
     if kind not in ALIGNERS:
         raise ValueError(unknown("no reader is called", kind, ALIGNERS))

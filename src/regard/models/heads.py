@@ -19,6 +19,14 @@ def pooled(x: Tensor, valid: Tensor | None, pool: str) -> Tensor:
     """Reduce a sequence (b n w) to one vector (b w): its first token, the mean or maximum of real ones; 0 if there is none.
 
     "smooth" is a smooth maximum: the mean of each channel, weighted by its softmax over positions.
+
+    `x` are the vectors, `valid` (b n) is True at real ones, `pool` is "token", "mean", "max" or "smooth".
+
+    >>> import torch
+    >>> from regard.models import pooled
+    >>> x = torch.tensor([[[1.0], [3.0], [9.0]]])
+    >>> pooled(x, torch.tensor([[True, True, False]]), "mean")
+    tensor([[2.]])
     """
     _pool(pool)
     if x.shape[1] == 0:
@@ -64,7 +72,15 @@ def _pool(name: str) -> str:
 
 
 class PerVector(nn.Module):
-    """A label for every vector: (b n w) -> (b n c)."""
+    """A label for every vector: (b n w) -> (b n c).
+
+    `width` goes in, `classes` scores come out; `dropout` is that of the vectors.
+
+    >>> import torch
+    >>> from regard.models import PerVector
+    >>> tuple(PerVector(16, 3)(torch.randn(2, 5, 16)).shape)
+    (2, 5, 3)
+    """
 
     def __init__(self, width: int, classes: int, *, dropout: float = 0.0) -> None:
         super().__init__()
@@ -81,6 +97,13 @@ class PerSequence(nn.Module):
     """A label for the whole sequence, (b n w) -> (b c): of its first token (put one there: front=1), or of one of the POOLS.
 
     `deep` puts one more layer in between, c = W tanh(U x), as BERT does, or with another `activation`.
+
+    `width` goes in, `classes` scores come out; `pool` is that of `pooled`, `dropout` that of the pooled vector.
+
+    >>> import torch
+    >>> from regard.models import PerSequence
+    >>> tuple(PerSequence(16, 3)(torch.randn(2, 5, 16)).shape)
+    (2, 3)
     """
 
     def __init__(
@@ -113,7 +136,15 @@ class PerSequence(nn.Module):
 
 
 class NextToken(nn.Module):
-    """Scores of every token of the vocabulary, (b n w) -> (b n v); `table` (v w) is an embedding's, if they share it."""
+    """Scores of every token of the vocabulary, (b n w) -> (b n v); `table` (v w) is an embedding's, if they share it.
+
+    `width` goes in, `vocab` scores come out; `bias` adds a number for each token.
+
+    >>> import torch
+    >>> from regard.models import NextToken
+    >>> tuple(NextToken(16, 20)(torch.randn(2, 5, 16)).shape)
+    (2, 5, 20)
+    """
 
     def __init__(self, width: int, vocab: int, *, table: nn.Embedding | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -139,7 +170,16 @@ class ScaledNextToken(NextToken):
 
 
 class MaskedToken(nn.Module):
-    """Predict masked tokens: one more layer, then every token's score. Devlin et al. 2018, arXiv:1810.04805."""
+    """Predict masked tokens: one more layer, then every token's score. Devlin et al. 2018, arXiv:1810.04805.
+
+    `width` goes in, `vocab` scores come out; `table` is an embedding's, if they share it, `activation` that of the layer, `eps`
+    that of its norm.
+
+    >>> import torch
+    >>> from regard.models import MaskedToken
+    >>> tuple(MaskedToken(16, 20)(torch.randn(2, 5, 16)).shape)
+    (2, 5, 20)
+    """
 
     def __init__(
         self, width: int, vocab: int, *, table: nn.Embedding | None = None, activation: str = "gelu", eps: float = 1e-5
@@ -159,6 +199,13 @@ class Matching(nn.Module):
     """Classify two sequences: (b n w), (b m w) -> (b c), from u, v, u * v and |u - v| of their pooled vectors.
 
     Mou et al. 2015, arXiv:1512.08422.
+
+    `width` goes in, `classes` scores come out; `pool` is that of `pooled`, `dropout` that of the pooled vectors.
+
+    >>> import torch
+    >>> from regard.models import Matching
+    >>> tuple(Matching(16, 3)(torch.randn(2, 5, 16), None, torch.randn(2, 7, 16), None).shape)
+    (2, 3)
     """
 
     def __init__(self, width: int, classes: int, *, pool: str = "mean", dropout: float = 0.0) -> None:

@@ -82,6 +82,13 @@ class Patches(ImageEmbedding):
     `side` is that of a square, or (rows, columns) of pixels. An image must have whole patches, unless `fill` puts zeros below and
     to the right of it. `front` learned vectors precede the tokens, with positions of their own, as ViT's class token does: then
     n is greater by so many. Dosovitskiy et al. 2020, arXiv:2010.11929.
+
+    `channels` is c, `width` w; `positions` are of the kind that is added to tokens, `dropout` is that of the sums.
+
+    >>> import torch
+    >>> from regard.models import Patches
+    >>> tuple(Patches(3, 4, 16)(torch.randn(2, 3, 8, 12)).shape)
+    (2, 6, 16)
     """
 
     def __init__(
@@ -126,6 +133,15 @@ class ConvTokens(ImageEmbedding):
     """Cells of the feature map of a convolution net, each a token, row by row: (b c height width) -> (b n w).
 
     `net` is a stem of a few layers or a whole CNN; a linear map gives its channels the width of a token.
+
+    `channels` are those of an image, `width` is w, `positions` are added to tokens, `front` learned vectors precede them,
+    `dropout` is that of the sums.
+
+    >>> import torch
+    >>> from regard.blocks import conv_stem
+    >>> from regard.models import ConvTokens
+    >>> tuple(ConvTokens(3, conv_stem(3, 16), 16, front=1)(torch.randn(1, 3, 8, 8)).shape)
+    (1, 5, 16)
     """
 
     def __init__(
@@ -153,7 +169,17 @@ class ConvTokens(ImageEmbedding):
 
 
 class ImageReader(nn.Module):
-    """Classify images without layers over tokens: an embedding that is a whole CNN, and a head. (b c h w) -> (b classes)."""
+    """Classify images without layers over tokens: an embedding that is a whole CNN, and a head. (b c h w) -> (b classes).
+
+    `embed` is the embedding, `head` the head.
+
+    >>> import torch
+    >>> from regard.blocks import conv_stages
+    >>> from regard.models import ConvTokens, ImageReader, PerSequence
+    >>> model = ImageReader(ConvTokens(3, conv_stages(3, first=4, stages=2, blocks=1), 16), PerSequence(16, 10))
+    >>> tuple(model(torch.randn(2, 3, 8, 8)).shape)
+    (2, 10)
+    """
 
     def __init__(self, embed: ImageEmbedding, head: nn.Module) -> None:
         super().__init__()

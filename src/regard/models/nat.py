@@ -236,6 +236,17 @@ class NatTranslator(nn.Module):
     """Encoder and decoder, all slots at once: `model(source, source_valid)` returns scores (b m v) and the mask of slots (b m).
 
     `encode` encodes the source, `slot_inputs` makes the slots, `answer` returns their scores, optionally with tokens in some.
+
+    `encoder` encodes the source, `embed` makes vectors of tokens in slots, `decoder` reads the source and is not causal, `head`
+    makes scores, `slots` makes the slots, `wiring` is that of `Translator`. `nat_translator` builds one from a configuration.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models.nat import nat_translator
+    >>> model = nat_translator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20, kind="ctc")
+    >>> scores, valid = model(torch.randint(1, 20, (2, 5)), None)
+    >>> len(scores), scores.shape[-1]
+    (2, 20)
     """
 
     def __init__(

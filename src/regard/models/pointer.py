@@ -77,6 +77,18 @@ class Pointer(nn.Module):
     is the vector of the last choice; before the first choice, a learned one. `model(source, source_valid, chosen)` with
     chosen = 0, then the target without its last; `start` and `extend` return the same step by step. An order of all tokens, where
     none comes twice, is `Constraints(eos=Pointer.END, max_new_tokens=..., no_repeat_ngram_size=1)`.
+
+    `encoder` encodes the source, `decoder` is causal and reads it, `positions` are those of choices, `dropout` that of their
+    vectors.
+
+    >>> import torch
+    >>> from regard.blocks import Stack
+    >>> from regard.models import Encoder, Pointer, Vectors
+    >>> encoder = Encoder(Vectors(2, 16), Stack.of("softmax", width=16, heads=2, depth=1))
+    >>> model = Pointer(encoder, Stack.of("softmax", width=16, heads=2, depth=1, causal=True, cross="softmax"))
+    >>> chosen = torch.tensor([[0, 3, 1]])  # nothing yet, then token 2, then token 0
+    >>> tuple(model(torch.randn(1, 5, 2), None, chosen).shape)
+    (1, 3, 6)
     """
 
     END = 0

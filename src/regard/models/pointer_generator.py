@@ -58,6 +58,16 @@ class PointerGenerator(Translator):
     mean of `heads` softmaxes: so it works with every mixer. Words run over the extended vocabulary: `source_extended` (b n) has
     ids from v on for words that the vocabulary lacks, counted anew in every source. Scores are log-probabilities (b m v + o);
     an id that a source does not have has -inf. An extended id is embedded as the word `unknown`.
+
+    `encoder`, `embed`, `decoder`, `head` and `wiring` are those of `Translator`; `vocab` is v. `pointer_generator` builds one.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import pointer_generator
+    >>> model = pointer_generator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20)
+    >>> source, target = torch.randint(1, 20, (2, 5)), torch.randint(1, 20, (2, 7))
+    >>> torch.allclose(model(source, None, target).exp().sum(-1), torch.ones(2, 7), atol=1e-5)
+    True
     """
 
     def __init__(
@@ -219,6 +229,16 @@ def coverage(weights: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def pointer_generator(config: Config, vocab: int, *, heads: int = 1) -> PointerGenerator:
-    """Build a translator from a configuration, one vocabulary for both sides, with a pointer of `heads` heads."""
+    """Build a translator from a configuration, one vocabulary for both sides, with a pointer of `heads` heads.
+
+    `config` has the sizes and the mechanisms, `vocab` is the number of tokens.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import pointer_generator
+    >>> model = pointer_generator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20, heads=2)
+    >>> type(model).__name__
+    'PointerGenerator'
+    """
     made = translator(config, vocab)
     return PointerGenerator(made.encoder, made.embed, made.decoder, made.head, vocab=vocab, wiring=config.wiring, heads=heads)

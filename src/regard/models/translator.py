@@ -20,7 +20,18 @@ WIRINGS = ("last", "each", "mixed")
 
 
 class SourceMemory(NamedTuple):
-    """The encoded source that the blocks of a decoder read."""
+    """The encoded source that the blocks of a decoder read.
+
+    `contexts` (b n w) are one for all blocks, or one for each; `places` has positions and padding.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import SourceMemory, translator
+    >>> model = translator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20)
+    >>> found = model.encode(torch.randint(1, 20, (2, 5)))
+    >>> isinstance(found, SourceMemory), len(found.contexts)
+    (True, 1)
+    """
 
     contexts: tuple[Tensor, ...]  # (b n w): one for all blocks, or one for each
     places: Places
@@ -67,6 +78,20 @@ class CrossWiring(nn.Module):
 class Translator(nn.Module):
     """Encoder and decoder. `model(source, source_valid, target)` returns scores (b m v) of the token after each one, with
     teacher forcing; `start` and `extend` return the same token by token.
+
+    `encoder` encodes the source, `embed` makes vectors of target tokens, `decoder` is causal and reads a context, `head` makes
+    scores. `wiring` is which encoder layers the decoder reads: "last", "each" (block i reads layer i) or "mixed" (all, by
+    learned weights). `translator` builds one from a configuration.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.decoding import Constraints, generate
+    >>> from regard.models import translator
+    >>> model = translator(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> state = model.start(torch.randint(1, 20, (2, 5)))
+    >>> limits = Constraints(eos=0, max_new_tokens=3)
+    >>> len(generate(model, state, torch.ones(2, 1, dtype=torch.long), constraints=limits))
+    2
     """
 
     def __init__(self, encoder: Encoder, embed: Embedding, decoder: Stack, head: nn.Module, *, wiring: str = "last") -> None:

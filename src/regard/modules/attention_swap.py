@@ -36,9 +36,10 @@ def replace_attention(
 
     Modules, parameters, hooks and names stay the same, so that optimizers and checkpoints stay valid; only the computation
     changes, in training and in evaluation: the fast path of torch's encoders, which does not call its attention, is off.
-    `only` chooses: patterns of names such as "decoder.*.self_attn", or a function of name and module. `causal`, `max_len`,
-    `backend` and `weights` are those of `MultiheadAttention`; `dropout` is that of every module unless given: mechanisms without
-    weights need dropout=0. All modules are replaced, or none: what cannot be is refused with its name and the reason.
+    `mixer` is a Spec, its text, a pattern or a class. `only` chooses: patterns of names such as "decoder.*.self_attn", or a
+    function of name and module. `causal`, `max_len`, `backend` and `weights` are those of `MultiheadAttention`; `dropout` is
+    that of every module unless given: mechanisms without weights need dropout=0. All modules are replaced, or none: what
+    cannot be is refused with its name and the reason.
     A model that was compiled before is traced again by its next call.
     """
     spec = Spec.of(mixer)

@@ -24,9 +24,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> x = torch.randn(2, 100, 64)
     >>> y, _ = attention(x, x, x, need_weights=False, is_causal=True)
 
-    `mixer` is a Spec, its text, a pattern or a class. Its weights are those of torch (`in_proj_weight` and so on), so that a
-    state_dict loads both ways; parameters of the mechanism itself are under `forms`. With mixer="softmax" all results are torch's
-    own.
+    `embed_dim`, `num_heads`, `dropout`, `bias`, `add_bias_kv`, `add_zero_attn`, `kdim`, `vdim`, `batch_first`, `device` and
+    `dtype` are those of torch. `mixer` is a Spec, its text, a pattern or a class. Its weights are those of torch
+    (`in_proj_weight` and so on), so that a state_dict loads both ways; parameters of the mechanism itself are under `forms`.
+    With mixer="softmax" all results are torch's own.
     `causal=None` builds the bidirectional and the causal form, and every call chooses; a mechanism with parameters has one form,
     the bidirectional one unless causal=True. `max_len` and `backend` are those of `layer`. Weights cost n x m numbers a head:
     `weights=False` gives None for them in every call, whatever it asks for.

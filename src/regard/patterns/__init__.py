@@ -10,6 +10,11 @@ from regard.patterns.fixed import Blocks, Columns, Global, Rows, Tail
 from regard.patterns.neighbourhood import Neighbourhood
 from regard.patterns.relative import Band, Causal, Dilated, Everything, Local, Stride, Truncated
 
+#: Every pattern that a text may name, by that name.
+#:
+#: >>> from regard.patterns import PATTERNS
+#: >>> PATTERNS["Local"](8)
+#: Local(8)
 PATTERNS: dict[str, type[Pattern]] = {
     p.__name__: p
     for p in (

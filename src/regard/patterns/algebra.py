@@ -14,14 +14,27 @@ from torch._C import _functorch as functorch
 
 from regard.checks import shown
 
-Alternative = tuple["Atom", ...]  # their intersection
+#: Atoms whose intersection is meant: a pattern of one head is a union of alternatives.
+#:
+#: >>> from regard.patterns import Blocks, Local
+#: >>> (Local(4) & Blocks(8)).alternatives()
+#: ((Band(back=3, ahead=3, step=1), Blocks(8)),)
+Alternative = tuple["Atom", ...]
 
 ALTERNATIVES = 256  # at most in the pattern of one head: a plan compares them with each other
 PARTS = 1024  # at most in one pattern, at all depths
 
 
 class Pattern:
-    """Define a set of pairs (i, j), which may differ between heads h."""
+    """Define a set of pairs (i, j), which may differ between heads h.
+
+    A subclass needs `__call__` (the predicate), `alive` and `alternatives`. Patterns print, parse, compare and combine.
+
+    >>> from regard import Global, Local, Pattern
+    >>> both = Pattern.parse("Local(4) | Global(first=1)")
+    >>> both == Local(4) | Global(first=1)
+    True
+    """
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
         """Return True where query i of head h attends to key j; arguments broadcast.
@@ -90,7 +103,12 @@ class Pattern:
 
 
 class Atom(Pattern):
-    """Define a pattern that a plan can enumerate directly."""
+    """Define a pattern that a plan can enumerate directly.
+
+    >>> from regard.patterns import Atom, Blocks, Local
+    >>> isinstance(Blocks(4), Atom), isinstance(Local(4), Atom)  # a window becomes the atom Band
+    (True, False)
+    """
 
     def alternatives(self) -> tuple[Alternative, ...]:
         return ((self,),)
@@ -138,7 +156,14 @@ class Several(Pattern):
 
 
 class Or(Several):
-    """Unite patterns."""
+    """Unite patterns.
+
+    `parts` are the patterns; `a | b` makes one.
+
+    >>> from regard.patterns import Local, Or, Stride
+    >>> Or((Local(4), Stride(8))) == Local(4) | Stride(8)
+    True
+    """
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:
         visible = self.parts[0](h, i, j)
@@ -157,7 +182,14 @@ class Or(Several):
 
 
 class And(Several):
-    """Intersect patterns."""
+    """Intersect patterns.
+
+    `parts` are the patterns; `a & b` makes one.
+
+    >>> from regard.patterns import And, Local, Stride
+    >>> And((Local(4), Stride(2))) == Local(4) & Stride(2)
+    True
+    """
 
     def _count_alternatives(self) -> int:
         return prod(p.alternative_count for p in self.parts)
@@ -190,7 +222,14 @@ class And(Several):
 
 
 class PerHead(Several):
-    """Give each head a pattern of its own; with fewer patterns than heads, each is for a group of neighbouring heads."""
+    """Give each head a pattern of its own; with fewer patterns than heads, each is for a group of neighbouring heads.
+
+    `parts` are the patterns, in the order of the heads.
+
+    >>> from regard import Local, PerHead, Stride
+    >>> PerHead([Local(4), Stride(8)]).for_head(3, heads=4)
+    Stride(8)
+    """
 
     def __init__(self, parts: Sequence[Pattern]) -> None:
         try:

@@ -50,6 +50,16 @@ class Random(Atom):
     """Draw `count` key blocks for each query block: a function of the seed and the length.
 
     With past=True the blocks of a query are drawn from those not after its own, whatever the length: the causal form.
+
+    `block` is the number of tokens in a block, `seed` that of the draw. With per_head=True every head draws its own. `length` is
+    set by `bound` and not by a caller.
+
+    >>> import torch
+    >>> from regard import Random
+    >>> i = torch.arange(12)
+    >>> drawn = Random(1, 3, seed=0).bound(12, 12)
+    >>> drawn(0, i[:, None], i).sum(1)  # every query sees one block of three keys
+    tensor([3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
     """
 
     count: int
@@ -152,6 +162,16 @@ class Edges(Atom):
     With an edge j -> i node i attends to node j. A tensor, an array or two lists; duplicate edges count once.
     both=True adds the reverse of every edge, loops=True an edge from every node to itself.
     The text of a small graph holds its edges. That of a large one is a name, which can be parsed as long as the graph is alive.
+
+    `edges` has the indices, `nodes` their number where the last ones have no edge.
+
+    >>> import torch
+    >>> from regard import Edges
+    >>> i = torch.arange(3)
+    >>> Edges([[0, 1], [1, 2]], loops=True)(0, i[:, None], i).int()  # 0 -> 1 -> 2
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 1, 1]], dtype=torch.int32)
     """
 
     nodes: int

@@ -17,7 +17,15 @@ from regard.transforms import transformed
 
 @dataclass(frozen=True, repr=False)
 class Blocks(Atom):
-    """i and j in the same block of `size`, or in one of the `around` blocks on either side of it."""
+    """i and j in the same block of `size`, or in one of the `around` blocks on either side of it.
+
+    >>> import torch
+    >>> from regard import Blocks
+    >>> Blocks(2)(0, torch.tensor(3), torch.arange(8)).int()  # what query 3 sees
+    tensor([0, 0, 1, 1, 0, 0, 0, 0], dtype=torch.int32)
+    >>> Blocks(2, around=1)(0, torch.tensor(3), torch.arange(8)).int()
+    tensor([1, 1, 1, 1, 1, 1, 0, 0], dtype=torch.int32)
+    """
 
     size: int
     around: int = 0
@@ -121,7 +129,20 @@ class SpecialTokens(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Rows(SpecialTokens, Atom):
-    """i is special: it attends to all keys."""
+    """i is special: it attends to all keys.
+
+    Special tokens are the `first` few, those `at` listed positions, and the `last` few of a sequence, whose `length` is set by
+    `bound` and not by a caller.
+
+    >>> import torch
+    >>> from regard import Rows
+    >>> i = torch.arange(4)
+    >>> Rows(first=1)(0, i[:, None], i).int()
+    tensor([[1, 1, 1, 1],
+            [0, 0, 0, 0],
+            [0, 0, 0, 0],
+            [0, 0, 0, 0]], dtype=torch.int32)
+    """
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         return self.special(i) & torch.ones_like(j, dtype=torch.bool)
@@ -135,7 +156,20 @@ class Rows(SpecialTokens, Atom):
 
 @dataclass(frozen=True, repr=False)
 class Columns(SpecialTokens, Atom):
-    """j is special: all queries attend to it (attention sinks, when they are the first tokens)."""
+    """j is special: all queries attend to it (attention sinks, when they are the first tokens).
+
+    Special tokens are the `first` few, those `at` listed positions, and the `last` few of a sequence, whose `length` is set by
+    `bound` and not by a caller.
+
+    >>> import torch
+    >>> from regard import Columns
+    >>> i = torch.arange(4)
+    >>> Columns(first=1)(0, i[:, None], i).int()
+    tensor([[1, 0, 0, 0],
+            [1, 0, 0, 0],
+            [1, 0, 0, 0],
+            [1, 0, 0, 0]], dtype=torch.int32)
+    """
 
     def __call__(self, h: Any, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG002
         return self.special(j) & torch.ones_like(i, dtype=torch.bool)
@@ -150,7 +184,20 @@ class Columns(SpecialTokens, Atom):
 
 @dataclass(frozen=True, repr=False)
 class Global(SpecialTokens):
-    """i or j is special: global tokens attend to all tokens, and all tokens attend to them."""
+    """i or j is special: global tokens attend to all tokens, and all tokens attend to them.
+
+    Special tokens are the `first` few, those `at` listed positions, and the `last` few of a sequence, whose `length` is set by
+    `bound` and not by a caller.
+
+    >>> import torch
+    >>> from regard import Global
+    >>> i = torch.arange(4)
+    >>> Global(first=1)(0, i[:, None], i).int()
+    tensor([[1, 1, 1, 1],
+            [1, 0, 0, 0],
+            [1, 0, 0, 0],
+            [1, 0, 0, 0]], dtype=torch.int32)
+    """
 
     alternative_count = 2
 
@@ -174,7 +221,13 @@ class Global(SpecialTokens):
 
 @dataclass(frozen=True, repr=False)
 class Tail(Atom):
-    """j among the last `count` of its block of `size`: the summary positions of the fixed Sparse Transformer."""
+    """j among the last `count` of its block of `size`: the summary positions of the fixed Sparse Transformer.
+
+    >>> import torch
+    >>> from regard import Tail
+    >>> Tail(4, 1)(0, torch.tensor(0), torch.arange(8)).int()  # the same for every query
+    tensor([0, 0, 0, 1, 0, 0, 0, 1], dtype=torch.int32)
+    """
 
     size: int
     count: int

@@ -17,6 +17,16 @@ class Neighbourhood(Atom):
 
     The token p is in row (p - first) // columns and column (p - first) % columns; the `first` tokens before the grid, such as a
     class token, are in no pair: `Neighbourhood(8, 2, first=1) | Global(first=1)`. Parmar et al. 2018, arXiv:1802.05751.
+
+    `columns` are those of the grid.
+
+    >>> import torch
+    >>> from regard import Neighbourhood
+    >>> seen = Neighbourhood(4, 1)(0, torch.tensor(5), torch.arange(12)).int()  # what the token in row 1, column 1 sees
+    >>> seen.reshape(3, 4)
+    tensor([[1, 1, 1, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 0]], dtype=torch.int32)
     """
 
     columns: int

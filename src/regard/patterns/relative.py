@@ -27,7 +27,17 @@ def within_bounds(gap: Tensor, back: int | None, ahead: int | None, step: int) -
 
 @dataclass(frozen=True)
 class Band(Atom):
-    """-ahead <= i - j <= back and i - j a multiple of step; None: no bound. The atom of every relative pattern."""
+    """-ahead <= i - j <= back and i - j a multiple of step; None: no bound. The atom of every relative pattern.
+
+    `back` and `ahead` count tokens before and behind the query, `step` the distance between two keys.
+
+    >>> import torch
+    >>> from regard.patterns import Band, Local
+    >>> Local(4).alternatives()
+    ((Band(back=3, ahead=3, step=1),),)
+    >>> Band(4, 0, 2)(0, torch.tensor(5), torch.arange(8)).int()  # what query 5 sees
+    tensor([0, 1, 0, 1, 0, 1, 0, 0], dtype=torch.int32)
+    """
 
     back: int | None
     ahead: int | None
@@ -92,7 +102,19 @@ class RelativePattern(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Local(RelativePattern):
-    """|i - j| < size: a sliding window; in causal form `size` keys, the query's own included."""
+    """|i - j| < size: a sliding window; in causal form `size` keys, the query's own included.
+
+    `size` counts tokens, the query's own among them.
+
+    >>> import torch
+    >>> from regard import Local
+    >>> i = torch.arange(4)
+    >>> Local(2)(0, i[:, None], i).int()  # head 0, queries down, keys across
+    tensor([[1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [0, 1, 1, 1],
+            [0, 0, 1, 1]], dtype=torch.int32)
+    """
 
     size: int
 
@@ -106,7 +128,19 @@ class Local(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Truncated(RelativePattern):
-    """-ahead <= i - j <= back: a bounded past and a bounded look-ahead, as in speech recognition."""
+    """-ahead <= i - j <= back: a bounded past and a bounded look-ahead, as in speech recognition.
+
+    `back` and `ahead` count the tokens before and behind the query that it may see.
+
+    >>> import torch
+    >>> from regard import Truncated
+    >>> i = torch.arange(4)
+    >>> Truncated(1, 2)(0, i[:, None], i).int()
+    tensor([[1, 1, 1, 0],
+            [1, 1, 1, 1],
+            [0, 1, 1, 1],
+            [0, 0, 1, 1]], dtype=torch.int32)
+    """
 
     back: int
     ahead: int
@@ -126,7 +160,16 @@ class Truncated(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Dilated(RelativePattern):
-    """i - j = step * t with |t| < size: a dilated window, `step` times as wide."""
+    """i - j = step * t with |t| < size: a dilated window, `step` times as wide.
+
+    `size` counts keys on each side, the query's own among them; `step` is the distance between two of them.
+
+    >>> import torch
+    >>> from regard import Dilated
+    >>> i = torch.arange(6)
+    >>> Dilated(2, 3)(0, torch.tensor(3), i).int()  # what query 3 sees
+    tensor([1, 0, 0, 1, 0, 0], dtype=torch.int32)
+    """
 
     size: int
     step: int
@@ -143,7 +186,15 @@ class Dilated(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Stride(RelativePattern):
-    """(i - j) mod step = 0 at any distance."""
+    """(i - j) mod step = 0 at any distance.
+
+    `step` is the distance between two keys that a query sees.
+
+    >>> import torch
+    >>> from regard import Stride
+    >>> Stride(3)(0, torch.tensor(4), torch.arange(8)).int()  # what query 4 sees
+    tensor([0, 1, 0, 0, 1, 0, 0, 1], dtype=torch.int32)
+    """
 
     step: int
 
@@ -157,7 +208,14 @@ class Stride(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Causal(RelativePattern):
-    """i >= j: no future keys."""
+    """i >= j: no future keys.
+
+    It has no parameters.
+
+    >>> from regard import Causal, Local
+    >>> Local(8) & Causal()
+    Local(8) & Causal()
+    """
 
     @property
     def bounds(self) -> Bounds:
@@ -166,7 +224,14 @@ class Causal(RelativePattern):
 
 @dataclass(frozen=True, repr=False)
 class Everything(RelativePattern):
-    """All pairs: full attention."""
+    """All pairs: full attention.
+
+    It has no parameters.
+
+    >>> from regard import Everything, PerHead, Local
+    >>> PerHead([Everything(), Local(8)])  # full attention in one half of the heads
+    PerHead([Everything(), Local(8)])
+    """
 
     @property
     def bounds(self) -> Bounds:

@@ -39,6 +39,11 @@ __all__ = [
     "Sinusoidal2D",
 ]
 
+#: Every kind of positions by its name in texts.
+#:
+#: >>> from regard.positions import POSITIONS
+#: >>> POSITIONS["rotary"].__name__
+#: 'Rotary'
 POSITIONS: dict[str, Callable[..., Positions]] = {
     "sinusoidal": Sinusoidal,
     "learned": Learned,

@@ -18,7 +18,18 @@ from regard.positions.frequencies import check_base, inverse_frequencies
 
 
 class Nothing(Positions):
-    """No positions: the tokens are a set."""
+    """No positions: the tokens are a set.
+
+    `dims` are the sizes of the model.
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 5, 16)
+    >>> made = positions("none", Dims(width=16, heads=2, max_len=8))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 5, 16)
+    """
 
     @property
     def name(self) -> str:
@@ -74,6 +85,16 @@ class Sinusoidal(AddedPositions):
     """Waves of many lengths, so that a shift is a rotation: PE(p + k) is a linear map of PE(p), the same for all p.
 
     PE(p, 2f) = sin(p / base^(2f / w)), PE(p, 2f + 1) = cos of the same. Vaswani et al. 2017, arXiv:1706.03762.
+
+    `dims` are the sizes of the model, `base` sets the longest wave.
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 5, 16)
+    >>> made = positions("sinusoidal", Dims(width=16, heads=2, max_len=8))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 5, 16)
     """
 
     def __init__(self, dims: Dims, *, base: float = 10_000.0) -> None:
@@ -90,7 +111,18 @@ class Sinusoidal(AddedPositions):
 
 
 class Learned(AddedPositions):
-    """A vector of its own for every position up to max_len, and none beyond. Gehring et al. 2017, arXiv:1705.03122."""
+    """A vector of its own for every position up to max_len, and none beyond. Gehring et al. 2017, arXiv:1705.03122.
+
+    `dims` are the sizes of the model; max_len is needed.
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 5, 16)
+    >>> made = positions("learned", Dims(width=16, heads=2, max_len=8))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 5, 16)
+    """
 
     def __init__(self, dims: Dims) -> None:
         super().__init__(dims)
@@ -111,6 +143,16 @@ class Recurrent(AddedPositions):
     """A position follows from the one before it: the states of a GRU that is fed nothing but a constant.
 
     p_0 learned, p_(t + 1) = GRU(u, p_t). In the spirit of Neishi & Yoshinaga 2019, doi:10.18653/v1/K19-1031.
+
+    `dims` are the sizes of the model.
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 5, 16)
+    >>> made = positions("rnn", Dims(width=16, heads=2, max_len=8))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 5, 16)
     """
 
     def __init__(self, dims: Dims) -> None:
@@ -138,6 +180,16 @@ class Floater(AddedPositions):
     Solved by the Runge-Kutta method of order four, `every` positions a step, cubic in between.
     They are added to the tokens once, before the first block. In the paper they enter every block, with a p(0) for each block
     and one f for all: that is every_block=True, in a `Stack` or a model. Liu et al. 2020, arXiv:2003.09229.
+
+    `dims` are the sizes of the model, `hidden` is that of f (as wide as a token unless given).
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 5, 16)
+    >>> made = positions("floater(hidden=8)", Dims(width=16, heads=2, max_len=8))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 5, 16)
     """
 
     def __init__(

@@ -20,6 +20,14 @@ class Alibi(Positions):
     s_ij - slope_h |i - j|, slope_h = 2^(-8 h / heads) for h = 1 .. heads, if heads is a power of two. Otherwise, as in the
     published code and in BLOOM, the first p heads, p the power below, have the slopes of p heads, and the rest the first, third
     and so on of 2 p heads. Press et al. 2021, arXiv:2108.12409.
+
+    `dims` are the sizes of the layer.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("softmax", width=16, heads=2, positions="alibi")
+    >>> tuple(mixer(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     needs = Can.RELATIVE
@@ -43,6 +51,14 @@ class RelativePositions(Positions):
 
     s_ij = scale q_i.(k_j + a_c), out_i = sum_j A_ij (v_j + b_c), c = clamp(i - j, -clip, clip). The n x n x d tensor of the
     formula never exists: n (2 clip + 1) numbers do. Shaw et al. 2018, arXiv:1803.02155.
+
+    `dims` are the sizes of the layer.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("softmax", width=16, heads=2, positions="relative(clip=4)")
+    >>> tuple(mixer(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     needs = Can.RELATIVE
@@ -78,6 +94,14 @@ class Buckets(Positions):
     s_ij + table[bucket(i - j), h]: near distances have a bucket each, farther ones share buckets that grow with the distance,
     from `longest` on all share the last. Half of the buckets are for later tokens, unless it is causal.
     Raffel et al. 2019, arXiv:1910.10683.
+
+    `dims` are the sizes of the layer, `buckets` is the number of learned numbers a head.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("softmax", width=16, heads=2, positions="buckets(buckets=8)")
+    >>> tuple(mixer(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     needs = Can.RELATIVE

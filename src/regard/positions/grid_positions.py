@@ -50,6 +50,17 @@ class Sinusoidal2D(AddedPositions):
     """Waves of many lengths: those of the row in the first half of the channels, those of the column in the second.
 
     As the positions of a line for each axis, with half of the width. Tokens before the grid get zeros.
+
+    `dims` are the sizes, `base` sets the longest wave, `columns` those of the grid (a square of max_len cells unless given),
+    `first` the number of tokens before it.
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 12, 16)
+    >>> made = positions("sinusoidal_2d(columns=4)", Dims(width=16, heads=2, max_len=12))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 12, 16)
     """
 
     name = "sinusoidal_2d"
@@ -74,7 +85,19 @@ class Sinusoidal2D(AddedPositions):
 
 
 class Learned2D(AddedPositions):
-    """A vector for every row and one for every column, added together; max_len decides how many rows there are."""
+    """A vector for every row and one for every column, added together; max_len decides how many rows there are.
+
+    `dims` are the sizes, `columns` those of the grid (a square of max_len cells unless given), `first` the number of tokens
+    before it.
+
+    >>> import torch
+    >>> from regard import Dims, Places
+    >>> from regard.positions import positions
+    >>> x = torch.zeros(1, 12, 16)
+    >>> made = positions("learned_2d(columns=4)", Dims(width=16, heads=2, max_len=12))
+    >>> tuple(made.add(x, Places.of(x)).shape)
+    (1, 12, 16)
+    """
 
     name = "learned_2d"
 
@@ -104,6 +127,15 @@ class Rotary2D(Positions):
 
     q.k then depends on how many rows and columns lie between them, and on nothing else. In plane f of d / 4 by the angle
     row / base^(4f / d), the same for columns. Tokens before the grid are not turned. Heo et al. 2024, arXiv:2403.13298.
+
+    `dims` are the sizes, `columns` those of the grid (a square of max_len cells unless given), `first` the number of tokens
+    before it.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("softmax", width=16, heads=2, max_len=12, positions="rotary_2d(columns=4)")
+    >>> tuple(mixer(torch.randn(1, 12, 16)).shape)
+    (1, 12, 16)
     """
 
     needs = Can.ROTARY
@@ -143,6 +175,15 @@ class Relative2D(Positions):
 
     s_ij + table[h, clamp(row_i - row_j), clamp(column_i - column_j)]. Pairs with a token before the grid get 0. The bias of a
     query is stored by distance i - j, n (2 max_len - 1) numbers a head. Liu et al. 2021, arXiv:2103.14030.
+
+    `dims` are the sizes, `columns` those of the grid (a square of max_len cells unless given), `first` the number of tokens
+    before it.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("softmax", width=16, heads=2, max_len=12, positions="relative_2d(columns=4)")
+    >>> tuple(mixer(torch.randn(1, 12, 16)).shape)
+    (1, 12, 16)
     """
 
     needs = Can.RELATIVE

@@ -19,6 +19,14 @@ class Rotary(Positions):
     In every plane f of two coordinates by the angle p / base^(2f / d). Su et al. 2021, arXiv:2104.09864. `factor` divides all
     angles, or with `trained`, a length, those of waves that are long beside it, as Llama 3.1 does: waves longer than
     trained / low in full, those shorter than trained / high not at all, those between by a share (arXiv:2407.21783).
+
+    `dims` are the sizes of the layer, `base` sets the longest wave.
+
+    >>> import torch
+    >>> from regard import layer
+    >>> mixer = layer("softmax", width=16, heads=2, positions="rotary(base=500.0)")
+    >>> tuple(mixer(torch.randn(1, 10, 16)).shape)
+    (1, 10, 16)
     """
 
     needs = Can.ROTARY

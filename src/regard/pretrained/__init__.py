@@ -70,6 +70,19 @@ def load_pretrained(
 
     `max_len` lets a model with learned positions take longer sequences than it was trained for: positions="copied" repeats the
     table of the checkpoint again and again, "interpolated" spreads it over the new length. Train it further.
+
+    `folder` has the checkpoint, `device` is where the model is put.
+
+    >>> settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50, "hidden_size": 16}
+    >>> settings |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    >>> import tempfile, torch
+    >>> from regard.pretrained import build_pretrained, load_pretrained, save_pretrained
+    >>> folder, ids = tempfile.mkdtemp(), torch.randint(50, (1, 10))
+    >>> model = build_pretrained(settings).eval()
+    >>> save_pretrained(model, folder)
+    >>> torch.equal(load_pretrained(folder)(ids), model(ids))
+    True
+    >>> window = load_pretrained(folder, mixer="Local(4)")
     """
     folder = Path(folder)
     settings = read_settings(folder / "config.json")
@@ -87,7 +100,14 @@ def load_pretrained(
 
 
 class SpecialIds(NamedTuple):
-    """Hold ids of special tokens; None where the checkpoint names none."""
+    """Hold ids of special tokens; None where the checkpoint names none.
+
+    `begin` starts a text, `end` ends it, `pad` fills rows.
+
+    >>> from regard.pretrained import SpecialIds
+    >>> SpecialIds(begin=1, end=2, pad=None).end
+    2
+    """
 
     begin: int | None  # the first token of a decoder
     end: int | None
@@ -95,7 +115,17 @@ class SpecialIds(NamedTuple):
 
 
 def special_ids(folder: str | PathLike[str]) -> SpecialIds:
-    """Read the special tokens of a checkpoint from generation_config.json, or else from config.json."""
+    """Read the special tokens of a checkpoint from generation_config.json, or else from config.json.
+
+    `folder` has the checkpoint.
+
+    >>> import pathlib, tempfile
+    >>> from regard.pretrained import special_ids
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    >>> special_ids(folder)
+    SpecialIds(begin=1, end=2, pad=None)
+    """
     folder = Path(folder)
     settings = read_settings(folder / "config.json")
     generation = folder / "generation_config.json"

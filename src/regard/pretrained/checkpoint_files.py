@@ -16,7 +16,15 @@ SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class CheckpointError(ValueError):
-    """Report a checkpoint that cannot be used, and what can be used instead."""
+    """Report a checkpoint that cannot be used, and what can be used instead.
+
+    The sentence is its one argument.
+
+    >>> from regard.pretrained import load_pretrained
+    >>> load_pretrained("no/such/folder")
+    Traceback (most recent call last):
+    regard.pretrained.checkpoint_files.CheckpointError: ...
+    """
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -48,6 +48,14 @@ def build_pretrained(settings: Mapping[str, Any]) -> Model:
     """Build an untrained model of the settings of a config.json: {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, ...}.
 
     Train it and write it by `save_pretrained(model, folder)`: transformers reads it as a checkpoint of that architecture.
+
+    `settings` are those of config.json.
+
+    >>> settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50, "hidden_size": 16}
+    >>> settings |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    >>> from regard.pretrained import build_pretrained
+    >>> type(build_pretrained(settings)).__name__
+    'LanguageModel'
     """
     found = described(settings)
     model = found.build()

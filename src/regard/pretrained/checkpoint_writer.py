@@ -27,6 +27,17 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], settings: Map
     `settings` are those of a config.json, with "architectures"; unless given, those that the model was loaded or built with. A
     model that they do not describe is refused: one with another mechanism, another size, or a norm of another kind. Tokenizers
     and generation_config.json are no part of a model: copy them.
+
+    `model` is one that was loaded or built by this package, `folder` is made if it is not there.
+
+    >>> settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 50, "hidden_size": 16}
+    >>> settings |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    >>> import tempfile, pathlib
+    >>> from regard.pretrained import build_pretrained, save_pretrained
+    >>> folder = tempfile.mkdtemp()
+    >>> save_pretrained(build_pretrained(settings), folder)
+    >>> sorted(path.name for path in pathlib.Path(folder).iterdir())
+    ['config.json', 'model.safetensors']
     """
     if settings is None:
         settings = getattr(model, "hf_settings", None)

@@ -12,6 +12,11 @@ from regard.pretrained.family import Family
 from regard.pretrained.image_family import IMAGE_FAMILIES
 from regard.pretrained.seq2seq_families import SEQ2SEQ_FAMILIES
 
+#: Every architecture whose checkpoints are read, by the name that config.json has for it.
+#:
+#: >>> from regard.pretrained import FAMILIES
+#: >>> "LlamaForCausalLM" in FAMILIES
+#: True
 FAMILIES: dict[str, Family] = {**ENCODER_FAMILIES, **IMAGE_FAMILIES, **DECODER_FAMILIES, **SEQ2SEQ_FAMILIES}
 
 REFUSED: dict[str, str] = {  # architectures by the beginning of their names, and why regard has no equal model

@@ -19,6 +19,18 @@ def fast_decoder(model: nn.Module, *, room: int = 256, graphs: bool = True) -> S
     Tokens and scores are the model's own. Plain softmax models get a `StaticDecoder`, all others that have `start` and `extend` a
     `GraphedDecoder`. `room` is the number of tokens that KV caches have room for at first, prompt and answer; it grows.
     `graphs`: a step on a GPU is one CUDA graph.
+
+    `model` is a language model, a translator, or any module with `start` and `extend`.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> from regard.decoding import Constraints, fast_decoder, generate
+    >>> fast, prompt, limits = fast_decoder(model, room=16), torch.randint(1, 20, (2, 3)), Constraints(eos=0, max_new_tokens=4)
+    >>> slow = generate(model, model.start(2), prompt, constraints=limits)
+    >>> generate(fast, fast.start(2), prompt, constraints=limits) == slow
+    True
     """
     special: Any = model
     if why_not_static(model) is None:

@@ -69,6 +69,18 @@ class GraphedDecoder:
     tokens that a KV cache has room for at first; it is doubled as needed. A model whose state has no constant shapes decodes by
     its own `extend`, and `refused` holds the reasons. On a CPU, or with graphs=False, weights are packed where
     that is possible, and states are the model's own.
+
+    `model` is any module with `start` and `extend`.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> from regard.decoding import Constraints, GraphedDecoder, generate
+    >>> fast, prompt, limits = GraphedDecoder(model, room=16), torch.randint(1, 20, (2, 3)), Constraints(eos=0, max_new_tokens=4)
+    >>> slow = generate(model, model.start(2), prompt, constraints=limits)
+    >>> generate(fast, fast.start(2), prompt, constraints=limits) == slow
+    True
     """
 
     def __init__(self, model: nn.Module, *, room: int = 256, graphs: bool = True) -> None:

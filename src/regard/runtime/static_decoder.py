@@ -129,7 +129,19 @@ class _Layer:
 
 
 def why_not_static(model: nn.Module) -> str | None:
-    """Explain why a model cannot be a `StaticDecoder`; None if it can."""
+    """Explain why a model cannot be a `StaticDecoder`; None if it can.
+
+    `model` is any module.
+
+    >>> from regard.config import Config
+    >>> from regard.decoding import why_not_static
+    >>> from regard.models import language_model
+    >>> small = Config(width=16, heads=2, depth=1, ffn=32)
+    >>> why_not_static(language_model(small, vocab=20).eval()) is None
+    True
+    >>> why_not_static(language_model(small.replace({"mixer": "linear"}), vocab=20).eval())
+    'linear keeps no plain KV cache'
+    """
     if type(model) not in (LanguageModel, Translator):
         return f"it is a {type(model).__name__}, and not just a LanguageModel or a Translator"
     if model.training:
@@ -168,6 +180,18 @@ class StaticDecoder:
     Weights that change later are not noticed. `room` is the number of tokens that there is room for at first, prompt and answer;
     it grows. On a GPU a step takes as long as the room is large: where max_new_tokens is given, add the prompt's length to it.
     `graphs`: a step on a GPU is one CUDA graph, for each number of rows, beams and context tokens.
+
+    `model` is a LanguageModel or a Translator.
+
+    >>> import torch
+    >>> from regard.config import Config
+    >>> from regard.models import language_model
+    >>> model = language_model(Config(width=16, heads=2, depth=1, ffn=32), vocab=20).eval()
+    >>> from regard.decoding import Constraints, StaticDecoder, generate
+    >>> fast, prompt, limits = StaticDecoder(model, room=16), torch.randint(1, 20, (2, 3)), Constraints(eos=0, max_new_tokens=4)
+    >>> slow = generate(model, model.start(2), prompt, constraints=limits)
+    >>> generate(fast, fast.start(2), prompt, constraints=limits) == slow
+    True
     """
 
     def __init__(self, model: LanguageModel | Translator, *, room: int = 256, graphs: bool = True) -> None:

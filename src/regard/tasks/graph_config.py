@@ -55,3 +55,51 @@ def communities_config() -> NodeLabels:
         validate_every=10,
         save_every=100,
     )
+
+
+@dataclass
+class MoleculeLabels(Config):
+    """Labels of molecules."""
+
+    mixer: str | list[str] = "softmax"  # every atom attends to every atom; scores have a bias for the pair
+    paths: int = 8  # the longest shortest path with a bias of its own: longer ones share it; 0: none has
+    bonds: bool = True  # bonded atoms have a bias for the kind of their bond
+
+
+def tox21_config() -> MoleculeLabels:
+    return MoleculeLabels(
+        task="tox21",
+        precision="tf32",
+        width=128,
+        heads=8,
+        depth=4,
+        ffn=256,
+        activation="gelu",
+        dropout=0.2,
+        steps=2000,
+        batch_tokens=2048,
+        lr=5e-4,
+        schedule="cosine",
+        warmup=200,
+        decay=0.05,
+        validate_every=100,
+        save_every=500,
+    )
+
+
+def motifs_config() -> MoleculeLabels:
+    return MoleculeLabels(
+        task="motifs",
+        width=32,
+        heads=4,
+        depth=2,
+        ffn=64,
+        dropout=0.0,
+        steps=400,
+        batch_tokens=1024,
+        lr=3e-3,
+        schedule="cosine",
+        warmup=50,
+        validate_every=100,
+        save_every=100,
+    )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy as mean_loss
 
 from regard.blocks.feedforward import check_fraction
+from regard.checks import need
 from regard.data.batch import Batch
 from regard.data.labelled_graph import GraphSplits, LabelledGraph, drawn_communities, graph_of_json, read_cora
 from regard.data.locate import find
@@ -42,6 +43,7 @@ class NodeLabelsTask(Task):
 
     def __init__(self, config: NodeLabels) -> None:
         super().__init__(config)
+        need("depth", config.depth)
         if not isinstance(config.mixer, str):
             raise ValueError(f"{config.task} has one mixer for all layers, {' or '.join(GRAPH_LAYERS)}, not {config.mixer!r}")
         check_choice("mixer", config.mixer, GRAPH_LAYERS)

@@ -53,6 +53,7 @@ class Task:
     bodies: tuple[Body, ...] = ENCODER  # the stacks of its model, the encoder first; none: layers of its own
     answering: tuple[str, ...] = ()  # settings of inference: they may change after training
     steady: bool = False  # its loss does the same work at every update and reads nothing from the device: graphs=true may be set
+    file_ending: str = ""  # the ending of the files whose paths `predict` takes; "": it answers lines of text
     sample: str = ""  # a text that `predict` could be given; `read` finds one
 
     def __init__(self, config: Config) -> None:

@@ -34,6 +34,19 @@ def load(
 
         run = regard.load("runs/saw-softmax-1")
         run.predict(["they saw the duck"])
+
+    >>> import pathlib, tempfile, regard
+    >>> from regard.tasks import config, make_task
+    >>> from regard.training.fit import fit
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "book.txt").write_text("to be or not to be, that is the question. " * 40)
+    >>> small = {"file": str(folder / "book.txt"), "width": 8, "heads": 2, "depth": 1, "ffn": 16, "window": 16, "steps": 1}
+    >>> task = make_task(config("text").replace(small))
+    >>> task.read()
+    >>> _ = fit(task, folder / "run", quiet=True)
+    >>> run = regard.load(folder / "run", device="cpu", max_new_tokens=5)
+    >>> len(run.predict(["to be"])[0])  # the prompt, and five characters more
+    10
     """
     found = TrainedRun.open(run, checkpoint=checkpoint, device=device, settings=settings)
     if found.note:

@@ -50,6 +50,16 @@ def cross_entropy(scores: Tensor, target: Tensor, valid: Tensor | None = None, *
     return Loss(total, count, {"nll": nll.detach()})
 
 
+def binary_cross_entropy(scores: Tensor, target: Tensor) -> Loss:
+    """Compute minus the log-probability of labels of 0 or 1 by their scores, both (...), summed; NO_LABEL is not counted."""
+    if scores.shape != target.shape:
+        raise ValueError(f"scores of shape {tuple(scores.shape)} need as many labels, not {tuple(target.shape)}")
+    known = target != NO_LABEL
+    scores = upcast(scores)
+    terms = F.binary_cross_entropy_with_logits(scores, target.clamp_min(0).to(scores.dtype), reduction="none")
+    return Loss(terms.masked_fill(~known, 0).sum(), known.sum())
+
+
 def linear_cross_entropy(
     head: nn.Module, x: Tensor, target: Tensor, valid: Tensor | None = None, *, smoothing: float = 0.0
 ) -> Loss:

@@ -1,0 +1,269 @@
+"""Tasks of images: augmentation, reading, training, answers, and what is refused."""
+
+import io
+import lzma
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Generator
+
+from regard import load
+from regard.cli.model_check import check_model
+from regard.cli.settings import check_used
+from regard.data.colour_images import CIFAR_CLASSES, image_floors, read_colour_images, some_images, split_images
+from regard.data.gray_images import LabelledImages
+from regard.data.text_files import DataError
+from regard.tasks import config, make_task
+from regard.training import image_augmentation as change
+from regard.training.fit import fit
+
+TINY = {
+    "width": 16, "heads": 2, "depth": 1, "ffn": 16, "steps": 6, "batch_tokens": 8, "warmup": 2, "validate_every": 3,
+    "save_every": 3, "precision": "32", "dropout": 0.1,
+}  # fmt: skip
+MODELS = {
+    "vit": {"stem": "patches(side=8)", "pool": "token", "positions": "rotary_2d"},
+    "uneven patches": {"stem": "patches(side=5)", "positions": "relative_2d"},
+    "mlp_mixer": {"stem": "patches(side=8)", "mixer": "mlp_mixer", "positions": "none"},
+    "near on the grid": {"stem": "patches(side=4)", "mixer": "Neighbourhood(8, 1)"},
+    "conv + attention": {"stem": "conv(layers=2)", "positions": "sinusoidal_2d"},
+    "cnn": {"stem": "cnn(channels=4, stages=2, blocks=1)", "depth": 0},
+    "hybrid": {"stem": "cnn(channels=4, stages=2, blocks=1, pool='max', norm='group')", "mixer": "linear"},
+}
+
+
+def pixels(label, number):
+    """A square of the colour of a class, somewhere."""
+    rng = np.random.default_rng(100 * label + number)
+    image = rng.integers(0, 60, (32, 32, 3), dtype=np.uint8)
+    top, left = rng.integers(0, 16, 2)
+    image[top : top + 16, left : left + 16] = (25 * label, 255 - 25 * label, 128)
+    return image
+
+
+def archive(path, *, files=None, each=(6, 2)):
+    """Write a small archive of the ten classes; `files` are further ones, by name."""
+    found = {}
+    for part, count in zip(("train", "test"), each, strict=True):
+        for label, name in enumerate(CIFAR_CLASSES):
+            for number in range(count):
+                data = io.BytesIO()
+                Image.fromarray(pixels(label, number + 50 * (part == "test"))).save(data, "JPEG")
+                found[f"{part}/{name}/{number:04}.jpg"] = data.getvalue()
+    with lzma.open(path, "wb") as raw, tarfile.open(fileobj=raw, mode="w") as tar:
+        for name, data in (found | (files or {})).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The data of both tasks, one in colour and one in gray."""
+    where = tmp_path_factory.mktemp("data") / "cifar10"
+    where.mkdir()
+    archive(where / "cifar10_jpeg.tar.xz")
+    for part, count in (("train", 40), ("test", 10)):
+        images = np.stack([pixels(i % 10, i)[..., 0] for i in range(count)])
+        np.save(where / f"gray_{part}_images.npy", images)
+        np.save(where / f"gray_{part}_labels.npy", (np.arange(count) % 10).astype(np.uint8))
+    return where
+
+
+def tiny(folder, name="cifar10", **changes):
+    made = make_task(config(name).replace({**TINY, **changes}))
+    made.read(folder)
+    return made
+
+
+def dice(seed=0):
+    return Generator().manual_seed(seed)
+
+
+def test_a_crop_is_a_window_of_the_framed_image():
+    images = torch.rand(6, 3, 8, 7)
+    found = change.random_crop(images, 2, dice())
+    framed = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    windows = [[framed[i, :, r : r + 8, c : c + 7] for r in range(5) for c in range(5)] for i in range(6)]
+    places = [[torch.equal(found[i], window) for window in windows[i]].index(True) for i in range(6)]
+    assert len(set(places)) > 1 and torch.equal(found, change.random_crop(images, 2, dice()))
+
+
+def test_flips_and_squares_and_colours():
+    images = torch.rand(64, 3, 8, 8)
+    flipped = change.random_flip(images, dice())
+    mirrored = [torch.equal(a, b.flip(2)) for a, b in zip(flipped, images, strict=True)]
+    assert 16 < sum(mirrored) < 48
+    assert all(mirror or torch.equal(a, b) for mirror, a, b in zip(mirrored, flipped, images, strict=True))
+    hidden = (change.cutout(images, 4, dice()) == 0.5).all(1)
+    assert int(hidden.sum((1, 2)).max()) == 16 and int(hidden.sum((1, 2)).min()) >= 4
+    gray = torch.full((4, 3, 2, 2), 0.4)
+    scaled = change.scale_colours(gray, 0.5, dice())
+    assert ((scaled >= 0.2 - 1e-6) & (scaled <= 0.6 + 1e-6)).all() and len(scaled[:, 0, 0, 0].unique()) == 4
+    assert torch.allclose(scaled, scaled[:, :1])  # a gray image stays gray
+    assert torch.equal(change.Augmentation().change(images), images)
+
+
+def test_mixed_images_are_weighted_sums_of_two():
+    images = torch.rand(32, 3, 4, 4)
+    mixed = change.mixup(images, 0.5, dice())
+    wide = mixed.weight[:, None, None, None]
+    torch.testing.assert_close(mixed.images, wide * images + (1 - wide) * images[mixed.other])
+    assert sorted(mixed.other.tolist()) == list(range(32)) and ((mixed.weight >= 0) & (mixed.weight <= 1)).all()
+    many = change.mixup(torch.zeros(4000, 1, 1, 1), 0.5, dice()).weight
+    assert abs(float(many.mean()) - 0.5) < 0.02 and abs(float(many.var()) - 1 / 8) < 0.01  # of Beta(a, a): 1 / (8 a + 4)
+
+
+def test_nothing_of_a_training_step_is_read_from_the_device(folder):
+    made = tiny(folder, mixup=0.2, cutout=8, colour=0.2, stem="patches(side=8)")
+    with torch.device("meta"):
+        model = made.model()
+        batch = made.batch(made.splits["train"][:4]).to("meta")
+        assert made.loss(model, batch, 1).total.is_meta
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_learns(folder, name):
+    torch.manual_seed(0)
+    made = tiny(folder, dropout=0.0, crop=0, flip=False, cutout=0, mixup=0.0, colour=0.0, **MODELS[name])
+    check_model(make_task(made.config))
+    model, batch = made.model(), made.batch(made.splits["train"][:20])
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    optimizer, losses = torch.optim.Adam(model.parameters(), 1e-2), []
+    for _ in range(5):
+        loss = made.loss(model, batch, 1).mean
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "model"), [("cifar10", "cnn"), ("cifar10_gray", "vit")])
+def test_a_run_is_scored_and_answers_files(folder, tmp_path, name, model):
+    settings = {**MODELS[model], "mixup": 0.2, "cutout": 8, "colour": 0.2}
+    fit(tiny(folder, name, **settings), tmp_path / "run", accelerator="cpu", quiet=True)
+    run = load(tmp_path / "run")
+    scores = run.evaluate("test", folder)
+    assert scores["images"] == {"cifar10": 20, "cifar10_gray": 10}[name] and 0 <= scores["accuracy"] <= 100
+    Image.fromarray(pixels(3, 1)).resize((60, 40)).save(tmp_path / "a.png")
+    answers = run.predict([str(tmp_path / "a.png"), "", str(tmp_path / "a.png")])
+    assert answers[0] in CIFAR_CLASSES and answers == [answers[0], "", answers[0]]
+    (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff no image")
+    for wrong, why in ((tmp_path / "bad.jpg", "bad.jpg is not a whole image"), (tmp_path / "none.png", "there is no file")):
+        with pytest.raises(ValueError, match=why):
+            run.predict([str(wrong)])
+
+
+def test_an_interrupted_run_has_the_weights_of_one_that_was_not(folder, tmp_path):
+    settings = {**MODELS["cnn"], "mixup": 0.2}
+    fit(tiny(folder, **settings), tmp_path / "whole", accelerator="cpu", quiet=True)
+
+    class Killed(Exception):
+        pass
+
+    made = tiny(folder, **settings)
+    inner, calls = made.loss, []
+
+    def loss(model, batch, step):
+        calls.append(step)
+        if step == 5:
+            raise Killed
+        return inner(model, batch, step)
+
+    made.loss = loss
+    with pytest.raises(Killed):
+        fit(made, tmp_path / "cut", accelerator="cpu", quiet=True)
+    fit(tiny(folder, **settings), tmp_path / "cut", accelerator="cpu", quiet=True)
+    whole, cut = (load(tmp_path / part, checkpoint="last").model.state_dict() for part in ("whole", "cut"))
+    assert calls[-1] == 5 and all(torch.equal(x, cut[name]) for name, x in whole.items())
+
+
+def test_a_share_of_the_images_is_a_part_of_a_larger_share(folder):
+    counts = {share: len(tiny(folder, fraction=share).splits["train"]) for share in (0.01, 0.5, 1.0)}
+    assert counts[0.01] == 10 and counts[0.01] < counts[0.5] < counts[1.0] == 54
+    part = LabelledImages(np.arange(40, dtype=np.uint8).reshape(40, 1, 1, 1), np.repeat([0, 1], 20).astype(np.uint8))
+    few, more = (set(some_images(part, share).images.flatten().tolist()) for share in (0.1, 0.4))
+    assert few < more and len(few) == 4 and len(more) == 16
+
+
+def test_floors_are_one_label_and_the_nearest_mean(folder):
+    images = np.array([0, 2, 100, 104, 3], np.uint8).reshape(5, 1, 1, 1)
+    train = LabelledImages(images, np.array([0, 0, 1, 1, 1], np.uint8))  # means 1 and 69
+    test = LabelledImages(np.array([0, 34, 36, 90], np.uint8).reshape(4, 1, 1, 1), np.array([0, 0, 1, 0], np.uint8))
+    assert image_floors(train, test) == {"one label for all": 25.0, "the nearest mean image": 75.0}
+    said = tiny(folder).describe_data()
+    assert said[0] == "images: 54 train, 6 val, 20 test" and "the nearest mean image" in said[1] and "JPEG" in said[2]
+
+
+def test_no_image_is_in_two_splits():
+    images = np.arange(30, dtype=np.uint8).reshape(30, 1, 1, 1)
+    train = LabelledImages(np.concatenate([images, images[:10]]), np.zeros(40, np.uint8))
+    parts = split_images(train, LabelledImages(images[:5], np.zeros(5, np.uint8)))
+    found = [set(part.images.flatten().tolist()) for part in parts]
+    assert (
+        len(parts.train.labels) == 21
+        and len(parts.val.labels) == 4
+        and not found[0] & found[1]
+        and found[0] | found[1] == set(range(5, 30))
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"test/cat/0009.jpg": b"no image"}, r"cifar10_jpeg.tar.xz: test/cat/0009.jpg is not a whole image"),
+        ({"train/lion/0000.jpg": b""}, "train/lion/0000.jpg is not train/CLASS/FILE"),
+        ({"notes.txt": b"hello"}, "notes.txt is not train/CLASS/FILE"),
+    ],
+)
+def test_a_bad_archive_is_refused_with_the_name_of_its_file(tmp_path, files, sentence):
+    archive(tmp_path / "cifar10_jpeg.tar.xz", files=files, each=(1, 1))
+    with pytest.raises(DataError, match=sentence):
+        read_colour_images(tmp_path)
+
+
+def test_other_bad_archives(tmp_path):
+    data = io.BytesIO()
+    Image.new("RGB", (16, 32)).save(data, "PNG")
+    archive(tmp_path / "cifar10_jpeg.tar.xz", files={"test/cat/0009.jpg": data.getvalue()}, each=(1, 1))
+    with pytest.raises(DataError, match=r"test/cat/0009\.jpg has 16 x 32 pixels, not 32 x 32"):
+        read_colour_images(tmp_path)
+    (tmp_path / "cifar10_jpeg.tar").write_bytes(b"no archive" * 100)
+    with pytest.raises(DataError, match=r"cifar10_jpeg\.tar is not a whole tar archive"):
+        read_colour_images(tmp_path)
+    (tmp_path / "cifar10_jpeg.tar").unlink()
+    (tmp_path / "cifar10_jpeg.tar.xz").unlink()
+    with pytest.raises(DataError, match=r"cifar10_jpeg is CIFAR-10 in colour"):
+        make_task(config("cifar10")).read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"fraction": 0.0}, "fraction must be above 0 and at most 1, not 0.0"),
+        ({"crop": 33}, "crop must be from 0 to 32, not 33"),
+        ({"colour": 1.0}, "colour must be from 0 to below 1"),
+        ({"depth": -1}, "depth must be at least 0"),
+        ({"depth": 0, "pool": "token"}, "pool='token' reads a class token"),
+        ({"stem": "conv(layers=6)"}, "nothing is left of an image of 32 x 32 pixels"),
+        ({"stem": "cnn(pool='sum')"}, "pool cannot be 'sum'"),
+        ({"stem": "cnn(kernel=2)"}, "needs an odd kernel, not 2"),
+        ({"stem": "patch"}, "did you mean 'patches'"),
+    ],
+)
+def test_wrong_settings_get_a_sentence(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make_task(config("cifar10").replace(changes))
+
+
+def test_settings_without_an_effect_are_refused():
+    with pytest.raises(ValueError, match="max_len does nothing here: it is for texts"):
+        check_used(make_task(config("cifar10")), ["max_len=4"])
+    with pytest.raises(ValueError, match="mixer does nothing here: it is for layers behind the stem, and depth=0 has none"):
+        check_used(make_task(config("cifar10", "cnn")), ["mixer=linear"])
+    for preset in ("cnn", "hybrid", "mlp_mixer"):
+        check_model(make_task(config("cifar10_gray", preset)))
