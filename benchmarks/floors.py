@@ -19,12 +19,14 @@ from regard.data import datasets
 from regard.data.bracket_score import OUTERMOST, bracket_score
 from regard.data.datasets import LabelledText, Splits, Tagged
 from regard.data.extended_vocab import extended_words
+from regard.data.go_games import GoPositions
 from regard.data.locate import find
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.text_files import Pair
 from regard.data.treebank import Tree, constituents, plain_label, read_gum, right_branching, words_of_tree
 from regard.data.wikisql import split_words
 from regard.tasks.copying import CopyTask, oov_recall
+from regard.tasks.go_task import GoTask
 
 ORDER = 5  # characters of an n-gram, the predicted one counted
 
@@ -214,6 +216,36 @@ def branching(trees: Sequence[Tree], label: str) -> dict[str, float]:
     return {**found, "sentences": float(len(trees))}
 
 
+def go(task: GoTask) -> list[Row]:
+    """Moves drawn among the allowed ones, and the allowed point whose offset from the last move is the most frequent in train."""
+    found, (train, test) = task.positions, (np.asarray(task.splits[name]) for name in ("train", "test"))
+    assert found is not None
+    allowed = (found.kinds[test] == 0).sum(1)
+    drawn = {"top1": 100 * float((1 / allowed).mean()), "top5": 100 * float((np.minimum(5, allowed) / allowed).mean())}
+    ranks = offset_ranks(found.at(train), found.at(test))
+    near = {"top1": 100 * float((ranks == 0).mean()), "top5": 100 * float((ranks < 5).mean())}
+    floors = {"drawn among the allowed points": drawn, "the most frequent offset from the last move (train)": near}
+    return [row("go", name, {**scores, "positions": float(len(test))}) for name, scores in floors.items()]
+
+
+def offset_ranks(train: GoPositions, asked: GoPositions, side: int = 19) -> np.ndarray:
+    """How many allowed points have an offset from the last move that train has more often than that of the move."""
+    points, wide = side * side, 2 * side + 1
+
+    def offsets(last: np.ndarray, point: np.ndarray) -> np.ndarray:
+        """A number for rows and columns between two points, from the board's centre where there is no last move."""
+        last = np.where(last == points, points // 2, last)
+        return (point // side - last // side + side) * wide + point % side - last % side + side
+
+    counts = np.bincount(offsets(train.recent[:, 0].astype(int), train.move.astype(int)), minlength=wide * wide)
+    ranks = []
+    for start in range(0, len(asked.move), 4096):
+        kinds, last, move = (x[start : start + 4096] for x in (asked.kinds, asked.recent[:, 0].astype(int), asked.move))
+        frequent = np.where(kinds == 0, counts[offsets(last[:, None], np.arange(points)[None])], -1)
+        ranks.append((frequent > frequent[np.arange(len(move)), move][:, None]).sum(1))
+    return np.concatenate(ranks)
+
+
 def ready(name: str) -> Any:
     """A task with its settings as they are, and its data."""
     task = tasks.make_task(tasks.config(name))
@@ -229,6 +261,7 @@ FLOORS: dict[str, Callable[[], list[Row]]] = {
     "acl_titles": lambda: acl_titles(ready("acl_titles")),
     "wikisql": lambda: wikisql(ready("wikisql")),
     "gum": lambda: gum(read_gum(find("gum"))),
+    "go": lambda: go(ready("go")),
 }
 
 

@@ -22,7 +22,7 @@ from common import RESULTS, Progress, save
 
 MAIN = [sys.executable, "-c", "from regard.cli import main; main()"]
 SEEDS = (1, 2, 3)
-STEADY = ("translate", "mixers", "language", "copy", "parse", "parallel")  # groups whose passes are alike
+STEADY = ("translate", "mixers", "language", "copy", "parse", "go", "parallel")  # groups whose passes are alike
 DECODINGS = (["beam=1"], *(["beam=5", f"length_penalty={power}"] for power in (0.0, 1.0, 2.0)), ["beam=10"])
 
 
@@ -60,6 +60,8 @@ def rows() -> list[Row]:
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
     many += [Row(f"gum {seed}", "parse", "gum", [f"seed={seed}"], scored=([], ["beam=1"])) for seed in SEEDS]
     many += [Row("gum tags=false", "parse", "gum", ["tags=false"])]
+    nets = ("conv", "pooled", "hybrid", "attention")
+    many += [Row(f"go {net}", "go", "go", [f"net={net}"], scored=([], ["views=8"])) for net in nets]
     teacher = "multi30k rdrop 1"
     ctc, taught = ["decoder=ctc(upsample=2)", "mode=rdrop(alpha=3)"], ["init_from={after}", "distilled={after}.taught"]
     short = ["batch_tokens=4096", "steps=4000", "lr=1e-3", "validate_every=2000"]

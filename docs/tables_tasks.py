@@ -27,6 +27,12 @@ NAMES = {
     "recall": "recall, %",
     "complete": "whole trees right, %",
     "tagged": "tags right, %",
+    "top1": "top-1, %",
+    "top5": "top-5, %",
+    "top1_moves_1_50": "top-1, moves 1-50",
+    "top1_moves_51_150": "51-150",
+    "top1_moves_151_on": "151 on",
+    "top1_new": "positions that train has not",
 }
 OTHERS = {  # their groups
     "ewt": "tag",
@@ -35,8 +41,9 @@ OTHERS = {  # their groups
     "acl_titles": "copy",
     "wikisql": "copy",
     "gum": "parse",
+    "go": "go",
 }
-COUNTS = ("texts", "words", "sentences")  # how many were scored, beside how well
+COUNTS = ("texts", "words", "sentences", "new", "positions")  # how many were scored, beside how well
 
 
 def measure(*groups: str) -> str:

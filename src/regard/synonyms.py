@@ -69,6 +69,7 @@ SYNONYMS: dict[str, str] = {
     "wikisql": "sql text_to_sql",
     "tox21": "toxicity molecules smiles moleculenet",
     "cora": "planetoid citation citations node_classification",
+    "go": "baduk weiqi board_game",
     "gum": "parse parsing parser constituency treebank trees",
     "an4": "asr speech speech_recognition recognition",
     "fsdd": "spoken_digits digits audio",

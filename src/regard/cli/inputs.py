@@ -12,6 +12,7 @@ from regard.data.text_files import check_unicode, read_lines
 
 FILE_SUFFIXES = {".txt", ".tsv", ".csv", ".json", ".jsonl", ".gz", ".xz", ".bz2", ".en", ".de", ".fr", ".src", ".tgt", ".wav"}
 RECORDINGS = {".wav"}  # files that are one input, by their path
+WHOLE_SUFFIXES = {".sgf"}  # of files that are one text, in several lines
 
 
 class Line(NamedTuple):
@@ -22,12 +23,14 @@ class Line(NamedTuple):
 def input_lines(source: str) -> tuple[bool, Iterator[Line]]:
     """Read the lines of a file, of stdin for `-`, or of the text itself; and whether there may be enough of them to batch.
 
-    The line of a recording is its path.
+    The line of a recording is its path, that of a game (.sgf) the whole file.
     """
     if source == "-":
         return False, _stdin()
     if os.path.isdir(source):
         raise ValueError(f"{source} is a folder: give a file, a text, or - for stdin")
+    if os.path.exists(source) and Path(source).suffix.lower() in WHOLE_SUFFIXES:
+        return False, iter([Line(" ".join(read_lines(source)), source)])
     if is_recording(source):
         return False, iter([Line(source, source)])
     if os.path.exists(source):
@@ -49,7 +52,11 @@ def _like_a_path(text: str) -> bool:
     if not text or any(c.isspace() for c in text) or len(text) > 4096:
         return False
     begins = text.startswith(("/", "./", "../", "~/")) and len(text) > 1
-    return begins or Path(text).suffix.lower() in FILE_SUFFIXES or os.path.isdir(os.path.dirname(text) or "/no folder")
+    return (
+        begins
+        or Path(text).suffix.lower() in FILE_SUFFIXES | WHOLE_SUFFIXES
+        or os.path.isdir(os.path.dirname(text) or "/no folder")
+    )
 
 
 def _file(path: Path) -> Iterator[Line]:

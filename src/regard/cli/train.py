@@ -88,7 +88,7 @@ def train(
         made.read(data)
         new = out is None or not out.exists()
         place = _fresh(config) if out is None else out
-        aside(f"{task} with {_mixers(config)} in {place}{note and ', ' + note}")
+        aside(f"{_title(made)} in {place}{note and ', ' + note}")
         for line in made.describe_data():
             aside(line)
     try:
@@ -218,9 +218,15 @@ def _draw_curve(made: Task, folder: Path, result: Result, lines: list[dict[str, 
         return "nothing was measured"
     paper = BytesIO()
     kept = result.best_step if result.chosen == "best" else None
-    training_plot(lines, result.name, f"{made.config.task} with {_mixers(made.config)}", kept).savefig(paper, format="png")
+    training_plot(lines, result.name, _title(made), kept).savefig(paper, format="png")
     atomic_files.replace(folder / "curve.png", paper.getvalue())
     return str(folder / "curve.png")
+
+
+def _title(made: Task) -> str:
+    """Name a task and its mechanism, where it has one."""
+    config = made.config
+    return config.task if "mixer" in made.unused() else f"{config.task} with {_mixers(config)}"
 
 
 def _sample(made: Task) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from regard.data.datasets import Splits
-from regard.data.go_board import BLACK_STONE, FORBIDDEN, LIBERTIES, POINT_KINDS, WHITE_STONE, Board
+from regard.data.go_board import BLACK_STONE, FORBIDDEN, LIBERTIES, WHITE_STONE, Board
 from regard.data.locate import file
 from regard.data.text_files import DataError, read_lines
 
@@ -32,6 +32,10 @@ class GoPositions(NamedTuple):
     number: np.ndarray  # (n) int16: moves played before
     key: np.ndarray  # (n) uint64: a hash of the stones
     cut: int = 0  # moves that were left out, from the first of a game that is not allowed
+
+    def at(self, rows: np.ndarray) -> GoPositions:
+        """Select positions by their numbers."""
+        return GoPositions(self.kinds[rows], self.recent[rows], self.move[rows], self.number[rows], self.key[rows])
 
 
 def point_of(letters: str, size: int) -> int | None:
@@ -153,6 +157,12 @@ def positions_of(games: Iterable[Sequence[int]], size: int = 19) -> GoPositions:
     return GoPositions(found, shaped, *numbered, np.array(keys, np.uint64), cut)
 
 
+def joined_positions(parts: Sequence[GoPositions]) -> GoPositions:
+    """Put positions one behind the other."""
+    kinds, recent, move, number, key = (np.concatenate([part[column] for part in parts]) for column in range(5))
+    return GoPositions(kinds, recent, move, number, key, sum(part.cut for part in parts))
+
+
 def position_row(board: Board) -> bytearray:
     """Copy the kinds of all points, with those that are forbidden to the player; stones are black and white, not own."""
     row = bytearray(board.kinds)
@@ -180,19 +190,3 @@ def symmetries(size: int) -> np.ndarray:
     board = np.arange(size * size).reshape(size, size)
     turned = [np.rot90(board, k) for k in range(4)]
     return np.stack([x.reshape(-1) for y in turned for x in (y, y.T)])
-
-
-__all__ = [
-    "POINT_KINDS",
-    "REMEMBERED",
-    "GoPositions",
-    "letters_of",
-    "point_of",
-    "position_now",
-    "position_row",
-    "positions_of",
-    "read_go",
-    "read_sgf",
-    "symmetries",
-    "write_sgf",
-]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
+from regard.tasks.go_config import go_config
 from regard.tasks.graph_config import communities_config, cora_config, motifs_config, tox21_config
 from regard.tasks.image_config import IMAGE_PRESETS, cifar10_config, cifar10_gray_config
 from regard.tasks.language_modeling_config import shakespeare_config
@@ -87,6 +88,7 @@ TASKS: dict[str, Entry] = {
     "wikisql": Entry(wikisql_config, f"{_COPYING}:CopyTask", _EXACT, "a query for a question, with copying", "wikisql"),
     "cora": Entry(cora_config, f"{_NODES}:NodeLabelsTask", _LOSS, "topics of papers, by words and citations", "planetoid"),
     "gum": Entry(gum_config, "regard.tasks.parsing:ParsingTask", ("f1", "max"), "a tree for a sentence, in brackets", "gum"),
+    "go": Entry(go_config, "regard.tasks.go_task:GoTask", ("top1", "max"), "the next move of a professional", "go_fox_pro"),
     "an4": Entry(an4_config, f"{_RECOGNITION}:An4Task", _WER, "spelled words and numbers, recognised", "an4"),
     "fsdd": Entry(fsdd_config, f"{_SPOKEN}:SpokenDigitTask", _ACCURACY, "digits of another voice", "fsdd"),
     "fsdd_speaker": Entry(fsdd_speaker_config, f"{_SPOKEN}:SpeakerTask", _ACCURACY, "voices, named and verified", "fsdd"),
