@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma
 
     A field in quotes may hold line breaks; line numbers of errors are those of the beginning of a row.
     """
-    rows = _csv_rows(path, DELIMITERS[delimiter])
+    rows = iter(_csv_rows(path, DELIMITERS[delimiter]))
     _, header = next(rows, ("", []))
     names = [name.strip() for name in header]
     if not names:
@@ -48,16 +48,18 @@ def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma
     return found
 
 
-def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, list[str]]]:
-    """Iterate over the rows of a CSV file that have a field, each with its place for error messages."""
+def _csv_rows(path: Path, delimiter: str) -> list[tuple[str, list[str]]]:
+    """List the rows of a CSV file that have a field, each with its place for error messages."""
     whole = read_text(path)
-    limit = csv.field_size_limit(max(len(whole), 1))  # a setting of the module: restored below
+    found = []
+    limit = csv.field_size_limit(max(len(whole), 1))  # a setting of the module: restored below, before a caller can fail
     try:
         rows, line = csv.reader(io.StringIO(whole, newline=""), delimiter=delimiter, strict=True), 1
         for row in rows:
             if row:
-                yield f"{path}, line {line}", row
+                found.append((f"{path}, line {line}", row))
             line = rows.line_num + 1
+        return found
     except csv.Error as error:
         raise DataError(f"{path}, line {line}: not CSV that can be read: {error}") from None
     finally:
