@@ -6,7 +6,7 @@
 PEERS is a folder with the packages of the peers (pip install --target PEERS 'regard[peers]'); those that are not there are
 listed in the files. Rows are written after every job, and the time that is left after --minutes cuts the last sets short.
 With --warm so many processes compile the kernels and models of all sets first (gpu_sets.py, warm_up.py); times are taken after
-that by this process alone.
+that by this process alone. --compiled measures models of torch.compile instead, by so many processes that take turns.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no idle compilers
 import torch
 
 from common import RESULTS, Progress
-from gpu_sets import SETS
+from compiled_models import measure_compiled
+from gpu_sets import COMPILED, SETS
 from regard.bench.floors import FORWARD, TRAINING
 from regard.bench.machine import write_record
 from regard.bench.record import model_record, speed_record
 from regard.bench.speed import Request
 from regard.bench.summary import crossovers
 from regard.bench.timing import first_line
-from regard.bench.whole_models import ModelRequest
+from regard.bench.whole_models import ModelRequest, SlowModels
 from regard.spec import Spec
 from warm_up import short_tuning, warm_up
 
@@ -46,6 +47,7 @@ def run_set(name: str, parts: list[dict[str, Any]], args: argparse.Namespace, en
     """Run the parts of a set, all into one file."""
     path = args.out / f"bench_{name}.json"
     merged: dict[str, Any] = {}
+    slow: SlowModels = {}
     for part in parts:
         kept = dict(merged)
 
@@ -54,7 +56,7 @@ def run_set(name: str, parts: list[dict[str, Any]], args: argparse.Namespace, en
             merged.update(joined(kept, record))
             write_record(path, merged)
 
-        run_part(part, args, end, save)
+        run_part(part, args, end, save, slow)
     print(f"{name}: {len(merged.get('rows', []))} rows in {path}", flush=True)
 
 
@@ -70,7 +72,7 @@ def request_of(part: dict[str, Any], args: argparse.Namespace) -> Request | Mode
     return Request(**{"passes": (FORWARD, TRAINING), "step_batch": 2 if args.small else 32, **options})
 
 
-def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: Any) -> None:
+def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: Any, slow: SlowModels) -> None:
     request = request_of(part, args)
     shown: list[Progress] = []
 
@@ -82,7 +84,7 @@ def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: A
         shown[0].step(f"{text} ({done} done)")
 
     if isinstance(request, ModelRequest):
-        model_record(request, report, save)
+        model_record(request, report, save, slow)
     else:
         speed_record(request, report, save)
 
@@ -121,12 +123,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05, help="for each time that is measured")
     parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES", help="compile everything by so many processes first")
     parser.add_argument("--warm-seconds", type=float, default=150.0, help="for that, at most")
+    parser.add_argument(
+        "--compiled", type=int, default=0, metavar="PROCESSES", help="models of torch.compile: bench_compiled.json"
+    )
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     if not args.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device here: --small tries the script on a CPU")
     end = time.perf_counter() + 60 * args.minutes
+    if args.compiled:
+        requests = [request_of(part, args) for part in COMPILED]
+        measure_compiled(requests, args.compiled, 60 * args.minutes, args.out / "bench_compiled.json")
+        return
     if args.warm:
         warm_up([request_of(part, args) for name in args.only for part in SETS[name]], args.warm, args.warm_seconds)
     with short_tuning(*TUNING_MS):

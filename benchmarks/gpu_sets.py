@@ -7,6 +7,7 @@ from typing import Any
 from regard.bench.token_step import STEP
 from regard.bench.whole_models import DECODER_MODEL, ENCODER_MODEL
 from regard.catalogue import CATALOGUE
+from regard.mixers.base import Can
 
 K = 1024
 FULL, FLEX, FLA = "SDPA", "FlexAttention", "flash-linear-attention"
@@ -19,6 +20,7 @@ LAST = "rnn"  # a step for each token: minutes
 HASHED = ["transformers Reformer"]
 MAIN = ["softmax", "Local(256)", "linear", "retention"]
 REST = [GIVEN.get(name, name) for name in CATALOGUE if name not in (*MAIN, LAST)]
+NOT_CAUSAL = [name for name, row in CATALOGUE.items() if Can.CAUSAL not in row.can]
 
 SETS: dict[str, list[dict[str, Any]]] = {
     "windows": [
@@ -101,16 +103,18 @@ SETS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "models": [
-        {"mixers": MAIN, "lengths": [4 * K, 64 * K, 16 * K], "kinds": (DECODER_MODEL,)},
-        {"mixers": MAIN, "lengths": [4 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": MAIN, "lengths": [4 * K, 16 * K, 64 * K], "kinds": (DECODER_MODEL,)},
         {"mixers": REST, "lengths": [4 * K], "kinds": BOTH_KINDS},
-        {"mixers": MAIN, "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
-        {"mixers": MAIN[1:], "lengths": [256 * K, 1024 * K], "kinds": (DECODER_MODEL,)},
-        {"mixers": MAIN, "lengths": [1 * K], "kinds": BOTH_KINDS},
-        {"mixers": MAIN, "lengths": [16 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
-        {"mixers": MAIN[1:], "lengths": [256 * K, 1024 * K], "kinds": (ENCODER_MODEL,)},
-        {"mixers": MAIN, "lengths": [4 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},
-        {"mixers": ["gla", "performer", "Local(128) | Global(first=2)"], "lengths": [64 * K], "kinds": BOTH_KINDS},
+        {"mixers": REST, "lengths": [1 * K, 16 * K, 64 * K], "kinds": BOTH_KINDS},
+        {"mixers": MAIN, "lengths": [1 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": MAIN, "lengths": [1 * K, 4 * K, 16 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": [*MAIN, *REST], "lengths": [256 * K, 1024 * K], "kinds": BOTH_KINDS},
         {"mixers": [LAST], "lengths": [4 * K], "kinds": (DECODER_MODEL,)},
     ],
 }
+# By several processes, which take turns on the card: compiling takes longest, and one process does it on one core.
+COMPILED: list[dict[str, Any]] = [
+    {"mixers": [*MAIN, *REST], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
+    {"mixers": NOT_CAUSAL, "lengths": [4 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},
+    {"mixers": MAIN, "lengths": [64 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
+]

@@ -8,6 +8,7 @@ from typing import Any
 from regard.bench.floors import TRAINING
 from regard.bench.summary import best_time, ratio
 from tables_base import Made, code, not_yet, short, table
+from tables_models import model_tables
 
 SETS = {
     "windows": "Sliding windows",
@@ -17,8 +18,8 @@ SETS = {
     "softmax": "Softmax beside the bare operation of PyTorch",
     "steps": "One decoding step of a layer",
 }
-MODELS = "models"
-NAMES = (*SETS, MODELS)
+MODELS, COMPILED = "models", "compiled"
+NAMES = (*SETS, MODELS, COMPILED)
 PLACE = {"core": "operation", "layer": "layer"}
 OURS, FULL = "regard", "SDPA"
 
@@ -28,7 +29,7 @@ Row = dict[str, Any]
 def speed(results: dict[str, Made]) -> str:
     """One table for each set; `results` has a record by the name of each, without rows where it was not measured."""
     parts = [f"### {title}\n{_set_table(results[name], name)}" for name, title in SETS.items()]
-    parts.append(f"### Whole models\n{_model_table(results[MODELS])}")
+    parts.append(f"### Whole models\n{model_tables(results[MODELS], results[COMPILED])}")
     return "\n\n".join(parts)
 
 
@@ -134,31 +135,6 @@ def _crossed(made: Made) -> str:
         return ""
     texts = [f"`{spec}` {', '.join(dict.fromkeys(where))}" for spec, where in found.items()]
     return "\n\nForward + backward is faster than SDPA over all pairs: " + "; ".join(texts) + "."
-
-
-def _model_table(made: Made) -> str:
-    if not made["rows"]:
-        return not_yet("bench_gpu.py --only models")
-    s, w = made["settings"], made["made_with"]
-    body = [_model_line(row, made["rows"]) for row in made["rows"]]
-    text = (
-        f"Forward + backward of {s['depth']} layers of width {s['width']}, {s['tokens']:,} tokens in all, {s['dtype']} by "
-        f"autocast. ({w['device']}, torch {w['torch']}, commit {w['commit']}.)"
-    )
-    head = ["mechanism", "model", "n", "ms", "thousand tokens a second", "GiB", "against softmax"]
-    return f"{text}\n\n{table(head, body)}"
-
-
-def _model_line(row: Row, rows: list[Row]) -> list[str]:
-    kind = f"{row['model']}, compiled" if row["compiled"] else row["model"]
-    start = [code(row["spec"]), kind, f"{row['n']:,}"]
-    if "ms" not in row:
-        return [*start, "", "", "", row["reason"]]
-    keys = ("model", "compiled", "n")
-    full = [x for x in rows if x["spec"] == "softmax" and "ms" in x and all(x[key] == row[key] for key in keys)]
-    faster = f"{full[0]['ms'] / row['ms']:.2f} x" if full else ""
-    tokens = f"{row['tokens_per_second'] / 1e3:,.0f}"
-    return [*start, short(row["ms"]), tokens, f"{row['peak_bytes'] / 2**30:.2f}", faster]
 
 
 def advise_error(made: Made) -> str:

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+from time import sleep
 
 import pytest
 import torch
@@ -309,6 +310,21 @@ def test_whole_models():
     assert names == [("softmax", "encoder"), ("softmax", "decoder"), ("fnet", "encoder")]
     for found in record["rows"]:
         assert found["tokens_per_second"] == pytest.approx(64 / found["ms"] * 1e3)
+
+
+def test_longer_sequences_of_a_slow_model_are_left_out(monkeypatch):
+    """What one request found to be slow is left out of the next one; a slow pass is its own measurement."""
+    passes = []
+    monkeypatch.setattr("regard.bench.whole_models.SLOW_PASS", 0.02)
+    monkeypatch.setattr("regard.bench.whole_models.training_pass", lambda _, job, __: lambda: passes.append(job.n) or sleep(0.03))
+    slow = {}
+    short = whole_models.ModelRequest(specs("softmax"), (32, 64), ("encoder",), tokens=64, seconds=0.001)
+    rows = list(whole_models.model_rows(short, whole_models.model_jobs(short), slow))
+    assert passes == [32, 32]  # the first, and the one under the clock
+    assert rows[0]["ms"] >= 30 and rows[1]["reason"].startswith("left out: 0.0 s a pass at n = 32")
+    long = whole_models.ModelRequest(specs("softmax"), (128,), ("encoder",), tokens=64)
+    assert "ms" not in next(whole_models.model_rows(long, whole_models.model_jobs(long), slow))
+    assert passes == [32, 32]
 
 
 def test_a_model_without_memory_is_a_row_with_a_reason(monkeypatch):

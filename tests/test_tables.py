@@ -261,7 +261,9 @@ def test_tables_of_speed():
     model = {"spec": "softmax", "model": "decoder", "compiled": False, "n": 4096, "ms": 20.0}
     model |= {"tokens_per_second": 1.6e6, "peak_bytes": 1 << 30}
     slow = {key: value for key, value in model.items() if key != "ms"} | {"compiled": True, "reason": "out of memory"}
-    results["models"] = record | {"rows": [model, model | {"spec": "linear", "ms": 5.0}, slow]}
+    results["models"] = record | {"rows": [model, model | {"spec": "linear", "ms": 5.0}, slow | {"n": 8192, "compiled": False}]}
+    compiled = model | {"spec": "linear", "ms": 2.5, "compiled": True}
+    results["compiled"] = record | {"rows": [slow, compiled | {"n": 9999}, compiled]}
     text = tables_speed.speed(results)
     line = next(line for line in text.splitlines() if line.startswith("| `Local(8)` | causal, operation"))
     peers = "SDPA 4 / 4: **8.00** / **8.00** x; local-attention 6 / 6: **2.00** / **2.00** x; FlexAttention: out of memory"
@@ -269,9 +271,12 @@ def test_tables_of_speed():
     assert "| 3 / 3 | 0.5 / 0.5 | 2 / 2 | 3 / 3 | 25 % bytes / 25 % bytes |" in line
     assert "faster than SDPA over all pairs: `Local(8)` from n = 2,048 (causal, operation)." in text
     assert "Not installed in this run: linformer." in text
-    assert "| `linear` | decoder | 4,096 | 5 | 1,600 | 1.00 | 4.00 x |" in text
-    assert "| `softmax` | decoder, compiled | 4,096 |  |  |  | out of memory |" in text
-    assert text.count(NOT_YET) == len(tables_speed.NAMES) - 2
+    assert "| mechanism | n = 4,096 | n = 8,192 |" in text
+    assert "| `softmax` | 1,600 / 1.0 | out of memory |" in text and "| `linear` | 1,600 (4.00 x) / 1.0 |  |" in text
+    assert "| `linear` | decoder | 4,096 | 2.5 | 1,600 | 1.0 | 2.00 x |" in text
+    assert "| `linear` | decoder | 9,999 | 2.5 | 1,600 | 1.0 |  |" in text
+    assert "| `softmax` | decoder | 4,096 |  |  |  | out of memory |" in text
+    assert text.count(NOT_YET) == len(tables_speed.NAMES) - 3
 
 
 def test_the_error_of_advice_is_a_table():

@@ -13,7 +13,7 @@ from regard.bench.speed import Job, Measured, Request, Session, jobs_of
 from regard.bench.summary import crossovers
 from regard.bench.timing import light_collections
 from regard.bench.token_step import STEP, full_step_row, own_step_row
-from regard.bench.whole_models import ModelRequest, model_jobs, model_rows
+from regard.bench.whole_models import ModelRequest, SlowModels, model_jobs, model_rows
 from regard.bench.workload import TYPES_BY_NAME, Setting, claims_of, spec_text
 from regard.mixers.base import Can
 from regard.spec import Spec
@@ -45,12 +45,12 @@ def speed_record(request: Request, report: Report, save: Save) -> dict[str, Any]
     return _finished_record(record)
 
 
-def model_record(request: ModelRequest, report: Report, save: Save) -> dict[str, Any]:
-    """Measure whole models."""
+def model_record(request: ModelRequest, report: Report, save: Save, slow: SlowModels | None = None) -> dict[str, Any]:
+    """Measure whole models; `slow` is what other requests left out (see `model_rows`)."""
     rates = measured_rates(torch.device(request.device), TYPES_BY_NAME[request.dtype])
     record = _begun("bench_models", request.to_json(), rates, {})
     jobs = model_jobs(request)
-    rows = model_rows(request, jobs)
+    rows = model_rows(request, jobs, slow)
     with light_collections():
         for done, job in enumerate(jobs):
             form = "compiled" if job.compiled else "eager"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.bench.floors import TRAINING
-from regard.bench.speed import FAILURES, OURS, SLOW, Measured, failure_text
+from regard.bench.speed import FAILURES, OURS, Measured, failure_text
 from regard.bench.timing import peak_bytes, plain_time, seconds
 from regard.bench.workload import TYPES_BY_NAME, spec_text
 from regard.config import Config
@@ -23,6 +23,8 @@ from regard.spec import Spec
 
 ENCODER_MODEL, DECODER_MODEL = "encoder", "decoder"
 VOCABULARY = 256  # bytes
+SlowModels = dict[tuple[str, str, bool], str]  # mechanism, kind and whether it was compiled: the reason
+SLOW_PASS = 1.5  # seconds of a training pass after which longer sequences are left out
 
 
 @dataclass(frozen=True)
@@ -68,35 +70,45 @@ def model_jobs(request: ModelRequest) -> list[ModelJob]:
     return found
 
 
-def model_rows(request: ModelRequest, jobs: list[ModelJob]) -> Iterator[Measured]:
-    """Measure the jobs; a model that runs out of memory, or is refused, is a row with the reason."""
-    slow: dict[tuple[str, str, bool], str] = {}
+def model_rows(request: ModelRequest, jobs: list[ModelJob], slow: SlowModels | None = None) -> Iterator[Measured]:
+    """Measure the jobs; a model that runs out of memory, or is refused, is a row with the reason.
+
+    `slow` has the models whose longer sequences are left out, and gets those that are found; requests can share it.
+    """
+    slow = {} if slow is None else slow
     for job in jobs:
         key = (spec_text(job.spec), job.kind, job.compiled)
-        row: Measured = {"by": OURS, "spec": key[0], "model": job.kind, "compiled": job.compiled, "n": job.n}
-        row["batch"] = max(1, request.tokens // job.n)
-        if key in slow:
-            yield row | {"reason": slow[key]}
-            continue
-        try:
-            row |= _measured_model(request, job, row["batch"])
-        except FAILURES as error:
-            row["reason"] = failure_text(error)
-        _forget(request.device, job.compiled)
-        if row.get("ms", 0) > 1e3 * SLOW:
+        row = _row_of(request, job) | {"reason": slow[key]} if key in slow else model_row(request, job)
+        if row.get("ms", 0) > 1e3 * SLOW_PASS:
             slow[key] = f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
         yield row
 
 
-def _measured_model(request: ModelRequest, job: ModelJob, batch: int) -> Measured:
+def model_row(request: ModelRequest, job: ModelJob, turn: AbstractContextManager[Any] | None = None) -> Measured:
+    """Measure one model; `turn` is entered for its clock, where several processes share a device."""
+    row = _row_of(request, job)
+    try:
+        row |= _measured_model(request, job, row["batch"], nullcontext() if turn is None else turn)
+    except FAILURES as error:
+        row["reason"] = failure_text(error)
+    _forget(request.device, job.compiled)
+    return row
+
+
+def _row_of(request: ModelRequest, job: ModelJob) -> Measured:
+    shape = {"n": job.n, "batch": max(1, request.tokens // job.n)}
+    return {"by": OURS, "spec": spec_text(job.spec), "model": job.kind, "compiled": job.compiled, **shape}
+
+
+def _measured_model(request: ModelRequest, job: ModelJob, batch: int, turn: AbstractContextManager[Any]) -> Measured:
     device = torch.device(request.device)
     step = training_pass(request, job, batch)
     first = seconds(step, device)
-    step()
-    peak = peak_bytes(step, device)
-    once = plain_time(step, device, request.seconds)
-    rate = batch * job.n / once
-    return {"first_seconds": first, "ms": 1e3 * once, "tokens_per_second": rate, "peak_bytes": peak}
+    with turn:
+        once: list[float] = []
+        peak = peak_bytes(lambda: once.append(seconds(step, device)), device)
+        time = once[0] if once[0] > request.seconds else plain_time(step, device, request.seconds)
+    return {"first_seconds": first, "ms": 1e3 * time, "tokens_per_second": batch * job.n / time, "peak_bytes": peak}
 
 
 def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[[], None]:
