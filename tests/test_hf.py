@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 import regard.hf  # noqa: E402
+from checkpointing_names import CHECKPOINTING, checkpoint_activations  # noqa: E402
 from regard import Pattern  # noqa: E402
 from regard.ops.backend import SlowBackend  # noqa: E402
 
@@ -198,7 +199,7 @@ def training_step(family):
     for spec, checkpointed in (("eager", False), ("softmax", True)):
         model = make(family, spec).train()
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         given, _ = inputs(family)
         model(**given).loss.backward()
@@ -512,7 +513,7 @@ def test_trainer(tmp_path):
     given, _ = inputs("BERT", padded=True)
     rows = [{key: x[row] for key, x in given.items()} for row in range(2)]
     settings = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, gradient_checkpointing=True, disable_tqdm=True, save_strategy="no"
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **{CHECKPOINTING: True}
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -34,6 +34,7 @@ from transformers import (  # noqa: E402
 )
 
 import regard.hf as hf  # noqa: E402
+from checkpointing_names import checkpoint_activations  # noqa: E402
 from regard.hf.attention_layers import attention_layers, choose_layers  # noqa: E402
 from regard.hf.conversion import converted_layers, mechanism_parameters  # noqa: E402
 from regard.hf.distillation import distillation_loss, label_loss  # noqa: E402
@@ -188,7 +189,7 @@ def test_converted_models_are_compiled_and_checkpointed():
     for on in (False, True):
         model.train()
         if on:
-            model.gradient_checkpointing_enable()
+            checkpoint_activations(model)
         model.zero_grad()
         model(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
         found.append([own.grad.clone() for own in mechanism_parameters(model)])
