@@ -17,6 +17,7 @@ from regard.data.text_files import DataError, Pair, check_unicode, placed_record
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
 HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
 HELD = ("test", "val")  # the splits that are held out of a file, where no other file has them
+HELD_LINES = 5000  # different lines of validation at most, and of the test
 HELD_PAIRS = 1000  # different sources of validation at most, and of the test: each of them is translated
 
 
@@ -190,6 +191,21 @@ def split_tagged(sentences: Sequence[Tagged], where: Path | str, held: Sequence[
     parts: dict[str, list[Tagged]] = {"train": [], "val": [], "test": []}
     for key, x in zip(keys, sentences, strict=True):
         parts[split_of.get(key, "train")].append(x)
+    return Splits(**parts)
+
+
+def split_lines(lines: Sequence[str], where: Path | str, held: Sequence[str] = HELD) -> Splits[list[str]]:
+    """Split lines into about 80 / 10 / 10 %, by a hash of each line alone; val and test have HELD_LINES different ones at most.
+
+    Lines that differ in case or spaces alone are in the same split. Each split keeps the order of the file, and those that are
+    not `held` are empty.
+    """
+    keys = [_text_key(line) for line in lines]
+    split_of = _held_out(set(keys), held, HELD_LINES)
+    _check_enough(len(set(keys)), "line", split_of, held, where)
+    parts: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+    for key, line in zip(keys, lines, strict=True):
+        parts[split_of.get(key, "train")].append(line)
     return Splits(**parts)
 
 

@@ -15,6 +15,7 @@ from regard.tasks.go_config import go_config
 from regard.tasks.graph_config import communities_config, cora_config, motifs_config, tox21_config
 from regard.tasks.image_config import IMAGE_PRESETS, cifar10_config, cifar10_gray_config
 from regard.tasks.language_modeling_config import shakespeare_config
+from regard.tasks.masked_config import MLM_PRESETS, mlm_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
 from regard.tasks.parsing_config import gum_config
 from regard.tasks.presets import CPU_PRESETS, Preset
@@ -118,6 +119,14 @@ TASKS: dict[str, Entry] = {
         classify_config, f"{_OWN}:ClassificationTask", _ACCURACY, "labels of your texts", file="--csv, --jsonl or --folder"
     ),
     "text": Entry(text_config, f"{_OWN}:OwnTextTask", _LOSS, "the next character of your text", file="--file"),
+    "mlm": Entry(
+        mlm_config,
+        "regard.tasks.masked_language:MaskedLanguageTask",
+        _LOSS,
+        "masked tokens: a first stage",
+        file="--file",
+        presets=MLM_PRESETS,
+    ),
     "translate": Entry(
         translate_config, "regard.tasks.own_pairs:OwnPairsTask", _BLEU, "your texts, line by line", file="--pairs"
     ),

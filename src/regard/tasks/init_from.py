@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from regard.config import Config
-from regard.training.checkpoints import SavedRun, load_run, weights_of
+from regard.training.checkpoints import SavedRun, load_run, put_weights, weights_of
 
 ExampleT = TypeVar("ExampleT")
 SAME = ("heads", "norm", "activation", "positions", "units", "lower")  # weights fit another one of these, and mean nothing there
+
+ENCODER_SIZES = ("width", "heads", "depth", "ffn", "activation", "gated", "norm", "positions")
 
 
 def initialized_from(config: Any) -> SavedRun:
@@ -30,6 +32,34 @@ def initialized_from(config: Any) -> SavedRun:
         if run.config.get(name) != getattr(config, name):
             raise ValueError(f"{where} has {name}={run.config.get(name)}, but here it is {getattr(config, name)}: use the same")
     return run
+
+
+def encoder_run(config: Any, assets: Sequence[str], same: Sequence[str]) -> SavedRun:
+    """Load the run that `init_from` names, if its encoder and its vocabulary, the files `assets`, can be those of this model.
+
+    `same` are settings that must agree beside those of the encoder.
+    """
+    where = f"init_from={config.init_from}"
+    try:
+        run = load_run(Path(config.init_from))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if missing := [name for name in assets if name not in run.assets]:
+        units = "units=spelled" if "words.json" in assets else f"units={config.units}"
+        first = f"`regard train mlm --set {units}` makes one that it can start from"
+        raise ValueError(f"{where} is a run of {run.config.get('task')} without {missing[0]}, which {config.task} needs: {first}")
+    if other := [name for name in (*ENCODER_SIZES, *same) if run.config.get(name) != getattr(config, name)]:
+        there = ", ".join(f"{name}={run.config.get(name)}" for name in other)
+        here = ", ".join(f"{name}={getattr(config, name)}" for name in other)
+        raise ValueError(f"{where} has {there}, but here it is {here}: both stages need the same")
+    return run
+
+
+def put_encoder(model: nn.Module, run: SavedRun, where: str) -> None:
+    """Copy the embeddings and the encoder of a run into a model, which keeps its own head."""
+    own = {name: x for name, x in weights_of(model).items() if not name.startswith("encoder.")}
+    given = {name: x for name, x in run.weights.items() if name.startswith("encoder.")}
+    put_weights(model, {**own, **given}, f"init_from={where}")
 
 
 def slots_of(model: nn.Module) -> dict[str, Tensor]:

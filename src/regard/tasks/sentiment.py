@@ -18,21 +18,23 @@ from regard.data.datasets import LabelledText, read_imdb
 from regard.data.locate import find
 from regard.data.text_files import DataError
 from regard.data.token_labels import token_labels
-from regard.data.vocabulary import Bytes, Subwords, Vocabulary, Words, vocabulary
+from regard.data.vocabulary import Bytes, Characters, Subwords, Vocabulary, Words, vocabulary
 from regard.models.build import encoder, tokens
 from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence
 from regard.options import check_choice
+from regard.tasks.init_from import encoder_run, put_encoder
 from regard.tasks.sentiment_config import Sentiment
 from regard.tasks.support import check_vocab, device_under, evaluating, in_order, kept_labels, learned
 from regard.tasks.task import Task
 from regard.tasks.text_attention import StackTokens, TextAttention, text_attention
 from regard.text import unknown
+from regard.training.checkpoints import SavedRun
 from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
 INFERENCE_TOKENS = 100_000  # tokens of a batch when nothing is kept for a backward pass
-REVIEW_UNITS = ("subwords", "words", "bytes")
+REVIEW_UNITS = ("subwords", "words", "characters", "bytes")
 
 ReviewExample = tuple[list[int], int]
 
@@ -56,6 +58,7 @@ class SentimentTask(Task):
         check_vocab(config.units, config.vocab)
         check_fraction("forget", config.forget)
         self.vocabulary: Vocabulary | None = None
+        self.begun: SavedRun | None = None  # the run that it starts from
         self.labels: list[int | str] = []
 
     def examples(self, folder: Path | None) -> Any:
@@ -65,15 +68,27 @@ class SentimentTask(Task):
     def read(self, folder: Path | None = None) -> None:
         parts = dict(zip(("train", "val", "test"), self.examples(folder), strict=True))
         if self.vocabulary is None:
-            self.vocabulary = self._learn([x.text for x in parts["train"]])
+            self.vocabulary = self._first_vocabulary([x.text for x in parts["train"]])
             self.labels = _sorted({x.label for x in parts["train"]})
         self.splits = {name: self._coded(part) for name, part in parts.items()}
         self.sample = parts["val"][0].text if parts["val"] else ""
+
+    def _first_vocabulary(self, texts: list[str]) -> Vocabulary:
+        """Take the vocabulary of the run that it starts from, or learn one."""
+        if not self.config.init_from:
+            return self._learn(texts)
+        self.begun = encoder_run(self.config, ["vocabulary.json"], ("units", "lower"))
+        return vocabulary(self.begun.assets["vocabulary.json"])
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({"vocab": "a vocabulary that is learned: init_from has one"} if self.config.init_from else {})
 
     def _learn(self, texts: list[str]) -> Vocabulary:
         texts = [text.lower() for text in texts] if self.config.lower else texts
         if self.config.units == "bytes":
             return Bytes()
+        if self.config.units == "characters":
+            return Characters.of(texts)
         if self.config.units == "words":
             return Words.of(texts, size=self.config.vocab)
         return Subwords.of(texts, size=self.config.vocab)
@@ -112,7 +127,10 @@ class SentimentTask(Task):
         """Build an encoder and a head; the first token is BEGIN, which pool="token" takes."""
         config = self.config
         head = PerSequence(config.width, len(self.labels), pool=config.pool, dropout=config.dropout)
-        return Reader(encoder(config, tokens(config, len(self._units()))), head)
+        made = Reader(encoder(config, tokens(config, len(self._units()))), head)
+        if self.begun is not None:
+            put_encoder(made, self.begun, config.init_from)
+        return made
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None

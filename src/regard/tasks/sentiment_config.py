@@ -11,12 +11,13 @@ from regard.config import Config
 class Sentiment(Config):
     """A text of subwords, words or bytes, and what is taken of it."""
 
-    units: str = "subwords"
+    units: str = "subwords"  # or words, characters, bytes
     vocab: int = 16_000  # units at most
     lower: bool = True
     cut: int = 1024  # units of a text that are read: its beginning and its end, half of it each
     pool: str = "mean"  # token, mean, max, smooth
     forget: float = 0.1  # fraction of units masked in training
+    init_from: str = ""  # a finished run, as of mlm, whose embeddings, encoder and vocabulary it starts with
 
 
 def imdb_config() -> Sentiment:

@@ -15,17 +15,19 @@ from regard.data import synthetic
 from regard.data.batch import NO_LABEL, Batch, padded
 from regard.data.datasets import Tagged, read_ewt
 from regard.data.locate import find
+from regard.data.masked_units import spelled_vocabularies
 from regard.data.spelled_words import normalized_words, spelled_batch, spelled_words, words_of_line
-from regard.data.vocabulary import Characters, Words, vocabulary
+from regard.data.vocabulary import Characters, Words
 from regard.models.build import added, encoder
 from regard.models.embedding import Spelled
 from regard.models.encoder_head import Reader
 from regard.models.heads import PerVector
-from regard.tasks.init_from import short_enough
+from regard.tasks.init_from import encoder_run, put_encoder, short_enough
 from regard.tasks.support import check_lengths, device_under, evaluating, in_order, kept_labels
 from regard.tasks.tagging_config import Tagging
 from regard.tasks.task import Task
 from regard.tasks.text_attention import StackTokens, TextAttention, text_attention
+from regard.training.checkpoints import SavedRun
 from regard.training.learnable import Step
 from regard.training.losses import Loss, cross_entropy
 
@@ -56,6 +58,7 @@ class TaggingTask(Task):
             raise ValueError(f"fine is a weight, at least 0, not {config.fine!r}")
         self.words, self.characters, self.tags = Words([]), Characters([]), list[str]()
         self.fine: list[str] = []
+        self.begun: SavedRun | None = None  # the run that it starts from
 
     def sentences(self, folder: Path | None) -> Any:
         return read_ewt(find("ud_english_ewt", folder))
@@ -63,8 +66,7 @@ class TaggingTask(Task):
     def read(self, folder: Path | None = None) -> None:
         parts = dict(zip(("train", "val", "test"), self.sentences(folder), strict=True))
         if not self.tags:
-            self.words = Words.of((normalized_words(x.words) for x in parts["train"]), min_count=self.config.min_count)
-            self.characters = Characters.of(word for x in parts["train"] for word in x.words)
+            self.words, self.characters = self._vocabularies(parts["train"])
             self.tags = sorted({tag for x in parts["train"] for tag in x.tags})
             fine = {tag for x in parts["train"] for tag in x.fine}
             self.fine = sorted(fine) if self.config.fine else []
@@ -72,15 +74,23 @@ class TaggingTask(Task):
         self.splits["train"] = short_enough(self.splits["train"], self.size, self.config)
         self.sample = " ".join(parts["val"][0].words) if parts["val"] else ""
 
+    def _vocabularies(self, train: Sequence[Tagged]) -> tuple[Words, Characters]:
+        """Take the words and letters of the run that it starts from, or those of the training part."""
+        if self.config.init_from:
+            self.begun = encoder_run(self.config, ["words.json", "characters.json"], ("letters", "spelling"))
+            return spelled_vocabularies(self.begun.assets)
+        words = Words.of((normalized_words(x.words) for x in train), min_count=self.config.min_count)
+        return words, Characters.of(word for x in train for word in x.words)
+
+    def unused(self) -> dict[str, str]:
+        return super().unused() | ({"min_count": "words that are learned: init_from has them"} if self.config.init_from else {})
+
     def assets(self) -> dict[str, str]:
         tags = json.dumps({"tags": self.tags, "fine": self.fine})
         return {"words.json": self.words.to_json(), "characters.json": self.characters.to_json(), "tags.json": tags}
 
     def restore(self, assets: Mapping[str, str]) -> None:
-        words, characters = vocabulary(assets["words.json"]), vocabulary(assets["characters.json"])
-        if not isinstance(words, Words) or not isinstance(characters, Characters):
-            raise ValueError(f"words.json and characters.json hold {words.kind} and {characters.kind}: restore them")
-        self.words, self.characters = words, characters
+        self.words, self.characters = spelled_vocabularies(assets)
         self.tags, self.fine = (kept_labels(assets, "tags.json", key) for key in ("tags", "fine"))
 
     def _coded(self, x: Tagged) -> TaggedExample:
@@ -113,7 +123,10 @@ class TaggingTask(Task):
             forget=config.forget,
         )
         head = PerVector(config.width, len(self.tags) + len(self.fine), dropout=config.dropout)
-        return Reader(encoder(config, embed), head)
+        made = Reader(encoder(config, embed), head)
+        if self.begun is not None:
+            put_encoder(made, self.begun, config.init_from)
+        return made
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None

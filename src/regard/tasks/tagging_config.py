@@ -16,6 +16,7 @@ class Tagging(Config):
     spelling: int = 128  # width of the vector of its letters
     forget: float = 0.2  # fraction of words masked in training, so that spelling is learned
     fine: float = 1.0  # weight of the finer tags of the data, which it learns beside the others; they are not scored
+    init_from: str = ""  # a finished run, as of mlm with units=spelled, whose embeddings, encoder and vocabulary it starts with
 
 
 def ewt_config() -> Tagging:
