@@ -60,6 +60,7 @@ def rows() -> list[Row]:
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
     many += [Row(f"gum {seed}", "parse", "gum", [f"seed={seed}"], scored=([], ["beam=1"])) for seed in SEEDS]
     many += [Row(f"gum {text}", "parse", "gum", [text]) for text in ("tags=false", 'mixer=["rnn", "softmax"]')]
+    many += [Row(f"{task} {seed}", "point", task, [f"seed={seed}"]) for task in ("sorting", "hull") for seed in SEEDS]
     nets = ("conv", "pooled", "hybrid", "attention")
     many += [Row(f"go {net}", "go", "go", [f"net={net}"], scored=([], ["views=8"])) for net in nets]
     teacher = "multi30k rdrop 1"

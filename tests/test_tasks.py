@@ -77,6 +77,7 @@ def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
     for model in models:
         put_weights(model, kept.weights, tmp_path)
     own = {"communities": ["12", "", "cites 3 words 5"], "motifs": ["CCO", "", "c1ccccc1N"]}
+    own |= {"sorting": ["0.3 0.1 0.2", "", "1 0"], "hull": ["0,0 1,0 0.5,0.2 0,1", "", "0.1,0.9"]}
     lines = own.get(name, ["a b c", "", "they saw the duck", "😀 twenty-one", "<end>"])
     first, second = (which.predict(model.eval(), lines) for which, model in zip((made, again), models, strict=True))
     assert first == second and len(first) == len(lines) and first[1] == ""

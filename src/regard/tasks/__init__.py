@@ -18,6 +18,7 @@ from regard.tasks.language_modeling_config import shakespeare_config
 from regard.tasks.masked_config import MLM_PRESETS, mlm_config
 from regard.tasks.own_data_config import classify_config, tag_config, text_config, translate_config
 from regard.tasks.parsing_config import gum_config
+from regard.tasks.pointing_config import hull_config, sorting_config
 from regard.tasks.presets import CPU_PRESETS, Preset
 from regard.tasks.sentiment_config import imdb_config, polarity_config
 from regard.tasks.speech_config import an4_config, fsdd_config, fsdd_speaker_config, fsdd_strings_config
@@ -79,6 +80,8 @@ TASKS: dict[str, Entry] = {
     "numbers": Entry(numbers_config, f"{_TRANSLATION}:NumbersTask", _EXACT, "number words in another language"),
     "saw": Entry(saw_config, f"{_TAGGING}:SawTask", _ACCURACY, "tags for words that have several: I saw a saw"),
     "polarity": Entry(polarity_config, f"{_SENTIMENT}:PolarityTask", _ACCURACY, "good or bad, with negations"),
+    "sorting": Entry(sorting_config, "regard.tasks.pointing:SortingTask", _EXACT, "numbers sorted, by pointing at them"),
+    "hull": Entry(hull_config, "regard.tasks.pointing:HullTask", _EXACT, "corners of a convex hull, by pointing"),
     "communities": Entry(communities_config, f"{_NODES}:CommunitiesTask", _LOSS, "groups of the nodes of a graph"),
     "motifs": Entry(motifs_config, f"{_MOLECULES}:MotifsTask", _AUC, "what drawn molecules have", package="rdkit"),
     "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", _BLEU, "captions, English to German", "multi30k"),
