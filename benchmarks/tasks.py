@@ -60,7 +60,6 @@ def rows() -> list[Row]:
         many += [Row(f"{task} copy={copy}", "copy", task, [f"copy={copy}"]) for copy in ("true", "false")]
     many += [Row(f"gum {seed}", "parse", "gum", [f"seed={seed}"], scored=([], ["beam=1"])) for seed in SEEDS]
     many += [Row(f"gum {text}", "parse", "gum", [text]) for text in ("tags=false", 'mixer=["rnn", "softmax"]')]
-    many += [Row(f"{task} {seed}", "point", task, [f"seed={seed}"]) for task in ("sorting", "hull") for seed in SEEDS]
     nets = ("conv", "pooled", "hybrid", "attention")
     many += [Row(f"go {net}", "go", "go", [f"net={net}"], scored=([], ["views=8"])) for net in nets]
     teacher = "multi30k rdrop 1"
@@ -69,10 +68,14 @@ def rows() -> list[Row]:
     many += [
         Row("multi30k ctc", "parallel", "multi30k", [*ctc, *short, *taught], teacher),
         Row("multi30k ctc, not taught", "parallel", "multi30k", ctc),
-        Row("multi30k masked", "parallel", "multi30k", ["decoder=masked", "mode=teacher_forcing", *short, *taught], teacher),
+        *(
+            Row(f"multi30k {name}", "parallel", "multi30k", [f"decoder={name}", "mode=teacher_forcing", *short, *taught], teacher)
+            for name in ("masked", "length", "fixed")
+        ),
     ]
     then = ["init_from={after}", "steps=300", "lr=1e-4", "warmup=30", "batch_tokens=2048", "validate_every=300", "average=1"]
-    for mode in ("teacher_forcing", "two_pass", "parallel", "self_critical", "minimum_risk"):
+    modes = ("teacher_forcing", "two_pass", "parallel", "scheduled", "free_running", "self_critical", "minimum_risk")
+    for mode in modes:
         many.append(Row(f"multi30k then {mode}", "modes", "multi30k", [*then, "save_every=300", f"mode={mode}"], teacher))
     return many
 

@@ -3,7 +3,7 @@
 import pytest
 from scipy.spatial import ConvexHull
 
-from regard.data.pointing import extremes, hull_order, pointed_sets, polygon_area, sorted_order
+from regard.data.point_sets import extremes, hull_order, pointed_sets, polygon_area, sorted_order
 from regard.tasks import config, make_task
 from regard.tasks.pointing import PointedSet
 from regard.training.fit import fit

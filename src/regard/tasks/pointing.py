@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.checks import need
 from regard.data.batch import NO_LABEL, Batch, padded
-from regard.data.pointing import GRID, Point, PointedSet, extremes, hull_order, pointed_sets, polygon_area, sorted_order
+from regard.data.point_sets import SIDE_UNITS, Point, PointedSet, extremes, hull_order, pointed_sets, polygon_area, sorted_order
 from regard.decoding import Constraints, beam, generate
 from regard.models.pointer import Pointer, pointer
 from regard.tasks.pointing_config import Pointing
@@ -69,7 +69,7 @@ class PointingTask(Task):
         longest = max(len(x.points) for x in examples) if valid is None else valid.shape[1]
         source = torch.zeros(len(examples), longest, self.dims)
         for row, x in enumerate(examples):
-            source[row, : len(x.points)] = torch.tensor(x.points) * (2 / GRID) - 1
+            source[row, : len(x.points)] = torch.tensor(x.points) * (2 / SIDE_UNITS) - 1
         answers = [[*(position + 1 for position in x.answer), Pointer.END] for x in examples]
         target, target_valid = padded(answers, NO_LABEL, multiple=self.multiple)
         return Batch(source, valid, target, target_valid)
@@ -135,7 +135,7 @@ class PointingTask(Task):
         if len(point) != self.dims or not all(0 <= x <= 1 for x in point):
             form = "a number" if self.dims == 1 else "a point, written x,y,"
             raise ValueError(f"line {number} has {word[:40]!r}, which is not {form} from 0 to 1")
-        return tuple(x * GRID for x in point)
+        return tuple(x * SIDE_UNITS for x in point)
 
 
 class SortingTask(PointingTask):
@@ -175,4 +175,4 @@ def _covered(x: PointedSet, answer: Sequence[int]) -> float:
 
 
 def _written(point: Point) -> str:
-    return ",".join(f"{x / GRID:.4f}" for x in point)
+    return ",".join(f"{x / SIDE_UNITS:.4f}" for x in point)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from regard.data.datasets import Splits
 
-GRID = 10_000  # coordinates are integers below it
+SIDE_UNITS = 10_000  # coordinates are integers below it
 Point = tuple[int, ...]
 
 
@@ -88,7 +88,7 @@ def pointed_sets(
     while len(found) < train + val + test:
         count, points = dice.randint(least, most), dict[Point, None]()
         while len(points) < count:
-            points[tuple(dice.randrange(GRID) for _ in range(dims))] = None
+            points[tuple(dice.randrange(SIDE_UNITS) for _ in range(dims))] = None
         if frozenset(points) not in seen:
             seen.add(frozenset(points))
             found.append(PointedSet(tuple(points), order(tuple(points))))
