@@ -99,12 +99,12 @@ def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 4.6), dpi=150, facecolor="white")
-    axes = figure.add_axes((0.09, 0.14, 0.66, 0.66))
+    axes = figure.add_axes((0.09, 0.14, 0.67, 0.66))
     ends = {}
     for mode in dict.fromkeys(row["mode"] for row in rows):
         own = [row for row in rows if row["mode"] == mode]
         for kind, style in (("true", (0, (4, 3))), ("wrong", "-")):
-            for seed in {row["seed"] for row in own}:
+            for seed in {row["seed"] for row in own} if len({row["seed"] for row in own}) > 1 else ():
                 axes.plot(
                     SHARES, [row[kind] for row in own if row["seed"] == seed], color=COLOURS[mode], alpha=0.25, linewidth=0.8
                 )
@@ -116,7 +116,7 @@ def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
     for (mode, kind), y in sorted(ends.items(), key=lambda item: item[1]):
         height = max(y, heights[-1] + (high - low) * 0.055) if heights else y
         heights.append(height)
-        text = f"{mode.replace('_', ' ')}, after a {kind} token"
+        text = f"{mode.replace('_', ' ')}, {kind} token"
         axes.annotate(
             text, (SHARES[-1], height), (8, 0), textcoords="offset points", color=COLOURS[mode], fontsize=8.5, va="center"
         )
