@@ -33,7 +33,18 @@ _LISTS = (
 )  # of tiles of 64 x 64, half a tile at a time
 _SMALL = ((32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1))
 
+# Windows without padding, bias or dropout: form 1 leaves them to the kernels of all patterns.
+_BAND_FORWARD = tuple(
+    {"form": form, **sizes}
+    for form in (1, 2, 3, 4, 5)
+    for sizes in tiles("BM", "BN", ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2)))
+)
+_BAND_BACKWARD = ((64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2))
+
 TILE_BANDS: Candidates = {
+    "band_forward": _BAND_FORWARD,
+    "band_query_gradients": tuple({"form": x, **y} for x in (1, 2, 3) for y in tiles("BM", "BN", _BAND_BACKWARD)),
+    "band_key_gradients": tuple({"form": x, **y} for x in (1, 2, 3) for y in tiles("BN", "BM", _BAND_BACKWARD)),
     "tile_forward": tiles("BM", "BN", _FORWARD),
     "tile_query_gradients": tiles("BM", "BN", _BACKWARD),
     "tile_key_gradients": tiles("BN", "BM", _BACKWARD),
