@@ -17,7 +17,7 @@ class BandSizes(TileSizes):
 
     def _band(self, kernel: str, group: PairGroup, number: int) -> dict[str, Any] | None:
         """Return the constants of a kernel, unless the call has more than a window, or one narrower than the tile of a program."""
-        if not self.bare or number or group.band is None or group.by_query is not None or group.strided is not None:
+        if not self.bare or self.scale <= 0 or number or group.band is None or group.by_query is not None or group.strided is not None:
             return None
         kind = "half" if self.dtype in HALVES else "float"
         width, value_width = block_of(self.d, self.device), block_of(self.e, self.device)

@@ -9,12 +9,16 @@ from regard.ops.tile.triton_bands import BAND_NUMBERS, ONE_LOOP, hide_pairs, tok
 from regard.ops.tile.triton_kernels import LOWEST, load_tile, load_tile_transposed, store_tile
 from regard.ops.triton_math import LOG2E
 
+SPLIT = tl.constexpr(3)
+# As form 2, with two numbers of each of the next queries in registers: a pipeline copies each to shared memory by itself.
+CARRIED = tl.constexpr(4)
+
 
 @triton.jit
 def query_step(dq, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
                BE: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what the keys of tile z give to the gradient of a tile of queries. MASK: 0 never, 1 always, 2 where needed."""
-    q, d_out, lse, pull, rows = own
+    q, d_out, lse, pull, rows, factor = own
     K, V, skn, svn, m = at
     low, count, begin, end = window
     offsets = z * BN + tl.arange(0, BN)
@@ -23,7 +27,7 @@ def query_step(dq, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E: t
         j = tokens_at(low, offsets, m)
     k = load_tile_transposed(K, j, skn, D, BD)
     v = load_tile_transposed(V, j, svn, E, BE)
-    s = tl.dot(q, k, input_precision=PRECISION)
+    s = tl.dot(q, k, input_precision=PRECISION) * factor
     if MASK == 1:
         s = hide_pairs(s, rows, offsets, low, count, m)
     if MASK == 2:
@@ -49,7 +53,6 @@ def band_query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, sqb, sqh, sq
     i = tile * BM + rows
     here = tl.minimum(i, n - 1)
     q = load_tile(Q + b * sqb + h * sqh, here, sqn, D, BD)
-    q = (q * (scale * LOG2E)).to(q.dtype)
     d_out = load_tile(D_OUT + b * sdb + h * sdh, here, sdn, E, BE)
     out = load_tile(OUT + b * sob + h * soh, here, son, E, BE)
     pull = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
@@ -59,7 +62,7 @@ def band_query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, sqb, sqh, sq
     lse = tl.load(LSE + line + here)
     lse = tl.where(lse > LOWEST, lse * LOG2E, -LOWEST)
     low, lead, count, first, last, begin, end = window_of(tile * BM + shift, back, ahead, wide, m, BM, BN)
-    own = (q, d_out, lse, pull, rows + lead)
+    own = (q, d_out, lse, pull, rows + lead, scale * LOG2E)
     at = (K + b * skb + h // R * skh, V + b * svb + h // R * svh, skn, svn, m)
     window = (low, count, begin, end)
     dq = tl.zeros([BM, BD], tl.float32)
@@ -76,10 +79,18 @@ def band_query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, sqb, sqh, sq
 
 
 @triton.jit
-def key_step(dk, dv, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+def numbers_of_queries(at, i):
+    """Load the log-sum-exp of queries, in base 2, and their pull."""
+    _, _, LSE, PULL, _, _, _ = at
+    return tl.load(LSE + i) * LOG2E, tl.load(PULL + i)
+
+
+@triton.jit
+def key_step(dk, dv, own, at, window, numbers, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
              BE: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what the queries of tile z give to the gradients of a tile of keys and values. Scores are transposed."""
     k, v, rows, factor = own
+    lse, pull = numbers
     Q, D_OUT, LSE, PULL, sqn, sdn, n = at
     low, count, begin, end = window
     offsets = z * BM + tl.arange(0, BM)
@@ -88,16 +99,13 @@ def key_step(dk, dv, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E:
         i = tokens_at(low, offsets, n)
     q = load_tile_transposed(Q, i, sqn, D, BD)
     d_out = load_tile(D_OUT, i, sdn, E, BE)
-    lse = tl.load(LSE + i)
-    lse = tl.where(lse > LOWEST, lse * LOG2E, -LOWEST)
-    pull = tl.load(PULL + i)
     s = tl.dot(k, q, input_precision=PRECISION) * factor
     if MASK == 1:
         s = hide_pairs(s, rows, offsets, low, count, n)
     if MASK == 2:
         if (z < begin) | (z >= end):
             s = hide_pairs(s, rows, offsets, low, count, n)
-    p = tl.exp2(s - lse[None, :])
+    p = tl.exp2(s - lse[None, :])  # a row without pairs has no score but -inf
     dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
     dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
     ds = p * (dp - pull[None, :])
@@ -124,17 +132,27 @@ def band_key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, sqb, sqh, sqn, skb, sk
     window = (low, count, begin, end)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BE], tl.float32)
+    x0 = tl.arange(0, BM)
     for h in range(g * R, g * R + R):
         line = (b * H + h) * n
         at = (Q + b * sqb + h * sqh, D_OUT + b * sdb + h * sdh, LSE + line, PULL + line, sqn, sdn, n)
-        if FORM == ONE_LOOP:
-            for z in range(first, last):
-                dk, dv = key_step(dk, dv, own, at, window, z, 2, D, E, BD, BE, BM, PRECISION)
-        else:
+        if FORM == SPLIT:
             for z in range(begin, end):
-                dk, dv = key_step(dk, dv, own, at, window, z, 0, D, E, BD, BE, BM, PRECISION)
+                numbers = numbers_of_queries(at, low + z * BM + x0)
+                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 0, D, E, BD, BE, BM, PRECISION)
             for x in range(first, last - (end - begin)):
                 z = x + tl.where(x < begin, 0, end - begin)
-                dk, dv = key_step(dk, dv, own, at, window, z, 1, D, E, BD, BE, BM, PRECISION)
+                numbers = numbers_of_queries(at, tokens_at(low, z * BM + x0, n))
+                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 1, D, E, BD, BE, BM, PRECISION)
+        elif FORM == CARRIED:
+            numbers = numbers_of_queries(at, tokens_at(low, first * BM + x0, n))
+            for z in range(first, last):
+                later = numbers_of_queries(at, tokens_at(low, (z + 1) * BM + x0, n))
+                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
+                numbers = later
+        else:
+            for z in range(first, last):
+                numbers = numbers_of_queries(at, tokens_at(low, z * BM + x0, n))
+                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
     store_tile(DK + b * sgb + g * sgh, j, sgn, m, dk * scale, D, BD)
     store_tile(DV + b * swb + g * swh, j, swn, m, dv, E, BE)

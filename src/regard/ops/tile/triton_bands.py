@@ -7,7 +7,6 @@ of S offsets begin there, not at multiples of S: all programs meet equally many.
     FORM 3    a loop without masks, then one over the tiles at both edges of the window and at the ends of the sequence
     FORM 4    as 3, but offsets o and o + W of the two edges, W >= N, are one tile: no row meets both, so a score is chosen
               before the exponential and a weight after it; exponentials are taken of W offsets instead of W + B
-    FORM 5    as 4, with the scores of the next tile computed beside the exponentials of this one
 
 `triton_kernels` computes all other cases, and these too: `form` 1 of a configuration.
 """
@@ -22,7 +21,7 @@ from regard.ops.triton_math import LN2, LOG2E
 
 BAND_NUMBERS = ("n", "m", "shift", "back", "ahead", "wide")  # compiled for all values
 ONE_LOOP = tl.constexpr(2)
-AHEAD_FORM = tl.constexpr(5)
+MERGED = tl.constexpr(4)
 
 
 @triton.jit
@@ -69,13 +68,52 @@ def hide_ends(s, near, low, offsets, wide, length):
 
 
 @triton.jit
-def add_scores(sums, s):
-    """Return the weights of a tile of scores and how much the sums before it fade."""
+def add_scores(sums, s, factor):
+    """Return the weights of a tile of scores, in units of 1 / factor, and how much the sums before it fade."""
     total, top = sums
     new = tl.maximum(top, tl.max(s, 1))
-    p = tl.exp2(s - new[:, None])
-    fade = tl.exp2(top - new)
+    p = tl.exp2(s * factor - (new * factor)[:, None])
+    fade = tl.exp2((top - new) * factor)
     return p, fade, (total * fade + tl.sum(p, 1), new)
+
+
+@triton.jit
+def masked_tiles(acc, sums, q, K, V, rows, window, first, last, skip, skn, svn, factor, D: tl.constexpr, E: tl.constexpr,
+                 BD: tl.constexpr, BE: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Add tiles first .. last - 1, except those of a range, with masks."""
+    low, count, m = window
+    begin, end = skip
+    for x in range(first, last - (end - begin)):
+        offsets = (x + tl.where(x < begin, 0, end - begin)) * BN + tl.arange(0, BN)
+        j = tokens_at(low, offsets, m)
+        k = load_tile_transposed(K, j, skn, D, BD)
+        v = load_tile(V, j, svn, E, BE)
+        s = hide_pairs(tl.dot(q, k, input_precision=PRECISION), rows, offsets, low, count, m)
+        p, fade, sums = add_scores(sums, s, factor)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, sums
+
+
+@triton.jit
+def merged_edges(acc, sums, q, K, V, rows, window, e, wide, skn, svn, factor, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+                 BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Add the tiles at offsets e and e + wide as one: a row meets an offset of the first, or of the second, or neither."""
+    low, count, m = window
+    o = e + tl.arange(0, BN)
+    j = tokens_at(low, o, m)
+    late = tokens_at(low, o + wide, m)
+    near = o[None, :] >= rows[:, None]
+    s = tl.dot(q, load_tile_transposed(K, late, skn, D, BD), input_precision=PRECISION)
+    s = tl.where(o[None, :] < (rows + count - wide)[:, None], s, float("-inf"))
+    s = tl.where(near, tl.dot(q, load_tile_transposed(K, j, skn, D, BD), input_precision=PRECISION), s)
+    if (low < 0) | (low + wide + tl.maximum(BM, BN) > m):
+        s = hide_ends(s, near, low, o, wide, m)
+    p, fade, sums = add_scores(sums, s, factor)
+    v = load_tile(V, j, svn, E, BE)
+    acc = tl.dot(tl.where(near, p, 0.0).to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    v = load_tile(V, late, svn, E, BE)
+    acc = tl.dot(tl.where(near, 0.0, p).to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, sums
 
 
 @triton.jit(do_not_specialize=BAND_NUMBERS)
@@ -83,7 +121,7 @@ def band_forward(Q, K, V, OUT, LSE, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
                  n, m, shift, back, ahead, wide, scale, H, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
                  BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    """Write the outputs and log-sum-exp of one tile of queries."""
+    """Write the outputs and log-sum-exp of one tile of queries. scale > 0: the largest product has the largest score."""
     tile = tl.program_id(0)
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -91,13 +129,14 @@ def band_forward(Q, K, V, OUT, LSE, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
     c = tl.arange(0, BN)
     i = tile * BM + rows
     q = load_tile(Q + b * sqb + h * sqh, tl.minimum(i, n - 1), sqn, D, BD)
-    q = (q * (scale * LOG2E)).to(q.dtype)
+    factor = scale * LOG2E
     K += b * skb + h // R * skh
     V += b * svb + h // R * svh
     acc = tl.zeros([BM, BE], tl.float32)
     sums = (tl.zeros([BM], tl.float32), tl.full([BM], LOWEST, tl.float32))
     low, lead, count, first, last, begin, end = window_of(tile * BM + shift, back, ahead, wide, m, BM, BN)
     rows += lead
+    window = (low, count, m)
     if FORM == ONE_LOOP:
         for z in range(first, last):
             j = tokens_at(low, z * BN + c, m)
@@ -106,68 +145,28 @@ def band_forward(Q, K, V, OUT, LSE, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
             s = tl.dot(q, k, input_precision=PRECISION)
             if (z < begin) | (z >= end):
                 s = hide_pairs(s, rows, z * BN + c, low, count, m)
-            p, fade, sums = add_scores(sums, s)
+            p, fade, sums = add_scores(sums, s, factor)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    else:
-        if FORM == AHEAD_FORM:
-            next_key = tl.where(begin < end, begin * BN, 0)
-            k = load_tile_transposed(K, tokens_at(low, next_key + c, m), skn, D, BD)
-            s = tl.dot(q, k, input_precision=PRECISION)
-            for z in range(begin, end):
-                v = load_tile(V, low + z * BN + c, svn, E, BE)
-                next_key = tl.where(z + 1 < end, (z + 1) * BN, 0)  # behind the last one: the first edge
-                k = load_tile_transposed(K, tokens_at(low, next_key + c, m), skn, D, BD)
-                s_next = tl.dot(q, k, input_precision=PRECISION)
-                p, fade, sums = add_scores(sums, s)
-                acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-                s = s_next
-        else:
-            for z in range(begin, end):
-                j = low + z * BN + c
-                k = load_tile_transposed(K, j, skn, D, BD)
-                v = load_tile(V, j, svn, E, BE)
-                p, fade, sums = add_scores(sums, tl.dot(q, k, input_precision=PRECISION))
-                acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        if FORM == 3:
-            for x in range(first, last - (end - begin)):
-                z = x + tl.where(x < begin, 0, end - begin)
-                j = tokens_at(low, z * BN + c, m)
-                k = load_tile_transposed(K, j, skn, D, BD)
-                v = load_tile(V, j, svn, E, BE)
-                s = hide_pairs(tl.dot(q, k, input_precision=PRECISION), rows, z * BN + c, low, count, m)
-                p, fade, sums = add_scores(sums, s)
-                acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        else:
-            whole = (low >= 0) & (low + wide + tl.maximum(BM, BN) <= m)
-            for e in tl.static_range(0, BM, BN):
-                o = e + c
-                j = tokens_at(low, o, m)
-                late = tokens_at(low, o + wide, m)
-                if FORM != AHEAD_FORM or e > 0:
-                    s = tl.dot(q, load_tile_transposed(K, j, skn, D, BD), input_precision=PRECISION)
-                s_late = tl.dot(q, load_tile_transposed(K, late, skn, D, BD), input_precision=PRECISION)
-                near = o[None, :] >= rows[:, None]
-                s_late = tl.where(o[None, :] < (rows + count - wide)[:, None], s_late, float("-inf"))
-                s = tl.where(near, s, s_late)
-                if not whole:
-                    s = hide_ends(s, near, low, o, wide, m)
-                p, fade, sums = add_scores(sums, s)
-                v = load_tile(V, j, svn, E, BE)
-                acc = tl.dot(tl.where(near, p, 0.0).to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-                v = load_tile(V, late, svn, E, BE)
-                acc = tl.dot(tl.where(near, 0.0, p).to(v.dtype), v, acc, input_precision=PRECISION)
-            for x in range(0, 2):  # tiles across an end of the sequence
-                z = tl.where(x == 0, begin - 1, end)
-                if (z >= tl.maximum(BM // BN, 1)) & (z < tl.minimum(wide // BN, last)):
-                    j = tokens_at(low, z * BN + c, m)
-                    k = load_tile_transposed(K, j, skn, D, BD)
-                    s = hide_pairs(tl.dot(q, k, input_precision=PRECISION), rows, z * BN + c, low, count, m)
-                    p, fade, sums = add_scores(sums, s)
-                    v = load_tile(V, j, svn, E, BE)
-                    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    if FORM == MERGED:
+        for e in tl.range(0, BM, BN, num_stages=1):
+            acc, sums = merged_edges(acc, sums, q, K, V, rows, window, e, wide, skn, svn, factor,
+                                     D, E, BD, BE, BM, BN, PRECISION)  # fmt: skip
+        first = tl.maximum(first, max(BM // BN, 1))
+        last = tl.maximum(tl.minimum(last, wide // BN), first)
+        begin = tl.minimum(begin, last)
+        end = tl.minimum(tl.maximum(end, begin), last)
+    if FORM != ONE_LOOP:
+        for z in range(begin, end):
+            j = low + z * BN + c
+            k = load_tile_transposed(K, j, skn, D, BD)
+            v = load_tile(V, j, svn, E, BE)
+            p, fade, sums = add_scores(sums, tl.dot(q, k, input_precision=PRECISION), factor)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        acc, sums = masked_tiles(acc, sums, q, K, V, rows, window, first, last, (begin, end), skn, svn, factor,
+                                 D, E, BD, BE, BN, PRECISION)  # fmt: skip
     total, top = sums
     some = total > 0
     total = tl.where(some, total, 1.0)
     store_tile(OUT + b * sob + h * soh, i, son, n, acc / total[:, None], E, BE)
-    lse = tl.where(some, (top + tl.log2(total)) * LN2, LOWEST)
+    lse = tl.where(some, top * scale + tl.log2(total) * LN2, LOWEST)
     tl.store(LSE + (b * H + h) * n + i, lse, mask=i < n)
