@@ -10,19 +10,29 @@ from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_co
 from regard.patterns.tiles import ceil_div
 
 GENERAL = 1  # the form of configurations that leave windows to the kernels of all patterns
+FORMS = {"band_forward": (1, 2, 3, 4), "band_query_gradients": (1, 2, 3), "band_key_gradients": (1, 2, 3, 4)}
 
 
 class BandSizes(TileSizes):
     """Choose and prepare launches for a plain window; None where the kernels of all patterns compute it."""
 
-    def _band(self, kernel: str, group: PairGroup, number: int) -> dict[str, Any] | None:
-        """Return the constants of a kernel, unless the call has more than a window, or one narrower than the tile of a program."""
-        if not self.bare or self.scale <= 0 or number or group.band is None or group.by_query is not None or group.strided is not None:
+    def _config(self, kernel: str, group: PairGroup, number: int) -> dict[str, Any] | None:
+        """Return the constants of a kernel, unless the call has more than a window, or one narrower than a program's tile."""
+        if (
+            not self.bare
+            or self.scale <= 0
+            or number
+            or group.band is None
+            or group.by_query is not None
+            or group.strided is not None
+        ):
             return None
         kind = "half" if self.dtype in HALVES else "float"
         width, value_width = block_of(self.d, self.device), block_of(self.e, self.device)
         config = dict(kernel_config(kernel, f"{kind} {max(width, value_width)}", self.device))
         form = config.pop("form")
+        if form not in FORMS[kernel]:
+            raise ValueError(f"{kernel} has the forms {', '.join(map(str, FORMS[kernel]))}, not {form}: change its configuration")
         own, taken = (config["BN"], config["BM"]) if kernel == "band_key_gradients" else (config["BM"], config["BN"])
         if form == GENERAL or not own <= _rounded(group.band, taken) <= self.m:
             return None
@@ -43,7 +53,7 @@ class BandSizes(TileSizes):
 
     def band_forward(self, group: PairGroup, number: int) -> KernelLaunch | None:
         """Prepare the launch of the outputs."""
-        constants = self._band("band_forward", group, number)
+        constants = self._config("band_forward", group, number)
         if constants is None:
             return None
         from regard.ops.tile.triton_bands import band_forward
@@ -56,7 +66,7 @@ class BandSizes(TileSizes):
         self, group: PairGroup, number: int, out: StrideSizes, d_out: StrideSizes, has_lse: bool
     ) -> KernelLaunch | None:
         """Prepare the launch of the gradient of queries."""
-        constants = self._band("band_query_gradients", group, number)
+        constants = self._config("band_query_gradients", group, number)
         if constants is None:
             return None
         from regard.ops.tile.triton_band_gradients import band_query_gradients
@@ -68,14 +78,27 @@ class BandSizes(TileSizes):
 
     def band_key_gradients(self, group: PairGroup, number: int, d_out: StrideSizes) -> KernelLaunch | None:
         """Prepare the launch of the gradients of keys and values."""
-        constants = self._band("band_key_gradients", group, number)
+        constants = self._config("band_key_gradients", group, number)
         if constants is None:
             return None
         from regard.ops.tile.triton_band_gradients import band_key_gradients
 
         q, k, v = self.strides
         strides = (*q[:3], *k[:3], *v[:3], *d_out[:3], *self.grads[1][1][:3], *self.grads[2][1][:3])
+        constants["EVEN"] = self._even_tiles(group, constants["BN"], constants["BM"])
         return self._band_launch(band_key_gradients, constants, [True] * 8, group, strides, by_key=True)
+
+    def _even_tiles(self, group: PairGroup, own: int, taken: int) -> bool:
+        """Return whether all tiles of queries begin at multiples of their size, and so does the end: see `window_of`."""
+        assert group.band is not None
+        back, ahead = group.band
+        start = self.span.u - self.span.t - ahead
+        leads = _rounded(group.band, taken) > back + ahead + 1 or (start - 1) % taken == 0
+        return self._met(group) and not (start - leads) % taken and not own % taken and not self.n % taken
+
+    def _met(self, group: PairGroup) -> bool:
+        """Return whether queries and keys are at the same places, so that every tile of keys meets queries."""
+        return group.band is not None and self.span.t == self.span.u and self.n == self.m and min(group.band) >= 0
 
 
 def _rounded(band: tuple[int, int], tile: int) -> int:

@@ -27,14 +27,14 @@ def query_step(dq, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E: t
         j = tokens_at(low, offsets, m)
     k = load_tile_transposed(K, j, skn, D, BD)
     v = load_tile_transposed(V, j, svn, E, BE)
-    s = tl.dot(q, k, input_precision=PRECISION) * factor
+    s = tl.dot(q, k, input_precision=PRECISION)
     if MASK == 1:
         s = hide_pairs(s, rows, offsets, low, count, m)
     if MASK == 2:
         if (z < begin) | (z >= end):
             s = hide_pairs(s, rows, offsets, low, count, m)
     dp = tl.dot(d_out, v, input_precision=PRECISION)
-    ds = tl.exp2(s - lse[:, None]) * (dp - pull[:, None])
+    ds = tl.exp2(s * factor - lse[:, None]) * (dp - pull[:, None])
     return tl.dot(ds.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
 
 
@@ -79,9 +79,12 @@ def band_query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, sqb, sqh, sq
 
 
 @triton.jit
-def numbers_of_queries(at, i):
+def numbers_of_queries(at, low, offsets, EVEN: tl.constexpr):
     """Load the log-sum-exp of queries, in base 2, and their pull."""
-    _, _, LSE, PULL, _, _, _ = at
+    _, _, LSE, PULL, _, _, n = at
+    i = low + offsets
+    if not EVEN:
+        i = tokens_at(low, offsets, n)
     return tl.load(LSE + i) * LOG2E, tl.load(PULL + i)
 
 
@@ -99,13 +102,13 @@ def key_step(dk, dv, own, at, window, numbers, z, MASK: tl.constexpr, D: tl.cons
         i = tokens_at(low, offsets, n)
     q = load_tile_transposed(Q, i, sqn, D, BD)
     d_out = load_tile(D_OUT, i, sdn, E, BE)
-    s = tl.dot(k, q, input_precision=PRECISION) * factor
+    s = tl.dot(k, q, input_precision=PRECISION)
     if MASK == 1:
         s = hide_pairs(s, rows, offsets, low, count, n)
     if MASK == 2:
         if (z < begin) | (z >= end):
             s = hide_pairs(s, rows, offsets, low, count, n)
-    p = tl.exp2(s - lse[None, :])  # a row without pairs has no score but -inf
+    p = tl.exp2(s * factor - lse[None, :])  # a row without pairs has no score but -inf
     dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
     dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
     ds = p * (dp - pull[None, :])
@@ -117,8 +120,12 @@ def key_step(dk, dv, own, at, window, numbers, z, MASK: tl.constexpr, D: tl.cons
 def band_key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, sqb, sqh, sqn, skb, skh, skn, svb, svh, svn,
                        sdb, sdh, sdn, sgb, sgh, sgn, swb, swh, swn, n, m, shift, back, ahead, wide, scale, H, G,
                        R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-                       BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Write the gradients of one tile of keys and values, summed over the query heads that share them."""
+                       BM: tl.constexpr, BN: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
+                       PRECISION: tl.constexpr):  # fmt: skip
+    """Write the gradients of one tile of keys and values, summed over the query heads that share them.
+
+    EVEN: tiles of queries begin at multiples of BM, and so does the end, so that several numbers are loaded at once.
+    """
     tile = tl.program_id(0)
     b = (tl.program_id(1) // G).to(tl.int64)
     g = (tl.program_id(1) % G).to(tl.int64)
@@ -128,6 +135,9 @@ def band_key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, sqb, sqh, sqn, skb, sk
     k = load_tile(K + b * skb + g * skh, here, skn, D, BD)
     v = load_tile(V + b * svb + g * svh, here, svn, E, BE)
     low, lead, count, first, last, begin, end = window_of(tile * BN - shift, ahead, back, wide, n, BN, BM)
+    if EVEN:
+        low = low // BM * BM
+        n = n // BM * BM
     own = (k, v, rows + lead, scale * LOG2E)
     window = (low, count, begin, end)
     dk = tl.zeros([BN, BD], tl.float32)
@@ -138,21 +148,21 @@ def band_key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, sqb, sqh, sqn, skb, sk
         at = (Q + b * sqb + h * sqh, D_OUT + b * sdb + h * sdh, LSE + line, PULL + line, sqn, sdn, n)
         if FORM == SPLIT:
             for z in range(begin, end):
-                numbers = numbers_of_queries(at, low + z * BM + x0)
+                numbers = numbers_of_queries(at, low, z * BM + x0, True)
                 dk, dv = key_step(dk, dv, own, at, window, numbers, z, 0, D, E, BD, BE, BM, PRECISION)
             for x in range(first, last - (end - begin)):
                 z = x + tl.where(x < begin, 0, end - begin)
-                numbers = numbers_of_queries(at, tokens_at(low, z * BM + x0, n))
+                numbers = numbers_of_queries(at, low, z * BM + x0, EVEN)
                 dk, dv = key_step(dk, dv, own, at, window, numbers, z, 1, D, E, BD, BE, BM, PRECISION)
         elif FORM == CARRIED:
-            numbers = numbers_of_queries(at, tokens_at(low, first * BM + x0, n))
+            numbers = numbers_of_queries(at, low, first * BM + x0, EVEN)
             for z in range(first, last):
-                later = numbers_of_queries(at, tokens_at(low, (z + 1) * BM + x0, n))
+                later = numbers_of_queries(at, low, tl.minimum(z + 1, last - 1) * BM + x0, EVEN)
                 dk, dv = key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
                 numbers = later
         else:
             for z in range(first, last):
-                numbers = numbers_of_queries(at, tokens_at(low, z * BM + x0, n))
+                numbers = numbers_of_queries(at, low, z * BM + x0, EVEN)
                 dk, dv = key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
     store_tile(DK + b * sgb + g * sgh, j, sgn, m, dk * scale, D, BD)
     store_tile(DV + b * swb + g * swh, j, swn, m, dv, E, BE)

@@ -1,7 +1,7 @@
 """Triton kernels of a plain window, low <= j <= high for every query: no padding, bias, dropout, lists or residue classes.
 
-A program owns B rows. Row r meets N = back + ahead + 1 neighbours, the offsets r .. r + N - 1 from the first neighbour of row 0. Tiles
-of S offsets begin there, not at multiples of S: all programs meet equally many. Those with all pairs inside come without a mask.
+A program owns B rows. Row r meets N = back + ahead + 1 neighbours, the offsets r .. r + N - 1 from the first neighbour of row 0.
+Tiles of S offsets begin there or one token before: all programs meet equally many. Those with all pairs inside need no mask.
 
     FORM 2    one loop, a mask where a scalar condition demands one
     FORM 3    a loop without masks, then one over the tiles at both edges of the window and at the ends of the sequence
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.ops.tile.triton_kernels import LOWEST, load_tile, load_tile_transposed, store_tile
+from regard.ops.tile.triton_kernels import LOWEST, closed_range, inside_range, load_tile, load_tile_transposed, store_tile
 from regard.ops.triton_math import LN2, LOG2E
 
 BAND_NUMBERS = ("n", "m", "shift", "back", "ahead", "wide")  # compiled for all values
@@ -29,10 +29,11 @@ def window_of(start, back, ahead, wide, length, B: tl.constexpr, S: tl.constexpr
     """Return the token at offset 0, the lead of row 0, the offsets of a row, and tiles: first, last, begin and end.
 
     Tiles first .. last - 1 overlap the sequence, begin .. end - 1 need no mask. start: the token beside row 0. wide: W.
-    With a lead of one token where W > N, the tiles between both edges need no mask if W = N + 1, as for |i - j| < W / 2.
+    With a lead of one token where W > N, the tiles between both edges need no mask if W = N + 1, as for |i - j| < W / 2. It is
+    also there where tiles begin at multiples of S by it.
     """
     count = back + ahead + 1
-    lead = tl.minimum(wide - count, 1)
+    lead = tl.where((wide > count) | ((start - back - 1) % S == 0), 1, 0)
     low = start - back - lead
     behind = tl.maximum(length - low, 0)
     before = tl.maximum(-low, 0)
@@ -52,10 +53,8 @@ def tokens_at(low, offsets, length):
 @triton.jit
 def hide_pairs(s, rows, offsets, low, count, length):
     """Return scores (rows offsets) with -inf for pairs outside of the window or the sequence."""
-    token = low + offsets
-    there = ((token >= 0) & (token < length))[None, :]
-    apart = offsets[None, :] - rows[:, None]
-    return tl.where(there & (apart >= 0) & (apart < count), s, float("-inf"))
+    begin, width = closed_range(tl.maximum(rows, -low), tl.minimum(rows + count, length - low) - 1)
+    return tl.where(inside_range(offsets[None, :], begin[:, None], width[:, None]), s, float("-inf"))
 
 
 @triton.jit
