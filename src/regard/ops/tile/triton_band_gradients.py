@@ -1,4 +1,4 @@
-"""Triton kernels of the gradients of a plain window, FORM 2 and 3 of `triton_bands`; formulas are in `triton_gradients`."""
+"""Triton kernels of the gradients of a plain window, in forms as in `triton_bands`; formulas are in `triton_gradients`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CARRIED = tl.constexpr(4)
 
 
 @triton.jit
-def query_step(dq, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+def window_query_step(dq, own, at, window, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
                BE: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what the keys of tile z give to the gradient of a tile of queries. MASK: 0 never, 1 always, 2 where needed."""
     q, d_out, lse, pull, rows, factor = own
@@ -68,13 +68,13 @@ def band_query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, sqb, sqh, sq
     dq = tl.zeros([BM, BD], tl.float32)
     if FORM == ONE_LOOP:
         for z in range(first, last):
-            dq = query_step(dq, own, at, window, z, 2, D, E, BD, BE, BN, PRECISION)
+            dq = window_query_step(dq, own, at, window, z, 2, D, E, BD, BE, BN, PRECISION)
     else:
         for z in range(begin, end):
-            dq = query_step(dq, own, at, window, z, 0, D, E, BD, BE, BN, PRECISION)
+            dq = window_query_step(dq, own, at, window, z, 0, D, E, BD, BE, BN, PRECISION)
         for x in range(first, last - (end - begin)):
             z = x + tl.where(x < begin, 0, end - begin)
-            dq = query_step(dq, own, at, window, z, 1, D, E, BD, BE, BN, PRECISION)
+            dq = window_query_step(dq, own, at, window, z, 1, D, E, BD, BE, BN, PRECISION)
     store_tile(DQ + b * sgb + h * sgh, i, sgn, n, dq * scale, D, BD)
 
 
@@ -89,7 +89,7 @@ def numbers_of_queries(at, low, offsets, EVEN: tl.constexpr):
 
 
 @triton.jit
-def key_step(dk, dv, own, at, window, numbers, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+def window_key_step(dk, dv, own, at, window, numbers, z, MASK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
              BE: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Add what the queries of tile z give to the gradients of a tile of keys and values. Scores are transposed."""
     k, v, rows, factor = own
@@ -149,20 +149,20 @@ def band_key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, sqb, sqh, sqn, skb, sk
         if FORM == SPLIT:
             for z in range(begin, end):
                 numbers = numbers_of_queries(at, low, z * BM + x0, True)
-                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 0, D, E, BD, BE, BM, PRECISION)
+                dk, dv = window_key_step(dk, dv, own, at, window, numbers, z, 0, D, E, BD, BE, BM, PRECISION)
             for x in range(first, last - (end - begin)):
                 z = x + tl.where(x < begin, 0, end - begin)
                 numbers = numbers_of_queries(at, low, z * BM + x0, EVEN)
-                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 1, D, E, BD, BE, BM, PRECISION)
+                dk, dv = window_key_step(dk, dv, own, at, window, numbers, z, 1, D, E, BD, BE, BM, PRECISION)
         elif FORM == CARRIED:
             numbers = numbers_of_queries(at, low, first * BM + x0, EVEN)
             for z in range(first, last):
                 later = numbers_of_queries(at, low, tl.minimum(z + 1, last - 1) * BM + x0, EVEN)
-                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
+                dk, dv = window_key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
                 numbers = later
         else:
             for z in range(first, last):
                 numbers = numbers_of_queries(at, low, z * BM + x0, EVEN)
-                dk, dv = key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
+                dk, dv = window_key_step(dk, dv, own, at, window, numbers, z, 2, D, E, BD, BE, BM, PRECISION)
     store_tile(DK + b * sgb + g * sgh, j, sgn, m, dk * scale, D, BD)
     store_tile(DV + b * swb + g * swh, j, swn, m, dv, E, BE)
