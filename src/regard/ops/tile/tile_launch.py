@@ -9,8 +9,9 @@ from torch import Tensor
 
 from regard.ops.dropout_hash import head_numbers, key_keys, query_keys
 from regard.ops.kernel_launch import KernelLaunch, hold_for_graphs, launch_kernel, present_slots
+from regard.ops.tile.band_launch import BandSizes
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall
-from regard.ops.tile.tile_sizes import PairGroup, StrideSizes, TileSizes, rows_contiguous
+from regard.ops.tile.tile_sizes import PairGroup, StrideSizes, rows_contiguous
 from regard.patterns.tile_list import TILE, KernelItems
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 
@@ -48,7 +49,7 @@ class _BackwardSteps(NamedTuple):
     keys: list[_Step]
 
 
-class TritonPass(TileSizes):
+class TritonPass(BandSizes):
     """The launches of all calls with one signature: shapes, strides, types, device, options."""
 
     def __init__(self, call: TileCall, plans: HeadPlans, groups: tuple[PairGroup, ...]) -> None:
@@ -120,6 +121,8 @@ class TritonPass(TileSizes):
     def _forward_step(self, group: PairGroup, number: int) -> _Step:
         from regard.ops.tile.triton_kernels import tile_forward
 
+        if plain := self.band_forward(group, number):
+            return _Step(plain, (), (), ())
         flags, config, items = self.flags(group, number), self.config("tile_forward", group), group.by_query
         grid, tiles = self.grid(group, items, self.n, config["BM"], self.h)
         widths = (flags["BE"], 1, 2) if self.mass else (flags["BE"], 1)
@@ -219,6 +222,8 @@ class TritonPass(TileSizes):
         """Prepare the launch of the gradient of queries."""
         from regard.ops.tile.triton_gradients import query_gradients
 
+        if plain := self.band_query_gradients(group, number, out, d_out, has_lse):
+            return _Step(plain, (), (), ())
         flags, config, items = self.flags(group, number), self.config("tile_query_gradients", group), group.by_query
         grid, tiles = self.grid(group, items, self.n, config["BM"], self.h)
         widths = (flags["BD"], 2) if self.classed else (flags["BD"],)
@@ -241,6 +246,8 @@ class TritonPass(TileSizes):
         """Prepare the launch of the gradients of keys and values."""
         from regard.ops.tile.triton_gradients import key_gradients
 
+        if plain := self.band_key_gradients(group, number, d_out):
+            return _Step(plain, (), (), ())
         flags, config, items = self.flags(group, number), self.config("tile_key_gradients", group), group.by_key
         grid, tiles = self.grid(group, items, self.m, config["BN"], self.g)
         rooms = self.rooms(items, self.g, flags["BD"], flags["BE"])
