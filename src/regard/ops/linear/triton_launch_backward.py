@@ -63,7 +63,7 @@ def launch_backward(
     decay_grad = decay_grad and x.log_decay is not None
     last = _given_last(run, x, d_last, d_last_z)
     own: tuple[Tensor | None, Tensor | None] = (None, None)
-    dd = None
+    dd = tile_sums = None
     if x.q is not None:
         if d_out is None:
             d_out = torch.zeros((), dtype=x.q.dtype, device=run.device).expand(run.b, run.h, run.n, run.e)
@@ -71,11 +71,12 @@ def launch_backward(
         dd = _norm_grad(run, x, d_norm)
         alone = run.segs == 1 and last is None and not state_grad and not decay_grad
         if not alone or x.normalize:  # sums of one segment alone are the gradient of the state before it
-            own = _adjoint_sums(run, x, kept, d_out, dd)
+            tile_sums = run.norms_of_tiles(run.h)
+            own = _adjoint_sums(run, x, kept, d_out, dd, tile_sums)
         if alone:
             own = (None, None)
     adjoint = _adjoint_states(run, x, kept, own, last, decay_grad, state_grad)
-    d_q, d_k, d_v, products = _token_grads(run, x, kept, d_out, dd, adjoint, decay_grad)
+    d_q, d_k, d_v, products = _token_grads(run, x, kept, d_out, dd, adjoint, tile_sums, decay_grad)
     d_decay = _decay_grads(run, x, products, adjoint.dots) if adjoint.dots is not None else None
     d_state, d_norm_state = adjoint.first or (None, None)
     return LinearGrads(d_q, d_k, d_v, d_state, d_decay, d_norm_state)
@@ -104,22 +105,26 @@ def _norm_grad(run: LinearLaunch, x: LinearInputs, d_norm: Tensor | None) -> Ten
 
 
 def _adjoint_sums(
-    run: LinearLaunch, x: LinearInputs, kept: LinearStates, d_out: Tensor, dd: Tensor | None
+    run: LinearLaunch, x: LinearInputs, kept: LinearStates, d_out: Tensor, dd: Tensor | None, tile_sums: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """What every segment and head adds to the adjoint, (b h slots f e) and (b h slots f); fills dd if outputs are divided."""
+    """What every segment and head adds to the adjoint, (b h slots f e) and (b h slots f).
+
+    Fills dd if outputs are divided, and tile_sums (b h tiles f), what every tile adds to its norm.
+    """
     own = run.slots(run.h, run.f, run.e)
     own_z = run.slots(run.h, run.f) if run.norm else None
 
     def parts() -> LaunchParts:
         width = state_part(run.bf, run.be)
         parts = run.bf // width
-        numbers = (*run.strides(x.q, kept.levels, d_out), x.scale, run.n, run.segs, run.seg, run.h, run.h // run.g)
+        heads = (run.h, run.h // run.g)
+        numbers = (*run.strides(x.q, kept.levels, d_out), x.scale, run.n, run.segs, run.seg, run.norm_tiles, *heads)
         flags = {name: flag for name, flag in run.flags.items() if name != "HAS_VALID"}
-        sizes = {"BF": width, "BE": run.be, "PARTS": parts, "NORMALIZE": run.divides}
+        sizes = {"BF": width, "BE": run.be, "PARTS": parts, "NORMALIZE": run.divides, "TILE_NORMS": tile_sums is not None}
         constants = {**sizes, **flags, **run.product, **run.tiles("linear_adjoint")}
         return (parts * run.segs * run.b * run.h,), numbers, constants
 
-    tensors = (x.q, kept.levels, d_out, kept.out, kept.den, dd, own, own_z)
+    tensors = (x.q, kept.levels, d_out, kept.out, kept.den, dd, own, own_z, tile_sums)
     run.launch(("adjoint", d_out.stride(), d_out.dtype), linear_adjoint, tensors, parts)
     return own, own_z
 
@@ -159,6 +164,7 @@ def _token_grads(
     d_out: Tensor | None,
     dd: Tensor | None,
     adjoint: _Adjoint,
+    tile_sums: Tensor | None,
     decay_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Products]:
     """The gradients of queries, keys and values, and for those of decays the products q . dq and k . dk."""
@@ -183,7 +189,9 @@ def _token_grads(
         if walks:
             programs = constants.pop("key_programs")
             constants["TOGETHER"] = programs == 1
-            return ((ratio + programs) * run.segs * run.b * run.g,), (*numbers, run.segs, *sizes, run.h, ratio), constants
+            constants |= {"TILE_NORMS": kept.tile_norms is not None, "ADJOINT_NORMS": tile_sums is not None}
+            numbers = (*numbers, run.segs, *sizes, run.norm_tiles, run.h, ratio)
+            return ((ratio + programs) * run.segs * run.b * run.g,), numbers, constants
         count = -(-run.n // tiles["C"])
         reading = 0 if x.q is None else ratio * parts
         writing = 0 if x.k is None else parts + run.be // values
@@ -192,7 +200,8 @@ def _token_grads(
         return ((reading + writing) * count * run.b * run.g,), numbers, constants
 
     given = (x.q, x.k, x.v, kept.levels, x.valid, d_out, kept.den, dd, kept.states, kept.norms)
-    tensors = (*given, adjoint.states, adjoint.norms, d_q, d_k, d_v, qd, kd)
+    sums = (kept.tile_norms, tile_sums) if walks else ()
+    tensors = (*given, adjoint.states, adjoint.norms, *sums, d_q, d_k, d_v, qd, kd)
     outer = None if d_out is None else (d_out.stride(), d_out.dtype)
     adjoint_kind = None if adjoint.states is None else (adjoint.states.dtype, adjoint.slots)
     kernel = linear_walk_grads if walks else linear_gradients
