@@ -24,6 +24,7 @@ from regard.ops.delta.unit_features import unit_features
 from regard.ops.kernel_launch import SharedConstants, may_keep
 from regard.ops.linear.feature_maps import log_gate, safe_ratio
 from regard.ops.linear.linear_op import fuses_features, linear_attention, linear_read, linear_write
+from regard.ops.split_features import split_features
 from regard.transforms import transformed
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
@@ -220,8 +221,7 @@ class GLA(_Fading):
             self.can = self.can | Can.ROTARY  # features that fade alike can be turned into each other
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - padding is the operation's own
-        k, gate = k.split([self.dims.d, self.gates], -1)
-        return k, gate
+        return split_features(k, self.dims.d)
 
 
 class Delta(Kernel):

@@ -160,7 +160,7 @@ class _LinearFunction(torch.autograd.Function):
             return *_differentiable_grads(inputs, ctx.options, grads), *none
         flat = LinearInputs(*inputs, *ctx.options)
         needs = ctx.needs_input_grad
-        wanted = {"decay_grad": needs[4], "state_grad": needs[3] or needs[5]}
+        wanted = {"decay_grad": needs[4], "state_grad": needs[3] or needs[5], "beside": True}
         found = launch_backward(flat, LinearStates(*kept), *grads, **wanted, run=ctx.run)
         return *[g if needed else None for g, needed in zip(found, needs, strict=False)], *none
 

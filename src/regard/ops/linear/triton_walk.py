@@ -388,7 +388,7 @@ def _walk_queries(
 @triton.jit
 def _key_tile(
     Q, K, V, LEVEL, VALID, DO, DEN, DD, TA, DK, DV, KD, s, z,
-    sqh, sqn, skn, svn, sln, sdh, sdn, scale, low, bg, start, count, n, tiles, G, R,
+    sqh, sqn, skn, svn, sln, sdh, sdn, scale, low, bg, start, count, n, tiles, wide, G, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NARROW: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
     TILE_NORMS: tl.constexpr, DECAY_GRAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, TYPE: tl.constexpr,
@@ -473,7 +473,7 @@ def _key_tile(
             dk = dk * feature_slope(x, FEATURE)
         if HAS_VALID:
             dk = tl.where(present(VALID, j, count, HAS_VALID)[:, None], dk, 0.0)
-        tl.store(DK + j[:, None] * (G * f) + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
+        tl.store(DK + j[:, None] * (G * wide) + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
     return s, z
 
 
@@ -481,13 +481,13 @@ def _key_tile(
 def _walk_keys(
     Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
     sqh, sqn, skn, svn, sln, sdh, sdn,
-    scale, bg, at, start, count, n, tiles, G, R,
+    scale, bg, at, start, count, n, tiles, wide, G, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_ADJOINT: tl.constexpr,
     TILE_NORMS: tl.constexpr,
     DECAY_GRAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute DK (b n g f), DV (b n g e) or both of one segment, from its last tile to its first.
+    """Compute DK (b n g f of wide), DV (b n g e) or both of one segment, from its last tile to its first.
 
     KEYS, VALUES: which of them. ADJ, ADJ_Z: the adjoint behind the segment, at row `at`. With DECAY_GRAD KD gets k . dk: (b g n),
     or (b g n f) for a decay per feature.
@@ -509,7 +509,7 @@ def _walk_keys(
         for x in range(chunks):
             s, z = _key_tile(
                 Q, K, V, LEVEL, VALID, DO, DEN, DD, TA, DK, DV, KD, s, z, sqh, sqn, skn, svn, sln, sdh, sdn,
-                scale, (chunks - 1 - x) * C, bg, start, count, n, tiles, G, R,
+                scale, (chunks - 1 - x) * C, bg, start, count, n, tiles, wide, G, R,
                 f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, DECAY_GRAD, KEYS, VALUES,
                 TYPE, PRECISION,
             )  # fmt: skip
@@ -517,7 +517,7 @@ def _walk_keys(
         for x in range(chunks):
             s, z = _key_tile(
                 Q, K, V, LEVEL, VALID, DO, DEN, DD, TA, DK, DV, KD, s, z, sqh, sqn, skn, svn, sln, sdh, sdn,
-                scale, (chunks - 1 - x) * C, bg, start, count, n, tiles, G, R,
+                scale, (chunks - 1 - x) * C, bg, start, count, n, tiles, wide, G, R,
                 f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, DECAY_GRAD, KEYS, VALUES,
                 TYPE, PRECISION,
             )  # fmt: skip
@@ -527,7 +527,7 @@ def _walk_keys(
 def linear_walk_grads(
     Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, ADJ, ADJ_Z, TZ, TA, DQ, DK, DV, QD, KD,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln, sdb, sdh, sdn,
-    scale, n, segs, SEG, slots, behind, tiles, H, R,
+    scale, n, segs, SEG, slots, behind, tiles, wide, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
     HAS_VALID: tl.constexpr, HAS_STATE: tl.constexpr, HAS_ADJOINT: tl.constexpr, DECAY_GRAD: tl.constexpr,
@@ -538,7 +538,7 @@ def linear_walk_grads(
     R query heads read one key-value head, and their gradients are added one after the other. There are `slots` states before
     segments and `behind` adjoints behind them, one where it is the same for all; without HAS_STATE or HAS_ADJOINT they are 0.
     TILE_NORMS: TZ (b g tiles f) holds the sums of the keys of every tile. ADJOINT_NORMS: TA (b h tiles f) holds what every tile
-    adds to the norm of the adjoint.
+    adds to the norm of the adjoint. A row of DK has room for `wide` numbers.
     """
     parts = R + (1 if TOGETHER else 2)
     pid = tl.program_id(0)
@@ -557,7 +557,7 @@ def linear_walk_grads(
     DO += b * sdb + h * sdh + start * sdn
     DEN += bh * n + start
     DD += bh * n + start
-    DK += ((b * n + start) * G + g) * f
+    DK += ((b * n + start) * G + g) * wide
     DV += ((b * n + start) * G + g) * e
     TZ += (bg * tiles + seg * (SEG // C)) * f
     TA += (bh * tiles + seg * (SEG // C)) * f
@@ -571,21 +571,21 @@ def linear_walk_grads(
     elif TOGETHER:
         _walk_keys(
             Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
-            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, G, R,
+            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, wide, G, R,
             f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, ADJOINT_NORMS, DECAY_GRAD, True, True,
             TYPE, PRECISION,
         )  # fmt: skip
     elif part == R:
         _walk_keys(
             Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
-            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, G, R,
+            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, wide, G, R,
             f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, ADJOINT_NORMS, DECAY_GRAD, True, False,
             TYPE, PRECISION,
         )  # fmt: skip
     else:
         _walk_keys(
             Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
-            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, G, R,
+            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, wide, G, R,
             f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, ADJOINT_NORMS, DECAY_GRAD, False, True,
             TYPE, PRECISION,
         )  # fmt: skip
