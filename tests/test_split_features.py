@@ -6,6 +6,7 @@ import torch
 from regard import Dims
 from regard.mixers.base import Places
 from regard.mixers.gated import GLA
+from regard.ops.delta.unit_features import unit_keys
 from regard.ops.split_features import joined_features, split_features
 
 BASE = torch.randn(2, 3, 5, 16, dtype=torch.float64)
@@ -42,3 +43,18 @@ def test_gradients_of_keys_and_gates_are_not_copied(monkeypatch) -> None:
     out.backward()
     for x, y in zip(own, wanted, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("silu", [True, False])
+def test_unit_keys_are_unit_features_and_gates(silu: bool) -> None:
+    pytest.importorskip("triton")
+    found = []
+    for fused in (True, False):
+        x = BASE.transpose(1, 2).float().requires_grad_()
+        keys, gates = unit_keys(x, 14, silu=silu, fused=fused)
+        total = keys.sin().sum() + (gates * gates).sum()
+        once = torch.autograd.grad(total, x, retain_graph=True)[0]
+        grad = torch.autograd.grad(total, x, create_graph=True)[0]
+        found.append([keys, gates, once, torch.autograd.grad(grad.square().sum(), x)[0]])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
