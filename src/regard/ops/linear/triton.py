@@ -30,9 +30,8 @@ class TritonLinear:
     fuses = True
 
     def refuses(self, call: LinearCall | ReadCall | PrefixCall) -> str | None:
-        for x in call:
-            if isinstance(x, Tensor) and x.dtype != torch.bool and (why := triton_cannot_run(x)):
-                return why
+        if why := triton_cannot_run(*_numbers(call)):
+            return why
         if isinstance(call, PrefixCall):
             return None
         if isinstance(call, LinearCall) and call.gain is not None and call.norm_state is not None:
@@ -73,6 +72,13 @@ class TritonLinear:
         from regard.ops.linear.triton_prefix import PrefixFunction
 
         return PrefixFunction.apply(*call, False)
+
+
+def _numbers(call: LinearCall | ReadCall | PrefixCall) -> tuple[Tensor | None, ...]:
+    """The tensors of a call but for its mask."""
+    if isinstance(call, LinearCall):
+        return *call[:_TENSORS], call.gain
+    return call if isinstance(call, PrefixCall) else call[:3]
 
 
 def _is_step(call: LinearCall) -> bool:
