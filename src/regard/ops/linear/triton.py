@@ -77,8 +77,10 @@ class TritonLinear:
 def _numbers(call: LinearCall | ReadCall | PrefixCall) -> tuple[Tensor | None, ...]:
     """The tensors of a call but for its mask."""
     if isinstance(call, LinearCall):
-        return *call[:_TENSORS], call.gain
-    return call if isinstance(call, PrefixCall) else call[:3]
+        return call.q, call.k, call.v, call.state, call.log_decay, call.norm_state, call.gain
+    if isinstance(call, ReadCall):
+        return call.q, call.state, call.norm_state
+    return call
 
 
 def _is_step(call: LinearCall) -> bool:
