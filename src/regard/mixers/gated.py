@@ -20,10 +20,11 @@ from regard.mixers.feature_math import empty_sums, per_query_head, read_state, u
 from regard.mixers.linear_attention import Kernel
 from regard.ops.backend import AUTO
 from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
-from regard.ops.delta.unit_features import unit_features
+from regard.ops.delta.unit_features import unit_features, unit_keys
 from regard.ops.kernel_launch import SharedConstants, may_keep
 from regard.ops.linear.feature_maps import log_gate, safe_ratio
 from regard.ops.linear.linear_op import fuses_features, linear_attention, linear_read, linear_write
+from regard.ops.split_features import split_features
 from regard.transforms import transformed
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
@@ -220,8 +221,7 @@ class GLA(_Fading):
             self.can = self.can | Can.ROTARY  # features that fade alike can be turned into each other
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - padding is the operation's own
-        k, gate = k.split([self.dims.d, self.gates], -1)
-        return k, gate
+        return split_features(k, self.dims.d)
 
 
 class Delta(Kernel):
@@ -270,12 +270,14 @@ class Delta(Kernel):
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
-        k, gate = k.split([self.dims.d, self.gates], -1)
+        keys, gate = unit_keys(k, self.dims.d, silu=self.activation == "silu", fused=self._has_kernels(k))
         gate = upcast(gate)
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
         alpha = log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
-        return self._queries(k, places), beta, alpha
+        return keys, beta, alpha
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        kernels = self.dims.backend == "triton" or (self.dims.backend == AUTO and q.is_cuda)
-        return unit_features(q, silu=self.activation == "silu", fused=kernels)
+        return unit_features(q, silu=self.activation == "silu", fused=self._has_kernels(q))
+
+    def _has_kernels(self, x: Tensor) -> bool:
+        return self.dims.backend == "triton" or (self.dims.backend == AUTO and x.is_cuda)
