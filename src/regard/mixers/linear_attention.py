@@ -39,6 +39,7 @@ from regard.ops.linear.linear_op import (
     normalized_linear_write,
 )
 from regard.ops.linear.noncausal_op import noncausal_attention, takes_noncausal
+from regard.ops.linear.position_features import position_features
 from regard.ops.linear.prefix import decay_to_end
 from regard.ops.strip import token_runs
 
@@ -216,12 +217,8 @@ class Cosformer(Linear):
                 raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:
-        wide = upcast(q).relu()
-        at = places.at.to(wide.dtype)
-        angle = at[:, None, :, None] * (math.pi / 2 / self.longest)
-        features = torch.cat([wide * angle.cos(), wide * angle.sin()], -1)
-        # norms of clipped features may be small: float16 keeps all digits, and its products have them too
-        return features if q.dtype == torch.float16 else features.to(q.dtype)
+        fused = fuses_features(q, q[:, :, :0], self.dims.backend)
+        return position_features(q, places.at, math.pi / 2 / self.longest, fused)
 
 
 class RFA(Estimator, Kernel):

@@ -1,0 +1,52 @@
+"""Kernels around linear attention against plain operations in float64: features of positions, running softmax, gated merges."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import DEVICE
+from regard.ops.gated_merge import GatedMerge, gated_merge_plain
+from regard.ops.linear.position_features import position_features, position_features_plain
+
+pytest.importorskip("triton")
+B, H, G, N, D = 2, 4, 2, 37, 6
+
+
+def by_token(heads: int, width: int) -> Tensor:
+    """(b h n d), with the heads of a token side by side."""
+    return torch.randn(B, N, heads, width, device=DEVICE).transpose(1, 2)
+
+
+def agree(fast: Callable, plain: Callable, given: list[Tensor], error: float = 1e-5) -> None:
+    """Compare results, gradients, and the gradients of a gradient, of functions that return one tensor or several."""
+    mine = [x.requires_grad_() for x in given]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = (y if isinstance(y, tuple) else (y,) for y in (fast(*mine), plain(*exact)))
+    made = [i for i, y in enumerate(expected) if y.requires_grad]
+    up = [torch.randn_like(expected[i]) for i in made]
+    grads = torch.autograd.grad([found[i] for i in made], mine, [g.to(found[i].dtype) for g, i in zip(up, made, strict=True)])
+    exact_grads = torch.autograd.grad([expected[i] for i in made], exact, up)
+    for i, (a, b) in enumerate(zip((*found, *grads), (*expected, *exact_grads), strict=True)):
+        assert a.isfinite().equal(b.isfinite()), i
+        a, b = a.double().nan_to_num(), b.nan_to_num()
+        assert (a - b).norm() <= error * b.norm() + 1e-30, i
+    (first,) = torch.autograd.grad(fast(*mine)[0].square().sum(), mine[0], create_graph=True)
+    assert first.requires_grad
+
+
+def test_features_turn_with_the_position() -> None:
+    at = torch.randint(0, 90, (B, N), device=DEVICE)
+    agree(lambda x: position_features(x, at, 0.017, True), lambda x: position_features_plain(x, at, 0.017), [by_token(H, D)])
+
+
+def test_positions_of_all_rows_may_be_one_and_features_of_float16_are_wide() -> None:
+    at, x = torch.arange(N, device=DEVICE).expand(B, N), by_token(H, D).half().contiguous()
+    found = position_features(x, at, 0.02, True)
+    assert found.dtype == torch.float32
+    assert (found.double() - position_features_plain(x.double(), at, 0.02)).norm() <= 1e-6 * found.norm()
+
+
+def test_outputs_are_merged_by_gates_of_heads() -> None:
+    agree(GatedMerge.apply, gated_merge_plain, [by_token(H, D), by_token(H, D).contiguous(), torch.randn(H, device=DEVICE)])
