@@ -9,6 +9,7 @@ from torch import Tensor
 from conftest import DEVICE
 from regard.ops.gated_merge import GatedMerge, gated_merge_plain
 from regard.ops.linear.position_features import position_features, position_features_plain
+from regard.ops.linear.running_softmax import running_softmax, running_softmax_plain
 
 pytest.importorskip("triton")
 B, H, G, N, D = 2, 4, 2, 37, 6
@@ -50,3 +51,22 @@ def test_positions_of_all_rows_may_be_one_and_features_of_float16_are_wide() -> 
 
 def test_outputs_are_merged_by_gates_of_heads() -> None:
     agree(GatedMerge.apply, gated_merge_plain, [by_token(H, D), by_token(H, D).contiguous(), torch.randn(H, device=DEVICE)])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_queries_mix_softmaxes_over_the_tokens_so_far(padded: bool) -> None:
+    """Behind earlier tokens and behind none; one key rises far above all before it."""
+    valid = None
+    if padded:
+        valid = torch.rand(B, N, device=DEVICE) > 0.3
+        valid[0, :3] = False
+    k = by_token(G, D)
+    k[0, 0, 20, 1] = 90.0
+    first_z, top = torch.rand(B, G, D, device=DEVICE) + 1, torch.randn(B, G, D, device=DEVICE)
+    first_z[0], top[0] = 0, -torch.inf
+    seen = top > -torch.inf  # sums of no token have no unit, and no gradient
+    agree(
+        lambda q, k, z: tuple(running_softmax(q, k, z * seen, top, valid)),
+        lambda q, k, z: tuple(running_softmax_plain(q, k, z * seen, top.double(), valid)),
+        [by_token(H, D), k, first_z],
+    )

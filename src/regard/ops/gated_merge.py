@@ -1,6 +1,6 @@
 """The merge of two outputs by one gate of each head, with its gradients: one launch forward, one backward.
 
-    out = (1 - w) near + w far,   w = sigmoid(gate of the head)
+out = (1 - w) near + w far,   w = sigmoid(gate of the head)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from regard.ops.bucket.triton_kernels import load_tokens, store_tokens
 
 @triton.jit
 def _place(GATE, heads, tiles, BM: tl.constexpr):
-    """Return the batch, the head and the tokens of a program, and the weight of far; neighbours have the heads of the same tokens."""
+    """Return the batch, the head and the tokens of a program, and the weight of far; neighbours have heads of one tile."""
     pid = tl.program_id(0)
     h, rest = pid % heads, pid // heads
     weight = 1.0 / (1.0 + tl.exp(-tl.load(GATE + h).to(tl.float32)))

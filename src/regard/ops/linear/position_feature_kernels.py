@@ -1,4 +1,4 @@
-"""Triton kernels of features that turn with the position: see `position_features.py`. A program has a tile of tokens of a head."""
+"""Triton kernels of features that turn with the position: see `position_features.py`. A program has a tile of a head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from regard.ops.bucket.triton_kernels import load_tokens, store_tokens
 
 
 @triton.jit
-def _tile(n, heads, tiles, BM: tl.constexpr):
+def _tile(heads, tiles, BM: tl.constexpr):
     """Return the batch, the head and the tokens of a program; neighbours have the heads of the same tokens."""
     pid = tl.program_id(0)
     rest = pid // heads
@@ -29,7 +29,7 @@ def position_feature_forward(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write PHI (b h n 2D), relu(x) times the cosine and then times the sine of its angle."""
-    b, h, i = _tile(n, heads, tiles, BM)
+    b, h, i = _tile(heads, tiles, BM)
     cosine, sine = _angles(AT, b, i, sab, san, step, n)
     x = load_tokens(X + b * sxb + h * sxh, i, sxn, i < n, D, BD).to(tl.float32)
     x = tl.maximum(x, 0.0)
@@ -44,7 +44,7 @@ def position_feature_backward(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x from that of both halves of its features."""
-    b, h, i = _tile(n, heads, tiles, BM)
+    b, h, i = _tile(heads, tiles, BM)
     cosine, sine = _angles(AT, b, i, sab, san, step, n)
     x = load_tokens(X + b * sxb + h * sxh, i, sxn, i < n, D, BD).to(tl.float32)
     DPHI += b * spb + h * sph

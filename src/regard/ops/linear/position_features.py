@@ -1,6 +1,6 @@
 """Features that turn with the position of a token, one launch forward and one backward: see `position_feature_kernels.py`.
 
-    phi(x) = [relu(x) cos(a), relu(x) sin(a)],   a = step * position
+phi(x) = [relu(x) cos(a), relu(x) sin(a)],   a = step * position
 """
 
 from __future__ import annotations
