@@ -26,7 +26,7 @@ def position_features(x: Tensor, at: Tensor, step: float, fused: bool) -> Tensor
     traced = torch.compiler.is_compiling() or needs_plain_ops()
     if traced or not fused or x.numel() == 0 or triton_cannot_run(x):
         return position_features_plain(x, at, step)
-    return _PositionFeatures.apply(x, at, step)
+    return PositionFeatures.apply(x, at, step)
 
 
 def position_features_plain(x: Tensor, at: Tensor, step: float) -> Tensor:
@@ -51,7 +51,7 @@ def _launch(kernel: Any, tokens: Tensor, at: Tensor, step: float, *others: Tenso
     launch_kernel(kernel, (b * h * tiles,), (tokens, at, *others), numbers, constants)
 
 
-class _PositionFeatures(torch.autograd.Function):
+class PositionFeatures(torch.autograd.Function):
     """The kernels for autograd."""
 
     @staticmethod

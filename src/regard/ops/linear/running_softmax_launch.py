@@ -21,9 +21,10 @@ from regard.ops.linear.running_softmax_kernels import (
 from regard.ops.triton_support import block_of
 from regard.transforms import differentiable_grads
 
-TILE = 2048  # numbers of a segment and a head
-LONGEST_SEGMENT = 32  # tokens
-SCAN_SEGMENTS = 32  # in a step of a scan over segments
+ROW = 256  # numbers of the heads of a program, of one token: what a warp reads at once
+SEGMENTS = (32, 16)  # tokens of a segment: the second where the first would be too few programs for a card
+FEWEST_PROGRAMS = 4096
+SCAN_TILE = {"BF": 16, "SB": 128}  # features and segments in a step of a scan over segments
 
 
 class _Sizes:
@@ -34,12 +35,16 @@ class _Sizes:
         self.h = q.shape[1]
         self.valid = None if valid is None else valid.contiguous().view(torch.uint8)
         width = block_of(self.f, k.device)
-        size = max(min(TILE // width, LONGEST_SEGMENT), 1)
+        heads = min(max(ROW // width, 1), 1 << (self.g - 1).bit_length())
+        rows = self.b * -(-self.g // heads)
+        size = SEGMENTS[rows * self.n < FEWEST_PROGRAMS * SEGMENTS[0]]
         self.segs = -(-self.n // size)
-        self.grid = (self.b * self.g * self.segs,)
+        self.grid = (rows * self.segs,)
         self.numbers = (self.n, self.segs, self.g)
-        self.scan = {"f": self.f, "BF": width, "SB": SCAN_SEGMENTS}
-        self.constants = {"f": self.f, "BF": width, "C": size, "HAS_VALID": valid is not None}
+        self.scan = {"f": self.f, **SCAN_TILE}
+        self.scan_grid = (self.b * self.g * -(-self.f // SCAN_TILE["BF"]),)
+        self.tiles = {"f": self.f, "BF": width, "HB": heads, "C": size, "num_warps": 1}
+        self.constants = {**self.tiles, "HAS_VALID": valid is not None}
 
     def slots(self, like: Tensor, count: int) -> Tensor:
         return like.new_empty(self.b, self.g, count, self.f, dtype=torch.float32)
@@ -52,7 +57,7 @@ def _before_segments(run: _Sizes, k: Tensor, first: tuple[Tensor, Tensor], last:
     top, z = run.slots(k, run.segs + 1), run.slots(k, run.segs + 1)
     first_z, first_top = (x.float().contiguous() for x in first)
     tensors = (tops, sums, first_top, first_z, top, z, last[1], last[0])
-    launch_kernel(running_scan, (run.b * run.g,), tensors, (run.segs,), run.scan)
+    launch_kernel(running_scan, run.scan_grid, tensors, (run.segs,), run.scan)
     return top, z
 
 
@@ -68,7 +73,7 @@ def _grads_behind(run: _Sizes, given: tuple[Tensor | None, ...], grad: Tensor, d
     launch_kernel(running_grad_sums, run.grid, (*given, grad, sums), numbers, run.constants)
     last = torch.zeros(run.b, run.g, run.f, device=k.device) if d_last is None else d_last.float().contiguous()
     d_first = torch.empty_like(last)
-    launch_kernel(running_grad_scan, (run.b * run.g,), (sums, top, last, behind, d_first), (run.segs,), run.scan)
+    launch_kernel(running_grad_scan, run.scan_grid, (sums, top, last, behind, d_first), (run.segs,), run.scan)
     return behind, d_first
 
 
@@ -87,25 +92,24 @@ class RunningSoftmaxFunction(torch.autograd.Function):
         decay = by_token(k, run.b, run.n, run.g, run.f, torch.float32)
         numbers = (*row_strides(q, k), *run.numbers, run.h // run.g)
         launch_kernel(running_features, run.grid, (q, k, run.valid, top, z, mix, keys, decay), numbers, run.constants)
-        ctx.save_for_backward(q, k, first_z, first_top, valid, top, z, mix)
+        ctx.save_for_backward(q, k, first_z, first_top, valid, top, z, mix, keys, decay)
         ctx.mark_non_differentiable(decay, last[1])
         ctx.set_materialize_grads(False)
         return mix, keys, decay, *last
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, first_z, first_top, valid, top, z, mix = ctx.saved_tensors
+        q, k, first_z, first_top, valid, top, z, mix, keys, decay = ctx.saved_tensors
         d_mix, d_keys, _, d_last, _ = grads
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             found = _differentiable_grads((q, k, first_z), first_top, valid, (d_mix, d_keys, d_last))
             return *found, None, None
         run = _Sizes(q, k, valid)
-        grad, d_keys = (dense_rows(torch.zeros_like(x) if dx is None else dx) for x, dx in ((mix, d_mix), (k, d_keys)))
-        given = (k, run.valid, top, z, mix)
-        behind, d_first = _grads_behind(run, given, grad, d_last)
+        grad, d_keys = (dense_rows(torch.zeros_like(x) if dx is None else dx) for x, dx in ((mix, d_mix), (keys, d_keys)))
+        behind, d_first = _grads_behind(run, (k, run.valid, top, z, mix), grad, d_last)
         d_q, d_k = by_token(q, run.b, run.n, run.h, run.f), by_token(k, run.b, run.n, run.g, run.f)
-        numbers = (*row_strides(k, grad, d_keys), *run.numbers, run.h // run.g)
-        launch_kernel(running_grads, run.grid, (*given, grad, d_keys, behind, d_q, d_k), numbers, run.constants)
+        numbers = (*row_strides(q, grad, d_keys), *run.numbers, run.h // run.g)
+        launch_kernel(running_grads, run.grid, (q, mix, keys, decay, grad, d_keys, behind, d_q, d_k), numbers, run.tiles)
         return d_q, d_k, d_first.to(first_z.dtype), None, None
 
 
