@@ -249,6 +249,7 @@ def feature_calls(whole: bool) -> Calls:
     from regard.ops.gated_merge import GatedMerge
     from regard.ops.linear.position_features import PositionFeatures
     from regard.ops.linear.running_softmax_launch import RunningSoftmaxFunction
+    from regard.ops.linear.wave_features import LiftedRatio, WaveFeatures
 
     at, valid = torch.empty(2, 600, dtype=torch.int64, device="cuda"), torch.empty(2, 600, dtype=torch.bool, device="cuda")
     for d, dtype in product((64, 256), TYPES) if whole else ((64, TYPES[1]),):
@@ -256,6 +257,9 @@ def feature_calls(whole: bool) -> Calls:
         z, gate = torch.empty(2, 2, d, device="cuda"), torch.empty(4, device="cuda")
         yield f"positions {d} {dtype}", lambda q=q: both_passes(PositionFeatures, q, at, 0.1)
         yield f"merge {d} {dtype}", lambda q=q, gate=gate: both_passes(GatedMerge, q, q, gate)
+        w, norm = torch.empty(128, d, device="cuda"), torch.empty(2, 4, 600, 1, device="cuda")
+        yield f"waves {d} {dtype}", lambda q=q, w=w: both_passes(WaveFeatures, q, w, valid)
+        yield f"lifted ratio {d} {dtype}", lambda q=q, norm=norm: both_passes(LiftedRatio, q, norm, norm)
         yield f"running softmax {d} {dtype}", lambda q=q, k=k, z=z: both_passes(RunningSoftmaxFunction, q, k, z, z, valid)
 
 

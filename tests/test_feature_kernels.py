@@ -10,6 +10,7 @@ from conftest import DEVICE
 from regard.ops.gated_merge import GatedMerge, gated_merge_plain
 from regard.ops.linear.position_features import position_features, position_features_plain
 from regard.ops.linear.running_softmax import running_softmax, running_softmax_plain
+from regard.ops.linear.wave_features import lifted_ratio, lifted_ratio_plain, wave_features, wave_features_plain
 
 pytest.importorskip("triton")
 B, H, G, N, D = 2, 4, 2, 37, 6
@@ -70,3 +71,20 @@ def test_queries_mix_softmaxes_over_the_tokens_so_far(padded: bool) -> None:
         lambda q, k, z: tuple(running_softmax_plain(q, k, z * seen, top.double(), valid)),
         [by_token(H, D), k, first_z],
     )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_waves_are_those_of_unit_vectors(padded: bool) -> None:
+    """Of tokens that are long, short and zero; angles of many turns."""
+    directions = 5 * torch.randn(21, D, device=DEVICE)
+    valid = torch.rand(B, N, device=DEVICE) > 0.3 if padded else None
+    x = by_token(H, D)
+    x[0, 0, :2] *= 1e-8
+    x[0, 1] *= 1e4
+    agree(lambda x: wave_features(x, directions, valid), lambda x: wave_features_plain(x, directions, valid), [x], 2e-5)
+
+
+def test_norms_are_lifted_to_a_floor() -> None:
+    out, norm, floor = by_token(H, D), torch.randn(B, H, N, 1, device=DEVICE), torch.rand(B, H, N, 1, device=DEVICE)
+    norm[0, :, 3:6], floor[0, :, 3:6] = -1.0, 0.0
+    agree(lifted_ratio, lifted_ratio_plain, [out, norm, floor])
