@@ -50,8 +50,6 @@ from regard.ops.linear.wave_features import (
 )
 from regard.ops.strip import token_runs
 
-WIDEST_STATE = 256  # features that kernels sum
-
 
 class Sums(NamedTuple):
     s: Tensor  # (b g f e) sum of phi(k_j) v_j^T
@@ -310,14 +308,15 @@ class RFA(Estimator, Kernel):
         return self._lifted(out, norm, memory.even.unsqueeze(2))
 
     def scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
-        if k.shape[2] <= 1 or not self._by_kernels(q):
+        fused = k.shape[2] > 1 and self._by_kernels(q) and fuses_features(q, memory.s, self.dims.backend)
+        if not fused:
             return super().scan(memory, q, k, v, places)
         y, memory = self._scan(memory, q, k, v, places)  # all tokens at once, in their own type
         return y.to(v.dtype), memory
 
     def _by_kernels(self, x: Tensor) -> bool:
-        """Return whether kernels compute the features of tokens x (b h n d), and their sums."""
-        return wave_kernels_fit(x) and self.f <= WIDEST_STATE and fuses_features(x, x[:, :, :0], self.dims.backend)
+        """Return whether kernels compute the features of tokens x (b h n d)."""
+        return wave_kernels_fit(x) and fuses_features(x, x[:, :, :0], self.dims.backend)
 
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)

@@ -33,7 +33,7 @@ def gated_merge_plain(near: Tensor, far: Tensor, gate: Tensor) -> Tensor:
     return torch.lerp(near.to(dtype), far.to(dtype), weight).to(near.dtype)
 
 
-def _launch(kernel: Any, tensors: tuple[Tensor, ...], gate: Tensor, *more: Tensor) -> None:
+def _launch_merge(kernel: Any, tensors: tuple[Tensor, ...], gate: Tensor, *more: Tensor) -> None:
     """Launch a kernel for all tiles of tensors (b h n e); `more` are tensors without strides behind the gates."""
     b, h, n, e = tensors[0].shape
     tiles = -(-n // MERGE_TOKENS)
@@ -51,7 +51,7 @@ class GatedMerge(torch.autograd.Function):
         near, far = dense_rows(near), dense_rows(far)
         b, h, n, e = near.shape
         out = by_token(near, b, n, h, e)
-        _launch(gated_merge_forward, (near, far, out), gate.contiguous())
+        _launch_merge(gated_merge_forward, (near, far, out), gate.contiguous())
         ctx.save_for_backward(near, far, gate)
         return out
 
@@ -65,5 +65,5 @@ class GatedMerge(torch.autograd.Function):
         b, h, n, e = near.shape
         grad, d_near, d_far = dense_rows(grad), by_token(near, b, n, h, e), by_token(far, b, n, h, e)
         slopes = torch.empty(b * -(-n // MERGE_TOKENS), h, device=near.device)
-        _launch(gated_merge_backward, (near, far, grad, d_near, d_far), gate.contiguous(), slopes)
+        _launch_merge(gated_merge_backward, (near, far, grad, d_near, d_far), gate.contiguous(), slopes)
         return d_near, d_far, slopes.sum(0).to(gate.dtype)

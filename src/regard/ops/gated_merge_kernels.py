@@ -6,15 +6,12 @@ import triton
 import triton.language as tl
 
 from regard.ops.bucket.triton_kernels import load_tokens, store_tokens
+from regard.ops.linear.position_feature_kernels import tile_of_head
 
 
 @triton.jit
-def _place(GATE, heads, tiles, BM: tl.constexpr):
-    """Return the batch, the head and the tokens of a program, and the weight of far; neighbours have heads of one tile."""
-    pid = tl.program_id(0)
-    h, rest = pid % heads, pid // heads
-    weight = 1.0 / (1.0 + tl.exp(-tl.load(GATE + h).to(tl.float32)))
-    return (rest // tiles).to(tl.int64), h, rest % tiles * BM + tl.arange(0, BM), weight
+def _far_weight(GATE, h):
+    return 1.0 / (1.0 + tl.exp(-tl.load(GATE + h).to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
@@ -23,7 +20,8 @@ def gated_merge_forward(
     E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write OUT (b h n E), the weighed mean of NEAR and FAR."""
-    b, h, i, weight = _place(GATE, heads, tiles, BM)
+    b, h, i = tile_of_head(heads, tiles, BM)
+    weight = _far_weight(GATE, h)
     near = load_tokens(NEAR + b * sab + h * sah, i, san, i < n, E, BE).to(tl.float32)
     far = load_tokens(FAR + b * sfb + h * sfh, i, sfn, i < n, E, BE).to(tl.float32)
     store_tokens(OUT + b * sob + h * soh, i, son, near + weight * (far - near), i < n, E, BE)
@@ -35,7 +33,8 @@ def gated_merge_backward(
     n, heads, tiles, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of both, and in SLOPE (b tiles h) what this tile adds to the gradient of the gate."""
-    b, h, i, weight = _place(GATE, heads, tiles, BM)
+    b, h, i = tile_of_head(heads, tiles, BM)
+    weight = _far_weight(GATE, h)
     near = load_tokens(NEAR + b * sab + h * sah, i, san, i < n, E, BE).to(tl.float32)
     far = load_tokens(FAR + b * sfb + h * sfh, i, sfn, i < n, E, BE).to(tl.float32)
     grad = load_tokens(GRAD + b * sgb + h * sgh, i, sgn, i < n, E, BE).to(tl.float32)

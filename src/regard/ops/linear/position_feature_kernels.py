@@ -9,7 +9,7 @@ from regard.ops.bucket.triton_kernels import load_tokens, store_tokens
 
 
 @triton.jit
-def _tile(heads, tiles, BM: tl.constexpr):
+def tile_of_head(heads, tiles, BM: tl.constexpr):
     """Return the batch, the head and the tokens of a program; neighbours have the heads of the same tokens."""
     pid = tl.program_id(0)
     rest = pid // heads
@@ -17,7 +17,7 @@ def _tile(heads, tiles, BM: tl.constexpr):
 
 
 @triton.jit
-def _angles(AT, b, i, sab, san, step, n):
+def _position_angles(AT, b, i, sab, san, step, n):
     """Return the cosine and the sine (tokens, 1) of the angles of tokens i."""
     angle = tl.load(AT + b * sab + i * san, mask=i < n, other=0).to(tl.float32) * step
     return tl.cos(angle)[:, None], tl.sin(angle)[:, None]
@@ -29,8 +29,8 @@ def position_feature_forward(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write PHI (b h n 2D), relu(x) times the cosine and then times the sine of its angle."""
-    b, h, i = _tile(heads, tiles, BM)
-    cosine, sine = _angles(AT, b, i, sab, san, step, n)
+    b, h, i = tile_of_head(heads, tiles, BM)
+    cosine, sine = _position_angles(AT, b, i, sab, san, step, n)
     x = load_tokens(X + b * sxb + h * sxh, i, sxn, i < n, D, BD).to(tl.float32)
     x = tl.maximum(x, 0.0)
     PHI += b * spb + h * sph
@@ -44,8 +44,8 @@ def position_feature_backward(
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x from that of both halves of its features."""
-    b, h, i = _tile(heads, tiles, BM)
-    cosine, sine = _angles(AT, b, i, sab, san, step, n)
+    b, h, i = tile_of_head(heads, tiles, BM)
+    cosine, sine = _position_angles(AT, b, i, sab, san, step, n)
     x = load_tokens(X + b * sxb + h * sxh, i, sxn, i < n, D, BD).to(tl.float32)
     DPHI += b * spb + h * sph
     first = load_tokens(DPHI, i, spn, i < n, D, BD).to(tl.float32)

@@ -42,7 +42,7 @@ def _feature_type(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
-def _launch(kernel: Any, tokens: Tensor, at: Tensor, step: float, *others: Tensor) -> None:
+def _launch_positions(kernel: Any, tokens: Tensor, at: Tensor, step: float, *others: Tensor) -> None:
     """Launch a kernel for all tiles of tokens (b h n d); `others` are tensors (b h n ...) behind the positions."""
     b, h, n, d = tokens.shape
     tiles = -(-n // POSITION_TILE)
@@ -61,7 +61,7 @@ class PositionFeatures(torch.autograd.Function):
         x = dense_rows(x)
         b, h, n, d = x.shape
         phi = by_token(x, b, n, h, 2 * d, _feature_type(x))
-        _launch(position_feature_forward, x, at, step, phi)
+        _launch_positions(position_feature_forward, x, at, step, phi)
         ctx.save_for_backward(x, at)
         ctx.step = step
         return phi
@@ -76,5 +76,5 @@ class PositionFeatures(torch.autograd.Function):
             return found, None, None
         b, h, n, d = x.shape
         grad, dx = dense_rows(grad), by_token(x, b, n, h, d)
-        _launch(position_feature_backward, x, at, ctx.step, grad, dx)
+        _launch_positions(position_feature_backward, x, at, ctx.step, grad, dx)
         return dx, None, None

@@ -21,24 +21,24 @@ NO_TOP = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _join(top_a, sum_a, top_b, sum_b):
+def _join_tops(top_a, sum_a, top_b, sum_b):
     """Add sums that are in units of their tops."""
     top = tl.maximum(top_a, top_b)
     return top, sum_a * exp_of(top_a - top) + sum_b * exp_of(top_b - top)
 
 
 @triton.jit
-def _then(keep_a, a, keep_b, b):
+def _then_sums(keep_a, a, keep_b, b):
     return keep_a * keep_b, b + keep_b * a
 
 
 @triton.jit
-def _finite(top):
+def _finite_top(top):
     return tl.maximum(top, NO_TOP)
 
 
 @triton.jit
-def _place(G, n, segs, f: tl.constexpr, BF: tl.constexpr, HB: tl.constexpr, C: tl.constexpr):
+def _heads_of_segment(G, n, segs, f: tl.constexpr, BF: tl.constexpr, HB: tl.constexpr, C: tl.constexpr):
     """Return the batch, key-value heads (HB, 1), features (1, BF), which of them exist, the segment, its first token and length.
 
     Programs beside each other have heads of the same tokens, which lie side by side in memory.
@@ -53,16 +53,16 @@ def _place(G, n, segs, f: tl.constexpr, BF: tl.constexpr, HB: tl.constexpr, C: t
 
 
 @triton.jit
-def _exponents(K, VALID, mask, HAS_VALID: tl.constexpr):
+def _running_exponents(K, VALID, mask, HAS_VALID: tl.constexpr):
     """Load the keys of a token as exponents: NO_TOP where there is none."""
     x = tl.load(K, mask=mask, other=NO_TOP).to(tl.float32)
     if HAS_VALID:
         x = tl.where(tl.load(VALID) != 0, x, NO_TOP)
-    return _finite(x)
+    return _finite_top(x)
 
 
 @triton.jit
-def _rise(x, top):
+def _raise_top(x, top):
     """Return the top with a token of exponents x, the feature of that token in its units, and what is left of sums before it."""
     new = tl.maximum(top, x)
     return new, tl.where(x > NO_TOP, exp_of(x - new), 0.0), exp_of(top - new)
@@ -74,12 +74,12 @@ def running_segments(
     f: tl.constexpr, BF: tl.constexpr, HB: tl.constexpr, C: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """Store the largest exponents of a segment in TOPS (b g segs f), and its sum in those units in SUMS."""
-    b, g, c, mask, seg, first, count = _place(G, n, segs, f, BF, HB, C)
+    b, g, c, mask, seg, first, count = _heads_of_segment(G, n, segs, f, BF, HB, C)
     K += b * skb + first * skn + g * skh + c
     top = tl.full([HB, BF], NO_TOP, tl.float32)
     z = tl.zeros([HB, BF], tl.float32)
     for t in range(count):
-        top, key, kept = _rise(_exponents(K + t * skn, VALID + b * n + first + t, mask, HAS_VALID), top)
+        top, key, kept = _raise_top(_running_exponents(K + t * skn, VALID + b * n + first + t, mask, HAS_VALID), top)
         z = z * kept + key
     at = ((b * G + g) * segs + seg) * f + c
     tl.store(TOPS + at, top, mask=mask)
@@ -93,7 +93,7 @@ def running_scan(TOPS, SUMS, FIRST_TOP, FIRST, TOP, Z, LAST_TOP, LAST, segs, f: 
     bg = (pid // parts).to(tl.int64)
     c, r = pid % parts * BF + tl.arange(0, BF), tl.arange(0, SB)
     own = bg * f + c
-    top = _finite(tl.load(FIRST_TOP + own, mask=c < f, other=0.0))
+    top = _finite_top(tl.load(FIRST_TOP + own, mask=c < f, other=0.0))
     z = tl.load(FIRST + own, mask=c < f, other=0.0)
     into = bg * (segs + 1) * f
     tl.store(TOP + into + c, top, mask=c < f)
@@ -103,8 +103,8 @@ def running_scan(TOPS, SUMS, FIRST_TOP, FIRST, TOP, Z, LAST_TOP, LAST, segs, f: 
         mask = (s[:, None] < segs) & (c[None, :] < f)
         at = (bg * segs + s[:, None]) * f + c[None, :]
         x, sums = tl.load(TOPS + at, mask=mask, other=NO_TOP), tl.load(SUMS + at, mask=mask, other=0.0)
-        tops, sums = tl.associative_scan((x, sums), 0, _join)
-        tops, sums = _join(tops, sums, top[None, :], z[None, :])
+        tops, sums = tl.associative_scan((x, sums), 0, _join_tops)
+        tops, sums = _join_tops(tops, sums, top[None, :], z[None, :])
         behind = into + (s[:, None] + 1) * f + c[None, :]
         tl.store(TOP + behind, tops, mask=mask)
         tl.store(Z + behind, sums, mask=mask)
@@ -115,7 +115,7 @@ def running_scan(TOPS, SUMS, FIRST_TOP, FIRST, TOP, Z, LAST_TOP, LAST, segs, f: 
 
 
 @triton.jit
-def _softmax(Q, mask, c, f: tl.constexpr):
+def _row_softmax(Q, mask, c, f: tl.constexpr):
     """Load rows of queries and return their softmax over features, float32."""
     q = tl.load(Q, mask=mask, other=0.0).to(tl.float32)
     q = tl.where(c < f, q, float("-inf"))
@@ -129,14 +129,14 @@ def running_features(
     f: tl.constexpr, BF: tl.constexpr, HB: tl.constexpr, C: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """Store KEYS and DECAY (b n g f) of a segment, and MIX (b n h f) of R query heads of each head, from sums before it."""
-    b, g, c, mask, seg, first, count = _place(G, n, segs, f, BF, HB, C)
+    b, g, c, mask, seg, first, count = _heads_of_segment(G, n, segs, f, BF, HB, C)
     K += b * skb + first * skn + g * skh + c
     Q += b * sqb + first * sqn + g * R * sqh + c
     at = ((b * G + g) * (segs + 1) + seg) * f + c
     top = tl.load(TOP + at, mask=mask, other=NO_TOP)
     z = tl.load(Z + at, mask=mask, other=0.0)
     for t in range(count):
-        new, key, kept = _rise(_exponents(K + t * skn, VALID + b * n + first + t, mask, HAS_VALID), top)
+        new, key, kept = _raise_top(_running_exponents(K + t * skn, VALID + b * n + first + t, mask, HAS_VALID), top)
         z = z * kept + key
         into = ((b * n + first + t) * G + g) * f + c
         tl.store(KEYS + into, key.to(KEYS.dtype.element_ty), mask=mask)
@@ -144,7 +144,7 @@ def running_features(
         top = new
         share = 1.0 / tl.maximum(z, 1.0)
         for r in range(R):
-            mix = _softmax(Q + t * sqn + r * sqh, mask, c, f) * share
+            mix = _row_softmax(Q + t * sqn + r * sqh, mask, c, f) * share
             tl.store(MIX + ((b * n + first + t) * (G * R) + g * R + r) * f + c, mix.to(MIX.dtype.element_ty), mask=mask)
 
 
@@ -154,7 +154,7 @@ def running_grad_sums(
     f: tl.constexpr, BF: tl.constexpr, HB: tl.constexpr, C: tl.constexpr, HAS_VALID: tl.constexpr,
 ):  # fmt: skip
     """Store the sum of dz over a segment in SUMS (b g segs f), in units of the top before it."""
-    b, g, c, mask, seg, first, count = _place(G, n, segs, f, BF, HB, C)
+    b, g, c, mask, seg, first, count = _heads_of_segment(G, n, segs, f, BF, HB, C)
     K += b * skb + first * skn + g * skh + c
     DMIX += b * sgb + first * sgn + g * R * sgh + c
     at = ((b * G + g) * (segs + 1) + seg) * f + c
@@ -163,7 +163,7 @@ def running_grad_sums(
     top = base
     total = tl.zeros([HB, BF], tl.float32)
     for t in range(count):
-        top, key, kept = _rise(_exponents(K + t * skn, VALID + b * n + first + t, mask, HAS_VALID), top)
+        top, key, kept = _raise_top(_running_exponents(K + t * skn, VALID + b * n + first + t, mask, HAS_VALID), top)
         z = z * kept + key
         moved = tl.zeros([HB, BF], tl.float32)
         for r in range(R):
@@ -187,7 +187,7 @@ def running_grad_scan(SUMS, TOP, DLAST, NEXT, DFIRST, segs, f: tl.constexpr, BF:
         at = (bg * segs + s[:, None]) * f + c[None, :]
         tops = TOP + (bg * (segs + 1) + s[:, None]) * f + c[None, :]
         rise = tl.load(tops, mask=mask, other=0.0) - tl.load(tops + f, mask=mask, other=0.0)
-        kept, sums = tl.associative_scan((exp_of(rise), tl.load(SUMS + at, mask=mask, other=0.0)), 0, _then)
+        kept, sums = tl.associative_scan((exp_of(rise), tl.load(SUMS + at, mask=mask, other=0.0)), 0, _then_sums)
         sums += kept * carry[None, :]
         tl.store(NEXT + at - f, sums, mask=mask & (s[:, None] > 0))
         carry = tl.sum(tl.where(r[:, None] == SB - 1, sums, 0.0), 0)
@@ -203,7 +203,7 @@ def running_grads(
 
     1 / z is what the mix is of the softmax. A token that sees nothing adds to the sums of absent tokens alone.
     """
-    b, g, c, mask, seg, first, count = _place(G, n, segs, f, BF, HB, C)
+    b, g, c, mask, seg, first, count = _heads_of_segment(G, n, segs, f, BF, HB, C)
     Q += b * sqb + first * sqn + g * R * sqh + c
     DMIX += b * sgb + first * sgn + g * R * sgh + c
     DKEYS += b * sdb + first * sdn + g * sdh + c
@@ -220,7 +220,7 @@ def running_grads(
             of_query = ((b * n + first + t) * (G * R) + g * R + r) * f + c
             mix = tl.load(MIX + of_query, mask=mask, other=0.0).to(tl.float32)
             moved = mix * tl.load(DMIX + t * sgn + r * sgh, mask=mask, other=0.0).to(tl.float32)
-            p = _softmax(Q + t * sqn + r * sqh, mask, c, f)
+            p = _row_softmax(Q + t * sqn + r * sqh, mask, c, f)
             dq = moved - p * tl.sum(moved, 1)[:, None]
             tl.store(DQ + of_query, dq.to(DQ.dtype.element_ty), mask=mask)
             later -= tl.where(p > 0, moved * (mix / tl.where(p > 0, p, 1.0)), 0.0)

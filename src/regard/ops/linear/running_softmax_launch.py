@@ -27,7 +27,7 @@ FEWEST_PROGRAMS = 4096
 SCAN_TILE = {"BF": 16, "SB": 128}  # features and segments in a step of a scan over segments
 
 
-class _Sizes:
+class _RunningSizes:
     """Grids, numbers and constants that all kernels share."""
 
     def __init__(self, q: Tensor, k: Tensor, valid: Tensor | None) -> None:
@@ -50,7 +50,9 @@ class _Sizes:
         return like.new_empty(self.b, self.g, count, self.f, dtype=torch.float32)
 
 
-def _before_segments(run: _Sizes, k: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _before_segments(
+    run: _RunningSizes, k: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Return tops and sums before every segment and behind the last one (b g segs+1 f); fills `last` with those behind."""
     tops, sums = run.slots(k, run.segs), run.slots(k, run.segs)
     launch_kernel(running_segments, run.grid, (k, run.valid, tops, sums), (*row_strides(k), *run.numbers), run.constants)
@@ -61,7 +63,9 @@ def _before_segments(run: _Sizes, k: Tensor, first: tuple[Tensor, Tensor], last:
     return top, z
 
 
-def _grads_behind(run: _Sizes, given: tuple[Tensor | None, ...], grad: Tensor, d_last: Tensor | None) -> tuple[Tensor, Tensor]:
+def _grads_behind(
+    run: _RunningSizes, given: tuple[Tensor | None, ...], grad: Tensor, d_last: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the sums of dz behind every segment (b g segs f), and the gradient of the sums before the first token.
 
     given: what kernels read of the forward pass; grad: of the mix.
@@ -84,7 +88,7 @@ class RunningSoftmaxFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, first_z: Tensor, first_top: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        run, q, k = _Sizes(q, k, valid), dense_rows(q), dense_rows(k)
+        run, q, k = _RunningSizes(q, k, valid), dense_rows(q), dense_rows(k)
         last = torch.empty(run.b, run.g, run.f, device=k.device), torch.empty(run.b, run.g, run.f, device=k.device)
         top, z = _before_segments(run, k, (first_z, first_top), last)
         dtype = torch.bfloat16 if k.dtype == torch.bfloat16 else torch.float32
@@ -102,9 +106,9 @@ class RunningSoftmaxFunction(torch.autograd.Function):
         q, k, first_z, first_top, valid, top, z, mix, keys, decay = ctx.saved_tensors
         d_mix, d_keys, _, d_last, _ = grads
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            found = _differentiable_grads((q, k, first_z), first_top, valid, (d_mix, d_keys, d_last))
+            found = _second_gradients((q, k, first_z), first_top, valid, (d_mix, d_keys, d_last))
             return *found, None, None
-        run = _Sizes(q, k, valid)
+        run = _RunningSizes(q, k, valid)
         grad, d_keys = (dense_rows(torch.zeros_like(x) if dx is None else dx) for x, dx in ((mix, d_mix), (keys, d_keys)))
         behind, d_first = _grads_behind(run, (k, run.valid, top, z, mix), grad, d_last)
         d_q, d_k = by_token(q, run.b, run.n, run.h, run.f), by_token(k, run.b, run.n, run.g, run.f)
@@ -113,7 +117,7 @@ class RunningSoftmaxFunction(torch.autograd.Function):
         return d_q, d_k, d_first.to(first_z.dtype), None, None
 
 
-def _differentiable_grads(
+def _second_gradients(
     inputs: tuple[Tensor, ...], first_top: Tensor, valid: Tensor | None, grads: tuple[Tensor | None, ...]
 ) -> list[Tensor | None]:
     """The gradients as functions of everything they depend on."""

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from regard.ops.bucket.triton_kernels import load_tokens, store_tokens
+from regard.ops.linear.position_feature_kernels import tile_of_head
 from regard.ops.linear.triton_tiles import NORM_FLOOR, column_mask, present, row_mask
 
 QUARTERS = tl.constexpr(0.6366197723675814)  # quarter turns of an angle of 1
@@ -32,15 +33,7 @@ def sine_and_cosine(angle):
 
 
 @triton.jit
-def _place(heads, tiles, C: tl.constexpr):
-    """Return the batch, the head and the tokens of a program; neighbours have the heads of the same tokens."""
-    pid = tl.program_id(0)
-    rest = pid // heads
-    return (rest // tiles).to(tl.int64), pid % heads, rest % tiles * C + tl.arange(0, C)
-
-
-@triton.jit
-def _inverse_norm(x):
+def _unit_factor(x):
     """Return what makes tokens unit vectors, and which are long enough for it."""
     x = x.to(tl.float32)
     length = tl.sqrt(tl.sum(x * x, 1))
@@ -53,10 +46,10 @@ def wave_forward(
     BD: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, HAS_VALID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the sines and the cosines of all angles of a tile of tokens in PHI (b h n 2m), times `share`."""
-    b, h, i = _place(heads, tiles, C)
+    b, h, i = tile_of_head(heads, tiles, C)
     a = tl.arange(0, BD)
     x = load_tokens(X + b * sxb + h * sxh, i, sxn, i < n, d, BD)
-    inverse, _long = _inverse_norm(x)
+    inverse, _long = _unit_factor(x)
     scale = tl.where(present(VALID + b * n, i, n, HAS_VALID), share, 0.0)[:, None]
     PHI += b * spb + h * sph
     for low in range(0, m, BM):
@@ -81,10 +74,10 @@ def wave_backward(
     d: tl.constexpr, m: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of a tile of tokens; features that padding has are 0, and so is its gradient."""
-    b, h, i = _place(heads, tiles, C)
+    b, h, i = tile_of_head(heads, tiles, C)
     a = tl.arange(0, BD)
     x = load_tokens(X + b * sxb + h * sxh, i, sxn, i < n, d, BD)
-    inverse, long = _inverse_norm(x)
+    inverse, long = _unit_factor(x)
     row = i.to(tl.int64)[:, None]
     PHI += b * spb + h * sph
     DPHI += b * sgb + h * sgh
@@ -105,7 +98,7 @@ def wave_backward(
 
 
 @triton.jit
-def _share(NORM, FLOOR, at, inside):
+def _lifted_share(NORM, FLOOR, at, inside):
     """Return 1 / max(norm, floor), 0 where that has no digits left, and whether the norm is the larger one."""
     norm, floor = tl.load(NORM + at, mask=inside, other=0.0), tl.load(FLOOR + at, mask=inside, other=0.0)
     larger = tl.maximum(norm, floor)
@@ -118,8 +111,8 @@ def ratio_forward(
     OUT, Y, NORM, FLOOR, sob, soh, son, syb, syh, syn, n, heads, tiles, E: tl.constexpr, BE: tl.constexpr, C: tl.constexpr
 ):
     """Store Y = OUT / max(NORM, FLOOR) of a tile of tokens."""
-    b, h, i = _place(heads, tiles, C)
-    share, _by_norm = _share(NORM, FLOOR, (b * heads + h) * n + i, i < n)
+    b, h, i = tile_of_head(heads, tiles, C)
+    share, _by_norm = _lifted_share(NORM, FLOOR, (b * heads + h) * n + i, i < n)
     out = load_tokens(OUT + b * sob + h * soh, i, son, i < n, E, BE).to(tl.float32)
     store_tokens(Y + b * syb + h * syh, i, syn, out * share[:, None], i < n, E, BE)
 
@@ -130,9 +123,9 @@ def ratio_backward(
     E: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of a tile: the larger one of norm and floor has one."""
-    b, h, i = _place(heads, tiles, C)
+    b, h, i = tile_of_head(heads, tiles, C)
     at = (b * heads + h) * n + i
-    share, by_norm = _share(NORM, FLOOR, at, i < n)
+    share, by_norm = _lifted_share(NORM, FLOOR, at, i < n)
     out = load_tokens(OUT + b * sob + h * soh, i, son, i < n, E, BE).to(tl.float32)
     grad = load_tokens(DY + b * sgb + h * sgh, i, sgn, i < n, E, BE).to(tl.float32)
     store_tokens(DOUT + b * sdb + h * sdh, i, sdn, grad * share[:, None], i < n, E, BE)

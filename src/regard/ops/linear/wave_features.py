@@ -19,7 +19,7 @@ from regard.ops.triton_support import block_of, dot_precision, kernel_config, tr
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 WIDEST_WAVE = 256  # coordinates of a token
-SHORTEST = 1e-6  # norm of a token that is still made 1
+SHORTEST_TOKEN = 1e-6  # norm of a token that is still made 1
 RATIO_TILE = 32  # tokens of a program
 
 
@@ -36,7 +36,7 @@ def wave_features(x: Tensor, directions: Tensor, valid: Tensor | None = None) ->
 
 def wave_features_plain(x: Tensor, directions: Tensor, valid: Tensor | None = None) -> Tensor:
     """Compute `wave_features` by differentiable operations, in the type of x: the definition."""
-    unit = F.normalize(x, dim=-1, eps=SHORTEST)
+    unit = F.normalize(x, dim=-1, eps=SHORTEST_TOKEN)
     angle = F.linear(unit, directions.to(x.dtype))
     waves = torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(angle.shape[-1])
     return waves if valid is None else waves.masked_fill(~valid[:, None, :, None], 0)
@@ -52,18 +52,19 @@ def lifted_ratio_plain(out: Tensor, norm: Tensor, floor: Tensor) -> Tensor:
     return safe_ratio(out, norm + (floor - norm).relu())
 
 
-def _launch(kernel: Any, name: str, directions: Tensor, tokens: tuple[Tensor, ...], valid: Tensor | None, **flags: Any) -> None:
-    """Launch a kernel of waves for all tiles of tokens (b h n ...), the first of them (b h n d)."""
-    b, h, n, d = tokens[0].shape
-    device, m = directions.device, len(directions)
-    config = dict(kernel_config(name, "single" if tokens[0].dtype == torch.float32 else "half", device))
-    chunk, most = config.pop("chunk"), config.pop("features")
+def _wave_constants(name: str, x: Tensor, directions: Tensor) -> dict[str, Any]:
+    """The sizes and the configuration of a kernel of waves of tokens x (b h n d)."""
+    config = dict(kernel_config(name, "single" if x.dtype == torch.float32 else "half", x.device))
+    m, d, most = len(directions), x.shape[-1], config.pop("features")
+    sizes = {"d": d, "m": m, "BD": block_of(d, x.device), "BM": min(most, block_of(m, x.device)), "C": config.pop("chunk")}
+    return {**sizes, "PRECISION": dot_precision(torch.float32), **config}
+
+
+def _wave_grid(x: Tensor, chunk: int) -> tuple[tuple[int], tuple[int, int, int]]:
+    """The grid of all tiles of tokens x (b h n d), and the numbers behind strides."""
+    b, h, n, _ = x.shape
     tiles = -(-n // chunk)
-    sizes = {"d": d, "m": m, "BD": block_of(d, device), "BM": min(most, block_of(m, device)), "C": chunk}
-    tensors = (directions.contiguous(), *tokens, *([] if not flags else [valid]))
-    numbers = (*row_strides(*tokens), n, h, tiles, *([] if not flags else [m**-0.5]))
-    constants = {**sizes, **flags, "PRECISION": dot_precision(torch.float32), **config}
-    launch_kernel(kernel, (b * h * tiles,), tensors, numbers, constants)
+    return (b * h * tiles,), (n, h, tiles)
 
 
 class WaveFeatures(torch.autograd.Function):
@@ -78,7 +79,10 @@ class WaveFeatures(torch.autograd.Function):
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         phi = by_token(x, b, n, h, 2 * len(directions), dtype)
         present = None if valid is None else valid.contiguous().view(torch.uint8)
-        _launch(wave_forward, "exp_features", directions, (x, phi), present, HAS_VALID=valid is not None)
+        constants = _wave_constants("exp_features", x, directions) | {"HAS_VALID": valid is not None}
+        grid, sizes = _wave_grid(x, constants["C"])
+        numbers = (*row_strides(x, phi), *sizes, len(directions) ** -0.5)
+        launch_kernel(wave_forward, grid, (directions.contiguous(), x, phi, present), numbers, constants)
         ctx.save_for_backward(x, directions, valid, phi)
         return phi
 
@@ -96,7 +100,10 @@ class WaveFeatures(torch.autograd.Function):
             return *differentiable_grads(f, (x,), (grad,)), None, None
         b, h, n, d = x.shape
         d_x = by_token(x, b, n, h, d)
-        _launch(wave_backward, "exp_feature_grads", directions, (x, phi, dense_rows(grad), d_x), None)
+        tensors = (x, phi, dense_rows(grad), d_x)
+        constants = _wave_constants("exp_feature_grads", x, directions)
+        grid, sizes = _wave_grid(x, constants["C"])
+        launch_kernel(wave_backward, grid, (directions.contiguous(), *tensors), (*row_strides(*tensors), *sizes), constants)
         return d_x, None, None
 
 
