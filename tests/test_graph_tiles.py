@@ -1,4 +1,4 @@
-"""Graph attention by kernels over tiles: what the list of edges defines, in the interpreter on a CPU or as compiled code on a GPU."""
+"""Graph attention by kernels over tiles: what the list of edges defines, in the interpreter on a CPU or compiled on a GPU."""
 
 import pytest
 import torch

@@ -57,8 +57,19 @@ def token_dot_gradients(X, A, GRAD, DX, PARTS, sxb, sxh, sxn, sdb, sdh, sdn, n, 
 
 
 @triton.jit
-def hide_pairs(s, own, other, ranges, words, bit, MASK: tl.constexpr):
-    """Return scores with pairs that do not exist at -inf; own: numbers of rows, other: of columns.
+def product_zeros(DTYPE: tl.constexpr):
+    """Return zeros (SIDE SIDE) that lie as the results of products do.
+
+    Scores that are added to them lie so too, a row in four threads: as sums alone a thread would hold 32 rows, and all that
+    belongs to a row 32 times.
+    """
+    zeros = tl.zeros([SIDE, SIDE], DTYPE)
+    return tl.dot(zeros, zeros)
+
+
+@triton.jit
+def hide_pairs(s, other, ranges, words, bit, MASK: tl.constexpr):
+    """Return scores with pairs that do not exist at -inf; other: numbers of columns.
 
     ranges: columns that each row sees. words: the two halves of the 64 bits of each query, bit: the key inside of its tile; both
     have the shape of a row or a column of s.
@@ -78,12 +89,12 @@ def graph_forward_step(sums, own, at, j0, words, E: tl.constexpr, BE: tl.constex
                        PRECISION: tl.constexpr):  # fmt: skip
     """Add a tile of keys to outputs (SIDE BE), weights and largest scores (SIDE)."""
     acc, total, top = sums
-    a, i, ranges, drawn = own
+    a, ranges, drawn, zeros = own
     B, V, KEYED, svn, m, slope, threshold = at
     y = j0 + tl.arange(0, SIDE)
     j = tl.minimum(y, m - 1)
-    x = a[:, None] + tl.load(B + j)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), i, y, ranges, words, (y % SIDE)[None, :], MASK)
+    x = zeros + a[:, None] + tl.load(B + j)[None, :]
+    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % SIDE)[None, :], MASK)
     v = load_tile(V, j, svn, E, BE)
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
@@ -112,7 +123,7 @@ def graph_forward(A, B, V, OUT, LSE, DRAWN, KEYED, OFFSETS, MIDDLES, ENTRIES, MA
     if DROP:
         drawn = tl.load(DRAWN + row * n + here)
     ranges = closed_range(tl.maximum(i + shift - back, 0), tl.minimum(i + shift + ahead, m - 1))
-    own = (tl.load(A + row * n + here), i, ranges, drawn)
+    own = (tl.load(A + row * n + here), ranges, drawn, product_zeros(V.dtype.element_ty))
     at = (B + row * m, V + b * svb + h // R * svh, KEYED, svn, m, slope, threshold)
     none = (rows[:, None], rows[:, None])
     sums = (tl.zeros([SIDE, BE], tl.float32), tl.zeros([SIDE], tl.float32), tl.full([SIDE], NO_PAIR, tl.float32))
@@ -140,18 +151,18 @@ def graph_forward(A, B, V, OUT, LSE, DRAWN, KEYED, OFFSETS, MIDDLES, ENTRIES, MA
 def graph_query_step(da, own, at, j0, words, E: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
                      PRECISION: tl.constexpr):  # fmt: skip
     """Add what a tile of keys gives to the gradients of a (SIDE)."""
-    a, i, ranges, drawn, d_out, lse, pull, kept = own
+    a, ranges, drawn, d_out, lse, pull, kept = own
     B, V, KEYED, svn, m, slope, threshold = at
     y = j0 + tl.arange(0, SIDE)
     j = tl.minimum(y, m - 1)
     x = a[:, None] + tl.load(B + j)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), i, y, ranges, words, (y % SIDE)[None, :], MASK)
+    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % SIDE)[None, :], MASK)
     p = tl.exp2(s - lse[:, None])
+    p = tl.where(x > 0, p, p * slope)
     dp = tl.dot(d_out, load_tile_transposed(V, j, svn, E, BE), input_precision=PRECISION)
     if DROP:
         dp = tl.where(hash_keeps(drawn[:, None], tl.load(KEYED + j)[None, :], threshold), dp * kept, 0.0)
-    ds = p * (dp - pull[:, None])
-    return da + tl.sum(tl.where(x > 0, ds, ds * slope), 1)
+    return da + tl.sum(p * (dp - pull[:, None]), 1)
 
 
 @triton.jit(do_not_specialize=GRAPH_NUMBERS)
@@ -175,7 +186,7 @@ def graph_query_gradients(A, B, V, OUT, LSE, D_OUT, PULL, DA, DRAWN, KEYED, OFFS
     if DROP:
         drawn = tl.load(DRAWN + row * n + here)
     ranges = closed_range(tl.maximum(i + shift - back, 0), tl.minimum(i + shift + ahead, m - 1))
-    own = (tl.load(A + row * n + here), i, ranges, drawn, d_out, tl.load(LSE + row * n + here), pull, kept)
+    own = (tl.load(A + row * n + here), ranges, drawn, d_out, tl.load(LSE + row * n + here), pull, kept)
     at = (B + row * m, V + b * svb + h // R * svh, KEYED, svn, m, slope, threshold)
     none = (rows[:, None], rows[:, None])
     da = tl.zeros([SIDE], tl.float32)
@@ -199,23 +210,24 @@ def graph_query_gradients(A, B, V, OUT, LSE, D_OUT, PULL, DA, DRAWN, KEYED, OFFS
 def graph_key_step(db, dv, own, at, i0, words, E: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
     """Add what a tile of queries gives to the gradients of b (SIDE) and of values. Scores are transposed: (keys queries)."""
-    key_side, y, ranges, keyed, v, kept = own
+    key_side, y, ranges, keyed, v, kept, zeros = own
     A, D_OUT, LSE, PULL, DRAWN, sdn, n, slope, threshold = at
     w = i0 + tl.arange(0, SIDE)
     i = tl.minimum(w, n - 1)
-    x = key_side[:, None] + tl.load(A + i)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), y, w, ranges, words, (y % SIDE)[:, None], MASK)
+    x = zeros + key_side[:, None] + tl.load(A + i)[None, :]
+    s = hide_pairs(tl.maximum(x, x * slope), w, ranges, words, (y % SIDE)[:, None], MASK)
     p = tl.exp2(s - tl.load(LSE + i)[None, :])
-    d_out = load_tile(D_OUT, i, sdn, E, BE)
-    dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
     weights = p
+    p = tl.where(x > 0, p, p * slope)  # x is needed no longer: registers are few
+    d_out = load_tile(D_OUT, i, sdn, E, BE)
     if DROP:
         keep = hash_keeps(tl.load(DRAWN + i)[None, :], keyed[:, None], threshold)
-        dp = tl.where(keep, dp * kept, 0.0)
-        weights = tl.where(keep, p * kept, 0.0)
+        weights = tl.where(keep, weights * kept, 0.0)
     dv = tl.dot(weights.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-    ds = p * (dp - tl.load(PULL + i)[None, :])
-    return db + tl.sum(tl.where(x > 0, ds, ds * slope), 1), dv
+    dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+    if DROP:
+        dp = tl.where(keep, dp * kept, 0.0)
+    return db + tl.sum(p * (dp - tl.load(PULL + i)[None, :]), 1), dv
 
 
 @triton.jit(do_not_specialize=GRAPH_NUMBERS)
@@ -236,12 +248,13 @@ def graph_key_gradients(A, B, V, LSE, D_OUT, PULL, DB, DV, DRAWN, KEYED, OFFSETS
     if DROP:
         keyed = tl.load(KEYED + here)
     ranges = closed_range(tl.maximum(y - shift - ahead, 0), tl.minimum(y - shift + back, n - 1))
+    zeros = product_zeros(V.dtype.element_ty)
     none = (rows[None, :], rows[None, :])
     dv = tl.zeros([SIDE, BE], tl.float32)
     low = tl.maximum(tile * SIDE - shift - ahead, 0) // SIDE * SIDE
     for h in range(g * R, g * R + R):
         row = b * H + h
-        own = (tl.load(B + row * m + here), y, ranges, keyed, v, kept)
+        own = (tl.load(B + row * m + here), y, ranges, keyed, v, kept, zeros)
         at = (A + row * n, D_OUT + b * sdb + h * sdh, LSE + row * n, PULL + row * n, DRAWN + row * n, sdn, n, slope, threshold)
         db = tl.zeros([SIDE], tl.float32)
         for i0 in range(low, tl.minimum(tile * SIDE + SIDE - shift + back, n), SIDE):

@@ -31,7 +31,13 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 LOG2_E = math.log2(math.e)
 DOT_ROWS = 64  # tokens of a program that makes numbers of tokens
 SINGLE_EDGES = "edges of a graph are walked one by one"
-LAUNCH = {"num_warps": 4, "num_stages": 2}
+WIDE_ROW = 256  # bytes of values; kernels of wider ones have more warps
+WIDE_LAUNCH = {"num_warps": 8, "num_stages": 1}
+LAUNCHES = {  # of each kernel: warps and stages
+    "forward": {"num_warps": 4, "num_stages": 2},
+    "queries": {"num_warps": 4, "num_stages": 2},
+    "keys": {"num_warps": 4, "num_stages": 1},
+}
 
 
 class GraphPairs(NamedTuple):
@@ -165,8 +171,9 @@ class _Launches:
         found = (None,) * 4 if self.tables.lists is None else self.tables.lists[by_key].read()
         return *self.drops, *found
 
-    @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self, kernel: str) -> dict[str, Any]:
+        """Return what a kernel is compiled for."""
+        wide = block_of(self.e, self.device) * self.call.v.element_size() > WIDE_ROW
         return {
             "R": self.share,
             "E": self.e,
@@ -174,7 +181,7 @@ class _Launches:
             "LISTED": self.tables.lists is not None,
             "DROP": self.call.dropout > 0,
             "PRECISION": dot_precision(self.call.v.dtype),
-            **LAUNCH,
+            **(WIDE_LAUNCH if wide else LAUNCHES[kernel]),
         }
 
     def token_numbers(self, x: Tensor, a: Tensor) -> Tensor:
@@ -209,7 +216,7 @@ class _Launches:
         out, lse = by_token(v, self.b, self.n, self.h, self.e), torch.empty_like(x)
         tensors = (x, y, v, out, lse, *self.lists(False))
         grid = (ceil_div(self.n, TILE), self.b * self.h)
-        launch_kernel(graph_forward, grid, tensors, (*row_strides(v, out), *self.numbers), self.constants)
+        launch_kernel(graph_forward, grid, tensors, (*row_strides(v, out), *self.numbers), self.constants("forward"))
         return out, lse, x, y
 
     def backward(self, out: Tensor, lse: Tensor, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -222,10 +229,10 @@ class _Launches:
         numbers = (*row_strides(v, out, grad), *self.numbers)
         grid = (ceil_div(self.n, TILE), self.b * self.h)
         tensors = (x, y, v, out, lse, grad, pull, dx, *self.lists(False))
-        launch_kernel(graph_query_gradients, grid, tensors, numbers, self.constants)
+        launch_kernel(graph_query_gradients, grid, tensors, numbers, self.constants("queries"))
         grid = (ceil_div(self.m, TILE), self.b * self.g)
         tensors = (x, y, v, lse, grad, pull, dy, dv, *self.lists(True))
-        launch_kernel(graph_key_gradients, grid, tensors, (*row_strides(v, grad, dv), *self.numbers), self.constants)
+        launch_kernel(graph_key_gradients, grid, tensors, (*row_strides(v, grad, dv), *self.numbers), self.constants("keys"))
         return dq, dk, dv, self.token_gradients(q, a_q, dx, dq), self.token_gradients(k, a_k, dy, dk)
 
 
