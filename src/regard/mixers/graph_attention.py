@@ -22,10 +22,11 @@ from regard.ops.backend import warn_refused
 from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.ops.edge import edge_attention, edge_attention_by_text
-from regard.ops.graph_tiles import SINGLE_EDGES, GraphPairs, graph_tile_attention, graph_tiles_refuse, on_card
+from regard.ops.graph_tiles import SINGLE_EDGES, GraphPairs, graph_tile_attention, graph_tiles_refuse
 from regard.ops.ragged import ragged_edge_attention
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import accumulator
+from regard.ops.triton_support import on_card
 from regard.patterns import Edges, Pattern
 from regard.patterns.edge_list import edge_list, pairs_by_row
 from regard.patterns.tiles import Span

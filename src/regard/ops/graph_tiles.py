@@ -26,7 +26,7 @@ from regard.patterns.edge_list import edge_list
 from regard.patterns.plan import plan
 from regard.patterns.tile_list import NO_BAND, TILE, KernelPlan, TileList, kernel_plan
 from regard.patterns.tiles import Span, ceil_div
-from regard.transforms import differentiable_grads, needs_plain_ops
+from regard.transforms import differentiable_grads
 
 LOG2_E = math.log2(math.e)
 DOT_ROWS = 64  # tokens of a program that makes numbers of tokens
@@ -74,11 +74,6 @@ class _Tables(NamedTuple):
     def size(self) -> int:
         """Count the numbers it holds."""
         return 0 if self.lists is None else sum(x.size for x in self.lists)
-
-
-def on_card(x: Tensor) -> bool:
-    """Return whether kernels come into question for a tensor: on CUDA devices, where nothing traces the call."""
-    return x.is_cuda and not torch.compiler.is_compiling() and not needs_plain_ops()
 
 
 def graph_tiles_refuse(q: Tensor, k: Tensor, v: Tensor, pairs: GraphPairs) -> str | None:

@@ -101,7 +101,8 @@ def _listed_plan(plan: Plan, listed: list[Alternative], taken: list[Band], bound
     """List the tiles of alternatives, without the pairs that bands have taken."""
     rows, cols = _candidates([part for part in plan.parts if _atoms(part) in listed], plan.span)
     scored = sum(part.scored for part in plan.parts)
-    if len(rows) * TILE * TILE > max(EMPTIEST * scored, FEWEST * plan.span.n * TILE):
+    room = min(TILE, plan.span.n) * min(TILE, plan.span.m)  # of a tile
+    if len(rows) * room > max(EMPTIEST * scored, FEWEST * plan.span.n * TILE):
         return KernelPlan(refused=f"its pairs are too scattered for tiles of {TILE} x {TILE}")
     bits, full, some = _masks(listed, taken, rows, cols, plan.span)
     rows, cols, bits, full = rows[some], cols[some], bits[some], full[some]
