@@ -90,8 +90,8 @@ class GAT(Sparse):
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
-        if (found := self._by_tiles(log, q, places, causal)) is not None:
-            return found
+        if (out := self._by_tiles(log, q, places, causal)) is not None:
+            return out
         acc, dtype = accumulator(q.dtype), log.v.dtype
         k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
         asked = (*self.sides(q.to(acc), k), v)

@@ -236,7 +236,8 @@ class _GraphTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *fields: Any) -> Tensor:
-        call = GraphCall(*(dense_rows(x) for x in fields[:3]), *fields[3:])
+        q, k, v, *rest = fields
+        call = GraphCall(dense_rows(q), dense_rows(k), dense_rows(v), *rest)
         out, *saved = _Launches(call).forward()
         ctx.save_for_backward(*call[:6], out, *saved)
         ctx.rest = call[6:]
@@ -244,13 +245,13 @@ class _GraphTiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        call = GraphCall(*tensors[:6], *ctx.rest)
+        *tensors, out, lse, x, y = ctx.saved_tensors
+        call = GraphCall(*tensors, *ctx.rest)
         none = [None] * 4
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
 
-            def plain(*inputs: Tensor) -> tuple[Tensor]:
-                return (graph_attention_composite(GraphCall(*inputs, *call[5:])),)  # type: ignore[arg-type]
+            def plain(q: Tensor, k: Tensor, v: Tensor, a_q: Tensor, a_k: Tensor) -> tuple[Tensor]:
+                return (graph_attention_composite(GraphCall(q, k, v, a_q, a_k, *call[5:])),)
 
             return *differentiable_grads(plain, tensors[:5], (grad,)), *none
-        return *_Launches(call).backward(*tensors[6:], dense_rows(grad)), *none
+        return *_Launches(call).backward(out, lse, x, y, dense_rows(grad)), *none

@@ -129,9 +129,9 @@ class MixedHeadsPass:
             given = (out[:, heads], lse[:, heads].contiguous(), d_out[:, heads], up)
             found = own.backward(select_heads(call, own.piece), *given, into)
             if by_query is not None:
-                by_query[:, heads] = found[3]
+                _add_heads((by_query,), found[3:], heads, True)
             if into is None:
-                dq[:, heads] = found[0]
+                _add_heads((dq,), found[:1], heads, True)
                 _add_heads(sums, found[1:3], key_heads, self.apart)
         if not self.apart:
             dk, dv = (x.to(call.q.dtype) for x in sums)
