@@ -14,7 +14,7 @@ from regard.ops.tile.triton_kernels import closed_range, inside_range, load_tile
 from regard.ops.triton_math import hash_keeps
 
 NO_PAIR = tl.constexpr(-1.0e30)
-SIDE = tl.constexpr(64)  # queries and keys of a tile
+GRAPH_TILE = tl.constexpr(64)  # queries and keys of a tile
 UNMASKED = tl.constexpr(0)
 IN_BAND = tl.constexpr(1)
 IN_BITS = tl.constexpr(2)
@@ -58,12 +58,12 @@ def token_dot_gradients(X, A, GRAD, DX, PARTS, sxb, sxh, sxn, sdb, sdh, sdn, n, 
 
 @triton.jit
 def product_zeros(DTYPE: tl.constexpr):
-    """Return zeros (SIDE SIDE) that lie as the results of products do.
+    """Return zeros (GRAPH_TILE GRAPH_TILE) that lie as the results of products do.
 
     Scores that are added to them lie so too, a row in four threads: as sums alone a thread would hold 32 rows, and all that
     belongs to a row 32 times.
     """
-    zeros = tl.zeros([SIDE, SIDE], DTYPE)
+    zeros = tl.zeros([GRAPH_TILE, GRAPH_TILE], DTYPE)
     return tl.dot(zeros, zeros)
 
 
@@ -87,14 +87,14 @@ def hide_pairs(s, other, ranges, words, bit, MASK: tl.constexpr):
 @triton.jit
 def graph_forward_step(sums, own, at, j0, words, E: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
                        PRECISION: tl.constexpr):  # fmt: skip
-    """Add a tile of keys to outputs (SIDE BE), weights and largest scores (SIDE)."""
+    """Add a tile of keys to outputs (GRAPH_TILE BE), weights and largest scores (GRAPH_TILE)."""
     acc, total, top = sums
     a, ranges, drawn, zeros = own
     B, V, KEYED, svn, m, slope, threshold = at
-    y = j0 + tl.arange(0, SIDE)
+    y = j0 + tl.arange(0, GRAPH_TILE)
     j = tl.minimum(y, m - 1)
     x = zeros + a[:, None] + tl.load(B + j)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % SIDE)[None, :], MASK)
+    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % GRAPH_TILE)[None, :], MASK)
     v = load_tile(V, j, svn, E, BE)
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
@@ -116,8 +116,8 @@ def graph_forward(A, B, V, OUT, LSE, DRAWN, KEYED, OFFSETS, MIDDLES, ENTRIES, MA
     row = tl.program_id(1).to(tl.int64)
     b = row // H
     h = row % H
-    rows = tl.arange(0, SIDE)
-    i = tile * SIDE + rows
+    rows = tl.arange(0, GRAPH_TILE)
+    i = tile * GRAPH_TILE + rows
     here = tl.minimum(i, n - 1)
     drawn = rows
     if DROP:
@@ -126,19 +126,23 @@ def graph_forward(A, B, V, OUT, LSE, DRAWN, KEYED, OFFSETS, MIDDLES, ENTRIES, MA
     own = (tl.load(A + row * n + here), ranges, drawn, product_zeros(V.dtype.element_ty))
     at = (B + row * m, V + b * svb + h // R * svh, KEYED, svn, m, slope, threshold)
     none = (rows[:, None], rows[:, None])
-    sums = (tl.zeros([SIDE, BE], tl.float32), tl.zeros([SIDE], tl.float32), tl.full([SIDE], NO_PAIR, tl.float32))
-    low = tl.maximum(tile * SIDE + shift - back, 0) // SIDE * SIDE
-    for j0 in range(low, tl.minimum(tile * SIDE + SIDE + shift + ahead, m), SIDE):
+    sums = (
+        tl.zeros([GRAPH_TILE, BE], tl.float32),
+        tl.zeros([GRAPH_TILE], tl.float32),
+        tl.full([GRAPH_TILE], NO_PAIR, tl.float32),
+    )
+    low = tl.maximum(tile * GRAPH_TILE + shift - back, 0) // GRAPH_TILE * GRAPH_TILE
+    for j0 in range(low, tl.minimum(tile * GRAPH_TILE + GRAPH_TILE + shift + ahead, m), GRAPH_TILE):
         sums = graph_forward_step(sums, own, at, j0, none, E, BE, IN_BAND, DROP, PRECISION)
     if LISTED:
         middle = tl.load(MIDDLES + tile)
         for z in range(tl.load(OFFSETS + tile), middle):
-            j0 = tl.load(ENTRIES + z * 2) * SIDE
+            j0 = tl.load(ENTRIES + z * 2) * GRAPH_TILE
             sums = graph_forward_step(sums, own, at, j0, none, E, BE, UNMASKED, DROP, PRECISION)
         for z in range(middle, tl.load(OFFSETS + tile + 1)):
-            bits = MASKS + tl.load(ENTRIES + z * 2 + 1) * 2 * SIDE + rows
-            words = (tl.load(bits)[:, None], tl.load(bits + SIDE)[:, None])
-            j0 = tl.load(ENTRIES + z * 2) * SIDE
+            bits = MASKS + tl.load(ENTRIES + z * 2 + 1) * 2 * GRAPH_TILE + rows
+            words = (tl.load(bits)[:, None], tl.load(bits + GRAPH_TILE)[:, None])
+            j0 = tl.load(ENTRIES + z * 2) * GRAPH_TILE
             sums = graph_forward_step(sums, own, at, j0, words, E, BE, IN_BITS, DROP, PRECISION)
     acc, total, top = sums
     some = total > 0
@@ -150,13 +154,13 @@ def graph_forward(A, B, V, OUT, LSE, DRAWN, KEYED, OFFSETS, MIDDLES, ENTRIES, MA
 @triton.jit
 def graph_query_step(da, own, at, j0, words, E: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
                      PRECISION: tl.constexpr):  # fmt: skip
-    """Add what a tile of keys gives to the gradients of a (SIDE)."""
+    """Add what a tile of keys gives to the gradients of a (GRAPH_TILE)."""
     a, ranges, drawn, d_out, lse, pull, kept = own
     B, V, KEYED, svn, m, slope, threshold = at
-    y = j0 + tl.arange(0, SIDE)
+    y = j0 + tl.arange(0, GRAPH_TILE)
     j = tl.minimum(y, m - 1)
     x = a[:, None] + tl.load(B + j)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % SIDE)[None, :], MASK)
+    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % GRAPH_TILE)[None, :], MASK)
     p = tl.exp2(s - lse[:, None])
     p = tl.where(x > 0, p, p * slope)
     dp = tl.dot(d_out, load_tile_transposed(V, j, svn, E, BE), input_precision=PRECISION)
@@ -175,8 +179,8 @@ def graph_query_gradients(A, B, V, OUT, LSE, D_OUT, PULL, DA, DRAWN, KEYED, OFFS
     row = tl.program_id(1).to(tl.int64)
     b = row // H
     h = row % H
-    rows = tl.arange(0, SIDE)
-    i = tile * SIDE + rows
+    rows = tl.arange(0, GRAPH_TILE)
+    i = tile * GRAPH_TILE + rows
     here = tl.minimum(i, n - 1)
     d_out = load_tile(D_OUT + b * sdb + h * sdh, here, sdn, E, BE)
     out = load_tile(OUT + b * sob + h * soh, here, son, E, BE)
@@ -189,19 +193,19 @@ def graph_query_gradients(A, B, V, OUT, LSE, D_OUT, PULL, DA, DRAWN, KEYED, OFFS
     own = (tl.load(A + row * n + here), ranges, drawn, d_out, tl.load(LSE + row * n + here), pull, kept)
     at = (B + row * m, V + b * svb + h // R * svh, KEYED, svn, m, slope, threshold)
     none = (rows[:, None], rows[:, None])
-    da = tl.zeros([SIDE], tl.float32)
-    low = tl.maximum(tile * SIDE + shift - back, 0) // SIDE * SIDE
-    for j0 in range(low, tl.minimum(tile * SIDE + SIDE + shift + ahead, m), SIDE):
+    da = tl.zeros([GRAPH_TILE], tl.float32)
+    low = tl.maximum(tile * GRAPH_TILE + shift - back, 0) // GRAPH_TILE * GRAPH_TILE
+    for j0 in range(low, tl.minimum(tile * GRAPH_TILE + GRAPH_TILE + shift + ahead, m), GRAPH_TILE):
         da = graph_query_step(da, own, at, j0, none, E, BE, IN_BAND, DROP, PRECISION)
     if LISTED:
         middle = tl.load(MIDDLES + tile)
         for z in range(tl.load(OFFSETS + tile), middle):
-            j0 = tl.load(ENTRIES + z * 2) * SIDE
+            j0 = tl.load(ENTRIES + z * 2) * GRAPH_TILE
             da = graph_query_step(da, own, at, j0, none, E, BE, UNMASKED, DROP, PRECISION)
         for z in range(middle, tl.load(OFFSETS + tile + 1)):
-            bits = MASKS + tl.load(ENTRIES + z * 2 + 1) * 2 * SIDE + rows
-            words = (tl.load(bits)[:, None], tl.load(bits + SIDE)[:, None])
-            j0 = tl.load(ENTRIES + z * 2) * SIDE
+            bits = MASKS + tl.load(ENTRIES + z * 2 + 1) * 2 * GRAPH_TILE + rows
+            words = (tl.load(bits)[:, None], tl.load(bits + GRAPH_TILE)[:, None])
+            j0 = tl.load(ENTRIES + z * 2) * GRAPH_TILE
             da = graph_query_step(da, own, at, j0, words, E, BE, IN_BITS, DROP, PRECISION)
     tl.store(DA + row * n + i, da, mask=i < n)
 
@@ -209,13 +213,13 @@ def graph_query_gradients(A, B, V, OUT, LSE, D_OUT, PULL, DA, DRAWN, KEYED, OFFS
 @triton.jit
 def graph_key_step(db, dv, own, at, i0, words, E: tl.constexpr, BE: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    """Add what a tile of queries gives to the gradients of b (SIDE) and of values. Scores are transposed: (keys queries)."""
+    """Add what a tile of queries gives to the gradients of b (GRAPH_TILE) and of values. Scores are (keys queries)."""
     key_side, y, ranges, keyed, v, kept, zeros = own
     A, D_OUT, LSE, PULL, DRAWN, sdn, n, slope, threshold = at
-    w = i0 + tl.arange(0, SIDE)
+    w = i0 + tl.arange(0, GRAPH_TILE)
     i = tl.minimum(w, n - 1)
     x = zeros + key_side[:, None] + tl.load(A + i)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), w, ranges, words, (y % SIDE)[:, None], MASK)
+    s = hide_pairs(tl.maximum(x, x * slope), w, ranges, words, (y % GRAPH_TILE)[:, None], MASK)
     p = tl.exp2(s - tl.load(LSE + i)[None, :])
     weights = p
     p = tl.where(x > 0, p, p * slope)  # x is needed no longer: registers are few
@@ -240,8 +244,8 @@ def graph_key_gradients(A, B, V, LSE, D_OUT, PULL, DB, DV, DRAWN, KEYED, OFFSETS
     G = H // R
     b = (tl.program_id(1) // G).to(tl.int64)
     g = tl.program_id(1) % G
-    rows = tl.arange(0, SIDE)
-    y = tile * SIDE + rows
+    rows = tl.arange(0, GRAPH_TILE)
+    y = tile * GRAPH_TILE + rows
     here = tl.minimum(y, m - 1)
     v = load_tile(V + b * svb + g * svh, here, svn, E, BE)
     keyed = rows
@@ -250,24 +254,24 @@ def graph_key_gradients(A, B, V, LSE, D_OUT, PULL, DB, DV, DRAWN, KEYED, OFFSETS
     ranges = closed_range(tl.maximum(y - shift - ahead, 0), tl.minimum(y - shift + back, n - 1))
     zeros = product_zeros(V.dtype.element_ty)
     none = (rows[None, :], rows[None, :])
-    dv = tl.zeros([SIDE, BE], tl.float32)
-    low = tl.maximum(tile * SIDE - shift - ahead, 0) // SIDE * SIDE
+    dv = tl.zeros([GRAPH_TILE, BE], tl.float32)
+    low = tl.maximum(tile * GRAPH_TILE - shift - ahead, 0) // GRAPH_TILE * GRAPH_TILE
     for h in range(g * R, g * R + R):
         row = b * H + h
         own = (tl.load(B + row * m + here), y, ranges, keyed, v, kept, zeros)
         at = (A + row * n, D_OUT + b * sdb + h * sdh, LSE + row * n, PULL + row * n, DRAWN + row * n, sdn, n, slope, threshold)
-        db = tl.zeros([SIDE], tl.float32)
-        for i0 in range(low, tl.minimum(tile * SIDE + SIDE - shift + back, n), SIDE):
+        db = tl.zeros([GRAPH_TILE], tl.float32)
+        for i0 in range(low, tl.minimum(tile * GRAPH_TILE + GRAPH_TILE - shift + back, n), GRAPH_TILE):
             db, dv = graph_key_step(db, dv, own, at, i0, none, E, BE, IN_BAND, DROP, PRECISION)
         if LISTED:
             middle = tl.load(MIDDLES + tile)
             for z in range(tl.load(OFFSETS + tile), middle):
-                i0 = tl.load(ENTRIES + z * 2) * SIDE
+                i0 = tl.load(ENTRIES + z * 2) * GRAPH_TILE
                 db, dv = graph_key_step(db, dv, own, at, i0, none, E, BE, UNMASKED, DROP, PRECISION)
             for z in range(middle, tl.load(OFFSETS + tile + 1)):
-                bits = MASKS + tl.load(ENTRIES + z * 2 + 1) * 2 * SIDE + rows
-                words = (tl.load(bits)[None, :], tl.load(bits + SIDE)[None, :])
-                i0 = tl.load(ENTRIES + z * 2) * SIDE
+                bits = MASKS + tl.load(ENTRIES + z * 2 + 1) * 2 * GRAPH_TILE + rows
+                words = (tl.load(bits)[None, :], tl.load(bits + GRAPH_TILE)[None, :])
+                i0 = tl.load(ENTRIES + z * 2) * GRAPH_TILE
                 db, dv = graph_key_step(db, dv, own, at, i0, words, E, BE, IN_BITS, DROP, PRECISION)
         tl.store(DB + row * m + y, db, mask=y < m)
     store_tile(DV + b * sgb + g * sgh, y, sgn, m, dv, E, BE)

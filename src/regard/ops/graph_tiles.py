@@ -28,7 +28,7 @@ from regard.patterns.tile_list import NO_BAND, TILE, KernelPlan, TileList, kerne
 from regard.patterns.tiles import Span, ceil_div
 from regard.transforms import differentiable_grads
 
-LOG2_E = math.log2(math.e)
+BASE_TWO_FACTOR = math.log2(math.e)
 DOT_ROWS = 64  # tokens of a program that makes numbers of tokens
 SINGLE_EDGES = "edges of a graph are walked one by one"
 WIDE_ROW = 256  # bytes of values; kernels of wider ones have more warps
@@ -186,7 +186,7 @@ class _Launches:
         b, g, n, d = x.shape
         out = torch.empty(b, self.h, n, dtype=torch.float32, device=self.device)
         sizes = {"R": self.h // g, "D": d, "BD": block_of(d, self.device), "BM": DOT_ROWS}
-        numbers = (*row_strides(x), n, self.h, LOG2_E)
+        numbers = (*row_strides(x), n, self.h, BASE_TWO_FACTOR)
         launch_kernel(token_dots, (ceil_div(n, DOT_ROWS), b * self.h), (x, a.float().contiguous(), out), numbers, sizes)
         return out
 
