@@ -94,9 +94,10 @@ class TritonPass(BandSizes):
         inner = torch.full((*self.rows, 2 * self.clip + 1), fill, dtype=torch.float32, device=self.device)
         return inner, torch.zeros(*self.rows, 2, dtype=torch.float32, device=self.device)
 
-    def forward(self, call: TileCall) -> tuple[Tensor, Tensor]:
-        """Return out (b h n width), in float32 while several groups add to it, and log-sum-exp (b h n)."""
-        out = self._strided(self.out_shape, self.out_strides, self.sums)
+    def forward(self, call: TileCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return out (b h n width), in float32 while several groups add to it, and log-sum-exp (b h n); `out`: write there."""
+        if out is None:
+            out = self._strided(self.out_shape, self.out_strides, self.sums)
         lse = self.new(self.rows)
         if not self.groups:
             return out.zero_(), lse.fill_(MASKED_SCORE)
@@ -171,9 +172,17 @@ class TritonPass(BandSizes):
         numbers = (*out.stride()[:3], self.n, self.clip, kept, self.h)
         launch_kernel(write_masses, grid, (out[..., self.e :], inner, outer, lse), numbers, constants)
 
-    def backward(self, call: TileCall, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
-        """Return the gradients of q, k, v and of what the bias adds by query."""
-        dq, dk, dv = (self._strided(shape, strides, self.sums) for shape, strides in self.grads)
+    def backward(
+        self,
+        call: TileCall,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Gradients:
+        """Return the gradients of q, k, v and of what the bias adds by query; `into`: write the first three there."""
+        dq, dk, dv = into or [self._strided(shape, strides, self.sums) for shape, strides in self.grads]
         classes = self._by_class(self.classed, 0.0)
         found = classes[0] if classes else None
         if not self.groups:
