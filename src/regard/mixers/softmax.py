@@ -171,6 +171,6 @@ class Identity(Core):
     def forget(self, memory: Values, t: Tensor) -> Values:  # noqa: ARG002
         return Values(memory.v[:, :, :0])
 
-    def scan(self, memory: Values, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Values]:
+    def scan(self, memory: Values, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Values]:  # noqa: ARG002
         memory = Values(v)
         return self.read(memory, q, places), memory
