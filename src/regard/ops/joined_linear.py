@@ -47,13 +47,17 @@ def joined_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 
 
 def token_linear(one: nn.Module, x: Tensor) -> Tensor:
-    """Return what a linear map makes of tokens x (b n w), as one node for autograd where `takes_joined`; (b n v)."""
+    """Return what a linear map makes of tokens x (b n w), (b n v)."""
     if type(one) is not nn.Linear or one._forward_hooks or one._forward_pre_hooks or one._backward_hooks:
         return one(x)
-    if not x.is_cuda or x.dim() != 3 or not takes_joined(x, (one.weight,)):
-        return one(x)
-    biases = () if one.bias is None else (one.bias,)
-    return joined_linear(x, (one.weight,), biases, one.out_features)[0].squeeze(2)
+    return linear_tokens(x, one.weight, one.bias)
+
+
+def linear_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the linear map of tokens x (b n w), (b n v), as one node for autograd where `takes_joined`."""
+    if x.dim() != 3 or not takes_joined(x, (weight,)):
+        return linear(x, weight, bias)
+    return joined_linear(x, (weight,), () if bias is None else (bias,), len(weight))[0].squeeze(2)
 
 
 def gradient_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
