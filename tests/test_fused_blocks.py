@@ -49,7 +49,7 @@ def test_a_sum_and_its_norm_are_those_of_float64(kind, of_x, of_y, of_norm):
     assert torch.equal(alone, ups[0])
 
 
-@pytest.mark.parametrize("activation", feed_forward.FUSED_ACTIVATIONS)
+@pytest.mark.parametrize("activation", feed_forward.KERNEL_ACTIVATIONS)
 def test_a_feed_forward_layer_in_one_node_is_that_of_float64(activation, monkeypatch):
     monkeypatch.setattr(feed_forward, "ROWS_SUMMED", 40)
     layer = FeedForward(12, 40, activation=activation).to(DEVICE)

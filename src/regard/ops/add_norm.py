@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
+from regard.ops.joined_linear import sum_parts
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, HALVES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -19,9 +20,8 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 
 WIDEST_ROW = 8192  # elements that a program holds
 FEWEST_ROWS = 512  # with fewer, the launches are all that counts
-TILE = 4096  # elements of a tile of whole rows
+NORM_TILE = 4096  # elements of a tile of whole rows
 WARPS = 8
-PART_TILE = {"BR": 64, "BC": 16}  # of sums over programs
 GRADIENT_PROGRAMS = 264  # two for each multiprocessor of a Hopper card; fixed, so that sums are the same on every card
 
 
@@ -74,7 +74,7 @@ def _plain_norm(total: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
 def _tile(width: int) -> dict[str, int]:
     """Return the constants of a kernel: whole rows, as many as make up a tile."""
     columns = 1 << (width - 1).bit_length()
-    return {"BR": max(1, TILE // columns), "BW": columns, "num_warps": WARPS}
+    return {"BR": max(1, NORM_TILE // columns), "BW": columns, "num_warps": WARPS}
 
 
 class _AddNorm(torch.autograd.Function):
@@ -119,7 +119,6 @@ class _AddNorm(torch.autograd.Function):
 def _norm_gradients(ctx: Any, grad: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, of what is added in a type of its own, of the weight and of the bias, by the kernel."""
     from regard.ops.add_norm_kernels import norm_backward
-    from regard.ops.column_sums_kernels import column_sums
 
     total, weight, bias, mean, scale = ctx.saved_tensors
     width, tile = total.shape[-1], _tile(total.shape[-1])
@@ -134,8 +133,5 @@ def _norm_gradients(ctx: Any, grad: Tensor, grad_total: Tensor | None) -> tuple[
     tensors = total, grad.contiguous(), passed, weight, mean, scale, dx, dadded, parts
     flags = {"PASSED": passed is not None, "APART": apart, "CENTRED": ctx.kinds[1]}
     launch_kernel(norm_backward, (programs,), tensors, (rows, width, tiles), flags | tile)
-    sums = parts.new_empty(2 * width)
-    grid = (ceil_div(2 * width, PART_TILE["BC"]), 1)
-    launch_kernel(column_sums, grid, (parts, sums), (programs, 2 * width, programs), PART_TILE)
-    by_weight, by_bias = sums.view(2, width)
+    by_weight, by_bias = sum_parts(parts).view(2, width)
     return dx, dadded, by_weight.to(weight.dtype), None if bias is None else by_bias.to(bias.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from regard.ops.joined_linear import sum_parts
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -20,7 +21,6 @@ MOST_TAPS = 32
 SLIDE_TILE = {"BT": 16, "BC": 128, "num_warps": 4}
 SUM_TILE_COLUMNS, SUM_TILE_ROWS, SUM_WARPS = 64, 128, 8  # rows: pairs of a token and a tap
 TOKENS_SUMMED = 256  # of a program
-PART_TILE = {"BR": 64, "BC": 16}  # of sums over programs
 
 
 def takes_depthwise(x: Tensor, taps: int) -> bool:
@@ -58,7 +58,6 @@ def _slide(x: Tensor, weights: Tensor, n: int, before: int, step: int, mirrored:
 
 def _filter_gradient(x: Tensor, grad: Tensor, weights: Tensor, before: int, step: int) -> Tensor:
     """Return the gradient (w taps) of the filter: sums over chunks of tokens, and sums of those."""
-    from regard.ops.column_sums_kernels import column_sums
     from regard.ops.depthwise_kernels import filter_sums
 
     (b, m, w), n, taps = x.shape, grad.shape[1], weights.shape[1]
@@ -68,10 +67,7 @@ def _filter_gradient(x: Tensor, grad: Tensor, weights: Tensor, before: int, step
     constants = {"TAPS": taps, "BK": padded, "BT": SUM_TILE_ROWS // padded, "BC": SUM_TILE_COLUMNS, "num_warps": SUM_WARPS}
     grid = (b * chunks, ceil_div(w, SUM_TILE_COLUMNS))
     launch_kernel(filter_sums, grid, (x, grad, parts), (m, n, w, before, step, TOKENS_SUMMED, chunks), constants)
-    found = torch.empty_like(weights)
-    grid = (ceil_div(w * taps, PART_TILE["BC"]), 1)
-    launch_kernel(column_sums, grid, (parts, found), (b * chunks, w * taps, b * chunks), PART_TILE)
-    return found
+    return sum_parts(parts, weights.dtype).view(w, taps)
 
 
 class _Depthwise(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.ops.joined_linear import product_dtype, sum_columns
+from regard.ops.joined_linear import product_dtype, sum_columns, sum_parts
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, HALVES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -21,15 +21,14 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 FEWEST_TOKENS = 512  # with fewer, the launches are all that counts
 ROWS_SUMMED = 256  # of a program
 GRADIENT_TILE = {"BR": 32, "BC": 128}
-PART_TILE = {"BR": 64, "BC": 16}  # of sums over programs
-FUSED_ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu"
+KERNEL_ACTIVATIONS = "relu", "gelu", "gelu_tanh", "silu"
 
 
 def takes_feed_forward(x: Tensor, up: nn.Module, down: nn.Module, activation: str) -> bool:
     """Return whether `fused_feed_forward` takes tokens x and two linear maps with biases: in training, in half precision."""
     if not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not has_triton() or needs_plain_ops():
         return False
-    if activation not in FUSED_ACTIVATIONS or x.numel() < FEWEST_TOKENS * x.shape[-1]:
+    if activation not in KERNEL_ACTIVATIONS or x.numel() < FEWEST_TOKENS * x.shape[-1]:
         return False
     dtype = product_dtype(x)
     if dtype not in HALVES or x.dtype not in DTYPES:
@@ -63,7 +62,6 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str) -> Tensor:
     kept: z, or the result where the activation is a ReLU. Both are contiguous.
     """
     from regard.ops.activation_kernels import activation_gradients
-    from regard.ops.column_sums_kernels import column_sums
 
     rows, columns = grad.shape
     programs = ceil_div(rows, ROWS_SUMMED)
@@ -71,9 +69,7 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str) -> Tensor:
     grid = (ceil_div(columns, GRADIENT_TILE["BC"]), programs)
     constants = {"ACTIVATION": activation, **GRADIENT_TILE}
     launch_kernel(activation_gradients, grid, (grad, kept, parts), (rows, columns, ROWS_SUMMED), constants)
-    sums = parts.new_empty(columns)
-    launch_kernel(column_sums, (ceil_div(columns, PART_TILE["BC"]), 1), (parts, sums), (programs, columns, programs), PART_TILE)
-    return sums
+    return sum_parts(parts)
 
 
 class _FeedForward(torch.autograd.Function):
@@ -95,7 +91,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *given, w1, w2, kept, hidden = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            found = differentiable_grads(lambda *x: (_plain(*x, ctx.activation),), given, (grad,))
+            found = differentiable_grads(lambda x, a, b, c, d: (_plain(x, a, b, c, d, ctx.activation),), given, (grad,))
             return *found, None
         x, up, up_bias, down, down_bias = given
         flat, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]).contiguous()

@@ -1,4 +1,4 @@
-"""Linear maps of the same tokens as one product, with one node for autograd, on CUDA devices.
+"""Linear maps of the same tokens as one product, with one node for autograd, on CUDA devices, under autocast too.
 
 The gradients of the maps are one matrix: where a kernel wrote them side by side into one buffer (`gradient_buffers`) it is taken
 as it lies. Gradients of biases are sums of its columns, in two launches that read it once.
@@ -21,6 +21,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 
 SUMMED_ROWS = 512  # of a program
 SUM_TILE = {"BR": 32, "BC": 128}
+PART_TILE = {"BR": 64, "BC": 16}  # of few rows: more programs
 
 
 def takes_joined(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -79,8 +80,8 @@ def _plain(x: Tensor, maps: Sequence[Tensor], count: int, head: int) -> tuple[Te
     """Compute `joined_linear` by differentiable operations: the definition."""
     biases: Sequence[Tensor | None] = maps[count:] or [None] * count
     pairs = zip(maps[:count], biases, strict=True)
-    maps = [(weight.to(x.dtype), None if bias is None else bias.to(x.dtype)) for weight, bias in pairs]
-    return tuple(linear(x, weight, bias).unflatten(-1, (-1, head)) for weight, bias in maps)
+    alike = [(weight.to(x.dtype), None if bias is None else bias.to(x.dtype)) for weight, bias in pairs]
+    return tuple(linear(x, weight, bias).unflatten(-1, (-1, head)) for weight, bias in alike)
 
 
 def _joined(grads: Sequence[Tensor]) -> Tensor:
@@ -114,6 +115,16 @@ def sum_columns(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     parts = x.new_empty(programs, columns, dtype=torch.float32)
     launch_kernel(column_sums, (blocks, programs), (x, parts), (rows, columns, SUMMED_ROWS), SUM_TILE)
     launch_kernel(column_sums, (blocks, 1), (parts, found), (programs, columns, programs), SUM_TILE)
+    return found
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sums of the columns of what programs wrote, (programs columns), in one launch."""
+    from regard.ops.column_sums_kernels import column_sums
+
+    rows, columns = parts.shape
+    found = parts.new_empty(columns, dtype=dtype)
+    launch_kernel(column_sums, (ceil_div(columns, PART_TILE["BC"]), 1), (parts, found), (rows, columns, rows), PART_TILE)
     return found
 
 

@@ -49,7 +49,7 @@ class _PositionProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, made = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            found = differentiable_grads(lambda *y: (_plain(*y, ctx.triangle),), (weight, x), (grad,))
+            found = differentiable_grads(lambda w, y: (_plain(w, y, ctx.triangle),), (weight, x), (grad,))
             return *found, None
         dx, dw = torch.empty_like(x), torch.zeros_like(made) if ctx.triangle else torch.empty_like(made)
         for low, high in _strips(len(x), ctx.triangle, x.device):
