@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
-from regard.ops.joined_linear import sum_parts
+from regard.ops.joined_linear import sum_program_parts
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, HALVES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -133,5 +133,5 @@ def _norm_gradients(ctx: Any, grad: Tensor, grad_total: Tensor | None) -> tuple[
     tensors = total, grad.contiguous(), passed, weight, mean, scale, dx, dadded, parts
     flags = {"PASSED": passed is not None, "APART": apart, "CENTRED": ctx.kinds[1]}
     launch_kernel(norm_backward, (programs,), tensors, (rows, width, tiles), flags | tile)
-    by_weight, by_bias = sum_parts(parts).view(2, width)
+    by_weight, by_bias = sum_program_parts(parts).view(2, width)
     return dx, dadded, by_weight.to(weight.dtype), None if bias is None else by_bias.to(bias.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.ops.joined_linear import sum_parts
+from regard.ops.joined_linear import sum_program_parts
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -67,7 +67,7 @@ def _filter_gradient(x: Tensor, grad: Tensor, weights: Tensor, before: int, step
     constants = {"TAPS": taps, "BK": padded, "BT": SUM_TILE_ROWS // padded, "BC": SUM_TILE_COLUMNS, "num_warps": SUM_WARPS}
     grid = (b * chunks, ceil_div(w, SUM_TILE_COLUMNS))
     launch_kernel(filter_sums, grid, (x, grad, parts), (m, n, w, before, step, TOKENS_SUMMED, chunks), constants)
-    return sum_parts(parts, weights.dtype).view(w, taps)
+    return sum_program_parts(parts, weights.dtype).view(w, taps)
 
 
 class _Depthwise(torch.autograd.Function):

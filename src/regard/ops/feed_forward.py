@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regard.ops.joined_linear import product_dtype, sum_columns, sum_parts
+from regard.ops.joined_linear import product_dtype, sum_columns, sum_program_parts
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, HALVES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -69,7 +69,7 @@ def activation_gradient(grad: Tensor, kept: Tensor, activation: str) -> Tensor:
     grid = (ceil_div(columns, GRADIENT_TILE["BC"]), programs)
     constants = {"ACTIVATION": activation, **GRADIENT_TILE}
     launch_kernel(activation_gradients, grid, (grad, kept, parts), (rows, columns, ROWS_SUMMED), constants)
-    return sum_parts(parts)
+    return sum_program_parts(parts)
 
 
 class _FeedForward(torch.autograd.Function):

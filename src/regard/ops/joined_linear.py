@@ -118,7 +118,7 @@ def sum_columns(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return found
 
 
-def sum_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def sum_program_parts(parts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the sums of the columns of what programs wrote, (programs columns), in one launch."""
     from regard.ops.column_sums_kernels import column_sums
 
