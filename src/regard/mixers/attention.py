@@ -158,6 +158,7 @@ class Attention(Mixer):
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias if out_bias is None else out_bias)
         self._watched = type(core).watch is not Core.watch
         self._pools = type(core).pool is not Core.pool
+        self.maps_first = not self._pools
         alike = dims.d == dims.e and not core.gates
         self._head_size = dims.d * many if alike else None  # of queries, keys and values
 

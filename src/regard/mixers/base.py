@@ -195,6 +195,7 @@ class Mixer(nn.Module):
     can: Can
     dims: Dims
     rate: int = 1
+    maps_first: bool = False  # linear maps are all that reads the tokens: under autocast they may come in half precision
     spec: str | None = None  # the text it was built from, if it was
     _described: str | None = None  # what it writes into its states
 
