@@ -82,7 +82,7 @@ def test_every_backend_computes_the_reference(backend, case):
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_tokens_are_sorted_by_counting_as_by_a_radix_sort(rounds, monkeypatch):
     monkeypatch.setattr(bucket_launch, "COUNT_BLOCK", 64)
-    monkeypatch.setattr(bucket_launch, "COUNTED_ELEMENTS", 256)
+    monkeypatch.setattr(bucket_launch, "PLACE_STEP", 16)
     call = call_of(n=150, rounds=rounds, count=5, padded=True)
     found = [torch.full((6 if rounds > 1 else 3, 1, 2, rounds, 150), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     bucket_launch.counted_places(call, found[0])
