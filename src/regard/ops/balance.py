@@ -21,6 +21,7 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
 LARGEST_WIDE = 1024  # where strips of it are read in every iteration
 STRIP_ELEMENTS = 8192  # of a strip
+STRIP_STAGES = 3  # strips that are loaded ahead, and one
 LARGEST_IN_TIME = 64  # where products are computed too
 
 
@@ -69,7 +70,8 @@ def _shape(logits: Tensor) -> tuple[int, dict[str, int]]:
     """Return the number of matrices, and what kernels are compiled for."""
     r, c = logits.shape[-2:]
     blocks = [max(SMALLEST_DOT, 1 << (size - 1).bit_length()) for size in (r, c)]
-    return math.prod(logits.shape[:-2]), {"BR": blocks[0], "BC": blocks[1], "num_warps": 16 if max(blocks) > 64 else 8}
+    own = {"BR": blocks[0], "BC": blocks[1], "EVEN": [r, c] == blocks, "num_warps": 16 if max(blocks) > 64 else 8}
+    return math.prod(logits.shape[:-2]), own
 
 
 def _plain(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
@@ -121,7 +123,8 @@ class _BalanceWide(torch.autograd.Function):
         out = torch.empty_like(logits)
         kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
         kernel = kernels.balance_wide_in_time if in_time else kernels.balance_wide
-        launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), _strips(r, c))
+        own = _strips(r, c, in_time) if in_time else _pipelined(r, c)
+        launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), own)
         ctx.save_for_backward(logits, kept)
         ctx.in_time = in_time
         return out
@@ -134,7 +137,7 @@ class _BalanceWide(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return differentiable_grads(lambda x: (_plain(x, kept.shape[1], ctx.in_time),), (logits,), (grad,))[0], None, None
         (r, c), (count, iterations, _) = logits.shape[-2:], kept.shape
-        found, own = torch.empty_like(logits), _strips(r, c)
+        found, own = torch.empty_like(logits), _strips(r, c, ctx.in_time)
         strips = ceil_div(r, own["BR"])
         if ctx.in_time:
             grad = grad.clone(memory_format=torch.contiguous_format)
@@ -142,18 +145,21 @@ class _BalanceWide(torch.autograd.Function):
             launch_kernel(kernels.balance_wide_in_time_grads, (count,), tensors, (r, c, strips, iterations), own)
             return found, None, None
         grad, adjoints = grad.contiguous(), torch.empty_like(kept)
-        launch_kernel(kernels.balance_wide_adjoints, (count,), (logits, kept, grad, adjoints), (r, c, iterations), own)
+        given = (logits, kept, grad, adjoints)
+        launch_kernel(kernels.balance_wide_adjoints, (count,), given, (r, c, iterations), _pipelined(r, c))
         given = (logits, kept, grad, adjoints, found)
         launch_kernel(kernels.balance_wide_grads, (count * strips,), given, (r, c, strips, iterations), own)
         return found, None, None
 
 
-def _strips(r: int, c: int) -> dict[str, int]:
+def _strips(r: int, c: int, in_time: bool) -> dict[str, int]:
     """Return what the kernels of strips are compiled for."""
     columns = max(SMALLEST_DOT, 1 << (c - 1).bit_length())
-    return {
-        "BR": max(SMALLEST_DOT, min(STRIP_ELEMENTS // columns, 1 << (r - 1).bit_length())),
-        "BC": columns,
-        "num_warps": 16,
-        "num_stages": 1,
-    }
+    rows = min(max(STRIP_ELEMENTS // columns, 1), 1 << (r - 1).bit_length())
+    return {"BR": max(SMALLEST_DOT, rows) if in_time else rows, "BC": columns, "num_warps": 16, "num_stages": 1}
+
+
+def _pipelined(r: int, c: int) -> dict[str, int]:
+    """Return the same for kernels that load strips ahead."""
+    own = _strips(r, c, False)
+    return {**own, "STAGES": STRIP_STAGES, "EVEN": c == own["BC"] and r % own["BR"] == 0}

@@ -104,7 +104,9 @@ def gather_three(
     """As `gather_rows`, of queries by one index and of keys and values by another; a third of the programs for each."""
     row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     if tl.program_id(1) == 0:
-        gather_tile(Q, OF_QUERIES, REAL_QUERIES, REAL_QUERIES, YQ, q_strides, row, tile, n, each, w, heads, MASKED, False, D, BD, BM)
+        gather_tile(
+            Q, OF_QUERIES, REAL_QUERIES, REAL_QUERIES, YQ, q_strides, row, tile, n, each, w, heads, MASKED, False, D, BD, BM
+        )
     elif tl.program_id(1) == 1:
         gather_tile(K, OF_KEYS, REAL_KEYS, REAL_KEYS, YK, k_strides, row, tile, n, each, w, heads, MASKED, False, D, BD, BM)
     else:

@@ -165,9 +165,7 @@ class _SumThree(torch.autograd.Function):
     """Sum rows of q, k and v (b*h c w .) over the clusters of a token, at once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int) -> tuple[Tensor, ...]:
         ctx.rest = queries, keys
         return _three_summed(q, k, v, queries, keys, heads)
 
