@@ -136,10 +136,10 @@ def balance_in_time_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.co
 
 @triton.jit
 def load_strip(LOGITS, first, r, c, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr = False):
-    """Return rows from `first` on of the matrix of a program, in base 2; GONE for pairs that do not exist. EVEN: strips are full."""
+    """Return rows from `first` on of the matrix of a program, in base 2; GONE for pairs that do not exist. EVEN: all is full."""
     i = first + tl.arange(0, BR)[:, None]
     j = tl.arange(0, BC)[None, :]
-    if EVEN:  # the address is then known to be aligned
+    if EVEN:  # noqa: SIM108 - the address is then known to be aligned
         x = tl.load(LOGITS + i * BC + j)
     else:
         x = tl.load(LOGITS + i * c + j, mask=(i < r) & (j < c), other=GONE)
@@ -165,7 +165,7 @@ def running_sums(top, total, x):
 def balance_wide(
     LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr
 ):
-    """As `balance_rows_and_columns`, of a matrix that is read in strips of rows once in an iteration: when the rows of a strip are
+    """As `balance_rows_and_columns`, of a matrix that is read in strips of rows once in an iteration: when rows of a strip are
     balanced, what they leave to the columns is added up for the next one. KEPT holds potentials: logits less those of column
     and row are the logits after an iteration, and each is the log-sum-exp of logits less the other ones.
     """

@@ -50,7 +50,7 @@ def _codes(x: Tensor, centroids: Tensor, valid: Tensor | None, codes: Tensor) ->
 
 
 def choose_members(given: Sequence[tuple[Tensor, Tensor | None]], centroids: Tensor, w: int) -> list[Members]:
-    """Return the w tokens of each x (b h n d) that are most similar to each of the centroids (h c d), and the one nearest to each.
+    """Return the w tokens of each x (b h n d) most similar to each of the centroids (h c d), and the one nearest to each token.
 
     given: tensors x of one shape, and which of their tokens are real (b n), or None: all.
     """
