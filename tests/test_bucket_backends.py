@@ -205,6 +205,20 @@ def test_kernels_choose_the_members_of_the_definition(padded):
     assert torch.equal(again.where, found[0].where)
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_clusters_of_half_precision_are_those_of_the_same_numbers_in_float32(dtype):
+    """Directions are split into parts of the type: which tokens are chosen, and where centroids move."""
+    x = torch.randn(2, 2, 70, 6, device=DEVICE).to(dtype)
+    found = []
+    for each in (x, x.float()):
+        made = core("routing(clusters=5, window=9)", Dims(12, 2, backend="triton")).to(DEVICE)
+        queries, keys = made._both_members(each, each.flip(2), None, None)
+        made._learn((each, None, queries.nearest), (each.flip(2), None, keys.nearest))
+        found.append((queries.index, keys.where, queries.nearest, made.centroids))
+    for mine, theirs in zip(*found, strict=True):
+        close(mine.float(), theirs.float(), 1e-6)
+
+
 def test_routing_computes_the_same_by_every_backend():
     found = []
     for backend in backends("bucket"):

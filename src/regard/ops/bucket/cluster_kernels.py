@@ -23,7 +23,7 @@ def unit_rows(x, shortest):
 def precise_dot(a, x, PARTS: tl.constexpr):
     """Return a x as precisely as in float32, of a in float32 and x in any type: a is split into PARTS of the type of x."""
     if PARTS == 1:
-        return tl.dot(a, x, input_precision="tf32x3")
+        return tl.dot(a, x.to(tl.float32), input_precision="tf32x3")
     one = a.to(x.dtype)
     rest = a - one.to(tl.float32)
     two = rest.to(x.dtype)

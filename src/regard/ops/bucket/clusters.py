@@ -31,7 +31,7 @@ def _real(valid: Tensor | None) -> Tensor | None:
 
 def _parts(x: Tensor) -> int:
     """Return how many parts of the type of x are as precise as float32; the interpreter multiplies bfloat16 as integers."""
-    return 3 if x.is_cuda and x.dtype in HALVES else 1
+    return 3 if x.dtype == torch.float16 or (x.is_cuda and x.dtype in HALVES) else 1
 
 
 def _codes(x: Tensor, centroids: Tensor, valid: Tensor | None, codes: Tensor) -> Tensor:
