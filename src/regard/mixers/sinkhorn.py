@@ -20,7 +20,7 @@ from regard.ops.budget import budget
 from regard.ops.delta.unit_features import plain_unit_features, unit_features
 from regard.ops.dense import sdpa, widened
 from regard.ops.mixed_blocks import mixed_blocks_in_buffers, takes_mixed_blocks
-from regard.ops.sorted_blocks import SortedCall, sorted_attention, takes_sorted_attention
+from regard.ops.sorted_blocks import SortedCall, sinkhorn_attention, takes_sinkhorn_attention
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 from regard.ops.two_blocks import block_sums, sorted_blocks_attention, takes_sorted_blocks, takes_two_blocks, two_blocks_attention
@@ -140,7 +140,7 @@ class Sinkhorn(CachedCore):
         if cut.every_slot and grid.plain and not causal:
             asked = grid.laid(q, places, p)
             blocks = (asked, cut.k, cut.v, cut.k, cut.v, self.sort)
-            if takes_two_blocks(blocks) and takes_sorted_attention(asked, cut.k, cut.k.shape[2]):
+            if takes_two_blocks(blocks) and takes_sinkhorn_attention(asked, cut.k, cut.k.shape[2]):
                 return self._sorted(asked, cut).flatten(2, 3)
         shares = self.shares(cut, causal)
         if cut.every_slot and grid.plain:
@@ -189,7 +189,7 @@ class Sinkhorn(CachedCore):
             return _two_blocks(False, q, k, v, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
 
         call = SortedCall(q, cut.k, cut.v, self.sort, noise, self.temperature, self.iterations)
-        return sorted_attention(call, plain)
+        return sinkhorn_attention(call, plain)
 
     def _mixed(self, q: Tensor, cut: _Cut, shares: Tensor, causal: bool) -> Tensor:
         """Blocks of queries (b h c p d) beside as many blocks of keys, all full, by kernels."""

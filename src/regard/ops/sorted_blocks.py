@@ -46,12 +46,12 @@ class SortedCall(NamedTuple):
     iterations: int
 
 
-def takes_sorted_attention(q: Tensor, k: Tensor, c: int) -> bool:
-    """Return whether `sorted_attention` computes blocks that `takes_two_blocks` allows, c of them."""
+def takes_sinkhorn_attention(q: Tensor, k: Tensor, c: int) -> bool:
+    """Return whether `sinkhorn_attention` computes blocks that `takes_two_blocks` allows, c of them."""
     return q.shape == k.shape and q.shape[-1] <= WIDEST_SORT and c <= LARGEST_WIDE
 
 
-def sorted_attention(call: SortedCall, plain: Callable[..., Tensor]) -> Tensor:
+def sinkhorn_attention(call: SortedCall, plain: Callable[..., Tensor]) -> Tensor:
     """Return out (b h c p e); plain: the same function of q, k, v and sort in differentiable operations."""
     return _SortedAttention.apply(call, plain, *call[:4])
 

@@ -97,7 +97,7 @@ def gather_rows(
 
 
 @triton.jit(do_not_specialize=["n", "each", "w", "heads", "tiles"])
-def gather_three(
+def gather_triples(
     Q, K, V, OF_QUERIES, OF_KEYS, REAL_QUERIES, REAL_KEYS, YQ, YK, YV, q_strides, k_strides, v_strides, n, each, w, heads, tiles,
     MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def sum_rows(
 
 
 @triton.jit(do_not_specialize=["n", "w", "clusters", "heads", "tiles"])
-def sum_three(
+def sum_triples(
     Q, K, V, OF_QUERIES, OF_KEYS, DQ, DK, DV, q_strides, k_strides, v_strides, n, w, clusters, heads, tiles,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip

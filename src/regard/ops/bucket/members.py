@@ -184,7 +184,7 @@ def _three_gathered(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Mem
     tensors = (*given, queries.taken, keys.taken, queries.marked, keys.marked, *found)
     numbers = (*_strides(*given), queries.n, c * w, w, q.shape[1], tiles)
     constants = {"MASKED": queries.real is not None, "BM": MEMBER_BLOCK, **_widths(q, v)}
-    launch_kernel(kernels.gather_three, (rows * tiles, 3), tensors, numbers, constants)
+    launch_kernel(kernels.gather_triples, (rows * tiles, 3), tensors, numbers, constants)
     return found
 
 
@@ -198,7 +198,7 @@ def _three_summed(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Membe
     tensors = (*given, queries.where, keys.where, *found)
     numbers = (*_strides(*found), queries.n, w, c, heads, tiles)
     constants = {"BM": SUMMED_TOKENS, "BC": SUMMED_CLUSTERS, **_widths(q, v)}
-    launch_kernel(kernels.sum_three, (rows * tiles, 3), tensors, numbers, constants)
+    launch_kernel(kernels.sum_triples, (rows * tiles, 3), tensors, numbers, constants)
     return found
 
 
