@@ -139,8 +139,9 @@ class Sinkhorn(CachedCore):
         grid, p = _Grid.of(places, self.block), self.block
         if cut.every_slot and grid.plain and not causal:
             asked = grid.laid(q, places, p)
-            blocks = (asked, cut.k, cut.v, cut.k, cut.v, self.sort)
-            if takes_two_blocks(blocks) and takes_sinkhorn_attention(asked, cut.k, cut.k.shape[2]):
+            if takes_two_blocks((asked, cut.k, cut.v, cut.k, cut.v, self.sort)) and takes_sinkhorn_attention(
+                asked, cut.k, cut.k.shape[2]
+            ):
                 return self._sorted(asked, cut).flatten(2, 3)
         shares = self.shares(cut, causal)
         if cut.every_slot and grid.plain:

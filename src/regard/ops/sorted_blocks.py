@@ -76,7 +76,7 @@ def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: T
     strides = block_strides(call.q, call.k, call.v, k2, v2, out)
     blocks = (b * h * c,)
     directions = (block_strides(call.k)[0], h, c, p, SHORTEST_NORM)
-    found = (
+    found: tuple[tuple[Any, ...], ...] = (
         (scores.block_directions, blocks, range(3), directions, size),
         (scores.block_scores, (b * h * tiles,), range(4), (h, c, tiles, 1 / call.temperature), {"NOISY": noisy, **same}),
         (kernels.share_weights, grid, range(3), (*shares, MASKED_SCORE), own),
@@ -88,7 +88,7 @@ def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: T
             block_constants(call.q, call.v, False, True),
         ),
     )
-    return [KernelLaunch(*each, device) for each in found]
+    return [KernelLaunch(*each, device=device) for each in found]
 
 
 @signature_cache
@@ -103,13 +103,13 @@ def _backward_launches(key: Any, call: SortedCall, tensors: tuple[Tensor, ...]) 
     grid, shares, own = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
     numbers = (*block_strides(*tensors), h, c, p, d**-0.5)
     size = {"BP": block_of(p, call.q.device), **wide}
-    found = (
+    found: tuple[tuple[Any, ...], ...] = (
         (kernels.two_blocks_backward, (b * h * c,), range(15), numbers, block_constants(call.q, call.v, False, True)),
         (kernels.share_weights_grads, grid, range(5), shares, own),
         (scores.block_score_grads, (b * h * tiles,), range(6), (h, c, tiles, 1 / call.temperature, SHORTEST_NORM), same),
         (scores.add_to_blocks, (b * h * c,), range(2), (block_strides(dk)[0], h, c, p), size),
     )
-    return [KernelLaunch(*each, device) for each in found]
+    return [KernelLaunch(*each, device=device) for each in found]
 
 
 class _SortedAttention(torch.autograd.Function):
