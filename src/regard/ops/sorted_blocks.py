@@ -72,14 +72,14 @@ def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: T
     tiles, wide = ceil_div(c, SCORE_BLOCK), {"D": d, "BD": block_of(d, call.q.device)}
     same = {"BC": SCORE_BLOCK, "PRECISION": dot_precision(torch.float32), "num_warps": 8, "num_stages": 1, **wide}
     noisy, size = call.noise is not None, {"BP": block_of(p, call.q.device), **wide}
-    grid, shares, own = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
+    some, shares, rows = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
     strides = block_strides(call.q, call.k, call.v, k2, v2, out)
     blocks = (b * h * c,)
     directions = (block_strides(call.k)[0], h, c, p, SHORTEST_NORM)
-    found: tuple[tuple[Any, ...], ...] = (
+    found: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
         (scores.block_directions, blocks, range(3), directions, size),
         (scores.block_scores, (b * h * tiles,), range(4), (h, c, tiles, 1 / call.temperature), {"NOISY": noisy, **same}),
-        (kernels.share_weights, grid, range(3), (*shares, MASKED_SCORE), own),
+        (kernels.share_weights, some, range(3), (*shares, MASKED_SCORE), rows),
         (
             kernels.two_blocks_forward,
             blocks,
@@ -88,7 +88,7 @@ def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: T
             block_constants(call.q, call.v, False, True),
         ),
     )
-    return [KernelLaunch(*each, device=device) for each in found]
+    return [KernelLaunch(kernel, grid, slots, numbers, own, device) for kernel, grid, slots, numbers, own in found]
 
 
 @signature_cache
@@ -100,16 +100,16 @@ def _backward_launches(key: Any, call: SortedCall, tensors: tuple[Tensor, ...]) 
     (b, h, c, p, d), device, dk = call.q.shape, call.q.get_device(), tensors[8]
     tiles, wide = ceil_div(c, SCORE_BLOCK), {"D": d, "BD": block_of(d, call.q.device)}
     same = {"BC": SCORE_BLOCK, "PRECISION": dot_precision(torch.float32), "num_warps": 8, "num_stages": 1, **wide}
-    grid, shares, own = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
+    some, shares, rows = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
     numbers = (*block_strides(*tensors), h, c, p, d**-0.5)
     size = {"BP": block_of(p, call.q.device), **wide}
-    found: tuple[tuple[Any, ...], ...] = (
+    found: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
         (kernels.two_blocks_backward, (b * h * c,), range(15), numbers, block_constants(call.q, call.v, False, True)),
-        (kernels.share_weights_grads, grid, range(5), shares, own),
+        (kernels.share_weights_grads, some, range(5), shares, rows),
         (scores.block_score_grads, (b * h * tiles,), range(6), (h, c, tiles, 1 / call.temperature, SHORTEST_NORM), same),
         (scores.add_to_blocks, (b * h * c,), range(2), (block_strides(dk)[0], h, c, p), size),
     )
-    return [KernelLaunch(*each, device=device) for each in found]
+    return [KernelLaunch(kernel, grid, slots, numbers, own, device) for kernel, grid, slots, numbers, own in found]
 
 
 class _SortedAttention(torch.autograd.Function):
