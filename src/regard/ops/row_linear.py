@@ -19,7 +19,6 @@ from regard.ops.triton_support import HALVES, kernel_config, triton_cannot_run
 
 ROW_ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 WIDEST_ROW = 8192  # features that one program reads at once
-LEAST_PROGRAMS = 128  # outputs are split into at least so many parts, where there are enough
 
 
 class RowNorm(NamedTuple):
@@ -148,7 +147,7 @@ def _row_linear(x: Tensor, norm: RowNorm | None, one: RowMap, plus: Tensor | Non
     config = _config(x, outs)
     del config["rows"]
     out = x.new_empty(rows, outs)
-    wide = min(config.pop("BO"), max(1, _power(outs // LEAST_PROGRAMS + 1) // 2))
+    wide = min(config.pop("BO"), max(1, _power(outs // config.pop("programs") + 1) // 2))  # many programs, if possible
     high = min(config.pop("BR"), _power(rows))
     deep = min(config.pop("BK"), _power(k))
     constants = {
