@@ -64,7 +64,9 @@ def rows_refuse(weight: Tensor, *others: Tensor | None) -> str | None:
         return "its kernels take weights of one type"
     if not weight.is_contiguous():
         return "its kernels take weights whose rows lie side by side"
-    return f"its kernels take rows of up to {WIDEST_ROW} features, not {max(weight.shape)}" if weight.shape[1] > WIDEST_ROW else None
+    return (
+        f"its kernels take rows of up to {WIDEST_ROW} features, not {max(weight.shape)}" if weight.shape[1] > WIDEST_ROW else None
+    )
 
 
 def are_few(x: Tensor, outs: int) -> bool:

@@ -15,9 +15,9 @@ def _activated(x, KIND: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     if KIND == 3:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = x * tl.sigmoid(2.0 * inner)
+        x = x * tl.sigmoid(tl.maximum(2.0 * inner, -80.0))
     if KIND == 4:
-        x = x * tl.sigmoid(x)
+        x = x * tl.sigmoid(tl.maximum(x, -80.0))
     return x
 
 
@@ -53,8 +53,12 @@ def row_linear_kernel(
     for low in tl.static_range(0, K, BK):
         k = low + tl.arange(0, BK)
         in_k = k < K
-        w = tl.load(W + o[None, :, None] * swo + k[None, None, :], mask=(o < outs)[None, :, None] & in_k[None, None, :], other=0.0)
-        x = tl.load(X + r[:, None, None] * sxr + k[None, None, :], mask=(r < rows)[:, None, None] & in_k[None, None, :], other=0.0)
+        w = tl.load(
+            W + o[None, :, None] * swo + k[None, None, :], mask=(o < outs)[None, :, None] & in_k[None, None, :], other=0.0
+        )
+        x = tl.load(
+            X + r[:, None, None] * sxr + k[None, None, :], mask=(r < rows)[:, None, None] & in_k[None, None, :], other=0.0
+        )
         x = x.to(tl.float32)
         if NORM != 0:
             x = (x - mean[:, None, None]) * inverse[:, None, None]

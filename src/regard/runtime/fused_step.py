@@ -127,9 +127,6 @@ class StepLanguageModel(nn.Module):
         model.stack.final_norm = None
         return StepLanguageModel(model, norm, head)
 
-    def start(self, batch: int) -> State:
-        return self.model.start(batch)
-
     def extend(self, state: State, tokens: Tensor) -> tuple[Tensor, State]:
         """Return scores (b 1 v) of what follows tokens (b 1), and the state after them."""
         embed: Any = self.model.embed

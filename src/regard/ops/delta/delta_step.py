@@ -24,7 +24,7 @@ def _unit(x, shortest, RAW: tl.constexpr, SILU: tl.constexpr):
     x = x.to(tl.float32)
     if RAW:
         if SILU:
-            x = x * tl.sigmoid(x)
+            x = x * tl.sigmoid(tl.maximum(x, -80.0))
         x = x / tl.maximum(tl.sqrt(tl.sum(x * x, 0)), shortest)
     return x
 
@@ -84,5 +84,11 @@ def delta_step(call: DeltaCall, raw: RawGates | None = None) -> tuple[Tensor, Te
     sizes = {"G": g, "SHARE": share, "F": f, "E": e, "BF": triton.next_power_of_2(f), "BE": wide}
     constants = {**sizes, "DECAYS": decay is not None, "RAW": raw is not None, "SILU": raw is not None and raw.silu, **config}
     tensors = (q, k, v, beta, state, decay, out, new)
-    launch_kernel(delta_step_kernel, (-(-e // wide), b * g), tensors, (*strides, SHORTEST_NORM, 1.0 if raw is None else float(raw.root)), constants)
+    launch_kernel(
+        delta_step_kernel,
+        (-(-e // wide), b * g),
+        tensors,
+        (*strides, SHORTEST_NORM, 1.0 if raw is None else float(raw.root)),
+        constants,
+    )
     return out, new
