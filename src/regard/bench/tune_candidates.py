@@ -151,3 +151,4 @@ ADDITIVE: Candidates = {  # own tokens along the lanes: 32 for every warp
 WINDOW_STEP: Candidates = {"window_step": grid(BM=(32, 64, 128, 256, 512), num_warps=(4, 8, 16))}
 LINEAR_STEP: Candidates = {"linear_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
 DELTA_STEP: Candidates = {"delta_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
+ROW_LINEAR: Candidates = {"row_linear": grid(BR=(1, 2, 4), BO=(4, 8, 16), BK=(128, 256, 512), num_warps=(2, 4, 8))}

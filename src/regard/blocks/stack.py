@@ -246,7 +246,7 @@ class Stack(nn.Module):
             reader.check_padding(valid.valid, read)
             return read, valid
         reader.check_padding(valid, read)
-        same = [places for _, places in others if places.at.shape == read.shape[:2]]
+        same = [places for _, places in others if places.shape == read.shape[:2]]
         places = same[0] if same else Places.of(read, valid)
         return mask_padding(read, valid), places
 

@@ -280,11 +280,15 @@ class Attention(Mixer):
         if not self.dims.causal:
             return self._ask(state.memory, x, places), self.later(state, state.memory, places)
         self.check_length(places)
-        q, k, v = self.heads(x, places)
-        with no_autocast(x):
-            y, memory = self.core.scan(state.memory, q, k, v, places)
+        y, state = self.extend_heads(state, self.heads(x, places), places)
+        return self._project(y, x), state
+
+    def extend_heads(self, state: State, heads: tuple[Tensor, Tensor, Tensor], places: Places) -> tuple[Tensor, State]:
+        """Return answers (b h n e) to more queries, keys and values, and the state after them."""
+        with no_autocast(heads[0]):
+            y, memory = self.core.scan(state.memory, *heads, places)
         state = self.later(state, memory, places)
-        return self._project(y, x), state._replace(memory=self.core.forget(memory, state.t))
+        return y, state._replace(memory=self.core.forget(memory, state.t))
 
     def weights(
         self, x: Tensor, context: Tensor | None = None, *, valid: Tensor | None = None, query_valid: Tensor | None = None
@@ -349,7 +353,11 @@ class Attention(Mixer):
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
         maps = (self.q, self.v) if self.shared_qk else (self.q, self.k, self.v)
-        q, *k, v = fused_linear(x, *maps, head=self._head_size)
+        return self.split_heads(fused_linear(x, *maps, head=self._head_size), places)
+
+    def split_heads(self, parts: Sequence[Tensor], places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Return projections (b n ...), for queries, for keys unless they are the queries, and for values, by heads."""
+        q, *k, v = parts
         v = _by_head(v, self.dims.g)
         q = self._turned(q, self.dims.heads, places)
         return q, self._turned(k[0], self.dims.g, places) if k else q, v

@@ -189,7 +189,7 @@ class GMLP(UnpaddedMixer):
 
     def _past(self, gate: Tensor, places: Places) -> Tensor:
         """S gate + b for tokens at these places, each with the row of its position, up to itself. gate (b m half)."""
-        n, m = places.at.shape[1], gate.shape[1]
+        n, m = places.shape[1], gate.shape[1]
         if places.start is None:
             at = places.at.clamp_max(self.need_length() - 1)
             seen = torch.arange(m, device=gate.device) <= at[..., None]

@@ -185,9 +185,9 @@ def _masked(
 
 def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) -> Tensor:
     """List the pairs of tokens anywhere behind a memory, which is short where the pattern lets it forget."""
-    (b, n), m = places.at.shape, log.size
+    (b, n), m = places.shape, log.size
     j, found = log.at[:, None, :m], []
-    room = budget(places.at.device).pair_strip
+    room = budget(places.device).pair_strip
     step = max(1, room // max(1, b * m))
     for low in range(0, n, step):
         i = places.at[:, low : low + step, None]

@@ -216,8 +216,8 @@ class Cosformer(Linear):
         return super()._fused(memory, x, places)
 
     def _check_positions(self, places: Places) -> None:
-        start, n = places.start, places.at.shape[1]
-        if start is not None and start + n > self.longest and places.at.shape[0]:  # where rows differ, the layer has counted
+        start, n = places.start, places.shape[1]
+        if start is not None and start + n > self.longest and places.shape[0]:  # where rows differ, the layer has counted
             more = n if places.valid is None else int(places.valid.sum(1).max())
             last = start + more
             if last > self.longest:

@@ -278,7 +278,7 @@ class _Grid(NamedTuple):
 
     @staticmethod
     def of(places: Places, p: int) -> _Grid:
-        n = places.at.shape[1]
+        n = places.shape[1]
         if places.start == 0:
             slot = None if places.valid is None else places.at
             return _Grid(_block_count(n, p), None, slot)

@@ -202,6 +202,17 @@ def decayed_prefix_sum(x: Tensor, first: Tensor, *, log_decay: Tensor | None = N
     return choose_backend("linear", backend, call).prefix_sum(call)
 
 
+def counted_step(call: LinearCall, tokens: Tensor, norm: bool, backend: str = AUTO) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return out (b h 1 e), the state, and the number of tokens (b) after one token without padding; None: no kernel does it.
+
+    The call has one log decay a head, the same for all tokens, and `tokens` (b) were written before. norm: outputs are divided by
+    the root of the sum of exp(log_decay)^j over j < tokens + 1.
+    """
+    chosen = choose_backend("linear", backend, call)
+    step = getattr(chosen, "counted_step", None)
+    return None if step is None else step(call, tokens, norm)
+
+
 def fuses_features(q: Tensor, state: Tensor, backend: str = AUTO) -> bool:
     """Return whether the backend that reads this state with queries q (b h n f) computes features inside of its kernels."""
     return choose_backend("linear", backend, ReadCall(q, state)).fuses

@@ -53,6 +53,16 @@ class TritonLinear:
         norm = None if norm is None or call.normalize else norm.unsqueeze(-1)
         return LinearResult(out, state, norm, norm_state)
 
+    def counted_step(self, call: LinearCall, tokens: Tensor, norm: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute a decoding step that counts its tokens: see `linear_op.counted_step`."""
+        if needs_plain_ops() or call.k.numel() == 0 or not _is_step(call):
+            return None
+        from regard.ops.linear.triton_step import StepCount, linear_step
+
+        after = torch.empty_like(tokens)
+        found = linear_step(call, StepCount(tokens, after, norm))
+        return found.out, found.state, after
+
     def write(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
         if needs_plain_ops() or call.k.numel() == 0:
             return PLAIN.write(call)
