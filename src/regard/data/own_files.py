@@ -29,12 +29,15 @@ def file_digest(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma") -> list[LabelledText]:
+def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "auto") -> list[LabelledText]:
     """Read the columns `text` and `label` of a CSV file with a header. Rows without any field are skipped.
 
-    A field in quotes may hold line breaks; line numbers of errors are those of the beginning of a row.
+    A field in quotes may hold line breaks; line numbers of errors are those of the beginning of a row. `delimiter` is a key of
+    DELIMITERS, or "auto" for the one by which the header has both columns.
     """
-    rows = iter(_csv_rows(path, DELIMITERS[delimiter]))
+    whole = read_text(path)
+    sign = DELIMITERS[delimiter] if delimiter in DELIMITERS else _header_delimiter(whole, (text, label))
+    rows = iter(_csv_rows(path, whole, sign))
     _, header = next(rows, ("", []))
     names = [name.strip() for name in header]
     if not names:
@@ -48,9 +51,20 @@ def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma
     return found
 
 
-def _csv_rows(path: Path, delimiter: str) -> list[tuple[str, list[str]]]:
+def _header_delimiter(whole: str, columns: Sequence[str]) -> str:
+    """Return the delimiter that finds most of these columns in the first line of a text, then most columns at all, or a comma."""
+
+    def names(sign: str) -> list[str]:
+        try:
+            return [name.strip() for name in next(csv.reader(io.StringIO(whole, newline=""), delimiter=sign, strict=True), [])]
+        except csv.Error:
+            return []
+
+    return max(DELIMITERS.values(), key=lambda sign: (len({*columns} & {*names(sign)}), len(names(sign))))
+
+
+def _csv_rows(path: Path, whole: str, delimiter: str) -> list[tuple[str, list[str]]]:
     """List the rows of a CSV file that have a field, each with its place for error messages."""
-    whole = read_text(path)
     found = []
     limit = csv.field_size_limit(max(len(whole), 1))  # a setting of the module: restored below, before a caller can fail
     try:

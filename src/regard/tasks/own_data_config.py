@@ -33,7 +33,7 @@ class Classification(GivenSplits, Sentiment):
     folder: str = ""  # or a folder that has one for each label, and those a text in every file; also below train and test
     text: str = "text"  # the column, or key, of the texts
     label: str = "label"  # the column, or key, of the labels
-    delimiter: str = "comma"  # between the columns of a CSV file: comma, tab, semicolon
+    delimiter: str = "auto"  # between the columns of a CSV file: comma, tab, semicolon; auto: as its header has it
 
     def __post_init__(self) -> None:
         super().__post_init__()
