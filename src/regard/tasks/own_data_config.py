@@ -128,6 +128,7 @@ class OwnTags(GivenSplits, Tagging):
     """Words and tags of one file."""
 
     conll: str = ""  # a CoNLL-U file, or a word and its tag on every line; its absolute path is kept
+    column: int = 0  # of the tag, counted from 1; 0: UPOS of CoNLL-U, or the second of two
 
     def __post_init__(self) -> None:
         super().__post_init__()
