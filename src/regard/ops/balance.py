@@ -24,7 +24,7 @@ STRIP_ELEMENTS = 8192  # of a strip
 STRIP_STAGES = 3  # strips that are loaded ahead, and one
 IN_PARTS = True  # wide matrices in parts, a launch an iteration; otherwise a program a matrix, all iterations in one launch
 PARTS = 16  # of rows, at most
-PART_ELEMENTS = 4096  # of a strip of a part
+PART_ELEMENTS = 4096  # of a strip of a part, which has a row for every warp at least: rows are summed inside of one
 PART_WARPS = 8
 LARGEST_IN_TIME = 64  # where products are computed too
 
@@ -175,7 +175,7 @@ def _parts(logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
     """Return room for the sums of parts, the numbers r, c, parts and matrices, and what kernels of parts are compiled for."""
     r, c = logits.shape[-2:]
     count, columns = math.prod(logits.shape[:-2]), 1 << (c - 1).bit_length()
-    rows = max(PART_ELEMENTS // columns, 1)
+    rows = max(PART_ELEMENTS // columns, PART_WARPS)
     strips = 1 << (ceil_div(r, PARTS * rows) - 1).bit_length()
     even = c == columns and r % (strips * rows) == 0
     own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": PARTS, "EVEN": even, "num_warps": PART_WARPS}

@@ -37,7 +37,7 @@ def balance_parts_start(
     LOGITS = matrix_at(LOGITS, matrix, r, c, BC, EVEN)
     top = tl.full([BC], GONE, tl.float32)
     total = tl.zeros([BC], tl.float32)
-    for number in tl.static_range(STRIPS):
+    for number in range(0, STRIPS):
         top, total = running_sums(top, total, load_strip(LOGITS, (part * STRIPS + number) * BR, r, c, BR, BC, EVEN))
     store_sums(SUMS, 0, matrix, matrices, part, top + tl.log2(total), PARTS, BC)
 
@@ -63,11 +63,11 @@ def balance_parts_step(
     if part == 0:
         tl.store(KEPT + j, by_column, mask=j < c)
     of_columns = tl.zeros([BC], tl.float32)
-    for number in tl.static_range(STRIPS):
+    for number in range(0, STRIPS):
         i = (part * STRIPS + number) * BR + tl.arange(0, BR)
         x = following
-        if number + 1 < STRIPS:
-            following = load_strip(LOGITS, (part * STRIPS + number + 1) * BR, r, c, BR, BC, EVEN)
+        if STRIPS > 1:
+            following = load_strip(LOGITS, (part * STRIPS + tl.minimum(number + 1, STRIPS - 1)) * BR, r, c, BR, BC, EVEN)
         x = tl.where(x > GONE / 2, x - by_column[None, :], GONE)
         highest = tl.max(x, 1)
         w = tl.exp2(x - highest[:, None])
@@ -115,12 +115,12 @@ def balance_parts_adjoints(
         if part == 0:
             tl.store(ADJOINTS + (r + c) + j, later, mask=j < c)
     of_columns = tl.zeros([BC], tl.float32)
-    for number in tl.static_range(STRIPS):
+    for number in range(0, STRIPS):
         first = (part * STRIPS + number) * BR
         i = first + tl.arange(0, BR)
         x = following
-        if number + 1 < STRIPS:
-            following = load_strip(LOGITS, first + BR, r, c, BR, BC, EVEN)
+        if STRIPS > 1:
+            following = load_strip(LOGITS, (part * STRIPS + tl.minimum(number + 1, STRIPS - 1)) * BR, r, c, BR, BC, EVEN)
         w = strip_weights(x, tl.load(KEPT + c + i, mask=i < r, other=0.0), by_column)
         if LAST:
             g = load_grad(GRAD, first, r, c, BR, BC, EVEN) * w
