@@ -158,8 +158,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "columns of a part are balanced by the sums before the last ones": (
         R + "ops/balance_parts_kernels.py",
-        "load_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
-        "load_sums(SUMS, (t + 1) % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
+        "load_part_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
+        "load_part_sums(SUMS, (t + 1) % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
         "small_kernels",
     ),
     "the adjoint of columns is not scaled to the iteration before": (

@@ -48,7 +48,7 @@ def test_blocks_are_balanced_as_by_plain_operations(way, masked, size, monkeypat
             monkeypatch.setattr(balance, name, number)
         monkeypatch.setattr(balance, "IN_PARTS", False)
     if way == "in parts":  # of several strips, and of 19 rows one part is missing
-        for name, number in (("LARGEST_MATRIX", 1), ("PARTS", 4), ("PART_ELEMENTS", 64), ("PART_WARPS", 2)):
+        for name, number in (("LARGEST_MATRIX", 1), ("MOST_PARTS", 4), ("PART_ELEMENTS", 64), ("PART_WARPS", 2)):
             monkeypatch.setattr(balance, name, number)
     logits = torch.randn(2, 3, size, size, device=DEVICE)
     logits[0] *= 1 if in_time else 30

@@ -23,7 +23,7 @@ LARGEST_WIDE = 1024  # where strips of it are read in every iteration
 STRIP_ELEMENTS = 8192  # of a strip
 STRIP_STAGES = 3  # strips that are loaded ahead, and one
 IN_PARTS = True  # wide matrices in parts, a launch an iteration; otherwise a program a matrix, all iterations in one launch
-PARTS = 16  # of rows, at most
+MOST_PARTS = 16  # of rows, at most
 PART_ELEMENTS = 4096  # of a strip of a part, which has a row for every warp at least: rows are summed inside of one
 PART_WARPS = 8
 LARGEST_IN_TIME = 64  # where products are computed too
@@ -176,10 +176,10 @@ def _parts(logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
     r, c = logits.shape[-2:]
     count, columns = math.prod(logits.shape[:-2]), 1 << (c - 1).bit_length()
     rows = max(PART_ELEMENTS // columns, PART_WARPS)
-    strips = 1 << (ceil_div(r, PARTS * rows) - 1).bit_length()
+    strips = 1 << (ceil_div(r, MOST_PARTS * rows) - 1).bit_length()
     even = c == columns and r % (strips * rows) == 0
-    own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": PARTS, "EVEN": even, "num_warps": PART_WARPS}
-    return logits.new_empty(2, count, PARTS, columns), (r, c, ceil_div(r, strips * rows), count), own
+    own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": MOST_PARTS, "EVEN": even, "num_warps": PART_WARPS}
+    return logits.new_empty(2, count, MOST_PARTS, columns), (r, c, ceil_div(r, strips * rows), count), own
 
 
 def _balance_parts(logits: Tensor, out: Tensor, kept: Tensor) -> None:

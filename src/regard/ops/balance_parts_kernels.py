@@ -14,7 +14,7 @@ from regard.ops.balance_kernels import GONE, load_strip, log_sums, matrix_at, po
 
 
 @triton.jit
-def load_sums(SUMS, half, matrix, matrices, parts, PARTS: tl.constexpr, BC: tl.constexpr, EMPTY: tl.constexpr):
+def load_part_sums(SUMS, half, matrix, matrices, parts, PARTS: tl.constexpr, BC: tl.constexpr, EMPTY: tl.constexpr):
     """Return what the launch before wrote for all parts of a matrix (PARTS BC); EMPTY for parts that do not exist."""
     p = tl.arange(0, PARTS)[:, None]
     at = (half * matrices + matrix) * PARTS + p
@@ -22,7 +22,7 @@ def load_sums(SUMS, half, matrix, matrices, parts, PARTS: tl.constexpr, BC: tl.c
 
 
 @triton.jit
-def store_sums(SUMS, half, matrix, matrices, part, x, PARTS: tl.constexpr, BC: tl.constexpr):
+def store_part_sums(SUMS, half, matrix, matrices, part, x, PARTS: tl.constexpr, BC: tl.constexpr):
     tl.store(SUMS + ((half * matrices + matrix) * PARTS + part) * BC + tl.arange(0, BC), x)
 
 
@@ -39,7 +39,7 @@ def balance_parts_start(
     total = tl.zeros([BC], tl.float32)
     for number in range(0, STRIPS):
         top, total = running_sums(top, total, load_strip(LOGITS, (part * STRIPS + number) * BR, r, c, BR, BC, EVEN))
-    store_sums(SUMS, 0, matrix, matrices, part, top + tl.log2(total), PARTS, BC)
+    store_part_sums(SUMS, 0, matrix, matrices, part, top + tl.log2(total), PARTS, BC)
 
 
 @triton.jit(do_not_specialize=["r", "c", "parts", "matrices", "iterations", "t"])
@@ -56,10 +56,10 @@ def balance_parts_step(
     j = tl.arange(0, BC)
     following = load_strip(LOGITS, part * STRIPS * BR, r, c, BR, BC, EVEN)
     if t == 0:
-        by_column = log_sums(load_sums(SUMS, 0, matrix, matrices, parts, PARTS, BC, GONE), 0)
+        by_column = log_sums(load_part_sums(SUMS, 0, matrix, matrices, parts, PARTS, BC, GONE), 0)
     else:
         by_column = tl.load(KEPT - (r + c) + j, mask=j < c, other=0.0)
-        by_column += tl.log2(positive(tl.sum(load_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0), 0)))
+        by_column += tl.log2(positive(tl.sum(load_part_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0), 0)))
     if part == 0:
         tl.store(KEPT + j, by_column, mask=j < c)
     of_columns = tl.zeros([BC], tl.float32)
@@ -78,7 +78,7 @@ def balance_parts_step(
         if t == iterations - 1:
             width = BC if EVEN else c
             tl.store(OUT + i[:, None] * width + j[None, :], w, mask=(i[:, None] < r) & (j[None, :] < c))
-    store_sums(SUMS, (t + 1) % 2, matrix, matrices, part, of_columns, PARTS, BC)
+    store_part_sums(SUMS, (t + 1) % 2, matrix, matrices, part, of_columns, PARTS, BC)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def balance_parts_adjoints(
     following = load_strip(LOGITS, part * STRIPS * BR, r, c, BR, BC, EVEN)
     by_column = tl.load(KEPT + j, mask=j < c, other=0.0)
     if not LAST:
-        later = tl.sum(load_sums(SUMS, (t + 1) % 2, matrix, matrices, parts, PARTS, BC, 0.0), 0)
+        later = tl.sum(load_part_sums(SUMS, (t + 1) % 2, matrix, matrices, parts, PARTS, BC, 0.0), 0)
         pull = later * tl.exp2(by_column - tl.load(KEPT + (r + c) + j, mask=j < c, other=0.0))
         if part == 0:
             tl.store(ADJOINTS + (r + c) + j, later, mask=j < c)
@@ -130,7 +130,7 @@ def balance_parts_adjoints(
             of_rows = -tl.sum(w * pull[None, :], 1)
             of_columns -= tl.sum(w * of_rows[:, None], 0)
         tl.store(ADJOINTS + c + i, of_rows, mask=i < r)
-    store_sums(SUMS, t % 2, matrix, matrices, part, of_columns, PARTS, BC)
+    store_part_sums(SUMS, t % 2, matrix, matrices, part, of_columns, PARTS, BC)
 
 
 @triton.jit(do_not_specialize=["r", "c", "parts", "matrices", "iterations", "strips"])
@@ -146,7 +146,7 @@ def balance_parts_grads(
     i = first + tl.arange(0, BR)
     j = tl.arange(0, BC)
     x = load_strip(matrix_at(LOGITS, matrix, r, c, BC, EVEN), first, r, c, BR, BC, EVEN)
-    of_columns = tl.sum(load_sums(SUMS, 0, matrix, matrices, parts, PARTS, BC, 0.0), 0)
+    of_columns = tl.sum(load_part_sums(SUMS, 0, matrix, matrices, parts, PARTS, BC, 0.0), 0)
     total = load_grad(matrix_at(GRAD, matrix, r, c, BC, EVEN), first, r, c, BR, BC, EVEN)
     by_column = tl.load(KEPT + (iterations - 1) * (r + c) + j, mask=j < c, other=0.0)
     total *= strip_weights(x, tl.load(KEPT + (iterations - 1) * (r + c) + c + i, mask=i < r, other=0.0), by_column)
