@@ -156,6 +156,18 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        by_column = before\n",
         "small_kernels",
     ),
+    "columns of a part are balanced by the sums before the last ones": (
+        R + "ops/balance_parts_kernels.py",
+        "load_part_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
+        "load_part_sums(SUMS, (t + 1) % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
+        "small_kernels",
+    ),
+    "the adjoint of columns is not scaled to the iteration before": (
+        R + "ops/balance_parts_kernels.py",
+        "        pull = later * tl.exp2(by_column - tl.load(KEPT + (r + c) + j, mask=j < c, other=0.0))\n",
+        "        pull = later\n",
+        "small_kernels",
+    ),
     "the mass of other blocks has no gradient": (
         R + "ops/two_blocks_kernels.py",
         "    pull = tl.sum(g * x, 1) / row - tl.load(DMASS + i, mask=i < count, other=0.0)\n",

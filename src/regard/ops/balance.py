@@ -1,4 +1,4 @@
-"""Balance matrices by Sinkhorn's iterations, or in the order of time, all iterations in one launch on CUDA devices.
+"""Balance matrices by Sinkhorn's iterations, or in the order of time, in one launch or one an iteration on CUDA devices.
 
 The definitions in plain operations are `balanced` and `balanced_in_time`. Pairs that do not exist have MASKED_SCORE. In the order
 of time, what the rows before took is kept for the backward pass, a matrix for every iteration.
@@ -22,6 +22,10 @@ LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a pr
 LARGEST_WIDE = 1024  # where strips of it are read in every iteration
 STRIP_ELEMENTS = 8192  # of a strip
 STRIP_STAGES = 3  # strips that are loaded ahead, and one
+IN_PARTS = True  # wide matrices in parts, a launch an iteration; otherwise a program a matrix, all iterations in one launch
+MOST_PARTS = 16  # of rows, at most
+PART_ELEMENTS = 4096  # of a strip of a part, which has a row for every warp at least: rows are summed inside of one
+PART_WARPS = 8
 LARGEST_IN_TIME = 64  # where products are computed too
 
 
@@ -109,6 +113,9 @@ def balance_pass(logits: Tensor, iterations: int, in_time: bool = False) -> tupl
     (r, c), (count, own) = logits.shape[-2:], _shape(logits)
     out = torch.empty_like(logits)
     kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
+    if IN_PARTS and not in_time and _is_wide(logits, in_time):
+        _balance_parts(logits, out, kept)
+        return out, kept
     kernel = kernels.balance_in_time if in_time else kernels.balance_rows_and_columns
     if _is_wide(logits, in_time):
         kernel = kernels.balance_wide_in_time if in_time else kernels.balance_wide
@@ -121,6 +128,8 @@ def balance_pass_grads(logits: Tensor, kept: Tensor, grad: Tensor, in_time: bool
     """Return the gradient of the logits."""
     from regard.ops import balance_kernels as kernels
 
+    if IN_PARTS and not in_time and _is_wide(logits, in_time):
+        return _parts_grads(logits, kept, grad.contiguous())
     if _is_wide(logits, in_time):
         return _wide_grads(logits, kept, grad, in_time)
     (r, c), (count, own) = logits.shape[-2:], _shape(logits)
@@ -160,3 +169,41 @@ def _pipelined(r: int, c: int) -> dict[str, int]:
     """Return the same for kernels that load strips ahead."""
     own = _strips(r, c, False)
     return {**own, "STAGES": STRIP_STAGES, "EVEN": c == own["BC"] and r % own["BR"] == 0}
+
+
+def _parts(logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
+    """Return room for the sums of parts, the numbers r, c, parts and matrices, and what kernels of parts are compiled for."""
+    r, c = logits.shape[-2:]
+    count, columns = math.prod(logits.shape[:-2]), 1 << (c - 1).bit_length()
+    rows = max(PART_ELEMENTS // columns, PART_WARPS)
+    strips = 1 << (ceil_div(r, MOST_PARTS * rows) - 1).bit_length()
+    even = c == columns and r % (strips * rows) == 0
+    own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": MOST_PARTS, "EVEN": even, "num_warps": PART_WARPS}
+    return logits.new_empty(2, count, MOST_PARTS, columns), (r, c, ceil_div(r, strips * rows), count), own
+
+
+def _balance_parts(logits: Tensor, out: Tensor, kept: Tensor) -> None:
+    """Write weights and potentials of wide matrices: a launch for the sums of columns, then one for every iteration."""
+    from regard.ops import balance_parts_kernels as kernels
+
+    sums, numbers, own = _parts(logits)
+    grid, iterations = (numbers[2] * numbers[3],), kept.shape[1]
+    launch_kernel(kernels.balance_parts_start, grid, (logits, sums), numbers, own)
+    for t in range(iterations):
+        launch_kernel(kernels.balance_parts_step, grid, (logits, out, kept, sums), (*numbers, iterations, t), own)
+
+
+def _parts_grads(logits: Tensor, kept: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the logits of wide matrices: a launch for every iteration, then one for all gradients."""
+    from regard.ops import balance_parts_kernels as kernels
+
+    sums, numbers, own = _parts(logits)
+    grid, iterations = (numbers[2] * numbers[3],), kept.shape[1]
+    found, given = torch.empty_like(logits), (logits, kept, grad, torch.empty_like(kept), sums)
+    for t in reversed(range(iterations)):
+        last = {**own, "LAST": t == iterations - 1}
+        launch_kernel(kernels.balance_parts_adjoints, grid, given, (*numbers, iterations, t), last)
+    strips = ceil_div(numbers[0], own["BR"])
+    del own["STRIPS"]
+    launch_kernel(kernels.balance_parts_grads, (strips * numbers[3],), (*given, found), (*numbers, iterations, strips), own)
+    return found

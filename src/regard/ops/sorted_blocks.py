@@ -1,7 +1,8 @@
 """Blocks of queries that see their own block of keys and one that a Sinkhorn sort mixes, from scores to outputs: few launches.
 
 The definition in plain operations is in `regard.mixers.sinkhorn`. One autograd function, because of the host: a call is eight
-launches, its gradients eleven. Gradients of the sums of blocks are added to those of keys where these are made.
+launches, its gradients eleven; beyond 128 blocks, one more an iteration. Gradients of the sums of blocks are added to those of
+keys where these are made.
 """
 
 from __future__ import annotations
