@@ -172,11 +172,11 @@ class PassCache(KVCache):
         return PassCache(k, v, unmade, unmade, n, places.start, plain, WriteCursor(n), 0, places)
 
     @property
-    def at(self) -> Tensor:  # type: ignore[override]
+    def at(self) -> Tensor:
         return self.places.at
 
     @property
-    def valid(self) -> Tensor:  # type: ignore[override]
+    def valid(self) -> Tensor:
         return self.places.real
 
 

@@ -68,7 +68,7 @@ def product_zeros(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def hide_pairs(s, other, ranges, words, bit, MASK: tl.constexpr):
+def hide_tile_pairs(s, other, ranges, words, bit, MASK: tl.constexpr):
     """Return scores with pairs that do not exist at -inf; other: numbers of columns.
 
     ranges: columns that each row sees. words: the two halves of the 64 bits of each query, bit: the key inside of its tile; both
@@ -94,7 +94,7 @@ def graph_forward_step(sums, own, at, j0, words, E: tl.constexpr, BE: tl.constex
     y = j0 + tl.arange(0, GRAPH_TILE)
     j = tl.minimum(y, m - 1)
     x = zeros + a[:, None] + tl.load(B + j)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % GRAPH_TILE)[None, :], MASK)
+    s = hide_tile_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % GRAPH_TILE)[None, :], MASK)
     v = load_tile(V, j, svn, E, BE)
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
@@ -160,7 +160,7 @@ def graph_query_step(da, own, at, j0, words, E: tl.constexpr, BE: tl.constexpr, 
     y = j0 + tl.arange(0, GRAPH_TILE)
     j = tl.minimum(y, m - 1)
     x = a[:, None] + tl.load(B + j)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % GRAPH_TILE)[None, :], MASK)
+    s = hide_tile_pairs(tl.maximum(x, x * slope), y, ranges, words, (y % GRAPH_TILE)[None, :], MASK)
     p = tl.exp2(s - lse[:, None])
     p = tl.where(x > 0, p, p * slope)
     dp = tl.dot(d_out, load_tile_transposed(V, j, svn, E, BE), input_precision=PRECISION)
@@ -219,7 +219,7 @@ def graph_key_step(db, dv, own, at, i0, words, E: tl.constexpr, BE: tl.constexpr
     w = i0 + tl.arange(0, GRAPH_TILE)
     i = tl.minimum(w, n - 1)
     x = zeros + key_side[:, None] + tl.load(A + i)[None, :]
-    s = hide_pairs(tl.maximum(x, x * slope), w, ranges, words, (y % GRAPH_TILE)[:, None], MASK)
+    s = hide_tile_pairs(tl.maximum(x, x * slope), w, ranges, words, (y % GRAPH_TILE)[:, None], MASK)
     p = tl.exp2(s - tl.load(LSE + i)[None, :])
     weights = p
     p = tl.where(x > 0, p, p * slope)  # x is needed no longer: registers are few

@@ -18,7 +18,7 @@ from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import HALVES, kernel_config, triton_cannot_run
 
 ROW_ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-WIDEST_ROW = 8192  # features that one program reads at once
+WIDEST_PRODUCT = 8192  # features that one program reads at once
 
 
 class RowNorm(NamedTuple):
@@ -65,7 +65,9 @@ def rows_refuse(weight: Tensor, *others: Tensor | None) -> str | None:
     if not weight.is_contiguous():
         return "its kernels take weights whose rows lie side by side"
     return (
-        f"its kernels take rows of up to {WIDEST_ROW} features, not {max(weight.shape)}" if weight.shape[1] > WIDEST_ROW else None
+        f"its kernels take rows of up to {WIDEST_PRODUCT} features, not {max(weight.shape)}"
+        if weight.shape[1] > WIDEST_PRODUCT
+        else None
     )
 
 
@@ -76,7 +78,7 @@ def are_few(x: Tensor, outs: int) -> bool:
 
 def _config(x: Tensor, outs: int) -> dict:
     kind = "half" if x.dtype in HALVES else "single"
-    return dict(kernel_config("row_linear", f"{kind} wide" if outs > WIDEST_ROW else kind, x.device))
+    return dict(kernel_config("row_linear", f"{kind} wide" if outs > WIDEST_PRODUCT else kind, x.device))
 
 
 def row_product(x: Tensor, norm: RowNorm | None, first: RowMap, last: RowMap | None = None) -> RowParts:

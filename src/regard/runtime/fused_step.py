@@ -15,6 +15,7 @@ from regard.blocks.block import Block
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.stack import Stack
 from regard.mixers.attention import Attention, has_hooks
+from regard.mixers.base import Mixer
 from regard.mixers.places import Places, position_bound
 from regard.mixers.state import State
 from regard.models.causal_lm import LanguageModel
@@ -60,10 +61,11 @@ def fused_mixer(norm: nn.Module | None, mixer: nn.Module) -> FusedRows | None:
     """Return the products around the core of a mixer; None: it is no causal attention with one product for q, k and v."""
     if type(mixer) is not Attention or not mixer.dims.causal or has_hooks(mixer):
         return None
-    maps = (mixer.q, mixer.v) if mixer.shared_qk else (mixer.q, mixer.k, mixer.v)
-    if not all(type(one) is FusedPart and one.fused is mixer.q.fused for one in maps):
+    first: Any = mixer.q
+    maps: tuple[Any, ...] = (first, mixer.v) if mixer.shared_qk else (first, mixer.k, mixer.v)
+    if not all(type(one) is FusedPart and one.fused is first.fused for one in maps):
         return None
-    return FusedRows.of(norm, mixer.q.fused.map, mixer.out)  # type: ignore[union-attr]
+    return FusedRows.of(norm, first.fused.map, mixer.out)
 
 
 class StepBlock(nn.Module):
@@ -163,7 +165,7 @@ def fuse_steps(model: Any) -> Any:
     return StepLanguageModel.of(made) or made
 
 
-def _wants_kernels(mixer: nn.Module) -> bool:
+def _wants_kernels(mixer: Mixer) -> bool:
     """Return whether kernels are for a mixer: on a GPU, unless its backend is another one."""
-    weight, backend = mixer.like(), mixer.dims.backend  # type: ignore[union-attr, operator]
-    return weight is not None and (backend == "triton" or (backend == "auto" and weight.is_cuda))  # type: ignore[union-attr]
+    weight, backend = mixer.like(), mixer.dims.backend
+    return weight is not None and (backend == "triton" or (backend == "auto" and weight.is_cuda))
