@@ -125,8 +125,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module must be called as a whole: it has hooks, or its call is compiled."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or module._compiled_call_impl is not None
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks) or module._compiled_call_impl is not None
 
 
 class Attention(Mixer):
