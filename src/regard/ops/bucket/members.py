@@ -139,7 +139,7 @@ class _GatherMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        summed = _SumMembers.apply if torch.is_grad_enabled() else _summed
+        summed: Any = _SumMembers.apply if torch.is_grad_enabled() else _summed
         return summed(grad, *ctx.rest), None, None
 
 
@@ -153,7 +153,7 @@ class _SumMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gathered = _GatherMembers.apply if torch.is_grad_enabled() else _gathered
+        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else _gathered
         return gathered(grad, *ctx.rest), None, None, None
 
 
@@ -167,7 +167,7 @@ class _GatherThree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        summed = _SumThree.apply if torch.is_grad_enabled() else _three_summed
+        summed: Any = _SumThree.apply if torch.is_grad_enabled() else _three_summed
         return *summed(*grads, *ctx.rest), None, None
 
 
@@ -181,7 +181,7 @@ class _SumThree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gathered = _GatherThree.apply if torch.is_grad_enabled() else _three_gathered
+        gathered: Any = _GatherThree.apply if torch.is_grad_enabled() else _three_gathered
         return *gathered(*grads, *ctx.rest), None, None, None
 
 
