@@ -22,7 +22,27 @@ from regard.ops.joined_linear import joined_linear, takes_joined
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
-    return torch.autocast(_autocast_kind(x), enabled=False) if in_autocast(x) else nullcontext()
+    kind = _autocast_kind(x)
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    if torch.compiler.is_compiling():  # which traces no other way
+        return torch.autocast(kind, enabled=False)
+    return _AutocastOff(kind)
+
+
+class _AutocastOff:
+    """Switch autocast off inside, where it is on: torch.autocast without its checks, which take more time than a launch."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self.kind, True)
 
 
 def in_autocast(x: Tensor) -> bool:
@@ -32,7 +52,10 @@ def in_autocast(x: Tensor) -> bool:
 
 def _autocast_kind(x: Tensor) -> str:
     """Return the name of the device of x for autocast, which does not know "meta"."""
-    return x.device.type if x.device.type != "meta" else "cpu"
+    if x.is_cuda:
+        return "cuda"
+    kind = x.device.type
+    return kind if kind != "meta" else "cpu"
 
 
 class UnmadeProjection(nn.Module):
@@ -102,8 +125,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module must be called as a whole: it has hooks, or its call is compiled."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or module._compiled_call_impl is not None
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks) or module._compiled_call_impl is not None
 
 
 class Attention(Mixer):

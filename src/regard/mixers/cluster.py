@@ -129,14 +129,23 @@ class Routing(BucketedCore):
         if self.dims.causal:
             return super().read(memory, q, places)
         log = memory.log
-        k, v = expand_heads(log.keys, log.values, q.shape[1])
+        return self._answer(q, log.keys, log.values, places.valid, log.places.valid)
+
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        if self.dims.causal:
+            return super().read_all(q, k, v, places, query_places)
+        return self._answer(q, k, v, query_places.valid, places.valid)  # no memory is made: it has labels and positions
+
+    def _answer(self, q: Tensor, k: Tensor, v: Tensor, real_q: Tensor | None, real_k: Tensor | None) -> Tensor:
+        """What queries get from the tokens of their clusters; real_q (b n), real_k (b m): which tokens are not padding."""
+        k, v = expand_heads(k, v, q.shape[1])
         if min(q.shape[0], q.shape[2], k.shape[2]) == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
-        queries, keys = self._both_members(q, k, places.valid, log.places.valid)
+        queries, keys = self._both_members(q, k, real_q, real_k)
         out = self._gathered(q, k, v, queries, keys)
         if self.training:
             near_q, near_k = (self._nearest(x) if own.nearest is None else own.nearest for x, own in ((q, queries), (k, keys)))
-            self._learn((q, places.valid, near_q), (k, log.places.valid, near_k))
+            self._learn((q, real_q, near_q), (k, real_k, near_k))
         return out
 
     def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:

@@ -107,6 +107,13 @@ class Places:
             at = at + start
         return Places(at if after is None else at + after[:, None], valid, start, packed)
 
+    @staticmethod
+    def of_heads(x: Tensor, valid: Tensor | None = None, start: int = 0) -> Places:
+        """Make the places of tokens x (b h n d), all rows of which begin at `start`."""
+        if valid is None:
+            return Places(PlaceRun((x.shape[0], x.shape[2]), start, x.device), None, start)
+        return Places.of(x[:, 0], valid, start=start)
+
     @property
     def at(self) -> Tensor:
         """The position of each token, (b n); of a padding token, that of the next real one.

@@ -51,9 +51,10 @@ def takes_add_norm(x: Tensor, added: Tensor | None, norm: Any) -> bool:
 
 def norm_dtype(x: Tensor, half: bool) -> torch.dtype:
     """Return the type of a norm of x: with autocast float32, as in PyTorch, or if `half`, that of products."""
-    if not torch.is_autocast_enabled(x.device.type):
+    kind = "cuda" if x.is_cuda else x.device.type
+    if not torch.is_autocast_enabled(kind):
         return x.dtype
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return dtype if half and dtype in HALVES else torch.float32
 
 
@@ -92,7 +93,7 @@ class _AddNorm(torch.autograd.Function):
         rows = x.numel() // width
         total = x.view_as(x) if added is None else torch.empty_like(x)
         out = torch.empty_like(x, dtype=dtype)
-        mean, scale = x.new_empty(2, rows, dtype=torch.float32)
+        mean, scale = x.new_empty(2, rows, dtype=torch.float32).unbind()
         flags = {"ADD": added is not None, "CENTRED": centred, "BIASED": bias is not None}
         tensors = x, added, weight, bias, total, out, mean, scale
         launch_kernel(norm_forward, (ceil_div(rows, tile["BR"]),), tensors, (rows, width, eps), flags | tile)

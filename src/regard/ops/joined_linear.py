@@ -28,14 +28,17 @@ def takes_joined(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return whether `joined_linear` takes tokens x (b n w) and weights: in half precision, and in training."""
     if not x.is_cuda or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not has_triton() or needs_plain_ops():
         return False
-    dtype = product_dtype(x)
-    kinds = DTYPES if torch.is_autocast_enabled(x.device.type) else (dtype,)
-    return dtype in HALVES and all(y.dtype in kinds for y in (x, *weights))
+    cast = torch.is_autocast_enabled("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if cast else x.dtype
+    if dtype not in HALVES:
+        return False
+    kinds = DTYPES if cast else (dtype,)
+    return x.dtype in kinds and all([y.dtype in kinds for y in weights])
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the type of a product of tokens x and weights: their own, or that of autocast."""
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
@@ -72,7 +75,7 @@ def gradient_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
         return dq, dk, dv
     heads = [x.shape[1] for x in tensors]
     buffer = q.new_empty(q.shape[0], q.shape[2], sum(heads), q.shape[3])
-    dq, dk, dv = (x.transpose(1, 2) for x in buffer.split(heads, 2))
+    dq, dk, dv = buffer.transpose(1, 2).split_with_sizes(heads, 1)
     return dq, dk, dv
 
 
@@ -91,6 +94,8 @@ def _joined(grads: Sequence[Tensor]) -> Tensor:
     heads = sum(x.shape[2] for x in grads)
     strides = (n * heads * d, heads * d, d, 1)
     storage, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    if len(grads) == 1:
+        return first.contiguous()
     for x in grads:
         if x.stride() != strides or x.storage_offset() != at or x.untyped_storage().data_ptr() != storage:
             return torch.cat(list(grads), 2)
@@ -140,7 +145,7 @@ class _JoinedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *maps)
         ctx.head, ctx.count = head, count
         y = linear(x, weight, bias).unflatten(-1, (-1, head))
-        return y.split([one.shape[0] // head for one in maps[:count]], 2)
+        return y.split_with_sizes([one.shape[0] // head for one in maps[:count]], 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

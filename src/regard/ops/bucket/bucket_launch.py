@@ -20,7 +20,7 @@ LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: tw
 
 def row_strides(*tensors: Tensor) -> tuple[int, ...]:
     """Return the strides of batch, head and token of tensors (b h n .), one tensor after the other."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+    return tuple([stride for x in tensors for stride in x.stride()[:3]])
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -30,7 +30,8 @@ def dense_rows(x: Tensor) -> Tensor:
 
 def by_token(x: Tensor, b: int, n: int, heads: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor (b heads n width) that is laid out as (b n heads width), so that joining heads copies nothing."""
-    return x.new_empty(b, n, heads, width, dtype=dtype).transpose(1, 2)
+    row = heads * width
+    return x.new_empty_strided((b, heads, n, width), (n * row, width, row, 1), dtype=dtype)
 
 
 def sorted_places(call: BucketCall) -> Tensor:

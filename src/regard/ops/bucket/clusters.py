@@ -62,11 +62,11 @@ def choose_members(given: Sequence[tuple[Tensor, Tensor | None]], centroids: Ten
     codes = torch.empty(len(given), b * h, c, n, dtype=torch.int32, device=x.device)
     where = torch.empty_like(codes)
     index = torch.empty(len(given), b * h, c, w, dtype=torch.int32, device=x.device)
-    nearest = [_codes(one, centroids, valid, each) for (one, valid), each in zip(given, codes, strict=True)]
+    nearest = [_codes(one, centroids, valid, each) for (one, valid), each in zip(given, codes.unbind(), strict=True)]
     block = max(64, 1 << (n - 1).bit_length())
     own = {"BLOCK": block, "num_warps": min(16, max(4, block // CHOSEN_OF_WARP))}
     launch_kernel(kernels.best_members, (len(given) * b * h * c,), (codes, index, where), (n, w), own)
-    found = zip(given, index, where, nearest, strict=True)
+    found = zip(given, index.unbind(), where.unbind(), nearest, strict=True)
     return [Members(i, _first_places(valid, w, h), n, places, near) for (_, valid), i, places, near in found]
 
 

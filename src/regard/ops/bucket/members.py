@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.backend import AUTO, choose_backend
+from regard.cache import signature_cache
+from regard.ops.backend import _BACKENDS, AUTO, choose_backend
 from regard.ops.bucket.bucket_launch import by_token, dense_rows
 from regard.ops.bucket.bucket_op import LabelCall
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.tile.call import accumulator
-from regard.ops.triton_support import block_of
+from regard.ops.triton_support import block_of, interpreting
 from regard.patterns.tiles import ceil_div
 from regard.transforms import needs_plain_ops
 
@@ -119,7 +120,13 @@ def by_kernels(x: Tensor, backend: str) -> bool:
     """Return whether kernels choose, gather and sum: not where operations are traced."""
     if needs_plain_ops() or torch.compiler.is_compiling():
         return False
-    return choose_backend("bucket", backend, LabelCall(x, x, 1, False)).name == "triton"
+    runs = x.is_cuda or interpreting()
+    return _kept_choice((x.dtype, x.shape[-1], x.get_device(), runs, backend, tuple(_BACKENDS["bucket"].values())), x) == "triton"
+
+
+@signature_cache
+def _kept_choice(key: tuple[Any, ...], x: Tensor) -> str:
+    return choose_backend("bucket", key[4], LabelCall(x, x, 1, False)).name
 
 
 class _GatherMembers(torch.autograd.Function):
@@ -132,7 +139,8 @@ class _GatherMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumMembers.apply(grad, *ctx.rest), None, None
+        summed: Any = _SumMembers.apply if torch.is_grad_enabled() else _summed
+        return summed(grad, *ctx.rest), None, None
 
 
 class _SumMembers(torch.autograd.Function):
@@ -145,7 +153,8 @@ class _SumMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherMembers.apply(grad, *ctx.rest), None, None, None
+        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else _gathered
+        return gathered(grad, *ctx.rest), None, None, None
 
 
 class _GatherThree(torch.autograd.Function):
@@ -158,7 +167,8 @@ class _GatherThree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_SumThree.apply(*grads, *ctx.rest), None, None
+        summed: Any = _SumThree.apply if torch.is_grad_enabled() else _three_summed
+        return *summed(*grads, *ctx.rest), None, None
 
 
 class _SumThree(torch.autograd.Function):
@@ -171,7 +181,8 @@ class _SumThree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_GatherThree.apply(*grads, *ctx.rest), None, None, None
+        gathered: Any = _GatherThree.apply if torch.is_grad_enabled() else _three_gathered
+        return *gathered(*grads, *ctx.rest), None, None, None
 
 
 def _three_gathered(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members) -> tuple[Tensor, ...]:

@@ -15,13 +15,16 @@ belongs into `refuses`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from regard.ops.backend import AUTO, choose_backend
+from regard.cache import signature_cache
+from regard.ops.backend import _BACKENDS, AUTO, choose_backend
 from regard.ops.linear.feature_maps import divided_by_last, feature_map, log_gate, safe_ratio
+from regard.ops.triton_support import interpreting
 
 
 class LinearCall(NamedTuple):
@@ -215,7 +218,19 @@ def counted_step(call: LinearCall, tokens: Tensor, norm: bool, backend: str = AU
 
 def fuses_features(q: Tensor, state: Tensor, backend: str = AUTO) -> bool:
     """Return whether the backend that reads this state with queries q (b h n f) computes features inside of its kernels."""
+    if torch.compiler.is_compiling():
+        return _fuses(None, q, state, backend)
+    runs = q.is_cuda or interpreting()
+    every = tuple(_BACKENDS["linear"].values())
+    key = (q.dtype, state.dtype, state.shape[-2:], q.get_device(), state.get_device(), runs, backend, every)
+    return _kept_fuses(key, q, state, backend)
+
+
+def _fuses(key: Hashable, q: Tensor, state: Tensor, backend: str) -> bool:  # noqa: ARG001 - the key of a cache
     return choose_backend("linear", backend, ReadCall(q, state)).fuses
+
+
+_kept_fuses = signature_cache(_fuses)  # a mechanism decides by it in every call, before the backend of the call is chosen
 
 
 # What backends without fused kernels compute first and last.
