@@ -104,11 +104,17 @@ SETS: dict[str, list[dict[str, Any]]] = {
     ],
     "models": [
         {"mixers": MAIN, "lengths": [4 * K, 16 * K, 64 * K], "kinds": (DECODER_MODEL,)},
-        {"mixers": REST, "lengths": [4 * K], "kinds": BOTH_KINDS},
-        {"mixers": REST, "lengths": [1 * K, 16 * K, 64 * K], "kinds": BOTH_KINDS},
-        {"mixers": MAIN, "lengths": [1 * K], "kinds": (DECODER_MODEL,)},
-        {"mixers": MAIN, "lengths": [1 * K, 4 * K, 16 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
-        {"mixers": [*MAIN, *REST], "lengths": [256 * K, 1024 * K], "kinds": BOTH_KINDS},
+        {"mixers": [*MAIN, *REST], "lengths": [4 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": REST, "lengths": [4 * K], "kinds": (DECODER_MODEL,)},
+    ],
+    "lengths": [  # of models: all others, in a file of their own
+        {"mixers": MAIN, "lengths": [1 * K, 256 * K, 1024 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": REST, "lengths": [16 * K, 64 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": [*MAIN, *REST], "lengths": [16 * K, 64 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": REST, "lengths": [1 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": [*MAIN, *REST], "lengths": [1 * K], "kinds": (ENCODER_MODEL,)},
+        {"mixers": REST, "lengths": [256 * K, 1024 * K], "kinds": (DECODER_MODEL,)},
+        {"mixers": [*MAIN, *REST], "lengths": [256 * K, 1024 * K], "kinds": (ENCODER_MODEL,)},
         {"mixers": [LAST], "lengths": [4 * K], "kinds": (DECODER_MODEL,)},
     ],
 }

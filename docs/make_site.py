@@ -17,7 +17,7 @@ from tables_base import ROOT
 
 CONTENTS = {
     "Begin": ["docs/first_steps", "docs/lectures", "docs/glossary"],
-    "Tutorials": [f"docs/tutorial_{name}" for name in ("data", "run", "huggingface", "mechanism", "compare")],
+    "Tutorials": [f"docs/tutorial_{name}" for name in ("data", "run", "code", "huggingface", "mechanism", "compare")],
     "Mechanisms": [],  # a page for each family
     "Use": ["docs/training", "docs/compare", "docs/arena", "docs/advise"],
     "Models of others": ["docs/huggingface", "docs/huggingface_conversion", "docs/weights"],

@@ -18,8 +18,8 @@ SETS = {
     "softmax": "Softmax beside the bare operation of PyTorch",
     "steps": "One decoding step of a layer",
 }
-MODELS, COMPILED = "models", "compiled"
-NAMES = (*SETS, MODELS, COMPILED)
+MODELS, LENGTHS, COMPILED = "models", "lengths", "compiled"
+NAMES = (*SETS, MODELS, LENGTHS, COMPILED)
 PLACE = {"core": "operation", "layer": "layer"}
 OURS, FULL = "regard", "SDPA"
 
@@ -29,7 +29,8 @@ Row = dict[str, Any]
 def speed(results: dict[str, Made]) -> str:
     """One table for each set; `results` has a record by the name of each, without rows where it was not measured."""
     parts = [f"### {title}\n{_set_table(results[name], name)}" for name, title in SETS.items()]
-    parts.append(f"### Whole models\n{model_tables(results[MODELS], results[COMPILED])}")
+    models = results[MODELS] | {"rows": results[MODELS]["rows"] + results[LENGTHS]["rows"]}
+    parts.append(f"### Whole models\n{model_tables(models, results[COMPILED])}")
     return "\n\n".join(parts)
 
 

@@ -225,12 +225,50 @@ def noncausal_calls(whole: bool) -> Calls:
         yield "no order: float16", lambda: noncausal_both_ways("random", 64, torch.float16, bounded=False)
 
 
+class Context(SimpleNamespace):
+    """What the two passes of a torch.autograd.Function share, without autograd."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *_: Tensor) -> None: ...
+    def set_materialize_grads(self, _: bool) -> None: ...
+
+
+@torch.no_grad()
+def both_passes(function: type[torch.autograd.Function], *given: object) -> None:
+    """Launch the kernels of a function, and those of its gradients."""
+    context = Context()
+    found = function.forward(context, *given)
+    grads = [torch.empty_like(y) for y in (found if isinstance(found, tuple) else (found,))]
+    function.backward(context, *grads)
+
+
+def feature_calls(whole: bool) -> Calls:
+    """What prepares queries and keys of linear attention and merges its outputs, in all types and two widths."""
+    from regard.ops.gated_merge import GatedMerge
+    from regard.ops.linear.position_features import PositionFeatures
+    from regard.ops.linear.running_softmax_launch import RunningSoftmaxFunction
+    from regard.ops.linear.wave_features import LiftedRatio, WaveFeatures
+
+    at, valid = torch.empty(2, 600, dtype=torch.int64, device="cuda"), torch.empty(2, 600, dtype=torch.bool, device="cuda")
+    for d, dtype in product((64, 256), TYPES) if whole else ((64, TYPES[1]),):
+        q, k = tokens(2, 4, 600, d, dtype), tokens(2, 2, 600, d, dtype)
+        z, gate = torch.empty(2, 2, d, device="cuda"), torch.empty(4, device="cuda")
+        yield f"positions {d} {dtype}", lambda q=q: both_passes(PositionFeatures, q, at, 0.1)
+        yield f"merge {d} {dtype}", lambda q=q, gate=gate: both_passes(GatedMerge, q, q, gate)
+        w, norm = torch.empty(128, d, device="cuda"), torch.empty(2, 4, 600, 1, device="cuda")
+        yield f"waves {d} {dtype}", lambda q=q, w=w: both_passes(WaveFeatures, q, w, valid)
+        yield f"lifted ratio {d} {dtype}", lambda q=q, norm=norm: both_passes(LiftedRatio, q, norm, norm)
+        yield f"running softmax {d} {dtype}", lambda q=q, k=k, z=z: both_passes(RunningSoftmaxFunction, q, k, z, z, valid)
+
+
 def main() -> None:
     whole = "--whole" in sys.argv
     launched = replace_launches(whole)
     failed = 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        calls = [*delta_calls(whole), *linear_calls(whole), *noncausal_calls(whole)]
+        calls = [*delta_calls(whole), *linear_calls(whole), *noncausal_calls(whole), *feature_calls(whole)]
         for text, compute in calls:
             try:
                 compute()

@@ -152,8 +152,20 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "the adjoint of columns goes on to the iteration before": (
         R + "ops/balance_kernels.py",
-        "        of_columns = tl.zeros([BC], tl.float32)\n        tl.debug_barrier()\n",
-        "        tl.debug_barrier()\n",
+        "        by_column = before\n        of_columns = tl.zeros([BC], tl.float32)\n",
+        "        by_column = before\n",
+        "small_kernels",
+    ),
+    "columns of a part are balanced by the sums before the last ones": (
+        R + "ops/balance_parts_kernels.py",
+        "load_part_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
+        "load_part_sums(SUMS, (t + 1) % 2, matrix, matrices, parts, PARTS, BC, 0.0)",
+        "small_kernels",
+    ),
+    "the adjoint of columns is not scaled to the iteration before": (
+        R + "ops/balance_parts_kernels.py",
+        "        pull = later * tl.exp2(by_column - tl.load(KEPT + (r + c) + j, mask=j < c, other=0.0))\n",
+        "        pull = later\n",
         "small_kernels",
     ),
     "the mass of other blocks has no gradient": (
@@ -170,8 +182,8 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     ),
     "a cluster takes the later ones of equal tokens": (
         R + "ops/bucket/cluster_kernels.py",
-        "(equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))",
-        "(equal & (tl.sum(equal.to(tl.int32), 0) - tl.cumsum(equal.to(tl.int32), 0) < missing))",
+        "    taken = above | (equal & (sooner < missing))\n",
+        "    taken = above | (equal & (tl.sum(equal.to(tl.int32), 0) - 1 - sooner < missing))\n",
         "bucket_backends",
     ),
     "a block of tokens is placed as if it were the first": (
@@ -179,6 +191,12 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    free = begin + before ",
         "    free = begin ",
         "bucket_backends",
+    ),
+    "directions of blocks keep what is along them in the gradient": (
+        R + "ops/sorted_scores_kernels.py",
+        "    ds = (du - u * along[:, None]) / tl.maximum(true, least)[:, None]\n",
+        "    ds = du / tl.maximum(true, least)[:, None]\n",
+        "small_kernels",
     ),
     "a causal block sees all of its own keys in the gradient": (
         R + "ops/two_blocks_kernels.py",

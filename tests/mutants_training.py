@@ -442,9 +442,9 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
     "true is a text": (R + "config.py", '{"true": True, "false": False}.get(text.lower())', "bool(text)", "config"),
     "true is a number": (R + "config.py", "isinstance(value, bool) or not isinstance", "not isinstance", "config"),
     "a run that goes on forgets its settings": (
-        R + "cli/settings.py",
-        "    if begun is not None:\n",
-        "    if False:\n",
+        R + "tasks/run_settings.py",
+        "    if begun is None:\n",
+        "    if True:\n",
         "cli_runs",
     ),
     "options are not checked": (R + "options.py", "        self.check()\n", "        pass\n", "config tasks cli_abuse"),
@@ -460,6 +460,13 @@ TRAINING: dict[str, tuple[str, str, str, str]] = {
         "        after(learner.step)\n",
         "training interrupts learner",
     ),
+    "the first delimiter is taken": (
+        R + "data/own_files.py",
+        "key=lambda sign: (len({*columns} & {*names(sign)}), len(names(sign)))",
+        "key=lambda sign: 0",
+        "own_data",
+    ),
+    "the tag is in the second column": (R + "data/own_files.py", "columns[column - 1]", "columns[1]", "own_tags"),
     "a setting may be given twice": (
         R + "cli/settings.py",
         "if keys.count(key) > 1), None)",

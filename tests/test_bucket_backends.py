@@ -82,7 +82,7 @@ def test_every_backend_computes_the_reference(backend, case):
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_tokens_are_sorted_by_counting_as_by_a_radix_sort(rounds, monkeypatch):
     monkeypatch.setattr(bucket_launch, "COUNT_BLOCK", 64)
-    monkeypatch.setattr(bucket_launch, "COUNTED_ELEMENTS", 256)
+    monkeypatch.setattr(bucket_launch, "PLACE_STEP", 16)
     call = call_of(n=150, rounds=rounds, count=5, padded=True)
     found = [torch.full((6 if rounds > 1 else 3, 1, 2, rounds, 150), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     bucket_launch.counted_places(call, found[0])
@@ -203,6 +203,20 @@ def test_kernels_choose_the_members_of_the_definition(padded):
     assert torch.equal(mine.sort(-1).values, theirs.sort(-1).values)
     again = Members(found[0].index, found[0].real, 21)
     assert torch.equal(again.where, found[0].where)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_clusters_of_half_precision_are_those_of_the_same_numbers_in_float32(dtype):
+    """Directions are split into parts of the type: which tokens are chosen, and where centroids move."""
+    x = torch.randn(2, 2, 70, 6, device=DEVICE).to(dtype)
+    found = []
+    for each in (x, x.float()):
+        made = core("routing(clusters=5, window=9)", Dims(12, 2, backend="triton")).to(DEVICE)
+        queries, keys = made._both_members(each, each.flip(2), None, None)
+        made._learn((each, None, queries.nearest), (each.flip(2), None, keys.nearest))
+        found.append((queries.index, keys.where, queries.nearest, made.centroids))
+    for mine, theirs in zip(*found, strict=True):
+        close(mine.float(), theirs.float(), 1e-6)
 
 
 def test_routing_computes_the_same_by_every_backend():

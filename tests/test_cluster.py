@@ -273,11 +273,11 @@ class Pinned:
     """Choices of one pass, made again in the next: what is left is arithmetic alone."""
 
     def __init__(self, made, monkeypatch):
-        self.made, self.labels, self.members, self.at, self.turned = made, None, [], 0, 0
-        self.label, self.choose = made.label, made._members if hasattr(made, "_members") else None
+        self.made, self.labels, self.members, self.at, self.turned = made, None, None, 0, 0
+        self.label, self.choose = made.label, getattr(made, "_both_members", None)
         monkeypatch.setattr(made, "label", self.again)
         if self.choose:
-            monkeypatch.setattr(made, "_members", self.members_again)
+            monkeypatch.setattr(made, "_both_members", self.members_again)
 
     def again(self, k):
         own = self.label(k)
@@ -290,12 +290,10 @@ class Pinned:
         self.turned += int((kept != own).sum())
         return kept
 
-    def members_again(self, x, valid):
-        if len(self.members) < 2:  # queries, then keys
-            self.members.append(self.choose(x, valid))
-            return self.members[-1]
-        self.at += 1
-        return self.members[(self.at - 1) % 2]
+    def members_again(self, *given):
+        if self.members is None:
+            self.members = self.choose(*given)
+        return self.members
 
 
 CHOOSING = ["reformer(rounds=2, buckets=4, chunk=6)", "reformer(rounds=3, buckets=8, chunk=2)", "routing(clusters=4, window=8)"]

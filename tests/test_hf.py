@@ -4,6 +4,7 @@ The table of docs/huggingface.md has a row for each family and a column for each
 """
 
 import re
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from transformers.masking_utils import eager_mask  # noqa: E402
 
 import regard.hf  # noqa: E402
-from checkpointing_names import CHECKPOINTING, checkpoint_activations  # noqa: E402
+from checkpointing_names import CHECKPOINTING  # noqa: E402
 from regard import Pattern  # noqa: E402
 from regard.ops.backend import SlowBackend  # noqa: E402
 
@@ -34,7 +35,10 @@ T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "num_layers": 2, "num_
 T5 |= {"decoder_start_token_id": 0}
 VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16}
 VIT |= {"patch_size": 4, "hidden_dropout_prob": 0.0}
+DISTILBERT = {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 96}
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+HEADED = {**GROUPED, "head_dim": 8, "sliding_window": 5, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+UNBOUNDED = {key: x for key, x in HEADED.items() if key != "sliding_window"}
 LAYERS = ["full_attention", "sliding_attention"]
 
 DECODER, ENCODER, VISION, TRANSLATOR = "decoder", "encoder", "vision", "translator"
@@ -42,6 +46,12 @@ FAMILIES = {  # name: kind, class, configuration
     "Llama": (DECODER, "LlamaForCausalLM", GROUPED),
     "Mistral": (DECODER, "MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
     "Qwen2": (DECODER, "Qwen2ForCausalLM", {**GROUPED, "layer_types": LAYERS, "sliding_window": 5, "use_sliding_window": True}),
+    "Gemma 2": (DECODER, "Gemma2ForCausalLM", {**HEADED, "layer_types": LAYERS, "attn_logit_softcapping": 0.5}),
+    "gpt-oss": (
+        DECODER,
+        "GptOssForCausalLM",
+        {**HEADED, "layer_types": LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
     "GPT-2": (DECODER, "GPT2LMHeadModel", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "GPT-NeoX": (DECODER, "GPTNeoXForCausalLM", SIZES),
     "BERT": (ENCODER, "BertForMaskedLM", {**SIZES, **UNDROPPED}),
@@ -55,11 +65,37 @@ FAMILIES = {  # name: kind, class, configuration
     "BART": (TRANSLATOR, "BartForConditionalGeneration", BART),
     "T5": (TRANSLATOR, "T5ForConditionalGeneration", T5),
 }
+OTHERS = {  # compared with eager attention alone
+    "Gemma": (DECODER, "GemmaForCausalLM", UNBOUNDED),
+    "Gemma 3": (DECODER, "Gemma3ForCausalLM", {**HEADED, "layer_types": LAYERS}),
+    "Qwen3": (DECODER, "Qwen3ForCausalLM", UNBOUNDED),
+    "Phi": (DECODER, "PhiForCausalLM", GROUPED),
+    "Phi-3": (DECODER, "Phi3ForCausalLM", UNBOUNDED),
+    "OLMo 2": (DECODER, "Olmo2ForCausalLM", UNBOUNDED),
+    "OPT": (DECODER, "OPTForCausalLM", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "StarCoder2": (DECODER, "Starcoder2ForCausalLM", HEADED),
+    "Granite": (DECODER, "GraniteForCausalLM", UNBOUNDED),
+    "Cohere": (DECODER, "CohereForCausalLM", UNBOUNDED),
+    "SmolLM3": (DECODER, "SmolLM3ForCausalLM", UNBOUNDED),
+    "Mixtral": (DECODER, "MixtralForCausalLM", {**HEADED, "num_local_experts": 2}),
+    "Llama 4": (DECODER, "Llama4ForCausalLM", {**HEADED, "attention_chunk_size": 8, "num_local_experts": 2}),
+    "DistilBERT": (ENCODER, "DistilBertForMaskedLM", DISTILBERT),
+    "ELECTRA": (ENCODER, "ElectraForMaskedLM", {**SIZES, **UNDROPPED, "embedding_size": 32}),
+    "XLM-RoBERTa": (ENCODER, "XLMRobertaForMaskedLM", {**SIZES, **UNDROPPED, "pad_token_id": 0}),
+    "ALBERT": (ENCODER, "AlbertForMaskedLM", {**SIZES, **UNDROPPED, "embedding_size": 16}),
+    "ESM": (ENCODER, "EsmForMaskedLM", {**SIZES, **UNDROPPED, "pad_token_id": 0, "mask_token_id": 3}),
+    "mBART": (TRANSLATOR, "MBartForConditionalGeneration", BART),
+    "Pegasus": (TRANSLATOR, "PegasusForConditionalGeneration", BART),
+    "Marian": (TRANSLATOR, "MarianMTModel", {**BART, "pad_token_id": 0}),
+    "M2M100": (TRANSLATOR, "M2M100ForConditionalGeneration", BART),
+    "DeiT": (VISION, "DeiTForImageClassification", VIT),
+    "DINOv2": (VISION, "Dinov2ForImageClassification", {key: x for key, x in VIT.items() if key != "intermediate_size"}),
+}
 
 
 def make(family, spec=None, **changes):
     """Build a small model with the same weights in every call."""
-    _, name, sizes = FAMILIES[family]
+    _, name, sizes = (FAMILIES | OTHERS)[family]
     kind = getattr(transformers, name)
     torch.manual_seed(0)
     model = kind(kind.config_class(**{**sizes, **changes})).eval()
@@ -74,7 +110,7 @@ def tokens(rows=2, length=11):
 
 def inputs(family, padded=False):
     """Return the arguments of a call with a loss, and which of its logits belong to real tokens."""
-    kind = FAMILIES[family][0]
+    kind = (FAMILIES | OTHERS)[family][0]
     if kind == VISION:
         return {
             "pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),
@@ -108,17 +144,21 @@ def assert_close(ours, theirs, tolerance=2e-5):
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=1e-4)
 
 
-def dense_reference(module, q, k, v, mask, scaling=None, position_bias=None, **_):
+def dense_reference(module, q, k, v, mask, scaling=None, position_bias=None, softcap=None, s_aux=None, **_):
     """Attend to the pairs of PATTERN in the plainest way: the model's own scores, all of them, without padding."""
     share, (n, m) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     k, v = (x.repeat_interleave(share, 1) for x in (k, v))
     scores = q @ k.mT * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     for term in (mask, position_bias):
         scores = scores if term is None else scores + term
     if n == m or module.is_causal:
         i, j = torch.arange(m - n, m)[:, None], torch.arange(m)
         scores = scores.masked_fill(~Pattern.of(PATTERN)(0, i, j), -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2), None
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(len(q), -1, n, 1)], -1)
+    return (scores.softmax(-1)[..., :m] @ v).transpose(1, 2), None
 
 
 AttentionInterface.register("dense-reference", dense_reference)
@@ -193,23 +233,30 @@ def sized(cache):
     return getattr(cache, "self_attention_cache", cache).nbytes
 
 
-def training_step(family):
-    """A step with gradient checkpointing changes the weights as one without it and with eager attention does."""
+def trainer_step(family):
+    """A step of Trainer with gradient checkpointing changes the weights as one without it and with eager attention does."""
+    pytest.importorskip("accelerate")
+    given, _ = inputs(family, padded=FAMILIES[family][0] != VISION)
     changed = []
     for spec, checkpointed in (("eager", False), ("softmax", True)):
-        model = make(family, spec).train()
-        if checkpointed:
-            checkpoint_activations(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        given, _ = inputs(family)
-        model(**given).loss.backward()
-        optimizer.step()
-        changed.append(list(model.parameters()))
+        model = make(family, spec)
+        stepped(model, [{key: x[row] for key, x in given.items()} for row in range(2)], checkpointed)
+        changed.append([x.detach() for x in model.parameters()])
     assert_close(*changed)
+    assert not all(map(torch.equal, changed[0], make(family).parameters()))
+
+
+def stepped(model, rows, checkpointed):
+    """Let Trainer make one step on rows."""
+    settings = {"max_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "optim": "sgd"}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = transformers.TrainingArguments(folder, learning_rate=0.1, **{CHECKPOINTING: checkpointed}, **settings)
+        transformers.Trainer(model, settings, train_dataset=rows).train()
 
 
 ONE_LAYER = {
-    "Qwen2": {"num_hidden_layers": 1, "layer_types": LAYERS[1:]},
+    **{family: {"num_hidden_layers": 1, "layer_types": LAYERS[1:]} for family in ("Qwen2", "Gemma 2", "gpt-oss")},
     "BART": {"encoder_layers": 1, "decoder_layers": 1},
     "T5": {"num_layers": 1},
 }
@@ -233,10 +280,10 @@ CHECKS = {
     "padding": padding,
     "beams": beams,
     "bounded memory": bounded_memory,
-    "training step": training_step,
+    "Trainer step": trainer_step,
     "compile": compiled,
 }
-REFUSED = {("T5", "bounded memory")}
+REFUSED = {(family, "bounded memory") for family in ("T5", "Gemma 2", "gpt-oss")}
 
 
 def applies(family, check):
@@ -252,10 +299,24 @@ CELLS = [(family, check) for family in FAMILIES for check in CHECKS if applies(f
 @pytest.mark.parametrize(("family", "check"), CELLS)
 def test_every_family(family, check):
     if (family, check) in REFUSED:
-        with pytest.raises(ValueError, match="a bias of its own"):
+        with pytest.raises(ValueError, match="scores of its own"):
             CHECKS[check](family)
         return
     CHECKS[check](family)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_another_family_is_eager_and_generates_in_bounded_memory(family):
+    model = make(family, "eager")
+    given, real = inputs(family, padded=True)
+    with torch.no_grad():
+        theirs = model(**given).logits[real]
+        model.set_attn_implementation("softmax")
+        assert_close(model(**given).logits[real], theirs)
+        model.set_attn_implementation(PATTERN)
+        assert not torch.allclose(model(**given).logits[real], theirs, atol=1e-4)
+    if OTHERS[family][0] in (DECODER, TRANSLATOR):
+        assert torch.equal(generated(model, memory=True)[0], generated(model, use_cache=False)[0])
 
 
 @pytest.mark.parametrize("family", ["Mistral", "BERT", "ModernBERT"])
@@ -417,7 +478,7 @@ def test_static_caches_work_with_softmax_and_are_refused_by_others():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"), [({"softcap": 30.0}, "caps its scores"), ({"output_attentions": True}, "returns no weights")]
+    ("options", "sentence"), [({"cache": object()}, "has a paged cache"), ({"output_attentions": True}, "returns no weights")]
 )
 def test_what_no_spec_does_is_refused(options, sentence):
     from regard.hf.spec_attention import spec_attention
@@ -507,25 +568,12 @@ def test_a_memory_without_its_mechanism_is_refused():
 # Training and documentation
 
 
-def test_trainer(tmp_path):
-    pytest.importorskip("accelerate")
-    model = make("BERT", PATTERN)
-    given, _ = inputs("BERT", padded=True)
-    rows = [{key: x[row] for key, x in given.items()} for row in range(2)]
-    settings = transformers.TrainingArguments(
-        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", **{CHECKPOINTING: True}
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        done = transformers.Trainer(model, settings, train_dataset=rows).train()
-    assert done.global_step == 2 and done.training_loss > 0
-
-
 PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 
 
 def test_the_table_of_the_documentation_is_true():
     assert family_table() in PAGE
+    assert f"eager attention too: {', '.join(OTHERS)}." in " ".join(PAGE.split())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -203,6 +203,15 @@ def test_a_cache_that_has_dropped_tokens_is_refused():
         model.generate(tokens(), max_new_tokens=4, do_sample=False, eos_token_id=None)
 
 
+def test_learned_sinks_are_refused_and_not_left_out():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "intermediate_size": 48, "num_local_experts": 2, "layer_types": ["full_attention"]}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    hf.convert(model, "hedgehog")
+    with pytest.raises(ValueError, match="changes its scores by s_aux, which hedgehog has no place for"):
+        model(torch.randint(3, 61, (1, 8)))
+
+
 def test_packed_sequences_and_other_masks_are_refused():
     model = build("llama")
     hf.convert(model, "hedgehog")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import regard
 from regard.data.datasets import LabelledText
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import read_labelled_csv, split_labelled
@@ -76,6 +77,46 @@ def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_was_not_stopped(
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
+def test_answers_and_results_for_scripts(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
+    _, out, _ = trained
+    (tmp_path / "lines.txt").write_text("a great joy\n\n“dull”\n", encoding="utf-8")
+    plain = run("predict", str(out), str(tmp_path / "lines.txt")).stdout
+    lines = [json.loads(line) for line in run("predict", str(out), str(tmp_path / "lines.txt"), "--json").stdout.splitlines()]
+    assert [line["text"] for line in lines] == ["a great joy", "", "“dull”"]
+    assert [line["answer"] for line in lines] == plain.split("\n")[:3]
+    again = run("train", "classify", "--out", str(out), "--json", "--device", "cpu")
+    found = json.loads(again.stdout)
+    assert found["run"] == str(out) and found["result"] == json.loads((out / "result.json").read_text())
+    assert found["split"] == "val" and found["scores"]["floor"] == 25
+    assert "leave --live or --json out" in refused("predict", str(out), "dull", "--live", "--json")
+
+
+def test_python_trains_what_the_command_does(
+    trained: tuple[Path, Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file, out, _ = trained
+    small = dict(text.split("=") for text in SMALL)
+    own = {"csv": file, "text": "review", "label": "stars"}
+    found = regard.train("classify", tmp_path / "run", device="cpu", steps=4, save_every=2, **own, **small)
+    assert "4 labels: " in capfd.readouterr().out
+    ours, theirs = (load_run(folder).weights for folder in (tmp_path / "run", out))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert found.predict(["a great joy"]) == [run("predict", str(out), "a great joy").stdout.strip()]
+    again = regard.train("classify", tmp_path / "run", device="cpu", steps=5, quiet=True)  # it goes on, and knows its file
+    assert again.config.steps == 5 and not capfd.readouterr().out
+
+
+def test_mistakes_in_python_are_sentences(tmp_path: Path) -> None:
+    for settings, sentence in {
+        ("csvs", "f.csv"): "classify has no setting 'csvs': did you mean 'csv'",
+        ("csv", str(tmp_path / "f.csv")): "there is no file",
+        ("cross", "linear"): "cross does nothing here",
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            regard.train("classify", tmp_path / "run", device="cpu", **dict([settings]))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_file_that_is_gone_moved_or_changed(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
     file, out, _ = trained
     text = file.read_bytes()
@@ -137,22 +178,28 @@ def test_fields_of_a_csv_file_may_be_long_and_hold_line_breaks(tmp_path: Path) -
     assert csv.field_size_limit() == limit
 
 
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_the_header_of_a_csv_file_decides_what_is_between_its_columns(sign: str, tmp_path: Path) -> None:
+    file = tmp_path / "f.csv"
+    file.write_text(sign.join(["a, b; c", "text", "label"]).replace("a, b; c", '"a, b; c"') + f"\n1{sign}an answer{sign}x\n")
+    assert read_labelled_csv(file, "text", "label") == [("an answer", "x")]
+
+
 def test_a_refused_csv_file_leaves_no_limit_behind(tmp_path: Path) -> None:
     file, limit = tmp_path / "f.csv", csv.field_size_limit()
     file.write_text("text,label\na,b,c\n")
     with pytest.raises(DataError, match="3 fields") as held:  # and its frames
         read_labelled_csv(file, "text", "label")
     assert csv.field_size_limit() == limit and held.value
+    file.write_text("text;label\na;b\n")
+    with pytest.raises(DataError, match=r"Is it separated otherwise\? Then add --set delimiter=semicolon"):
+        read_labelled_csv(file, "text", "label", "tab")
 
 
 GOOD = "text,label\n" + "".join(f"t{i},{i % 2}\n" for i in range(20))
 MISTAKES = {
     "missing column": ("f.csv", "review,stars\na,b\n", "f.csv has no column 'text': it has 'review', 'stars'"),
-    "delimiter": (
-        "f.csv",
-        "text;label\na;b\n",
-        "it has 'text;label'. Is it separated otherwise? Then add --set delimiter=semicolon",
-    ),
+    "columns of semicolons": ("f.csv", "review;stars\na;b\n", "f.csv has no column 'text': it has 'review', 'stars'"),
     "twice": ("f.csv", "text,text,label\n", "has 2 columns that are called 'text'"),
     "nothing": ("f.csv", "", "f.csv is empty: its first line must name its columns"),
     "no row": ("f.csv", "text,label\n", "there is no text in it, but a classifier needs two labels"),

@@ -10,6 +10,7 @@ import torch
 
 from regard.data.datasets import Tagged
 from regard.data.own_files import read_tagged, split_tagged
+from regard.data.text_files import DataError
 from regard.training.checkpoints import load_run
 from test_cli import refused, run
 
@@ -95,6 +96,19 @@ def test_two_columns_and_conllu_have_the_same_words_and_tags(tmp_path: Path) -> 
     assert found[0][3] == (["Das", "Haus", "ist", "groß", ".", "3"], ["ART", "NN", "VAFIN", "ADJD", "$.", "CARD"])
     file.write_text("#\tSYM\n10 000\tNUM\n")
     assert read_tagged(file) == [Tagged(["#", "10 000"], ["SYM", "NUM"])]
+
+
+def test_the_tag_may_be_in_any_column(tmp_path: Path) -> None:
+    file = tmp_path / "ner.txt"
+    file.write_text("EU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\nPeter NNP B-NP B-PER\n")
+    assert [x.tags for x in read_tagged(file, 4)] == [["B-ORG", "O"], ["B-PER"]]
+    assert [x.tags for x in read_tagged(file, 2)] == [["NNP", "VBZ"], ["NNP"]]
+    for column, sentence in {0: "It has 4 columns: name that of the tag, --set column=4", 5: "it is one from 2 to 4"}.items():
+        with pytest.raises(DataError, match=sentence):
+            read_tagged(file, column)
+    file.write_text("1\tSie\tsie\tPRON\tPPER\tCase=Nom\t0\troot\t_\t_\n")
+    assert read_tagged(file, 5) == [(["Sie"], ["PPER"], ["PRON Case=Nom"])]
+    assert read_tagged(file) == read_tagged(file, 4) == [(["Sie"], ["PRON"], ["PPER Case=Nom"])]
 
 
 def test_two_columns_are_trained_and_scored(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from regard import Dims, core, layer
 from regard.mixers import compressed, landmarks, low_rank
 from regard.mixers.attend import attend
 from regard.mixers.sinkhorn import _Cut, _two_blocks
-from regard.ops import balance, few_keys
+from regard.ops import balance, few_keys, sorted_blocks
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.dense import sdpa, sdpa_composite
 from regard.ops.many_keys import many_keys_answers
@@ -38,15 +38,21 @@ def test_small_systems_are_solved_as_by_linalg(n, e):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6 * float(y.abs().max()))
 
 
-@pytest.mark.parametrize("way", ["at once", "in strips", "in time", "in time, in strips"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_blocks_are_balanced_as_by_plain_operations(way, masked, monkeypatch):
+@pytest.mark.parametrize("way", ["at once", "in strips", "in parts", "in time", "in time, in strips"])
+@pytest.mark.parametrize(("masked", "size"), [(False, 16), (False, 19), (True, 19)])
+def test_blocks_are_balanced_as_by_plain_operations(way, masked, size, monkeypatch):
+    """Whole blocks of a kernel and a part of one; logits far apart."""
     in_time = way.startswith("in time")
     if way.endswith("in strips"):
-        for name in ("LARGEST_MATRIX", "LARGEST_IN_TIME", "STRIP_ELEMENTS"):
-            monkeypatch.setattr(balance, name, 1)
-    logits = torch.randn(2, 3, 19, 19, device=DEVICE)
-    seen = torch.ones(19, 19, dtype=torch.bool, device=DEVICE)
+        for name, number in (("LARGEST_MATRIX", 1), ("LARGEST_IN_TIME", 1), ("STRIP_ELEMENTS", 64)):
+            monkeypatch.setattr(balance, name, number)
+        monkeypatch.setattr(balance, "IN_PARTS", False)
+    if way == "in parts":  # of several strips, and of 19 rows one part is missing
+        for name, number in (("LARGEST_MATRIX", 1), ("MOST_PARTS", 4), ("PART_ELEMENTS", 64), ("PART_WARPS", 2)):
+            monkeypatch.setattr(balance, name, number)
+    logits = torch.randn(2, 3, size, size, device=DEVICE)
+    logits[0] *= 1 if in_time else 30
+    seen = torch.ones(size, size, dtype=torch.bool, device=DEVICE)
     if masked:
         seen[5] = False
         seen[:, 5] = False
@@ -120,6 +126,38 @@ def test_mixed_blocks_are_as_by_plain_operations(causal, by_token):
     theirs = [expected, *torch.autograd.grad(expected, exact, up.double())]
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    assert torch.autograd.grad(found.square().sum(), given[0], create_graph=True)[0].requires_grad
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_sorted_blocks_are_as_by_plain_operations(training, by_token, monkeypatch):
+    """Blocks in both orders of memory, in more than one tile of scores; outputs and gradients, of the sort too."""
+    monkeypatch.setattr(sorted_blocks, "SCORE_BLOCK", 16)
+    made = core("sinkhorn(block=4, iterations=3)", Dims(12, 2)).to(DEVICE).train(training)
+    shape = (1, 18, 4, 2) if by_token else (1, 2, 18, 4)
+    q, k, v = (torch.randn(*shape, size, device=DEVICE) for size in (6, 6, 5))
+    if by_token:
+        q, k, v = (x.permute(0, 3, 1, 2, 4) for x in (q, k, v))
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    there = torch.ones(1, 18, 4, dtype=torch.bool, device=DEVICE)
+    torch.manual_seed(3)
+    found = made._sorted(given[0], _Cut(given[1], given[2], there, True, True))
+    true = core("sinkhorn(block=4, iterations=3)", Dims(12, 2)).to(DEVICE, torch.float64).train(training)
+    true.load_state_dict(made.state_dict())
+    torch.manual_seed(3)
+    noise = torch.empty(1, 2, 18, 18, device=DEVICE).exponential_().double()
+    monkeypatch.setattr(true, "_noisy", lambda x, _: (x - noise.log() if training else x) / true.temperature)
+    cut = _Cut(exact[1], exact[2], there, True, True)
+    own = torch.eye(18, dtype=torch.bool, device=DEVICE)
+    k2, v2, bias = cut.sorted_by(true.shares(cut, False).masked_fill(own, 0))
+    expected = _two_blocks(False, *exact, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
+    up = torch.randn_like(found)
+    mine = [found, *torch.autograd.grad(found, [*given, made.sort], up, retain_graph=True)]
+    theirs = [expected, *torch.autograd.grad(expected, [*exact, true.sort], up.double())]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)
     assert torch.autograd.grad(found.square().sum(), given[0], create_graph=True)[0].requires_grad
 
 

@@ -164,7 +164,7 @@ def write_topics(path: str) -> None:
     Path(path).write_bytes(b"\xef\xbb\xbf" + ("Nr;Text;Topic\r\n" + "".join(rows)).encode())
 
 
-CLASSIFY = f"--csv notes.csv --text Text --label Topic --set delimiter=semicolon --set units=words --set forget=0 {SHORT}"
+CLASSIFY = f"--csv notes.csv --text Text --label Topic --set units=words --set forget=0 {SHORT}"
 
 
 def test_four_labels_of_a_csv_file() -> None:

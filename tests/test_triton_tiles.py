@@ -6,7 +6,9 @@ import torch
 import regard
 from conftest import DEVICE
 from regard.ops.score_bias import ScoreBias
-from regard.ops.tile.tile_op import HeadPatterns, tile_attention
+from regard.ops.tile.call import TileCall
+from regard.ops.tile.tile_op import HeadPatterns, heads_by_plan, tile_attention
+from regard.ops.tile.triton import TritonTiles, _refused
 from regard.ops.triton_support import has_triton
 from regard.patterns import Pattern, tile_list
 from regard.patterns.plan import plan
@@ -26,6 +28,11 @@ CASES = [  # pattern, query and key heads, span, causal, what else
     ("Dilated(4, 3) & Causal()", 1, 1, Span(0, 100, 0, 100), True, ""),
     ("PerHead([Local(6), Local(40)]) | Columns(first=1)", 2, 1, Span(0, 100, 0, 100), True, "dropout"),
     ("Edges([[0, 1, 60, 3, 9], [2, 3, 5, 60, 9]], nodes=70) | Local(2)", 1, 1, Span(0, 70, 0, 70), False, ""),
+    ("Dilated(6, 4) | Global(first=2) | Local(3)", 2, 1, Span(0, 100, 0, 100), False, "valid alibi dropout"),
+    ("Stride(5) | Dilated(9, 2) | Tail(8, 2)", 1, 1, Span(0, 90, 0, 90), True, ""),
+    ("PerHead([Local(9), Stride(5)])", 4, 2, Span(0, 80, 0, 80), True, "valid dropout"),
+    ("PerHead([Local(9), Stride(5)])", 2, 1, Span(7, 50, 0, 57), False, "alibi dropout"),
+    ("PerHead([Stride(5) | Local(3), Stride(7), Blocks(8), Tail(8, 2)])", 4, 4, Span(0, 70, 0, 70), True, ""),
 ]
 CLASSED = [  # the same with numbers by query and distance class, up to a distance
     ("Everything()", 1, 1, Span(0, 110, 0, 110), False, "valid dropout", 9),
@@ -35,7 +42,27 @@ CLASSED = [  # the same with numbers by query and distance class, up to a distan
     ("PerHead([Local(6), Local(40)]) | Columns(first=1)", 2, 1, Span(0, 70, 0, 70), True, "dropout", 3),
     ("Stride(3) | Local(4)", 2, 1, Span(40, 50, 21, 69), False, "valid dropout", 7),
     ("Dilated(4, 3)", 1, 1, Span(0, 50, 0, 50), False, "", 4),
+    ("PerHead([Dilated(4, 3), Local(5)])", 2, 2, Span(0, 50, 0, 50), False, "dropout", 4),
 ]
+TAKEN = [  # patterns that kernels take, causal or not
+    "Stride(64)",
+    "Dilated(9, 4)",
+    "Dilated(9, 4) | Local(16)",
+    "Dilated(9, 4) | Dilated(9, 8)",
+    "Dilated(9, 4) | Columns(2)",
+    "Stride(64) | Local(64) | Global(first=2)",
+    "Tail(64, 8)",
+    "Blocks(64) | Tail(64, 8)",
+    "Random(3, 64)",
+    "Random(3, 16)",
+    "Neighbourhood(32, 3)",
+    "Truncated(64, 4)",
+    "Local(64) | Columns(4)",
+    "PerHead([Local(64), Stride(64)])",
+    "PerHead([Blocks(64), Tail(64, 8)])",
+    "PerHead([Stride(64), Dilated(9, 2) | Columns(1)])",
+]
+SCATTERED = ["Random(3, 1)", "Tail(64, 1)"]
 
 
 def results(backend, dtype, text, inputs, span, **options):
@@ -152,7 +179,6 @@ def test_a_layer_with_kernels_computes_the_same(positions):
             {"bias": ScoreBias(clip=1 << 28, mass=True)},
             "the 536870913 distance classes of one sequence have more than 2.31 elements",
         ),
-        ({"text": "Stride(3) | Global(first=1)"}, "a stride together with other tokens than one window"),
     ],
 )
 def test_what_kernels_do_not_compute_is_refused_with_a_sentence(change, reason):
@@ -161,6 +187,26 @@ def test_what_kernels_do_not_compute_is_refused_with_a_sentence(change, reason):
     patterns = HeadPatterns.of(Pattern.parse(options["text"]), 1)
     with pytest.raises(ValueError, match=reason):
         tile_attention(x, x, x, patterns, Span(0, 8, 0, 8), scale=1.0, bias=options["bias"], backend="triton")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_take_every_pattern_but_scattered_ones(causal):
+    refused = {}
+    for text in (*TAKEN, *SCATTERED):
+        each = HeadPatterns.of(Pattern.parse(text), 4).each
+        refused[text] = _refused(heads_by_plan(each, Span(0, 1024, 0, 1024), causal))
+    assert {text for text, why in refused.items() if why} == set(SCATTERED)
+    assert all("too scattered" in refused[text] for text in SCATTERED)
+
+
+def test_heads_of_several_kinds_write_one_result():
+    """Slices of one tensor, and no copy of any input: kinds of heads that lie side by side."""
+    x = torch.randn(2, 40, 4, 16, device=DEVICE).transpose(1, 2)
+    plans = heads_by_plan(HeadPatterns.of(Pattern.parse("PerHead([Local(9), Stride(5)])"), 4).each, Span(0, 40, 0, 40), True)
+    run = TritonTiles().prepare(TileCall(x, x, x, None, None, None, 1.0, 0.0), plans)
+    assert [own.piece.heads for own in run.passes] == [slice(0, 2), slice(2, 4)]
+    assert all(own.direct and own.out_strides == x.stride() for own in run.passes)
+    assert all(strides == x.stride() for own in run.passes for _, strides in own.grads)
 
 
 def test_scattered_pairs_are_refused():

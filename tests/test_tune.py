@@ -302,7 +302,7 @@ def test_dry_lists_what_would_be_tried(tmp_path):
     assert "tile, bands, 128" in out and "linear_sums" not in out
     request = TuneRequest(("tile", "step"), (64, 128))
     count = sum(len(planned.candidates) for planned in request.plan())
-    assert f"{count} candidates of 18 kernels, bf16, 30 minutes at most" in out
+    assert f"{count} candidates of 26 kernels, bf16, 30 minutes at most" in out
     assert not (tmp_path / "x").exists()
 
 

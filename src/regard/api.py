@@ -1,5 +1,6 @@
 """Names of the package `regard` itself, which imports this module when one of them is first used."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from regard.cache import clear_caches
@@ -36,6 +37,7 @@ from regard.spec import Spec, core, layer, register
 
 if TYPE_CHECKING:
     from regard.tasks.trained_run import load
+    from regard.tasks.training_call import train
 
 __all__ = [
     "CATALOGUE",
@@ -81,13 +83,15 @@ __all__ = [
     "replace_attention",
     "select",
     "tie_linformer",
+    "train",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `load` when it is first used: layers need no tasks."""
-    if name != "load":
-        raise AttributeError(f"module 'regard.api' has no attribute {name!r}")
-    from regard.tasks.trained_run import load
+_HOMES = {"load": "regard.tasks.trained_run", "train": "regard.tasks.training_call"}
 
-    return load
+
+def __getattr__(name: str) -> Any:
+    """Import names of runs when they are first used: layers need no tasks."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'regard.api' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -30,10 +30,27 @@ _LISTS = (
     (64, 32, 4, 3),
     (64, 32, 8, 1),
     (64, 32, 8, 2),
-)  # of tiles of 64 x 64, half a tile at a time
+    (64, 64, 4, 2),
+)  # of tiles of 64 x 64, half a tile of a list at a time
 _SMALL = ((32, 32, 4, 1), (32, 32, 4, 2), (16, 16, 4, 1))
 
+# Windows without padding, bias or dropout: form 1 leaves them to the kernels of all patterns. With 128 registers for a thread,
+# four programs of 4 warps fit into a multiprocessor.
+_BAND_FORWARD = ((64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (256, 64, 16, 2))
+_BAND_QUERIES = ((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3))
+_BAND_KEYS = ((64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2))
+
+
+def _forms(forms: Sequence[int], sizes: Iterable[FieldChanges], registers: int) -> tuple[FieldChanges, ...]:
+    """Return every form with all sizes, and one that leaves windows to other kernels."""
+    found = tuple({"form": form, **each, "maxnreg": registers} for form, each in product(forms, tuple(sizes)))
+    return ({"form": 1}, *found)
+
+
 TILE_BANDS: Candidates = {
+    "band_forward": _forms((2, 3, 4), tiles("BM", "BN", _BAND_FORWARD), 128),
+    "band_query_gradients": _forms((2, 3), tiles("BM", "BN", _BAND_QUERIES), 128),
+    "band_key_gradients": _forms((2, 4), tiles("BN", "BM", _BAND_KEYS), 168),
     "tile_forward": tiles("BM", "BN", _FORWARD),
     "tile_query_gradients": tiles("BM", "BN", _BACKWARD),
     "tile_key_gradients": tiles("BN", "BM", _BACKWARD),
@@ -134,3 +151,4 @@ ADDITIVE: Candidates = {  # own tokens along the lanes: 32 for every warp
 WINDOW_STEP: Candidates = {"window_step": grid(BM=(32, 64, 128, 256, 512), num_warps=(4, 8, 16))}
 LINEAR_STEP: Candidates = {"linear_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
 DELTA_STEP: Candidates = {"delta_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
+ROW_LINEAR: Candidates = {"row_linear": grid(BR=(1, 2, 4), BO=(4, 8, 16), BK=(128, 256, 512), num_warps=(2, 4, 8))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
 from regard.ops.linear.noncausal_op import noncausal_attention
 from regard.ops.pair.pair_op import PairCall
+from regard.ops.row_linear import RowMap, RowNorm, add_product, row_product
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
 from regard.patterns import Pattern
 from regard.patterns.tiles import Span, ceil_div
@@ -297,6 +299,26 @@ def _delta_steps(shape: TuneShape) -> list[TunePass]:
     return [_delta_step_pass(_of_batch(shape, b)) for b in STEP_BATCHES]
 
 
+def _row_pass(shape: TuneShape, rows: int) -> TunePass:
+    """Return a norm, a product with an activation, and a product that is added: the channel mixer of a block."""
+    width = 8 * shape.width
+    dtype = TYPES_BY_NAME[shape.dtype]
+    draw = partial(torch.randn, dtype=dtype, device=shape.device)
+    norm = RowNorm(draw(width), draw(width), 1e-5, False)
+    up, down = RowMap(draw(4 * width, width), draw(4 * width), "relu"), RowMap(draw(width, 4 * width), draw(width))
+    x = draw(rows, width)
+
+    def forward() -> list[Tensor]:
+        y, base = row_product(x, norm, up, down)
+        return [add_product(base, y, down)]
+
+    return TunePass(forward)
+
+
+def _rows(shape: TuneShape) -> list[TunePass]:
+    return [_row_pass(shape, rows) for rows in (1, 4)]
+
+
 TUNE_CASES = (
     TuneCase("tile", "bands", tried.TILE_BANDS, _tile_bands),
     TuneCase("tile", "lists of tiles", tried.TILE_LISTS, _tile_lists),
@@ -314,4 +336,5 @@ TUNE_CASES = (
     TuneCase("step", "window", tried.WINDOW_STEP, _window_steps),
     TuneCase("step", "linear attention", tried.LINEAR_STEP, _linear_steps),
     TuneCase("step", "delta rule", tried.DELTA_STEP, _delta_steps),
+    TuneCase("step", "linear maps of rows", tried.ROW_LINEAR, _rows),
 )

@@ -14,6 +14,7 @@ from regard.mixers.attention import has_hooks
 from regard.mixers.base import Mixer
 from regard.mixers.places import PaddingMask, Places, mask_padding, pool_at
 from regard.mixers.state import State, check_states
+from regard.ops.add_norm import add_norm
 
 NormClass = Callable[[int], nn.Module]
 
@@ -30,6 +31,11 @@ def check_context(reads: bool, context: Tensor | None, context_valid: PaddingMas
     missing = context is None and context_valid is not None
     if reads != (context is not None) or missing:
         raise ValueError("build it with cross=... and pass a context, or neither")
+
+
+def _maps_first(module: nn.Module) -> bool:
+    """Return whether linear maps are all that reads the tokens of a module, and nothing is hooked to it."""
+    return getattr(module, "maps_first", False) and not has_hooks(module)
 
 
 class BlockStep(NamedTuple):
@@ -98,14 +104,36 @@ class Block(nn.Module):
             context, seen = self._checked_context(context, context_valid)
             check_same_batch(x, context)
             read = {"context": context, "context_places": seen}
-        y = mix_at(self.mixer, self._before(self.mixer_norm, tokens), places)
+        padding = None if isinstance(valid, Places) else places.pooled(self.rate).valid
+        if self.pre:
+            tokens, y = self.through(tokens, None, places, **read)
+            return mask_padding(tokens + y, padding)
+        y = mix_at(self.mixer, tokens, places)
         tokens, places = pool_at(tokens, places, self.rate)
         tokens = self._after(self.mixer_norm, tokens, y)
         if self.cross is not None:
-            y = mix_at(self.cross, self._before(self.cross_norm, tokens), places, **read)
+            y = mix_at(self.cross, tokens, places, **read)
             tokens = self._after(self.cross_norm, tokens, y)
-        padding = None if isinstance(valid, Places) else places.valid
         return self._channel(tokens, padding)
+
+    def through(self, x: Tensor, added: Tensor | None, places: Places, **read: Any) -> tuple[Tensor, Tensor]:
+        """Run a block with norms in front on x + added (b n w): returns tokens, and what is to be added to them.
+
+        So a sum is computed together with the norm behind it, which may be that of the next block. Tokens were checked.
+        """
+        x, y = add_norm(x, added, self.mixer_norm, _maps_first(self.mixer))
+        y = self._dropped(mix_at(self.mixer, y, places))
+        x, places = pool_at(x, places, self.rate)
+        if self.cross is not None:
+            assert self.cross_norm is not None
+            x, y = add_norm(x, y, self.cross_norm, _maps_first(self.cross))
+            y = self._dropped(mix_at(self.cross, y, places, **read))
+        return self._channel_through(x, y)
+
+    def _channel_through(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the last part on x + added: returns tokens, and what is to be added to them."""
+        x, y = add_norm(x, added, self.channel_norm, _maps_first(self.channel))
+        return x, self._dropped(self.channel(y))
 
     def steps(self) -> Iterator[BlockStep]:
         """Give the parts of a block that reads no context, in their order."""
@@ -195,9 +223,15 @@ class Block(nn.Module):
         return x
 
     def _after(self, norm: nn.Module | None, x: Tensor, y: Tensor) -> Tensor:
-        if self.training:
-            y = self.drop(y)
-        x = x + y
+        x = x + self._dropped(y)
         if self.pre or norm is None:
             return x
         return norm(x)
+
+    def _dropped(self, y: Tensor) -> Tensor:
+        if not self.training:
+            return y
+        drop = self.drop
+        if type(drop) is nn.Dropout and drop.p == 0 and not has_hooks(drop):  # the call alone would take microseconds
+            return y
+        return drop(y)

@@ -30,11 +30,10 @@ class ConvModule(Conv):
         self.norm = nn.LayerNorm(dims.width)
 
     def prepare(self, x: Tensor) -> Tensor:
-        return F.glu(self.into(x), -1)
+        return F.glu(super().prepare(x), -1)
 
-    def slide(self, line: Tensor) -> Tensor:
-        mixed = F.conv1d(line.mT, self.filter, groups=self.groups).mT
-        return self.out(F.silu(self.norm(mixed)))
+    def project(self, mixed: Tensor) -> Tensor:
+        return super().project(F.silu(self.norm(mixed)))
 
 
 def conformer(

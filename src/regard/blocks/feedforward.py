@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.checks import need
+from regard.mixers.attention import has_hooks
+from regard.ops.feed_forward import fused_feed_forward, takes_feed_forward
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -48,6 +50,8 @@ class FeedForward(nn.Module):
     (1, 10, 16)
     """
 
+    maps_first = True
+
     def __init__(
         self,
         width: int,
@@ -68,6 +72,8 @@ class FeedForward(nn.Module):
         self.drop = nn.Dropout(check_fraction("dropout", dropout))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._fuses(x):
+            return fused_feed_forward(x, self.up, self.down, self.activation)
         x = self.up(x)
         if self.gated:
             gate, value = x.chunk(2, -1)
@@ -75,6 +81,14 @@ class FeedForward(nn.Module):
         else:
             x = self.act(x)
         return self.down(self.drop(x))
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Return whether the layer is two unmodified linear maps and an activation, without dropout in this pass."""
+        maps = self.up, self.down
+        if self.gated or (self.training and self.drop.p > 0) or has_hooks(self.drop):
+            return False
+        plain = all(type(one) is nn.Linear and not has_hooks(one) for one in maps)
+        return plain and takes_feed_forward(x, self.up, self.down, self.activation)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, gated={self.gated}"

@@ -14,11 +14,13 @@ from regard.blocks.block import Block, NormClass, check_context
 from regard.blocks.feedforward import FeedForward
 from regard.blocks.positioned_block import PlacedBlock
 from regard.checks import check_batch, check_same_batch, need
+from regard.mixers.attention import has_hooks
 from regard.mixers.base import Mixer
 from regard.mixers.dims import Can, Dims
 from regard.mixers.places import PaddingMask, Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import State, check_states
+from regard.ops.add_norm import add_norm
 from regard.positions import entering
 from regard.spec import Named, Spec
 
@@ -146,10 +148,16 @@ class Stack(nn.Module):
         for read, _ in contexts[:1]:
             if read is not None:
                 check_same_batch(x, read)
+        added = None  # to x, together with the next norm
         for block, (read, seen) in zip(self, contexts, strict=True):
-            x = block(x, places, context=read, context_valid=seen, **more)
+            if not more and _runs_through(block):
+                given = {} if read is None else {"context": read, "context_places": seen}
+                x, added = block.through(x, added, places, **given)
+            else:
+                x = x if added is None else x + added
+                x, added = block(x, places, context=read, context_valid=seen, **more), None
             places = places.pooled(block.rate)
-        return self._finish(x, places.valid)
+        return self._finish(x, places.valid, added)
 
     def layers(self, x: Tensor, valid: PaddingMask = None) -> list[Tensor]:
         """Return the outputs (b n w) of every block of a stack that reads no context, and behind them those of the stack."""
@@ -238,7 +246,7 @@ class Stack(nn.Module):
             reader.check_padding(valid.valid, read)
             return read, valid
         reader.check_padding(valid, read)
-        same = [places for _, places in others if places.at.shape == read.shape[:2]]
+        same = [places for _, places in others if places.shape == read.shape[:2]]
         places = same[0] if same else Places.of(read, valid)
         return mask_padding(read, valid), places
 
@@ -248,8 +256,16 @@ class Stack(nn.Module):
         rows = first.rows(x, places) if isinstance(first, PlacedBlock) else None
         return {} if rows is None else {"rows": rows}
 
-    def _finish(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Normalise outputs, and set those at padding to zero: blocks leave anything finite there."""
+    def _finish(self, x: Tensor, valid: Tensor | None, added: Tensor | None = None) -> Tensor:
+        """Normalise outputs x + added, and set those at padding to zero: blocks leave anything finite there."""
         if self.final_norm is not None:
-            x = self.final_norm(x)
+            x = add_norm(x, added, self.final_norm)[1]
+        elif added is not None:
+            x = x + added
         return mask_padding(x, valid)
+
+
+def _runs_through(block: Block) -> bool:
+    """Return whether a block may leave its last sum to what follows: it is of no other kind, and nothing is hooked to it."""
+    own = type(block).forward is Block.forward and not has_hooks(block)
+    return own and block.pre

@@ -44,6 +44,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "predict": (
         "regard predict runs/saw-softmax-1 'they saw the duck'",
         "regard predict runs/captions sentences.txt --set beam=5 > answers.txt",
+        "regard predict runs/captions sentences.txt --json > answers.jsonl",
     ),
     "distil": (
         "regard distil runs/captions --out distilled.txt --set beam=5",

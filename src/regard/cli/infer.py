@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -108,6 +109,7 @@ def predict(
     live: Annotated[
         bool, typer.Option("--live", help="Feed a wav file in tenths of a second; words as they are decided.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object on each line: text and answer, as they are.")] = False,
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
@@ -120,14 +122,25 @@ def predict(
         if not is_recording(source) and source.lower().endswith(tuple(found.task.file_ending.split())):
             lines = iter([Line(source, "this file")])  # the file itself, not lines of it
         if live:
+            if as_json:
+                raise ValueError("--live prints words as they are decided, not JSON: leave --live or --json out")
             with used(count):
                 return _live(found, source)
+        written = _json_line if as_json else _plain_line
         for part in _parts(lines, LINES_PER_BATCH if many else 1):
             with used(count):
                 answers = found.predict([line.text for line in part], [line.where for line in part])
-            for answer in answers:
-                sys.stdout.buffer.write(answer.replace("\r", "\\r").replace("\n", "\\n").encode(errors="replace") + b"\n")
+            for line, answer in zip(part, answers, strict=True):
+                sys.stdout.buffer.write(written(line.text, answer).encode(errors="replace") + b"\n")
             sys.stdout.flush()
+
+
+def _plain_line(_: str, answer: str) -> str:
+    return answer.replace("\r", "\\r").replace("\n", "\\n")
+
+
+def _json_line(text: str, answer: str) -> str:
+    return json.dumps({"text": text, "answer": answer}, ensure_ascii=False)
 
 
 def _live(found: TrainedRun, source: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from regard import tasks
 from regard.config import Config, key_value
-from regard.tasks.run_settings import restored
+from regard.tasks.run_settings import refuse_unused, started_config
 
 if TYPE_CHECKING:
     from regard.tasks.task import Task
@@ -26,12 +26,7 @@ def config_of(
 
     `own` has settings that name a user's file and its columns, each by the option of its name.
     """
-    from regard.training.checkpoints import load_config
-
-    begun = load_config(out) if out is not None else None
-    config = tasks.config(name, preset)
-    if begun is not None:
-        config = restored(begun, f"{out}/config.json", name).replace({} if preset is None else tasks.TASKS[name].presets[preset])
+    config = started_config(name, out, preset)
     keys = named(changes)
     if mixers:
         if "mixer" in keys:
@@ -62,7 +57,4 @@ def by_name(changes: Sequence[str]) -> dict[str, str]:
 
 def check_used(task: Task, changes: Sequence[str]) -> None:
     """Refuse a setting that has no effect in this task."""
-    unused = task.unused()
-    for key in named(changes):
-        if key in unused:
-            raise ValueError(f"{key} does nothing here: it is for {unused[key]}. Leave it out")
+    refuse_unused(task.unused(), named(changes))

@@ -8,6 +8,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ import typer
 
 from regard.cli import settings
 from regard.cli.completion import complete_spec, complete_task
-from regard.cli.console import aside, labelled, number, screen, sentences, stop
+from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
 from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
 from regard.tasks.run_settings import choose_device
@@ -29,7 +30,7 @@ RUNS = Path("runs")
 NAME_LETTERS = 80  # characters of the mechanism in the name of a folder
 
 
-def train(
+def train_(
     task: Annotated[str, typer.Argument(metavar="TASK", help="Its name: see `regard tasks`.", autocompletion=complete_task)],
     mixer: Annotated[
         list[str] | None,
@@ -68,6 +69,7 @@ def train(
     test: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Your file of the test; twice for translate. Else split off.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The folder and the result, machine-readable.")] = False,
 ) -> None:
     """Learn a task with any mechanism. With the same --out an interrupted run goes on, and a finished one with more steps."""
     from regard import tasks as known
@@ -93,14 +95,14 @@ def train(
             aside(line)
     try:
         with sentences(), used(count):
-            result = fit(made, place, accelerator=kind)
+            result = fit(made, place, accelerator=kind, quiet=as_json)
     except (KeyboardInterrupt, SystemExit) as ended:  # SIGTERM is the second
         stop(_interrupted(task, place, data), 130 if isinstance(ended, KeyboardInterrupt) else 143)
     finally:
         if new:
             _tidy(place)
     with sentences():
-        _print_result(made, place, result, data)
+        (_write_result if as_json else _print_result)(made, place, result, data)
 
 
 def _own_settings(data: Path | None, **options: Path | Sequence[Path] | str | None) -> dict[str, str | list[str]]:
@@ -186,13 +188,26 @@ def _interrupted(task: str, folder: Path, data: Path | None) -> str:
     return f"stopped; {saved} with: {again}"
 
 
+def _validation_scores(lines: list[dict[str, Any]], result: Result) -> dict[str, Any]:
+    """Return the scores on validation of the weights that were chosen, from the lines of metrics.jsonl."""
+    best = next((line for line in lines if line["step"] == result.best_step), {})
+    return {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
+
+
+def _write_result(made: Task, folder: Path, result: Result, _: Path | None) -> None:
+    """Write the folder, the scores on validation and result.json as one JSON object."""
+    from regard.training.metrics_log import read_metrics
+
+    scores = _validation_scores(read_metrics(folder / "metrics.jsonl"), result)
+    write_json({"run": str(folder), "task": made.config.task, "split": "val", "scores": scores, "result": asdict(result)})
+
+
 def _print_result(made: Task, folder: Path, result: Result, data: Path | None) -> None:
     """Print the scores, the folder, and the commands to go on with."""
     from regard.training.metrics_log import read_metrics
 
     lines = read_metrics(folder / "metrics.jsonl")
-    best = next((line for line in lines if line["step"] == result.best_step), {})
-    scores = {**best.get("val", {}), **({} if result.score is None else {result.name: result.score})}
+    scores = _validation_scores(lines, result)
     where = ["--data", str(data)] if data else []
     shown = (f"{name} {number(value)}" for name, value in scores.items() if isinstance(value, int | float))
     rows = [("validation", "  ".join(shown) or "no score")]

@@ -36,6 +36,9 @@ class MixerBlock(Block):
     def _channel(self, x: Tensor, valid: Tensor | None) -> Tensor:
         return mask_padding(x, valid)
 
+    def _channel_through(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        return x, added
+
 
 class ComparedModel(nn.Module):
     """Map tokens to scores of labels, by the form of the task: (b n) or (b 2 n) -> (b c), (b n c) or those at some positions."""

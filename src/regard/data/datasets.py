@@ -15,6 +15,7 @@ from regard.text import unknown
 
 SplitPart = TypeVar("SplitPart")
 
+UPOS_COLUMN = 4  # of the ten of CoNLL-U, counted from 1
 UPOS = tuple(
     [
         "ADJ",
@@ -81,11 +82,13 @@ def read_ewt(folder: Path) -> Splits[list[Tagged]]:
     return Splits(*(conllu(file(folder, f"en_ewt-ud-{part}.conllu")) for part in ("train", "dev", "test")))
 
 
-def conllu(path: Path, tag_set: Sequence[str] = UPOS) -> list[Tagged]:
-    """Read words and UPOS tags from a CoNLL-U file; the finer tags are XPOS and FEATS.
+def conllu(path: Path, tag_set: Sequence[str] = UPOS, column: int = UPOS_COLUMN) -> list[Tagged]:
+    """Read words and UPOS tags from a CoNLL-U file, or the tags of another `column`, counted from 1.
 
-    Multiword ranges (1-2) and empty nodes (1.1) are skipped. With an empty `tag_set` every tag but none (_) is accepted.
+    The finer tags are the others of UPOS, XPOS and FEATS. Multiword ranges (1-2) and empty nodes (1.1) are skipped. With an empty
+    `tag_set` every tag but none (_) is accepted.
     """
+    finer = [place for place in (3, 4, 5) if place != column - 1]
     found: list[Tagged] = []
     words: list[str] = []
     tags: list[str] = []
@@ -102,7 +105,7 @@ def conllu(path: Path, tag_set: Sequence[str] = UPOS) -> list[Tagged]:
         columns = line.split("\t")
         if len(columns) != 10:
             raise DataError(f"{where}: {len(columns)} columns instead of the 10 of CoNLL-U, with a tab between them")
-        index, word, tag = columns[0], columns[1], columns[3]
+        index, word, tag = columns[0], columns[1], columns[column - 1]
         if "-" in index or "." in index:
             continue
         if index != str(len(words) + 1):
@@ -110,12 +113,13 @@ def conllu(path: Path, tag_set: Sequence[str] = UPOS) -> list[Tagged]:
         if tag_set and tag not in tag_set:
             raise DataError(unknown(f"{where}: no universal part of speech is called", tag, tag_set))
         if tag in ("", "_"):
-            raise DataError(f"{where}: the word {word!r} has no tag, which is the fourth column (UPOS)")
+            which = "the fourth column (UPOS)" if column == UPOS_COLUMN else f"column {column}"
+            raise DataError(f"{where}: the word {word!r} has no tag, which is {which}")
         if not word:
             raise DataError(f"{where}: the word is empty")
         words.append(word)
         tags.append(tag)
-        fine.append(f"{columns[4]} {columns[5]}")
+        fine.append(" ".join(columns[place] for place in finer))
     if words:
         found.append(Tagged(words, tags, fine))
     return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from regard.data.datasets import LabelledText, Splits, Tagged, conllu
+from regard.data.datasets import UPOS_COLUMN, LabelledText, Splits, Tagged, conllu
 from regard.data.text_files import DataError, Pair, check_unicode, placed_records, read_lines, read_text
 
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
@@ -30,12 +30,15 @@ def file_digest(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma") -> list[LabelledText]:
+def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "auto") -> list[LabelledText]:
     """Read the columns `text` and `label` of a CSV file with a header. Rows without any field are skipped.
 
-    A field in quotes may hold line breaks; line numbers of errors are those of the beginning of a row.
+    A field in quotes may hold line breaks; line numbers of errors are those of the beginning of a row. `delimiter` is a key of
+    DELIMITERS, or "auto" for the one by which the header has both columns.
     """
-    rows = iter(_csv_rows(path, DELIMITERS[delimiter]))
+    whole = read_text(path)
+    sign = DELIMITERS[delimiter] if delimiter in DELIMITERS else _header_delimiter(whole, (text, label))
+    rows = iter(_csv_rows(path, whole, sign))
     _, header = next(rows, ("", []))
     names = [name.strip() for name in header]
     if not names:
@@ -49,9 +52,20 @@ def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "comma
     return found
 
 
-def _csv_rows(path: Path, delimiter: str) -> list[tuple[str, list[str]]]:
+def _header_delimiter(whole: str, columns: Sequence[str]) -> str:
+    """Return the delimiter that finds most of these columns in the first line of a text, then most columns at all, or a comma."""
+
+    def names(sign: str) -> list[str]:
+        try:
+            return [name.strip() for name in next(csv.reader(io.StringIO(whole, newline=""), delimiter=sign, strict=True), [])]
+        except csv.Error:
+            return []
+
+    return max(DELIMITERS.values(), key=lambda sign: (len({*columns} & {*names(sign)}), len(names(sign))))
+
+
+def _csv_rows(path: Path, whole: str, delimiter: str) -> list[tuple[str, list[str]]]:
     """List the rows of a CSV file that have a field, each with its place for error messages."""
-    whole = read_text(path)
     found = []
     limit = csv.field_size_limit(max(len(whole), 1))  # a setting of the module: restored below, before a caller can fail
     try:
@@ -147,34 +161,52 @@ def split_pairs(pairs: Sequence[Pair], where: str, held: Sequence[str] = HELD) -
     return Splits(**parts)
 
 
-def read_tagged(path: Path) -> list[Tagged]:
+def read_tagged(path: Path, column: int = 0) -> list[Tagged]:
     """Read sentences of a CoNLL-U file (FORM and UPOS, with any tags), or of a file with a word and its tag on every line.
 
-    The first line that is neither empty nor a comment (#) decides: CoNLL-U has ten columns with tabs between them. In a file
-    of two columns a tab or spaces are between them, an empty line ends a sentence, and no line is a comment.
+    The first line that is neither empty nor a comment (#) decides: CoNLL-U has ten columns with tabs between them. In other
+    files a tab or spaces are between columns, an empty line ends a sentence, and no line is a comment. `column` is that of the
+    tag, counted from 1; with 0 it is UPOS, or the second of two.
     """
     first = next(((i, x) for i, x in enumerate(read_lines(path), 1) if x.strip() and not x.startswith("#")), None)
-    if first is not None and first[1].count("\t") == 9:
-        return conllu(path, tag_set=())
-    if first is not None and len(_two_columns(first[1])) != 2:
+    if first is None:
+        return []
+    if first[1].count("\t") == 9:
+        return conllu(path, (), _tag_column(f"{path}, line {first[0]}", column or UPOS_COLUMN, 10))
+    count = len(_columns(first[1]))
+    if count != 2 and (count < 2 or not column):
+        advice = f". It has {count} columns: name that of the tag, --set column={count}" if count > 2 else ""
         raise DataError(
-            f"{path}, line {first[0]}: neither the 10 columns of CoNLL-U, with a tab between them, nor a word and its tag"
+            f"{path}, line {first[0]}: neither the 10 columns of CoNLL-U, with a tab between them, nor a word and its tag{advice}"
         )
+    return _read_columns(path, count, _tag_column(f"{path}, line {first[0]}", column or 2, count))
+
+
+def _tag_column(where: str, column: int, count: int) -> int:
+    """Return the column of the tag, if it is one of so many; the first has the word."""
+    if not 2 <= column <= count:
+        raise DataError(f"{where}: {count} columns, so that the tag is not in column={column}: it is one from 2 to {count}")
+    return column
+
+
+def _read_columns(path: Path, count: int, column: int) -> list[Tagged]:
+    """Read sentences of a file with `count` columns: the word, and its tag in `column`."""
+    line_is = "a line is a word and its tag" if count == 2 else f"a line has {count} columns, as the first one has"
     found, words, tags = list[Tagged](), list[str](), list[str]()
     for number, line in enumerate(read_lines(path), 1):
         if line.strip():
-            columns = _two_columns(line)
-            if len(columns) != 2 or not all(columns):
-                raise DataError(f"{path}, line {number}: a line is a word and its tag, with a tab or spaces between them")
+            columns = _columns(line)
+            if len(columns) != count or not all(columns):
+                raise DataError(f"{path}, line {number}: {line_is}, with a tab or spaces between them")
             words.append(columns[0])
-            tags.append(columns[1])
+            tags.append(columns[column - 1])
         elif words:
             found.append(Tagged(words, tags))
             words, tags = [], []
     return [*found, Tagged(words, tags)] if words else found
 
 
-def _two_columns(line: str) -> list[str]:
+def _columns(line: str) -> list[str]:
     """Split a line at its tabs, and at its spaces where it has no tab: a word may then have spaces in it."""
     return [column.strip() for column in line.split("\t")] if "\t" in line.strip() else line.split()
 

@@ -83,7 +83,7 @@ def _alike(heads: QueryKeyValue) -> QueryKeyValue:
 def _check_mask(module: nn.Module, mechanism: Core, heads: QueryKeyValue, mask: Any, options: dict[str, Any]) -> None:
     """Refuse what a mechanism cannot compute: other masks, a bias of scores, keys that a cache has dropped."""
     kind = type(module).__name__
-    for name in ("position_bias", "softcap"):
+    for name in ("position_bias", "softcap", "s_aux"):
         if options.get(name) is not None:
             raise ValueError(f"{kind} changes its scores by {name}, which {mechanism.name} has no place for")
     if mask is None:

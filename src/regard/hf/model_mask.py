@@ -54,7 +54,7 @@ class ModelMask:
 
     def places(self, k: Tensor) -> Places:
         """Return the places of keys k (b g m d), made once for all layers."""
-        if self._places is None or self._places.at.device != k.device:
+        if self._places is None or self._places.device != k.device:
             first = self.sizes.kv_offset
             if self.valid is None:
                 self._places = Places.of(k[:, 0], start=first)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 from regard.hf.model_mask import MaskRule, ModelMask
 from regard.hf.spec_core import has_pattern, spec_core
 from regard.mixers.attention import no_autocast
 from regard.mixers.base import Can, Core, Places, need_claims
+from regard.mixers.feature_math import per_query_head
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.softmax import Softmax
 from regard.mixers.sparse import Sparse
@@ -20,17 +21,25 @@ from regard.ops.backend import SlowBackend
 from regard.patterns import Everything
 
 MEMORY = "regard_memory"  # attribute of keys that come from a cache of `regard.hf.memory`
-_REFUSED = {
-    "softcap": "caps its scores",
-    "s_aux": "has learned sinks among its scores",
-    "cache": "has a paged cache",
-}
+_REFUSED = {"cache": "has a paged cache"}
 
 
 class LayerTable(Protocol):
     """Give the text of the mechanism of an attention module."""
 
     def of(self, module: nn.Module) -> str: ...
+
+
+class ScoreTerms(NamedTuple):
+    """What a model does to its scores, beside scaling them: with any of it they are computed for all pairs."""
+
+    bias: Tensor | None = None  # added, broadcasts to (b h n m)
+    cap: float | None = None  # x becomes cap tanh(x / cap)
+    sinks: Tensor | None = None  # (h): scores of a further key of each head, whose value is 0
+
+    @property
+    def used(self) -> bool:
+        return any(term is not None for term in self)
 
 
 class QueryKeyValue(NamedTuple):
@@ -53,14 +62,17 @@ def spec_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend by the Spec of a module: query (b h n d), key (b g m d), value (b g m e) -> (b n h e), and no weights.
 
-    Cross attention is always softmax. What a model adds to its scores (`position_bias`), a mask of n x m numbers and mask
-    functions of the user's own are computed in full, for softmax and patterns alone.
+    Cross attention is always softmax. What a model does to its scores (`position_bias`, `softcap`, learned sinks `s_aux`), a mask
+    of n x m numbers and mask functions of the user's own are computed in full, for softmax and patterns alone.
     """
     _check_options(module, options)
+    terms = ScoreTerms(position_bias, softcap, s_aux)
     heads, mask = _same_type(query, key, value), attention_mask
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     rule = mask.rule(sliding_window, causal) if isinstance(mask, ModelMask) else None
@@ -78,10 +90,10 @@ def spec_attention(
     if scaling is not None and Can.ROTARY in core.can and scaling != query.shape[3] ** -0.5:
         heads = heads._replace(q=heads.q * (scaling * query.shape[3] ** 0.5))
     with no_autocast(query):
-        if rule is None or position_bias is not None:
+        if rule is None or terms.used:
             if memory is not None:
-                raise ValueError(f"{type(module).__name__} has a mask or a bias of its own, so its layers keep all keys")
-            out = _attend_dense(spec, core, heads, mask, position_bias, causal)
+                raise ValueError(f"{type(module).__name__} has a mask or scores of its own, so its layers keep all keys")
+            out = _attend_dense(spec, core, heads, mask, terms, causal)
         elif cross:
             out = core.read_all(*heads, *_cross_places(heads, mask))
         else:
@@ -162,12 +174,12 @@ def _unpadded(x: Tensor, places: Places) -> Tensor:
 
 
 def _attend_dense(
-    spec: str, core: Core, heads: QueryKeyValue, mask: ModelMask | Tensor | None, bias: Tensor | None, causal: bool
+    spec: str, core: Core, heads: QueryKeyValue, mask: ModelMask | Tensor | None, terms: ScoreTerms, causal: bool
 ) -> Tensor:
-    """Attend by scores of all pairs, to which a model adds numbers or of which it shows those of a mask of its own."""
+    """Attend by scores of all pairs, which a model changes or of which it shows those of a mask of its own."""
     if not has_pattern(core) or core.reach.bends:
         raise ValueError(
-            f"the model adds to its scores, or has a mask that is not known, which {spec} has no place for: use softmax or a "
+            f"the model changes its scores, or has a mask that is not known, which {spec} has no place for: use softmax or a "
             "pattern that does not depend on the length; under torch.compile pass an attention_mask"
         )
     q, k, v = heads
@@ -176,14 +188,31 @@ def _attend_dense(
         seen = seen & _pattern_pairs(core, heads, mask)
     empty = ~seen.any(-1, keepdim=True)
     scores = torch.zeros((), dtype=q.dtype, device=q.device)
-    for term in (bias, added):
+    for term in (terms.bias, added):
         if term is not None:
             scores = scores + term.to(q.dtype)
     scores = torch.where(seen | empty, scores, -torch.inf)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=scores, dropout_p=core.drop, scale=core.scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if terms.cap is not None or terms.sinks is not None:
+        out = _attend_changed(core, heads, scores, terms)
+    else:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=scores, dropout_p=core.drop, scale=core.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out.masked_fill(empty, 0)
+
+
+def _attend_changed(core: Softmax | Sparse, heads: QueryKeyValue, added: Tensor, terms: ScoreTerms) -> Tensor:
+    """Attend by scores that are capped, then added to, and share their softmax with sinks; no fused kernel of torch does."""
+    q, k, v = heads
+    k, v = (per_query_head(x, q) for x in (k, v))
+    scores = q @ k.mT * core.scale
+    if terms.cap is not None:
+        scores = terms.cap * torch.tanh(scores / terms.cap)
+    scores = scores + added
+    if terms.sinks is not None:
+        scores = torch.cat([scores, terms.sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : k.shape[2]].to(q.dtype)
+    return dropout(weights, core.drop) @ v
 
 
 def _shown_pairs(heads: QueryKeyValue, mask: ModelMask | Tensor | None, causal: bool) -> tuple[Tensor, Tensor | None]:

@@ -74,7 +74,7 @@ def attend(
     k = _unpadded(k, valid)
     v = _unpadded(v, valid)
     q = _unpadded(q, real)
-    places = Places.of(k[:, 0], valid)
+    places = Places.of_heads(k, valid)
     with no_autocast(q):
         core.watch(q, k, valid)
         if own.given:
@@ -140,7 +140,7 @@ def _checked_offset(offset: int | None, n: int, m: int, core: Core, causal: bool
 def _among_keys(q: Tensor, query_valid: Tensor | None, first: int, valid: Tensor | None) -> Places:
     """Return the places of queries (b h n d) that begin at index `first` of the keys, counting real tokens only."""
     if not first or valid is None:
-        return Places.of(q[:, 0], query_valid, start=first)
+        return Places.of_heads(q, query_valid, first)
     behind = max(first - valid.shape[1], 0)
     before = valid[:, :first].sum(1) + behind
     return Places.of(q[:, 0], query_valid, before, start=None)

@@ -22,7 +22,27 @@ from regard.ops.joined_linear import joined_linear, takes_joined
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Cores choose their own precision (sums in float32 or better); autocast would undo that."""
-    return torch.autocast(_autocast_kind(x), enabled=False) if in_autocast(x) else nullcontext()
+    kind = _autocast_kind(x)
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    if torch.compiler.is_compiling():  # which traces no other way
+        return torch.autocast(kind, enabled=False)
+    return _AutocastOff(kind)
+
+
+class _AutocastOff:
+    """Switch autocast off inside, where it is on: torch.autocast without its checks, which take more time than a launch."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self.kind, True)
 
 
 def in_autocast(x: Tensor) -> bool:
@@ -32,7 +52,10 @@ def in_autocast(x: Tensor) -> bool:
 
 def _autocast_kind(x: Tensor) -> str:
     """Return the name of the device of x for autocast, which does not know "meta"."""
-    return x.device.type if x.device.type != "meta" else "cpu"
+    if x.is_cuda:
+        return "cuda"
+    kind = x.device.type
+    return kind if kind != "meta" else "cpu"
 
 
 class UnmadeProjection(nn.Module):
@@ -102,8 +125,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module must be called as a whole: it has hooks, or its call is compiled."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or module._compiled_call_impl is not None
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks) or module._compiled_call_impl is not None
 
 
 class Attention(Mixer):
@@ -158,8 +181,9 @@ class Attention(Mixer):
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias if out_bias is None else out_bias)
         self._watched = type(core).watch is not Core.watch
         self._pools = type(core).pool is not Core.pool
-        alike = dims.d == dims.e and many == 1 and not core.gates
-        self._head_size = dims.d if alike else None  # of queries, keys and values
+        self.maps_first = not self._pools
+        alike = dims.d == dims.e and not core.gates
+        self._head_size = dims.d * many if alike else None  # of queries, keys and values
 
     @property
     def name(self) -> str:
@@ -279,11 +303,15 @@ class Attention(Mixer):
         if not self.dims.causal:
             return self._ask(state.memory, x, places), self.later(state, state.memory, places)
         self.check_length(places)
-        q, k, v = self.heads(x, places)
-        with no_autocast(x):
-            y, memory = self.core.scan(state.memory, q, k, v, places)
+        y, state = self.extend_heads(state, self.heads(x, places), places)
+        return self._project(y, x), state
+
+    def extend_heads(self, state: State, heads: tuple[Tensor, Tensor, Tensor], places: Places) -> tuple[Tensor, State]:
+        """Return answers (b h n e) to more queries, keys and values, and the state after them."""
+        with no_autocast(heads[0]):
+            y, memory = self.core.scan(state.memory, *heads, places)
         state = self.later(state, memory, places)
-        return self._project(y, x), state._replace(memory=self.core.forget(memory, state.t))
+        return y, state._replace(memory=self.core.forget(memory, state.t))
 
     def weights(
         self, x: Tensor, context: Tensor | None = None, *, valid: Tensor | None = None, query_valid: Tensor | None = None
@@ -348,7 +376,11 @@ class Attention(Mixer):
     def heads(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (b n w) to q (b h n d), k (b g n d), v (b g n e)."""
         maps = (self.q, self.v) if self.shared_qk else (self.q, self.k, self.v)
-        q, *k, v = fused_linear(x, *maps, head=self._head_size)
+        return self.split_heads(fused_linear(x, *maps, head=self._head_size), places)
+
+    def split_heads(self, parts: Sequence[Tensor], places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Return projections (b n ...), for queries, for keys unless they are the queries, and for values, by heads."""
+        q, *k, v = parts
         v = _by_head(v, self.dims.g)
         q = self._turned(q, self.dims.heads, places)
         return q, self._turned(k[0], self.dims.g, places) if k else q, v

@@ -9,13 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.checks import WIDEST, need
+from regard.mixers.attention import has_hooks, no_autocast
 from regard.mixers.base import Can, Dims, Places
 from regard.mixers.unpad import UnpaddedMixer
+from regard.ops.add_norm import add_norm
 from regard.ops.budget import budget
 from regard.ops.dense import sdpa
 from regard.ops.fourier import fourier_mix, fourier_mix_by_row
+from regard.ops.joined_linear import linear_tokens, token_linear
+from regard.ops.position_product import position_product
 from regard.ops.ragged import opaque_fourier
-from regard.transforms import needs_lengths
+from regard.transforms import needs_lengths, needs_plain_ops
+
+TURNED_TOKENS = 256  # of a sequence; with fewer, the launches are all that counts
 
 
 class FNet(UnpaddedMixer):
@@ -83,6 +89,7 @@ class GMLP(UnpaddedMixer):
     Liu et al. 2021, arXiv:2105.08050.
     """
 
+    maps_first = True
     can = Can.CAUSAL | Can.PADDING | Can.STREAM
 
     def __init__(self, dims: Dims, *, expand: int = 4, tiny: int = 0) -> None:
@@ -107,6 +114,8 @@ class GMLP(UnpaddedMixer):
         return Gates(self.weight.new_zeros(batch, 0, channels))
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
+        if self._turns(x):
+            return self._turned(x, places)[0]
         n = x.shape[1]
         u, q, tokens = self._parts(x, places.valid)
         gate, k, v = self._split(tokens)
@@ -117,6 +126,9 @@ class GMLP(UnpaddedMixer):
         return self.down(u * mixture)
 
     def scan(self, memory: Gates, x: Tensor, places: Places) -> tuple[Tensor, Gates]:
+        if places.start == 0 and self._turns(x):
+            y, gate = self._turned(x, places)
+            return y, Gates(gate)
         u, q, new = self._parts(x, places.valid)
         memory = self._remember(memory, new, places)
         gate, k, v = self._split(memory.tokens)
@@ -124,6 +136,28 @@ class GMLP(UnpaddedMixer):
         if self.answer is not None:
             mixture = mixture + self.answer(self._attend(q[:, None], k, v, places)[:, 0])
         return self.down(u * mixture), memory
+
+    def _turns(self, x: Tensor) -> bool:
+        """Return whether tokens x (b n w) are turned to (n b w), so that the mixture of positions is one product."""
+        if not x.is_cuda or x.shape[1] < TURNED_TOKENS or torch.compiler.is_compiling() or needs_plain_ops():
+            return False
+        return self.answer is None and type(self.up) is nn.Linear and not has_hooks(self.up)
+
+    def _turned(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Return outputs (b n w) of tokens from position 0 on, and the gate of each (b n half)."""
+        b, n, _ = x.shape
+        half = self.down.in_features
+        tokens = x.transpose(0, 1).contiguous()
+        halves = zip(self.up.weight.split(half), self.up.bias.split(half), strict=True)
+        u, v = (F.gelu(linear_tokens(tokens, *one)) for one in halves)  # two products: halves of one would be copied
+        gate = add_norm(v, None, self.norm, True)[1]
+        if places.valid is not None:
+            gate = gate.masked_fill(~places.valid.mT[..., None], 0)
+        with no_autocast(x):
+            mixture = position_product(self.weight[:n, :n], gate.to(v.dtype).view(n, b * half), self.dims.causal)
+        mixture = (mixture + self.bias[:n, None]).view(n, b, half)
+        y = token_linear(self.down, u * mixture)
+        return y.transpose(0, 1), gate.transpose(0, 1)
 
     def _parts(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Project to what is gated (b n half), the query (b n tiny), and what later tokens need (b n f), 0 at padding."""
@@ -155,7 +189,7 @@ class GMLP(UnpaddedMixer):
 
     def _past(self, gate: Tensor, places: Places) -> Tensor:
         """S gate + b for tokens at these places, each with the row of its position, up to itself. gate (b m half)."""
-        n, m = places.at.shape[1], gate.shape[1]
+        n, m = places.shape[1], gate.shape[1]
         if places.start is None:
             at = places.at.clamp_max(self.need_length() - 1)
             seen = torch.arange(m, device=gate.device) <= at[..., None]

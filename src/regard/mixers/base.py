@@ -195,6 +195,7 @@ class Mixer(nn.Module):
     can: Can
     dims: Dims
     rate: int = 1
+    maps_first: bool = False  # linear maps are all that reads the tokens: under autocast they may come in half precision
     spec: str | None = None  # the text it was built from, if it was
     _described: str | None = None  # what it writes into its states
 
@@ -268,7 +269,7 @@ class Mixer(nn.Module):
     def later(self, state: State, memory: Any, places: Places) -> State:
         """Return the state after tokens at these places."""
         known = state.start is not None and places.valid is None
-        start = state.start + places.at.shape[1] if known else None  # type: ignore[operator]
+        start = state.start + places.shape[1] if known else None  # type: ignore[operator]
         return state._replace(memory=memory, t=places.after(state.t), start=start)
 
     def maker(self) -> StateOwner:
@@ -313,7 +314,7 @@ class Mixer(nn.Module):
 
     def check_length(self, places: Places) -> None:
         """Refuse more real tokens than the layer was built for."""
-        limit, n = self.dims.max_len, places.at.shape[1]
+        limit, n = self.dims.max_len, places.shape[1]
         if limit is None or n == 0:
             return
         if places.start is not None and (places.valid is None or places.start + n <= limit):

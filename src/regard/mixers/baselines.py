@@ -15,6 +15,8 @@ from regard.mixers.base import Can, Dims, Places, State
 from regard.mixers.feature_math import upcast
 from regard.mixers.unpad import UnpaddedMixer
 from regard.ops.budget import budget
+from regard.ops.depthwise import slide_depthwise, takes_depthwise
+from regard.ops.joined_linear import token_linear
 from regard.ops.rnn import rnn_scan
 
 WEIGHED = 4096  # tokens of a window, each with weights of its own
@@ -141,6 +143,8 @@ class Conv(_Window):
     Kaiser et al. 2017, arXiv:1706.03059, where the dilation is 1 and W1 belongs to the layer before.
     """
 
+    maps_first = True
+
     def __init__(self, dims: Dims, *, kernel: int = 7, dilation: int = 1, depthwise: bool = True) -> None:
         super().__init__(dims)
         if not isinstance(depthwise, bool):
@@ -157,15 +161,40 @@ class Conv(_Window):
         self.filter = nn.Parameter(drawn * fan**-0.5)  # oldest tap first
 
     def prepare(self, x: Tensor) -> Tensor:
-        return self.into(x)
+        return token_linear(self.into, x)
+
+    def mix(self, x: Tensor, places: Places) -> Tensor:
+        return self._filtered(self._real(x, places), self.reach // 2) if self._slides(x) else super().mix(x, places)
+
+    def scan(self, memory: Recent, x: Tensor, places: Places) -> tuple[Tensor, Recent]:
+        whole = places.start == 0 and places.valid is None and x.shape[1] >= self.reach  # nothing is remembered
+        if not whole or not self._slides(x):
+            return super().scan(memory, x, places)
+        tokens = self.prepare(x)
+        last = tokens[:, x.shape[1] - self.reach :].to(memory.tokens.dtype, copy=True)
+        return self._filtered(tokens, self.reach), Recent(last)
+
+    def _slides(self, x: Tensor) -> bool:
+        """Return whether a filter slides over tokens x (b n w) as they lie."""
+        return self.groups != 1 and takes_depthwise(x, self.filter.shape[2])
+
+    def _filtered(self, tokens: Tensor, before: int) -> Tensor:
+        """Return outputs (b n w) of all tokens, the first of which sees zeros in front of it."""
+        return self.project(slide_depthwise(tokens, self.filter[:, 0], tokens.shape[1], before, self.dilation))
+
+    def project(self, mixed: Tensor) -> Tensor:
+        """Return outputs (b n w) of the sums c (b n w)."""
+        return token_linear(self.out, mixed)
 
     def slide(self, line: Tensor) -> Tensor:
         def convolve(x: Tensor) -> Tensor:
             return F.conv1d(x, self.filter, dilation=self.dilation, groups=self.groups)
 
         if self.groups == 1:
-            return self.out(_cut(line, self.reach, convolve))
-        return self.out(convolve(line.mT).mT)
+            return self.project(_cut(line, self.reach, convolve))
+        if self._slides(line):
+            return self.project(slide_depthwise(line, self.filter[:, 0], line.shape[1] - self.reach, 0, self.dilation))
+        return self.project(convolve(line.mT).mT)
 
 
 class WindowFC(_Window):

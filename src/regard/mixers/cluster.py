@@ -14,7 +14,7 @@ from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
 from regard.ops.bucket.bucket_op import SHORTEST, product_labels
 from regard.ops.bucket.clusters import FINE, MOST_CHOSEN_FROM, choose_members, learn_clusters
-from regard.ops.bucket.members import Members, by_kernels, gather_members, mean_of_members
+from regard.ops.bucket.members import Members, by_kernels, gather_three, mean_of_members
 from regard.ops.dense import sdpa
 from regard.ops.strip import in_strips
 
@@ -129,14 +129,23 @@ class Routing(BucketedCore):
         if self.dims.causal:
             return super().read(memory, q, places)
         log = memory.log
-        k, v = expand_heads(log.keys, log.values, q.shape[1])
+        return self._answer(q, log.keys, log.values, places.valid, log.places.valid)
+
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        if self.dims.causal:
+            return super().read_all(q, k, v, places, query_places)
+        return self._answer(q, k, v, query_places.valid, places.valid)  # no memory is made: it has labels and positions
+
+    def _answer(self, q: Tensor, k: Tensor, v: Tensor, real_q: Tensor | None, real_k: Tensor | None) -> Tensor:
+        """What queries get from the tokens of their clusters; real_q (b n), real_k (b m): which tokens are not padding."""
+        k, v = expand_heads(k, v, q.shape[1])
         if min(q.shape[0], q.shape[2], k.shape[2]) == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1])
-        queries, keys = self._members(q, places.valid), self._members(k, log.places.valid)
+        queries, keys = self._both_members(q, k, real_q, real_k)
         out = self._gathered(q, k, v, queries, keys)
         if self.training:
             near_q, near_k = (self._nearest(x) if own.nearest is None else own.nearest for x, own in ((q, queries), (k, keys)))
-            self._learn((q, places.valid, near_q), (k, log.places.valid, near_k))
+            self._learn((q, real_q, near_q), (k, real_k, near_k))
         return out
 
     def scan(self, memory: BucketMemory, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, BucketMemory]:
@@ -149,9 +158,18 @@ class Routing(BucketedCore):
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members) -> Tensor:
         """Attention inside every cluster at once, and what its queries get brought back to them."""
         backend = self.dims.backend
-        picked = (gather_members(x, own, backend) for x, own in ((q, queries), (k, keys), (v, keys)))
+        picked = gather_three(q, k, v, queries, keys, backend)
         out = sdpa(*picked, scale=self.scale, valid=keys.real)  # rows are the batch, clusters the heads
         return mean_of_members(out, queries, q.shape[1], backend).to(v.dtype)
+
+    def _both_members(self, q: Tensor, k: Tensor, real_q: Tensor | None, real_k: Tensor | None) -> tuple[Members, Members]:
+        """`_members` of queries and of keys, chosen in one launch where shapes agree."""
+        n = q.shape[2]
+        if q.shape == k.shape and n <= MOST_CHOSEN_FROM and by_kernels(q, self.dims.backend):
+            with torch.no_grad():
+                queries, keys = choose_members(((q, real_q), (k, real_k)), self.centroids, min(self.window, n))
+            return queries, keys
+        return self._members(q, real_q), self._members(k, real_k)
 
     @torch.no_grad()
     def _members(self, x: Tensor, valid: Tensor | None) -> Members:
@@ -159,7 +177,7 @@ class Routing(BucketedCore):
         b, h, n, _ = x.shape
         w = min(self.window, n)
         if n <= MOST_CHOSEN_FROM and by_kernels(x, self.dims.backend):
-            return choose_members(x, self.centroids, valid, w)
+            return choose_members([(x, valid)], self.centroids, w)[0]
 
         def best(similar: Tensor, valid: Tensor | None) -> tuple[Tensor]:
             rank = (similar * FINE).long()

@@ -16,7 +16,6 @@ from regard.mixers.feature_math import (
     empty_sums,
     finite_max,
     orthogonal,
-    per_query_head,
     read_state,
     unwritten_sums,
     where_valid,
@@ -32,13 +31,14 @@ from regard.ops.linear.exp_feature_op import (
 )
 from regard.ops.linear.feature_maps import min_log_decay, safe_ratio
 from regard.ops.linear.linear_op import (
-    decayed_prefix_sum,
     divided_linear_attention,
+    fuses_features,
     linear_attention,
     linear_read,
     normalized_linear_write,
 )
 from regard.ops.linear.prefix import cumulative_max
+from regard.ops.linear.running_softmax import RunningSoftmax, running_kernels_fit, running_softmax, running_softmax_plain
 
 
 class ExpSums(NamedTuple):
@@ -127,17 +127,20 @@ class Efficient(_ExpFeatures):
         maps = memory.s / memory.z.clamp(min=1).unsqueeze(-1)  # one division of the sums, not one for each query
         return read_state(self._queries(q, places), maps)
 
-    def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
-        keys, decay, top = self._rising(memory, k, places)
-        backend = self.dims.backend
-        z = decayed_prefix_sum(keys, memory.z, log_decay=decay, backend=backend)
-        out, s = linear_attention(self._mix(q, places, z), keys, v, memory.s, log_decay=decay, backend=backend)
-        return out, ExpSums(s, z[:, :, -1], top)
+    def scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
+        fused = k.shape[2] > 1 and running_kernels_fit(q, k) and fuses_features(q, memory.s, self.dims.backend)
+        if not fused:
+            return super().scan(memory, q, k, v, places)
+        y, memory = self._mixed(memory, v, running_softmax(q, k, memory.z, memory.top, places.valid))
+        return y.to(v.dtype), memory
 
-    def _mix(self, q: Tensor, places: Places, z: Tensor) -> Tensor:
-        """How much of each sum a query takes. z (b g n f) counts its own top as 1, so it is less only where nothing was seen."""
-        norm = per_query_head(z.clamp(min=1), q)
-        return self._queries(q, places) / norm
+    def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
+        features = running_softmax_plain(q, k, memory.z, memory.top, places.valid, self.dims.backend)
+        return self._mixed(memory, v, features)
+
+    def _mixed(self, memory: ExpSums, v: Tensor, by: RunningSoftmax) -> tuple[Tensor, ExpSums]:
+        out, s = linear_attention(by.mix, by.keys, v, memory.s, log_decay=by.log_decay, backend=self.dims.backend)
+        return out, ExpSums(s, by.z, by.top)
 
 
 PERFORMER_FEATURES = ("regularized", "positive", "hyperbolic")

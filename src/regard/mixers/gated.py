@@ -19,11 +19,12 @@ from regard.mixers.base import Can, Dims, Places
 from regard.mixers.feature_math import empty_sums, per_query_head, read_state, unwritten_sums, upcast, where_valid
 from regard.mixers.linear_attention import Kernel
 from regard.ops.backend import AUTO
-from regard.ops.delta.delta_op import delta_rule, delta_write, takes_halves
-from regard.ops.delta.unit_features import unit_features
+from regard.ops.delta.delta_op import DeltaCall, RawGates, delta_rule, delta_write, raw_delta_step, takes_halves
+from regard.ops.delta.unit_features import unit_features, unit_keys
 from regard.ops.kernel_launch import SharedConstants, may_keep
 from regard.ops.linear.feature_maps import log_gate, safe_ratio
-from regard.ops.linear.linear_op import fuses_features, linear_attention, linear_read, linear_write
+from regard.ops.linear.linear_op import LinearCall, counted_step, fuses_features, linear_attention, linear_read, linear_write
+from regard.ops.split_features import split_features
 from regard.transforms import transformed
 
 GATE_ROOT = 16  # of a gate: half open, it keeps 0.958, so that memories begin with about 23 tokens
@@ -166,10 +167,27 @@ class Retention(_Fading):
         return out * per_query_head(self._gain(q, memory.tokens[:, None]), out)
 
     def _scan(self, memory: CountedMatrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, CountedMatrix]:
+        done = self._step(memory, q, k, v, places)
+        if done is not None:
+            return done
         counts = self._counts(memory, places)
         gain = self._gain(v, counts[:, 1:]) if self.norm else None
         out, after = self._weighed_scan(memory, q, k, v, places, gain)
         return out, after._replace(tokens=counts[:, -1])
+
+    def _step(
+        self, memory: CountedMatrix, q: Tensor, k: Tensor, v: Tensor, places: Places
+    ) -> tuple[Tensor, CountedMatrix] | None:
+        """Compute one token of every row by one kernel; None: there is none for this call."""
+        if k.shape[2] != 1 or places.valid is not None or not fuses_features(q, memory.s, self.dims.backend):
+            return None
+        constants = self._constants(k)
+        if constants is None:
+            return None
+        decay = constants.read()[0].expand(k.shape[0], -1, 1, 1)
+        call = LinearCall(q, k, v, memory.s, decay, scale=self.dims.d**-0.5)
+        done = counted_step(call, memory.tokens, self.norm, self.dims.backend)
+        return None if done is None else (done[0], CountedMatrix(*done[1:]))
 
     def _rate(self, like: Tensor) -> Tensor:
         """log gamma (g 1 1)."""
@@ -220,8 +238,7 @@ class GLA(_Fading):
             self.can = self.can | Can.ROTARY  # features that fade alike can be turned into each other
 
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - padding is the operation's own
-        k, gate = k.split([self.dims.d, self.gates], -1)
-        return k, gate
+        return split_features(k, self.dims.d)
 
 
 class Delta(Kernel):
@@ -263,19 +280,31 @@ class Delta(Kernel):
         return read_state(queries, memory.s)
 
     def _scan(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Matrix]:
+        done = self._step(memory, q, k, v) if k.shape[2] == 1 and places.valid is None else None
+        if done is not None:
+            return done
         keys, beta, decay = self._written(k, places)
         queries = self._queries(q, places)
         out, s = delta_rule(queries, keys, v, beta, memory.s, log_decay=decay, backend=self.dims.backend)
         return out, Matrix(s)
 
+    def _step(self, memory: Matrix, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Matrix] | None:
+        """Compute one token of every row by one kernel; None: there is none for this call."""
+        k, *gates = k.split([self.dims.d] + [1] * self.gates, -1)
+        call = DeltaCall(q, k, v, gates[0], memory.s, *gates[1:])
+        done = raw_delta_step(call, RawGates(self.activation == "silu", GATE_ROOT), self.dims.backend)
+        return None if done is None else (done[0], Matrix(done[1]))
+
     def _written(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys (b g m d), how strongly they write (b g m 1), 0 for padding, and log alpha (b g m 1) where there is one."""
-        k, gate = k.split([self.dims.d, self.gates], -1)
+        keys, gate = unit_keys(k, self.dims.d, silu=self.activation == "silu", fused=self._has_kernels(k))
         gate = upcast(gate)
         beta = where_valid(gate[..., :1].sigmoid(), places.valid, 0)
         alpha = log_gate(gate[..., 1:], places.valid, GATE_ROOT) if self.gates == 2 else None
-        return self._queries(k, places), beta, alpha
+        return keys, beta, alpha
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002 - the same at every position
-        kernels = self.dims.backend == "triton" or (self.dims.backend == AUTO and q.is_cuda)
-        return unit_features(q, silu=self.activation == "silu", fused=kernels)
+        return unit_features(q, silu=self.activation == "silu", fused=self._has_kernels(q))
+
+    def _has_kernels(self, x: Tensor) -> bool:
+        return self.dims.backend == "triton" or (self.dims.backend == AUTO and x.is_cuda)

@@ -18,12 +18,15 @@ from regard.mixers.kv_cache import KVCache
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import SOFTMAX_CLAIMS
 from regard.mixers.sparse import Sparse
+from regard.ops.backend import warn_refused
 from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.ops.edge import edge_attention, edge_attention_by_text
+from regard.ops.graph_tiles import SINGLE_EDGES, GraphPairs, graph_tile_attention, graph_tiles_refuse
 from regard.ops.ragged import ragged_edge_attention
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import accumulator
+from regard.ops.triton_support import on_card
 from regard.patterns import Edges, Pattern
 from regard.patterns.edge_list import edge_list, pairs_by_row
 from regard.patterns.tiles import Span
@@ -87,6 +90,8 @@ class GAT(Sparse):
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         if q.numel() == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
+        if (out := self._by_tiles(log, q, places, causal)) is not None:
+            return out
         acc, dtype = accumulator(q.dtype), log.v.dtype
         k, v = expand_heads(log.keys.to(acc), log.values.to(acc), q.shape[1])
         asked = (*self.sides(q.to(acc), k), v)
@@ -100,6 +105,23 @@ class GAT(Sparse):
         order = [h for share in self.shares for h in share.heads]
         back = [order.index(h) for h in range(len(order))]
         return torch.cat(found, 1)[:, back].to(dtype)
+
+    def _by_tiles(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor | None:
+        """Compute v1 over the tiles of a pattern by kernels, on CUDA devices; None where those do not take the call."""
+        if not on_card(q) or self.a_q is None or self.a_k is None or len(self.shares) > 1 or self.reach.bends:
+            return None
+        known = places.start is not None and log.start is not None and log.plain and places.valid is None
+        k, v, n = log.keys, log.values, q.shape[2]
+        if not known or n <= budget(q.device).few_queries:
+            return None
+        span = Span(places.start, n, log.start, log.size)  # type: ignore[arg-type]
+        pairs = GraphPairs(self.shares[0].pattern, self.shares[0].text, span, causal)
+        why = graph_tiles_refuse(q, k, v, pairs)
+        if why is None:
+            return graph_tile_attention(q, k, v, self.a_q, self.a_k, pairs, slope=self.slope, dropout=self.drop)
+        if why != SINGLE_EDGES:
+            warn_refused("graph", "triton", q, why)
+        return None
 
     def _share(self, share: HeadGroup, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool) -> Tensor:
         """The answers (b h n e) of heads with one pattern."""
@@ -163,9 +185,9 @@ def _masked(
 
 def _one_by_one(pattern: Pattern, log: KVCache, places: Places, causal: bool) -> Tensor:
     """List the pairs of tokens anywhere behind a memory, which is short where the pattern lets it forget."""
-    (b, n), m = places.at.shape, log.size
+    (b, n), m = places.shape, log.size
     j, found = log.at[:, None, :m], []
-    room = budget(places.at.device).pair_strip
+    room = budget(places.device).pair_strip
     step = max(1, room // max(1, b * m))
     for low in range(0, n, step):
         i = places.at[:, low : low + step, None]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from regard.mixers import exp_features, gated, hedgehog  # noqa: F401 - modules whose kernels `far_kernels` finds
 from regard.mixers.base import Can, Core, Dims, Places
-from regard.mixers.feature_math import upcast
 from regard.mixers.kv_cache import KVCache
 from regard.mixers.linear_attention import Kernel
 from regard.mixers.sparse import Sparse
+from regard.ops.gated_merge import gated_merge
 from regard.patterns import Pattern
 from regard.text import parse_choice
 
@@ -57,7 +57,7 @@ class Hybrid(Core):
 
     def read(self, memory: Halves, q: Tensor, places: Places) -> Tensor:
         near = self.near.read(memory.near, q, places)
-        return self._merged(near, self.far.read(memory.far, q, places))
+        return gated_merge(near, self.far.read(memory.far, q, places), self.gate)
 
     def forget(self, memory: Halves, t: Tensor) -> Halves:
         return Halves(self.near.forget(memory.near, t), self.far.forget(memory.far, t))
@@ -68,17 +68,11 @@ class Hybrid(Core):
     def scan(self, memory: Halves, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Halves]:
         near, log = self.near.scan(memory.near, q, self._plain(k), v, places)
         far, sums = self.far.scan(memory.far, q, k, v, places)
-        return self._merged(near, far), Halves(log, sums)
+        return gated_merge(near, far, self.gate), Halves(log, sums)
 
     def _plain(self, k: Tensor) -> Tensor:
         """Keys without the gates of far."""
         return k[..., : self.dims.d]
-
-    def _merged(self, near: Tensor, far: Tensor) -> Tensor:
-        a = upcast(near)
-        b = upcast(far)
-        weight = self.gate.to(a.dtype).sigmoid()
-        return torch.lerp(a, b, weight[:, None, None]).to(near.dtype)
 
 
 def far_kernels() -> dict[str, type[Kernel]]:

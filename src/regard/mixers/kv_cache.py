@@ -6,7 +6,7 @@ copied first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,6 +160,26 @@ class KVCache(NamedTuple):
         return KVCache(k, v, at, valid, self.size, self.start, self.plain, WriteCursor(self.size), self.looked)
 
 
+class PassCache(KVCache):
+    """The tokens of one pass, which is never appended to: positions and the mask are tensors only when something reads them."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, places: Places) -> PassCache:
+        n, plain = k.shape[2], places.valid is None
+        unmade: Any = None
+        return PassCache(k, v, unmade, unmade, n, places.start, plain, WriteCursor(n), 0, places)
+
+    @property
+    def at(self) -> Tensor:
+        return self.places.at
+
+    @property
+    def valid(self) -> Tensor:
+        return self.places.real
+
+
 class StaticCursor:
     """Hold the slot that static caches write to, one for all rows, on the device. Caches that share it share `at` and `valid`.
 
@@ -288,6 +308,11 @@ class CachedCore(Core):
     def read(self, memory: KVCache, q: Tensor, places: Places) -> Tensor:
         return self.answer(memory, q, places, causal=False)
 
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        if k.shape[2] == 0 or type(self).push is not CachedCore.push:
+            return super().read_all(q, k, v, places, query_places)
+        return self.read(PassCache.of(k, v, places), q, query_places)
+
     def scan(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache]:
         if q.shape[2] == 0:
             return q.new_zeros(*q.shape[:3], v.shape[-1]), memory
@@ -300,7 +325,7 @@ class CachedCore(Core):
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         if q.shape[2] <= 1 or type(self).scan is not CachedCore.scan:
             return super().scan_all(q, k, v, places)
-        return self.answer(KVCache.whole_of(k, v, places), q, places, causal=True)
+        return self.answer(PassCache.of(k, v, places), q, places, causal=True)
 
     def scan_one(self, memory: KVCache, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, KVCache] | None:  # noqa: ARG002
         """Append one token and attend with it by a kernel of its own: out and the cache; None: there is none for this call."""

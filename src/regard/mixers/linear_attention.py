@@ -39,7 +39,15 @@ from regard.ops.linear.linear_op import (
     normalized_linear_write,
 )
 from regard.ops.linear.noncausal_op import noncausal_attention, takes_noncausal
+from regard.ops.linear.position_features import position_features
 from regard.ops.linear.prefix import decay_to_end
+from regard.ops.linear.wave_features import (
+    lifted_ratio,
+    lifted_ratio_plain,
+    wave_features,
+    wave_features_plain,
+    wave_kernels_fit,
+)
 from regard.ops.strip import token_runs
 
 
@@ -208,20 +216,16 @@ class Cosformer(Linear):
         return super()._fused(memory, x, places)
 
     def _check_positions(self, places: Places) -> None:
-        start, n = places.start, places.at.shape[1]
-        if start is not None and start + n > self.longest and places.at.shape[0]:  # where rows differ, the layer has counted
+        start, n = places.start, places.shape[1]
+        if start is not None and start + n > self.longest and places.shape[0]:  # where rows differ, the layer has counted
             more = n if places.valid is None else int(places.valid.sum(1).max())
             last = start + more
             if last > self.longest:
                 raise ValueError(f"{last} tokens, but cosformer was built for max_len={self.longest}: build it longer")
 
     def _queries(self, q: Tensor, places: Places) -> Tensor:
-        wide = upcast(q).relu()
-        at = places.at.to(wide.dtype)
-        angle = at[:, None, :, None] * (math.pi / 2 / self.longest)
-        features = torch.cat([wide * angle.cos(), wide * angle.sin()], -1)
-        # norms of clipped features may be small: float16 keeps all digits, and its products have them too
-        return features if q.dtype == torch.float16 else features.to(q.dtype)
+        fused = fuses_features(q, q[:, :, :0], self.dims.backend)
+        return position_features(q, places.at, math.pi / 2 / self.longest, fused)
 
 
 class RFA(Estimator, Kernel):
@@ -303,6 +307,17 @@ class RFA(Estimator, Kernel):
         norm = read_state(queries, memory.z.unsqueeze(-1))
         return self._lifted(out, norm, memory.even.unsqueeze(2))
 
+    def scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
+        fused = k.shape[2] > 1 and self._by_kernels(q) and fuses_features(q, memory.s, self.dims.backend)
+        if not fused:
+            return super().scan(memory, q, k, v, places)
+        y, memory = self._scan(memory, q, k, v, places)  # all tokens at once, in their own type
+        return y.to(v.dtype), memory
+
+    def _by_kernels(self, x: Tensor) -> bool:
+        """Return whether kernels compute the features of tokens x (b h n d)."""
+        return wave_kernels_fit(x) and fuses_features(x, x[:, :, :0], self.dims.backend)
+
     def _scan(self, memory: WeighedSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, WeighedSums]:
         keys, weight, decay = self._keys(k, places)
         queries, backend = self._queries(q, places), self.dims.backend
@@ -314,19 +329,21 @@ class RFA(Estimator, Kernel):
     def _keys(self, k: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor | None]:
         """Features as they are written (b g m f), the weight of each token (b g m 1), and its log gate where there is one."""
         k, gate = k.split([self.dims.d, self.gates], -1)
-        keys = self._queries(k, places)
-        weight = where_valid(torch.ones_like(k[..., :1]), places.valid, 0)
+        keys = self._waves(k, places.valid)
+        weight = where_valid(torch.ones_like(upcast(k[..., :1])), places.valid, 0)
         if self.gate_bias is None:
-            return where_valid(keys, places.valid, 0), weight, None
-        gate = gate + self.gate_bias.to(k.dtype)[:, None, None]
+            return keys, weight, None
+        gate = upcast(gate) + self.gate_bias.to(weight.dtype)[:, None, None]
         weight = weight * torch.sigmoid(-gate)
         return keys * weight, weight, log_gate(gate, places.valid)
 
     def _queries(self, q: Tensor, places: Places | None = None) -> Tensor:  # noqa: ARG002 - the same at every position
-        directions = F.normalize(q, dim=-1, eps=1e-6)
-        angle = F.linear(directions, self.directions.to(q.dtype))
-        waves = torch.cat([angle.sin(), angle.cos()], -1)
-        return waves / math.sqrt(angle.shape[-1])
+        return self._waves(q)
+
+    def _waves(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The features of tokens x (b h n d), 0 at padding."""
+        features = wave_features if self._by_kernels(x) else wave_features_plain
+        return features(x, self.directions, valid)
 
     def _spread(self, v: Tensor) -> Tensor:
         """The values that equal weights need: above scale 1, where sums of waves are often too small."""
@@ -337,9 +354,11 @@ class RFA(Estimator, Kernel):
         even = per_query_head(even, norm)
         values = even[..., :-1]
         mass = even[..., -1:]
+        if self.scale <= 1:
+            ratio = lifted_ratio if self._by_kernels(out) else lifted_ratio_plain
+            return ratio(out, norm, self.least * mass.expand_as(norm))
         lack = (self.least * mass - norm).relu()  # equal weights with this sum are lack / mass
-        if self.scale > 1:
-            out = torch.addcmul(out, safe_ratio(lack, mass), values)
+        out = torch.addcmul(upcast(out), safe_ratio(lack, mass), values)
         return safe_ratio(out, norm + lack)
 
     def exact(self, q: Tensor, k: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class Linformer(Core):
 
     def _columns(self, places: Places, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The weights (b g n r) of E and of F with which tokens are written, 0 for padding; b or g is 1 where all agree."""
-        n, start = places.at.shape[1], places.start
+        n, start = places.shape[1], places.start
         if start is None or start + n > self.longest:
             self._check(places)
 

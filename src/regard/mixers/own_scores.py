@@ -94,8 +94,8 @@ def _check_own(core: Core, own: OwnScores, shape: tuple[int, ...], keys: Places)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor, True = may attend, not {kind}: numbers that are added belong into score=")
-    if mask.device != keys.at.device:
-        raise ValueError(f"mask is on {mask.device} but the keys are on {keys.at.device}: move one of them with .to()")
+    if mask.device != keys.device:
+        raise ValueError(f"mask is on {mask.device} but the keys are on {keys.device}: move one of them with .to()")
     try:
         fits = torch.broadcast_shapes(mask.shape, shape) == torch.Size(shape)
     except RuntimeError:

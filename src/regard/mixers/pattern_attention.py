@@ -145,7 +145,7 @@ class PatternAttention(NamedTuple):
     def _beside_memory(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute a chunk by tiles and the memory before it, which has gaps and is short because it forgets, in full."""
         old = log.size - q.shape[2] if self.causal else log.size
-        past = log._replace(size=old, whole=None)
+        past = log if old == log.size else log._replace(size=old, whole=None)
         out = self._small(past, q, places)
         if not self.causal:
             return out

@@ -48,6 +48,19 @@ class UnpadOrder(NamedTuple):
     real: Tensor  # (b n) True where a place holds a real token
 
 
+class PlaceRun(NamedTuple):
+    """Positions start, start + 1, ... of every row, not yet a tensor."""
+
+    shape: tuple[int, int]
+    start: int
+    device: torch.device
+
+    def positions(self) -> Tensor:
+        """Return them as a tensor (b n)."""
+        b, n = self.shape
+        return torch.arange(self.start, self.start + n, device=self.device).expand(b, n)
+
+
 class Places:
     """Positions of tokens (b n). They count real tokens only, so padding may lie anywhere and rows may differ in length.
 
@@ -65,13 +78,18 @@ class Places:
     tensor([[0, 0, 1, 2, 2]])
     """
 
-    def __init__(self, at: Tensor, valid: Tensor | None = None, start: int | None = None, packed: bool = False) -> None:
-        self.at = at  # (b n) position of each token; of a padding token, that of the next real one
+    def __init__(
+        self, at: Tensor | PlaceRun, valid: Tensor | None = None, start: int | None = None, packed: bool = False
+    ) -> None:
+        self._at = at
+        self.shape: tuple[int, int] = at.shape  # type: ignore[assignment]  # (b, n)
+        self.device = at.device
         self.valid = valid  # (b n), True: a real token; None: every token is real
         self.start = start  # on the host: real tokens of every row are at start, start + 1, ...; None: rows differ
         self.packed = packed  # on the host: all padding is known to lie behind the real tokens, so that nothing has to be moved
         self._derived: dict[Hashable, tuple[bool, Any]] = {}
         self._real: Tensor | None = None
+        self._made: Tensor | None = None  # positions of a run
 
     @staticmethod
     def of(
@@ -79,16 +97,36 @@ class Places:
     ) -> Places:
         """Make the places of tokens x (b n ...) that follow t (b) real ones; `start` is t where all rows agree."""
         b, n = x.shape[:2]
+        after = t if start is None else None
+        if valid is None and after is None:
+            return Places(PlaceRun((b, n), start or 0, x.device), None, start, packed)
+        if valid is None and n == 1:
+            return Places(t[:, None], None, start, packed)  # type: ignore[index]
+        at = PlaceRun((b, n), start or 0, x.device).positions() if valid is None else _tokens_before(valid)
+        if valid is not None and start:
+            at = at + start
+        return Places(at if after is None else at + after[:, None], valid, start, packed)
+
+    @staticmethod
+    def of_heads(x: Tensor, valid: Tensor | None = None, start: int = 0) -> Places:
+        """Make the places of tokens x (b h n d), all rows of which begin at `start`."""
         if valid is None:
-            first = start or 0
-            at = torch.arange(first, first + n, device=x.device).expand(b, n)
-        else:
-            at = _tokens_before(valid)
-            if start:
-                at = at + start
-        if start is None and t is not None:
-            at = at + t[:, None]
-        return Places(at, valid, start, packed)
+            return Places(PlaceRun((x.shape[0], x.shape[2]), start, x.device), None, start)
+        return Places.of(x[:, 0], valid, start=start)
+
+    @property
+    def at(self) -> Tensor:
+        """The position of each token, (b n); of a padding token, that of the next real one.
+
+        Where every token is real, positions are a tensor only when something reads them.
+        """
+        if not isinstance(self._at, PlaceRun):
+            return self._at
+        if _traced():
+            return self._at.positions()
+        if self._made is None or (self._made.is_inference() and not torch.is_inference_mode_enabled()):
+            self._made = self._at.positions()
+        return self._made
 
     def part(self, low: int, high: int) -> Places:
         """Return the places of tokens low .. high - 1; `start` is kept where it is still true."""
@@ -130,7 +168,7 @@ class Places:
         """The number of real tokens: of each row (b), or n where all are real."""
         valid = self.valid
         if valid is None:
-            return self.at.shape[1]
+            return self.shape[1]
         return self.derived("count", lambda: valid.sum(1))
 
     @property
@@ -155,7 +193,7 @@ class Places:
         if self.valid is not None:
             return self.valid
         if self._real is None or (self._real.is_inference() and not torch.is_inference_mode_enabled()):
-            made = torch.ones_like(self.at, dtype=torch.bool)
+            made = torch.ones(self.shape, dtype=torch.bool, device=self.device)
             if _traced():
                 return made
             self._real = made
@@ -181,7 +219,7 @@ class Places:
         return self.derived(("behind", id(before)), lambda: (before, make()))[1]
 
     def _pooled(self, rate: int) -> Places:
-        groups = -(-self.at.shape[1] // rate)
+        groups = -(-self.shape[1] // rate)
         return Places.of(self.at[:, :groups], pooled_valid(self.valid, rate), packed=True)
 
     def _front(self, room: int) -> Places:

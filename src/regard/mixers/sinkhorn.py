@@ -17,9 +17,10 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import compact_keys, expand_heads
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time, balances_in_one_launch
 from regard.ops.budget import budget
-from regard.ops.delta.unit_features import unit_features
+from regard.ops.delta.unit_features import plain_unit_features, unit_features
 from regard.ops.dense import sdpa, widened
 from regard.ops.mixed_blocks import mixed_blocks_in_buffers, takes_mixed_blocks
+from regard.ops.sorted_blocks import SortedCall, sinkhorn_attention, takes_sinkhorn_attention
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import MASKED_SCORE, accumulator
 from regard.ops.two_blocks import block_sums, sorted_blocks_attention, takes_sorted_blocks, takes_two_blocks, two_blocks_attention
@@ -136,6 +137,12 @@ class Sinkhorn(CachedCore):
 
     def _own_and_sorted(self, cut: _Cut, q: Tensor, places: Places, causal: bool) -> Tensor:
         grid, p = _Grid.of(places, self.block), self.block
+        if cut.every_slot and grid.plain and not causal:
+            asked = grid.laid(q, places, p)
+            if takes_two_blocks((asked, cut.k, cut.v, cut.k, cut.v, self.sort)) and takes_sinkhorn_attention(
+                asked, cut.k, cut.k.shape[2]
+            ):
+                return self._sorted(asked, cut).flatten(2, 3)
         shares = self.shares(cut, causal)
         if cut.every_slot and grid.plain:
             asked = grid.laid(q, places, p)
@@ -166,6 +173,24 @@ class Sinkhorn(CachedCore):
         each = max(each, q.shape[1] * budget(q.device).strip >> 15)  # a fused kernel takes no more than 65,535 heads
         out = in_strips(partial(_two_blocks, causal), tensors, 2, each, recompute=False)[0]
         return grid.back(out[..., :e].flatten(2, 3), q.shape[2])
+
+    def _sorted(self, q: Tensor, cut: _Cut) -> Tensor:
+        """Blocks of queries (b h c p d) beside as many blocks of keys, all full, from the scores of blocks on by kernels."""
+        b, h, c = q.shape[:3]
+        noise = torch.empty(b, h, c, c, dtype=torch.float32, device=q.device).exponential_() if self.training else None
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, sort: Tensor) -> Tensor:
+            sums = k.sum(3, dtype=accumulator(k.dtype))
+            units = plain_unit_features(sums, False)
+            logits = units @ sort.to(sums.dtype) @ units.mT
+            logits = logits if noise is None else logits - noise.log()
+            shares = balanced(self.iterations, logits / self.temperature)
+            own = torch.eye(c, dtype=torch.bool, device=q.device)
+            k2, v2, bias = cut._replace(k=k, v=v).sorted_by(shares.masked_fill(own, 0))
+            return _two_blocks(False, q, k, v, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
+
+        call = SortedCall(q, cut.k, cut.v, self.sort, noise, self.temperature, self.iterations)
+        return sinkhorn_attention(call, plain)
 
     def _mixed(self, q: Tensor, cut: _Cut, shares: Tensor, causal: bool) -> Tensor:
         """Blocks of queries (b h c p d) beside as many blocks of keys, all full, by kernels."""
@@ -253,7 +278,7 @@ class _Grid(NamedTuple):
 
     @staticmethod
     def of(places: Places, p: int) -> _Grid:
-        n = places.at.shape[1]
+        n = places.shape[1]
         if places.start == 0:
             slot = None if places.valid is None else places.at
             return _Grid(_block_count(n, p), None, slot)

@@ -165,11 +165,12 @@ class Identity(Core):
 
     def read(self, memory: Values, q: Tensor, places: Places) -> Tensor:  # noqa: ARG002
         own = memory.v[:, :, memory.v.shape[2] - q.shape[2] :]
-        return own.repeat_interleave(q.shape[1] // memory.v.shape[1], 1)
+        repeats = q.shape[1] // memory.v.shape[1]
+        return own.repeat_interleave(repeats, 1) if repeats > 1 else own
 
     def forget(self, memory: Values, t: Tensor) -> Values:  # noqa: ARG002
         return Values(memory.v[:, :, :0])
 
-    def scan(self, memory: Values, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Values]:
-        memory = self.push(Values(memory.v[:, :, :0]), k, v, places)
+    def scan(self, memory: Values, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Values]:  # noqa: ARG002
+        memory = Values(v)
         return self.read(memory, q, places), memory

@@ -14,7 +14,11 @@ from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import PatternAttention
 from regard.mixers.position_interface import Positions
 from regard.mixers.softmax import DOTS, default_scale
+from regard.ops.backend import AUTO
+from regard.ops.budget import budget
 from regard.ops.tile.tile_op import HeadPatterns
+from regard.ops.tile.two_streams import StreamCall, stream_attention
+from regard.ops.triton_support import on_card
 from regard.patterns import (
     Blocks,
     Columns,
@@ -259,6 +263,25 @@ class Longformer(Core):
     def scan(self, memory: Both, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Both]:
         memory = self.push(memory, k, v, places)
         return self._answer(memory, q, places, causal=True), memory
+
+    def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
+        found = self._at_once(q, k, v, places, causal=True)
+        return super().scan_all(q, k, v, places) if found is None else found
+
+    def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
+        found = self._at_once(q, k, v, places, causal=False) if query_places is places else None
+        return super().read_all(q, k, v, places, query_places) if found is None else found
+
+    def _at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places, causal: bool) -> Tensor | None:
+        """Compute both streams by one operation, on CUDA devices; None where its kernels do not take the call."""
+        special, rows = self.special, self.rows
+        if special is None or rows is None or not on_card(q) or self.dims.backend not in (AUTO, "triton"):
+            return None
+        few = q.shape[2] <= budget(q.device).few_queries
+        if few or places.start != 0 or places.valid is not None or self.local.positions is not None or self.positions is not None:
+            return None
+        call = StreamCall(self.local.reach, special.reach, rows, causal, self.local.scale, self.local.drop)
+        return stream_attention(q, k, v, call)
 
     def _answer(self, memory: Both, q: Tensor, places: Places, causal: bool) -> Tensor:
         q, gq = self._apart(q)

@@ -220,7 +220,7 @@ def _random_weights(shape: tuple[int, ...], std: float, random: torch.Generator 
 
 def _at(table: Tensor, places: Places) -> Tensor:
     """The entries (b h n ...) of a table (h max_len ...) for tokens at these places."""
-    (b, n), start = places.at.shape, places.start
+    (b, n), start = places.shape, places.start
     if start is not None and places.valid is None and start + n <= table.shape[1]:
         return table[:, start : start + n].expand(b, *[-1] * table.dim())
     return table[:, places.at.clamp_max(table.shape[1] - 1)].transpose(0, 1)  # only padding has a later position

@@ -105,7 +105,7 @@ class UnpaddedMixer(Free):
 
     def _room(self, places: Places) -> int:
         """Return how many tokens of a row can be real: there are weights for max_len of them."""
-        n, limit = places.at.shape[1], self.dims.max_len
+        n, limit = places.shape[1], self.dims.max_len
         if limit is None or places.start is None:
             return n
         return min(n, limit - places.start)

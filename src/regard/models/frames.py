@@ -19,7 +19,7 @@ class FramePlaces(Places):
     """Places of the tokens that windows become, which also hold those of the windows."""
 
     def __init__(self, tokens: Places, windows: Places) -> None:
-        super().__init__(tokens.at, tokens.valid, tokens.start, packed=True)
+        super().__init__(tokens._at, tokens.valid, tokens.start, packed=True)
         self.windows = windows
 
 

@@ -83,7 +83,7 @@ def choose_backend(operation: str, name: str, *call: Any) -> Any:
             if "REGARD_LOG" in os.environ:
                 log_backend(operation, backend.name)
             return backend
-        _warn_refused(operation, backend.name, call[0], why)
+        warn_refused(operation, backend.name, call[0][1], why)
     reasons = "; ".join(f"{backend.name}: {backend.refuses(*call)}" for backend in every.values())
     raise ValueError(f"no backend can compute this {operation} attention: {reasons}")
 
@@ -97,9 +97,9 @@ def _automatic(backend: Any, call: tuple) -> bool:
     return devices is None or call[1].device.type in devices
 
 
-def _warn_refused(operation: str, name: str, call: tuple, why: str) -> None:
-    """Warn, once for each reason, that a call goes to the next backend; float64 has one backend by design."""
-    if torch.compiler.is_compiling() or (operation, why) in _warned or call[1].dtype == torch.float64:
+def warn_refused(operation: str, name: str, x: torch.Tensor, why: str) -> None:
+    """Warn, once for each reason, that a call with a tensor x goes to the next backend; float64 has one backend by design."""
+    if torch.compiler.is_compiling() or (operation, why) in _warned or x.dtype == torch.float64:
         return
     _warned.add((operation, why))
     warnings.warn(

@@ -1,4 +1,4 @@
-"""Balance matrices by Sinkhorn's iterations, or in the order of time, all iterations in one launch on CUDA devices.
+"""Balance matrices by Sinkhorn's iterations, or in the order of time, in one launch or one an iteration on CUDA devices.
 
 The definitions in plain operations are `balanced` and `balanced_in_time`. Pairs that do not exist have MASKED_SCORE. In the order
 of time, what the rows before took is kept for the backward pass, a matrix for every iteration.
@@ -21,6 +21,11 @@ from regard.transforms import differentiable_grads, needs_plain_ops
 LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
 LARGEST_WIDE = 1024  # where strips of it are read in every iteration
 STRIP_ELEMENTS = 8192  # of a strip
+STRIP_STAGES = 3  # strips that are loaded ahead, and one
+IN_PARTS = True  # wide matrices in parts, a launch an iteration; otherwise a program a matrix, all iterations in one launch
+MOST_PARTS = 16  # of rows, at most
+PART_ELEMENTS = 4096  # of a strip of a part, which has a row for every warp at least: rows are summed inside of one
+PART_WARPS = 8
 LARGEST_IN_TIME = 64  # where products are computed too
 
 
@@ -60,16 +65,20 @@ def balances_in_one_launch(logits: Tensor) -> bool:
 
 def balance_matrices(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
     """Return the balanced weights (... r c) of logits (... r c), in float32."""
-    if max(logits.shape[-2:]) > (LARGEST_IN_TIME if in_time else LARGEST_MATRIX):
-        return _BalanceWide.apply(logits, iterations, in_time)
     return _Balance.apply(logits, iterations, in_time)
+
+
+def _is_wide(logits: Tensor, in_time: bool) -> bool:
+    """Return whether no program holds a matrix."""
+    return max(logits.shape[-2:]) > (LARGEST_IN_TIME if in_time else LARGEST_MATRIX)
 
 
 def _shape(logits: Tensor) -> tuple[int, dict[str, int]]:
     """Return the number of matrices, and what kernels are compiled for."""
     r, c = logits.shape[-2:]
     blocks = [max(SMALLEST_DOT, 1 << (size - 1).bit_length()) for size in (r, c)]
-    return math.prod(logits.shape[:-2]), {"BR": blocks[0], "BC": blocks[1], "num_warps": 16 if max(blocks) > 64 else 8}
+    own = {"BR": blocks[0], "BC": blocks[1], "EVEN": [r, c] == blocks, "num_warps": 16 if max(blocks) > 64 else 8}
+    return math.prod(logits.shape[:-2]), own
 
 
 def _plain(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
@@ -83,77 +92,118 @@ class _Balance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iterations: int, in_time: bool) -> Tensor:
-        from regard.ops import balance_kernels as kernels
-
         logits = logits.contiguous()
-        (r, c), (count, own) = logits.shape[-2:], _shape(logits)
-        out = torch.empty_like(logits)
-        kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
-        kernel = kernels.balance_in_time if in_time else kernels.balance_rows_and_columns
-        launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), own)
+        out, kept = balance_pass(logits, iterations, in_time)
         ctx.save_for_backward(logits, kept)
         ctx.in_time = in_time
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        from regard.ops import balance_kernels as kernels
-
         logits, kept = ctx.saved_tensors
-        (r, c), (count, own) = logits.shape[-2:], _shape(logits)
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return differentiable_grads(lambda x: (_plain(x, kept.shape[1], ctx.in_time),), (logits,), (grad,))[0], None, None
-        found = torch.empty_like(logits)
-        kernel = kernels.balance_in_time_grads if ctx.in_time else kernels.balance_grads
-        launch_kernel(kernel, (count,), (logits, kept, grad.contiguous(), found), (r, c, kept.shape[1]), own)
-        return found, None, None
+        return balance_pass_grads(logits, kept, grad, ctx.in_time), None, None
 
 
-class _BalanceWide(torch.autograd.Function):
-    """The kernels for matrices that no program holds. Not in time: adjoints of potentials first, then all gradients at once."""
+def balance_pass(logits: Tensor, iterations: int, in_time: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the weights of logits without gaps, and what the gradients need: something for every iteration."""
+    from regard.ops import balance_kernels as kernels
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, iterations: int, in_time: bool) -> Tensor:
-        from regard.ops import balance_kernels as kernels
-
-        logits = logits.contiguous()
-        (r, c), count = logits.shape[-2:], math.prod(logits.shape[:-2])
-        out = torch.empty_like(logits)
-        kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
+    (r, c), (count, own) = logits.shape[-2:], _shape(logits)
+    out = torch.empty_like(logits)
+    kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
+    if IN_PARTS and not in_time and _is_wide(logits, in_time):
+        _balance_parts(logits, out, kept)
+        return out, kept
+    kernel = kernels.balance_in_time if in_time else kernels.balance_rows_and_columns
+    if _is_wide(logits, in_time):
         kernel = kernels.balance_wide_in_time if in_time else kernels.balance_wide
-        launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), _strips(r, c))
-        ctx.save_for_backward(logits, kept)
-        ctx.in_time = in_time
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        from regard.ops import balance_kernels as kernels
-
-        logits, kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            return differentiable_grads(lambda x: (_plain(x, kept.shape[1], ctx.in_time),), (logits,), (grad,))[0], None, None
-        (r, c), (count, iterations, _) = logits.shape[-2:], kept.shape
-        found, own = torch.empty_like(logits), _strips(r, c)
-        strips = ceil_div(r, own["BR"])
-        if ctx.in_time:
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            tensors = (logits, kept, grad, found)
-            launch_kernel(kernels.balance_wide_in_time_grads, (count,), tensors, (r, c, strips, iterations), own)
-            return found, None, None
-        grad, adjoints = grad.contiguous(), torch.empty_like(kept)
-        launch_kernel(kernels.balance_wide_adjoints, (count,), (logits, kept, grad, adjoints), (r, c, iterations), own)
-        given = (logits, kept, grad, adjoints, found)
-        launch_kernel(kernels.balance_wide_grads, (count * strips,), given, (r, c, strips, iterations), own)
-        return found, None, None
+        own = _strips(r, c, in_time) if in_time else _pipelined(r, c)
+    launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), own)
+    return out, kept
 
 
-def _strips(r: int, c: int) -> dict[str, int]:
+def balance_pass_grads(logits: Tensor, kept: Tensor, grad: Tensor, in_time: bool = False) -> Tensor:
+    """Return the gradient of the logits."""
+    from regard.ops import balance_kernels as kernels
+
+    if IN_PARTS and not in_time and _is_wide(logits, in_time):
+        return _parts_grads(logits, kept, grad.contiguous())
+    if _is_wide(logits, in_time):
+        return _wide_grads(logits, kept, grad, in_time)
+    (r, c), (count, own) = logits.shape[-2:], _shape(logits)
+    found = torch.empty_like(logits)
+    kernel = kernels.balance_in_time_grads if in_time else kernels.balance_grads
+    launch_kernel(kernel, (count,), (logits, kept, grad.contiguous(), found), (r, c, kept.shape[1]), own)
+    return found
+
+
+def _wide_grads(logits: Tensor, kept: Tensor, grad: Tensor, in_time: bool) -> Tensor:
+    """The same for matrices that no program holds. Not in time: adjoints of potentials first, then all gradients at once."""
+    from regard.ops import balance_kernels as kernels
+
+    (r, c), (count, iterations, _) = logits.shape[-2:], kept.shape
+    found, own = torch.empty_like(logits), _strips(r, c, in_time)
+    strips = ceil_div(r, own["BR"])
+    if in_time:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        tensors = (logits, kept, grad, found)
+        launch_kernel(kernels.balance_wide_in_time_grads, (count,), tensors, (r, c, strips, iterations), own)
+        return found
+    grad, adjoints = grad.contiguous(), torch.empty_like(kept)
+    given = (logits, kept, grad, adjoints)
+    launch_kernel(kernels.balance_wide_adjoints, (count,), given, (r, c, iterations), _pipelined(r, c))
+    launch_kernel(kernels.balance_wide_grads, (count * strips,), (*given, found), (r, c, strips, iterations), own)
+    return found
+
+
+def _strips(r: int, c: int, in_time: bool) -> dict[str, int]:
     """Return what the kernels of strips are compiled for."""
     columns = max(SMALLEST_DOT, 1 << (c - 1).bit_length())
-    return {
-        "BR": max(SMALLEST_DOT, min(STRIP_ELEMENTS // columns, 1 << (r - 1).bit_length())),
-        "BC": columns,
-        "num_warps": 16,
-        "num_stages": 1,
-    }
+    rows = min(max(STRIP_ELEMENTS // columns, 1), 1 << (r - 1).bit_length())
+    return {"BR": max(SMALLEST_DOT, rows) if in_time else rows, "BC": columns, "num_warps": 16, "num_stages": 1}
+
+
+def _pipelined(r: int, c: int) -> dict[str, int]:
+    """Return the same for kernels that load strips ahead."""
+    own = _strips(r, c, False)
+    return {**own, "STAGES": STRIP_STAGES, "EVEN": c == own["BC"] and r % own["BR"] == 0}
+
+
+def _parts(logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
+    """Return room for the sums of parts, the numbers r, c, parts and matrices, and what kernels of parts are compiled for."""
+    r, c = logits.shape[-2:]
+    count, columns = math.prod(logits.shape[:-2]), 1 << (c - 1).bit_length()
+    rows = max(PART_ELEMENTS // columns, PART_WARPS)
+    strips = 1 << (ceil_div(r, MOST_PARTS * rows) - 1).bit_length()
+    even = c == columns and r % (strips * rows) == 0
+    own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": MOST_PARTS, "EVEN": even, "num_warps": PART_WARPS}
+    return logits.new_empty(2, count, MOST_PARTS, columns), (r, c, ceil_div(r, strips * rows), count), own
+
+
+def _balance_parts(logits: Tensor, out: Tensor, kept: Tensor) -> None:
+    """Write weights and potentials of wide matrices: a launch for the sums of columns, then one for every iteration."""
+    from regard.ops import balance_parts_kernels as kernels
+
+    sums, numbers, own = _parts(logits)
+    grid, iterations = (numbers[2] * numbers[3],), kept.shape[1]
+    launch_kernel(kernels.balance_parts_start, grid, (logits, sums), numbers, own)
+    for t in range(iterations):
+        launch_kernel(kernels.balance_parts_step, grid, (logits, out, kept, sums), (*numbers, iterations, t), own)
+
+
+def _parts_grads(logits: Tensor, kept: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of the logits of wide matrices: a launch for every iteration, then one for all gradients."""
+    from regard.ops import balance_parts_kernels as kernels
+
+    sums, numbers, own = _parts(logits)
+    grid, iterations = (numbers[2] * numbers[3],), kept.shape[1]
+    found, given = torch.empty_like(logits), (logits, kept, grad, torch.empty_like(kept), sums)
+    for t in reversed(range(iterations)):
+        last = {**own, "LAST": t == iterations - 1}
+        launch_kernel(kernels.balance_parts_adjoints, grid, given, (*numbers, iterations, t), last)
+    strips = ceil_div(numbers[0], own["BR"])
+    del own["STRIPS"]
+    launch_kernel(kernels.balance_parts_grads, (strips * numbers[3],), (*given, found), (*numbers, iterations, strips), own)
+    return found

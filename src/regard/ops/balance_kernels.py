@@ -15,10 +15,13 @@ GONE = tl.constexpr(-1.0e30)  # logit of a pair that does not exist
 
 
 @triton.jit
-def load_logits(LOGITS, r, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Return the places of a matrix, which of its pairs exist, and its logits of base 2."""
+def load_logits(LOGITS, r, c, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr):
+    """Return the places of a matrix, which of its pairs exist, and its logits of base 2. EVEN: it has BR rows and BC columns."""
     i = tl.arange(0, BR)[:, None]
     j = tl.arange(0, BC)[None, :]
+    if EVEN:
+        r = BR
+        c = BC
     at = tl.program_id(0).to(tl.int64) * r * c + i * c + j
     inside = (i < r) & (j < c)
     x = tl.load(LOGITS + at, mask=inside, other=GONE)
@@ -33,27 +36,42 @@ def log_sums(x, AXIS: tl.constexpr):
     return top + tl.log2(tl.sum(tl.exp2(shifted), AXIS))
 
 
+@triton.jit
+def positive(x):
+    """Return sums with 1 in place of those of no pairs."""
+    return tl.where(x > 0, x, 1.0)
+
+
 @triton.jit(do_not_specialize=["r", "c", "iterations"])
-def balance_rows_and_columns(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
-    """Write a balanced matrix, and the log-sum-exp of columns and rows of all iterations, KEPT (matrices iterations c + r)."""
-    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC)
+def balance_rows_and_columns(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr):
+    """Write a balanced matrix, and the log-sum-exp of columns and rows of all iterations, KEPT (matrices iterations c + r).
+
+    After one iteration a column of c rows that sum to 1 sums to 1 / c at least, and so on: no maximum is needed any more.
+    """
+    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC, EVEN)
     rows = tl.arange(0, BR)
     columns = tl.arange(0, BC)
     KEPT += tl.program_id(0).to(tl.int64) * iterations * (r + c)
+    by_column = log_sums(x, 0)
+    x = tl.where(real, x - by_column[None, :], GONE)
+    by_row = log_sums(x, 1)
+    x = tl.where(real, x - by_row[:, None], GONE)
     for t in range(0, iterations):
-        by_column = log_sums(x, 0)
-        x = tl.where(real, x - by_column[None, :], GONE)
-        by_row = log_sums(x, 1)
-        x = tl.where(real, x - by_row[:, None], GONE)
         tl.store(KEPT + t * (r + c) + columns, by_column, mask=columns < c)
         tl.store(KEPT + t * (r + c) + c + rows, by_row, mask=rows < r)
+        if t < iterations - 1:
+            w = tl.exp2(x)
+            total = positive(tl.sum(w, 0))
+            by_column = tl.log2(total)
+            by_row = tl.log2(positive(tl.sum(w * (1.0 / total)[None, :], 1)))
+            x = x - by_column[None, :] - by_row[:, None]  # GONE is so far below that it stays
     tl.store(OUT + at, tl.exp2(x), mask=inside)
 
 
 @triton.jit(do_not_specialize=["r", "c", "iterations"])
-def balance_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
+def balance_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr):
     """Write the gradient of the logits of a matrix."""
-    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC)
+    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC, EVEN)
     rows = tl.arange(0, BR)
     columns = tl.arange(0, BC)
     KEPT += tl.program_id(0).to(tl.int64) * iterations * (r + c)
@@ -82,9 +100,9 @@ def row_shares(x, taken, some):
 
 
 @triton.jit(do_not_specialize=["r", "c", "iterations"])
-def balance_in_time(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
+def balance_in_time(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr):
     """Write a matrix balanced in the order of time, and what earlier rows took in each sweep, KEPT (matrices iterations r c)."""
-    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC)
+    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC, EVEN)
     some = tl.max(real.to(tl.int32), 1) > 0
     rows = tl.arange(0, BR)
     earlier = (rows[None, :] < rows[:, None]).to(tl.float32)
@@ -97,9 +115,9 @@ def balance_in_time(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: t
 
 
 @triton.jit(do_not_specialize=["r", "c", "iterations"])
-def balance_in_time_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
+def balance_in_time_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr):
     """Write the gradient of the logits of a matrix that was balanced in the order of time."""
-    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC)
+    at, inside, real, x = load_logits(LOGITS, r, c, BR, BC, EVEN)
     some = tl.max(real.to(tl.int32), 1) > 0
     rows = tl.arange(0, BR)
     later = (rows[None, :] > rows[:, None]).to(tl.float32)
@@ -117,12 +135,23 @@ def balance_in_time_grads(LOGITS, KEPT, GRAD, FOUND, r, c, iterations, BR: tl.co
 
 
 @triton.jit
-def load_strip(LOGITS, first, r, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Return rows from `first` on of the matrix of a program, in base 2; GONE for pairs that do not exist."""
+def load_strip(LOGITS, first, r, c, BR: tl.constexpr, BC: tl.constexpr, EVEN: tl.constexpr = False):
+    """Return rows from `first` on of the matrix of a program, in base 2; GONE for pairs that do not exist. EVEN: all is full."""
     i = first + tl.arange(0, BR)[:, None]
     j = tl.arange(0, BC)[None, :]
-    x = tl.load(LOGITS + i * c + j, mask=(i < r) & (j < c), other=GONE)
+    if EVEN:  # noqa: SIM108 - the address is then known to be aligned
+        x = tl.load(LOGITS + i * BC + j)
+    else:
+        x = tl.load(LOGITS + i * c + j, mask=(i < r) & (j < c), other=GONE)
     return tl.where(x > GONE / 2, x * LOG2E, GONE)
+
+
+@triton.jit
+def matrix_at(X, pid, r, c, BC: tl.constexpr, EVEN: tl.constexpr):
+    """Return the pointer to a matrix (r c) of a stack."""
+    if EVEN:
+        return X + pid * r * BC
+    return X + pid * r * c
 
 
 @triton.jit
@@ -133,38 +162,41 @@ def running_sums(top, total, x):
 
 
 @triton.jit(do_not_specialize=["r", "c", "iterations"])
-def balance_wide(LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
-    """As `balance_rows_and_columns`, of a matrix that is read in strips of rows in every iteration. KEPT holds potentials: logits
-    less those of column and row are the logits after an iteration, and each is the log-sum-exp of logits less the other ones.
+def balance_wide(
+    LOGITS, OUT, KEPT, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr
+):
+    """As `balance_rows_and_columns`, of a matrix that is read in strips of rows once in an iteration: when rows of a strip are
+    balanced, what they leave to the columns is added up for the next one. KEPT holds potentials: logits less those of column
+    and row are the logits after an iteration, and each is the log-sum-exp of logits less the other ones.
     """
     pid = tl.program_id(0).to(tl.int64)
-    LOGITS += pid * r * c
-    OUT += pid * r * c
+    LOGITS = matrix_at(LOGITS, pid, r, c, BC, EVEN)
+    OUT = matrix_at(OUT, pid, r, c, BC, EVEN)
     KEPT += pid * iterations * (r + c)
-    columns = tl.arange(0, BC)
+    j = tl.arange(0, BC)
     strip = tl.arange(0, BR)
+    top = tl.full([BC], GONE, tl.float32)
+    total = tl.zeros([BC], tl.float32)
+    for first in tl.range(0, r, BR, num_stages=STAGES):
+        top, total = running_sums(top, total, load_strip(LOGITS, first, r, c, BR, BC, EVEN))
+    by_column = top + tl.log2(total)
     for t in range(0, iterations):
-        top = tl.full([BC], GONE, tl.float32)
-        total = tl.zeros([BC], tl.float32)
-        for first in range(0, r, BR):
+        tl.store(KEPT + t * (r + c) + j, by_column, mask=j < c)
+        of_columns = tl.zeros([BC], tl.float32)
+        for first in tl.range(0, r, BR, num_stages=STAGES):
             i = first + strip
-            x = load_strip(LOGITS, first, r, c, BR, BC)
-            by_row = tl.load(KEPT + (t - 1) * (r + c) + c + i, mask=(i < r) & (t > 0), other=0.0)
-            top, total = running_sums(top, total, tl.where(x > GONE / 2, x - by_row[:, None], GONE))
-        by_column = top + tl.log2(total)
-        tl.store(KEPT + t * (r + c) + columns, by_column, mask=columns < c)
-        tl.debug_barrier()
-        for first in range(0, r, BR):
-            i = first + strip
-            x = load_strip(LOGITS, first, r, c, BR, BC)
+            x = load_strip(LOGITS, first, r, c, BR, BC, EVEN)
             x = tl.where(x > GONE / 2, x - by_column[None, :], GONE)
-            by_row = log_sums(x, 1)
-            tl.store(KEPT + t * (r + c) + c + i, by_row, mask=i < r)
+            highest = tl.max(x, 1)
+            w = tl.exp2(x - highest[:, None])
+            sums = tl.sum(w, 1)
+            w = tl.where(x > GONE / 2, w * (1.0 / sums)[:, None], 0.0)
+            of_columns += tl.sum(w, 0)
+            tl.store(KEPT + t * (r + c) + c + i, highest + tl.log2(sums), mask=i < r)
             if t == iterations - 1:
-                j = columns[None, :]
-                w = tl.exp2(tl.where(x > GONE / 2, x - by_row[:, None], GONE))
-                tl.store(OUT + i[:, None] * c + j, w, mask=(i[:, None] < r) & (j < c))
-        tl.debug_barrier()
+                width = BC if EVEN else c
+                tl.store(OUT + i[:, None] * width + j[None, :], w, mask=(i[:, None] < r) & (j[None, :] < c))
+        by_column += tl.log2(positive(of_columns))
 
 
 @triton.jit
@@ -174,11 +206,16 @@ def strip_weights(x, by_row, by_column):
 
 
 @triton.jit(do_not_specialize=["r", "c", "iterations"])
-def balance_wide_adjoints(LOGITS, KEPT, GRAD, ADJOINTS, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr):
-    """Write the adjoints of all potentials that `balance_wide` kept, in the same order."""
+def balance_wide_adjoints(
+    LOGITS, KEPT, GRAD, ADJOINTS, r, c, iterations, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write the adjoints of all potentials that `balance_wide` kept, in the same order. A strip of rows is read once in an
+    iteration: its adjoints of rows are complete, and what they add to those of columns is summed at once.
+    """
     pid = tl.program_id(0).to(tl.int64)
-    LOGITS += pid * r * c
-    GRAD += pid * r * c
+    LOGITS = matrix_at(LOGITS, pid, r, c, BC, EVEN)
+    GRAD = matrix_at(GRAD, pid, r, c, BC, EVEN)
     KEPT += pid * iterations * (r + c)
     ADJOINTS += pid * iterations * (r + c)
     j = tl.arange(0, BC)
@@ -186,33 +223,32 @@ def balance_wide_adjoints(LOGITS, KEPT, GRAD, ADJOINTS, r, c, iterations, BR: tl
     last = (iterations - 1) * (r + c)
     by_column = tl.load(KEPT + last + j, mask=j < c, other=0.0)
     of_columns = tl.zeros([BC], tl.float32)
-    for first in range(0, r, BR):
+    for first in tl.range(0, r, BR, num_stages=STAGES):
         i = first + strip
         by_row = tl.load(KEPT + last + c + i, mask=i < r, other=0.0)
-        w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC), by_row, by_column)
-        g = tl.load(GRAD + i[:, None] * c + j[None, :], mask=(i[:, None] < r) & (j[None, :] < c), other=0.0) * w
-        of_columns -= tl.sum(g, 0)
-        tl.store(ADJOINTS + last + c + i, -tl.sum(g, 1), mask=i < r)
-    tl.debug_barrier()
-    for back in range(0, iterations):
-        t = iterations - 1 - back
-        at = t * (r + c)
-        by_column = tl.load(KEPT + at + j, mask=j < c, other=0.0)
-        for first in range(0, r, BR):
+        w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC, EVEN), by_row, by_column)
+        if EVEN:
+            g = tl.load(GRAD + i[:, None] * BC + j[None, :]) * w
+        else:
+            g = tl.load(GRAD + i[:, None] * c + j[None, :], mask=(i[:, None] < r) & (j[None, :] < c), other=0.0) * w
+        of_rows = -tl.sum(g, 1)
+        of_columns -= tl.sum(g + w * of_rows[:, None], 0)
+        tl.store(ADJOINTS + last + c + i, of_rows, mask=i < r)
+    tl.store(ADJOINTS + last + j, of_columns, mask=j < c)
+    for back in range(1, iterations):
+        at = (iterations - 1 - back) * (r + c)
+        before = tl.load(KEPT + at + j, mask=j < c, other=0.0)
+        pull = of_columns * tl.exp2(before - by_column)
+        by_column = before
+        of_columns = tl.zeros([BC], tl.float32)
+        for first in tl.range(0, r, BR, num_stages=STAGES):
             i = first + strip
             by_row = tl.load(KEPT + at + c + i, mask=i < r, other=0.0)
-            of_rows = tl.load(ADJOINTS + at + c + i, mask=i < r, other=0.0)
-            w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC), by_row, by_column)
+            w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC, EVEN), by_row, by_column)
+            of_rows = -tl.sum(w * pull[None, :], 1)
             of_columns -= tl.sum(w * of_rows[:, None], 0)
+            tl.store(ADJOINTS + at + c + i, of_rows, mask=i < r)
         tl.store(ADJOINTS + at + j, of_columns, mask=j < c)
-        for first in range(0, r, BR):
-            i = first + strip
-            earlier = (i < r) & (t > 0)
-            by_row = tl.load(KEPT + at - r + i, mask=earlier, other=0.0)  # of the iteration before
-            w = strip_weights(load_strip(LOGITS, first, r, c, BR, BC), by_row, by_column)
-            tl.store(ADJOINTS + at - r + i, -tl.sum(w * of_columns[None, :], 1), mask=earlier)
-        of_columns = tl.zeros([BC], tl.float32)
-        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["r", "c", "strips", "iterations"])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from regard.cache import forget_signatures
 from regard.ops.tuned_table import KernelConfig, TunedTable, current_table, find_config
+from regard.transforms import needs_plain_ops
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
@@ -35,6 +36,11 @@ def has_triton() -> bool:
 def interpreting() -> bool:
     """Return whether kernels run in Triton's interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_card(x: Tensor) -> bool:
+    """Return whether kernels come into question for a tensor: on CUDA devices, where nothing traces the call."""
+    return x.is_cuda and not torch.compiler.is_compiling() and not needs_plain_ops()
 
 
 def triton_cannot_run(*tensors: Tensor | None) -> str | None:

@@ -43,21 +43,21 @@ def two_blocks_attention(blocks: BlockTensors, causal: bool, plain: Callable[...
     return _TwoBlocks.apply(causal, plain, *blocks)
 
 
-def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+def block_strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(x.stride()[:4] for x in tensors)
 
 
-def _beside(x: Tensor) -> Tensor:
+def beside_heads(x: Tensor) -> Tensor:
     """Return an empty tensor of the shape of x (b h u p .) with the heads of a token side by side."""
     b, h, u, p, d = x.shape
     return x.new_empty(b, u, p, h, d).permute(0, 3, 1, 2, 4)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense_blocks(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _constants(q: Tensor, v: Tensor, causal: bool, mass: bool = False) -> dict[str, Any]:
+def block_constants(q: Tensor, v: Tensor, causal: bool, mass: bool = False) -> dict[str, Any]:
     d, e, size = q.shape[-1], v.shape[-1], block_of(q.shape[3], q.device)
     precision = dot_precision(q.dtype)
     wide = {"D": d, "E": e, "BD": block_of(d, q.device), "BE": block_of(e, q.device)}
@@ -72,14 +72,14 @@ class _TwoBlocks(torch.autograd.Function):
     def forward(ctx: Any, causal: bool, plain: Callable[..., Tensor], *blocks: Tensor) -> Tensor:
         from regard.ops import two_blocks_kernels as kernels
 
-        q, k, v, k2, v2 = (_dense(x) for x in blocks[:5])
+        q, k, v, k2, v2 = (dense_blocks(x) for x in blocks[:5])
         bias = blocks[5].float().contiguous()
         b, h, u, p, d = q.shape
-        out = _beside(q.new_empty(1).expand(b, h, u, p, v.shape[-1]))
+        out = beside_heads(q.new_empty(1).expand(b, h, u, p, v.shape[-1]))
         lse = bias.new_empty(b, h, u, p)
-        numbers = (*_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5)
+        numbers = (*block_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5)
         tensors = (q, k, v, k2, v2, bias, out, lse)
-        launch_kernel(kernels.two_blocks_forward, (b * h * u,), tensors, numbers, _constants(q, v, causal))
+        launch_kernel(kernels.two_blocks_forward, (b * h * u,), tensors, numbers, block_constants(q, v, causal))
         ctx.save_for_backward(q, k, v, k2, v2, bias, out, lse)
         ctx.causal, ctx.plain, ctx.kind = causal, plain, blocks[5].dtype
         return out
@@ -93,12 +93,12 @@ class _TwoBlocks(torch.autograd.Function):
             return None, None, *differentiable_grads(lambda *x: (ctx.plain(*x),), blocks, (grad,))
         q, k, v, k2, v2, bias = blocks
         b, h, u, p, d = q.shape
-        grad = _dense(grad)
+        grad = dense_blocks(grad)
         found = [torch.empty_like(x) for x in blocks[:5]]  # laid out as they are: what adds to them reads both in one order
         d_bias = torch.empty_like(bias)
-        numbers = (*_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
+        numbers = (*block_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
         tensors = (*blocks, out, grad, lse, *found, d_bias)
-        launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, _constants(q, v, ctx.causal))
+        launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, block_constants(q, v, ctx.causal))
         return None, None, *found, d_bias.to(ctx.kind)
 
 
@@ -118,12 +118,12 @@ def sorted_blocks_attention(
     return _SortedBlocks.apply(causal, unseen, plain, q, k, v, shares)
 
 
-def _rows(x: Tensor) -> Tensor:
+def block_rows(x: Tensor) -> Tensor:
     """Return blocks (b h c p d) as rows of matrices (b*h c p*d)."""
     return x.flatten(3).flatten(0, 1)
 
 
-def _share_rows(shares: Tensor) -> tuple[tuple[int], tuple[int, int, float], dict[str, int]]:
+def share_row_sizes(shares: Tensor) -> tuple[tuple[int], tuple[int, int, float], dict[str, int]]:
     """Return the grid, the numbers and the constants of kernels over rows of shares."""
     c = shares.shape[-1]
     count = shares.numel() // c
@@ -140,18 +140,18 @@ class _SortedBlocks(torch.autograd.Function):
     def forward(ctx: Any, causal: bool, unseen: float, plain: Callable[..., Tensor], *given: Tensor) -> Tensor:
         from regard.ops import two_blocks_kernels as kernels
 
-        q, k, v = (_dense(x) for x in given[:3])
+        q, k, v = (dense_blocks(x) for x in given[:3])
         shares = given[3].contiguous()
         b, h, c, p, d = q.shape
         weights, mass = k.new_empty(b * h, c, c), shares.new_empty(b, h, c)
-        grid, (*sizes, least), constants = _share_rows(shares)
+        grid, (*sizes, least), constants = share_row_sizes(shares)
         launch_kernel(kernels.share_weights, grid, (shares, weights, mass), (*sizes, least, unseen), constants)
-        k2, v2 = ((weights @ _rows(x)).view(x.shape) for x in (k, v))
-        out = _beside(q.new_empty(1).expand(b, h, c, p, v.shape[-1]))
+        k2, v2 = ((weights @ block_rows(x)).view(x.shape) for x in (k, v))
+        out = beside_heads(q.new_empty(1).expand(b, h, c, p, v.shape[-1]))
         lse = mass.new_empty(b, h, c, p)
-        numbers = (*_strides(q, k, v, k2, v2, out), h, c, p, d**-0.5)
+        numbers = (*block_strides(q, k, v, k2, v2, out), h, c, p, d**-0.5)
         tensors = (q, k, v, k2, v2, mass, out, lse)
-        launch_kernel(kernels.two_blocks_forward, (b * h * c,), tensors, numbers, _constants(q, v, causal, True))
+        launch_kernel(kernels.two_blocks_forward, (b * h * c,), tensors, numbers, block_constants(q, v, causal, True))
         ctx.save_for_backward(q, k, v, shares, k2, v2, weights, mass, out, lse)
         ctx.causal, ctx.plain = causal, plain
         return out
@@ -164,28 +164,28 @@ class _SortedBlocks(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return None, None, None, *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v, shares), (grad,))
         b, h, c, p, d = q.shape
-        grad = _dense(grad)
+        grad = dense_blocks(grad)
         dq, dk, dv, dk2, dv2 = (torch.empty_like(x) for x in (q, k, v, k2, v2))
         d_mass = torch.empty_like(mass)
-        numbers = (*_strides(q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2), h, c, p, d**-0.5)
+        numbers = (*block_strides(q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2), h, c, p, d**-0.5)
         tensors = (q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
-        launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, _constants(q, v, ctx.causal, True))
-        by_block = [_product(_rows(y), _rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
-        dk, dv = (_with_product(x, weights.mT, _rows(y)) for x, y in ((dk, dk2), (dv, dv2)))
+        launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, block_constants(q, v, ctx.causal, True))
+        by_block = [product_in_float32(block_rows(y), block_rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
+        dk, dv = (plus_product(x, weights.mT, block_rows(y)) for x, y in ((dk, dk2), (dv, dv2)))
         found = torch.empty_like(shares)
-        grid, sizes, constants = _share_rows(shares)
+        grid, sizes, constants = share_row_sizes(shares)
         launch_kernel(kernels.share_weights_grads, grid, (shares, *by_block, d_mass, found), sizes, constants)
         return None, None, None, dq, dk, dv, found
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """Return a b in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
-def _with_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def plus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return blocks x (b h c p d) plus the rows a b, into x where its rows lie in one piece."""
     if x.is_contiguous():
         rows = x.view(*a.shape[:2], -1)

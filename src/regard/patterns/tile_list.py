@@ -2,8 +2,8 @@
 
 `kernel_plan` lowers the plan of one head. Pairs are split into disjoint groups, computed one after the other:
 
-    the natural group    tokens in order: the widest plain band, then a list of the tiles that hold other pairs
-    strided bands        one group each, in residue classes; a hole leaves out the pairs of the natural band
+    the natural group    tokens in order: the widest plain band, then a list of the tiles that hold pairs of no band
+    a strided band       the widest one, in residue classes; a hole leaves out the pairs of the natural band
 
 A tile of the list is full, or has a mask of one bit for each pair; equal masks are stored once. `kernel_items` distributes the
 tiles of all heads over programs: a long row of tiles, as global tokens have, is cut into pieces that are merged afterwards.
@@ -23,7 +23,8 @@ from regard.patterns.tiles import Layout, Span, TilePart, ceil_div
 
 TILE = 64  # queries and keys of a tile
 MASK_BATCH = 1 << 22  # pairs that are tested together
-EMPTIEST = 8  # a list may score this many times the pairs that the tiles of the plan do
+EMPTIEST = 32  # a list may score this many times the pairs that the tiles of the plan do: kernels score them that fast
+FEWEST = 8  # tiles of a row of tiles that a list may always have
 PIECE = 16  # tiles that one program walks, where a row of tiles is longer than twice as many
 FAR = 1 << 29  # further than any distance
 NO_BAND = (-FAR, -FAR)
@@ -67,20 +68,17 @@ class KernelPlan(NamedTuple):
 @bounded_cache(lambda made: made.size)
 def kernel_plan(plan: Plan) -> KernelPlan:
     """Lower the plan of one head."""
-    alternatives = [_atoms(part) for part in plan.parts]
-    strided = [a for a in dict.fromkeys(alternatives) if any(isinstance(x, Band) and x.step > 1 for x in a)]
-    natural = [a for a in dict.fromkeys(alternatives) if a not in strided]
-    bands = [a[0] for a in natural if len(a) == 1 and isinstance(a[0], Band)]
-    band = max(bands, key=lambda x: _width(x, plan.span), default=None)
-    listed = [a for a in natural if a != (band,)]
-    if any(len(a) > 1 for a in strided) or (strided and listed) or len(strided) > 1:
-        return KernelPlan(refused="it is a stride together with other tokens than one window")
+    alternatives = list(dict.fromkeys(_atoms(part) for part in plan.parts))
+    bands = [a[0] for a in alternatives if len(a) == 1 and isinstance(a[0], Band)]
+    band = max((x for x in bands if x.step == 1), key=lambda x: _width(x, plan.span), default=None)
+    strided = max((x for x in bands if x.step > 1), key=lambda x: _width(x, plan.span), default=None)
+    listed = [a for a in alternatives if a not in ((band,), (strided,))]
     bounds = None if band is None else _bounds(band)
-    hole = bounds or NO_BAND
-    holes = tuple(StridedBand(x.step, *_bounds(x), *hole) for a in strided for x in a if isinstance(x, Band))
+    holes = () if strided is None else (StridedBand(strided.step, *_bounds(strided), *(bounds or NO_BAND)),)
     if not listed:
         return KernelPlan(bounds, strided=holes)
-    return _listed_plan(plan, listed, band, bounds)
+    taken = [x for x in (band, strided) if x is not None]
+    return _listed_plan(plan, listed, taken, bounds)._replace(strided=holes)
 
 
 def _atoms(part: TilePart) -> Alternative:
@@ -99,12 +97,14 @@ def _width(band: Band, span: Span) -> int:
     return min(back, span.n + span.m) + min(ahead, span.n + span.m)
 
 
-def _listed_plan(plan: Plan, listed: list[Alternative], band: Band | None, bounds: tuple[int, int] | None) -> KernelPlan:
+def _listed_plan(plan: Plan, listed: list[Alternative], taken: list[Band], bounds: tuple[int, int] | None) -> KernelPlan:
+    """List the tiles of alternatives, without the pairs that bands have taken."""
     rows, cols = _candidates([part for part in plan.parts if _atoms(part) in listed], plan.span)
     scored = sum(part.scored for part in plan.parts)
-    if len(rows) * TILE * TILE > EMPTIEST * max(scored, plan.span.n * TILE):
+    room = min(TILE, plan.span.n) * min(TILE, plan.span.m)  # of a tile
+    if len(rows) * room > max(EMPTIEST * scored, FEWEST * plan.span.n * TILE):
         return KernelPlan(refused=f"its pairs are too scattered for tiles of {TILE} x {TILE}")
-    bits, full, some = _masks(listed, band, rows, cols, plan.span)
+    bits, full, some = _masks(listed, taken, rows, cols, plan.span)
     rows, cols, bits, full = rows[some], cols[some], bits[some], full[some]
     masks, which = bits.unique(dim=0, return_inverse=True)
     which = torch.where(full, -1, which)
@@ -150,7 +150,7 @@ def _tiles_of_blocks(layout: Layout, length: int) -> Tensor:
     return torch.where(again, -1, number)
 
 
-def _masks(listed: list[Alternative], band: Band | None, rows: Tensor, cols: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+def _masks(listed: list[Alternative], taken: list[Band], rows: Tensor, cols: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor]:
     """Test the pairs of tiles: bits (T 64) int64, which tiles are full, and which hold any pair."""
     token = torch.arange(TILE)
     powers = torch.ones(TILE, dtype=torch.long) << token
@@ -167,7 +167,7 @@ def _masks(listed: list[Alternative], band: Band | None, rows: Tensor, cols: Ten
             for atom in atoms:
                 holds = holds & atom(0, i, j)
             seen = seen | holds
-        if band is not None:
+        for band in taken:
             seen = seen & ~band(0, i, j)
         bits = torch.where(seen, powers, 0).sum(-1)
         found.append((bits, seen.flatten(1).all(1), seen.flatten(1).any(1)))

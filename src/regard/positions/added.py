@@ -57,12 +57,12 @@ class AddedPositions(Positions):
 
     def rows(self, places: Places) -> Tensor:
         """Return the vectors of these positions, (b n w), or (n w) where all rows have the same."""
-        n = places.at.shape[1]
+        n = places.shape[1]
         if places.start is not None:
-            table = self._known(places.start + n, places.at.device)
+            table = self._known(places.start + n, places.device)
             return table[places.start :] if places.valid is None else table[places.at]
         count = position_bound() or int(places.at.max()) + 1
-        table = self._known(count, places.at.device)
+        table = self._known(count, places.device)
         return table[places.at]
 
     def _known(self, n: int, device: torch.device) -> Tensor:

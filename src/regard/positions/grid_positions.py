@@ -165,7 +165,7 @@ class Rotary2D(Positions):
         """Return the cosine and the sine of every angle, (b or 1, 1, n, d / 2): of one row where all rows agree."""
         alike = places.valid is None and places.start is not None
         row, column, _ = self.cells.of((places.at[:1] if alike else places.at)[:, None, :, None])
-        frequencies = inverse_frequencies(d // 2, self.base, places.at.device)
+        frequencies = inverse_frequencies(d // 2, self.base, places.device)
         angle = torch.cat([row.double() * frequencies, column.double() * frequencies], -1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 

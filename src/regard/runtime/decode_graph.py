@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.mixers.places import positions_below
+from regard.ops.in_place import overwritten_states
 from regard.runtime.cuda_graph import capture_graph, forbid_sync
 from regard.runtime.state_buffers import StateBuffers
 
@@ -58,7 +59,7 @@ class DecodeGraph:
 
     def _extend(self) -> tuple[Tensor, Any]:
         self.buffers.begin()
-        with positions_below(self.bound):
+        with positions_below(self.bound), overwritten_states(self.buffers.moved.values()):
             return self.model.extend(self.buffers.state, self.tokens)
 
     def capture(self, reorder: bool) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from regard.models.causal_lm import last_real
 from regard.runtime.decode_graph import DecodeGraph
+from regard.runtime.fused_step import fuse_steps
 from regard.runtime.packed_linear import fuse_qkv, pack_linears
 from regard.runtime.state_buffers import StateBuffers, buffer_key, own_caches, spare_room
 
@@ -90,6 +91,7 @@ class GraphedDecoder:
             if not callable(getattr(model, name, None)):
                 raise ValueError(f"a {type(model).__name__} does not decode token by token: it has no {name}()")
         self.model: Any = pack_linears(fuse_qkv(model))
+        self.step_model: Any = None  # the same model for steps of one token, made by the first of them
         self.device = next(model.parameters()).device
         self.graphs = graphs and self.device.type == "cuda"
         self.room, self.limit = max(room, 1), _longest(model)
@@ -154,7 +156,9 @@ class GraphedDecoder:
     def _make(self, key: Any, own: Any, bound: int, room_for: Any) -> None:
         """Make the graph of a step, or write down why there is none."""
         with torch.inference_mode(False), torch.no_grad():  # buffers outlive the mode they are made in
-            graph = DecodeGraph(self.model, own, StateBuffers(own, room_for), bound, self.pool)
+            if self.step_model is None:
+                self.step_model = fuse_steps(self.model)
+            graph = DecodeGraph(self.step_model, own, StateBuffers(own, room_for), bound, self.pool)
             try:
                 why = graph.why_not(own)
                 if why is None:

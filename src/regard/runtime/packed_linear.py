@@ -99,7 +99,7 @@ def fuse_qkv(module: ModuleT) -> ModuleT:
 
     All other weights are shared. Maps that are no plain `nn.Linear`, or of which only some have a bias, stay as they are.
     """
-    made = _inference_copy(module, {})
+    made = inference_copy(module, {})
     for part in made.modules():
         if isinstance(part, Attention) and part.dims.causal:
             names = ("q", "v") if part.shared_qk else ("q", "k", "v")
@@ -133,14 +133,14 @@ def pack_linears(module: ModuleT) -> ModuleT:
     for part in module.modules():
         if type(part) is nn.Linear and packs(part.weight):
             instead[id(part)] = PackedLinear(part.weight, part.bias)
-    made = _inference_copy(module, instead)
+    made = inference_copy(module, instead)
     for part in made.modules():
         if type(part) is FeedForward and type(part.up) is PackedLinear and not part.gated:
             part.up.activation, part.act = FUSED_ACTIVATIONS[part.activation], _identity
     return made
 
 
-def _inference_copy(module: ModuleT, instead: dict[int, object]) -> ModuleT:
+def inference_copy(module: ModuleT, instead: dict[int, object]) -> ModuleT:
     """Copy a module with its weights shared, and with some of its parts replaced, by their id."""
     shared = {id(weight): weight for weight in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, {**instead, **shared})

@@ -41,7 +41,7 @@ class ClassificationTask(SentimentTask):
 
     def __init__(self, config: Classification) -> None:
         super().__init__(config)
-        check_choice("delimiter", config.delimiter, tuple(DELIMITERS))
+        check_choice("delimiter", config.delimiter, ("auto", *DELIMITERS))
         paths = [path for path in (config.csv, config.jsonl, config.folder) if path]
         if len(paths) > 1:
             raise ValueError("the texts are in one place: give --csv, --jsonl or --folder, not two of them")

@@ -33,7 +33,7 @@ class Classification(GivenSplits, Sentiment):
     folder: str = ""  # or a folder that has one for each label, and those a text in every file; also below train and test
     text: str = "text"  # the column, or key, of the texts
     label: str = "label"  # the column, or key, of the labels
-    delimiter: str = "comma"  # between the columns of a CSV file: comma, tab, semicolon
+    delimiter: str = "auto"  # between the columns of a CSV file: comma, tab, semicolon; auto: as its header has it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,6 +128,7 @@ class OwnTags(GivenSplits, Tagging):
     """Words and tags of one file."""
 
     conll: str = ""  # a CoNLL-U file, or a word and its tag on every line; its absolute path is kept
+    column: int = 0  # of the tag, counted from 1; 0: UPOS of CoNLL-U, or the second of two
 
     def __post_init__(self) -> None:
         super().__post_init__()

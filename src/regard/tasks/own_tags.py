@@ -33,7 +33,7 @@ class OwnTagsTask(TaggingTask):
         if not self.config.conll:
             raise DataError("which file has the sentences? Give --conll FILE")
         paths = {split: path for split, (path,) in self.files.find(folder).items()}
-        found = {split: read_tagged(path) for split, path in paths.items()}
+        found = {split: read_tagged(path, self.config.column) for split, path in paths.items()}
         if empty := [paths[split] for split, part in found.items() if not part and split != "train"]:
             raise DataError(f"{empty[0]} has no sentence in it")
         path = paths["train"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from regard import tasks
@@ -25,6 +26,17 @@ def restored(begun: Mapping[str, Any], where: str, name: str | None = None) -> C
         raise ValueError(f"{where}: {error}") from None
 
 
+def started_config(name: str, out: Path | None, preset: str | None = None) -> Config:
+    """Make the settings of a task, or of the run in `out` if one has begun there, with those of a preset."""
+    from regard.training.checkpoints import load_config
+
+    begun = load_config(out) if out is not None else None
+    config = tasks.config(name, preset)
+    if begun is None:
+        return config
+    return restored(begun, f"{out}/config.json", name).replace({} if preset is None else tasks.TASKS[name].presets[preset])
+
+
 def decoding(config: Config, changes: Mapping[str, Any]) -> Config:
     """Change settings of inference; all others are those that the weights were trained with."""
     allowed = tasks.make_task(config).answering
@@ -38,6 +50,13 @@ def decoding(config: Config, changes: Mapping[str, Any]) -> Config:
     check_decoding(changed)
     tasks.make_task(changed).check_answering(config)
     return changed
+
+
+def refuse_unused(unused: Mapping[str, str], names: Iterable[str]) -> None:
+    """Refuse settings that have no effect in a task, each with what it is for."""
+    for name in names:
+        if name in unused:
+            raise ValueError(f"{name} does nothing here: it is for {unused[name]}. Leave it out")
 
 
 def check_decoding(config: Config) -> None:

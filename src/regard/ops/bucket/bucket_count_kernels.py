@@ -15,19 +15,14 @@ def load_labels(LABELS, line, position, sb, sh, sr, sn, n, heads, rounds):
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "heads", "rounds"])
-def count_labels(
-    LABELS, COUNTS, sb, sh, sr, sn, n, blocks, heads, rounds, SIZE: tl.constexpr, STEP: tl.constexpr, BB: tl.constexpr
-):  # fmt: skip
+def count_labels(LABELS, COUNTS, sb, sh, sr, sn, n, blocks, heads, rounds, SIZE: tl.constexpr, BB: tl.constexpr):
     """Write how many tokens of a block of SIZE tokens have each label, COUNTS (lines blocks BB)."""
     pid = tl.program_id(0)
     line = (pid // blocks).to(tl.int64)
-    first = pid % blocks * SIZE
-    label = tl.arange(0, BB)
-    total = tl.zeros([BB], tl.int32)
-    for start in range(first, tl.minimum(first + SIZE, n), STEP):
-        found = load_labels(LABELS, line, start + tl.arange(0, STEP), sb, sh, sr, sn, n, heads, rounds)
-        total += tl.sum((found[:, None] == label[None, :]).to(tl.int32), 0)
-    tl.store(COUNTS + pid.to(tl.int64) * BB + label, total)
+    position = pid % blocks * SIZE + tl.arange(0, SIZE)
+    found = load_labels(LABELS, line, position, sb, sh, sr, sn, n, heads, rounds)
+    total = tl.histogram(found.to(tl.int32), BB, mask=position < n)
+    tl.store(COUNTS + pid.to(tl.int64) * BB + tl.arange(0, BB), total)
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "total", "buckets", "heads", "rounds"])
@@ -35,7 +30,10 @@ def place_tokens(
     LABELS, COUNTS, PLACES, sb, sh, sr, sn, n, blocks, total, buckets, heads, rounds,
     MARKS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, BB: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Write PLACES of a block of tokens as `token_places` does, from the counts of all blocks of the line."""
+    """Write PLACES of a block of tokens as `token_places` does, from the counts of all blocks of the line.
+
+    A program is one warp, and a thread compares its token to all of a step: nothing waits for another warp.
+    """
     pid = tl.program_id(0)
     block = pid % blocks
     line = (pid // blocks).to(tl.int64)
@@ -54,15 +52,17 @@ def place_tokens(
     end = tl.where(label == buckets, 0, end)
     PLACES += line * n
     total = total.to(tl.int64)
+    step = tl.arange(0, STEP)
+    earlier = step[:, None] < step[None, :]
     for start in range(block * SIZE, tl.minimum(block * SIZE + SIZE, n), STEP):
-        position = start + tl.arange(0, STEP)
+        position = start + step
         inside = position < n
         found = load_labels(LABELS, line, position, sb, sh, sr, sn, n, heads, rounds)
-        own = found[:, None] == label[None, :]
-        ones = own.to(tl.int32)
-        place = tl.sum(tl.where(own, free[None, :] + tl.cumsum(ones, 0) - 1, 0), 1)
-        first = tl.sum(tl.where(own, begin[None, :], 0), 1)
-        last = tl.sum(tl.where(own, end[None, :], 0), 1) - 1
+        rank = tl.sum(((found[:, None] == found[None, :]) & earlier).to(tl.int32), 0)  # among the tokens of its label
+        at = tl.maximum(found, 0).to(tl.int32)
+        place = tl.gather(free, at, 0) + rank
+        first = tl.gather(begin, at, 0)
+        last = tl.gather(end, at, 0) - 1
         tl.store(PLACES + place, position, mask=inside)
         tl.store(PLACES + total + place, first, mask=inside)
         tl.store(PLACES + 2 * total + place, last, mask=inside)
@@ -70,4 +70,4 @@ def place_tokens(
             tl.store(PLACES + 3 * total + position, place, mask=inside)
             tl.store(PLACES + 4 * total + position, first, mask=inside)
             tl.store(PLACES + 5 * total + position, last, mask=inside)
-        free += tl.sum(ones, 0)
+        free += tl.histogram(at, BB, mask=inside)

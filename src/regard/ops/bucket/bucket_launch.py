@@ -11,8 +11,8 @@ from regard.ops.triton_support import block_of
 from regard.patterns.tiles import ceil_div
 
 MOST_COUNTED = 128  # labels up to which tokens are sorted by counting
-COUNT_BLOCK, COUNTED_ELEMENTS = 1024, 4096  # tokens of a program that counts; pairs of a token and a label at a time
-COUNT_WARPS = 8
+COUNT_BLOCK = 512  # tokens of a program that counts
+PLACE_STEP = 32  # tokens that a warp sorts at a time
 PLACE_BLOCK = 1024  # tokens of a program that sorts
 NORM_BLOCK = 128  # keys of a program that computes norms
 LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: two warps, see `block_of`
@@ -20,7 +20,7 @@ LABEL_BLOCK, LABEL_FEATURES = 64, 16  # tokens and directions of one product: tw
 
 def row_strides(*tensors: Tensor) -> tuple[int, ...]:
     """Return the strides of batch, head and token of tensors (b h n .), one tensor after the other."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+    return tuple([stride for x in tensors for stride in x.stride()[:3]])
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -30,7 +30,8 @@ def dense_rows(x: Tensor) -> Tensor:
 
 def by_token(x: Tensor, b: int, n: int, heads: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor (b heads n width) that is laid out as (b n heads width), so that joining heads copies nothing."""
-    return x.new_empty(b, n, heads, width, dtype=dtype).transpose(1, 2)
+    row = heads * width
+    return x.new_empty_strided((b, heads, n, width), (n * row, width, row, 1), dtype=dtype)
 
 
 def sorted_places(call: BucketCall) -> Tensor:
@@ -46,15 +47,15 @@ def counted_places(call: BucketCall, places: Tensor) -> None:
     from regard.ops.bucket import bucket_count_kernels as kernels
 
     b, h, r, n = call.labels.shape
-    labels = max(16, 1 << call.buckets.bit_length())  # one more than buckets, for padding
+    labels = max(32, 1 << call.buckets.bit_length())  # one more than buckets, for padding
     blocks = ceil_div(n, COUNT_BLOCK)
     counts = torch.empty(b * h * r, blocks, labels, dtype=torch.int32, device=places.device)
     grid = (b * h * r * blocks,)
     strides = call.labels.stride()
-    sizes = {"SIZE": COUNT_BLOCK, "STEP": min(COUNT_BLOCK, COUNTED_ELEMENTS // labels), "BB": labels, "num_warps": COUNT_WARPS}
+    sizes = {"SIZE": COUNT_BLOCK, "BB": labels, "num_warps": 1}
     launch_kernel(kernels.count_labels, grid, (call.labels, counts), (*strides, n, blocks, h, r), sizes)
     numbers = (*strides, n, blocks, call.labels.numel(), call.buckets, h, r)
-    own = {"MARKS": r > 1, "BT": 16, **sizes}
+    own = {"MARKS": r > 1, "STEP": PLACE_STEP, "BT": 16, **sizes}
     launch_kernel(kernels.place_tokens, grid, (call.labels, counts, places), numbers, own)
 
 

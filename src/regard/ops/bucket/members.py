@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.backend import AUTO, choose_backend
-from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
+from regard.cache import signature_cache
+from regard.ops.backend import _BACKENDS, AUTO, choose_backend
+from regard.ops.bucket.bucket_launch import by_token, dense_rows
 from regard.ops.bucket.bucket_op import LabelCall
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.tile.call import accumulator
-from regard.ops.triton_support import block_of
+from regard.ops.triton_support import block_of, interpreting
 from regard.patterns.tiles import ceil_div
 from regard.transforms import needs_plain_ops
 
 MEMBER_BLOCK = 32  # rows of a program
-CLUSTER_STEP = 8  # clusters whose rows are loaded at the same time
+SUMMED_TOKENS, SUMMED_CLUSTERS = 64, 16  # tokens of a program that sums, and clusters whose places it loads at a time
 
 
 class Members:
@@ -68,6 +69,11 @@ class Members:
         return (self.where >= 0).sum(1, dtype=torch.int32)
 
     @cached_property
+    def marked(self) -> Tensor | None:
+        """Which members are real as bytes without gaps, or None."""
+        return None if self.real is None else self.real.contiguous().view(torch.uint8)
+
+    @cached_property
     def taken(self) -> Tensor:
         """The index in int32, without gaps."""
         return self.index.int().contiguous()
@@ -79,6 +85,14 @@ def gather_members(x: Tensor, members: Members, backend: str = AUTO) -> Tensor:
         return _GatherMembers.apply(x, members, False)
     rows = x.flatten(0, 2).index_select(0, members.flat)
     return rows.unflatten(0, members.index.shape)
+
+
+def gather_three(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, backend: str = AUTO) -> tuple[Tensor, ...]:
+    """Return `gather_members` of q by queries, and of k and v (b h n .) by keys; in one launch where shapes agree."""
+    alike = q.shape == k.shape and queries.index.shape == keys.index.shape and (queries.real is None) == (keys.real is None)
+    if alike and q.dtype == k.dtype == v.dtype and by_kernels(q, backend):
+        return _GatherThree.apply(q, k, v, queries, keys)
+    return tuple(gather_members(x, own, backend) for x, own in ((q, queries), (k, keys), (v, keys)))
 
 
 def mean_of_members(x: Tensor, members: Members, heads: int, backend: str = AUTO) -> Tensor:
@@ -106,7 +120,13 @@ def by_kernels(x: Tensor, backend: str) -> bool:
     """Return whether kernels choose, gather and sum: not where operations are traced."""
     if needs_plain_ops() or torch.compiler.is_compiling():
         return False
-    return choose_backend("bucket", backend, LabelCall(x, x, 1, False)).name == "triton"
+    runs = x.is_cuda or interpreting()
+    return _kept_choice((x.dtype, x.shape[-1], x.get_device(), runs, backend, tuple(_BACKENDS["bucket"].values())), x) == "triton"
+
+
+@signature_cache
+def _kept_choice(key: tuple[Any, ...], x: Tensor) -> str:
+    return choose_backend("bucket", key[4], LabelCall(x, x, 1, False)).name
 
 
 class _GatherMembers(torch.autograd.Function):
@@ -119,7 +139,8 @@ class _GatherMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumMembers.apply(grad, *ctx.rest), None, None
+        summed: Any = _SumMembers.apply if torch.is_grad_enabled() else _summed
+        return summed(grad, *ctx.rest), None, None
 
 
 class _SumMembers(torch.autograd.Function):
@@ -132,7 +153,73 @@ class _SumMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _GatherMembers.apply(grad, *ctx.rest), None, None, None
+        gathered: Any = _GatherMembers.apply if torch.is_grad_enabled() else _gathered
+        return gathered(grad, *ctx.rest), None, None, None
+
+
+class _GatherThree(torch.autograd.Function):
+    """Gather rows of q, k and v (b h n .) at once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members) -> tuple[Tensor, ...]:
+        ctx.rest = queries, keys, q.shape[1]
+        return _three_gathered(q, k, v, queries, keys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        summed: Any = _SumThree.apply if torch.is_grad_enabled() else _three_summed
+        return *summed(*grads, *ctx.rest), None, None
+
+
+class _SumThree(torch.autograd.Function):
+    """Sum rows of q, k and v (b*h c w .) over the clusters of a token, at once."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int) -> tuple[Tensor, ...]:
+        ctx.rest = queries, keys
+        return _three_summed(q, k, v, queries, keys, heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gathered: Any = _GatherThree.apply if torch.is_grad_enabled() else _three_gathered
+        return *gathered(*grads, *ctx.rest), None, None, None
+
+
+def _three_gathered(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members) -> tuple[Tensor, ...]:
+    from regard.ops.bucket import bucket_row_kernels as kernels
+
+    given = [dense_rows(x) for x in (q, k, v)]
+    rows, c, w = queries.index.shape
+    found = tuple([x.new_empty(rows, c, w, x.shape[-1]) for x in given])
+    tiles = ceil_div(c * w, MEMBER_BLOCK)
+    tensors = (*given, queries.taken, keys.taken, queries.marked, keys.marked, *found)
+    numbers = (*_strides(*given), queries.n, c * w, w, q.shape[1], tiles)
+    constants = {"MASKED": queries.real is not None, "BM": MEMBER_BLOCK, **_widths(q, v)}
+    launch_kernel(kernels.gather_triples, (rows * tiles, 3), tensors, numbers, constants)
+    return found
+
+
+def _three_summed(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int) -> tuple[Tensor, ...]:
+    from regard.ops.bucket import bucket_row_kernels as kernels
+
+    given = [x.contiguous() for x in (q, k, v)]
+    rows, c, w, _ = q.shape
+    found = tuple([by_token(x, rows // heads, queries.n, heads, x.shape[-1]) for x in given])
+    tiles = ceil_div(queries.n, SUMMED_TOKENS)
+    tensors = (*given, queries.where, keys.where, *found)
+    numbers = (*_strides(*found), queries.n, w, c, heads, tiles)
+    constants = {"BM": SUMMED_TOKENS, "BC": SUMMED_CLUSTERS, **_widths(q, v)}
+    launch_kernel(kernels.sum_triples, (rows * tiles, 3), tensors, numbers, constants)
+    return found
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple([x.stride()[:3] for x in tensors])
+
+
+def _widths(q: Tensor, v: Tensor) -> dict[str, int]:
+    d, e = q.shape[-1], v.shape[-1]
+    return {"D": d, "E": e, "BD": block_of(d, q.device), "BE": block_of(e, q.device)}
 
 
 def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
@@ -142,10 +229,9 @@ def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
     h, d, (rows, c, w) = x.shape[1], x.shape[-1], members.index.shape
     y = x.new_empty(rows, c, w, d)
     tiles = ceil_div(c * w, MEMBER_BLOCK)
-    real = None if members.real is None else members.real.contiguous().view(torch.uint8)
-    numbers = (*row_strides(x), members.n, c * w, w, h, tiles)
-    constants = {"MASKED": real is not None, "MEAN": mean, **_row_constants(x)}
-    tensors = (x, members.taken, real, members.times if mean else None, y)
+    numbers = (x.stride()[:3], members.n, c * w, w, h, tiles)
+    constants = {"MASKED": members.real is not None, "MEAN": mean, "BM": MEMBER_BLOCK, "E": d, "BE": block_of(d, x.device)}
+    tensors = (x, members.taken, members.marked, members.times if mean else None, y)
     launch_kernel(kernels.gather_rows, (rows * tiles,), tensors, numbers, constants)
     return y
 
@@ -155,13 +241,11 @@ def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
 
     x, (rows, c, w, e) = x.contiguous(), x.shape
     out = by_token(x, rows // heads, members.n, heads, e)
-    tiles = ceil_div(members.n, MEMBER_BLOCK)
-    numbers = (*row_strides(out), members.n, w, c, heads, tiles)
-    constants = {"MEAN": mean, "STEP": CLUSTER_STEP, **_row_constants(x)}
-    launch_kernel(kernels.sum_rows, (rows * tiles,), (x, members.where, out), numbers, constants)
+    times = torch.empty(rows, members.n, dtype=torch.int32, device=x.device) if mean else None
+    tiles = ceil_div(members.n, SUMMED_TOKENS)
+    numbers = (out.stride()[:3], members.n, w, c, heads, tiles)
+    constants = {"MEAN": mean, "BM": SUMMED_TOKENS, "BC": SUMMED_CLUSTERS, "E": e, "BE": block_of(e, x.device)}
+    launch_kernel(kernels.sum_rows, (rows * tiles,), (x, members.where, times, out), numbers, constants)
+    if times is not None:
+        members.times = times  # what the gradient of the mean divides by
     return out
-
-
-def _row_constants(x: Tensor) -> dict[str, Any]:
-    e = x.shape[-1]
-    return {"E": e, "BE": block_of(e, x.device), "BM": MEMBER_BLOCK, "num_warps": 4}

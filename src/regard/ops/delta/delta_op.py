@@ -31,6 +31,13 @@ class DeltaCall(NamedTuple):
     log_decay: Tensor | None = None  # (b g n 1), at most 0; None: nothing decays
 
 
+class RawGates(NamedTuple):
+    """How a decoding step makes queries, keys and rates of what a layer projects: vectors of length 1, and sigmoids of gates."""
+
+    silu: bool  # before vectors are scaled to length 1
+    root: float  # decays are sigmoids of gates to the power of 1 / root
+
+
 class DeltaBackend(Protocol):
     """An implementation of the delta rule."""
 
@@ -62,6 +69,16 @@ def delta_rule(
     """Return out (b h n e) and the state (b g f e) after the last token."""
     call = DeltaCall(q, k, v, beta, state, log_decay)
     return choose_backend("delta", backend, call).forward(call)
+
+
+def raw_delta_step(call: DeltaCall, raw: RawGates, backend: str = AUTO) -> tuple[Tensor, Tensor] | None:
+    """Return out (b h 1 e) and the state after one token; None: no kernel does it.
+
+    Queries and keys of the call are not of length 1 yet, and gates are in the place of beta and of the log decay.
+    """
+    chosen = choose_backend("delta", backend, call)
+    step = getattr(chosen, "raw_step", None)
+    return None if step is None else step(call, raw)
 
 
 def delta_write(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.delta.delta_launch import DeltaChunks, chunk_tokens, delta_chunk_grads, delta_chunks, turn_type
-from regard.ops.delta.delta_op import DeltaCall
+from regard.ops.delta.delta_op import DeltaCall, RawGates
 from regard.ops.delta.torch import TorchDelta
 from regard.ops.triton_support import triton_cannot_run
 from regard.transforms import differentiable_grads, needs_plain_ops
@@ -41,8 +41,21 @@ class TritonDelta:
     def forward(self, call: DeltaCall) -> tuple[Tensor, Tensor]:
         return _computed(call)
 
+    def raw_step(self, call: DeltaCall, raw: RawGates) -> tuple[Tensor, Tensor] | None:
+        """Compute a decoding step of raw queries, keys and gates: see `delta_op.raw_delta_step`."""
+        if needs_plain_ops() or torch.compiler.is_compiling() or call.k.numel() == 0 or call.v.numel() == 0 or _traced(call):
+            return None
+        from regard.ops.delta.delta_step import delta_step
+
+        return delta_step(call, raw)
+
     def write(self, call: DeltaCall) -> Tensor:
         return _computed(call)[1]
+
+
+def _traced(call: DeltaCall) -> bool:
+    """Return whether a call has gradients."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call)
 
 
 def _computed(call: DeltaCall) -> tuple[Tensor, Tensor]:
@@ -52,8 +65,7 @@ def _computed(call: DeltaCall) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         out, state, *_ = _delta_operator(*call)
         return out, state
-    traced = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call)
-    if call.k.shape[2] == 1 and not traced:
+    if call.k.shape[2] == 1 and not _traced(call):
         from regard.ops.delta.delta_step import delta_step
 
         return delta_step(call)

@@ -15,13 +15,16 @@ belongs into `refuses`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from regard.ops.backend import AUTO, choose_backend
+from regard.cache import signature_cache
+from regard.ops.backend import _BACKENDS, AUTO, choose_backend
 from regard.ops.linear.feature_maps import divided_by_last, feature_map, log_gate, safe_ratio
+from regard.ops.triton_support import interpreting
 
 
 class LinearCall(NamedTuple):
@@ -202,9 +205,32 @@ def decayed_prefix_sum(x: Tensor, first: Tensor, *, log_decay: Tensor | None = N
     return choose_backend("linear", backend, call).prefix_sum(call)
 
 
+def counted_step(call: LinearCall, tokens: Tensor, norm: bool, backend: str = AUTO) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return out (b h 1 e), the state, and the number of tokens (b) after one token without padding; None: no kernel does it.
+
+    The call has one log decay a head, the same for all tokens, and `tokens` (b) were written before. norm: outputs are divided by
+    the root of the sum of exp(log_decay)^j over j < tokens + 1.
+    """
+    chosen = choose_backend("linear", backend, call)
+    step = getattr(chosen, "counted_step", None)
+    return None if step is None else step(call, tokens, norm)
+
+
 def fuses_features(q: Tensor, state: Tensor, backend: str = AUTO) -> bool:
     """Return whether the backend that reads this state with queries q (b h n f) computes features inside of its kernels."""
+    if torch.compiler.is_compiling():
+        return _fuses(None, q, state, backend)
+    runs = q.is_cuda or interpreting()
+    every = tuple(_BACKENDS["linear"].values())
+    key = (q.dtype, state.dtype, state.shape[-2:], q.get_device(), state.get_device(), runs, backend, every)
+    return _kept_fuses(key, q, state, backend)
+
+
+def _fuses(key: Hashable, q: Tensor, state: Tensor, backend: str) -> bool:  # noqa: ARG001 - the key of a cache
     return choose_backend("linear", backend, ReadCall(q, state)).fuses
+
+
+_kept_fuses = signature_cache(_fuses)  # a mechanism decides by it in every call, before the backend of the call is chosen
 
 
 # What backends without fused kernels compute first and last.

@@ -30,9 +30,8 @@ class TritonLinear:
     fuses = True
 
     def refuses(self, call: LinearCall | ReadCall | PrefixCall) -> str | None:
-        for x in call:
-            if isinstance(x, Tensor) and x.dtype != torch.bool and (why := triton_cannot_run(x)):
-                return why
+        if why := triton_cannot_run(*_numbers(call)):
+            return why
         if isinstance(call, PrefixCall):
             return None
         if isinstance(call, LinearCall) and call.gain is not None and call.norm_state is not None:
@@ -54,6 +53,16 @@ class TritonLinear:
         norm = None if norm is None or call.normalize else norm.unsqueeze(-1)
         return LinearResult(out, state, norm, norm_state)
 
+    def counted_step(self, call: LinearCall, tokens: Tensor, norm: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute a decoding step that counts its tokens: see `linear_op.counted_step`."""
+        if needs_plain_ops() or call.k.numel() == 0 or not _is_step(call):
+            return None
+        from regard.ops.linear.triton_step import StepCount, linear_step
+
+        after = torch.empty_like(tokens)
+        found = linear_step(call, StepCount(tokens, after, norm))
+        return found.out, found.state, after
+
     def write(self, call: LinearCall) -> tuple[Tensor, Tensor | None]:
         if needs_plain_ops() or call.k.numel() == 0:
             return PLAIN.write(call)
@@ -73,6 +82,15 @@ class TritonLinear:
         from regard.ops.linear.triton_prefix import PrefixFunction
 
         return PrefixFunction.apply(*call, False)
+
+
+def _numbers(call: LinearCall | ReadCall | PrefixCall) -> tuple[Tensor | None, ...]:
+    """The tensors of a call but for its mask."""
+    if isinstance(call, LinearCall):
+        return call.q, call.k, call.v, call.state, call.log_decay, call.norm_state, call.gain
+    if isinstance(call, ReadCall):
+        return call.q, call.state, call.norm_state
+    return call
 
 
 def _is_step(call: LinearCall) -> bool:
@@ -160,7 +178,7 @@ class _LinearFunction(torch.autograd.Function):
             return *_differentiable_grads(inputs, ctx.options, grads), *none
         flat = LinearInputs(*inputs, *ctx.options)
         needs = ctx.needs_input_grad
-        wanted = {"decay_grad": needs[4], "state_grad": needs[3] or needs[5]}
+        wanted = {"decay_grad": needs[4], "state_grad": needs[3] or needs[5], "beside": True}
         found = launch_backward(flat, LinearStates(*kept), *grads, **wanted, run=ctx.run)
         return *[g if needed else None for g, needed in zip(found, needs, strict=False)], *none
 

@@ -36,20 +36,21 @@ from regard.ops.linear.triton_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "segs", "SEG"])
+@triton.jit(do_not_specialize=["n", "segs", "SEG", "tiles"])
 def linear_sums(
-    K, V, LD, VALID, S, Z, A, LEVEL, FIRST, FIRST_Z,
+    K, V, LD, VALID, S, Z, A, LEVEL, FIRST, FIRST_Z, TZ,
     skb, skh, skn, svb, svh, svn, slb, slh, sln,
-    gate_root, n, segs, slots, SEG, G,
+    gate_root, n, segs, slots, SEG, tiles, G,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
-    GATES: tl.constexpr, CUMSUM: tl.constexpr, WITH_FIRST: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    GATES: tl.constexpr, CUMSUM: tl.constexpr, WITH_FIRST: tl.constexpr, TILE_NORMS: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum k_j v_j^T and k_j over a segment, each with the decay of the tokens behind it; A: the log decay of all its tokens.
 
     WITH_FIRST: there is one segment, and the state before it is added. CUMSUM: `tl.cumsum` of vectors may be used, which fails
     beside other sums for some numbers of warps. LEVEL (b g n), or (b g n f) for a decay per feature, gets the log decay from the
-    start of the segment up to every token.
+    start of the segment up to every token. TILE_NORMS: TZ (b g tiles f) gets the sums of the keys of every tile.
     """
     pid = tl.program_id(0)
     part, seg, bg = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
@@ -102,7 +103,10 @@ def linear_sums(
             total += chunk
         s = tl.dot(tl.trans(v.to(TYPE)), k.to(TYPE), s, input_precision=PRECISION)
         if NORM:
-            z += tl.sum(k.to(tl.float32), 0)
+            added = tl.sum(k.to(tl.float32), 0)
+            z += added
+            if TILE_NORMS and part == 0:
+                tl.store(TZ + (bg * tiles + (seg * SEG + low) // C) * f + d, added, mask=d < f)
     at = (bg * slots + seg) * f
     inside = d < f
     state_at = d[None, :] * e + c[:, None]

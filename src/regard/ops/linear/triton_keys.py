@@ -29,12 +29,12 @@ from regard.ops.linear.triton_tiles import (
 def _key_grads(
     Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, DK, KD,
     sqh, sqn, skn, svn, sln, sdh, sdn,
-    scale, part, bg, at, start, low, count, n, kv_all, G, R,
+    scale, part, bg, at, start, low, count, n, kv_all, wide, G, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
     HAS_QUERIES: tl.constexpr, HAS_ADJOINT: tl.constexpr, DECAY_GRAD: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute DK (b n g f) of one tile and part of the features; ADJ, ADJ_Z: the adjoint behind its segment, at row `at`.
+    """Compute DK (b n g f of wide) of one tile and part of the features; ADJ, ADJ_Z: the adjoint behind its segment, at row `at`.
 
     With DECAY_GRAD KD gets k . dk: (parts b g n), or (b g n f) for a decay per feature.
     """
@@ -111,7 +111,7 @@ def _key_grads(
         dk = dk * feature_slope(token_rows(K, j, skn, d, count, f), FEATURE)
     if HAS_VALID:
         dk = tl.where(present(VALID, j, count, HAS_VALID)[:, None], dk, 0.0)
-    tl.store(DK + j[:, None] * (G * f) + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
+    tl.store(DK + j[:, None] * (G * wide) + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def _value_grads(
 def linear_gradients(
     Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, ADJ, ADJ_Z, DQ, DK, DV, QD, KD,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln, sdb, sdh, sdn,
-    scale, n, tiles, SEG, slots, behind, heads_all, kv_all, H, R,
+    scale, n, tiles, SEG, slots, behind, heads_all, kv_all, wide, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PF: tl.constexpr, PE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
     HAS_VALID: tl.constexpr, HAS_QUERIES: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_STATE: tl.constexpr,
@@ -201,7 +201,8 @@ def linear_gradients(
 
     BF and BE hold all features and all values; a program computes PF of the former or PE of the latter. R query heads read one
     key-value head, and their gradients are added one after the other. There are `slots` states before segments and `behind`
-    adjoints behind them, one where it is the same for all; without HAS_STATE or HAS_ADJOINT they are 0.
+    adjoints behind them, one where it is the same for all; without HAS_STATE or HAS_ADJOINT they are 0. A row of DK has room for
+    `wide` numbers.
     """
     FEATURE_PARTS: tl.constexpr = BF // PF
     VALUE_PARTS: tl.constexpr = BE // PE
@@ -242,8 +243,9 @@ def linear_gradients(
             at = (bg * behind + tl.minimum(seg, behind - 1)) * f
             if part < FEATURE_PARTS:
                 _key_grads(
-                    Q, K, V, LEVEL, VALID, DO, DEN, DD + bh * n + start, ADJ, ADJ_Z, DK + ((b * n + start) * G + g) * f, KD,
-                    sqh, sqn, skn, svn, sln, sdh, sdn, scale, part, bg, at, start, low, count, n, kv_all, G, R,
+                    Q, K, V, LEVEL, VALID, DO, DEN, DD + bh * n + start, ADJ, ADJ_Z,
+                    DK + ((b * n + start) * G + g) * wide, KD,
+                    sqh, sqn, skn, svn, sln, sdh, sdn, scale, part, bg, at, start, low, count, n, kv_all, wide, G, R,
                     f, e, PF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_QUERIES, HAS_ADJOINT, DECAY_GRAD,
                     TYPE, PRECISION,
                 )  # fmt: skip
@@ -258,7 +260,7 @@ def linear_gradients(
 @triton.jit(do_not_specialize=["n", "segs", "SEG", "heads_all", "kv_all"])
 def linear_decay_grads(
     QD, KD, DOT, GATE, VALID, DLD,
-    sgb, sgh, sgn, gate_root, n, segs, SEG, heads_all, kv_all, G, R, PARTS,
+    sgb, sgh, sgn, sdb, sdh, sdn, gate_root, n, segs, SEG, heads_all, kv_all, G, R, PARTS,
     f: tl.constexpr, BF: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, HAS_VALID: tl.constexpr,
     HAS_QUERIES: tl.constexpr, GATES: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
@@ -273,6 +275,7 @@ def linear_decay_grads(
     start = (seg * SEG).to(tl.int64)
     count = tl.minimum(n - seg * SEG, SEG)
     VALID += b * n + start
+    DLD += b * sdb + g * sdh + start * sdn
     GATE += b * sgb + g * sgh + start * sgn
     bh = (b * G + g) * R
     d = part * BF + tl.arange(0, BF)
@@ -294,7 +297,6 @@ def linear_decay_grads(
                     for head in range(R):
                         here = QD + (y * heads_all + bh + head) * n + start
                         product += tl.load(here + j[:, None] + d[None, :], mask=mask, other=0.0)
-            into = DLD + (bg * n + start + j[:, None]) + d[None, :]
         else:
             mask = (j[:, None] < count) & (d[None, :] < f)
             product = -tl.load(KD + (bg * n + start + j[:, None]) * f + d[None, :], mask=mask, other=0.0)
@@ -302,11 +304,10 @@ def linear_decay_grads(
                 for head in range(R):
                     here = QD + ((bh + head) * n + start) * f
                     product += tl.load(here + j[:, None] * f + d[None, :], mask=mask, other=0.0)
-            into = DLD + (bg * n + start + j[:, None]) * f + d[None, :]
         grads = behind[None, :] + prefix_rows(product, True, TYPE)
         behind += tl.sum(product, 0)
         if GATES:
             gates = tl.load(GATE + j[:, None] * sgn + d[None, :], mask=mask, other=0.0).to(tl.float32)
             there = present(VALID, j, count, HAS_VALID)[:, None]
             grads = tl.where(there, grads * gate_slope(gates, gate_root), 0.0)
-        tl.store(into, grads.to(DLD.dtype.element_ty), mask=mask)
+        tl.store(DLD + j[:, None] * sdn + d[None, :], grads.to(DLD.dtype.element_ty), mask=mask)

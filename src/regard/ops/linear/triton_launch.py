@@ -49,6 +49,7 @@ class LinearStates(NamedTuple):
     norms: Tensor | None  # (b g slots f)
     decays: Tensor | None  # (b g slots f) log decay of every segment
     levels: Tensor | None  # (b g n 1) or (b g n f) log decay from the start of the segment
+    tile_norms: Tensor | None = None  # (b g tiles f) sums of the keys of every tile, where all kernels have the same tiles
 
 
 LaunchParts = tuple[tuple[int, ...], tuple, dict[str, Any]]  # the grid, the numbers and the constants of a kernel
@@ -87,6 +88,7 @@ class LinearLaunch:
             self.key += " features"
         self.seg = self._segment()
         self.segs = -(-self.n // self.seg)
+        self.norm_tiles = self._norm_tiles(x)
         self.flags = {
             "f": self.f,
             "e": self.e,
@@ -125,6 +127,16 @@ class LinearLaunch:
         while size > smallest and self.b * self.g * -(-self.n // size) < programs:
             size //= 2
         return size
+
+    def _norm_tiles(self, x: LinearInputs) -> int:
+        """Tiles of a sequence whose sums of keys the walks read; 0: they add those up themselves."""
+        sizes = {self.tiles(kernel)["C"] for kernel in ("linear_sums", "linear_adjoint", "linear_walk", "linear_walk_grads")}
+        if not self.norm or self.decay or len(sizes) > 1 or not self.walks(x):
+            return 0
+        return -(-self.n // sizes.pop())
+
+    def norms_of_tiles(self, heads: int) -> Tensor | None:
+        return self.new(self.b, heads, self.norm_tiles, self.f) if self.norm_tiles else None
 
     def walks(self, x: LinearInputs) -> bool:
         """Return whether programs walk along segments: where tokens are read and written, and registers hold a state."""
@@ -247,15 +259,17 @@ def _segment_states(
     own, own_z = (last, last_z) if once else (run.slots(run.g, run.f, run.e), run.slots(run.g, run.f) if run.norm else None)
     decays = run.slots(run.g, run.f) if run.decay else None
     levels = run.new(run.b, run.g, run.n, 1 if run.decay == 1 else run.f) if run.decay else None
-    tensors = (x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels, x.state, x.norm_state)
+    tile_norms = run.norms_of_tiles(run.g) if with_states else None
+    tensors = (x.k, x.v, x.log_decay, x.valid, own, own_z, decays, levels, x.state, x.norm_state, tile_norms)
 
     def parts() -> LaunchParts:
         width = state_part(run.be, run.bf)
         parts = run.be // width
         tiles = run.tiles("linear_sums")
-        numbers = (*run.strides(x.k, x.v, x.log_decay), x.gate_root, run.n, run.segs, 1 if once else run.segs + 1, run.seg, run.g)
+        sizes = (run.n, run.segs, 1 if once else run.segs + 1, run.seg, run.norm_tiles, run.g)
+        numbers = (*run.strides(x.k, x.v, x.log_decay), x.gate_root, *sizes)
         own = {"BF": run.bf, "BE": width, "PARTS": parts, "GATES": x.gate_root > 0, "CUMSUM": tiles["num_warps"] <= 4}
-        first = {"WITH_FIRST": once and not run.zero}
+        first = {"WITH_FIRST": once and not run.zero, "TILE_NORMS": tile_norms is not None}
         return (parts * run.segs * run.b * run.g,), numbers, {**own, **first, **run.flags, **run.product, **tiles}
 
     run.launch(("sums", once), linear_sums, tensors, parts)
@@ -266,7 +280,7 @@ def _segment_states(
             norms = run.slots(run.g, run.f) if run.norm else None
         first = None if run.zero else (x.state, x.norm_state)
         scan_segments(run, (own, own_z), (states, norms) if with_states else None, decays, first, (last, last_z), heads=1)
-    return LinearStates(None, None, states, norms, decays, levels)
+    return LinearStates(None, None, states, norms, decays, levels, tile_norms)
 
 
 PairOfStates = tuple[Tensor, Tensor | None]
@@ -306,18 +320,22 @@ def _outputs(run: LinearLaunch, x: LinearInputs, kept: LinearStates) -> tuple[Te
     den = run.factors(x.gain)
     if den is None and run.norm:
         den = run.new(run.b, run.h, run.n)
-    tensors = (x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, out, den)
     walks = run.walks(x)
+    sums = (kept.tile_norms,) if walks else ()
+    tensors = (x.q, x.k, x.v, kept.levels, x.valid, kept.states, kept.norms, *sums, out, den)
 
     def parts() -> LaunchParts:
         tiles = run.tiles("linear_walk") if walks else run.tiles("linear_forward")
         width = run.be if walks else state_part(run.be, run.bf)
         parts = run.be // width
         count = run.segs if walks else -(-run.n // tiles["C"])
-        sizes = (run.n, count, run.seg, run.state_slots(kept.states), run.h, run.h // run.g)
+        tiled = (run.norm_tiles,) if walks else ()
+        sizes = (run.n, count, run.seg, run.state_slots(kept.states), *tiled, run.h, run.h // run.g)
         numbers = (*run.strides(x.q, x.k, x.v, kept.levels), x.scale, *sizes)
         own = {"BF": run.bf, "BE": width, "NORMALIZE": run.divides, "HAS_STATE": run.has_states(kept.states)}
-        if not walks:
+        if walks:
+            own["TILE_NORMS"] = kept.tile_norms is not None
+        else:
             own |= {"PARTS": parts, "HAS_KEYS": x.k is not None}
         return (parts * count * run.b * run.h,), numbers, {**own, **run.flags, **run.product, **tiles}
 

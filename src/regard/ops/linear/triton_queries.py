@@ -32,19 +32,19 @@ from regard.ops.linear.triton_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "segs", "SEG"])
+@triton.jit(do_not_specialize=["n", "segs", "SEG", "tiles"])
 def linear_adjoint(
-    Q, LEVEL, DO, OUT, DEN, DD, OWN, OWN_Z,
+    Q, LEVEL, DO, OUT, DEN, DD, OWN, OWN_Z, TA,
     sqb, sqh, sqn, slb, slh, sln, sdb, sdh, sdn,
-    scale, n, segs, SEG, H, R,
+    scale, n, segs, SEG, tiles, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
+    DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, TILE_NORMS: tl.constexpr,
     TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum q_i dn_i^T and q_i dd_i over a segment of one head and part of the features, with the decay since its start.
 
     OWN (b h slots f e) and OWN_Z (b h slots f) get the sums. DD (b h n) is the gradient of the norm, given; with NORMALIZE 1 it
-    is that times the norm, computed and stored here.
+    is that times the norm, computed and stored here. TILE_NORMS: TA (b h tiles f) gets the sums of q_i dd_i of every tile.
     """
     pid = tl.program_id(0)
     part, seg, bh = pid % PARTS, (pid // PARTS) % segs, (pid // PARTS // segs).to(tl.int64)
@@ -79,7 +79,10 @@ def linear_adjoint(
             q = q.to(tl.float32) * exp_of(level_rows(LEVEL, i, sln, d, count, f))
         own = tl.dot(tl.trans(do.to(TYPE)), q.to(TYPE), own, input_precision=PRECISION)
         if NORM:
-            own_z += tl.sum(q.to(tl.float32) * dd[:, None], 0)
+            added = tl.sum(q.to(tl.float32) * dd[:, None], 0)
+            own_z += added
+            if TILE_NORMS:
+                tl.store(TA + (bh * tiles + (seg * SEG + low) // C) * f + d, added, mask=d < f)
     at = (bh * (segs + 1) + seg) * f
     inside = d < f
     tl.store(OWN + at * e + d[None, :] * e + c[:, None], own * scale, mask=inside[None, :] & (c[:, None] < e))

@@ -8,11 +8,14 @@ have no gradients. Sums are float32. This module imports triton: import it where
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.ops.in_place import may_overwrite
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.linear.feature_maps import FEATURES
 from regard.ops.linear.linear_op import LinearCall, LinearResult, gain_of_heads
@@ -41,16 +44,27 @@ def _kept(x, root, written, GATES: tl.constexpr):
     return tl.exp(x)
 
 
+@triton.jit
+def _expm1(x):
+    """Return exp(x) - 1 for x <= 0, with all digits of small numbers."""
+    series = 1.0 + x / 7.0 * (1.0 + x / 8.0)
+    series = 1.0 + x / 3.0 * (1.0 + x / 4.0 * (1.0 + x / 5.0 * (1.0 + x / 6.0 * series)))
+    return tl.where(x > -0.5, x * (1.0 + x / 2.0 * series), tl.exp(x) - 1.0)
+
+
 @triton.jit(do_not_specialize=["scale", "least", "root"])
 def linear_step_kernel(
-    Q, K, V, S, DECAY, Z, VALID, OUT, NORM, NEW_S, NEW_Z,
+    Q, K, V, S, DECAY, Z, VALID, COUNT, OUT, NORM, NEW_S, NEW_Z, NEW_COUNT,
     sqb, sqh, skb, skg, svb, svg, ssb, ssg, ssf, sdb, sdg, szb, szg, sab,
     scale, least, root,
     G: tl.constexpr, SHARE: tl.constexpr, F: tl.constexpr, E: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     KIND: tl.constexpr, DECAYS: tl.constexpr, NORMS: tl.constexpr, DIVIDES: tl.constexpr, READS: tl.constexpr,
-    MASKED: tl.constexpr, GATES: tl.constexpr,
+    MASKED: tl.constexpr, GATES: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """BE value columns of one state, and all query heads that read it. DECAYS: 0 none, 1 one number, 2 one a feature."""
+    """BE value columns of one state, and all query heads that read it. DECAYS: 0 none, 1 one number, 2 one a feature.
+
+    COUNTS: tokens are counted, and with 2 outputs are divided by the root of the sum of exp(decay)^j over j < count.
+    """
     part, bg = tl.program_id(0), tl.program_id(1)
     b, g = bg // G, bg % G
     f = tl.arange(0, BF)
@@ -79,12 +93,19 @@ def linear_step_kernel(
             z = z * kept
         z += k
         tl.store(NEW_Z + bg * F + f, z.to(NEW_Z.dtype.element_ty), mask=in_f & (part == 0))
+    gain = 1.0
+    if COUNTS != 0:
+        count = tl.load(COUNT + b) + 1
+        tl.store(NEW_COUNT + b, count, mask=(part == 0) & (g == 0))
+        if COUNTS == 2:
+            rate = tl.load(DECAY + b * sdb + g * sdg).to(tl.float32)
+            gain = 1.0 / tl.sqrt(_expm1(count.to(tl.float32) * rate) / _expm1(rate))
     if READS:
         for x in range(SHARE):
             h = g * SHARE + x
             q = tl.load(Q + b * sqb + h * sqh + f, mask=in_f, other=0.0)
             q = tl.where(in_f, _features(q, KIND) * scale, 0.0)
-            out = tl.sum(q[:, None] * s, 0)
+            out = tl.sum(q[:, None] * s, 0) * gain
             row = bg * SHARE + x
             if NORMS:
                 norm = tl.sum(q * z, 0)
@@ -95,12 +116,30 @@ def linear_step_kernel(
             tl.store(OUT + row * E + e, out.to(OUT.dtype.element_ty), mask=in_e)
 
 
+def _after(state: Tensor, owned: bool) -> Tensor:
+    """Return where a state goes: into itself, if each program owns what it writes and the state may be overwritten."""
+    if owned and may_overwrite(state):
+        return state
+    return torch.empty(state.shape, dtype=state.dtype, device=state.device)
+
+
 def _inner(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
-def linear_step(call: LinearCall) -> LinearResult:
-    """Compute a call of one token by one launch; without queries, out has no heads. Norms that divide out are not returned."""
+class StepCount(NamedTuple):
+    """Tokens that were written before a step (b), and where their number with it goes."""
+
+    before: Tensor
+    after: Tensor
+    norm: bool  # divide outputs by the root of the weight of all tokens; the call has one decay a head
+
+
+def linear_step(call: LinearCall, count: StepCount | None = None) -> LinearResult:
+    """Compute a call of one token by one launch; without queries, out has no heads. Norms that divide out are not returned.
+
+    States that may be overwritten are, and returned as they are; a norm state only where one program owns all of it.
+    """
     q, k, v, state, log_decay, norm_state, valid, feature, scale, normalize, gain, root = call
     (b, g, n, f), e = k.shape, v.shape[-1]
     if n != 1:
@@ -111,14 +150,14 @@ def linear_step(call: LinearCall) -> LinearResult:
     share = 0 if q is None else q.shape[1] // g
     config = dict(kernel_config("linear_step", "any", k.device))
     wide = min(config.pop("BE"), block_of(e, k.device))
-    new_state = torch.empty(state.shape, dtype=state.dtype, device=k.device)
-    new_norm = None if norm_state is None else torch.empty(norm_state.shape, dtype=norm_state.dtype, device=k.device)
+    new_state = _after(state, True)
+    new_norm = None if norm_state is None else _after(norm_state, e <= wide)
     out = v.new_empty(b, g * share, 1, e)
     norm = None if q is None or norm_state is None or normalize else norm_state.new_empty(b, g * share, 1, 1)
     decays = 0 if log_decay is None else 1 if log_decay.shape[-1] == 1 else 2
     strides: list[int] = []
-    for x, count in ((q, 2), (k, 2), (v, 2), (state, 3), (log_decay, 2), (norm_state, 2), (valid, 1)):
-        strides += [0] * count if x is None else x.stride()[:count]
+    for x, dims in ((q, 2), (k, 2), (v, 2), (state, 3), (log_decay, 2), (norm_state, 2), (valid, 1)):
+        strides += [0] * dims if x is None else x.stride()[:dims]
     constants = {
         "G": g,
         "SHARE": share,
@@ -133,9 +172,11 @@ def linear_step(call: LinearCall) -> LinearResult:
         "READS": q is not None,
         "MASKED": valid is not None,
         "GATES": root > 0,
+        "COUNTS": 0 if count is None else 2 if count.norm else 1,
         **config,
     }
-    tensors = (q, k, v, state, log_decay, norm_state, valid, out, norm, new_state, new_norm)
+    before, counted = (None, None) if count is None else count[:2]
+    tensors = (q, k, v, state, log_decay, norm_state, valid, before, out, norm, new_state, new_norm, counted)
     numbers = (*strides, float(scale), LEAST_NORM, float(root))
     launch_kernel(linear_step_kernel, (-(-e // wide), b * g), tensors, numbers, constants)
     if gain is not None and q is not None:

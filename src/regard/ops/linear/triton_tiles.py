@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 SMALLEST_LOG = tl.constexpr(-113.53750817571904)  # 1.3 log(tiny) of float32: a log decay that leaves nothing
+FIRST_DIGITS = tl.constexpr(-65536)  # the bits of a float32 that bfloat16 has
 LOG2_E = tl.constexpr(1.4426950408889634)
 NORM_FLOOR = tl.constexpr(9.860761315262648e-32)  # tiny / eps of float32: below, weights have no digits left
 
@@ -128,7 +129,8 @@ def norm_grad(DD, DEN, i, count, NORMALIZE: tl.constexpr):
 def prefix_rows(x, REVERSE: tl.constexpr, TYPE: tl.constexpr):
     """Return the sums of rows of x (tokens, features), float32, up to each token, or from each on with REVERSE.
 
-    Where other products take bfloat16, they are products with a triangle of ones: three parts of bfloat16 have all digits of x.
+    Where other products take bfloat16, they are products with a triangle of ones of two parts of x, which have 16 of its digits:
+    its first digits, cut off and not rounded, which takes no conversion, and the rest.
     Products of fewer than 64 columns are none: Triton 3.6 lets some of them read behind their shared memory on Hopper cards.
     """
     if tl.float32 == TYPE or x.shape[1] < 64:
@@ -136,12 +138,9 @@ def prefix_rows(x, REVERSE: tl.constexpr, TYPE: tl.constexpr):
     else:
         r = tl.arange(0, x.shape[0])
         ones = tl.where(r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :], 1.0, 0.0).to(TYPE)
-        first = x.to(TYPE)
-        rest = x - first.to(tl.float32)
-        second = rest.to(TYPE)
-        y = tl.dot(ones, (rest - second.to(tl.float32)).to(TYPE))
-        y = tl.dot(ones, second, y)
-        y = tl.dot(ones, first, y)
+        first = (x.to(tl.int32, bitcast=True) & FIRST_DIGITS).to(tl.float32, bitcast=True)
+        y = tl.dot(ones, (x - first).to(TYPE))
+        y = tl.dot(ones, first.to(TYPE), y)
     return y
 
 
@@ -168,9 +167,9 @@ def gate_decay(x, root):
 
 @triton.jit
 def gate_slope(x, root):
-    """Return the derivative of the log decay of gates x."""
+    """Return the derivative of the log decay of gates x, 0 where that leaves nothing: there log sigmoid(x) is x."""
     slope = 1.0 / (root + root * exp_of(tl.minimum(x, 80.0)))
-    return tl.where(log_sigmoid(x) * (1.0 / root) >= SMALLEST_LOG, slope, 0.0)
+    return tl.where(x * (1.0 / root) >= SMALLEST_LOG, slope, 0.0)
 
 
 # Decays. LEVEL holds the log decay from the start of the segment up to every token: one number (DECAY 1), or one for each feature

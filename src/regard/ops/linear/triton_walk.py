@@ -149,12 +149,28 @@ def _tile_grads(
 
 
 @triton.jit
+def _sums_of_tile(SUMS, low, d, f: tl.constexpr, C: tl.constexpr):
+    """Load the sum over the tile at `low` of a segment, (f), from those of all its tiles."""
+    return tl.load(SUMS + (low // C) * f + d, mask=d < f, other=0.0)
+
+
+@triton.jit
+def _products_of_norm(half, z, d, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the products of queries (C, features), as products take them, with a norm state: (C).
+
+    A product with ones on the diagonal gives them the layout of results: otherwise their features would be computed once more.
+    """
+    ones = tl.where(d[:, None] == d[None, :], 1.0, 0.0).to(TYPE)
+    return tl.sum(tl.dot(half, ones, input_precision=PRECISION) * z[None, :], 1)
+
+
+@triton.jit
 def _output_tile(
-    Q, K, V, LEVEL, VALID, OUT, DEN, s, z,
+    Q, K, V, LEVEL, VALID, TZ, OUT, DEN, s, z,
     sqn, skn, svn, sln, scale, low, count, H,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NARROW: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
-    TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_NORMS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of one tile and return the transposed state (e f) and its norm behind it."""
     d = tl.arange(0, BF)
@@ -171,20 +187,26 @@ def _output_tile(
         early = k.to(tl.float32) * exp_of(keys_from[None, :] - level)
         s = s * exp_of(queries_from - before)[None, :]
         z = z * exp_of(queries_from - before)
-    if NORM:
+    if NORM and not TILE_NORMS:
         added = tl.sum(early.to(tl.float32), 0)
     half = late.to(TYPE)
-    a = _tile_scores(half, early.to(TYPE), q, k, LEVEL, low, sln, d, count, f, C, DECAY, NARROW, False, TYPE, PRECISION)
-    o = tl.dot(half, tl.trans(s.to(TYPE)), input_precision=PRECISION)
     den = tl.zeros([C], tl.float32)
+    if TILE_NORMS:
+        den = _products_of_norm(half, z, d, TYPE, PRECISION)
+    a = _tile_scores(half, early.to(TYPE), q, k, LEVEL, low, sln, d, count, f, C, DECAY, NARROW, False, TYPE, PRECISION)
+    if NORM and not TILE_NORMS:
+        den = tl.sum(late.to(tl.float32) * z[None, :], 1)
     if NORM:
-        den = (tl.sum(late.to(tl.float32) * z[None, :], 1) + tl.sum(a, 1)) * scale
-    o = tl.dot(a.to(TYPE), v, o, input_precision=PRECISION)
+        den = (den + tl.sum(a, 1)) * scale
+    o = tl.dot(a.to(TYPE), v, input_precision=PRECISION)
+    o = tl.dot(half, tl.trans(s.to(TYPE)), o, input_precision=PRECISION)
     if DECAY > 0 and not NARROW:
         s = s * exp_of(end - before)[None, :]
         z = z * exp_of(end - before)
     s = tl.dot(tl.trans(v), early.to(TYPE), s, input_precision=PRECISION)
-    if NORM:
+    if TILE_NORMS:
+        z += _sums_of_tile(TZ, low, d, f, C)
+    elif NORM:
         z += added
     if DECAY > 0 and NARROW:
         s = s * exp_of(end - keys_from)[None, :]
@@ -202,19 +224,19 @@ def _output_tile(
     return s, z
 
 
-@triton.jit(do_not_specialize=["n", "segs", "SEG", "slots"])
+@triton.jit(do_not_specialize=["n", "segs", "SEG", "slots", "tiles"])
 def linear_walk(
-    Q, K, V, LEVEL, VALID, S, Z, OUT, DEN,
+    Q, K, V, LEVEL, VALID, S, Z, TZ, OUT, DEN,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln,
-    scale, n, segs, SEG, slots, H, R,
+    scale, n, segs, SEG, slots, tiles, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_STATE: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_VALID: tl.constexpr, HAS_STATE: tl.constexpr, TILE_NORMS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute OUT (b n h e) and its norm DEN (b h n) of one segment and one query head.
 
     NORMALIZE is 0 for sums, 1 for sums divided by their norm, and 2 for sums with factors that DEN holds: then there is no norm.
-    Without HAS_STATE the state before the segment is 0.
+    Without HAS_STATE the state before the segment is 0. TILE_NORMS: TZ (b g tiles f) holds the sums of the keys of every tile.
     """
     pid = tl.program_id(0)
     seg, bh = pid % segs, (pid // segs).to(tl.int64)
@@ -226,6 +248,7 @@ def linear_walk(
     V += b * svb + g * svh + start * svn
     LEVEL += b * slb + g * slh + start * sln
     VALID += b * n + start
+    TZ += ((b * (H // R) + g) * tiles + seg * (SEG // C)) * f
     OUT += ((b * n + start) * H + h) * e
     DEN += bh * n + start
     count = tl.minimum(n - seg * SEG, SEG)
@@ -245,24 +268,24 @@ def linear_walk(
     if narrow:
         for low in range(0, count, C):
             s, z = _output_tile(
-                Q, K, V, LEVEL, VALID, OUT, DEN, s, z, sqn, skn, svn, sln, scale, low, count, H,
-                f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, TYPE, PRECISION,
+                Q, K, V, LEVEL, VALID, TZ, OUT, DEN, s, z, sqn, skn, svn, sln, scale, low, count, H,
+                f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, TYPE, PRECISION,
             )  # fmt: skip
     else:
         for low in range(0, count, C):
             s, z = _output_tile(
-                Q, K, V, LEVEL, VALID, OUT, DEN, s, z, sqn, skn, svn, sln, scale, low, count, H,
-                f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, TYPE, PRECISION,
+                Q, K, V, LEVEL, VALID, TZ, OUT, DEN, s, z, sqn, skn, svn, sln, scale, low, count, H,
+                f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, TYPE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def _query_tile(
-    Q, K, V, LEVEL, VALID, DO, DEN, DD, DQ, QD, s, z,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, TZ, DQ, QD, s, z,
     sqn, skn, svn, sln, sdn, scale, low, bh, start, count, n, H,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NARROW: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
-    DECAY_GRAD: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_NORMS: tl.constexpr, DECAY_GRAD: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dq of one tile and return the transposed state (e f) and its norm behind the tile."""
     d = tl.arange(0, BF)
@@ -271,6 +294,11 @@ def _query_tile(
     do = token_rows(DO, i, sdn, c, count, e).to(TYPE)
     v = token_rows(V, i, svn, c, count, e).to(TYPE)
     k = _walked_keys(K, VALID, i, skn, d, count, f, FEATURE, HAS_VALID)
+    factor = output_factor(DEN, i, count, scale, NORMALIZE) if NORMALIZE != 0 else scale  # loaded long before they are needed
+    if FEATURE != 0 or DECAY_GRAD:
+        x = token_rows(Q, i, sqn, d, count, f)
+    if NORM:
+        dd = tl.load(DD + i, mask=i < count, other=0.0)
     early, own = k, 1.0
     if DECAY > 0:
         level = _tile_levels(LEVEL, i, sln, d, count, f, DECAY)
@@ -279,12 +307,11 @@ def _query_tile(
         early = k.to(tl.float32) * exp_of(keys_from[None, :] - level)
         s = s * exp_of(queries_from - before)[None, :]
         z = z * exp_of(queries_from - before)
-    if NORM:
+    if NORM and not TILE_NORMS:
         added = tl.sum(early.to(tl.float32), 0)
     da = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     dq = tl.dot(do, s.to(TYPE), input_precision=PRECISION)
     if NORM:
-        dd = tl.load(DD + i, mask=i < count, other=0.0)
         da += dd[:, None]
         dq += dd[:, None] * z[None, :]
     dq = _tile_grads(dq, da, early.to(TYPE), k, own, LEVEL, low, sln, d, count, f, C, DECAY, NARROW, False, TYPE, PRECISION)
@@ -292,18 +319,19 @@ def _query_tile(
         s = s * exp_of(end - before)[None, :]
         z = z * exp_of(end - before)
     s = tl.dot(tl.trans(v), early.to(TYPE), s, input_precision=PRECISION)
-    if NORM:
+    if TILE_NORMS:
+        z += _sums_of_tile(TZ, low, d, f, C)
+    elif NORM:
         z += added
     if DECAY > 0 and NARROW:
         s = s * exp_of(end - keys_from)[None, :]
         z = z * exp_of(end - keys_from)
     if NORMALIZE != 0:
-        dq = dq * output_factor(DEN, i, count, scale, NORMALIZE)[:, None]
+        dq = dq * factor[:, None]
     else:
-        dq = dq * scale
+        dq = dq * factor
     mask = (i[:, None] < count) & (d[None, :] < f)
     if FEATURE != 0 or DECAY_GRAD:
-        x = token_rows(Q, i, sqn, d, count, f)
         if DECAY_GRAD:
             product = apply_feature(x, FEATURE) * dq
             if DECAY == 1:
@@ -318,12 +346,12 @@ def _query_tile(
 
 @triton.jit
 def _walk_queries(
-    Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, DQ, QD,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, TZ, DQ, QD,
     sqn, skn, svn, sln, sdn,
     scale, bh, at, start, count, n, H,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
-    HAS_STATE: tl.constexpr, DECAY_GRAD: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_STATE: tl.constexpr, TILE_NORMS: tl.constexpr, DECAY_GRAD: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ (b n h f) of one segment and head; S, Z: the state before the segment, at row `at`.
 
@@ -344,26 +372,27 @@ def _walk_queries(
     if narrow:
         for low in range(0, count, C):
             s, z = _query_tile(
-                Q, K, V, LEVEL, VALID, DO, DEN, DD, DQ, QD, s, z,
+                Q, K, V, LEVEL, VALID, DO, DEN, DD, TZ, DQ, QD, s, z,
                 sqn, skn, svn, sln, sdn, scale, low, bh, start, count, n, H,
-                f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, DECAY_GRAD, TYPE, PRECISION,
+                f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, DECAY_GRAD, TYPE, PRECISION,
             )  # fmt: skip
     else:
         for low in range(0, count, C):
             s, z = _query_tile(
-                Q, K, V, LEVEL, VALID, DO, DEN, DD, DQ, QD, s, z,
+                Q, K, V, LEVEL, VALID, DO, DEN, DD, TZ, DQ, QD, s, z,
                 sqn, skn, svn, sln, sdn, scale, low, bh, start, count, n, H,
-                f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, DECAY_GRAD, TYPE, PRECISION,
+                f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, DECAY_GRAD, TYPE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def _key_tile(
-    Q, K, V, LEVEL, VALID, DO, DEN, DD, DK, DV, KD, s, z,
-    sqh, sqn, skn, svn, sln, sdh, sdn, scale, low, bg, start, count, n, G, R,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, TA, DK, DV, KD, s, z,
+    sqh, sqn, skn, svn, sln, sdh, sdn, scale, low, bg, start, count, n, tiles, wide, G, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NARROW: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr,
-    DECAY_GRAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_NORMS: tl.constexpr, DECAY_GRAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, TYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dk and dv of one tile and return the transposed adjoint (e f) and its norm before the tile.
 
@@ -373,6 +402,8 @@ def _key_tile(
     c = tl.arange(0, BE)
     j = low + tl.arange(0, C)
     k = _walked_keys(K, VALID, j, skn, d, count, f, FEATURE, HAS_VALID)
+    if KEYS and FEATURE != 0:
+        x = token_rows(K, j, skn, d, count, f)  # loaded long before it is needed
     early, own, up = k, 1.0, 1.0
     if DECAY > 0:
         level = _tile_levels(LEVEL, j, sln, d, count, f, DECAY)
@@ -406,7 +437,10 @@ def _key_tile(
         queries = late.to(TYPE)
         if KEYS and NORM:
             dd = tl.load(DD + head * n + j, mask=j < count, other=0.0)
-            z += tl.sum(late.to(tl.float32) * dd[:, None], 0)
+            if TILE_NORMS:
+                z += _sums_of_tile(TA + head * tiles * f, low, d, f, C)
+            else:
+                z += tl.sum(late.to(tl.float32) * dd[:, None], 0)
         if VALUES:
             a = _tile_scores(
                 queries, early.to(TYPE), q, k, LEVEL, low, sln, d, count, f, C, DECAY, NARROW, True, TYPE, PRECISION
@@ -436,23 +470,24 @@ def _key_tile(
             else:
                 tl.store(KD + (bg * n + start + j[:, None]) * f + d[None, :], product, mask=mask)
         if FEATURE != 0:
-            dk = dk * feature_slope(token_rows(K, j, skn, d, count, f), FEATURE)
+            dk = dk * feature_slope(x, FEATURE)
         if HAS_VALID:
             dk = tl.where(present(VALID, j, count, HAS_VALID)[:, None], dk, 0.0)
-        tl.store(DK + j[:, None] * (G * f) + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
+        tl.store(DK + j[:, None] * (G * wide) + d[None, :], dk.to(DK.dtype.element_ty), mask=mask)
     return s, z
 
 
 @triton.jit
 def _walk_keys(
-    Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, DK, DV, KD,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
     sqh, sqn, skn, svn, sln, sdh, sdn,
-    scale, bg, at, start, count, n, G, R,
+    scale, bg, at, start, count, n, tiles, wide, G, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr,
     NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr, HAS_VALID: tl.constexpr, HAS_ADJOINT: tl.constexpr,
+    TILE_NORMS: tl.constexpr,
     DECAY_GRAD: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute DK (b n g f), DV (b n g e) or both of one segment, from its last tile to its first.
+    """Compute DK (b n g f of wide), DV (b n g e) or both of one segment, from its last tile to its first.
 
     KEYS, VALUES: which of them. ADJ, ADJ_Z: the adjoint behind the segment, at row `at`. With DECAY_GRAD KD gets k . dk: (b g n),
     or (b g n f) for a decay per feature.
@@ -473,33 +508,37 @@ def _walk_keys(
     if narrow:
         for x in range(chunks):
             s, z = _key_tile(
-                Q, K, V, LEVEL, VALID, DO, DEN, DD, DK, DV, KD, s, z, sqh, sqn, skn, svn, sln, sdh, sdn,
-                scale, (chunks - 1 - x) * C, bg, start, count, n, G, R,
-                f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, DECAY_GRAD, KEYS, VALUES, TYPE, PRECISION,
+                Q, K, V, LEVEL, VALID, DO, DEN, DD, TA, DK, DV, KD, s, z, sqh, sqn, skn, svn, sln, sdh, sdn,
+                scale, (chunks - 1 - x) * C, bg, start, count, n, tiles, wide, G, R,
+                f, e, BF, BE, C, DECAY, True, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, DECAY_GRAD, KEYS, VALUES,
+                TYPE, PRECISION,
             )  # fmt: skip
     else:
         for x in range(chunks):
             s, z = _key_tile(
-                Q, K, V, LEVEL, VALID, DO, DEN, DD, DK, DV, KD, s, z, sqh, sqn, skn, svn, sln, sdh, sdn,
-                scale, (chunks - 1 - x) * C, bg, start, count, n, G, R,
-                f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, DECAY_GRAD, KEYS, VALUES, TYPE, PRECISION,
+                Q, K, V, LEVEL, VALID, DO, DEN, DD, TA, DK, DV, KD, s, z, sqh, sqn, skn, svn, sln, sdh, sdn,
+                scale, (chunks - 1 - x) * C, bg, start, count, n, tiles, wide, G, R,
+                f, e, BF, BE, C, DECAY, False, NORM, NORMALIZE, FEATURE, HAS_VALID, TILE_NORMS, DECAY_GRAD, KEYS, VALUES,
+                TYPE, PRECISION,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "segs", "SEG", "slots", "behind"])
+@triton.jit(do_not_specialize=["n", "segs", "SEG", "slots", "behind", "tiles"])
 def linear_walk_grads(
-    Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, ADJ, ADJ_Z, DQ, DK, DV, QD, KD,
+    Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, ADJ, ADJ_Z, TZ, TA, DQ, DK, DV, QD, KD,
     sqb, sqh, sqn, skb, skh, skn, svb, svh, svn, slb, slh, sln, sdb, sdh, sdn,
-    scale, n, segs, SEG, slots, behind, H, R,
+    scale, n, segs, SEG, slots, behind, tiles, wide, H, R,
     f: tl.constexpr, e: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
     C: tl.constexpr, DECAY: tl.constexpr, NORM: tl.constexpr, NORMALIZE: tl.constexpr, FEATURE: tl.constexpr,
     HAS_VALID: tl.constexpr, HAS_STATE: tl.constexpr, HAS_ADJOINT: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    TOGETHER: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    TOGETHER: tl.constexpr, TILE_NORMS: tl.constexpr, ADJOINT_NORMS: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute DQ of one segment and query head, or DK and DV of one key-value head: in one program if TOGETHER, else in two.
 
     R query heads read one key-value head, and their gradients are added one after the other. There are `slots` states before
     segments and `behind` adjoints behind them, one where it is the same for all; without HAS_STATE or HAS_ADJOINT they are 0.
+    TILE_NORMS: TZ (b g tiles f) holds the sums of the keys of every tile. ADJOINT_NORMS: TA (b h tiles f) holds what every tile
+    adds to the norm of the adjoint. A row of DK has room for `wide` numbers.
     """
     parts = R + (1 if TOGETHER else 2)
     pid = tl.program_id(0)
@@ -518,30 +557,35 @@ def linear_walk_grads(
     DO += b * sdb + h * sdh + start * sdn
     DEN += bh * n + start
     DD += bh * n + start
-    DK += ((b * n + start) * G + g) * f
+    DK += ((b * n + start) * G + g) * wide
     DV += ((b * n + start) * G + g) * e
+    TZ += (bg * tiles + seg * (SEG // C)) * f
+    TA += (bh * tiles + seg * (SEG // C)) * f
     at = (bg * behind + tl.minimum(seg, behind - 1)) * f
     if part < R:
         _walk_queries(
-            Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, DQ + ((b * n + start) * H + h) * f, QD,
+            Q, K, V, LEVEL, VALID, DO, DEN, DD, S, Z, TZ, DQ + ((b * n + start) * H + h) * f, QD,
             sqn, skn, svn, sln, sdn, scale, bh, (bg * slots + seg) * f, start, count, n, H,
-            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_STATE, DECAY_GRAD, TYPE, PRECISION,
+            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_STATE, TILE_NORMS, DECAY_GRAD, TYPE, PRECISION,
         )  # fmt: skip
     elif TOGETHER:
         _walk_keys(
-            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, DK, DV, KD,
-            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, G, R,
-            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, DECAY_GRAD, True, True, TYPE, PRECISION,
+            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
+            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, wide, G, R,
+            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, ADJOINT_NORMS, DECAY_GRAD, True, True,
+            TYPE, PRECISION,
         )  # fmt: skip
     elif part == R:
         _walk_keys(
-            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, DK, DV, KD,
-            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, G, R,
-            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, DECAY_GRAD, True, False, TYPE, PRECISION,
+            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
+            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, wide, G, R,
+            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, ADJOINT_NORMS, DECAY_GRAD, True, False,
+            TYPE, PRECISION,
         )  # fmt: skip
     else:
         _walk_keys(
-            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, DK, DV, KD,
-            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, G, R,
-            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, DECAY_GRAD, False, True, TYPE, PRECISION,
+            Q, K, V, LEVEL, VALID, DO, DEN, DD, ADJ, ADJ_Z, TA, DK, DV, KD,
+            sqh, sqn, skn, svn, sln, sdh, sdn, scale, bg, at, start, count, n, tiles, wide, G, R,
+            f, e, BF, BE, C, DECAY, NORM, NORMALIZE, FEATURE, HAS_VALID, HAS_ADJOINT, ADJOINT_NORMS, DECAY_GRAD, False, True,
+            TYPE, PRECISION,
         )  # fmt: skip

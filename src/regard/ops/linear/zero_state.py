@@ -5,24 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.transforms import transformed
 
 _zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
+@signature_cache
+def _expanded(key: tuple[torch.device, torch.dtype, tuple[int, ...]]) -> tuple[Tensor]:
+    device, dtype, shape = key
+    return (_zeros[device, dtype].expand(shape),)
+
+
 def zero_state(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
     """Return zeros on the device of a tensor, not to be written to: kernels see that they are zeros and do not read them."""
-    plain = torch.compiler.is_compiling() or transformed()
-    if plain or (like.is_cuda and torch.cuda.is_current_stream_capturing() and (like.device, dtype) not in _zeros):
-        return like.new_zeros(shape, dtype=dtype)  # memory of a CUDA graph is not kept
+    if torch.compiler.is_compiling() or transformed():
+        return like.new_zeros(shape, dtype=dtype)
     key = (like.device, dtype)
     if key not in _zeros:
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            return like.new_zeros(shape, dtype=dtype)  # memory of a CUDA graph is not kept
         with torch.inference_mode(False):
             made = torch.zeros((), dtype=dtype, device=like.device)
         if like.is_cuda:
             torch.cuda.synchronize(like.device)  # other streams read it too
         _zeros[key] = made
-    return _zeros[key].expand(shape)
+    return _expanded((*key, shape))[0]
 
 
 def is_zero_state(x: Tensor) -> bool:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from regard.ops.dropout_hash import head_numbers, key_keys, query_keys
 from regard.ops.kernel_launch import KernelLaunch, hold_for_graphs, launch_kernel, present_slots
+from regard.ops.tile.band_launch import BandSizes
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall
-from regard.ops.tile.tile_sizes import PairGroup, StrideSizes, TileSizes, rows_contiguous
+from regard.ops.tile.tile_sizes import PairGroup, StrideSizes, rows_contiguous
 from regard.patterns.tile_list import TILE, KernelItems
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 
@@ -48,7 +49,7 @@ class _BackwardSteps(NamedTuple):
     keys: list[_Step]
 
 
-class TritonPass(TileSizes):
+class TritonPass(BandSizes):
     """The launches of all calls with one signature: shapes, strides, types, device, options."""
 
     def __init__(self, call: TileCall, plans: HeadPlans, groups: tuple[PairGroup, ...]) -> None:
@@ -93,9 +94,10 @@ class TritonPass(TileSizes):
         inner = torch.full((*self.rows, 2 * self.clip + 1), fill, dtype=torch.float32, device=self.device)
         return inner, torch.zeros(*self.rows, 2, dtype=torch.float32, device=self.device)
 
-    def forward(self, call: TileCall) -> tuple[Tensor, Tensor]:
-        """Return out (b h n width), in float32 while several groups add to it, and log-sum-exp (b h n)."""
-        out = self._strided(self.out_shape, self.out_strides, self.sums)
+    def forward(self, call: TileCall, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return out (b h n width), in float32 while several groups add to it, and log-sum-exp (b h n); `out`: write there."""
+        if out is None:
+            out = self._strided(self.out_shape, self.out_strides, self.sums)
         lse = self.new(self.rows)
         if not self.groups:
             return out.zero_(), lse.fill_(MASKED_SCORE)
@@ -120,6 +122,8 @@ class TritonPass(TileSizes):
     def _forward_step(self, group: PairGroup, number: int) -> _Step:
         from regard.ops.tile.triton_kernels import tile_forward
 
+        if plain := self.band_forward(group, number):
+            return _Step(plain, (), (), ())
         flags, config, items = self.flags(group, number), self.config("tile_forward", group), group.by_query
         grid, tiles = self.grid(group, items, self.n, config["BM"], self.h)
         widths = (flags["BE"], 1, 2) if self.mass else (flags["BE"], 1)
@@ -168,9 +172,17 @@ class TritonPass(TileSizes):
         numbers = (*out.stride()[:3], self.n, self.clip, kept, self.h)
         launch_kernel(write_masses, grid, (out[..., self.e :], inner, outer, lse), numbers, constants)
 
-    def backward(self, call: TileCall, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Gradients:
-        """Return the gradients of q, k, v and of what the bias adds by query."""
-        dq, dk, dv = (self._strided(shape, strides, self.sums) for shape, strides in self.grads)
+    def backward(
+        self,
+        call: TileCall,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor | None,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> Gradients:
+        """Return the gradients of q, k, v and of what the bias adds by query; `into`: write the first three there."""
+        dq, dk, dv = into or [self._strided(shape, strides, self.sums) for shape, strides in self.grads]
         classes = self._by_class(self.classed, 0.0)
         found = classes[0] if classes else None
         if not self.groups:
@@ -219,6 +231,8 @@ class TritonPass(TileSizes):
         """Prepare the launch of the gradient of queries."""
         from regard.ops.tile.triton_gradients import query_gradients
 
+        if plain := self.band_query_gradients(group, number, out, d_out, has_lse):
+            return _Step(plain, (), (), ())
         flags, config, items = self.flags(group, number), self.config("tile_query_gradients", group), group.by_query
         grid, tiles = self.grid(group, items, self.n, config["BM"], self.h)
         widths = (flags["BD"], 2) if self.classed else (flags["BD"],)
@@ -241,6 +255,8 @@ class TritonPass(TileSizes):
         """Prepare the launch of the gradients of keys and values."""
         from regard.ops.tile.triton_gradients import key_gradients
 
+        if plain := self.band_key_gradients(group, number, d_out):
+            return _Step(plain, (), (), ())
         flags, config, items = self.flags(group, number), self.config("tile_key_gradients", group), group.by_key
         grid, tiles = self.grid(group, items, self.m, config["BN"], self.g)
         rooms = self.rooms(items, self.g, flags["BD"], flags["BE"])

@@ -14,6 +14,7 @@ from regard.patterns.tile_list import TILE, KernelItems, StridedBand
 from regard.patterns.tiles import Span, ceil_div
 
 StrideSizes = tuple[int, ...]
+LIST_STEP = 32  # tokens of a list that a program takes at a time: a mask is 32 bits of a token
 
 
 class PairGroup(NamedTuple):
@@ -100,16 +101,16 @@ class TileSizes:
         return self.n, self.m, self.span.t, self.span.u, back, ahead, *hole, step, self.clip, self.scale, *drop
 
     def config(self, kernel: str, group: PairGroup) -> dict[str, int]:
-        """Return the sizes of a kernel; those that walk lists of tiles own 64 rows and take at most 32 at a time.
+        """Return the sizes of a kernel; those that walk lists of tiles own 64 rows and take at most 32 of a list at a time.
 
-        So do those with distance classes, whose tiles need more registers.
+        Those with distance classes have the same sizes, because their tiles need more registers.
         """
         kind = "half" if self.dtype in HALVES else "float"
         classed = self.classed or self.mass
         listed = " list" if classed or group.by_query is not None else ""
         width = max(block_of(self.d, self.device), block_of(self.e, self.device))
         config = kernel_config(kernel, f"{kind} {width}{listed}", self.device)
-        return {**config, "SUB": TILE // min(config["BM"], config["BN"])}
+        return {**config, "SUB": max(TILE // min(config["BM"], config["BN"]), TILE // LIST_STEP)}
 
     def grid(self, group: PairGroup, items: KernelItems | None, length: int, tile: int, heads: int) -> tuple[tuple, int]:
         """Return the grid, and the tiles of a residue class."""

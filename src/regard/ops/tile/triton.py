@@ -13,6 +13,7 @@ from regard.cache import bounded_cache
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall
 from regard.ops.tile.tile_launch import TritonPass
 from regard.ops.tile.tile_sizes import PairGroup
+from regard.ops.tile.triton_heads import HeadsPass, MixedHeadsPass, kinds_of_heads, mixed_pieces, plans_of_piece
 from regard.ops.triton_support import WIDEST_HEAD, triton_cannot_run
 from regard.patterns.tile_list import KernelPlan, kernel_items, kernel_plan
 
@@ -38,9 +39,16 @@ class TritonTiles:
             return "a head of one sequence reaches over more than 2^31 elements"
         return _refused_classes(call) or _refused(plans)
 
-    def prepare(self, call: TileCall, plans: HeadPlans) -> TritonPass:
-        heads, share = call.q.shape[1], call.q.shape[1] // call.k.shape[1]
-        return TritonPass(call, plans, _groups(plans, heads, share, call.q.device))
+    def prepare(self, call: TileCall, plans: HeadPlans) -> TritonPass | MixedHeadsPass:
+        heads, share, device = call.q.shape[1], call.q.shape[1] // call.k.shape[1], call.q.device
+        if len(kinds_of_heads(plans)) < 2:
+            return TritonPass(call, plans, _groups(plans, heads, share, device))
+        passes = []
+        for piece in mixed_pieces(plans, heads, share):
+            own = plans_of_piece(plans, piece, heads)
+            count = sum(len(one.heads) for one in own)
+            passes.append(HeadsPass(call, piece, own, _groups(own, count, piece.share, device)))
+        return MixedHeadsPass(call, plans, tuple(passes))
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
         return self.prepare(call, plans).forward(call)
@@ -61,9 +69,7 @@ def _refused_classes(call: TileCall) -> str | None:
 
 
 def _refused(plans: HeadPlans) -> str | None:
-    every = [kernel_plan(own.plan) for own in plans]
-    if any(plan.strided for plan in every) and len(every) > 1:
-        return "heads have strides of their own"
+    every = (kernel_plan(own.plan) for own in plans)
     return next((plan.refused for plan in every if plan.refused), None)
 
 
@@ -84,4 +90,4 @@ def _groups(plans: HeadPlans, heads: int, share: int, device: torch.device) -> t
     size = sum(x.items.numel() + x.entries.numel() + x.masks.numel() for x in (by_query, by_key))
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)  # other streams read them too
-    return (PairGroup((0, 0), by_query, by_key, size=size),)
+    return (PairGroup((0, 0), by_query, by_key, size=size), *(PairGroup(strided=x) for x in every[0].strided))

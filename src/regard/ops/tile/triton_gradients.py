@@ -141,14 +141,15 @@ def query_gradients(Q, K, V, OUT, LSE, D_OUT, D_LSE, PULL, DQ, VALID, SLOPES, QU
         sums = query_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
                           0, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     if ITEMISED:
+        y0 = tl.arange(0, LIST_TILE // SUB)
         for z in range(first * SUB, middle * SUB):
-            j0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN
+            j0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * (LIST_TILE // SUB)
             sums = query_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
                               0, 0, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
         for z in range(middle * SUB, last * SUB):
             entry = ENTRIES + z // SUB * 2
-            j0 = tl.load(entry) * LIST_TILE + z % SUB * BN
-            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
+            j0 = tl.load(entry) * LIST_TILE + z % SUB * (LIST_TILE // SUB)
+            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * (LIST_TILE // SUB) // 32) * LIST_TILE + rows)
             sums = query_step(sums, own, at, classes, j0 + y0, word, D, E, BD, BE,
                               0, 2, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     dq, outer_first, outer_last = sums
@@ -284,13 +285,15 @@ def key_gradients(Q, K, V, LSE, D_OUT, PULL, DK, DV, VALID, SLOPES, QUERY_KEYS, 
             dk, dv = key_step(dk, dv, own, at, classes, i0 + x0, none, D, E, BD, BE,
                               0, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
         if ITEMISED:
+            x2 = tl.arange(0, LIST_TILE // SUB)
+            none = (x2, x2)
             for z in range(first * SUB, middle * SUB):
-                i0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BM
-                dk, dv = key_step(dk, dv, own, at, classes, i0 + x0, none, D, E, BD, BE,
+                i0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * (LIST_TILE // SUB)
+                dk, dv = key_step(dk, dv, own, at, classes, i0 + x2, none, D, E, BD, BE,
                                   0, 0, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
             for z in range(middle * SUB, last * SUB):
                 entry = ENTRIES + z // SUB * 2
-                x1 = z % SUB * BM + x0
+                x1 = z % SUB * (LIST_TILE // SUB) + x2
                 bits = MASKS + tl.load(entry + 1) * 2 * LIST_TILE + x1
                 words = (tl.load(bits), tl.load(bits + LIST_TILE))
                 i0 = tl.load(entry) * LIST_TILE

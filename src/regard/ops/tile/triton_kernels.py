@@ -272,14 +272,15 @@ def tile_forward(Q, K, V, OUT, LSE, VALID, SLOPES, QUERY_KEYS, KEY_KEYS, ITEMS, 
         sums = forward_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
                             0, 1, HOLE, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     if ITEMISED:
+        y0 = tl.arange(0, LIST_TILE // SUB)
         for z in range(first * SUB, middle * SUB):
-            j0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * BN
+            j0 = tl.load(ENTRIES + z // SUB * 2) * LIST_TILE + z % SUB * (LIST_TILE // SUB)
             sums = forward_step(sums, own, at, classes, j0 + y0, rows, D, E, BD, BE,
                                 0, 0, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
         for z in range(middle * SUB, last * SUB):
             entry = ENTRIES + z // SUB * 2
-            j0 = tl.load(entry) * LIST_TILE + z % SUB * BN
-            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * BN // 32) * LIST_TILE + rows)
+            j0 = tl.load(entry) * LIST_TILE + z % SUB * (LIST_TILE // SUB)
+            word = tl.load(MASKS + (tl.load(entry + 1) * 2 + z % SUB * (LIST_TILE // SUB) // 32) * LIST_TILE + rows)
             sums = forward_step(sums, own, at, classes, j0 + y0, word, D, E, BD, BE,
                                 0, 2, False, VALIDS, SLOPED, CLASSED, MASSED, DROP, PRECISION)  # fmt: skip
     acc, total, top, outer_first, outer_last = sums
