@@ -260,9 +260,9 @@ def test_settings_that_fit_nothing_are_refused(changes, why):
 
 def digits(root):
     made = [
-        SpokenDigit(tones("ab"[d % 2] + "cd"[v]), str(d), voice, take, "")
+        SpokenDigit(tones("ab"[d % 2] + "cd"[voice == "bert"]), str(d), voice, take, "")
         for d in range(4)
-        for v, voice in enumerate(("anna", "bert"))
+        for voice in ("anna", "bert")
         for take in range(8)
     ]
     (root / "fsdd").mkdir()
@@ -279,7 +279,7 @@ def test_digits_of_one_voice_are_joined_and_no_text_is_in_two_splits(tmp_path):
     parts = digit_texts(made, "anna", train=30, val=4, test=4)
     assert all(part_of_text(x.text) == name for name, part in parts.items() for x in part) and len(parts["train"]) == 30
     task = small("fsdd_tts", tmp_path, voice="anna")
-    assert "".join(task.vocabulary.characters) == " ehnortuwz"
+    assert "".join(task.vocabulary.characters) == " ehnortwz"
     assert set(task.score(task.model(), "val")) >= {"distance", "failures"}
     with pytest.raises(ValueError, match="no recording is by"):
         digit_texts(made, "carl")

@@ -14,7 +14,7 @@ from regard.checks import need
 from regard.data.speech_features import PREEMPHASIS, mel_filters, window_sizes
 from regard.data.wav_files import Recording
 
-LEAST = 1e-12
+LEAST_POWER = 1e-12
 ECHO = 512  # samples after which an emphasised one has faded: 0.97^512 < 1e-6
 MOMENTUM = 0.99  # Perraudin, Balazs and Sondergaard 2013
 PEAK = 0.8  # of the loudest sample that is written
@@ -28,9 +28,9 @@ def mel_powers(energies: Tensor, filters: Tensor, rounds: int = 100) -> Tensor:
     need("rounds", rounds)
     pull = energies @ filters
     square = filters.mT @ filters
-    powers = pull.clamp_min(LEAST)
+    powers = pull.clamp_min(LEAST_POWER)
     for _ in range(rounds):
-        powers = powers * pull / (powers @ square).clamp_min(LEAST)
+        powers = powers * pull / (powers @ square).clamp_min(LEAST_POWER)
     return powers
 
 

@@ -22,7 +22,7 @@ TONE_RATE = 8000
 PAUSE = 0.06  # seconds of a space
 LOWEST_TONE = 300.0  # Hz; letters are a quarter of an octave apart, each with its fifth
 SHORTEST_RUN = 3  # windows of a letter or a pause that is counted
-QUIET = 5.0  # log energy below the loudest window, from which on a window is a pause
+QUIETER = 5.0  # log energy below the loudest window, from which on a window is a pause
 
 
 def tone_texts(*, train: int = 600, val: int = 40, test: int = 100, seed: int = 1) -> dict[str, list[SpokenText]]:
@@ -54,7 +54,7 @@ def tones(text: str) -> Recording:
     edge = torch.zeros(round(PAUSE * TONE_RATE / 2))
     samples = torch.cat([edge, *map(_sound_of, text), edge])
     noise = torch.randn(len(samples), generator=torch.Generator().manual_seed(len(samples)))
-    return Recording(samples + 0.002 * noise, TONE_RATE)
+    return Recording(samples + 0.0005 * noise, TONE_RATE)
 
 
 @cache
@@ -83,6 +83,6 @@ def read_tones(mel: Tensor, *, low: float, high: float) -> str:
     loudness = mel.exp().sum(1).log()
     chords = _chord_energies(mel.shape[1], low, high)
     nearest = (torch.nn.functional.normalize((mel / 2).exp(), dim=-1) @ chords.mT).argmax(1)
-    signs = torch.where(loudness < loudness.max() - QUIET, len(TONE_LETTERS), nearest).tolist()
+    signs = torch.where(loudness < loudness.max() - QUIETER, len(TONE_LETTERS), nearest).tolist()
     runs = [(sign, len(list(run))) for sign, run in groupby(signs)]
     return "".join((TONE_LETTERS + " ")[sign] for sign, length in runs if length >= SHORTEST_RUN).strip()

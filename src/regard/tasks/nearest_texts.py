@@ -8,7 +8,7 @@ import numpy as np
 
 from regard.scores import edits
 
-CANDIDATES = 20  # texts with the nearest counts of characters, among which edits decide
+NEAR_COUNTS = 20  # texts with the nearest counts of characters, among which edits decide
 
 
 def nearest_texts(texts: Sequence[str], train: Sequence[str]) -> list[int]:
@@ -18,6 +18,6 @@ def nearest_texts(texts: Sequence[str], train: Sequence[str]) -> list[int]:
     found = []
     for text in texts:
         apart = np.abs(learned - np.array([text.count(sign) for sign in signs])).sum(1)
-        near = np.argsort(apart, kind="stable")[:CANDIDATES].tolist()
+        near = np.argsort(apart, kind="stable")[:NEAR_COUNTS].tolist()
         found.append(min(near, key=lambda at: edits(train[at], text)))
     return found

@@ -38,9 +38,10 @@ from regard.training.learnable import Step
 from regard.training.losses import Loss
 from regard.training.synthesis_loss import FRAME_LOSSES, frame_errors, last_frames, synthesis_loss
 
-WATCHED = 40  # texts of a validation during training
+WATCHED_TEXTS = 40  # texts of a validation during training
 SPOKEN_AT_ONCE = 20_000  # frames of a batch of answers
-PATIENCE = 2.0  # times the slowest pace of train: the steps after which an answer is endless
+NATS_OF_DECIBEL = math.log(10) / 10
+SLOWEST_PACE = 2.0  # times the slowest pace of train: the steps after which an answer is endless
 
 
 class TextFrames(NamedTuple):
@@ -61,7 +62,7 @@ class Spoken(NamedTuple):
 
 
 class SynthesisTask(Task):
-    """Speech of every text; scored by the distance of frames, and by whether each text was read from its first character to its last."""
+    """Speech of every text; scored by the distance of frames, and by whether texts were read to the end."""
 
     config: Synthesis
     best = ("distance", "min")
@@ -79,10 +80,13 @@ class SynthesisTask(Task):
             need(name, getattr(config, name))
         if config.guide < 0 or not config.guide_width > 0:
             raise ValueError(f"guide is at least 0 and guide_width above 0, not {config.guide!r} and {config.guide_width!r}")
+        if not config.decibels > 0:
+            raise ValueError(f"decibels are a range of energies, above 0, not {config.decibels!r}")
         if not 0 <= config.prenet_dropout < 1:
             raise ValueError(f"prenet_dropout is a share from 0 to below 1, not {config.prenet_dropout!r}")
         self.vocabulary: Characters | None = None
         self.normaliser: Normaliser | None = None
+        self.floor = 0.0  # the lowest log energy
         self.pace = 1.0  # steps a character, of the slowest text of train
 
     def unused(self) -> dict[str, str]:
@@ -110,7 +114,9 @@ class SynthesisTask(Task):
         if self.vocabulary is None:
             self.vocabulary = Characters.of(text for _, text in parts["train"])
         if self.normaliser is None:
-            self.normaliser = Normaliser.of([mel for mel, _ in parts["train"]])
+            loudest = max(float(mel.max()) for mel, _ in parts["train"])
+            self.floor = loudest - self.config.decibels * NATS_OF_DECIBEL
+            self.normaliser = Normaliser.of([mel.clamp_min(self.floor) for mel, _ in parts["train"]])
         made = {name: [self._coded(mel, text) for mel, text in part] for name, part in parts.items()}
         made["train"] = [x for x in made["train"] if self._steps(x) <= self.config.max_len]
         if not made["train"]:
@@ -122,7 +128,7 @@ class SynthesisTask(Task):
     def _coded(self, mel: Tensor, text: str) -> TextFrames:
         """Normalise frames, and repeat the last until they fill a step."""
         known = learned(self.normaliser)
-        frames = (mel - known.mean) / known.spread
+        frames = (mel.clamp_min(self.floor) - known.mean) / known.spread
         more = -len(frames) % self.config.reduction
         return TextFrames(self._characters(text), torch.cat([frames, frames[-1:].expand(more, -1)]), text)
 
@@ -139,7 +145,7 @@ class SynthesisTask(Task):
 
     def assets(self) -> dict[str, str]:
         known = learned(self.normaliser)
-        kept = {"mean": known.mean.tolist(), "spread": known.spread.tolist(), "pace": self.pace}
+        kept = {"mean": known.mean.tolist(), "spread": known.spread.tolist(), "pace": self.pace, "floor": self.floor}
         return {"vocabulary.json": learned(self.vocabulary).to_json(), "synthesis.json": json.dumps(kept)}
 
     def restore(self, assets: Mapping[str, str]) -> None:
@@ -150,8 +156,8 @@ class SynthesisTask(Task):
         try:
             kept = read_value(text)
             self.normaliser = Normaliser(*(torch.tensor(kept[name], dtype=torch.float32) for name in ("mean", "spread")))
-            self.pace = float(kept["pace"])
-            if any(x.shape != (self.config.mels,) for x in self.normaliser) or not 0 < self.pace < math.inf:
+            self.pace, self.floor = float(kept["pace"]), float(kept["floor"])
+            if any(x.shape != (self.config.mels,) for x in self.normaliser) or not 0 < self.pace < math.inf > abs(self.floor):
                 raise ValueError
         except (JsonError, KeyError, TypeError, ValueError, AttributeError):
             raise ValueError(
@@ -203,7 +209,7 @@ class SynthesisTask(Task):
 
     def watch(self, model: nn.Module) -> dict[str, float]:
         """Compute the scores of some texts of validation, without floors."""
-        return self._scored(model, self.splits["val"][:WATCHED])[0]
+        return self._scored(model, self.splits["val"][:WATCHED_TEXTS])[0]
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
         rows = self.splits[split]
@@ -249,7 +255,7 @@ class SynthesisTask(Task):
 
         def answer(part: list[list[int]]) -> list[Spoken]:
             source, valid = padded(part)
-            most = [min(self.config.max_len, math.ceil(PATIENCE * self.pace * len(row))) for row in part]
+            most = [min(self.config.max_len, math.ceil(SLOWEST_PACE * self.pace * len(row))) for row in part]
             device = device_under(model)
             found = model.generate(source.to(device), None if valid is None else valid.to(device), torch.tensor(most))
             return [
@@ -260,7 +266,7 @@ class SynthesisTask(Task):
         rows = [self._characters(text) for text in texts] if sources is None else sources
         with evaluating(model):
             return in_order(
-                rows, lambda row: math.ceil(PATIENCE * self.pace * len(row)) * self.config.reduction, SPOKEN_AT_ONCE, answer
+                rows, lambda row: math.ceil(SLOWEST_PACE * self.pace * len(row)) * self.config.reduction, SPOKEN_AT_ONCE, answer
             )
 
     def recording(self, spoken: Spoken) -> Recording:

@@ -12,11 +12,12 @@ class Synthesis(Config):
     """Characters to log-mel frames, in windows of 25 ms every 10 ms."""
 
     mels: int = 40  # filters
+    decibels: float = 50.0  # energies that are so far below the loudest of train are as if they were at that floor
     reduction: int = 3  # frames that the decoder makes at a step
     reader: str = "plain"  # how it reads the text: plain (softmax), location, monotonic, monotonic-additive
     guide: float = 1.0  # weight of the guided attention loss, for weights far from the diagonal; 0: none
     guide_width: float = 0.2  # of that diagonal, as a share of the text
-    frame_loss: str = "l1"  # l1, l2, l1+l2
+    frame_loss: str = "l1+l2"  # l1, l2, l1+l2
     prenet: int = 64  # width of the two layers that a frame goes through
     prenet_dropout: float = 0.5  # in them
     test_dropout: bool = True  # it stays on in evaluation and answers
