@@ -26,7 +26,7 @@ QUIETER = 5.0  # log energy below the loudest window, from which on a window is 
 
 
 def tone_texts(*, train: int = 600, val: int = 40, test: int = 100, seed: int = 1) -> dict[str, list[SpokenText]]:
-    """Draw texts of one to three words, none twice, and make their recordings: the same for the same seed."""
+    """Draw texts of two to four words, none twice, and make their recordings: the same for the same seed."""
     rng, counts = Random(seed), {"train": train, "val": val, "test": test}
     texts: dict[str, None] = {}
     while len(texts) < sum(counts.values()):
@@ -38,7 +38,7 @@ def tone_texts(*, train: int = 600, val: int = 40, test: int = 100, seed: int = 
 def _drawn_text(rng: Random) -> str:
     """Draw words of two to four letters, no letter twice in a row: two equal chords would be one long one."""
     text = ""
-    for _ in range(rng.randint(1, 3)):
+    for _ in range(rng.randint(2, 4)):
         text += " " if text else ""
         for _ in range(rng.randint(2, 4)):
             before = text.replace(" ", "")[-1:]
