@@ -39,7 +39,7 @@ SIZES = Config(width=16, heads=2, depth=1, decoder_depth=2, ffn=16, dropout=0.0,
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch):
-    monkeypatch.setattr("regard.tasks.synthesis.tone_texts", lambda: tone_texts(train=30, val=4, test=4))
+    monkeypatch.setattr("regard.tasks.synthesis_sets.tone_texts", lambda: tone_texts(train=30, val=4, test=4))
 
 
 def small(name="tones", folder=None, **changes):
@@ -283,6 +283,14 @@ def test_digits_of_one_voice_are_joined_and_no_text_is_in_two_splits(tmp_path):
     assert set(task.score(task.model(), "val")) >= {"distance", "failures"}
     with pytest.raises(ValueError, match="no recording is by"):
         digit_texts(made, "carl")
+
+
+def test_texts_that_are_too_long_are_left_out_and_counted():
+    longest = max(len(x.frames) // 3 for x in small().splits["train"])
+    task = small(max_len=longest - 1)
+    assert task.left_out >= 1 and "left out" in task.describe_data()[1] and "left out" not in str(small().describe_data())
+    with pytest.raises(ValueError, match="larger max_len"):
+        small(max_len=2)
 
 
 SPEAKER = """#!{python}

@@ -1,4 +1,4 @@
-"""Speech from text, in characters: generated tones, strings of FSDD's digits, and corpora in the layout of LJ Speech."""
+"""Speech from text, in characters: frames of log-mel energies, how they are scored, and recordings of them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,20 @@ from regard.analysis.alignment_failures import AlignmentFailure, alignment_failu
 from regard.checks import need
 from regard.data.batch import END, UNKNOWN, Batch, padded
 from regard.data.griffin_lim import wav_of_mel
-from regard.data.locate import find
 from regard.data.speech_augment import resized
 from regard.data.speech_features import log_mel
-from regard.data.speech_sets import read_fsdd
-from regard.data.spoken_texts import SpokenText, digit_texts, read_corpus
+from regard.data.spoken_texts import SpokenText
 from regard.data.strict_json import JsonError, read_value
-from regard.data.tone_texts import TONE_RATE, read_tones, tone_texts
+from regard.data.tone_texts import TONE_RATE
 from regard.data.vocabulary import Characters, vocabulary
 from regard.data.wav_files import Recording
 from regard.models.guided import ALIGNERS
 from regard.models.synthesiser import Synthesiser, synthesiser
 from regard.options import check_choice
-from regard.scores import character_errors
 from regard.tasks.nearest_texts import nearest_texts
 from regard.tasks.speech_task import Normaliser
 from regard.tasks.support import check_lengths, device_under, evaluating, in_order, learned
-from regard.tasks.synthesis_config import CorpusSynthesis, DigitSynthesis, Synthesis
+from regard.tasks.synthesis_config import Synthesis
 from regard.tasks.task import ENCODER_DECODER, Task
 from regard.tasks.text_attention import LayerAttention, TextAttention
 from regard.training.learnable import Step
@@ -86,6 +83,7 @@ class SynthesisTask(Task):
             raise ValueError(f"prenet_dropout is a share from 0 to below 1, not {config.prenet_dropout!r}")
         self.vocabulary: Characters | None = None
         self.normaliser: Normaliser | None = None
+        self.left_out = 0  # texts that are too long
         self.floor = 0.0  # the lowest log energy
         self.pace = 1.0  # steps a character, of the slowest text of train
 
@@ -118,12 +116,13 @@ class SynthesisTask(Task):
             self.floor = loudest - self.config.decibels * NATS_OF_DECIBEL
             self.normaliser = Normaliser.of([mel.clamp_min(self.floor) for mel, _ in parts["train"]])
         made = {name: [self._coded(mel, text) for mel, text in part] for name, part in parts.items()}
-        made["train"] = [x for x in made["train"] if self._steps(x) <= self.config.max_len]
-        if not made["train"]:
+        self.splits = {name: [x for x in part if self._fits(x)] for name, part in made.items()}
+        self.left_out = sum(map(len, made.values())) - sum(map(len, self.splits.values()))
+        train, val = self.splits["train"], self.splits["val"]
+        if not train:
             raise ValueError(f"every text of train has more than {self.config.max_len} steps: use a larger max_len or reduction")
-        self.pace = max(self._steps(x) / len(x.source) for x in made["train"])
-        self.splits = made
-        self.sample = made["val"][0].text if made["val"] else ""
+        self.pace = max(self._steps(x) / len(x.source) for x in train)
+        self.sample = val[0].text if val else ""
 
     def _coded(self, mel: Tensor, text: str) -> TextFrames:
         """Normalise frames, and repeat the last until they fill a step."""
@@ -138,10 +137,15 @@ class SynthesisTask(Task):
     def _steps(self, x: TextFrames) -> int:
         return len(x.frames) // self.config.reduction
 
+    def _fits(self, x: TextFrames) -> bool:
+        return max(self._steps(x), len(x.source)) <= self.config.max_len
+
     def describe_data(self) -> list[str]:
         counts = ", ".join(f"{len(rows):,} {name}" for name, rows in self.splits.items())
         seconds = sum(len(x.frames) for x in self.splits["train"]) / 100
-        return [f"texts: {counts}; {seconds:,.0f} s of train, {len(learned(self.vocabulary).characters)} characters"]
+        found = [f"texts: {counts}; {seconds:,.0f} s of train, {len(learned(self.vocabulary).characters)} characters"]
+        longest = f"{self.config.max_len} steps of {self.config.reduction} frames"
+        return [*found, f"left out: {self.left_out:,} that are longer than {longest}"] if self.left_out else found
 
     def assets(self) -> dict[str, str]:
         known = learned(self.normaliser)
@@ -209,11 +213,11 @@ class SynthesisTask(Task):
 
     def watch(self, model: nn.Module) -> dict[str, float]:
         """Compute the scores of some texts of validation, without floors."""
-        return self._scored(model, self.splits["val"][:WATCHED_TEXTS])[0]
+        return self.scored(model, self.splits["val"][:WATCHED_TEXTS])[0]
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
         rows = self.splits[split]
-        scores, _ = self._scored(model, rows)
+        scores, _ = self.scored(model, rows)
         return {**scores, **self.floors(split), "texts": float(len(rows))}
 
     def floors(self, split: str) -> dict[str, float]:
@@ -224,7 +228,8 @@ class SynthesisTask(Task):
         copied = sum(dtw_distance(train[at].frames, x.frames) for at, x in zip(nearest, rows, strict=True))
         return {"floor_mean": still / max(1, len(rows)), "floor_nearest": copied / max(1, len(rows))}
 
-    def _scored(self, model: nn.Module, rows: Sequence[TextFrames]) -> tuple[dict[str, float], list[Spoken]]:
+    def scored(self, model: nn.Module, rows: Sequence[TextFrames]) -> tuple[dict[str, float], list[Spoken]]:
+        """Compute the scores of examples, and what the model makes of their texts."""
         spoken = self.speak(model, [x.text for x in rows], [x.source for x in rows])
         count = max(1, len(rows))
         far = sum(dtw_distance(one.frames, x.frames) for one, x in zip(spoken, rows, strict=True))
@@ -303,37 +308,3 @@ class SynthesisTask(Task):
         times = [f"{i * step:.2f} s" for i in range(len(spoken.weights))]
         layer = LayerAttention("decoder 1", "cross", self.config.reader, spoken.weights[None], times, [*text, "<end>"])
         return TextAttention(text, self.described(spoken), [layer])
-
-
-class TonesTask(SynthesisTask):
-    """Letters as chords: scored also by the error rate of the letters that are found again in its frames."""
-
-    def spoken(self, folder: Path | None) -> dict[str, list[SpokenText]]:  # noqa: ARG002 - made, not read
-        return tone_texts()
-
-    def _scored(self, model: nn.Module, rows: Sequence[TextFrames]) -> tuple[dict[str, float], list[Spoken]]:
-        scores, spoken = super()._scored(model, rows)
-        texts = [read_tones(one.mel, low=self.low_hertz, high=self.high_hertz) for one in spoken]
-        return {**scores, "cer": character_errors(texts, [x.text for x in rows])}, spoken
-
-
-class DigitSynthesisTask(SynthesisTask):
-    """Strings of one to three digits in one voice of FSDD."""
-
-    config: DigitSynthesis
-
-    def spoken(self, folder: Path | None) -> dict[str, list[SpokenText]]:
-        return digit_texts(read_fsdd(find("fsdd", folder)), self.config.voice)
-
-
-class CorpusSynthesisTask(SynthesisTask):
-    """Texts of a corpus: metadata.csv and wavs/, as LJ Speech has them and `regard prepare espeak` makes them."""
-
-    config: CorpusSynthesis
-
-    def __init__(self, config: CorpusSynthesis) -> None:
-        super().__init__(config)
-        self.wav_rate = need("rate", config.rate, 4000, 48_000)
-
-    def spoken(self, folder: Path | None) -> dict[str, list[SpokenText]]:
-        return read_corpus(find("tts", folder))

@@ -53,8 +53,8 @@ def tones_config() -> Synthesis:
         lr=3e-3,
         schedule="cosine",
         warmup=100,
-        validate_every=200,
-        save_every=200,
+        validate_every=300,
+        save_every=300,
         max_len=256,
     )
 
