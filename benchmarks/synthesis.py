@@ -26,7 +26,7 @@ from regard.training.fit import fit
 READERS = ("plain", "location", "monotonic")
 GUIDES = (0.0, 1.0)
 MODEL: dict[str, Any] = {
-    "width": 64, "heads": 2, "depth": 1, "decoder_depth": 1, "ffn": 128, "lr": 4e-3, "warmup": 50, "steps": 800,
+    "width": 64, "heads": 2, "depth": 1, "decoder_depth": 1, "ffn": 128, "lr": 4e-3, "warmup": 50, "steps": 600,
 }  # fmt: skip
 Key = tuple[str, float, int, int]
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-SLACK = 3  # characters that a path may leave out or go back: some are not heard, and a step is longer than some
+SLACK = 3  # characters that a path may leave out or go back, in texts of which some are not heard
 
 
 class AlignmentFailure(NamedTuple):
     """Hold what went wrong with one utterance."""
 
-    skips: bool  # the path leaves out more than SLACK characters in a row, at the ends too
-    repeats: bool  # it goes back by more than SLACK characters
+    skips: bool  # the path leaves out more than `slack` characters in a row, at the ends too
+    repeats: bool  # it goes back by more than `slack` characters
     endless: bool  # there was no stop
 
     @property

@@ -18,7 +18,7 @@ def draw_utterance(mel: Tensor, weights: Tensor, text: str, *, reduction: int = 
     figure.text(
         0.085, 0.918, note or "Above: log energies. Below: how much of each character a step takes.", color=GREY, fontsize=9
     )
-    above, below = figure.subplots(2, 1, gridspec_kw={"left": 0.085, "right": 0.97, "top": 0.885, "bottom": 0.08, "hspace": 0.2})
+    above, below = figure.subplots(2, 1, gridspec_kw={"left": 0.085, "right": 0.895, "top": 0.885, "bottom": 0.08, "hspace": 0.2})
     seconds, steps = len(mel) / 100, len(weights) * reduction / 100
     above.imshow(mel.mT.cpu().numpy(), origin="lower", aspect="auto", cmap="magma", extent=(0, seconds, 0, mel.shape[1]))
     above.set_ylabel("mel filter", color=GREY, fontsize=9)
@@ -34,7 +34,10 @@ def draw_utterance(mel: Tensor, weights: Tensor, text: str, *, reduction: int = 
     below.set_yticks(range(0, len(labels), every), labels[::every])
     below.set_ylabel("character", color=GREY, fontsize=9)
     below.set_xlabel("seconds", color=GREY, fontsize=9)
-    figure.colorbar(picture, ax=[above, below], fraction=0.03, pad=0.015).set_label("weight", color=GREY, fontsize=9)
+    bar = figure.colorbar(picture, cax=figure.add_axes((0.915, 0.08, 0.018, 0.365)))
+    bar.set_label("weight", color=GREY, fontsize=9)
+    bar.ax.tick_params(labelsize=8, colors=GREY, length=2)
+    bar.outline.set_visible(False)  # type: ignore[operator]
     for axes in (above, below):
         axes.tick_params(labelsize=8, colors=GREY, length=2)
         axes.spines[:].set_color(LINE)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.analysis.alignment_failures import AlignmentFailure, alignment_failure, diagonality, dtw_distance
+from regard.analysis.alignment_failures import SLACK, AlignmentFailure, alignment_failure, diagonality, dtw_distance
 from regard.checks import need
 from regard.data.batch import END, UNKNOWN, Batch, padded
 from regard.data.griffin_lim import wav_of_mel
@@ -68,6 +68,7 @@ class SynthesisTask(Task):
     steady = True
     wav_rate = TONE_RATE
     low_hertz = 20.0
+    slack = SLACK  # characters that a path may leave out or go back
 
     def __init__(self, config: Synthesis) -> None:
         super().__init__(config)
@@ -264,7 +265,7 @@ class SynthesisTask(Task):
             device = device_under(model)
             found = model.generate(source.to(device), None if valid is None else valid.to(device), torch.tensor(most))
             return [
-                Spoken(frames * known.spread + known.mean, frames, weights, alignment_failure(weights, stopped))
+                Spoken(frames * known.spread + known.mean, frames, weights, alignment_failure(weights, stopped, slack=self.slack))
                 for frames, weights, stopped in zip(*found, strict=True)
             ]
 
