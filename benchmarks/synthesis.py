@@ -5,6 +5,7 @@ on 100 texts that it has not learned from, all generated freely: failures by att
 the error rate of the letters found in its frames, and the distance of frames beside two floors.
 
 python benchmarks/synthesis.py --seeds 3        into results/synthesis.json, in which rows of earlier calls stay unless run again
+python benchmarks/synthesis.py --seeds 5 --device cuda --jobs 10
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import json
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ Key = tuple[str, float, int, int]
 
 
 def run(reader: str, guide: float, seed: int, changes: dict[str, Any], device: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
     often = {"validate_every": changes["steps"] // 3, "save_every": changes["steps"]}
     task = make_task(config("tones").replace({**changes, **often, "reader": reader, "guide": guide, "seed": seed}))
     task.read()
@@ -63,21 +67,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=MODEL["steps"])
     parser.add_argument("--readers", nargs="*", default=READERS, choices=READERS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once: small models leave a GPU idle most of the time")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     changes = {**MODEL, "steps": args.steps}
     path, rows = RESULTS / "synthesis.json", dict[Key, dict[str, Any]]()
     if path.exists():
         rows = {_key(row): row for row in json.loads(path.read_text())["rows"] if row["steps"] == args.steps}
-    progress = Progress(args.seeds * len(args.readers) * len(GUIDES))
-    for seed in range(1, args.seeds + 1):
-        for reader in args.readers:
-            for guide in GUIDES:
-                row = run(reader, guide, seed, changes, args.device)
-                rows[_key(row)] = row
-                found = row["scores"]
-                progress.step(f"{reader}, guide {guide:g}, seed {seed}: {found['failures']:.0f} % fail, CER {found['cer']:.0f} %")
-                save("synthesis", {**changes, "task": "tones"}, sorted(rows.values(), key=_order))
+    asked = [(reader, guide, seed) for seed in range(1, args.seeds + 1) for reader in args.readers for guide in GUIDES]
+    progress = Progress(len(asked))
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(run, *one, changes, args.device) for one in asked]):
+            row = done.result()
+            rows[_key(row)] = row
+            found, what = row["scores"], f"{row['reader']}, guide {row['guide']:g}, seed {row['seed']}"
+            progress.step(f"{what}: {found['failures']:.0f} % fail, CER {found['cer']:.0f} %")
+            save("synthesis", {**changes, "task": "tones", "jobs": args.jobs}, sorted(rows.values(), key=_order))
     print(path)
 
 
