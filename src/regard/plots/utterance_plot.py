@@ -37,7 +37,7 @@ def draw_utterance(mel: Tensor, weights: Tensor, text: str, *, reduction: int = 
     bar = figure.colorbar(picture, cax=figure.add_axes((0.915, 0.08, 0.018, 0.365)))
     bar.set_label("weight", color=GREY, fontsize=9)
     bar.ax.tick_params(labelsize=8, colors=GREY, length=2)
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     for axes in (above, below):
         axes.tick_params(labelsize=8, colors=GREY, length=2)
         axes.spines[:].set_color(LINE)
