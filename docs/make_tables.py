@@ -29,6 +29,7 @@ import tables_graphs
 import tables_hf
 import tables_images
 import tables_recipes
+import tables_speech
 import tables_speed
 import tables_tasks as real
 from tables_base import ROOT, Made, code, if_there, not_yet, result, short, table
@@ -249,6 +250,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "images": lambda: tables_images.image_scores(if_there("images")),
         "faults": faults,
     },
+    "docs/speech.md": {"synthesis": lambda: tables_speech.synthesis(if_there("synthesis"))},
     "docs/weights.md": {"families": families_table},
     "docs/training.md": {"cpu_presets": lambda: real.cpu_presets(if_there("cpu_presets"))},
 }

@@ -31,7 +31,7 @@ from regard.training.scheduled_sampling import PredictedInputs
 
 HERE = {name: entry for name, entry in TASKS.items() if not entry.package or find_spec(entry.package)}
 MADE = [name for name, entry in HERE.items() if entry.data is None and not entry.file]
-ELSEWHERE = ("an4", "fsdd", "cifar10", "cifar10_jpeg")  # data that test_speech_tasks.py and test_image_tasks.py have
+ELSEWHERE = ("an4", "fsdd", "tts", "cifar10", "cifar10_jpeg")  # data that tests of speech and images have
 REAL = [name for name, entry in HERE.items() if entry.data not in (None, *ELSEWHERE)]
 TINY = {
     "width": 16,
@@ -76,7 +76,7 @@ def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
     models = [made.model(), again.model()]
     for model in models:
         put_weights(model, kept.weights, tmp_path)
-    own = {"communities": ["12", "", "cites 3 words 5"], "motifs": ["CCO", "", "c1ccccc1N"]}
+    own = {"communities": ["12", "", "cites 3 words 5"], "motifs": ["CCO", "", "c1ccccc1N"], "tones": ["bad face", "", "a"]}
     own |= {"sorting": ["0.3 0.1 0.2", "", "1 0"], "hull": ["0,0 1,0 0.5,0.2 0,1", "", "0.1,0.9"]}
     lines = own.get(name, ["a b c", "", "they saw the duck", "😀 twenty-one", "<end>"])
     first, second = (which.predict(model.eval(), lines) for which, model in zip((made, again), models, strict=True))
@@ -86,8 +86,9 @@ def test_a_made_task_trains_and_a_run_answers_as_its_model_did(name, tmp_path):
 @pytest.mark.parametrize("name", MADE)
 def test_the_loss_of_a_task_is_a_sum_over_what_it_counts_and_batches_do_not_matter(name):
     made = tiny(name, dropout=0.0)
-    if hasattr(made.config, "forget"):
-        made = tiny(name, dropout=0.0, forget=0.0)
+    drawn = {key: 0.0 for key in ("forget", "prenet_dropout") if hasattr(made.config, key)}
+    if drawn:
+        made = tiny(name, dropout=0.0, **drawn)
     torch.manual_seed(0)
     model = made.model().double()
     rows = made.splits["train"][:6]

@@ -73,6 +73,7 @@ SYNONYMS: dict[str, str] = {
     "gum": "parse parsing parser constituency treebank trees",
     "an4": "asr speech speech_recognition recognition",
     "fsdd": "spoken_digits digits audio",
+    "tts": "speech_synthesis synthesis text_to_speech tacotron ljspeech lj_speech espeak speak",
     "fsdd_speaker": "speaker speaker_id speaker_verification verification",
     "recall": "mqar associative_recall",
     "text": "imdb_bytes byte_classification",

@@ -16,6 +16,7 @@ import typer
 from regard.cli import settings
 from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
 from regard.cli.inputs import Line, input_lines, is_recording
+from regard.cli.speech_file import check_speech_file, write_speech
 from regard.cli.threads import Threads, choose_threads, used
 
 if TYPE_CHECKING:
@@ -110,13 +111,20 @@ def predict(
         bool, typer.Option("--live", help="Feed a wav file in tenths of a second; words as they are decided.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object on each line: text and answer, as they are.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Speech of one text: a .wav file, or a picture of it (.png, .pdf, .svg).")
+    ] = None,
 ) -> None:
     """Answer a text, or every line of a file or of stdin: one line for each. A line break in an answer is written as \\n."""
     with sentences():
         from regard.tasks.trained_run import LINES_PER_BATCH
 
+        check_speech_file(out)
         many, lines = input_lines(source)
         found, count = trained(run, changes or [], device, threads, checkpoint)
+        if out is not None:
+            with used(count):
+                return write_speech(found, list(islice(lines, 2)), out)
         if is_recording(source) and not found.task.file_ending:
             raise ValueError(f"{source} is a recording, but {run} is a run of {found.config.task}, which answers texts")
         if not is_recording(source) and source.lower().endswith(tuple(found.task.file_ending.split())):

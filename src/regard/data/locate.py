@@ -105,6 +105,12 @@ DATASETS = {
         ["fsdd_recordings.tar"],
         "It is a tar file of the folder recordings, whose files are called digit_speaker_index.wav.",
     ),
+    "tts": DatasetInfo(
+        "recordings with their texts, in the layout of LJ Speech",
+        "https://keithito.com/LJ-Speech-Dataset",
+        ["metadata.csv"],
+        "A line is name|text, its recording wavs/name.wav. `regard prepare espeak TEXTS` makes such a folder by espeak-ng.",
+    ),
     "an4": DatasetInfo(
         "AN4 of CMU, spelled words, as 13 cepstra a window",
         "http://www.speech.cs.cmu.edu/databases/an4",

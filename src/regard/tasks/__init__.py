@@ -22,6 +22,7 @@ from regard.tasks.pointing_config import hull_config, sorting_config
 from regard.tasks.presets import CPU_PRESETS, Preset
 from regard.tasks.sentiment_config import imdb_config, polarity_config
 from regard.tasks.speech_config import an4_config, fsdd_config, fsdd_speaker_config, fsdd_strings_config
+from regard.tasks.synthesis_config import fsdd_tts_config, tones_config, tts_config
 from regard.tasks.tagging_config import ewt_config, saw_config
 from regard.tasks.translation_config import copy_config, multi30k_config, numbers_config, reverse_config
 from regard.text import unknown
@@ -65,6 +66,7 @@ _EXACT, _ACCURACY, _BLEU = ("exact", "max"), ("accuracy", "max"), ("bleu", "max"
 _ROUGE, _LOSS, _AUC = ("rouge_l", "max"), ("loss", "min"), ("roc_auc", "max")
 _TRANSLATION, _TAGGING, _COPYING = "regard.tasks.translation", "regard.tasks.tagging", "regard.tasks.copying"
 _WER = ("wer", "min")
+_SYNTHESIS, _DISTANCE = "regard.tasks.synthesis_sets", ("distance", "min")
 _RECOGNITION, _SPOKEN = "regard.tasks.recognition", "regard.tasks.spoken_labels"
 _SENTIMENT, _LANGUAGE, _OWN = "regard.tasks.sentiment", "regard.tasks.language_modeling", "regard.tasks.own_data"
 _NODES, _MOLECULES = "regard.tasks.node_labels", "regard.tasks.molecule_labels"
@@ -84,6 +86,7 @@ TASKS: dict[str, Entry] = {
     "hull": Entry(hull_config, "regard.tasks.pointing:HullTask", _EXACT, "corners of a convex hull, by pointing"),
     "communities": Entry(communities_config, f"{_NODES}:CommunitiesTask", _LOSS, "groups of the nodes of a graph"),
     "motifs": Entry(motifs_config, f"{_MOLECULES}:MotifsTask", _AUC, "what drawn molecules have", package="rdkit"),
+    "tones": Entry(tones_config, f"{_SYNTHESIS}:TonesTask", _DISTANCE, "speech of letters that are chords"),
     "multi30k": Entry(multi30k_config, f"{_TRANSLATION}:TranslationTask", _BLEU, "captions, English to German", "multi30k"),
     "ewt": Entry(ewt_config, f"{_TAGGING}:TaggingTask", _ACCURACY, "part-of-speech tags of English", "ud_english_ewt"),
     "imdb": Entry(imdb_config, f"{_SENTIMENT}:ReviewTask", _ACCURACY, "film reviews, good or bad", "imdb"),
@@ -99,6 +102,8 @@ TASKS: dict[str, Entry] = {
     "fsdd_strings": Entry(
         fsdd_strings_config, f"{_RECOGNITION}:DigitStringTask", _WER, "strings of digits, recognised live", "fsdd"
     ),
+    "fsdd_tts": Entry(fsdd_tts_config, f"{_SYNTHESIS}:DigitSynthesisTask", _DISTANCE, "speech of digits, in one voice", "fsdd"),
+    "tts": Entry(tts_config, f"{_SYNTHESIS}:CorpusSynthesisTask", _DISTANCE, "speech of texts, from a corpus", "tts"),
     "cifar10": Entry(
         cifar10_config,
         "regard.tasks.image_labels:ColourTask",
