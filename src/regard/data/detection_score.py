@@ -1,9 +1,9 @@
 """Scores of detectors: average precision, its mean over classes and over thresholds of IoU, and counts that are right.
 
-A detection is right at a threshold t if an object of its class in its image has IoU >= t with it and no better detection has taken
-that object: detections are taken from the highest score to the lowest, each takes the free object of the largest IoU. Precision and
-recall of the first i detections of a class make a curve. Average precision is the area below it, where the precision at a recall is
-the largest at that recall or a greater one. Classes without objects are left out.
+A detection is right at a threshold t if an object of its class in its image has IoU >= t with it and no better detection has
+taken that object: detections are taken from the highest score to the lowest, each takes the free object of the largest IoU.
+Precision and recall of the first i detections of a class make a curve. Average precision is the area below it, where the
+precision at a recall is the largest at that recall or a greater one. Classes without objects are left out.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def detection_scores(found: Sequence[Objects], truth: Sequence[Objects], sure: f
 def detection_floors(train: Sequence[Objects], test: Sequence[Objects], cells: int = 8) -> dict[str, float]:
     """Score answers that see no image, in percent.
 
-    - the most frequent boxes: the same answer to every image, the mean of the boxes of train whose middle and size are in one cell of
-      a grid, for the `cells` most frequent cells of each class, scored by how frequent they are (map50);
+    - the most frequent boxes: the same answer to every image, the mean of the boxes of train whose middle and size are in one
+      cell of a grid, for the `cells` most frequent cells of each class, scored by how frequent they are (map50);
     - the true boxes with the labels of train by their frequency, all of them for every box (map50);
     - the most frequent number of objects (count).
     """

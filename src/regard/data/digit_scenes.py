@@ -1,8 +1,8 @@
 """Scenes of handwritten digits: several of any size and place on a canvas with clutter, each with its label and its box.
 
 The digits are the 1,797 pictures of 8 x 8 pixels that scikit-learn brings along (the test part of UCI's optical recognition of
-handwritten digits). They are split before scenes are made, so that no picture is in scenes of two splits. A scene is a function of
-its split and its number alone. scikit-learn is imported when digits are read, and only then.
+handwritten digits). They are split before scenes are made, so that no picture is in scenes of two splits. A scene is a function
+of its split and its number alone. scikit-learn is imported when digits are read, and only then.
 
 Letters: b scenes, k digits of a scene, p pixels of a side of the canvas. A box is (left, top, right, bottom) from 0 to 1.
 """

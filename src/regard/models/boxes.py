@@ -1,7 +1,7 @@
 """Boxes of images: intersection over union, its generalisation, and suppression of boxes that overlap a better one.
 
-A box is (left, top, right, bottom), or (x, y, width, height) with its middle first, in sides of the image. Letters: b images, n and
-m boxes.
+A box is (left, top, right, bottom), or (x, y, width, height) with its middle first, in sides of the image. Letters: b images,
+n boxes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def generalised_iou(one: Tensor, other: Tensor) -> Tensor:
 
 def suppressed(boxes: Tensor, scores: Tensor, most: float) -> Tensor:
     """Return which boxes (b n 4) remain, (b n): those whose IoU with no better one that remains is above `most`."""
-    order = scores.argsort(-1, descending=True, stable=True)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
     ordered = boxes.gather(1, order[..., None].expand_as(boxes))
     near = box_iou(ordered[:, :, None], ordered[:, None]) > most
     kept = torch.ones_like(order, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """Detectors: object queries that read an image by cross attention (DETR), and a head for every cell of a feature map.
 
-Both give the same: for each of their n slots scores of c classes and of no object, and a box (x, y, width, height) from 0 to 1. A box
-is that of an anchor, moved and scaled in the space of the logistic function's argument.
+Both give the same: for each of their n slots scores of c classes and of no object, and a box (x, y, width, height) from 0 to 1.
+A box is that of an anchor, moved and scaled in the space of the logistic function's argument.
 
 Letters: b images, n slots (queries or cells), w width, c classes.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from regard.blocks.conv_block import ConvBlock
 from regard.blocks.stack import Stack
 from regard.config import Config
+from regard.mixers.places import Places
 from regard.models.build import encoder, glorot, stack
 from regard.models.image_embedding import ImageEmbedding
 from regard.models.translator import CrossWiring
@@ -63,19 +64,21 @@ def cell_anchors(rows: int, columns: int) -> Tensor:
 class QueryDetector(nn.Module):
     """Detect a set of objects by queries that are learned: the decoder of an encoded image. Carion et al. 2020, arXiv:2005.12872.
 
-    The queries are the decoder's tokens. They see each other, so that no two answer with the same object, and read the cells of the
-    image. One head is behind every layer of the decoder. `config` has the sizes and mechanisms, with the positions of the grid and
-    its cells as max_len; `embed` makes tokens of an image.
+    The queries are the decoder's tokens. They see each other, so that no two answer with the same object, and read the cells of
+    the image. One head is behind every layer of the decoder. A query begins as the position of its anchor, where positions are
+    added to tokens, so that it finds cells nearby. `config` has the sizes and mechanisms, with the positions of the grid and its
+    cells as max_len; `embed` makes the `grid` (rows, columns) of tokens of an image.
     """
 
-    def __init__(self, config: Config, embed: ImageEmbedding, *, classes: int, queries: int) -> None:
+    def __init__(self, config: Config, embed: ImageEmbedding, *, classes: int, queries: int, grid: tuple[int, int]) -> None:
         super().__init__()
         self.encoder = encoder(config, embed)
         without = dataclasses.replace(config, positions="none", max_len=max(queries, config.max_len))
         self.decoder: Stack = glorot(stack(without, reads=True))
-        self.queries = nn.Parameter(torch.randn(queries, config.width))
+        anchors = spread_anchors(queries)
+        self.queries = nn.Parameter(torch.randn(queries, config.width) + _waves(embed, anchors, grid))
         self.wiring = CrossWiring(config.wiring, self.encoder.stack, self.decoder, config.width)
-        self.head = SlotHead(config.width, classes, spread_anchors(queries), learned=True)
+        self.head = SlotHead(config.width, classes, anchors, learned=True)
 
     def forward(self, images: Tensor) -> list[Detected]:
         """Return the answers behind every layer of the decoder, the last one at the end."""
@@ -84,6 +87,17 @@ class QueryDetector(nn.Module):
         layers = self.decoder.layers(x, context=self.wiring(read), context_valid=read.places)
         norm = self.decoder.final_norm or nn.Identity()
         return [self.head(norm(y)) for y in layers[:-2]] + [self.head(layers[-1])]
+
+
+def _waves(embed: ImageEmbedding, anchors: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return what the embedding adds to the cells (n w) that hold the middles of anchors."""
+    if embed.positions is None:
+        return torch.zeros(len(anchors), embed.width)
+    rows, columns = grid
+    cells = torch.zeros(1, rows * columns, embed.width)
+    with torch.no_grad():
+        added = embed.positions.add(cells, Places.of(cells))[0]
+    return added[(anchors[:, 1] * rows).long() * columns + (anchors[:, 0] * columns).long()]
 
 
 class DenseDetector(nn.Module):

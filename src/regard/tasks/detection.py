@@ -156,7 +156,7 @@ class DetectionTask(Task):
         """Build the stem and the head: an encoder and a decoder of queries, or convolutions of about as many weights."""
         embed, config, classes = self.embedding(), self.config, len(self.labels)
         if config.head == "queries":
-            return QueryDetector(self.sized, embed, classes=classes, queries=config.queries)
+            return QueryDetector(self.sized, embed, classes=classes, queries=config.queries, grid=self.grid)
         count = equal_convolutions(config)
         return DenseDetector(embed, classes=classes, convolutions=count, grid=self.grid, norm="group")
 
@@ -166,10 +166,8 @@ class DetectionTask(Task):
         if not self.config.auxiliary:
             layers = layers[-1:]
         boxes = batch.extra["boxes"]
-        if self.config.head == "dense":
-            slots = [batch.extra["cells"]]
-        else:
-            slots = match(layers, batch.target, boxes, self.weights)
+        dense = self.config.head == "dense"
+        slots = [batch.extra["cells"]] if dense else match(layers, batch.target, boxes, self.weights)
         return set_loss(layers, slots, batch.target, boxes, self.weights)
 
     def detected(self, model: nn.Module, images: Tensor) -> list[Detected]:

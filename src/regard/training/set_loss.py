@@ -1,4 +1,4 @@
-"""The loss of a predicted set: slots are matched to objects one to one at the least cost, then trained on what they were matched to.
+"""The loss of a predicted set: slots are matched to objects one to one at the least cost, then trained on these objects.
 
 Letters: l layers, b images, n slots, k objects (padded), c classes.
 """
