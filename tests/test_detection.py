@@ -236,29 +236,24 @@ def test_floors_see_no_image():
     rows = [found((1, 0, 1), (2, 5, 1)), found((1, 0, 1)), found((1, 0, 1))]
     floors = detection_floors(rows, rows)
     assert floors["the most frequent boxes, map50"] > 60 and floors["the most frequent number, count"] == pytest.approx(200 / 3)
-    assert floors["true boxes with labels by frequency, map50"] == pytest.approx(50, abs=1)
+    assert floors["true boxes with labels by frequency, map50"] == pytest.approx(100 * 2 / 3)  # (5 / 6 + 1 / 2) / 2
 
 
 # the task
 
 
 @pytest.mark.parametrize("head", ["queries", "dense"])
-def test_a_run_learns_answers_as_its_model_did_and_goes_on_exactly(head, folder, tmp_path):
+def test_a_run_answers_and_draws_and_refuses_what_is_no_image(head, folder, tmp_path):
     made = tiny(folder, head=head)
     whole = fit(made, tmp_path / "whole", accelerator="cpu", quiet=True)
     assert whole.steps == 4 and whole.name == "map50"
-    fit(tiny(folder, head=head, steps=2), tmp_path / "parts", accelerator="cpu", quiet=True)
-    fit(tiny(folder, head=head), tmp_path / "parts", accelerator="cpu", quiet=True)
-    one, two = (load_run(tmp_path / name).weights for name in ("whole", "parts"))
-    if head == "dense":  # the schedule of the queries' run is another one with fewer steps
-        assert set(one) == set(two)
     run = load(tmp_path / "whole", device="cpu", sure=0.0, draw=str(tmp_path))
     scene = tmp_path / "scene.png"
     pillow_image().fromarray(made.made([0]).images[0, 0]).save(scene)
     answer = run.predict([str(scene), ""])
     assert answer[1] == "" and answer[0].count(" at ") >= 3
     with pillow_image().open(tmp_path / "scene_boxes.png") as picture:
-        assert picture.size == (384, 384) and len(set(picture.getdata())) > 10
+        assert picture.size == (384, 384) and len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0)) > 10
     assert run.evaluate("test", folder).keys() == {"map50", "map", "count", "scenes"}
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"bad.png is not a whole image"):
@@ -268,8 +263,6 @@ def test_a_run_learns_answers_as_its_model_did_and_goes_on_exactly(head, folder,
 
 
 def test_a_stopped_run_is_the_whole_run(folder, tmp_path, monkeypatch):
-    from regard.training import loop
-
     fit(tiny(folder), tmp_path / "whole", accelerator="cpu", quiet=True)
     stopped = tiny(folder)
     scored = stopped.score
@@ -279,7 +272,6 @@ def test_a_stopped_run_is_the_whole_run(folder, tmp_path, monkeypatch):
     calls = [True, False]
     with pytest.raises(KeyboardInterrupt):
         fit(stopped, tmp_path / "parts", accelerator="cpu", quiet=True)
-    assert loop is not None
     fit(tiny(folder), tmp_path / "parts", accelerator="cpu", quiet=True)
     one, two = (load_run(tmp_path / name).weights for name in ("whole", "parts"))
     assert all(torch.equal(one[name], two[name]) for name in one)
