@@ -33,8 +33,8 @@ from regard.blocks.conv_block import conv_stages
 from regard.data.colour_images import pillow_image, read_colour_images
 from regard.data.digit_scenes import read_digits, split_digits
 from regard.data.locate import find
-from regard.models.gan import GAN_SIDE, LAYERS, ImageCritic, ImageGenerator
-from regard.training.adversarial import Adversaries, Rates
+from regard.models.gan import GAN_SIDE, MAP_LAYERS, ImageCritic, ImageGenerator
+from regard.training.adversarial import AdversarialRates, Adversaries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHEET = (8, 12)  # rows and columns of samples
@@ -158,7 +158,7 @@ class Trainer:
         torch.manual_seed(cell["seed"])
         options = {"channels": args.channels, "kind": cell["layer"], "mixer": args.mixer, "at": args.at}
         nets = ImageGenerator(colours, **options), ImageCritic(colours, **options)
-        return Adversaries(*nets, Rates(batch=args.batch), DEVICE)
+        return Adversaries(*nets, AdversarialRates(batch=args.batch), DEVICE)
 
     def distance(self, pair: Adversaries) -> float:
         return frechet_distance(self.real, features_of(self.features, pair.samples(self.args.samples)))
@@ -222,7 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--mixer", default="softmax")
     parser.add_argument("--at", type=int, default=16, help="side of the feature map: 16 or 32")
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--layers", nargs="+", choices=MAP_LAYERS, default=list(MAP_LAYERS))
     parser.add_argument("--limit", type=float, default=1e9, help="seconds")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--sheet", type=Path, help="a folder for pictures of samples")

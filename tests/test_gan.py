@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from regard.analysis.frechet import frechet_distance
-from regard.models.gan import LAYERS, ImageCritic, ImageGenerator, MapLayer
-from regard.training.adversarial import Adversaries, Rates, critic_loss, generator_loss
+from regard.models.gan import MAP_LAYERS, ImageCritic, ImageGenerator, MapLayer
+from regard.training.adversarial import AdversarialRates, Adversaries, critic_loss, generator_loss
 
 
 def pair(kind="attention", **options):
     torch.manual_seed(0)
     nets = ImageGenerator(1, channels=4, latent=8, kind=kind, **options), ImageCritic(1, channels=4, kind=kind, **options)
-    return Adversaries(*nets, Rates(batch=4))
+    return Adversaries(*nets, AdversarialRates(batch=4))
 
 
 def real(step):
@@ -49,7 +49,7 @@ def test_both_layers_have_about_as_many_weights():
 
 
 @pytest.mark.parametrize("at", [16, 32])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", MAP_LAYERS)
 def test_images_have_their_size_and_every_weight_a_gradient(kind, at):
     made = pair(kind, at=at)
     made.update(real(0))

@@ -79,7 +79,7 @@ def detection_scores(found: Sequence[Objects], truth: Sequence[Objects], sure: f
     """
     means = [np.mean(list(average_precision(found, truth, t).values()) or [0.0]) for t in THRESHOLDS]
     counts = [int((own.scores >= sure).sum()) == len(real.labels) for own, real in zip(found, truth, strict=True)]
-    return {"map50": 100 * float(means[0]), "map": 100 * float(np.mean(means)), "count": 100 * float(np.mean(counts or [0.0]))}
+    return {"map50": 100 * float(means[0]), "map": 100 * float(np.mean(means)), "count": 100 * float(np.mean(counts or [False]))}
 
 
 def detection_floors(train: Sequence[Objects], test: Sequence[Objects], cells: int = 8) -> dict[str, float]:

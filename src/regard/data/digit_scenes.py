@@ -21,16 +21,16 @@ from regard.data.locate import file
 from regard.data.text_files import COMPRESSED_SUFFIXES, DataError, read_lines
 
 DIGIT_SIDE = 8  # pixels
-INK = 16  # of the darkest pixel
+FULL_INK = 16  # of the darkest pixel
 INKED = 4  # from here on a pixel counts for the box
 SPLIT_NAMES = ("train", "val", "test")
 SPLIT_SHARES = (0.6, 0.2, 0.2)
-SIZES = (0.2, 0.45)  # of a digit's picture, in sides of the canvas
+DIGIT_SIZES = (0.2, 0.45)  # of a digit's picture, in sides of the canvas
 COVERED = 0.3  # of the smaller one of two boxes, at most
-TRIES = 20  # for a place that covers too little of the others
+PLACE_TRIES = 20  # for a place that covers too little of the others
 FRAGMENTS = 2  # quarters of digits in the clutter, at most
 STROKES = 3  # straight lines in the clutter, at most
-NOISE = 0.05  # standard deviation of pixels from 0 to 1
+PIXEL_NOISE = 0.05  # standard deviation of pixels from 0 to 1
 NO_DIGIT = -100  # label of padding
 
 
@@ -83,8 +83,8 @@ def _read_csv(path: Path) -> Digits:
             row = [int(word) for word in line.split(",")]
         except ValueError:
             raise DataError(f"{path}, line {number}: not whole numbers with commas between them") from None
-        if len(row) != DIGIT_SIDE**2 + 1 or min(row) < 0 or max(row[:-1]) > INK or row[-1] > 9:
-            raise DataError(f"{path}, line {number}: not 64 pixels from 0 to {INK} and a label from 0 to 9")
+        if len(row) != DIGIT_SIDE**2 + 1 or min(row) < 0 or max(row[:-1]) > FULL_INK or row[-1] > 9:
+            raise DataError(f"{path}, line {number}: not 64 pixels from 0 to {FULL_INK} and a label from 0 to 9")
         rows.append(row)
     if not rows:
         raise DataError(f"{path} has no digits")
@@ -145,12 +145,12 @@ class SceneMaker:
         found = 0
         for _ in range(int(rng.integers(1, self.most + 1))):
             pick = int(rng.integers(len(self.digits.labels)))
-            for _ in range(TRIES):
+            for _ in range(PLACE_TRIES):
                 frame = _drawn_frame(rng)
                 box = _within(frame, self.inked[pick])
                 if found == 0 or _covered(box, boxes[:found]) <= COVERED:
                     labels[found], boxes[found], frames[found] = self.digits.labels[pick], box, frame
-                    pictures[found] = self.digits.pictures[pick] / INK * rng.uniform(0.5, 1)
+                    pictures[found] = self.digits.pictures[pick] / FULL_INK * rng.uniform(0.5, 1)
                     found += 1
                     break
 
@@ -161,7 +161,7 @@ class SceneMaker:
             top, left = (DIGIT_SIDE // 2 * rng.integers(2, size=2)).tolist()
             quarter = np.zeros((DIGIT_SIDE, DIGIT_SIDE), np.float32)
             part = slice(top, top + DIGIT_SIDE // 2), slice(left, left + DIGIT_SIDE // 2)
-            quarter[part] = self.digits.pictures[pick][part] / INK * rng.uniform(0.5, 1)
+            quarter[part] = self.digits.pictures[pick][part] / FULL_INK * rng.uniform(0.5, 1)
             if _covered(_within(frame, np.array([0, 0, 1, 1])), boxes) == 0:
                 pictures[place], frames[place] = quarter, frame
 
@@ -169,7 +169,7 @@ class SceneMaker:
         slope = np.linspace(-1, 1, self.side, dtype=np.float32)
         down, across = rng.uniform(-0.1, 0.1, 2).astype(np.float32)
         noise = rng.standard_normal((self.side, self.side), np.float32)
-        return np.float32(rng.uniform(0.1, 0.2)) + down * slope[:, None] + across * slope + np.float32(NOISE) * noise
+        return np.float32(rng.uniform(0.1, 0.2)) + down * slope[:, None] + across * slope + np.float32(PIXEL_NOISE) * noise
 
 
 def _extent(picture: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ def _extent(picture: np.ndarray) -> np.ndarray:
 
 def _drawn_frame(rng: np.random.Generator) -> np.ndarray:
     """Draw a place and a size within the canvas: (left, top, width, height)."""
-    height = rng.uniform(*SIZES)
+    height = rng.uniform(*DIGIT_SIZES)
     width = min(height * rng.uniform(0.8, 1.25), 1.0)
     left, top = rng.uniform(0, 1 - width), rng.uniform(0, 1 - height)
     return np.array([left, top, width, height], np.float32)

@@ -15,14 +15,15 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import cached
 
-from regard.api import layer
 from regard.checks import need
+from regard.mixers.dims import Dims
 from regard.options import check_choice
+from regard.spec import Spec
 
 GAN_SIDE = 32  # pixels
 MAP_SIDES = (16, 32)  # of the feature maps that can have a layer
 HEAD_CHANNELS = 64  # of one head of attention
-LAYERS = ("attention", "convolution", "none")
+MAP_LAYERS = ("attention", "convolution", "none")
 
 
 class MapLayer(nn.Module):
@@ -38,7 +39,7 @@ class MapLayer(nn.Module):
         self.mix: nn.Module | None = None
         if kind == "attention":
             heads = max(1, channels // HEAD_CHANNELS)
-            self.mix = layer(mixer, width=channels, heads=heads, max_len=GAN_SIDE**2)
+            self.mix = Spec.of(mixer).build(Dims(channels, heads, max_len=GAN_SIDE**2))
             for part in list(self.mix.modules()):
                 if isinstance(part, nn.Linear):
                     spectral_norm(part)
@@ -77,16 +78,16 @@ class DownBlock(nn.Module):
     def __init__(self, channels: int, out: int, *, half: bool = True, bare: bool = False) -> None:
         super().__init__()
         self.first, self.second, self.short = _conv(channels, out, 3), _conv(out, out, 3), _conv(channels, out, 1)
-        self.half, self.bare = half, bare  # bare: of pixels, which no activation is in front of
+        self.halves, self.bare = half, bare  # bare: of pixels, which no activation is in front of
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.second(self.first(x if self.bare else x.relu()).relu())
         y = y + self.short(x)
-        return functional.avg_pool2d(y, 2) if self.half else y
+        return functional.avg_pool2d(y, 2) if self.halves else y
 
 
 def _map_layers(kind: str, at: int, channels: int, mixer: str) -> nn.Module:
-    check_choice("kind", kind, LAYERS)
+    check_choice("kind", kind, MAP_LAYERS)
     if at not in MAP_SIDES:
         raise ValueError(f"a layer is over a feature map of {' or '.join(map(str, MAP_SIDES))} cells a side, not {at}")
     return nn.Identity() if kind == "none" else MapLayer(channels, kind, mixer)

@@ -26,7 +26,7 @@ from regard.positions.grid_positions import on_grid
 from regard.tasks.detection_config import Detection
 from regard.tasks.image_stem import image_stem
 from regard.tasks.support import device_under, evaluating, kept_labels
-from regard.tasks.task import ENCODER_NAT_DECODER, Task
+from regard.tasks.task import ENCODER_NAT_DECODER, Body, Task
 from regard.training.learnable import Step
 from regard.training.losses import Loss
 from regard.training.set_loss import SetWeights, match, set_loss
@@ -45,7 +45,7 @@ class DetectionTask(Task):
     """
 
     best = ("map50", "max")
-    bodies = ENCODER_NAT_DECODER
+    bodies: tuple[Body, ...] = ENCODER_NAT_DECODER
     answering = ("sure", "nms", "draw")
     file_ending = IMAGE_FILES
     config: Detection

@@ -17,7 +17,7 @@ from regard.models.gan import ImageCritic, ImageGenerator
 
 
 @dataclass(frozen=True)
-class Rates:
+class AdversarialRates:
     """Learning rates, batch and average. Heusel et al. 2017, arXiv:1706.08500, for the two rates."""
 
     generator: float = 1e-4
@@ -43,14 +43,14 @@ class Adversaries:
     Random numbers are those of the device, and `state` holds them: what goes on from a state is what would have been.
     """
 
-    def __init__(self, generator: ImageGenerator, critic: ImageCritic, rates: Rates, device: str = "cpu") -> None:
+    def __init__(self, generator: ImageGenerator, critic: ImageCritic, rates: AdversarialRates, device: str = "cpu") -> None:
         self.generator, self.critic, self.rates, self.device = generator.to(device), critic.to(device), rates, device
         self.averaged: ImageGenerator = copy.deepcopy(self.generator).eval().requires_grad_(False)
         fused = (
             {"betas": rates.betas, "fused": True, "capturable": device == "cuda"} if device == "cuda" else {"betas": rates.betas}
         )
         self.optimizers = [
-            torch.optim.Adam(net.parameters(), lr=lr, **fused)  # type: ignore[arg-type]
+            torch.optim.Adam(net.parameters(), lr=lr, **fused)
             for net, lr in ((self.generator, rates.generator), (self.critic, rates.critic))
         ]
         self.step = 0
