@@ -85,8 +85,8 @@ def gan(made: Made) -> str:
     s = made["settings"]
     data = {"cifar10": "CIFAR-10 (JPEG copy)", "digits": "scikit-learn's digits at 32 x 32"}[s["data_set"]]
     intro = (
-        f"Data: {data}; the layer is over {s['at']} x {s['at']} cells; {s['samples']:,} samples. The classifier of the features is right on "
-        f"{right:.1f} % of the test images. Distances to the training images: {near}. {_source(made)}"
+        f"Data: {data}; the layer is over {s['at']} x {s['at']} cells; {s['samples']:,} samples. The classifier of the features is "
+        f"right on {right:.1f} % of the test images. Distances to the training images: {near}. {_source(made)}"
     )
     head = [
         "over the feature map",
@@ -94,7 +94,7 @@ def gan(made: Made) -> str:
         "generator + critic",
         "updates",
         "distance",
-        "minus that of nothing (95 %)",
+        "difference (95 %)",
         "seconds",
     ]
     return f"{intro}\n\n{table(head, body)}"
