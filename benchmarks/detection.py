@@ -1,5 +1,7 @@
 """Digits in scenes by object queries (attention) and by a dense head of as many weights (convolutions): `regard train detect`.
 
+Rows: queries that are learned vectors (DETR), queries that begin as the likeliest cells of the encoder, and the dense head.
+
     python benchmarks/detection.py --seeds 3 --limit 110             into results/detection.json; again to go on
     python benchmarks/detection.py --preset cpu --steps 3000         small models, on a CPU
     python benchmarks/detection.py --tiny                            a few updates of tiny models, elsewhere
@@ -29,7 +31,11 @@ from regard.tasks.detection import DetectionTask
 from regard.training.learner import Learner
 from regard.training.loop import matmul_precision
 
-HEADS = ("queries", "dense")
+HEADS: dict[str, dict[str, Any]] = {
+    "queries": {"head": "queries"},
+    "cells": {"head": "queries", "begin": "cells"},
+    "dense": {"head": "dense"},
+}
 TINY = {
     "width": 16, "heads": 2, "depth": 1, "ffn": 16, "steps": 4, "batch_tokens": 4, "warmup": 1, "scenes": 40, "held_out": 12,
     "canvas": 32, "stem": "conv(layers=3, stride=2, pool='none', norm='group')",
@@ -71,7 +77,7 @@ class Trainer:
         self.made: dict[str, DetectionTask] = {}
 
     def task(self, cell: dict[str, Any]) -> DetectionTask:
-        changes: dict[str, Any] = {"head": cell["head"], "seed": cell["seed"], "lr": cell["lr"]}
+        changes: dict[str, Any] = {**HEADS[cell["head"]], "seed": cell["seed"], "lr": cell["lr"]}
         if self.device == "cuda":
             changes["precision"] = "bf16-mixed"
         changes |= {"steps": self.args.steps} if self.args.steps else {}
@@ -85,9 +91,10 @@ class Trainer:
         """Train a cell and score it; None: the time is over, and it is kept."""
         task, key = self.task(cell), json.dumps(cell, sort_keys=True)
         task.read(self.args.data)
-        if cell["head"] not in self.stores:
-            self.stores = {cell["head"]: SceneStore(task, self.device)}
-        config, store = task.config, self.stores[cell["head"]]
+        kind = task.config.head  # which the batches depend on
+        if kind not in self.stores:
+            self.stores = {kind: SceneStore(task, self.device)}
+        config, store = task.config, self.stores[kind]
         torch.manual_seed(cell["seed"])
         learner = Learner(task.model(), task.loss, config, self.device)
         learner.begin()

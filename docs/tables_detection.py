@@ -8,7 +8,11 @@ from typing import Any
 
 from tables_base import Made, not_yet, table
 
-HEADS = {"queries": "object queries (attention)", "dense": "dense head (convolutions)"}
+HEADS = {
+    "queries": "object queries (attention)",
+    "cells": "queries that begin as cells (attention)",
+    "dense": "dense head (convolutions)",
+}
 GAN_LAYERS = {"attention": "attention", "convolution": "a convolution of as many weights", "none": "nothing"}
 SCORES = {"map50": "mAP at IoU .5", "map": "mAP, .5 to .95", "count": "count right, %"}
 # of Student's distribution, two-sided 95 %, for 1, 2, ... degrees of freedom
@@ -53,11 +57,10 @@ def detection(made: Made) -> str:
         scores = [spread([row["test"][name] for row in own]) for name in SCORES]
         seconds = f"{mean(row['seconds'] for row in own):.0f}"
         body.append([HEADS[head], len(own), size, f"{own[0]['steps']:,}", rate, *scores, seconds])
-    if len(rows) == 2:
-        scores_of = [{name: {r["seed"]: r["test"][name] for r in own} for name in SCORES} for own in rows.values()]
-        body.append(
-            ["queries - dense (95 %)", "", "", "", "", *(difference(scores_of[0][s], scores_of[1][s]) for s in SCORES), ""]
-        )
+    by_seed = {kind: {name: {r["seed"]: r["test"][name] for r in own} for name in SCORES} for kind, own in rows.items()}
+    for kind in [name for name in rows if name != "dense" and "dense" in rows]:
+        away = [difference(by_seed[kind][name], by_seed["dense"][name]) for name in SCORES]
+        body.append([f"{kind} - dense (95 %)", "", "", "", "", *away, ""])
     floors = ", ".join(f"{name} {score:.1f}" for name, score in made["floors"].items())
     head = ["head", "seeds", "parameters", "updates", "lr", *SCORES.values(), "seconds"]
     return f"Floors on test, %: {floors}. {_source(made)}\n\n{table(head, body)}"
@@ -85,8 +88,8 @@ def gan(made: Made) -> str:
     s = made["settings"]
     data = {"cifar10": "CIFAR-10 (JPEG copy)", "digits": "scikit-learn's digits at 32 x 32"}[s["data_set"]]
     intro = (
-        f"Data: {data}; the layer is over {s['at']} x {s['at']} cells; {s['samples']:,} samples. The classifier of the features is "
-        f"right on {right:.1f} % of the test images. Distances to the training images: {near}. {_source(made)}"
+        f"Data: {data}; the layer is over {s['at']} x {s['at']} cells; {s['samples']:,} samples. The classifier of the features "
+        f"is right on {right:.1f} % of the test images. Distances to the training images: {near}. {_source(made)}"
     )
     head = [
         "over the feature map",

@@ -242,9 +242,9 @@ def test_floors_see_no_image():
 # the task
 
 
-@pytest.mark.parametrize("head", ["queries", "dense"])
-def test_a_run_answers_and_draws_and_refuses_what_is_no_image(head, folder, tmp_path):
-    made = tiny(folder, head=head)
+@pytest.mark.parametrize("changes", [{}, {"begin": "cells"}, {"head": "dense"}], ids=str)
+def test_a_run_answers_and_draws_and_refuses_what_is_no_image(changes, folder, tmp_path):
+    made = tiny(folder, **changes)
     whole = fit(made, tmp_path / "whole", accelerator="cpu", quiet=True)
     assert whole.steps == 4 and whole.name == "map50"
     run = load(tmp_path / "whole", device="cpu", sure=0.0, draw=str(tmp_path))
@@ -305,6 +305,21 @@ def test_every_layer_of_the_decoder_has_a_loss_unless_it_is_switched_off(folder)
     torch.testing.assert_close(same.boxes[:, 0], same.boxes[:, 1])  # queries differ by their vectors alone
 
 
+def test_a_decoder_that_begins_with_cells_takes_the_likeliest_and_their_boxes(folder):
+    made = tiny(folder, dropout=0.0, begin="cells", auxiliary=False)
+    torch.manual_seed(0)
+    model, batch = made.model().double(), made.batch(made.splits["train"][:2])
+    model.cells.boxes[-1].weight.data.normal_()
+    cells, *layers = made.detected(model, batch.source)
+    assert cells.scores.shape == (2, 16, 11) and [x.scores.shape for x in layers] == [(2, 6, 11)] * 2
+    empty = cells.scores.softmax(-1)[..., -1]
+    for row in range(2):  # boxes of the decoder are those of the cells at first
+        best = empty[row].argsort()[:6]
+        torch.testing.assert_close(layers[0].boxes[row], cells.boxes[row, best].clamp(1e-3, 1 - 1e-3))
+    made.loss(model, batch, 1).total.backward()
+    assert model.cells.classes.weight.grad.abs().sum() > 0
+
+
 def test_scenes_of_several_splits_can_be_in_one_batch(folder):
     made = tiny(folder)
     rows = [0, 25, 1, 31]
@@ -317,6 +332,8 @@ def test_scenes_of_several_splits_can_be_in_one_batch(folder):
     ("changes", "sentence"),
     [
         ({"head": "boxes"}, "head"),
+        ({"begin": "boxes"}, "begin"),
+        ({"begin": "cells", "queries": 20}, "16 cells for 20 queries"),
         ({"queries": 2}, "2 queries cannot answer with 3 objects"),
         ({"head": "dense", "stem": "patches(side=32)"}, "1 dense cannot answer"),
         ({"sure": 2.0}, "sure must be from 0 to 1"),
@@ -349,8 +366,8 @@ def test_its_benchmark_goes_on_where_the_time_was_over(folder, tmp_path, monkeyp
     whole = json.loads(out.read_text())
     out.rename(tmp_path / "whole.json")
     monkeypatch.setattr(sys, "argv", [*arguments, "--limit", "5"])
-    for _ in range(8):
+    for _ in range(12):
         detection.main()
     assert "is kept at update" in capsys.readouterr().out
     parts = json.loads(out.read_text())
-    assert [row["test"] for row in parts["rows"]] == [row["test"] for row in whole["rows"]] and len(parts["rows"]) == 4
+    assert [row["test"] for row in parts["rows"]] == [row["test"] for row in whole["rows"]] and len(parts["rows"]) == 6

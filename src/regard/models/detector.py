@@ -44,8 +44,9 @@ class SlotHead(nn.Module):
         nn.init.zeros_(self.boxes[-1].bias)  # type: ignore[arg-type]
         self.anchors = nn.Parameter(anchors.logit(), requires_grad=learned)
 
-    def forward(self, x: Tensor) -> Detected:
-        moved = self.anchors + self.boxes(x).to(self.anchors.dtype)
+    def forward(self, x: Tensor, anchors: Tensor | None = None) -> Detected:
+        """Answer for slots (b n w), with boxes from their own anchors, or from these (b n 4), before the logistic function."""
+        moved = (self.anchors if anchors is None else anchors) + self.boxes(x).to(self.anchors.dtype)
         return Detected(self.classes(x), moved.sigmoid())
 
 
@@ -66,11 +67,23 @@ class QueryDetector(nn.Module):
 
     The queries are the decoder's tokens. They see each other, so that no two answer with the same object, and read the cells of
     the image. One head is behind every layer of the decoder. A query begins as the position of its anchor, where positions are
-    added to tokens, so that it finds cells nearby. `config` has the sizes and mechanisms, with the positions of the grid and its
-    cells as max_len; `embed` makes the `grid` (rows, columns) of tokens of an image.
+    added to tokens, so that it finds cells nearby. With `chosen` a head is behind the encoder too, and the decoder begins with
+    the cells that most likely have an object and with their boxes, as the two stages of Zhu et al. 2020, arXiv:2010.04159.
+
+    `config` has the sizes and mechanisms, with the positions of the grid and its cells as max_len; `embed` makes the `grid`
+    (rows, columns) of tokens of an image.
     """
 
-    def __init__(self, config: Config, embed: ImageEmbedding, *, classes: int, queries: int, grid: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        embed: ImageEmbedding,
+        *,
+        classes: int,
+        queries: int,
+        grid: tuple[int, int],
+        chosen: bool = False,
+    ) -> None:
         super().__init__()
         self.encoder = encoder(config, embed)
         without = dataclasses.replace(config, positions="none", max_len=max(queries, config.max_len))
@@ -78,15 +91,31 @@ class QueryDetector(nn.Module):
         anchors = spread_anchors(queries)
         self.queries = nn.Parameter(torch.randn(queries, config.width) + _waves(embed, anchors, grid))
         self.wiring = CrossWiring(config.wiring, self.encoder.stack, self.decoder, config.width)
-        self.head = SlotHead(config.width, classes, anchors, learned=True)
+        self.head = SlotHead(config.width, classes, anchors, learned=not chosen)
+        self.cells = SlotHead(config.width, classes, cell_anchors(*grid), learned=False) if chosen else None
 
     def forward(self, images: Tensor) -> list[Detected]:
-        """Return the answers behind every layer of the decoder, the last one at the end."""
+        """Return the answers behind every layer of the decoder, the last one at the end, and those of all cells before them."""
         read = self.encoder(images, layers=self.wiring.norms is not None)
-        x = self.queries.to(read.x.dtype).expand(len(images), -1, -1)
+        x, anchors, found = self.queries.to(read.x.dtype).expand(len(images), -1, -1), None, []
+        if self.cells is not None:
+            first = self.cells(read.x)
+            near, anchors = likely_slots(first, read.x, x.shape[1])
+            x, found = x + near, [first]
         layers = self.decoder.layers(x, context=self.wiring(read), context_valid=read.places)
         norm = self.decoder.final_norm or nn.Identity()
-        return [self.head(norm(y)) for y in layers[:-2]] + [self.head(layers[-1])]
+        return [*found, *(self.head(norm(y), anchors) for y in layers[:-2]), self.head(layers[-1], anchors)]
+
+
+def likely_slots(found: Detected, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Choose the slots that most likely have an object: their vectors (b count w), and their boxes before the logistic function.
+
+    The boxes have no gradient.
+    """
+    empty = found.scores.detach().float().softmax(-1)[..., -1]
+    rows = empty.topk(count, largest=False).indices[..., None]
+    boxes = found.boxes.detach().gather(1, rows.expand(-1, -1, 4))
+    return x.gather(1, rows.expand(-1, -1, x.shape[-1])), boxes.clamp(1e-3, 1 - 1e-3).logit()
 
 
 def _waves(embed: ImageEmbedding, anchors: Tensor, grid: tuple[int, int]) -> Tensor:

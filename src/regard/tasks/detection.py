@@ -32,6 +32,7 @@ from regard.training.losses import Loss
 from regard.training.set_loss import SetWeights, match, set_loss
 
 DETECTION_HEADS = ("queries", "dense")
+QUERY_BEGINNINGS = ("learned", "cells")
 SCORED_SCENES = 256  # of a batch when nothing is kept for a backward pass
 BEST_SLOTS = 32  # detections of an image, at most
 FLOOR_SCENES = 2000  # of training, for the floors
@@ -53,6 +54,7 @@ class DetectionTask(Task):
     def __init__(self, config: Detection) -> None:
         super().__init__(config)
         check_choice("head", config.head, DETECTION_HEADS)
+        check_choice("begin", config.begin, QUERY_BEGINNINGS)
         for name in ("objects", "scenes", "held_out", "depth"):
             need(name, getattr(config, name))
         need("canvas", config.canvas, 16)
@@ -74,6 +76,10 @@ class DetectionTask(Task):
         self._rendered: dict[str, Scenes] = {}
         self.embedding()  # which refuses a stem that does not fit the canvas
         slots = config.queries if config.head == "queries" else self.grid[0] * self.grid[1]
+        if config.begin == "cells" and config.queries > self.grid[0] * self.grid[1]:
+            raise ValueError(
+                f"begin=cells has {self.grid[0] * self.grid[1]} cells for {config.queries} queries: use fewer queries"
+            )
         if slots < config.objects:
             raise ValueError(f"{slots} {config.head} cannot answer with {config.objects} objects: use more, or fewer objects")
 
@@ -82,7 +88,7 @@ class DetectionTask(Task):
         found |= {"smoothing": "labels of a fixed place"}
         if self.config.head == "queries":
             return found | {"nms": "head=dense: queries see each other"}
-        found |= dict.fromkeys((*WITHOUT_ATTENTION, "queries", "auxiliary"), "head=queries")
+        found |= dict.fromkeys((*WITHOUT_ATTENTION, "queries", "begin", "auxiliary"), "head=queries")
         return {name: why for name, why in found.items() if name != "decoder_depth"}  # which counts for the size
 
     def read(self, folder: Path | None = None) -> None:
@@ -156,15 +162,16 @@ class DetectionTask(Task):
         """Build the stem and the head: an encoder and a decoder of queries, or convolutions of about as many weights."""
         embed, config, classes = self.embedding(), self.config, len(self.labels)
         if config.head == "queries":
-            return QueryDetector(self.sized, embed, classes=classes, queries=config.queries, grid=self.grid)
+            chosen = config.begin == "cells"
+            return QueryDetector(self.sized, embed, classes=classes, queries=config.queries, grid=self.grid, chosen=chosen)
         count = equal_convolutions(config)
         return DenseDetector(embed, classes=classes, convolutions=count, grid=self.grid, norm="group")
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every update
         assert batch.target is not None
         layers = self.detected(model, batch.source)
-        if not self.config.auxiliary:
-            layers = layers[-1:]
+        if not self.config.auxiliary:  # cells that a decoder begins with are trained in any case
+            layers = layers[: int(self.config.begin == "cells")] + layers[-1:]
         boxes = batch.extra["boxes"]
         dense = self.config.head == "dense"
         slots = [batch.extra["cells"]] if dense else match(layers, batch.target, boxes, self.weights)

@@ -20,6 +20,7 @@ class Detection(Config):
 
     stem: str = "cnn(channels=32, stages=4, blocks=1, norm='group')"  # how an image becomes tokens
     head: str = "queries"  # queries (attention: DETR), or dense (convolutions of as many weights, an answer for every cell)
+    begin: str = "learned"  # head=queries: a query begins as a learned vector (DETR), or also as one of the likeliest cells
     queries: int = 16  # slots of head=queries, more than objects
     canvas: int = 64  # pixels of a side
     objects: int = 6  # digits of a scene, at most

@@ -45,10 +45,11 @@ def match(layers: Sequence[Detected], labels: Tensor, boxes: Tensor, weights: Se
     """
     from scipy.optimize import linear_sum_assignment
 
-    costs = torch.stack([match_cost(found, labels, boxes, weights) for found in layers])
+    costs = torch.cat([match_cost(found, labels, boxes, weights) for found in layers], 1)
     table, counts = costs.nan_to_num(nan=1e9, posinf=1e9).cpu().numpy(), (labels != NO_LABEL).sum(1).tolist()
+    ends = np.cumsum([found.scores.shape[1] for found in layers])[:-1]
     slots = np.zeros((len(layers), *labels.shape), np.int64)
-    for layer, answers in enumerate(table):
+    for layer, answers in enumerate(np.split(table, ends, axis=1)):
         for row, count in enumerate(counts):
             which, objects = linear_sum_assignment(answers[row, :, :count])
             slots[layer, row, objects] = which
