@@ -59,9 +59,10 @@ def detect_config() -> Detection:
 
 DETECTION_PRESETS: dict[str, Preset] = {
     "cpu": {
-        "stem": "cnn(channels=16, stages=4, blocks=1, norm='group')",
+        "stem": "conv(layers=3, stride=2, pool='none', norm='group')",
+        "begin": "cells",
         "width": 64,
-        "ffn": 128,
+        "ffn": 160,
         "depth": 2,
         "steps": 4000,
         "batch_tokens": 32,
