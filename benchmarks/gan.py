@@ -129,7 +129,7 @@ class Trainer:
 
     def _features(self, record: dict[str, Any]) -> Features:
         """Train the classifier and compute the floors, or load it: one classifier for all cells of a file."""
-        first = 8 if self.args.tiny else 64
+        first = self.args.feature_channels
         if self.features_path.is_file() and record["floors"]:
             model = Features(self.data.train.shape[1], first).to(DEVICE).eval()
             model.load_state_dict(torch.load(self.features_path, map_location=DEVICE, weights_only=True))
@@ -217,6 +217,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--feature-steps", type=int, default=3000)
+    parser.add_argument("--feature-channels", type=int, default=64, help="of the first stage of the classifier")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--samples", type=int, default=10_000)
@@ -230,7 +231,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.tiny:
-        tiny = {"data_set": "digits", "steps": 4, "feature_steps": 4, "channels": 4, "batch": 4, "samples": 96}
+        tiny = {
+            "data_set": "digits",
+            "steps": 4,
+            "feature_steps": 4,
+            "feature_channels": 8,
+            "channels": 4,
+            "batch": 4,
+            "samples": 96,
+        }
         args = argparse.Namespace(**(vars(args) | tiny))
     return args
 
@@ -243,7 +252,7 @@ def main() -> None:
     empty = {"benchmark": "gan", "settings": {}, "floors": {}, "rows": []}
     record = json.loads(path.read_text()) if path.is_file() else empty
     trainer = Trainer(args, path, record)
-    names = ("data_set", "steps", "feature_steps", "channels", "batch", "samples", "mixer", "at", "tiny")
+    names = ("data_set", "steps", "feature_steps", "feature_channels", "channels", "batch", "samples", "mixer", "at", "tiny")
     record["settings"] = {name: getattr(args, name) for name in names}
     write_record(path, record | {"made_with": made_with()})
     done = {(row["layer"], row["seed"]) for row in record["rows"]}
