@@ -24,7 +24,7 @@ class AdversarialRates:
     critic: float = 4e-4
     betas: tuple[float, float] = (0.0, 0.9)
     batch: int = 64
-    keep: float = 0.999  # of the averaged weights of the generator at each update
+    keep: float = 0.999  # of the averaged weights of the generator at each update, and less at first
 
 
 def critic_loss(real: Tensor, fake: Tensor) -> Tensor:
@@ -83,9 +83,10 @@ class Adversaries:
     @torch.no_grad()
     def _average(self) -> None:
         """Move averaged weights towards those of the generator; means of norms and vectors of the power method are copied."""
+        keep = min(self.rates.keep, (1 + self.step) / (10 + self.step))  # the first weights are soon forgotten
         for mean, now in self._pairs:
             if mean.is_floating_point() and isinstance(now, nn.Parameter):
-                mean.lerp_(now, 1 - self.rates.keep)
+                mean.lerp_(now, 1 - keep)
             else:
                 mean.copy_(now)
 
