@@ -24,6 +24,7 @@ import house
 import tables_arena
 import tables_bars
 import tables_conversion
+import tables_detection
 import tables_features
 import tables_graphs
 import tables_hf
@@ -248,6 +249,8 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "cora": lambda: tables_graphs.cora(if_there("cora")),
         "tox21": lambda: tables_graphs.tox21(if_there("tox21")),
         "images": lambda: tables_images.image_scores(if_there("images")),
+        "detection": lambda: tables_detection.detection(if_there("detection")),
+        "gan": lambda: tables_detection.gan(if_there("gan")),
         "faults": faults,
     },
     "docs/speech.md": {"synthesis": lambda: tables_speech.synthesis(if_there("synthesis"))},

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import tables_arena  # noqa: E402
 import tables_bars  # noqa: E402
+import tables_detection  # noqa: E402
 import tables_features  # noqa: E402
 import tables_hf  # noqa: E402
 import tables_images  # noqa: E402
@@ -468,3 +469,26 @@ def test_images_are_a_curve_by_number_of_images_and_mechanisms_best_first():
     )
     assert text.index("`linear`") < text.index("`softmax`") and "| cnn | 1 | 2.0 M | 6,000 | 50.00 | 93.00 | 9 |" in text
     assert "python benchmarks/images.py" in tables_images.image_scores({"rows": []})
+
+
+def test_a_difference_by_attention_has_an_interval_over_seeds():
+    def cell(head, seed, lr, map50):
+        scores = {"map50": map50, "map": map50 / 2, "count": 50.0}
+        kept = {"head": head, "seed": seed, "lr": lr, "val": scores, "test": scores}
+        return kept | {"steps": 4000, "parameters": 200_000, "seconds": 60.0}
+
+    made_with = {"device": "a GPU", "torch": "2.0", "commit": "abc"}
+    rows = [cell("queries", 1, 1e-3, 70.0), cell("queries", 1, 3e-4, 60.0), cell("queries", 2, 1e-3, 74.0)]
+    rows += [cell("dense", 1, 1e-3, 80.0), cell("dense", 2, 1e-3, 82.0)]
+    text = tables_detection.detection({"rows": rows, "floors": {"the most frequent boxes": 0.3}, "made_with": made_with})
+    assert "| object queries (attention) | 2 | 0.20 M | 4,000 | 0.001 | 72.0 ± 2.8 |" in text and "boxes 0.3" in text
+    assert "| -9.0 (-21.7 to +3.7) |" in text  # 12.706 * sqrt(2) / sqrt(2)
+    assert NOT_YET in tables_detection.detection({"rows": []}) and NOT_YET in tables_detection.gan({"rows": []})
+
+    sizes = {"generator": 1_000_000, "critic": 500_000}
+    rows = [{"layer": "attention", "seed": 1, "distance": 2.0}, {"layer": "none", "seed": 1, "distance": 2.5}]
+    rows = [row | {"steps": 100, "parameters": sizes, "seconds": 9.0} for row in rows]
+    settings = {"data_set": "digits", "at": 16, "samples": 1000}
+    floors = {"accuracy of the classifier": 97.0, "noise": 40.0}
+    text = tables_detection.gan({"rows": rows, "floors": floors, "settings": settings, "made_with": made_with})
+    assert "| attention | 1 | 1.00 + 0.50 M | 100 | 2.00 | -0.50 (one seed: no interval) | 9 |" in text and "noise 40.00" in text

@@ -70,6 +70,7 @@ SYNONYMS: dict[str, str] = {
     "tox21": "toxicity molecules smiles moleculenet",
     "cora": "planetoid citation citations node_classification",
     "go": "baduk weiqi board_game",
+    "detect": "detection object_detection detr boxes",
     "gum": "parse parsing parser constituency treebank trees",
     "an4": "asr speech speech_recognition recognition",
     "fsdd": "spoken_digits digits audio",

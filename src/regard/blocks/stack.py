@@ -159,12 +159,18 @@ class Stack(nn.Module):
             places = places.pooled(block.rate)
         return self._finish(x, places.valid, added)
 
-    def layers(self, x: Tensor, valid: PaddingMask = None) -> list[Tensor]:
-        """Return the outputs (b n w) of every block of a stack that reads no context, and behind them those of the stack."""
+    def layers(
+        self, x: Tensor, valid: PaddingMask = None, *, context: Context = None, context_valid: PaddingMask = None
+    ) -> list[Tensor]:
+        """Return the outputs (b n w) of every block, and behind them those of the stack; arguments are those of `forward`."""
         x, places = self._tokens(x, valid)
+        contexts = self._contexts(context, context_valid)
         more, found = self._entering(x, places), []
-        for block in self:
-            x = block(x, places, **more)
+        for read, _ in contexts[:1]:
+            if read is not None:
+                check_same_batch(x, read)
+        for block, (read, seen) in zip(self, contexts, strict=True):
+            x = block(x, places, context=read, context_valid=seen, **more)
             places = places.pooled(block.rate)
             found.append(mask_padding(x, places.valid))
         return [*found, self._finish(x, places.valid)]

@@ -32,7 +32,8 @@ class ImageSplits(NamedTuple):
     test: LabelledImages
 
 
-def _pillow() -> ModuleType:
+def pillow_image() -> ModuleType:
+    """Import Pillow's Image; raise with how to install it where it is missing."""
     try:
         from PIL import Image
     except ModuleNotFoundError:
@@ -45,7 +46,7 @@ def read_colour_images(folder: Path) -> dict[str, LabelledImages]:
 
     The JPEG files are a lossy copy (quality 75) of CIFAR-10, so that accuracies are not those of the original pixels.
     """
-    path, pillow = file(folder, "cifar10_jpeg.tar"), _pillow()
+    path, pillow = file(folder, "cifar10_jpeg.tar"), pillow_image()
     found: dict[str, list[tuple[str, np.ndarray, int]]] = {"train": [], "test": []}
     try:
         with tarfile.open(fileobj=io.BytesIO(read_binary(path))) as archive:
@@ -132,7 +133,7 @@ def _rows_of(part: LabelledImages, places: Sequence[int]) -> LabelledImages:
 
 def read_image(path: Path | str, side: int, gray: bool) -> np.ndarray:
     """Read an image file as (channels, side, side): the middle square of it, resized."""
-    pillow = _pillow()
+    pillow = pillow_image()
     if not Path(path).is_file():
         raise DataError(f"there is no file {path}")
     try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from regard.config import Config
 from regard.tasks.copying_config import acl_titles_config, wikisql_config
+from regard.tasks.detection_config import DETECTION_PRESETS, detect_config
 from regard.tasks.go_config import go_config
 from regard.tasks.graph_config import communities_config, cora_config, motifs_config, tox21_config
 from regard.tasks.image_config import IMAGE_PRESETS, cifar10_config, cifar10_gray_config
@@ -119,6 +120,14 @@ TASKS: dict[str, Entry] = {
         "objects in small gray images",
         "cifar10",
         presets=IMAGE_PRESETS,
+    ),
+    "detect": Entry(
+        detect_config,
+        "regard.tasks.detection:DetectionTask",
+        ("map50", "max"),
+        "digits in scenes, with their boxes",
+        presets=DETECTION_PRESETS,
+        package="sklearn",
     ),
     "tox21": Entry(
         tox21_config, f"{_MOLECULES}:MoleculeLabelsTask", _AUC, "toxicity of molecules, twelve labels", "tox21", package="rdkit"

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.blocks.conv_block import conv_stages, conv_stem
 from regard.data.batch import Batch
 from regard.data.colour_images import (
     CIFAR_CLASSES,
@@ -28,10 +27,11 @@ from regard.data.locate import find
 from regard.models.build import added, encoder
 from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence
-from regard.models.image_embedding import ConvTokens, ImageEmbedding, ImageReader, Patches
-from regard.options import Options, check_choice
+from regard.models.image_embedding import ImageEmbedding, ImageReader
+from regard.options import check_choice
 from regard.positions.grid_positions import on_grid
-from regard.tasks.image_config import CnnStem, ConvStem, Images, PatchStem
+from regard.tasks.image_config import Images
+from regard.tasks.image_stem import image_stem
 from regard.tasks.support import device_under, evaluating, kept_labels
 from regard.tasks.task import Task
 from regard.training.image_augmentation import Augmentation, mixup
@@ -115,7 +115,8 @@ class ImageTask(Task):
     def embedding(self) -> ImageEmbedding:
         """Build the stem, with the positions that are added to its tokens."""
         front = int(self.config.pool == "token")
-        bare = self._stem(self.config.options("stem"), front)
+        config = self.config
+        bare = image_stem(config.options("stem"), self.channels, config.width, front=front, dropout=config.dropout)
         rows, columns = bare.grid(self.side, self.side)
         self.sized = dataclasses.replace(
             self.config,
@@ -126,18 +127,6 @@ class ImageTask(Task):
         if self.config.depth:
             bare.positions = added(self.sized)
         return bare
-
-    def _stem(self, stem: Options, front: int) -> ImageEmbedding:
-        config, options = self.config, {"front": front, "dropout": self.config.dropout}
-        if isinstance(stem, PatchStem):
-            return Patches(self.channels, stem.side, config.width, fill=True, **options)  # type: ignore[arg-type]
-        if isinstance(stem, ConvStem):
-            given = dataclasses.asdict(stem)
-            return ConvTokens(self.channels, conv_stem(self.channels, config.width, **given), config.width, **options)  # type: ignore[arg-type]
-        assert isinstance(stem, CnnStem)
-        given = dataclasses.asdict(stem)
-        net = conv_stages(self.channels, first=given.pop("channels"), **given)
-        return ConvTokens(self.channels, net, config.width, **options)  # type: ignore[arg-type]
 
     def model(self) -> nn.Module:
         """Build the stem, the layers if there are any, and a head."""
