@@ -93,8 +93,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "rows that are not there are selected": (R + "checks.py", "    if low < 0 or high >= batch:\n", "    if False:\n"),
     "queries of attend begin where the keys do": (
         R + "mixers/attend.py",
-        "Places.of(q[:, 0], query_valid, start=first)",
-        "Places.of(q[:, 0], query_valid)",
+        "Places.of_heads(q, query_valid, first)",
+        "Places.of_heads(q, query_valid)",
     ),
     "an ambiguous attend guesses": (R + "mixers/attend.py", "(causal or core.positional):", "causal:"),
     "padded keys before the first query count": (
@@ -142,7 +142,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        top = cumulative_max(tops, memory.top)\n",
         "        top = torch.maximum(tops.amax(2, keepdim=True), memory.top.unsqueeze(2)).expand_as(tops)\n",
     ),
-    "claims are not checked": (R + "mixers/dims.py", "    if lacking := asked & ~can:\n", "    if lacking := Can.NOTHING:\n"),
+    "claims are not checked": (R + "mixers/dims.py", "    if asked._value_ & ~can._value_:", "    if False:"),
     # windows that mean something else
     "Local is off by one": (
         R + "patterns/relative.py",
@@ -347,8 +347,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "what a sum of waves lacks is given to nobody": (
         R + "mixers/linear_attention.py",
-        "torch.addcmul(out, safe_ratio(lack, mass), values)",
-        "out",
+        "torch.addcmul(upcast(out), safe_ratio(lack, mass), values)",
+        "upcast(out)",
     ),
     "a poor estimate is passed over": (
         R + "mixers/estimation.py",
@@ -450,8 +450,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "cross attention of a block forgets which queries are padding": (
         R + "blocks/block.py",
-        "self._before(self.cross_norm, tokens), places, **read)",
-        "self._before(self.cross_norm, tokens), Places.of(tokens), **read)",
+        "self._dropped(mix_at(self.cross, y, places, **read))",
+        "self._dropped(mix_at(self.cross, y, Places.of(y), **read))",
     ),
 }
 
