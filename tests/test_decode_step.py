@@ -201,9 +201,10 @@ def test_a_linear_step_refuses_more_than_a_token() -> None:
         linear_step(LinearCall(None, two[:, :, :1], two[:, :, :1], torch.zeros(B, G, D, D, device=DEVICE), normalize=True))
 
 
+@pytest.mark.parametrize("prompt", [0, 4])
 @pytest.mark.parametrize("spec", ["linear", "retention", "gla", "delta"])
-def test_a_layer_decodes_by_the_step_kernels(spec: str, monkeypatch) -> None:
-    """Steps without gradients are the kernels, and continue a stream as the torch backend does."""
+def test_a_layer_decodes_by_the_step_kernels(spec: str, prompt: int, monkeypatch) -> None:
+    """Steps without gradients are the kernels, and continue a stream as the torch backend does, after a prompt too."""
     launched = []
 
     def counted(kernel, *arguments) -> None:
@@ -212,13 +213,15 @@ def test_a_layer_decodes_by_the_step_kernels(spec: str, monkeypatch) -> None:
 
     for module in (triton_step, delta_step):
         monkeypatch.setattr(module, "launch_kernel", counted)
-    x, found = torch.randn(2, 3, 16, device=DEVICE), []
+    x, found = torch.randn(3, prompt + 3, 16, device=DEVICE), []
     for backend in ("triton", "torch"):
         torch.manual_seed(0)
         made = layer(spec, width=16, heads=2, kv_heads=1, causal=True, backend=backend).to(DEVICE)
         with torch.no_grad():
-            state, outs = made.start(2), []
-            for i in range(3):
+            state, outs = made.start(3), []
+            if prompt:
+                _, state = made.extend(state, x[:, :prompt])
+            for i in range(prompt, prompt + 3):
                 y, state = made.extend(state, x[:, i : i + 1])
                 outs.append(y)
         found.append(torch.cat(outs, 1))

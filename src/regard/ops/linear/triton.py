@@ -59,6 +59,7 @@ class TritonLinear:
             return None
         from regard.ops.linear.triton_step import StepCount, linear_step
 
+        tokens = tokens.contiguous()  # after a prompt they are a column of a matrix
         after = torch.empty_like(tokens)
         found = linear_step(call, StepCount(tokens, after, norm))
         return found.out, found.state, after
