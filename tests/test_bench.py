@@ -316,6 +316,7 @@ def test_longer_sequences_of_a_slow_model_are_left_out(monkeypatch):
     """What one request found to be slow is left out of the next one; a slow pass is its own measurement."""
     passes = []
     monkeypatch.setattr("regard.bench.whole_models.SLOW_PASS", 0.02)
+    monkeypatch.setattr("regard.bench.whole_models.LONG_PASS", 0.02)
     monkeypatch.setattr("regard.bench.whole_models.training_pass", lambda _, job, __: lambda: passes.append(job.n) or sleep(0.03))
     slow = {}
     short = whole_models.ModelRequest(specs("softmax"), (32, 64), ("encoder",), tokens=64, seconds=0.001)

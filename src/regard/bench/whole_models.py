@@ -24,6 +24,7 @@ from regard.spec import Spec
 ENCODER_MODEL, DECODER_MODEL = "encoder", "decoder"
 VOCABULARY = 256  # bytes
 SlowModels = dict[tuple[str, str, bool], str]  # mechanism, kind and whether it was compiled: the reason
+LONG_PASS = 0.5  # seconds of a training pass that is timed once: of shorter ones, an allocation or a collection would be a part
 SLOW_PASS = 1.5  # seconds of a training pass after which longer sequences are left out
 
 
@@ -107,7 +108,7 @@ def _measured_model(request: ModelRequest, job: ModelJob, batch: int, turn: Abst
     with turn:
         once: list[float] = []
         peak = peak_bytes(lambda: once.append(seconds(step, device)), device)
-        time = once[0] if once[0] > request.seconds else plain_time(step, device, request.seconds)
+        time = once[0] if once[0] > LONG_PASS else plain_time(step, device, request.seconds)
     return {"first_seconds": first, "ms": 1e3 * time, "tokens_per_second": batch * job.n / time, "peak_bytes": peak}
 
 
