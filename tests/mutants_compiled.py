@@ -150,12 +150,6 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "        g -= tl.exp2(x) * tl.sum(g, 0)[None, :]\n",
         "small_kernels",
     ),
-    "the adjoint of columns goes on to the iteration before": (
-        R + "ops/balance_kernels.py",
-        "        by_column = before\n        of_columns = tl.zeros([BC], tl.float32)\n",
-        "        by_column = before\n",
-        "small_kernels",
-    ),
     "columns of a part are balanced by the sums before the last ones": (
         R + "ops/balance_parts_kernels.py",
         "load_part_sums(SUMS, t % 2, matrix, matrices, parts, PARTS, BC, 0.0)",

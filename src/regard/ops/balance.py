@@ -19,10 +19,8 @@ from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
-LARGEST_WIDE = 1024  # where strips of it are read in every iteration
+LARGEST_WIDE = 1024  # where it is read in every iteration
 STRIP_ELEMENTS = 8192  # of a strip
-STRIP_STAGES = 3  # strips that are loaded ahead, and one
-IN_PARTS = True  # wide matrices in parts, a launch an iteration; otherwise a program a matrix, all iterations in one launch
 MOST_PARTS = 16  # of rows, at most
 PART_ELEMENTS = 4096  # of a strip of a part, which has a row for every warp at least: rows are summed inside of one
 PART_WARPS = 8
@@ -113,13 +111,13 @@ def balance_pass(logits: Tensor, iterations: int, in_time: bool = False) -> tupl
     (r, c), (count, own) = logits.shape[-2:], _shape(logits)
     out = torch.empty_like(logits)
     kept = logits.new_empty(count, iterations, r * c if in_time else r + c)
-    if IN_PARTS and not in_time and _is_wide(logits, in_time):
+    wide = _is_wide(logits, in_time)
+    if wide and not in_time:
         _balance_parts(logits, out, kept)
         return out, kept
     kernel = kernels.balance_in_time if in_time else kernels.balance_rows_and_columns
-    if _is_wide(logits, in_time):
-        kernel = kernels.balance_wide_in_time if in_time else kernels.balance_wide
-        own = _strips(r, c, in_time) if in_time else _pipelined(r, c)
+    if wide:
+        kernel, own = kernels.balance_wide_in_time, _strips(r, c)
     launch_kernel(kernel, (count,), (logits, out, kept), (r, c, iterations), own)
     return out, kept
 
@@ -128,10 +126,8 @@ def balance_pass_grads(logits: Tensor, kept: Tensor, grad: Tensor, in_time: bool
     """Return the gradient of the logits."""
     from regard.ops import balance_kernels as kernels
 
-    if IN_PARTS and not in_time and _is_wide(logits, in_time):
-        return _parts_grads(logits, kept, grad.contiguous())
     if _is_wide(logits, in_time):
-        return _wide_grads(logits, kept, grad, in_time)
+        return _wide_in_time_grads(logits, kept, grad) if in_time else _parts_grads(logits, kept, grad.contiguous())
     (r, c), (count, own) = logits.shape[-2:], _shape(logits)
     found = torch.empty_like(logits)
     kernel = kernels.balance_in_time_grads if in_time else kernels.balance_grads
@@ -139,36 +135,22 @@ def balance_pass_grads(logits: Tensor, kept: Tensor, grad: Tensor, in_time: bool
     return found
 
 
-def _wide_grads(logits: Tensor, kept: Tensor, grad: Tensor, in_time: bool) -> Tensor:
-    """The same for matrices that no program holds. Not in time: adjoints of potentials first, then all gradients at once."""
+def _wide_in_time_grads(logits: Tensor, kept: Tensor, grad: Tensor) -> Tensor:
+    """The same in the order of time, for matrices that no program holds."""
     from regard.ops import balance_kernels as kernels
 
     (r, c), (count, iterations, _) = logits.shape[-2:], kept.shape
-    found, own = torch.empty_like(logits), _strips(r, c, in_time)
-    strips = ceil_div(r, own["BR"])
-    if in_time:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        tensors = (logits, kept, grad, found)
-        launch_kernel(kernels.balance_wide_in_time_grads, (count,), tensors, (r, c, strips, iterations), own)
-        return found
-    grad, adjoints = grad.contiguous(), torch.empty_like(kept)
-    given = (logits, kept, grad, adjoints)
-    launch_kernel(kernels.balance_wide_adjoints, (count,), given, (r, c, iterations), _pipelined(r, c))
-    launch_kernel(kernels.balance_wide_grads, (count * strips,), (*given, found), (r, c, strips, iterations), own)
+    found, own = torch.empty_like(logits), _strips(r, c)
+    tensors = (logits, kept, grad.clone(memory_format=torch.contiguous_format), found)
+    launch_kernel(kernels.balance_wide_in_time_grads, (count,), tensors, (r, c, ceil_div(r, own["BR"]), iterations), own)
     return found
 
 
-def _strips(r: int, c: int, in_time: bool) -> dict[str, int]:
+def _strips(r: int, c: int) -> dict[str, int]:
     """Return what the kernels of strips are compiled for."""
     columns = max(SMALLEST_DOT, 1 << (c - 1).bit_length())
     rows = min(max(STRIP_ELEMENTS // columns, 1), 1 << (r - 1).bit_length())
-    return {"BR": max(SMALLEST_DOT, rows) if in_time else rows, "BC": columns, "num_warps": 16, "num_stages": 1}
-
-
-def _pipelined(r: int, c: int) -> dict[str, int]:
-    """Return the same for kernels that load strips ahead."""
-    own = _strips(r, c, False)
-    return {**own, "STAGES": STRIP_STAGES, "EVEN": c == own["BC"] and r % own["BR"] == 0}
+    return {"BR": max(SMALLEST_DOT, rows), "BC": columns, "num_warps": 16, "num_stages": 1}
 
 
 def _parts(logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:

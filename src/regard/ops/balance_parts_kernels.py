@@ -1,7 +1,7 @@
 """Sinkhorn's iterations of matrices wider than a program holds, a launch an iteration: see `regard.ops.balance`.
 
 A matrix is divided into parts of rows, a program each. Sums of columns over a part are written, and the next launch adds them up
-in every program: SUMS (2 matrices PARTS BC), read in one half and written in the other. Potentials are kept as by `balance_wide`:
+in every program: SUMS (2 matrices PARTS BC), read in one half and written in the other. Potentials are kept:
 logits less those of column and row are the logits after an iteration, and each is the log-sum-exp of logits less the other ones.
 """
 
@@ -10,7 +10,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from regard.ops.balance_kernels import GONE, load_strip, log_sums, matrix_at, positive, running_sums, strip_weights
+from regard.ops.balance_kernels import GONE, load_strip, log_sums, positive
+
+
+@triton.jit
+def matrix_at(X, pid, r, c, BC: tl.constexpr, EVEN: tl.constexpr):
+    """Return the pointer to a matrix (r c) of a stack."""
+    if EVEN:
+        return X + pid * r * BC
+    return X + pid * r * c
+
+
+@triton.jit
+def running_sums(top, total, x):
+    """Add the rows x to sums of exponentials of columns: the largest logit so far, and the sum relative to it."""
+    new = tl.maximum(top, tl.max(x, 0))
+    return new, total * tl.exp2(top - new) + tl.sum(tl.exp2(x - new[None, :]), 0)
+
+
+@triton.jit
+def strip_weights(x, by_row, by_column):
+    """Return exp(logits less the potentials of rows and columns); 0 for pairs that do not exist."""
+    return tl.exp2(tl.where(x > GONE / 2, x - by_row[:, None] - by_column[None, :], GONE))
 
 
 @triton.jit
