@@ -78,6 +78,23 @@ def test_the_layer_takes_the_kernels_on_a_card(monkeypatch):
     assert calls == [1]
 
 
+@pytest.mark.parametrize(
+    ("options", "padded", "why"),
+    [
+        ("pattern=Local(5), v2=True", False, "v2"),
+        ("pattern=PerHead([Local(5), Local(3)])", False, "patterns of their own"),
+        ("pattern=Local(5)", True, "padding"),
+    ],
+)
+def test_what_has_no_kernels_warns(options, padded, why, monkeypatch):
+    monkeypatch.setattr(graph_attention, "on_card", lambda _: True)
+    monkeypatch.setattr("regard.ops.backend._warned", set())
+    x = torch.randn(1, 70, 32, device=DEVICE)
+    made = regard.layer(f"gat({options})", width=32, heads=4, causal=True).to(DEVICE)
+    with pytest.warns(SlowBackend, match=why):
+        made(x, valid=torch.arange(70, device=DEVICE)[None] < 60 if padded else None)
+
+
 def test_gradients_are_differentiable():
     span = Span(0, 20, 0, 20)
     pairs, inputs = pairs_of("Local(3)", span), inputs_of(1, 1, span)

@@ -76,6 +76,8 @@ class GAT(Sparse):
         for h, own in enumerate(self.reach.each):
             heads.setdefault(own, []).append(h)
         self.shares = [HeadGroup(own, str(own), several) for own, several in heads.items()]
+        atoms = [atom for own in heads for alternative in own.alternatives() for atom in alternative]
+        self.has_edges = any(isinstance(atom, Edges) for atom in atoms)  # single pairs have a path of their own
 
     def sides(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What meets in LeakyReLU: of a query (b h n f), of a key (b h m f), and what weighs it (h f) after."""
@@ -108,20 +110,30 @@ class GAT(Sparse):
 
     def _by_tiles(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor | None:
         """Compute v1 over the tiles of a pattern by kernels, on CUDA devices; None where those do not take the call."""
-        if not on_card(q) or self.a_q is None or self.a_k is None or len(self.shares) > 1 or self.reach.bends:
-            return None
-        known = places.start is not None and log.start is not None and log.plain and places.valid is None
         k, v, n = log.keys, log.values, q.shape[2]
-        if not known or n <= budget(q.device).few_queries:
+        if not on_card(q) or n <= budget(q.device).few_queries:
             return None
-        span = Span(places.start, n, log.start, log.size)  # type: ignore[arg-type]
-        pairs = GraphPairs(self.shares[0].pattern, self.shares[0].text, span, causal)
-        why = graph_tiles_refuse(q, k, v, pairs)
+        why = self._not_in_tiles(log, places)
         if why is None:
-            return graph_tile_attention(q, k, v, self.a_q, self.a_k, pairs, slope=self.slope, dropout=self.drop)
-        if why != SINGLE_EDGES:
+            span = Span(places.start, n, log.start, log.size)  # type: ignore[arg-type]
+            pairs = GraphPairs(self.shares[0].pattern, self.shares[0].text, span, causal)
+            why = graph_tiles_refuse(q, k, v, pairs)
+            if why is None:
+                return graph_tile_attention(q, k, v, self.a_q, self.a_k, pairs, slope=self.slope, dropout=self.drop)  # type: ignore[arg-type]
+        if not self.has_edges and why != SINGLE_EDGES:
             warn_refused("graph", "triton", q, why)
         return None
+
+    def _not_in_tiles(self, log: KVCache, places: Places) -> str | None:
+        """Return what tiles have no kernels for, or None."""
+        if self.a_q is None or self.a_k is None:
+            return "scores of v2 are computed pair by pair"
+        if len(self.shares) > 1:
+            return "heads have patterns of their own"
+        if self.reach.bends:
+            return f"{self.shares[0].text} is drawn for one length"
+        known = places.start is not None and log.start is not None and log.plain and places.valid is None
+        return None if known else "there is padding, or no known beginning"
 
     def _share(self, share: HeadGroup, asked: tuple[Tensor, ...], log: KVCache, places: Places, causal: bool) -> Tensor:
         """The answers (b h n e) of heads with one pattern."""
