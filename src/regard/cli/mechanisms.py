@@ -159,7 +159,7 @@ def _print_cost(known: Cost, out: Path | None) -> None:
     from regard.spec import option_defaults
 
     console = screen()
-    table = labelled([("options", options_text(option_defaults(known.spec.name)) or "none"), *known.lines()])
+    table = labelled([("default options", options_text(option_defaults(known.spec.name)) or "none"), *known.lines()])
     python = f"from regard import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
     table.add_row("", "")
     length = f", max_len={known.length}" if known.spec.needs_length(known.dims) else ""
