@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from common import RESULTS
+from epoch_order import EpochOrder
 from regard import tasks
 from regard.bench.machine import made_with, write_record
 from regard.data.batch import Batch
@@ -46,23 +47,15 @@ class SceneStore:
     """Scenes on the device, made once for all cells; batches are a function of seed and step."""
 
     def __init__(self, task: DetectionTask, device: str) -> None:
-        self.batches: list[Batch] = []
         rows = task.splits["train"]
-        for start in range(0, len(rows), 1000):
-            self.batches.append(task.batch(rows[start : start + 1000]).to(device))
-        self.images = torch.cat([one.source for one in self.batches])
-        self.labels = torch.cat([one.target for one in self.batches if one.target is not None])
-        self.extra = {name: torch.cat([one.extra[name] for one in self.batches]) for name in self.batches[0].extra}
-        self.batches = []
-        self.order, self.epoch = torch.empty(0, dtype=torch.long), -1
+        parts = [task.batch(rows[start : start + 1000]).to(device) for start in range(0, len(rows), 1000)]
+        self.images = torch.cat([part.source for part in parts])
+        self.labels = torch.cat([part.target for part in parts if part.target is not None])
+        self.extra = {name: torch.cat([part.extra[name] for part in parts]) for name in parts[0].extra}
+        self.order = EpochOrder(len(self.labels), self.labels.device)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        size = min(size, len(self.labels))
-        epoch, place = divmod(step, len(self.labels) // size)
-        if epoch != self.epoch:
-            drawn = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-            self.order, self.epoch = drawn.to(self.labels.device), epoch
-        rows = self.order[place * size : (place + 1) * size]
+        rows = self.order.rows(step, size, seed)
         return Batch(self.images[rows], None, self.labels[rows], None, {name: x[rows] for name, x in self.extra.items()})
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from common import RESULTS
+from epoch_order import EpochOrder
 from regard import tasks
 from regard.arena.trivial_floors import ridge
 from regard.bench.machine import made_with, write_record
@@ -105,16 +106,11 @@ class DeviceImages:
     def __init__(self, part: list[Any], device: torch.device) -> None:
         self.images = torch.stack([torch.from_numpy(image) for image, _ in part]).to(device)
         self.labels = torch.tensor([label for _, label in part], device=device)
-        self.order, self.epoch = torch.empty(0, dtype=torch.long), -1
+        self.order = EpochOrder(len(self.labels), device)
 
     def batch(self, step: int, size: int, seed: int) -> Batch:
-        """Return the batch of a step; epochs are shuffled, each by its own seed, and the last images of one are left out."""
-        size = min(size, len(self.labels))
-        epoch, place = divmod(step, len(self.labels) // size)
-        if epoch != self.epoch:
-            drawn = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(1000 * seed + epoch))
-            self.order, self.epoch = drawn.to(self.labels.device), epoch
-        rows = self.order[place * size : (place + 1) * size]
+        """Return the batch of a step."""
+        rows = self.order.rows(step, size, seed)
         return Batch(self.images[rows], None, self.labels[rows])
 
 

@@ -23,7 +23,7 @@ from regard.bench.peers import peers_of
 from regard.bench.speed import Job, Request, Session, jobs_of
 from regard.bench.timing import first_line, seconds
 from regard.bench.token_step import STEP, own_step_row
-from regard.bench.whole_models import DECODER_MODEL, ModelJob, ModelRequest, model_jobs, training_pass
+from regard.bench.whole_models import ModelJob, ModelRequest, model_jobs, training_pass
 from regard.bench.workload import Setting, claims_of, spec_text
 from regard.mixers.base import Can
 from regard.spec import Spec
@@ -46,7 +46,7 @@ class WarmJob(NamedTuple):
 
 
 def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int) -> list[WarmJob]:
-    """List what is compiled: decoders by torch.compile, which take longest, then in the order of what matters."""
+    """List what is compiled, operations first."""
     models, shares, own = [], [], []
     for request in requests:
         if isinstance(request, ModelRequest):
@@ -60,9 +60,7 @@ def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int) -> lis
                 if FLA in peers:
                     only = replace(request, peers=(FLA,)), replace(job, own=False)
                     shares += [WarmJob(*only, (number, processes)) for number in range(processes)]
-    slow = [warm for warm in models if warm.job.compiled and warm.job.kind == DECODER_MODEL]
-    rest = sorted((warm for warm in models if warm not in slow), key=lambda warm: warm.job.compiled)
-    return [*slow, *own, *shares, *rest]
+    return [*own, *shares, *models]
 
 
 def warm_up(requests: Sequence[Request | ModelRequest], processes: int, limit: float) -> None:

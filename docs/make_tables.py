@@ -181,15 +181,17 @@ def decode_step(made: Made) -> str:
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for row in made["rows"]:
         rows.setdefault((row["mixer"], row["batch"], row["dtype"]), {})[row["by"]] = row
+    ways = {"model.extend": "model.extend", "GraphedDecoder": "GraphedDecoder", "StaticDecoder": "StaticDecoder"}
+    ways |= {"older": "the decoder before"} if any("older" in by for by in rows.values()) else {}
     body = []
     for (mixer, batch, dtype), by in rows.items():
         cells = []
-        for name in ("model.extend", "GraphedDecoder", "StaticDecoder"):
+        for name in ways:
             found = by.get(name)
             faster = f" ({found['speedup']:.1f} x)" if found and "speedup" in found else ""
             cells.append("" if found is None else f"{found['step_ms']:.2f}{faster}")
         body.append([code(mixer), str(batch), dtype, *cells])
-    head = ["mechanism", "batch", "type", "model.extend", "GraphedDecoder", "StaticDecoder"]
+    head = ["mechanism", "batch", "type", *ways.values()]
     made_with = made["made_with"]
     source = f"({made_with['device']}, torch {made_with['torch']}, commit {made_with['commit']}.)"
     text = f"Milliseconds of a step, and how many times as fast as `model.extend`. {source}"
