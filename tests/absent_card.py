@@ -225,6 +225,27 @@ def noncausal_calls(whole: bool) -> Calls:
         yield "no order: float16", lambda: noncausal_both_ways("random", 64, torch.float16, bounded=False)
 
 
+def causal_exp_both_ways(d: int = 64, dtype: torch.dtype = torch.bfloat16, h: int = 4) -> None:
+    """Launch all kernels of causal attention by random features, with padding and a state."""
+    from regard.ops.linear.causal_exp_launch import CAUSAL_RANDOM, ExpState, launch_causal_exp, launch_causal_exp_grads
+    from regard.ops.linear.noncausal_launch import NoncausalInputs
+
+    q, k, v = tokens(2, h, 600, d, dtype), tokens(2, 2, 600, d, dtype), tokens(2, 2, 600, d, dtype)
+    directions, log_norm = torch.empty(4 * d, d, device="cuda"), torch.empty(2, device="cuda")
+    valid = torch.empty(2, 600, dtype=torch.bool, device="cuda")
+    inputs = NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM)
+    state = ExpState(*(torch.empty(2, 2, *size, device="cuda") for size in ((4 * d, d), (4 * d,), (1,))))
+    out, last, kept = launch_causal_exp(inputs, state)
+    launch_causal_exp_grads(inputs, kept, out, torch.empty_like(out), last[:2])
+
+
+def causal_exp_calls(whole: bool) -> Calls:
+    """Causal attention by random features, in all types and two widths."""
+    every = (64, TYPES[1], 2), (64, TYPES[1], 4), (128, TYPES[1], 4), (64, TYPES[0], 4), (64, torch.float16, 4)
+    for d, dtype, h in every if whole else [(64, TYPES[1], 4)]:
+        yield f"causal random features: {d} {dtype} {h}", lambda d=d, dtype=dtype, h=h: causal_exp_both_ways(d, dtype, h)
+
+
 class Context(SimpleNamespace):
     """What the two passes of a torch.autograd.Function share, without autograd."""
 
@@ -268,7 +289,8 @@ def main() -> None:
     launched = replace_launches(whole)
     failed = 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        calls = [*delta_calls(whole), *linear_calls(whole), *noncausal_calls(whole), *feature_calls(whole)]
+        made = delta_calls, linear_calls, noncausal_calls, causal_exp_calls, feature_calls
+        calls = [call for kind in made for call in kind(whole)]
         for text, compute in calls:
             try:
                 compute()

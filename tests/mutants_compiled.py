@@ -324,7 +324,7 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "linear_kernels",
     ),
     "a walk from the end of a segment forgets the queries of later tiles": (
-        R + "ops/linear/triton_walk.py",
+        R + "ops/linear/triton_walk_grads.py",
         "        s = tl.dot(tl.trans(do), queries, s, input_precision=PRECISION)\n",
         "",
         "linear_kernels",

@@ -9,9 +9,11 @@ from regard.ops.backend import backends, choose_backend
 from regard.ops.bucket import bucket_launch
 from regard.ops.bucket import triton as fused
 from regard.ops.bucket.bucket_op import BucketCall, LabelCall, bucket_attention, product_labels
+from regard.ops.bucket.cluster_attention import MOST_MEMBERS, cluster_attention, takes_clusters
 from regard.ops.bucket.few_queries import few_bucket_queries
-from regard.ops.bucket.members import Members, gather_members, mean_of_members
+from regard.ops.bucket.members import Members, gather_members, gather_three, mean_of_members
 from regard.ops.bucket.reference import _seen_pairs
+from regard.ops.dense import sdpa
 
 OTHERS = [name for name in backends("bucket") if name != "reference"]
 HALVES = [torch.float16] if DEVICE.type == "cpu" else [torch.float16, torch.bfloat16]  # the interpreter has no bfloat16 products
@@ -190,7 +192,10 @@ def test_rows_of_members_are_gathered_and_averaged_by_every_backend(padded):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_kernels_choose_the_members_of_the_definition(padded):
-    """More clusters than a block holds, equal tokens, and rows with fewer real tokens than a cluster takes."""
+    """More clusters than a block holds, equal tokens, and rows with fewer real tokens than a cluster takes.
+
+    Which of several equal tokens is taken is left to the rounding of a matrix product, so tokens are compared by their contents.
+    """
     x = torch.randn(3, 2, 7, 6, device=DEVICE).repeat(1, 1, 3, 1)
     valid = torch.arange(21, device=DEVICE) % 5 < torch.tensor([[4], [1], [0]], device=DEVICE) if padded else None
     found = []
@@ -199,8 +204,10 @@ def test_kernels_choose_the_members_of_the_definition(padded):
         found.append(made._members(x, valid))
         near = made._nearest(x) if backend == "torch" else found[0].nearest
         assert torch.equal(near, found[0].nearest)
-    mine, theirs = (own.index.long().masked_fill(~own.real[:, None], 99) if padded else own.index.long() for own in found)
+    kinds = [own.index.long() % 7 for own in found]
+    mine, theirs = (x.masked_fill(~own.real[:, None], 99) if padded else x for x, own in zip(kinds, found, strict=True))
     assert torch.equal(mine.sort(-1).values, theirs.sort(-1).values)
+    assert all(len(set(row)) == len(row) for own in found for row in own.index[0].tolist())
     again = Members(found[0].index, found[0].real, 21)
     assert torch.equal(again.where, found[0].where)
 
@@ -319,3 +326,41 @@ def test_a_mechanism_without_the_backend_refuses_it():
     assert core("reformer", dims).dims.backend == "triton"
     with pytest.raises(ValueError, match="backend"):
         core("fnet", dims)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("w, d, e", [(7, 6, 6), (20, 5, 33), (1, 16, 4)])
+def test_attention_inside_of_clusters_is_that_of_gathered_rows(padded, w, d, e):
+    """Also its gradients and theirs, with tokens of several clusters and of none, and rows without a real token."""
+    n = 21
+    index = [torch.stack([torch.randperm(n, device=DEVICE)[:w] for _ in range(12)]).view(4, 3, w) for _ in range(2)]
+    number = torch.tensor([[w], [w], [w // 2], [0]], device=DEVICE)
+    real = torch.arange(w, device=DEVICE) < number if padded else None
+    inputs = [torch.randn(2, n, 2, size, device=DEVICE).transpose(1, 2).requires_grad_() for size in (d, d, e)]
+
+    def by_kernel(q, k, v, queries, keys):
+        assert takes_clusters(q, k, v, queries, keys, "triton")
+        return cluster_attention(q, k, v, queries, keys, 0.3)
+
+    def by_rows(q, k, v, queries, keys):
+        out = sdpa(*gather_three(q, k, v, queries, keys, "torch"), scale=0.3, valid=keys.real)
+        return mean_of_members(out, queries, 2, "torch")
+
+    found = []
+    for kind, f in ((torch.float32, by_kernel), (torch.float64, by_rows)):
+        x = [y.detach().to(kind).requires_grad_() for y in inputs]
+        members = [Members(each, real, n) for each in index]
+        grads = torch.autograd.grad(f(*x, *members).sin().sum(), x)
+        out = f(*x, *members)
+        first = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+        second = torch.autograd.grad(sum(y.square().sum() for y in first), x)
+        found.append([y.double() for y in (out, *grads, *first, *second)])
+    agree(*found)
+
+
+def test_large_clusters_are_gathered():
+    q = torch.randn(1, 1, 300, 8, device=DEVICE)
+    few, many = (Members(torch.arange(w, device=DEVICE).expand(1, 1, w), None, 300) for w in (MOST_MEMBERS, MOST_MEMBERS + 1))
+    assert takes_clusters(q, q, q, few, few, "triton")
+    assert not takes_clusters(q, q, q, many, many, "triton")
+    assert not takes_clusters(q, q, q, few, few, "torch")

@@ -41,16 +41,15 @@ _BAND_QUERIES = ((64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3
 _BAND_KEYS = ((64, 32, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2))
 
 
-def _forms(forms: Sequence[int], sizes: Iterable[FieldChanges], registers: int) -> tuple[FieldChanges, ...]:
-    """Return every form with all sizes, and one that leaves windows to other kernels."""
-    found = tuple({"form": form, **each, "maxnreg": registers} for form, each in product(forms, tuple(sizes)))
-    return ({"form": 1}, *found)
+def _forms(sizes: Iterable[FieldChanges], registers: int) -> tuple[FieldChanges, ...]:
+    """Return all sizes of a kernel of windows, and a change that leaves windows to other kernels."""
+    return ({"form": 1}, *({"form": 2, **each, "maxnreg": registers} for each in sizes))
 
 
 TILE_BANDS: Candidates = {
-    "band_forward": _forms((2, 3, 4), tiles("BM", "BN", _BAND_FORWARD), 128),
-    "band_query_gradients": _forms((2, 3), tiles("BM", "BN", _BAND_QUERIES), 128),
-    "band_key_gradients": _forms((2, 4), tiles("BN", "BM", _BAND_KEYS), 168),
+    "band_forward": _forms(tiles("BM", "BN", _BAND_FORWARD), 128),
+    "band_query_gradients": _forms(tiles("BM", "BN", _BAND_QUERIES), 128),
+    "band_key_gradients": _forms(tiles("BN", "BM", _BAND_KEYS), 168),
     "tile_forward": tiles("BM", "BN", _FORWARD),
     "tile_query_gradients": tiles("BM", "BN", _BACKWARD),
     "tile_key_gradients": tiles("BN", "BM", _BACKWARD),
@@ -109,6 +108,16 @@ NONCAUSAL_FEATURES: Candidates = {
     "noncausal_exp_query_grads": _TILES_OF_FEATURES,
     "noncausal_exp_adjoint": _SEGMENTS_OF_FEATURES,
     "noncausal_exp_key_grads": _TILES_OF_FEATURES,
+}
+_TILES_OF_EXPONENTS = grid(features=(64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
+CAUSAL_FEATURES: Candidates = {
+    "causal_exp": grid(chunk=(64, 128), tiles=(8, 16, 32)),
+    "causal_exp_sums": _TILES_OF_EXPONENTS,
+    "causal_exp_scan": _SCANS,
+    "causal_exp_read": _TILES_OF_EXPONENTS,
+    "causal_exp_query_grads": _TILES_OF_EXPONENTS,
+    "causal_exp_adjoint": _TILES_OF_EXPONENTS,
+    "causal_exp_key_grads": _TILES_OF_EXPONENTS,
 }
 
 _VALUE_COLUMNS = grid(BE=(32, 64), num_warps=(2, 4, 8))

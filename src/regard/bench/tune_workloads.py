@@ -19,6 +19,7 @@ from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
 from regard.ops.decode_step import StepCall, StepWindow, decoding_step
 from regard.ops.delta.delta_op import delta_rule
 from regard.ops.delta.unit_features import unit_features
+from regard.ops.linear.causal_exp_op import causal_exp_attention
 from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
 from regard.ops.linear.noncausal_op import noncausal_attention
@@ -163,6 +164,16 @@ def _exp_features(shape: TuneShape) -> list[TunePass]:
     tokens = shape.tokens_of(1)
     queries = _trained(lambda x: exp_query_features(x, by), tokens)
     return [queries, _trained(lambda x: exp_key_features(x, by, first, None).phi, tokens)]
+
+
+def _causal_features(shape: TuneShape) -> list[TunePass]:
+    """Return a causal pass with random features from an empty state."""
+    f = 4 * shape.width
+    by = ExpMap(torch.randn(f, shape.width, device=shape.device), torch.zeros(shape.heads, device=shape.device))
+    heads = (shape.batch, shape.heads)
+    s, z = (torch.zeros(*heads, *size, device=shape.device) for size in ((f, shape.width), (f,)))
+    top = torch.full((*heads, 1), -torch.inf, device=shape.device)
+    return [_trained(lambda q, k, v: causal_exp_attention(q, k, v, None, by, s, z, top)[0], shape.tokens_of(3))]
 
 
 def _noncausal(shape: TuneShape) -> list[TunePass]:
@@ -326,6 +337,7 @@ TUNE_CASES = (
     TuneCase("linear", "a decay per feature", tried.LINEAR_FEATURES, _linear_features),
     TuneCase("linear", "prefix sums", tried.LINEAR_PREFIX, _linear_prefix),
     TuneCase("linear", "random features", tried.EXP_FEATURES, _exp_features),
+    TuneCase("linear", "causal random features", tried.CAUSAL_FEATURES, _causal_features),
     TuneCase("linear", "no order", tried.NONCAUSAL, _noncausal),
     TuneCase("linear", "no order, random features", tried.NONCAUSAL_FEATURES, _noncausal_features),
     TuneCase("delta", "delta rule", tried.DELTA_RULE, _delta_rules),

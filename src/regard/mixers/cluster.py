@@ -13,6 +13,7 @@ from regard.mixers.feature_math import gaussian, upcast
 from regard.mixers.pattern_attention import expand_heads
 from regard.mixers.softmax import default_scale
 from regard.ops.bucket.bucket_op import SHORTEST, product_labels
+from regard.ops.bucket.cluster_attention import cluster_attention, takes_clusters
 from regard.ops.bucket.clusters import FINE, MOST_CHOSEN_FROM, choose_members, learn_clusters
 from regard.ops.bucket.members import Members, by_kernels, gather_three, mean_of_members
 from regard.ops.dense import sdpa
@@ -158,6 +159,8 @@ class Routing(BucketedCore):
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members) -> Tensor:
         """Attention inside every cluster at once, and what its queries get brought back to them."""
         backend = self.dims.backend
+        if takes_clusters(q, k, v, queries, keys, backend):
+            return cluster_attention(q, k, v, queries, keys, self.scale)
         picked = gather_three(q, k, v, queries, keys, backend)
         out = sdpa(*picked, scale=self.scale, valid=keys.real)  # rows are the batch, clusters the heads
         return mean_of_members(out, queries, q.shape[1], backend).to(v.dtype)

@@ -21,6 +21,7 @@ from regard.mixers.feature_math import (
     where_valid,
 )
 from regard.mixers.linear_attention import Kernel
+from regard.ops.linear.causal_exp_op import causal_exp_attention
 from regard.ops.linear.exp_feature_op import (
     ExpMap,
     exp_kernels_fit,
@@ -37,6 +38,7 @@ from regard.ops.linear.linear_op import (
     linear_read,
     normalized_linear_write,
 )
+from regard.ops.linear.noncausal_op import takes_noncausal
 from regard.ops.linear.prefix import cumulative_max
 from regard.ops.linear.running_softmax import RunningSoftmax, running_kernels_fit, running_softmax, running_softmax_plain
 
@@ -252,7 +254,11 @@ class Performer(Estimator, _ExpFeatures):
         return linear_read(queries, memory.s, memory.z, backend=self.dims.backend)
 
     def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
-        if self._fused(memory, k, places):
+        fused = self._fused(memory, k, places)
+        if fused and k.shape[2] > 1 and takes_noncausal(q, k, v):
+            out, *after = causal_exp_attention(q, k, v, places.valid, self.directed(), *memory)
+            return out, ExpSums(*after)
+        if fused:
             keys, decay, top = exp_key_features(k, self.directed(), memory.top, places.valid)
             queries = exp_query_features(q, self.directed())
         else:

@@ -90,10 +90,11 @@ class Kernel(Core):
         return concat_chunks(answers)
 
     def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
-        memory = self.unwritten(k, v)
-        if self.map is not None and takes_noncausal(q, k, v) and fuses_features(q, memory.s[..., :1, :], self.dims.backend):
-            return noncausal_attention(q, k, v, places.valid, self.map, self.directed())
-        return self.read(self.push(memory, k, v, places), q, query_places)
+        if self.map is not None and takes_noncausal(q, k, v):
+            row = unwritten_sums(k, v, 1)[0]  # these kernels take any number of features
+            if fuses_features(q, row, self.dims.backend):
+                return noncausal_attention(q, k, v, places.valid, self.map, self.directed())
+        return self.read(self.push(self.unwritten(k, v), k, v, places), q, query_places)
 
     def scan(self, memory: Any, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, Any]:
         if k.shape[2] > 0 and self._fused(memory, q, places):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.cache import bounded_cache
-from regard.patterns import Alternative, Band
+from regard.patterns import Alternative, Band, Columns, Rows
 from regard.patterns.plan import Plan
 from regard.patterns.tiles import Layout, Span, TilePart, ceil_div
 
@@ -48,6 +48,19 @@ class StridedBand(NamedTuple):
     hole_ahead: int
 
 
+class LedBand(NamedTuple):
+    """A band, keys `columns` that all queries see, and queries `rows` that see all keys: the first ones of the sequence.
+
+    Except for `rows`, a query sees no key behind its band; of those keys, a key is seen from `reach` queries before it on.
+    """
+
+    back: int
+    ahead: int
+    columns: int = 0
+    rows: int = 0
+    reach: int = 0
+
+
 class KernelPlan(NamedTuple):
     """The plan of one head for kernels; with `refused`, a sentence about why there is none."""
 
@@ -57,6 +70,7 @@ class KernelPlan(NamedTuple):
     masks: Tensor | None = None  # (masks, 2, 64) int32: bit j of [x, i] is the pair of query i and key 32 x + j of a tile
     strided: tuple[StridedBand, ...] = ()
     refused: str | None = None
+    led: LedBand | None = None  # all pairs of the band and the lists, where they are of this form
 
     @property
     def size(self) -> int:
@@ -78,7 +92,40 @@ def kernel_plan(plan: Plan) -> KernelPlan:
     if not listed:
         return KernelPlan(bounds, strided=holes)
     taken = [x for x in (band, strided) if x is not None]
-    return _listed_plan(plan, listed, taken, bounds)._replace(strided=holes)
+    led = None if band is None or strided is not None else _led_band(band, listed, plan.span)
+    return _listed_plan(plan, listed, taken, bounds)._replace(strided=holes, led=led)
+
+
+def _led_band(band: Band, listed: list[Alternative], span: Span) -> LedBand | None:
+    """Return a band with leading global tokens, if all other alternatives are such tokens, without or all with its `ahead`."""
+    shift, (back, ahead) = span.t - span.u, _bounds(band)
+    columns = rows = 0
+    limits = set()
+    for atoms in listed:
+        tokens, *others = sorted(atoms, key=lambda atom: isinstance(atom, Band))
+        limits.add(tuple(others))
+        if isinstance(tokens, Columns):
+            columns = max(columns, _leading(tokens, span.u, span.m))
+        elif isinstance(tokens, Rows):
+            rows = max(rows, _leading(tokens, span.t, span.n))
+        else:
+            return None
+    capped = limits == {(Band(None, band.ahead),)}
+    if not capped and limits != {()}:
+        return None
+    if rows and rows - 1 + shift - back > columns:  # a key that is no column has a global query behind its window
+        return None
+    if capped:
+        rows = 0  # all they see is in the band or in the columns
+    elif columns and columns - 1 > rows + shift + ahead:  # a query that is no global one has a column behind its window
+        return None
+    return LedBand(back, ahead, columns, rows, ahead if capped else span.n + span.m) if 0 < max(columns, rows) <= TILE else None
+
+
+def _leading(tokens: Columns | Rows, start: int, length: int) -> int:
+    """Return how many tokens from the start on are special; more than any tile has if there are others."""
+    found = tokens.positions(start, start + length)
+    return len(found) if torch.equal(found, start + torch.arange(len(found))) else FAR
 
 
 def _atoms(part: TilePart) -> Alternative:

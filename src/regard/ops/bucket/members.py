@@ -139,7 +139,7 @@ class _GatherMembers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        summed: Any = _SumMembers.apply if torch.is_grad_enabled() else _summed
+        summed: Any = _SumMembers.apply if torch.is_grad_enabled() else sum_members
         return summed(grad, *ctx.rest), None, None
 
 
@@ -149,7 +149,7 @@ class _SumMembers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
         ctx.rest = members, mean
-        return _summed(x, members, heads, mean)
+        return sum_members(x, members, heads, mean)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,7 +167,7 @@ class _GatherThree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        summed: Any = _SumThree.apply if torch.is_grad_enabled() else _three_summed
+        summed: Any = _SumThree.apply if torch.is_grad_enabled() else sum_three
         return *summed(*grads, *ctx.rest), None, None
 
 
@@ -177,7 +177,7 @@ class _SumThree(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int) -> tuple[Tensor, ...]:
         ctx.rest = queries, keys
-        return _three_summed(q, k, v, queries, keys, heads)
+        return sum_three(q, k, v, queries, keys, heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,7 +199,7 @@ def _three_gathered(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Mem
     return found
 
 
-def _three_summed(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int) -> tuple[Tensor, ...]:
+def sum_three(q: Tensor, k: Tensor, v: Tensor, queries: Members, keys: Members, heads: int) -> tuple[Tensor, ...]:
     from regard.ops.bucket import bucket_row_kernels as kernels
 
     given = [x.contiguous() for x in (q, k, v)]
@@ -236,7 +236,7 @@ def _gathered(x: Tensor, members: Members, mean: bool) -> Tensor:
     return y
 
 
-def _summed(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
+def sum_members(x: Tensor, members: Members, heads: int, mean: bool) -> Tensor:
     from regard.ops.bucket import bucket_row_kernels as kernels
 
     x, (rows, c, w, e) = x.contiguous(), x.shape

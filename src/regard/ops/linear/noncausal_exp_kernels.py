@@ -29,7 +29,7 @@ def _operand(x, factor, LOGS: tl.constexpr, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
-def _shortened_columns(x, LOG_NORM, root, HAS_NORM: tl.constexpr, LOGS: tl.constexpr):
+def shortened_columns(x, LOG_NORM, root, HAS_NORM: tl.constexpr, LOGS: tl.constexpr):
     """Return tokens (d, tokens) as operands of products, and their offsets to base 2."""
     x = x.to(tl.float32)
     factor, offset = token_lengths(tl.sum(x * x, 0), LOG_NORM, root, 0.0, HAS_NORM)
@@ -37,7 +37,7 @@ def _shortened_columns(x, LOG_NORM, root, HAS_NORM: tl.constexpr, LOGS: tl.const
 
 
 @triton.jit
-def _shortened_rows(x, LOG_NORM, root, HAS_NORM: tl.constexpr, LOGS: tl.constexpr):
+def shortened_rows(x, LOG_NORM, root, HAS_NORM: tl.constexpr, LOGS: tl.constexpr):
     """Return tokens (tokens, d) as operands of products, their factors, offsets to base 2, and |x|^2."""
     x = x.to(tl.float32)
     square = tl.sum(x * x, 1)
@@ -69,7 +69,7 @@ def noncausal_exp_sums(
         there = present(VALID, j, count, HAS_VALID)
         k = tl.load(K + j[None, :] * skn + a[:, None], mask=row_mask(there[None, :], a, d), other=0.0)
         v = tl.load(V + j[:, None] * svn + c[None, :], mask=column_mask(there[:, None], c, e), other=0.0)
-        y, offset = _shortened_columns(k, LOG_NORM + g // SHARE, root, HAS_NORM, LOGS)
+        y, offset = shortened_columns(k, LOG_NORM + g // SHARE, root, HAS_NORM, LOGS)
         logs = tl.dot(w, y, input_precision=PRECISION) + tl.where(there, offset, float("-inf"))[None, :]
         higher = tl.maximum(top, tl.max(logs, 1))
         phi = tl.exp2(logs - higher[:, None])
@@ -98,7 +98,7 @@ def noncausal_exp_read(
     a, c = tl.arange(0, BD), tl.arange(0, BE)
     i = tile * C + tl.arange(0, C)
     x = token_rows(Q + b * sqb + h * sqh, i, sqn, a, n, d)
-    y, _factor, _offset, _square = _shortened_rows(x, LOG_NORM + h // SHARE, root, HAS_NORM, LOGS)
+    y, _factor, _offset, _square = shortened_rows(x, LOG_NORM + h // SHARE, root, HAS_NORM, LOGS)
     out = tl.zeros([C, BE], tl.float32)
     total = tl.zeros([C], tl.float32)
     top = tl.full([C], -3e38, tl.float32)
@@ -122,7 +122,7 @@ def noncausal_exp_read(
 
 
 @triton.jit
-def _store_token_grads(
+def store_token_grads(
     DX, DNORM, dx, x, factor, square, total, inside, a, LOG_NORM, root, stride, d: tl.constexpr, HAS_NORM: tl.constexpr
 ):
     """Store gradients of tokens at DX, given those of shortened ones, dx, and of offsets, total; that of the bound at DNORM."""
@@ -154,7 +154,7 @@ def noncausal_exp_query_grads(
     i = tile * C + tl.arange(0, C)
     inside = i < n
     x = token_rows(Q + b * sqb + h * sqh, i, sqn, a, n, d)
-    y, factor, _offset, square = _shortened_rows(x, LOG_NORM + h // SHARE, root, HAS_NORM, LOGS)
+    y, factor, _offset, square = shortened_rows(x, LOG_NORM + h // SHARE, root, HAS_NORM, LOGS)
     do = token_rows(DO + b * sdb + h * sdh, i, sdn, c, n, e)
     delta = tl.sum(do.to(tl.float32) * token_rows(OUT + (b * n * H + h) * e, i, H * e, c, n, e).to(tl.float32), 1)
     tl.store(DELTA + bh * n + i, delta, mask=inside)
@@ -169,7 +169,7 @@ def noncausal_exp_query_grads(
         p = tl.exp2(tl.dot(y, w, input_precision=PRECISION) + level[None, :] - lse[:, None])
         grad = p * (tl.dot(do, mean, input_precision=PRECISION) - delta[:, None])
         dx = tl.dot(grad.to(TYPE), state_tile(W_GRADS, 0, rows, a, f, d).to(TYPE), dx, input_precision=PRECISION)
-    _store_token_grads(
+    store_token_grads(
         DQ + ((b * n + tile * C) * H + h) * d, DNORM + (bh // R) * all_tiles + (bh % R) * tiles + tile,
         dx, x, factor, square, tl.zeros_like(square), inside, a, LOG_NORM + h // SHARE, root, H * d, d, HAS_NORM,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def noncausal_exp_adjoint(
         i = low + tl.arange(0, C)
         inside = i < count
         x = tl.load(Q + i[None, :] * sqn + a[:, None], mask=row_mask(inside[None, :], a, d), other=0.0)
-        y, _offset = _shortened_columns(x, LOG_NORM + h // SHARE, root, HAS_NORM, LOGS)
+        y, _offset = shortened_columns(x, LOG_NORM + h // SHARE, root, HAS_NORM, LOGS)
         do = token_rows(DO, i, sdn, c, count, e).to(TYPE)
         lse = tl.load(LSE + i, mask=inside, other=float("inf"))
         delta = tl.load(DELTA + i, mask=inside, other=0.0)
@@ -227,7 +227,7 @@ def noncausal_exp_key_grads(
     k = tl.load(K + b * skb + g * skh + j[:, None] * skn + a[None, :], mask=column_mask(there[:, None], a, d), other=0.0)
     v = tl.load(V + b * svb + g * svh + j[:, None] * svn + c[None, :], mask=column_mask(there[:, None], c, e), other=0.0)
     v = v.to(TYPE)
-    y, factor, offset, square = _shortened_rows(k, LOG_NORM + g // SHARE, root, HAS_NORM, LOGS)
+    y, factor, offset, square = shortened_rows(k, LOG_NORM + g // SHARE, root, HAS_NORM, LOGS)
     offset = tl.where(there, offset, float("-inf"))
     dx = tl.zeros([C, BD], tl.float32)
     dv = tl.zeros([C, BE], tl.float32)
@@ -246,7 +246,7 @@ def noncausal_exp_key_grads(
     inside = j < m
     into = DV + ((b * m + j[:, None]) * G + g) * e + c[None, :]
     tl.store(into, dv.to(DV.dtype.element_ty), mask=column_mask(inside[:, None], c, e))
-    _store_token_grads(
+    store_token_grads(
         DK + ((b * m + tile * C) * G + g) * d, DNORM + bg * all_tiles + all_tiles - tiles + tile,
         dx, k, factor, square, total, inside, a, LOG_NORM + g // SHARE, root, G * d, d, HAS_NORM,
     )  # fmt: skip

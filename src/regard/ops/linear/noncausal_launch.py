@@ -113,14 +113,19 @@ class NoncausalLaunch:
         return self.new(self.b, n, heads, size, dtype=dtype).transpose(1, 2)
 
 
-def noncausal_launch(x: NoncausalInputs) -> NoncausalLaunch:
-    """Return what is prepared for the signature of these inputs, whose tokens have adjacent features."""
+def noncausal_key(x: NoncausalInputs) -> tuple[Hashable, ...]:
+    """Return the signature of inputs whose tokens have adjacent features."""
     q, k, v, valid, directions, log_norm, feature = x
     precision = torch.get_float32_matmul_precision() if q.dtype == torch.float32 else None
     tokens = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), v.shape, v.stride(), q.get_device())
     drawn = None if directions is None else (directions.shape, directions.dtype)
     bound = None if log_norm is None else (log_norm.shape, log_norm.dtype)
-    return _prepared_launch((*tokens, valid is None, drawn, bound, feature, precision), x)
+    return *tokens, valid is None, drawn, bound, feature, precision
+
+
+def noncausal_launch(x: NoncausalInputs) -> NoncausalLaunch:
+    """Return what is prepared for the signature of these inputs, whose tokens have adjacent features."""
+    return _prepared_launch(noncausal_key(x), x)
 
 
 @signature_cache
@@ -128,7 +133,7 @@ def _prepared_launch(key: Hashable, x: NoncausalInputs) -> NoncausalLaunch:  # n
     return NoncausalLaunch(x)
 
 
-def _ready(x: NoncausalInputs) -> NoncausalInputs:
+def ready_inputs(x: NoncausalInputs) -> NoncausalInputs:
     """Return inputs as kernels take them."""
     q, k, v = (features_adjacent(t) for t in x[:3])
     valid = None if x.valid is None else x.valid.contiguous().view(torch.uint8)
@@ -138,7 +143,7 @@ def _ready(x: NoncausalInputs) -> NoncausalInputs:
 
 def launch_noncausal(inputs: NoncausalInputs) -> tuple[Tensor, NoncausalKept]:
     """Return out (b h n e) and what the backward pass needs."""
-    x = _ready(inputs)
+    x = ready_inputs(inputs)
     run = noncausal_launch(x)
     mean = run.new(run.b, run.g, run.f, run.e, dtype=run.type)
     level = run.new(run.b, run.g, run.f)
@@ -222,7 +227,7 @@ class NoncausalGrads(NamedTuple):
 
 def launch_noncausal_grads(inputs: NoncausalInputs, kept: NoncausalKept, out: Tensor, d_out: Tensor) -> NoncausalGrads:
     """Return the gradients of tokens, and that of the log of the largest norm, given that of out (b h n e)."""
-    x = _ready(inputs)
+    x = ready_inputs(inputs)
     run = noncausal_launch(x)
     d_out = features_adjacent(d_out)
     d_norm = None

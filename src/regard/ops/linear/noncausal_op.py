@@ -57,7 +57,7 @@ def plain_noncausal(
     gone = None if valid is None else ~valid[:, None, :, None]
     if feature in ("softmax", "random"):
         if directions is not None:
-            queries, keys = (exponents(x, directions, _most(log_norm, x)) for x in (queries, keys))
+            queries, keys = (exponents(x, directions, largest_squares(log_norm, x)) for x in (queries, keys))
         keys = keys if gone is None else keys.masked_fill(gone, -torch.inf)
         over = (-1, -2) if feature == "random" else (-2,)
         top = keys.detach().amax(over, keepdim=True)
@@ -73,7 +73,7 @@ def plain_noncausal(
     return out.reshape(*q.shape[:3], v.shape[-1]).to(q.dtype)
 
 
-def _most(log_norm: Tensor | None, x: Tensor) -> Tensor | None:
+def largest_squares(log_norm: Tensor | None, x: Tensor) -> Tensor | None:
     """The largest squared norms (h 1 1) of tokens x (b h n d)."""
     if log_norm is None:
         return None

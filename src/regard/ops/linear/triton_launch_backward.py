@@ -21,7 +21,7 @@ from regard.ops.linear.triton_launch import (
     state_part,
 )
 from regard.ops.linear.triton_queries import linear_adjoint
-from regard.ops.linear.triton_walk import linear_walk_grads
+from regard.ops.linear.triton_walk_grads import linear_walk_grads
 from regard.ops.triton_support import kernel_config
 
 

@@ -22,7 +22,7 @@ class _Merge(NamedTuple):
     """A launch that merges the parts of rows of tiles that were cut."""
 
     launch: KernelLaunch
-    merges: Tensor
+    tables: tuple[Tensor, ...]
 
 
 class _Step(NamedTuple):
@@ -32,6 +32,7 @@ class _Step(NamedTuple):
     lists: tuple[Tensor, ...]  # items, entries and masks, if there are any
     rooms: tuple[tuple[int, ...], ...]  # shapes of the results that are merged afterwards
     merges: tuple[_Merge, ...]  # one for every result
+    joint: KernelLaunch | None = None  # sums the parts of all gradients
 
 
 class _Inputs(NamedTuple):
@@ -106,15 +107,15 @@ class TritonPass(BandSizes):
         steps = self._forward_steps
         if steps is None:
             steps = self._forward_steps = [self._forward_step(group, number) for number, group in enumerate(self.groups)]
-        for launch, lists, rooms, merges in steps:
+        for launch, lists, rooms, merges, _ in steps:
             if lists:
                 hold_for_graphs(q, self)
             parts = [self.new(room) for room in rooms]
             launch(q, k, v, out, lse, *before, *lists, *by_query, *parts[:2], *classes, *parts[2:])
             if parts:
-                merges[0].launch(out, lse, merges[0].merges, parts[0], parts[1])
+                merges[0].launch(out, lse, *merges[0].tables, parts[0], parts[1])
             if parts and self.mass:
-                merges[1].launch(classes[1], lse, merges[1].merges, parts[2], parts[1])
+                merges[1].launch(classes[1], lse, *merges[1].tables, parts[2], parts[1])
         if self.mass:
             self._write_masses(out, lse, *classes)
         return out, lse
@@ -122,8 +123,9 @@ class TritonPass(BandSizes):
     def _forward_step(self, group: PairGroup, number: int) -> _Step:
         from regard.ops.tile.triton_kernels import tile_forward
 
-        if plain := self.band_forward(group, number):
-            return _Step(plain, (), (), ())
+        if band := self.window(group, number):
+            merging = (_Merge(self.merge_rows(band), ()),) if band.rows else ()
+            return _Step(self.band_forward(band), (), self.row_parts(band, self.e, 1), merging)
         flags, config, items = self.flags(group, number), self.config("tile_forward", group), group.by_query
         grid, tiles = self.grid(group, items, self.n, config["BM"], self.h)
         widths = (flags["BE"], 1, 2) if self.mass else (flags["BE"], 1)
@@ -149,7 +151,7 @@ class TritonPass(BandSizes):
         grid = (len(items.merges), self.b * self.h if items.shared else self.b)
         constants = {"E": width, "BE": block, "BM": TILE, "SHARED": items.shared, "num_warps": 4}
         return _Merge(
-            self._launch(merge_parts, grid, [True] * 5, (*strides, self.n, self.h, items.slots), constants), items.merges
+            self._launch(merge_parts, grid, [True] * 5, (*strides, self.n, self.h, items.slots), constants), (items.merges,)
         )
 
     def _sum(self, shape: tuple[int, ...], strides: StrideSizes, items: KernelItems, block: int) -> _Merge:
@@ -160,7 +162,7 @@ class TritonPass(BandSizes):
         grid = (len(items.merges), self.b * heads if items.shared else self.b)
         constants = {"C": width, "BC": block, "BM": TILE, "SHARED": items.shared, "num_warps": 4}
         numbers = (*strides[:3], length, heads, items.slots)
-        return _Merge(self._launch(sum_parts, grid, [True] * 3, numbers, constants), items.merges)
+        return _Merge(self._launch(sum_parts, grid, [True] * 3, numbers, constants), (items.merges,))
 
     def _write_masses(self, out: Tensor, lse: Tensor, inner: Tensor, outer: Tensor) -> None:
         """Write the weights of distance classes behind the outputs."""
@@ -198,17 +200,19 @@ class TritonPass(BandSizes):
         lses = () if d_lse is None else (d_lse.contiguous(),)
         queries, keys = self._steps_of(out, d_out, d_lse)
         for number in range(len(queries)):
-            launch, lists, rooms, merges = queries[number]
-            parts = [self.new(room) for room in rooms]
+            launch, lists, rooms, merges, _ = queries[number]
+            row_parts = [self.new(room) for room in rooms]
             given = (q, k, v, out, lse, d_out, *lses, pull, dq, *before, *lists, *by_query)
-            launch(*given, *parts[:1], *classes, *parts[1:])
-            for total, merging, part in zip((dq, *classes[1:]), merges, parts, strict=False):
-                merging.launch(total, merging.merges, part)
-            launch, lists, rooms, merges = keys[number]
+            launch(*given, *row_parts[:1], *classes, *row_parts[1:])
+            for total, merging, part in zip((dq, *classes[1:]), merges, row_parts, strict=False):
+                merging.launch(total, *merging.tables, part)
+            launch, lists, rooms, merges, joint = keys[number]
             parts = [self.new(room) for room in rooms]
             launch(q, k, v, lse, d_out, pull, dk, dv, *before, *lists, *by_query, *parts)
             for total, merging, part in zip((dk, dv), merges, parts, strict=False):
-                merging.launch(total, merging.merges, part)
+                merging.launch(total, *merging.tables, part)
+            if joint is not None:
+                joint(dq, dk, dv, *row_parts, *parts)
         if found is not None:
             found[..., 0] += classes[1][..., 0]
             found[..., -1] += classes[1][..., 1]
@@ -231,8 +235,8 @@ class TritonPass(BandSizes):
         """Prepare the launch of the gradient of queries."""
         from regard.ops.tile.triton_gradients import query_gradients
 
-        if plain := self.band_query_gradients(group, number, out, d_out, has_lse):
-            return _Step(plain, (), (), ())
+        if band := self.window(group, number):
+            return _Step(self.band_query_gradients(band, out, d_out, has_lse), (), self.row_parts(band, self.d), ())
         flags, config, items = self.flags(group, number), self.config("tile_query_gradients", group), group.by_query
         grid, tiles = self.grid(group, items, self.n, config["BM"], self.h)
         widths = (flags["BD"], 2) if self.classed else (flags["BD"],)
@@ -255,8 +259,9 @@ class TritonPass(BandSizes):
         """Prepare the launch of the gradients of keys and values."""
         from regard.ops.tile.triton_gradients import key_gradients
 
-        if plain := self.band_key_gradients(group, number, d_out):
-            return _Step(plain, (), (), ())
+        if band := self.window(group, number):
+            joint = self.sum_edges(band) if band.rows or band.columns else None
+            return _Step(self.band_key_gradients(band, d_out), (), self.column_parts(band), (), joint)
         flags, config, items = self.flags(group, number), self.config("tile_key_gradients", group), group.by_key
         grid, tiles = self.grid(group, items, self.m, config["BN"], self.g)
         rooms = self.rooms(items, self.g, flags["BD"], flags["BE"])

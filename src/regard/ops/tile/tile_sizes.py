@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.ops.dropout_hash import keep_threshold
 from regard.ops.tile.call import TileCall
 from regard.ops.triton_support import HALVES, block_of, dot_precision, kernel_config
-from regard.patterns.tile_list import TILE, KernelItems, StridedBand
+from regard.patterns.tile_list import TILE, KernelItems, LedBand, StridedBand
 from regard.patterns.tiles import Span, ceil_div
 
 StrideSizes = tuple[int, ...]
@@ -25,6 +25,7 @@ class PairGroup(NamedTuple):
     by_key: KernelItems | None = None
     strided: StridedBand | None = None
     size: int = 0
+    led: LedBand | None = None  # the same pairs as the items, by arithmetic
 
 
 def packed_strides(x: Tensor) -> StrideSizes:

@@ -90,4 +90,5 @@ def _groups(plans: HeadPlans, heads: int, share: int, device: torch.device) -> t
     size = sum(x.items.numel() + x.entries.numel() + x.masks.numel() for x in (by_query, by_key))
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize(device)  # other streams read them too
-    return (PairGroup((0, 0), by_query, by_key, size=size), *(PairGroup(strided=x) for x in every[0].strided))
+    led = every[0].led if len(every) == 1 else None
+    return (PairGroup((0, 0), by_query, by_key, size=size, led=led), *(PairGroup(strided=x) for x in every[0].strided))
