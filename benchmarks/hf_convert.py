@@ -54,10 +54,10 @@ class Sizes:
     window: int = 256
     sinks: int = 4
     shares: tuple[float, ...] = (0.0, 0.25, 0.5)
-    teacher_share: float = 0.3  # of LIMIT, in seconds
+    teacher_share: float = 0.25  # of LIMIT, in seconds
     align_share: float = 0.025
-    distil_share: float = 0.03
-    generate_share: float = 0.03  # each, except for hybrid
+    distil_share: float = 0.025
+    generate_share: float = 0.02  # each, except for hybrid
     teacher_lr: float = 1e-3
     align_lr: float = 5e-2
     distil_lr: float = 3e-4
