@@ -6,6 +6,7 @@ the layers kept: those whose error is largest after alignment. Bits per byte of 
 layer, distilled as a whole. Then speed and memory at 32,768 tokens, and one long answer in constant memory.
 
 LIMIT=400 python benchmarks/hf_convert.py --device cuda                 all of it, into results/hf_convert.json
+python benchmarks/hf_convert.py --answers hybrid linear      long answers alone, of untrained weights: results/hf_answers.json
 python benchmarks/hf_convert.py --tiny --out FOLDER                     the same code at tiny sizes on generated text, in seconds
 
 It goes on from what an earlier call left in its folder (--folder): the teacher's weights, aligned mechanisms, and rows.
@@ -450,8 +451,18 @@ def long_answer(run: Run, model: LlamaForCausalLM, seconds: float, **key: Any) -
     run.attempt("generate", work, 10.0, **key)
 
 
+def untrained_answers(run: Run, names: list[str]) -> None:
+    """Generate long answers by mechanisms with random weights: speed and memory are the same, and no data is needed."""
+    for name in names:
+        model = converted(new_model(run.sizes, run.device).eval(), run.sizes.mechanisms()[name], [], None)
+        long_answer(run, model, math.inf, mechanism=name, share=0.0)
+
+
 def measure_long(run: Run, teacher: LlamaForCausalLM) -> None:
-    """Measure speed and memory of the teacher and of every conversion, then long answers."""
+    """Measure speed and memory of the teacher and of every conversion, then long answers.
+
+    Attention of cuDNN plans every new length for some milliseconds, six times a token: it is off while softmax answers.
+    """
     sizes = run.sizes
     long_pass(run, teacher, mechanism="softmax", share=1.0)
     for name, spec in sizes.mechanisms().items():
@@ -460,6 +471,8 @@ def measure_long(run: Run, teacher: LlamaForCausalLM) -> None:
             student = converted(teacher, spec, aligned["layers"][str(share)], None)
             long_pass(run, student, mechanism=name, share=share)
             del student
+    if run.device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     others = ("softmax", "linear", "window + sinks")
     for name in (*others, "hybrid"):  # which gets the rest of the time
         model = teacher
@@ -479,12 +492,17 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--folder", type=Path, default=Path("runs/hf_convert"))
     parser.add_argument("--out", type=Path, help="write the result here instead of into results/hf_convert.json")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--answers", nargs="+", choices=list(Sizes().mechanisms()), help="long answers of these alone, untrained")
     options = parser.parse_args(arguments)
-    limit = float(os.environ.get("LIMIT", "400"))
+    limit = math.inf if options.answers else float(os.environ.get("LIMIT", "400"))
     device = torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     sizes = replace(TINY if options.tiny else Sizes(), seed=options.seed)
     run = Run(options.folder, sizes, device, limit)
+    if options.answers:
+        untrained_answers(run, options.answers)
+        named = {name: sizes.mechanisms()[name] for name in options.answers}
+        return written("hf_answers", options.out, {**asdict(sizes), "mechanisms": named, "tiny": options.tiny}, run.rows)
     train_text, test_text = read_texts(options.tiny)
     say(f"{len(train_text):,} bytes of train, {len(test_text):,} of test")
     train = ByteWindows(train_text, sizes, device)
@@ -497,10 +515,15 @@ def main(arguments: list[str] | None = None) -> Path:
             quality(run, teacher, name, share, train, test)
     measure_long(run, teacher)
     settings = {**asdict(sizes), "limit": limit, "mechanisms": sizes.mechanisms(), "tiny": options.tiny}
-    if options.out is None:
-        return save("hf_convert", settings, run.rows)
-    path = options.out / "hf_convert.json"
-    write_record(path, {"benchmark": "hf_convert", "settings": settings, "made_with": made_with(), "rows": run.rows})
+    return written("hf_convert", options.out, settings, run.rows)
+
+
+def written(name: str, folder: Path | None, settings: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    """Write a result into a folder, or into results/."""
+    if folder is None:
+        return save(name, settings, rows)
+    path = folder / f"{name}.json"
+    write_record(path, {"benchmark": name, "settings": settings, "made_with": made_with(), "rows": rows})
     return path
 
 

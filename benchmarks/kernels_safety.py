@@ -35,8 +35,11 @@ SPECS = (
 BOTH_WAYS = ("nystrom",)  # that are never causal
 WHOLE = ("gat", "sinkhorn", "synthesizer", "nystrom")  # kernels without a seam: the device decides, float64 has none
 DRAWN = ("reformer", "routing")  # a hash or a centroid may round to another bucket: bits only, kernels_bucket.py has the errors
+THEIRS = ("synthesizer", "linformer", "compressed")  # end in PyTorch's fused kernel, which adds up gradients in any order
+STEPPED = ("relu",)  # its derivative jumps at 0: a score that rounds to the other side changes a gradient by a whole pair
 SIZES = (64, 128, 32, 256, 16)
 BOUNDS = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4, torch.float16: 4e-3}
+JUMP = 2e-3  # of stepped gradients in float32: of pairs whose scores are rounded by 1e-6, one in 1e6 jumps, and its root counts
 LENGTHS = (1, 130, 1100)
 HEADS, KV_HEADS, BATCH = 4, 2, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # in Triton's interpreter
@@ -89,11 +92,11 @@ def row(
         x = inputs(own, n, d, dtype)
         valid = torch.rand(BATCH, n, device=DEVICE) > 0.25 if padded else None
         first = one_pass(own, x, causal, valid)
-        same = True
+        same, ours = True, 1 if text.startswith(THEIRS) else len(first)
         for _ in range(repeats):
             poison()
             again = one_pass(own, x, causal, valid)
-            same = same and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            same = same and all(torch.equal(a, b) for a, b in zip(first[:ours], again[:ours], strict=True))
         errors: list[float] = []
         if compared and not text.startswith(DRAWN):
             torch.manual_seed(1)
@@ -102,7 +105,8 @@ def row(
             expected = one_pass(exact.double(), [y.double() for y in x], causal, valid)
             errors = [((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(first, expected, strict=True)]
         finite = all(bool(y.isfinite().all()) for y in first)
-        near = all(error <= BOUNDS[dtype] for error in errors)
+        steep = max(JUMP, BOUNDS[dtype]) if text.startswith(STEPPED) else BOUNDS[dtype]
+        near = all(error <= most for error, most in zip(errors, [BOUNDS[dtype], steep, steep, BOUNDS[dtype]], strict=False))
         problem = (
             ""
             if same and finite and near

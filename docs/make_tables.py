@@ -223,7 +223,8 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/huggingface_conversion.md": {
         name: partial(lambda make: make(if_there("hf_convert")), getattr(tables_conversion, name))
         for name in ("conversion_quality", "conversion_errors", "conversion_speed", "conversion_answers")
-    },
+    }
+    | {"untrained_answers": lambda: tables_conversion.untrained_answers(if_there("hf_answers"))},
     "docs/huggingface.md": {
         "hf_bert_cpu": lambda: tables_hf.bert(if_there("hf_bert_cpu"), "hf_bert.py"),
         "hf_bert_cuda": lambda: tables_hf.bert(if_there("hf_bert_cuda"), "hf_bert.py --device cuda"),

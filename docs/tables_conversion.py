@@ -81,6 +81,22 @@ def conversion_answers(made: Made) -> str:
     rows = [row for row in _of(made, "generate") if row["points"]]
     if not rows:
         return not_yet(COMMAND)
+    text = "`model.generate` with `past_key_values=regard.hf.memory(model)`; softmax with the usual cache. One row, sampled."
+    return f"{text} {made_where(made)}\n\n" + _along(rows)
+
+
+def untrained_answers(made: Made) -> str:
+    """The same by untrained weights, on another device."""
+    rows = _of(made, "generate")
+    if not rows:
+        return not_yet("hf_convert.py --answers hybrid linear")
+    threads = f"{made['made_with']['threads']} threads, float32"
+    text = f"The same model with random weights, whose speed and memory are the same, on a CPU ({threads}): whole answers."
+    return f"{text} {made_where(made)}\n\n" + _along(rows)
+
+
+def _along(rows: list[dict[str, Any]]) -> str:
+    """Five points of each answer."""
     body = []
     for row in rows:
         points = row["points"]
@@ -89,8 +105,7 @@ def conversion_answers(made: Made) -> str:
             point = points[place]
             memory = f"{point['cache_bytes'] / 2**20:.2f}"
             body.append([row["mechanism"], f"{point['t']:,}", f"{point['ms']:.2f}", short(1e3 / point["ms"]), memory])
-    text = "`model.generate` with `past_key_values=regard.hf.memory(model)`; softmax with the usual cache. One row, sampled."
-    return f"{text} {made_where(made)}\n\n" + table(["attention", "t", "ms a token", "tokens a second", "cache, MiB"], body)
+    return table(["attention", "t", "ms a token", "tokens a second", "cache, MiB"], body)
 
 
 def made_where(made: Made) -> str:

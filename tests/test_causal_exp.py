@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from conftest import DEVICE
+from regard import layer
+from regard.ops.linear import causal_exp_launch
 from regard.ops.linear.causal_exp_op import causal_exp_attention, plain_causal_exp
 from regard.ops.linear.exp_feature_op import ExpMap
 
@@ -112,3 +114,32 @@ def test_gradients_of_gradients_are_those_of_plain_operations() -> None:
         (first,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), q))
     near(*map(list, found), 1e-4)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_the_operator_is_one_for_torch(bare: bool) -> None:
+    from regard.ops.linear.causal_exp_compiled import causal_exp_operator
+
+    q, k, v, valid, directions, bound, *state = inputs(b=1, h=2, g=1, n=19)
+    tokens = [x.to(torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    others = [x.float() for x in (directions, bound, *state)]
+    if bare:
+        torch.library.opcheck(causal_exp_operator, (*tokens, None, others[0], None, *others[2:]))
+    else:
+        given = [others[0], *(x.requires_grad_() for x in others[1:4]), others[4]]
+        torch.library.opcheck(causal_exp_operator, (*tokens, valid, *given))
+
+
+def test_a_compiled_layer_is_the_layer_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = layer("performer(features=16)", width=8, heads=2, causal=True, backend="triton").to(DEVICE)
+    launch, calls = causal_exp_launch.launch_causal_exp, []
+    monkeypatch.setattr(causal_exp_launch, "launch_causal_exp", lambda *given: calls.append(1) or launch(*given))
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 35):
+        x = torch.randn(1, n, 8, device=DEVICE, requires_grad=True)
+        each = []
+        for f in (mixer, compiled):
+            y = f(x)
+            each.append([y, *torch.autograd.grad(y.sin().sum(), [x, *mixer.parameters()])])
+        near(each[1], [t.double() for t in each[0]])
+    assert len(calls) == 4

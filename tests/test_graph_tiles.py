@@ -7,6 +7,7 @@ import regard
 from conftest import DEVICE
 from regard.mixers import graph_attention
 from regard.mixers.graph_attention import GAT
+from regard.ops import graph_tiles
 from regard.ops.backend import SlowBackend
 from regard.ops.graph_tiles import GraphCall, GraphPairs, graph_attention_composite, graph_tile_attention, graph_tiles_refuse
 from regard.ops.triton_support import has_triton
@@ -120,3 +121,48 @@ def test_what_kernels_do_not_compute_is_refused(text, dtype, reason):
     span = Span(0, 40, 0, 40)
     q, k, v, *_ = inputs_of(1, 1, span, dtype)
     assert reason in graph_tiles_refuse(q, k, v, pairs_of(text, span))
+
+
+@pytest.mark.parametrize(("text", "dropout"), [("Local(9)", 0.0), ("Local(9) | Global(first=2)", 0.3)])
+def test_kernels_are_operators(text, dropout):
+    from regard.ops.graph_tiles_compiled import _graph_operator
+
+    inputs = inputs_of(4, 2, Span(0, 70, 0, 70))
+    seed = regard.ops.dropout_hash.draw_seed(inputs[0].device) if dropout else None
+    torch.library.opcheck(_graph_operator, (*inputs, seed, text, [0, 70, 0, 70], True, 0.2, dropout))
+
+
+def test_a_compiled_layer_takes_the_kernels_at_every_length(monkeypatch):
+    """Also its gradients; strides, edges and padding keep the list of edges."""
+    torch._dynamo.reset()
+    calls = []
+    launches = graph_tiles.GraphLaunches.forward
+    monkeypatch.setattr(graph_tiles.GraphLaunches, "forward", lambda self: calls.append(1) or launches(self))
+    made = regard.layer("gat(pattern=Local(5) | Global(first=1))", width=32, heads=4, kv_heads=2, causal=True).to(DEVICE)
+    compiled = torch.compile(made, backend="aot_eager", dynamic=True)
+    for n in (70, 91, 133):
+        x = torch.randn(2, n, 32, device=DEVICE)
+        monkeypatch.setattr(graph_attention, "compiled_on_card", lambda _: False)
+        monkeypatch.setattr(graph_attention, "on_card", lambda _: False)
+        expected = [y.detach() for y in pass_and_gradients(made, x)]
+        assert not calls
+        monkeypatch.setattr(graph_attention, "compiled_on_card", lambda _: True)
+        found = pass_and_gradients(compiled, x)
+        assert calls == [1]
+        calls.clear()
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    valid = torch.arange(70, device=DEVICE)[None].expand(2, -1) < 60
+    compiled(torch.randn(2, 70, 32, device=DEVICE), valid=valid)
+    strided = torch.compile(
+        regard.layer("gat(pattern=Stride(7))", width=32, heads=4, causal=True).to(DEVICE), backend="aot_eager"
+    )
+    strided(torch.randn(2, 70, 32, device=DEVICE))
+    assert not calls
+    torch._dynamo.reset()
+
+
+def pass_and_gradients(layer, x):
+    x = x.detach().requires_grad_()
+    out = layer(x)
+    return [out, *torch.autograd.grad(out.sin().sum(), [x, *layer.parameters()])]

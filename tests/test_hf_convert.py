@@ -502,3 +502,9 @@ def test_the_benchmark_runs_goes_on_and_fills_its_tables(tmp_path, monkeypatch):
     assert "| linear | 40 |" in tables.conversion_answers(made)
     for name in ("quality", "errors", "speed", "answers"):
         assert "Not measured yet" in getattr(tables, f"conversion_{name}")({"rows": []})
+    answers = json.loads(
+        hf_convert.main([*options[:4], str(tmp_path / "answers"), *options[5:], "--answers", "linear"]).read_text()
+    )
+    assert [row["generated"] for row in answers["rows"]] == [40] and list(answers["settings"]["mechanisms"]) == ["linear"]
+    assert "| linear | 40 |" in tables.untrained_answers(answers)
+    assert "Not measured yet" in tables.untrained_answers({"rows": []})

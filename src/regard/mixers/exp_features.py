@@ -253,12 +253,18 @@ class Performer(Estimator, _ExpFeatures):
         queries = exp_query_features(q, self.directed()) if fused else self._queries(q, places)
         return linear_read(queries, memory.s, memory.z, backend=self.dims.backend)
 
-    def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
-        fused = self._fused(memory, k, places)
-        if fused and k.shape[2] > 1 and takes_noncausal(q, k, v):
+    def scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
+        if k.shape[2] > 1 and takes_noncausal(q, k, v) and self._one_operation(memory, k, places):
             out, *after = causal_exp_attention(q, k, v, places.valid, self.directed(), *memory)
-            return out, ExpSums(*after)
-        if fused:
+            return out.to(v.dtype), ExpSums(*after)
+        return super().scan(memory, q, k, v, places)
+
+    def _one_operation(self, memory: ExpSums, k: Tensor, places: Places) -> bool:
+        """Whether kernels compute features, sums and answers at once; other kernels of features are never compiled."""
+        return super()._fused(memory, k, places) if torch.compiler.is_compiling() else self._fused(memory, k, places)
+
+    def _scan(self, memory: ExpSums, q: Tensor, k: Tensor, v: Tensor, places: Places) -> tuple[Tensor, ExpSums]:
+        if self._fused(memory, k, places):
             keys, decay, top = exp_key_features(k, self.directed(), memory.top, places.valid)
             queries = exp_query_features(q, self.directed())
         else:

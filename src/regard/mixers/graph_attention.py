@@ -22,12 +22,12 @@ from regard.ops.backend import warn_refused
 from regard.ops.budget import budget
 from regard.ops.composite import edge_attention_composite
 from regard.ops.edge import edge_attention, edge_attention_by_text
-from regard.ops.graph_tiles import SINGLE_EDGES, GraphPairs, graph_tile_attention, graph_tiles_refuse
+from regard.ops.graph_tiles import SINGLE_EDGES, GraphPairs, graph_tensors_refused, graph_tile_attention, graph_tiles_refuse
 from regard.ops.ragged import ragged_edge_attention
 from regard.ops.strip import in_strips
 from regard.ops.tile.tile_op import accumulator
-from regard.ops.triton_support import on_card
-from regard.patterns import Edges, Pattern
+from regard.ops.triton_support import compiled_on_card, on_card
+from regard.patterns import Band, Blocks, Columns, Edges, Pattern, Rows
 from regard.patterns.edge_list import edge_list, pairs_by_row
 from regard.patterns.tiles import Span
 from regard.transforms import exporting, needs_lengths, needs_plain_ops
@@ -78,6 +78,7 @@ class GAT(Sparse):
         self.shares = [HeadGroup(own, str(own), several) for own, several in heads.items()]
         atoms = [atom for own in heads for alternative in own.alternatives() for atom in alternative]
         self.has_edges = any(isinstance(atom, Edges) for atom in atoms)  # single pairs have a path of their own
+        self.in_tiles = all(_fills_tiles(atom) for atom in atoms)
 
     def sides(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What meets in LeakyReLU: of a query (b h n f), of a key (b h m f), and what weighs it (h f) after."""
@@ -111,6 +112,8 @@ class GAT(Sparse):
     def _by_tiles(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor | None:
         """Compute v1 over the tiles of a pattern by kernels, on CUDA devices; None where those do not take the call."""
         k, v, n = log.keys, log.values, q.shape[2]
+        if compiled_on_card(q):
+            return self._by_compiled_tiles(log, q, places, causal)
         if not on_card(q) or n <= budget(q.device).few_queries:
             return None
         why = self._not_in_tiles(log, places)
@@ -123,6 +126,17 @@ class GAT(Sparse):
         if not self.has_edges and why != SINGLE_EDGES:
             warn_refused("graph", "triton", q, why)
         return None
+
+    def _by_compiled_tiles(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor | None:
+        """Compute the same as a node of a graph, of whole sequences with patterns that have tiles at every length."""
+        k, v = log.keys, log.values
+        whole = places.start == 0 and log.start == 0 and self.in_tiles
+        if not whole or self._not_in_tiles(log, places) is not None or graph_tensors_refused(q, k, v) is not None:
+            return None
+        from regard.ops.graph_tiles_compiled import compiled_graph_tiles
+
+        pairs = GraphPairs(self.shares[0].pattern, self.shares[0].text, Span(0, q.shape[2], 0, log.size), causal)
+        return compiled_graph_tiles(q, k, v, self.a_q, self.a_k, pairs, slope=self.slope, dropout=self.drop)  # type: ignore[arg-type]
 
     def _not_in_tiles(self, log: KVCache, places: Places) -> str | None:
         """Return what tiles have no kernels for, or None."""
@@ -171,6 +185,11 @@ class GAT(Sparse):
         else:
             out = edge_attention(q, k, v, a, _one_by_one(share.pattern, log, places, causal), slope=self.slope, dropout=drop)
         return out.unflatten(0, (b, n)).transpose(1, 2)
+
+
+def _fills_tiles(atom: Pattern) -> bool:
+    """Return whether the pairs of an atom lie side by side, so that tiles of them are never too many."""
+    return isinstance(atom, Columns | Rows | Blocks) or (isinstance(atom, Band) and atom.step == 1)
 
 
 def _masked(

@@ -190,13 +190,13 @@ def _edge_grads(
         d.sub_(pull.index_select(0, i)).mul_(weights)
         if kept is not None:
             weights = weights.mul_(kept)
-        dv.index_add_(0, j, up.mul_(weights.unsqueeze(-1)))
+        _add(dv, j, up.mul_(weights.unsqueeze(-1)))
         steep = torch.full_like(x, slope).masked_fill_(x > 0, 1)
         steep.mul_(d.unsqueeze(-1))  # of the score, by x / a
         da += (steep * x).sum(0)
         steep.mul_(a)
-        dq.index_add_(0, i, steep)
-        dk.index_add_(0, j, steep)
+        _add(dq, i, steep)
+        _add(dk, j, steep)
     return dq, dk, dv, da
 
 

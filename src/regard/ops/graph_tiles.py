@@ -78,13 +78,18 @@ class _Tables(NamedTuple):
 
 def graph_tiles_refuse(q: Tensor, k: Tensor, v: Tensor, pairs: GraphPairs) -> str | None:
     """Return a sentence about why kernels do not compute this call, or None."""
+    return graph_tensors_refused(q, k, v) or _tables_of(pairs, q.device).refused
+
+
+def graph_tensors_refused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return a sentence about why kernels take no such tensors, whatever the pattern, or None."""
     if why := triton_cannot_run(q, k, v):
         return why
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values are of one type, here {q.dtype}, {k.dtype} and {v.dtype}"
     if max(q.shape[-1], v.shape[-1]) > WIDEST_HEAD // (2 if q.dtype == torch.float32 else 1):
         return f"a head has at most {WIDEST_HEAD} columns, or half as many in float32"
-    return _tables_of(pairs, q.device).refused
+    return None
 
 
 def _tables_of(pairs: GraphPairs, device: torch.device) -> _Tables:
@@ -147,7 +152,7 @@ def _dropout_keys(call: GraphCall) -> tuple[Tensor, ...]:
     return drawn.contiguous(), key_keys(call.seed, torch.arange(call.k.shape[2], device=device)).contiguous()
 
 
-class _Launches:
+class GraphLaunches:
     """The launches of one call."""
 
     def __init__(self, call: GraphCall) -> None:
@@ -214,12 +219,14 @@ class _Launches:
         launch_kernel(graph_forward, grid, tensors, (*row_strides(v, out), *self.numbers), self.constants("forward"))
         return out, lse, x, y
 
-    def backward(self, out: Tensor, lse: Tensor, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, a_q and a_k."""
+    def backward(
+        self, out: Tensor, lse: Tensor, x: Tensor, y: Tensor, grad: Tensor, buffers: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v, a_q and a_k; the first three are written into `buffers` if given."""
         from regard.ops.graph_tile_kernels import graph_key_gradients, graph_query_gradients
 
         q, k, v, a_q, a_k, *_ = self.call
-        dq, dk, dv = gradient_buffers(q, k, v)
+        dq, dk, dv = buffers or gradient_buffers(q, k, v)
         pull, dx, dy = torch.empty_like(lse), torch.empty_like(x), torch.empty_like(y)
         numbers = (*row_strides(v, out, grad), *self.numbers)
         grid = (ceil_div(self.n, TILE), self.b * self.h)
@@ -238,7 +245,7 @@ class _GraphTiles(torch.autograd.Function):
     def forward(ctx: Any, *fields: Any) -> Tensor:
         q, k, v, *rest = fields
         call = GraphCall(dense_rows(q), dense_rows(k), dense_rows(v), *rest)
-        out, *saved = _Launches(call).forward()
+        out, *saved = GraphLaunches(call).forward()
         ctx.save_for_backward(*call[:6], out, *saved)
         ctx.rest = call[6:]
         return out
@@ -254,4 +261,4 @@ class _GraphTiles(torch.autograd.Function):
                 return (graph_attention_composite(GraphCall(q, k, v, a_q, a_k, *call[5:])),)
 
             return *differentiable_grads(plain, tensors[:5], (grad,)), *none
-        return *_Launches(call).backward(out, lse, x, y, dense_rows(grad)), *none
+        return *GraphLaunches(call).backward(out, lse, x, y, dense_rows(grad)), *none

@@ -43,6 +43,11 @@ def on_card(x: Tensor) -> bool:
     return x.is_cuda and not torch.compiler.is_compiling() and not needs_plain_ops()
 
 
+def compiled_on_card(x: Tensor) -> bool:
+    """Return whether operators of kernels come into question for a tensor: on CUDA devices, while torch.compile traces."""
+    return x.is_cuda and torch.compiler.is_compiling() and not needs_plain_ops()
+
+
 def triton_cannot_run(*tensors: Tensor | None) -> str | None:
     """Return a sentence about why no Triton kernel can take these tensors, or None."""
     for x in tensors:

@@ -53,8 +53,8 @@ class CausalExpLaunch(NoncausalLaunch):
         super().__init__(x)
         sizes = kernel_config("causal_exp", self.key, self.device)
         self.chunk, self.tiles_of_run = sizes["chunk"], sizes["tiles"]
-        self.tile_count = -(-self.n // self.chunk)
-        self.runs = -(-self.tile_count // self.tiles_of_run)
+        self.tile_count = (self.n + self.chunk - 1) // self.chunk
+        self.runs = (self.tile_count + self.tiles_of_run - 1) // self.tiles_of_run
         self.own_blocks = -(-self.f // self.config("causal_exp_sums")["BF"])
         self.lengths = (self.n, self.tile_count, self.runs, self.tiles_of_run)
         self.heads = (self.h, self.ratio, self.h // self.bounds, self.g // self.bounds)
@@ -73,6 +73,12 @@ class CausalExpLaunch(NoncausalLaunch):
 @signature_cache
 def _prepared_causal(key: Hashable, x: NoncausalInputs) -> CausalExpLaunch:  # noqa: ARG001 - the key of the cache
     return CausalExpLaunch(x)
+
+
+def empty_results(x: NoncausalInputs) -> tuple[Tensor, ExpState, CausalExpKept]:
+    """Return tensors with the shapes and layouts of what `launch_causal_exp` returns; sizes may be symbols."""
+    run = CausalExpLaunch(x)
+    return run.tokens(run.h, run.n, run.e, x.q.dtype), _new_last(run), _new_kept(run)
 
 
 def _launch_of(inputs: NoncausalInputs) -> tuple[CausalExpLaunch, NoncausalInputs]:
@@ -120,9 +126,14 @@ def _new_kept(run: CausalExpLaunch) -> CausalExpKept:
     return CausalExpKept(*before, *runs, run.new(*heads, run.own_blocks, run.n), begin, end, lse, *copies)
 
 
+def _new_last(run: CausalExpLaunch) -> ExpState:
+    """Room for the state behind the last token."""
+    return ExpState(run.new(run.b, run.g, run.f, run.e), run.new(run.b, run.g, run.f), run.new(run.b, run.g, 1))
+
+
 def _scan(run: CausalExpLaunch, x: NoncausalInputs, first: ExpState, kept: CausalExpKept, sums: tuple[Tensor, ...]) -> ExpState:
     """Fill the states before all runs; the state behind the last token."""
-    last = ExpState(run.new(run.b, run.g, run.f, run.e), run.new(run.b, run.g, run.f), run.new(run.b, run.g, 1))
+    last = _new_last(run)
     given: tuple[Tensor | None, ...] = (None, None, None)
     if not is_zero_state(first.s):
         given = tuple(t.detach().float().contiguous() for t in first)

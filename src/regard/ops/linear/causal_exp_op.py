@@ -26,10 +26,14 @@ def causal_exp_attention(
 ) -> ExpResults:
     """Return out (b h n e) of queries q (b h n d), keys k (b g n d) and values v (b g n e), and the state behind the last token.
 
-    The state before the first one is s (b g f e) and z (b g f) in units of exp(top), (b g 1). Call it where `takes_noncausal`
-    and where no compiler traces the call.
+    The state before the first one is s (b g f e) and z (b g f) in units of exp(top), (b g 1). Call it where `takes_noncausal`.
     """
     flat = (q, k, v, valid, by.directions, by.log_norm, s, z, top)
+    if torch.compiler.is_compiling():
+        from regard.ops.linear.causal_exp_compiled import causal_exp_operator
+
+        out, s, z, top, *_ = causal_exp_operator(*flat)
+        return out, s, z, top
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, v, by.log_norm, s, z)]):
         return _CausalExpFunction.apply(*flat)
     return _computed(*flat)[0]
