@@ -25,9 +25,9 @@ def compiled_graph_tiles(
 
 
 def _launches(tensors: tuple, text: str, span: list[int], causal: bool, slope: float, dropout: float) -> GraphLaunches:
-    q, k, v, *rest = tensors
+    q, k, v, a_q, a_k, seed = tensors
     pairs = GraphPairs(_parsed_pattern(text), text, Span(*span), causal)
-    return GraphLaunches(GraphCall(dense_rows(q), dense_rows(k), dense_rows(v), *rest, pairs, slope, dropout))
+    return GraphLaunches(GraphCall(dense_rows(q), dense_rows(k), dense_rows(v), a_q, a_k, seed, pairs, slope, dropout))
 
 
 @torch.library.custom_op("regard::graph_tiles", mutates_args=())

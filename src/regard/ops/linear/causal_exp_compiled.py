@@ -70,11 +70,11 @@ def fake_causal_exp_backward(grad, grad_s, grad_z, out, kept, q, k, v, valid, di
     return found if log_norm is None else [*found, torch.empty_like(log_norm)]
 
 
-def _inputs(*flat: Any) -> Any:
+def _inputs(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, directions: Tensor, log_norm: Tensor | None) -> Any:
     from regard.ops.linear.causal_exp_launch import CAUSAL_RANDOM
     from regard.ops.linear.noncausal_launch import NoncausalInputs
 
-    return NoncausalInputs(*flat, CAUSAL_RANDOM)
+    return NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM)
 
 
 def _flat(q: Tensor, out: Tensor, last: tuple[Tensor, ...], kept: tuple[Tensor | None, ...]) -> list[Tensor]:
