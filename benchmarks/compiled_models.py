@@ -1,12 +1,15 @@
 """Whole models by torch.compile, measured by several processes on one GPU: each compiles its own, the clock is for one at a time.
 
-A first pass of another process, a few milliseconds after its compilation, can fall into a measurement: times are medians.
+The one with the clock stops the others meanwhile: passes that a compiler tries would fall into its times.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from regard.bench.machine import made_with, write_record
 from regard.bench.speed import Measured
 from regard.bench.whole_models import ModelJob, ModelRequest, model_jobs, model_row
 
-_shared: dict[str, Any] = {}  # of a process: the lock of the clock
+LAST_TURN = 30.0  # seconds of a measurement that is under way at the end, at most
+DRAINED = 0.05  # seconds after which nothing is left of what stopped processes had launched
+_shared: dict[str, Any] = {}  # of a process: the lock of the clock, and the numbers of all processes
 
 
 def measure_compiled(requests: list[ModelRequest], processes: int, limit: float, path: Path) -> None:
@@ -27,22 +32,46 @@ def measure_compiled(requests: list[ModelRequest], processes: int, limit: float,
     settings = requests[0].to_json() | {"parts": [request.to_json() for request in requests], "processes": processes}
     record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": settings, "made_with": made_with(), "rows": []}
     context = get_context("spawn")
-    with context.Pool(processes, _begin, (context.Lock(),)) as pool, suppress(TimeoutError):
+    clock, numbers = context.Lock(), context.Array("i", processes)
+    with context.Pool(processes, _begin, (clock, numbers)) as pool:
         rows = pool.imap_unordered(_measured, jobs)
-        for done in range(1, len(jobs) + 1):
-            record["rows"].append(rows.next(max(end - time.monotonic(), 0.0)))
-            write_record(path, record)
-            print(f"{done} of {len(jobs)}, {end - time.monotonic():.0f} s are left: {_line(record['rows'][-1])}", flush=True)
+        with suppress(TimeoutError):
+            for done in range(1, len(jobs) + 1):
+                record["rows"].append(rows.next(max(end - time.monotonic(), 0.0)))
+                write_record(path, record)
+                print(f"{done} of {len(jobs)}, {end - time.monotonic():.0f} s are left: {_line(record['rows'][-1])}", flush=True)
+        clock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
     print(f"compiled: {len(record['rows'])} of {len(jobs)} models in {path}", flush=True)
 
 
-def _begin(clock: Any) -> None:
+def _begin(clock: Any, numbers: Any) -> None:
     torch.set_num_threads(1)
-    _shared["clock"] = clock
+    with clock:
+        numbers[list(numbers).index(0)] = os.getpid()
+    _shared.update(clock=clock, numbers=numbers)
 
 
 def _measured(work: tuple[ModelRequest, ModelJob]) -> Measured:
-    return model_row(*work, turn=_shared["clock"])
+    return model_row(*work, turn=alone(_shared["clock"], _shared["numbers"]))
+
+
+@contextmanager
+def alone(clock: Any, numbers: Any) -> Iterator[None]:
+    """Hold the clock while all other processes stand still."""
+    with clock:
+        others = [number for number in numbers if number not in (0, os.getpid())]
+        try:
+            _signal(others, signal.SIGSTOP)
+            time.sleep(DRAINED)
+            yield
+        finally:
+            _signal(others, signal.SIGCONT)
+
+
+def _signal(numbers: list[int], what: signal.Signals) -> None:
+    for number in numbers:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(number, what)
 
 
 def _line(row: Measured) -> str:
