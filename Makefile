@@ -2,7 +2,8 @@
 #                make test SLOWEST=20 also prints the twenty that took longest
 # make compare   mechanisms of every family on two generated tasks, into compare/: a table, a picture, a report (a few minutes)
 # make lint      ruff and mypy
-# make test-gpu  the laws and the kernels on a CUDA device, with the python that has torch there; JOBS=8 with pytest-xdist
+# make test-gpu  the laws and the kernels on a CUDA device, with the python that has torch there; JOBS=8 with
+#                pytest-xdist; PART=1/2, then PART=2/2, where the time for a command is short
 # make bench     the growth, stream, peer and recall results, and the tables in the docs
 # make tables    what is generated: tables and the gallery of the docs, and the table of `regard list`
 # make docs     the documentation site, into build/site; a warning is an error              (half a minute)
@@ -41,7 +42,7 @@ GPU_LAWS = laws layer_weights packed_documents precision limits positions paddin
 GPU_KERNELS = band_kernels causal_exp graph_tiles two_streams feature_kernels fused_blocks depthwise position_product backends triton_tiles linear_backends linear_kernels delta_triton bucket_backends pair_backends small_kernels kernel_launch decode_step graphed_step graphed_decoder nat_decoder
 GPU_WORKERS = $(shell python3 -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
 test-gpu:
-	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest $(GPU_WORKERS) -rfE --tb=short -p no:cacheprovider -p no:benchmark $(patsubst %,tests/test_%.py,$(GPU_KERNELS) $(GPU_LAWS))
+	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest $(GPU_WORKERS) -rfE --tb=short -p no:cacheprovider -p no:benchmark $(if $(PART),--part $(PART)) $(patsubst %,tests/test_%.py,$(GPU_KERNELS) $(GPU_LAWS))
 
 bench: $(VENV)/ready
 	$(PY) benchmarks/growth.py

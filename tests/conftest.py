@@ -42,6 +42,21 @@ ROWS = len(CATALOGUE)
 MANY = 1000  # tests of a session: so many are those of the whole suite
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="run a part of all tests, such as the second of three: --part 2/3")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of one part: neighbours, which share compiled kernels."""
+    given = config.getoption("part")
+    number, _, count = given.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--part is a number of a part and how many there are, such as 2/3, not {given!r}")
+    first, last = (len(items) * place // int(count) for place in (int(number) - 1, int(number)))
+    config.hook.pytest_deselected(items=items[:first] + items[last:])
+    items[:] = items[first:last]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Search for garbage from here on, among what tests make, and less often: it was a tenth of the time of the suite."""
     if len(session.items) > MANY:
