@@ -90,8 +90,9 @@ def untrained_answers(made: Made) -> str:
     rows = _of(made, "generate")
     if not rows:
         return not_yet("hf_convert.py --answers hybrid linear")
-    threads = f"{made['made_with']['threads']} threads, float32"
-    text = f"The same model with random weights, whose speed and memory are the same, on a CPU ({threads}): whole answers."
+    count = made["made_with"]["threads"]
+    threads = "one thread" if count == 1 else f"{count} threads"
+    text = f"The same model with random weights, whose speed and memory are the same, whole answers on a CPU: {threads}, float32."
     return f"{text} {made_where(made)}\n\n" + _along(rows)
 
 
