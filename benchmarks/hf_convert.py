@@ -403,13 +403,14 @@ class Watch(StoppingCriteria):
     def __init__(self, cache: Any, every: int, deadline: float) -> None:
         self.cache, self.every, self.deadline = cache, every, deadline
         self.points: list[dict[str, Any]] = []
-        self.begun, self.count = time.perf_counter(), 0
+        self.clock = time.perf_counter if torch.cuda.is_available() else time.process_time  # of one thread: see `main`
+        self.begun, self.count = self.clock(), 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # noqa: ARG002 - the arguments of transformers
         self.count += 1
         late = time.monotonic() > self.deadline
         if self.count % self.every == 0 or late:
-            now = time.perf_counter()
+            now = self.clock()
             device = torch.cuda.memory_allocated() if input_ids.is_cuda else None
             size = cache_bytes(self.cache)
             point = {"t": self.count, "ms": 1e3 * (now - self.begun) / self.every, "cache_bytes": size, "device_bytes": device}
@@ -500,6 +501,8 @@ def main(arguments: list[str] | None = None) -> Path:
     sizes = replace(TINY if options.tiny else Sizes(), seed=options.seed)
     run = Run(options.folder, sizes, device, limit)
     if options.answers:
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # whose seconds are those of the processor, whatever else the machine does
         untrained_answers(run, options.answers)
         named = {name: sizes.mechanisms()[name] for name in options.answers}
         return written("hf_answers", options.out, {**asdict(sizes), "mechanisms": named, "tiny": options.tiny}, run.rows)

@@ -225,7 +225,7 @@ def transformer(batch_first: bool = True, **options: object) -> nn.Transformer:
 def test_a_transformer_with_softmax_is_the_same_model(training, norm_first):
     model = transformer(norm_first=norm_first).train(training)
     ours = copy.deepcopy(model)
-    names = replace_attention(ours, "softmax")
+    names = replace_attention(ours, "softmax", only="*")
     assert names == [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
     assert ours.state_dict().keys() == model.state_dict().keys()
     source, target, hidden = torch.randn(3, M, WIDTH), torch.randn(3, N, WIDTH), padded(3, M)
@@ -239,6 +239,18 @@ def test_a_transformer_with_softmax_is_the_same_model(training, norm_first):
             same.sum().backward()
             for p, own in zip(model.parameters(), ours.parameters(), strict=True):
                 torch.testing.assert_close(own.grad, p.grad)
+
+
+def test_cross_attention_stays_softmax_unless_it_is_chosen():
+    """Source and target have other lengths, and every query still sees the last token of the source."""
+    model = transformer().eval()
+    assert "decoder.layers.0.multihead_attn" not in replace_attention(model, "Local(2)")
+    source, target = torch.randn(1, M, WIDTH), torch.randn(1, N, WIDTH)
+    memory = model.encoder(source).detach().requires_grad_()
+    first = model.decoder(target, memory)[0, 0, 0]
+    assert torch.autograd.grad(first, memory)[0][:, -1].any()
+    assert replace_attention(model, "linear", only="*.multihead_attn") == ["decoder.layers.0.multihead_attn"]
+    assert model(source, target).shape == target.shape
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -267,7 +279,7 @@ def test_modules_and_parameters_stay_the_same_and_can_be_replaced_again():
     model = transformer()
     parts, parameters, calls = list(model.modules()), list(model.parameters()), []
     hook = model.encoder.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    replace_attention(model, "linear", weights=False)
+    replace_attention(model, "linear", only="*", weights=False)
     attention = [part for part in parts if isinstance(part, nn.MultiheadAttention)]
     assert all(type(part) is MultiheadAttention and part.mixer == "linear" for part in attention)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))

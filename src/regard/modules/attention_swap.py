@@ -39,7 +39,8 @@ def replace_attention(
     `mixer` is a Spec, its text, a pattern or a class. `only` chooses: patterns of names such as "decoder.*.self_attn", or a
     function of name and module. `causal`, `max_len`, `backend` and `weights` are those of `MultiheadAttention`; `dropout` is
     that of every module unless given: mechanisms without weights need dropout=0. All modules are replaced, or none: what
-    cannot be is refused with its name and the reason.
+    cannot be is refused with its name and the reason. Cross attention of torch's decoder layers (`multihead_attn`) stays softmax
+    unless `only` chooses it: queries and keys are of two sequences there, in which equal places are not near each other.
     A model that was compiled before is traced again by its next call.
     """
     spec = Spec.of(mixer)
@@ -47,7 +48,8 @@ def replace_attention(
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     if not found:
         raise ValueError(f"{type(model).__name__} holds no nn.MultiheadAttention: attention of another class is not replaced")
-    chosen = {name: module for name, module in found.items() if _is_chosen(name, module, only)}
+    across = _cross_attention(model) if only is None else set()
+    chosen = {name: module for name, module in found.items() if module not in across and _is_chosen(name, module, only)}
     if not chosen:
         raise ValueError(f"only={shown(only)} chooses none of the attention modules of this model: {shown(list(found))}")
     planned = {}
@@ -63,6 +65,11 @@ def replace_attention(
         module.take(planned[name], weights)  # type: ignore[operator]
     _keep_padded(model)
     return list(chosen)
+
+
+def _cross_attention(model: nn.Module) -> set[nn.Module]:
+    """Return the modules by which torch's decoder layers read another sequence."""
+    return {module.multihead_attn for module in model.modules() if isinstance(module, nn.TransformerDecoderLayer)}
 
 
 def _is_chosen(name: str, module: nn.Module, only: Chosen) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 CAUSAL_EXP_TENSORS = 9  # of a call
-COPIES = 2  # of directions, at the end of what is kept: those of half precision alone have them
+DIRECTION_COPIES = 2  # of directions, at the end of what is kept: those of half precision alone have them
 
 
 @torch.library.custom_op("regard::causal_exp_attention", mutates_args=())
@@ -56,9 +56,9 @@ def causal_exp_operator_backward(
     """Compute the gradients of queries, keys, values, the state, and of the log of the largest norm if there is one."""
     from regard.ops.linear.causal_exp_launch import CausalExpKept, launch_causal_exp_grads
 
-    copies = (x if x.numel() else None for x in kept[-COPIES:])
+    copies = (x if x.numel() else None for x in kept[-DIRECTION_COPIES:])
     inputs = _inputs(q, k, v, valid, directions, log_norm)
-    found = launch_causal_exp_grads(inputs, CausalExpKept(*kept[:-COPIES], *copies), out, grad, (grad_s, grad_z))
+    found = launch_causal_exp_grads(inputs, CausalExpKept(*kept[:-DIRECTION_COPIES], *copies), out, grad, (grad_s, grad_z))
     return [found.q, found.k, found.v, found.s, found.z, *([] if found.log_norm is None else [found.log_norm])]
 
 
