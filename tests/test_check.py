@@ -258,6 +258,11 @@ class Future(Softmax):
 class Raising(Softmax):
     def read(self, memory, q, places):
         return q.view(-1, 7)
+
+class Boom(Softmax):
+    def __init__(self, dims):
+        super().__init__(dims)
+        {}["lost"]
 '''
 
 
@@ -297,6 +302,15 @@ def test_the_command_names_the_line_that_raises_once() -> None:
     where = f"checked_pkg.py, line {1 + OWN.splitlines().index('        return q.view(-1, 7)')}, in read"
     flat = re.sub(r"\s+", " ", done.stdout)
     assert flat.count(where) == 2 and "as in cross_attention" in flat
+
+
+@pytest.mark.usefixtures("package")
+def test_a_constructor_that_raises_gets_a_sentence() -> None:
+    done = run("checked_pkg:Boom")
+    line = 1 + OWN.splitlines().index('        {}["lost"]')
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+    assert "Boom cannot be built: it raises KeyError: 'lost' (" in done.output
+    assert f"checked_pkg.py, line {line}, in __init__)" in done.output
 
 
 @pytest.mark.usefixtures("package")

@@ -360,6 +360,40 @@ def test_names_of_transformers_stay_what_they_are():
 
 
 @pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("sliding_window", r"did you mean 'Local\(256\)'"),
+        ("local", "did you mean 'Local'"),
+        ("full", "did you mean 'softmax'"),
+        ("rope", "positions are no mechanism"),
+        ("[full, softmax]", "did you mean 'softmax'"),
+    ],
+)
+def test_other_names_of_mechanisms_are_answered_as_a_layer_does(name, sentence):
+    model = make("Llama")
+    with pytest.raises(ValueError, match=sentence):
+        regard.hf.set_attention(model, name)
+    with pytest.raises(ValueError, match=sentence):
+        model.set_attn_implementation(name)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_unknown_names_are_answered_and_those_of_transformers_are_not(monkeypatch):
+    model = make("Llama")
+    with pytest.raises(ValueError, match="did you mean 'softmax'"):
+        regard.hf.set_attention(model, "softmacks")
+    with pytest.raises(ValueError, match=r"[Ff]lex"):  # a name of transformers: its own reason
+        monkeypatch.setattr(type(model), "_supports_flex_attn", False)
+        regard.hf.set_attention(model, "flex_attention")
+    names = AttentionInterface().valid_keys()
+    assert all(name in ["eager", *names] for name in ("eager", "sdpa", "flash_attention_2"))
+    assert "eager" not in names  # and this comparison raises nothing
+    monkeypatch.setitem(AttentionInterface._global_mapping, "full", dense_reference)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "full", eager_mask)
+    assert regard.hf.set_attention(model, "full").config._attn_implementation == "full"  # what a user has registered
+
+
+@pytest.mark.parametrize(
     ("spec", "sentence"),
     [
         ("Locale(3)", "did you mean 'Local'"),

@@ -127,6 +127,64 @@ def test_a_converted_model_is_saved_and_loaded(family, spec, tmp_path):
     assert dict(again.named_parameters()).keys() == dict(model.named_parameters()).keys()
 
 
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_converted_model_is_not_loaded_as_softmax(passed, tmp_path):
+    """Before and after a pass, `from_pretrained` names the function that loads the folder, in this process and in others."""
+    model = build("llama")
+    model.generation_config.max_new_tokens = 7
+    hf.convert(model, "gla", layers=1)
+    if passed:
+        scores(model, tokens())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"load it with regard\.hf\.load_converted"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["attn_implementation"]
+    assert "regard.hf.load_converted" in written  # which transformers prints where regard.hf is not imported
+    again = hf.load_converted(tmp_path)
+    assert again.generation_config.max_new_tokens == 7
+    assert LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").config._attn_implementation == "sdpa"
+    again.save_pretrained(tmp_path / "second")
+    with pytest.raises(ValueError, match="load_converted"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "second")
+    hf.restore(again)
+    ids = tokens()
+    expected = scores(again, ids)
+    again.save_pretrained(tmp_path / "restored")
+    assert (scores(LlamaForCausalLM.from_pretrained(tmp_path / "restored"), ids) - expected).abs().max() < 1e-5
+
+
+def test_a_layer_without_its_mechanism_is_refused(tmp_path):
+    """A model that is made from the configuration of a converted one alone, as folders of earlier versions are loaded."""
+    model = build("llama")
+    hf.convert(model, "gla", layers=1)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"attn_implementation": "converted"}))
+    for other in (LlamaForCausalLM(model.config), LlamaForCausalLM.from_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match=r"layer 1 was converted to gla, .*load_converted"):
+            other(tokens())
+    ids = tokens()
+    assert torch.equal(scores(hf.load_converted(tmp_path), ids), scores(model, ids))
+
+
+@pytest.mark.parametrize("spec", ["Local(8)", {1: "Local(8)"}])
+def test_a_model_with_another_mechanism_is_not_converted(spec):
+    """Unchosen layers would lose their Spec: the model is refused and stays as it is."""
+    model = build("llama")
+    ids = tokens()
+    expected = scores(hf.set_attention(model, spec), ids)
+    name = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"attends by '.*Local\(8\).*', and convert takes models with softmax alone"):
+        hf.convert(model, "hedgehog", layers=[1])
+    assert hf.restore(model) == [] and model.config.attn_implementation == name
+    assert torch.equal(scores(model, ids), expected)
+    for plain in ("softmax", "sdpa"):
+        hf.set_attention(model, plain)
+        assert hf.convert(model, "hedgehog", layers=[1])
+        assert hf.convert(model, "gla", layers=[0])  # a converted model may be converted further
+        hf.restore(model)
+
+
 def test_converted_models_keep_their_projections():
     model = build("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -452,6 +510,69 @@ def test_longer_tables():
 
 def test_rotary_models_have_no_table_to_make_longer():
     assert hf.lengthen_positions(build("llama"), 500) == 0
+
+
+@pytest.mark.parametrize(
+    "lengthen", [lambda m: hf.lengthen_positions(m, 500, "foo"), lambda m: hf.convert(m, "gla", positions="foo")]
+)
+def test_unknown_fillings_of_positions_are_refused(lengthen):
+    with pytest.raises(ValueError, match="'copied' or 'interpolated', not 'foo'"):
+        lengthen(build("llama"))
+
+
+OPT = SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}
+BART = {"vocab_size": 61, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("how", ["copied", "interpolated"])
+@pytest.mark.parametrize(("name", "sizes", "count"), [("OPTForCausalLM", OPT, 1), ("BartForConditionalGeneration", BART, 2)])
+def test_positions_with_an_offset_are_made_longer(name, sizes, count, how, tmp_path):
+    """The first two rows of the tables of OPT and BART are no positions, and their configurations do not count them."""
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**sizes)).eval()
+    first = model.get_decoder().embed_positions.weight.detach().clone()
+    ids, longer = tokens(2, 64), tokens(2, 200)
+    expected = scores(model, ids)
+    assert hf.lengthen_positions(model, 64, how) == 0  # it has them
+    assert hf.lengthen_positions(model, 200, how) == count
+    table = model.get_decoder().embed_positions.weight
+    assert len(table) == 202 and model.config.max_position_embeddings == 200
+    assert torch.equal(table[:2], first[:2]) and torch.allclose(
+        table[[2, -1]], first[[2, (199 % 64 if how == "copied" else 63) + 2]]
+    )
+    if how == "copied":
+        assert (scores(model, ids) - expected).abs().max() < 1e-5
+    model.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path)
+    assert torch.equal(scores(again, longer), scores(model, longer))
+
+
+def test_opt_is_converted_with_its_scale_and_longer_positions(tmp_path):
+    """OPT multiplies queries by the scale before attention: softmax in its place changes nothing."""
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**OPT)).eval()
+    for own in model.parameters():  # attention that is not almost uniform
+        own.data.mul_(8 if own.dim() > 1 else 1)
+    ids = tokens()
+    expected = scores(model, ids)
+    hf.convert(model, "softmax")
+    assert (scores(model, ids) - expected).abs().max() < 1e-5
+    hf.convert(model, "linear", max_len=256)
+    longer = tokens(1, 200)
+    assert scores(model, longer).isfinite().all()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(scores(hf.load_converted(tmp_path), longer), scores(model, longer))
+
+
+def test_tables_that_are_not_made_longer_are_refused():
+    model = transformers.MarianMTModel(transformers.MarianConfig(**BART, pad_token_id=0, decoder_start_token_id=0))
+    assert hf.lengthen_positions(model, 64) == 0
+    with pytest.raises(ValueError, match=r"64 positions \(MarianSinusoidal.*cannot be made longer"):
+        hf.lengthen_positions(model, 200)
+    sizes = {key: size for key, size in BART.items() if key != "max_position_embeddings"}
+    config = transformers.LEDConfig(**sizes, max_encoder_position_embeddings=64, max_decoder_position_embeddings=32)
+    with pytest.raises(ValueError, match="cannot be made longer"):
+        hf.lengthen_positions(transformers.LEDModel(config), 200)
 
 
 def test_mechanisms_with_other_projections_are_refused():

@@ -15,6 +15,9 @@ from regard.data.datasets import LabelledText
 from regard.data.naive_bayes import NaiveBayes
 from regard.data.own_files import read_labelled_csv, split_labelled
 from regard.data.text_files import DataError
+from regard.data.vocabulary import FIRST_TEXT_ID
+from regard.tasks import config, make_task
+from regard.tasks.trained_run import TrainedRun
 from regard.training.checkpoints import load_run
 from test_cli import refused, run
 
@@ -198,7 +201,8 @@ def test_a_refused_csv_file_leaves_no_limit_behind(tmp_path: Path) -> None:
 
 GOOD = "text,label\n" + "".join(f"t{i},{i % 2}\n" for i in range(20))
 MISTAKES = {
-    "missing column": ("f.csv", "review,stars\na,b\n", "f.csv has no column 'text': it has 'review', 'stars'"),
+    "missing column": ("f.csv", "review,stars\na,b\n", "it has 'review', 'stars'. Name that of the texts by --text"),
+    "missing column of labels": ("f.csv", "text,stars\na,b\n", "it has 'text', 'stars'. Name that of the labels by --label"),
     "columns of semicolons": ("f.csv", "review;stars\na;b\n", "f.csv has no column 'text': it has 'review', 'stars'"),
     "twice": ("f.csv", "text,text,label\n", "has 2 columns that are called 'text'"),
     "nothing": ("f.csv", "", "f.csv is empty: its first line must name its columns"),
@@ -214,7 +218,12 @@ MISTAKES = {
     "missing key": (
         "f.jsonl",
         '{"text": "a", "stars": 1}\n',
-        "f.jsonl, line 1: no 'label' in this record; it has 'text', 'stars'",
+        "f.jsonl, line 1: no 'label' in this record; it has 'text', 'stars'. Name that of the labels by --label",
+    ),
+    "missing key of texts": (
+        "f.jsonl",
+        '{"review": "a", "label": 1}\n',
+        "f.jsonl, line 1: no 'text' in this record; it has 'review', 'label'. Name that of the texts by --text",
     ),
     "label": ("f.jsonl", '{"text": "a", "label": null}\n', "line 1: 'label' must be a text, a number, true or false, not null"),
     "text": ("f.jsonl", '{"text": 3, "label": 1}\n', "f.jsonl, line 1: 'text' must be a text, not 3"),
@@ -281,9 +290,27 @@ def test_a_book_is_split_described_trained_scored_and_continued(units: str, tmp_
     assert "its SHA-256 differs" in refused("evaluate", out)
 
 
-def test_the_floor_of_a_text_is_the_cross_entropy_of_its_frequencies(tmp_path: Path) -> None:
-    from regard.tasks import config, make_task
+def test_bytes_take_any_file(tmp_path: Path) -> None:
+    file, out, raw = tmp_path / "any.bin", str(tmp_path / "run"), b"caf\xe9 \xc3\xa9\0\r\n\xff" * 100
+    file.write_bytes(raw)
+    made = make_task(config("text").replace({"file": str(file), "units": "bytes", "window": 4}))
+    made.read()
+    read = bytes(number - FIRST_TEXT_ID for split in ("train", "val", "test") for number in made.texts[split].tolist())  # type: ignore[attr-defined]
+    assert read == raw
+    words = [word for text in (*TINY, "units=bytes") for word in ("--set", text)]
+    done = run("train", "text", "--file", str(file), *words, "--out", out, "--device", "cpu")
+    assert done.exit_code == 0 and f"1,100 bytes of {file}: " in done.stderr, done.output
+    assert run("evaluate", out).exit_code == 0 and run("predict", out, "caf").stdout.startswith("caf")
 
+
+@pytest.mark.parametrize(("units", "unit"), [("characters", "character"), ("bytes", "byte"), ("subwords", "subword")])
+def test_the_description_of_a_run_names_its_units(units: str, unit: str) -> None:
+    made = make_task(config("text").replace({"units": units}))
+    found = TrainedRun(Path("run"), made, torch.nn.Identity())
+    assert found.description == f"the next {unit} of your text"
+
+
+def test_the_floor_of_a_text_is_the_cross_entropy_of_its_frequencies(tmp_path: Path) -> None:
     file = tmp_path / "ab.txt"
     file.write_text("a" * 6 + "b" * 2 + "ab" * 1)
     made = make_task(config("text").replace({"file": str(file), "window": 4}))
@@ -304,7 +331,9 @@ def test_a_text_that_cannot_be_learned_is_answered_by_a_sentence(tmp_path: Path)
         "train", "text", "--file", str(file)
     )
     file.write_bytes(b"caf\xe9\n" * 100)
-    assert "line 1: not UTF-8 at byte 4" in refused("train", "text", "--file", str(file))
+    for units in ("characters", "subwords"):
+        said = refused("train", "text", "--file", str(file), "--set", f"units={units}")
+        assert f"line 1: not UTF-8 at byte 4. {units.capitalize()} need UTF-8: --set units=bytes takes any file" in said
     assert "Give --file FILE" in refused("train", "text")
     assert "--label does nothing here: it is for classify" in refused("train", "text", "--file", str(file), "--label", "x")
     assert "units" in refused("train", "text", "--file", str(file), "--set", "units=words")

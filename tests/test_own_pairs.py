@@ -126,5 +126,8 @@ def test_options_that_do_not_fit_are_answered_by_a_sentence(tmp_path: Path) -> N
     assert "Give --pairs SOURCES TARGETS" in refused("train", "translate")
     assert "--pairs does nothing here: it is for translate" in refused("train", "saw", "--pairs", *files)
     assert "--pairs names the file itself: leave --data out" in refused("train", "translate", "--pairs", *files, "--data", ".")
+    for rest in (["--set", "steps=2"], ["--out", str(tmp_path / "run")], []):
+        assert "--pairs takes two files" in refused("train", "translate", "--pairs", files[0], *rest)
+    assert "--pairs takes two files" in refused("train", "translate", f"--pairs={files[0]}", "--set", "steps=2")
     assert "pairs are two files" in refused("train", "translate", "--set", 'pairs=["a.txt"]')
     assert f"there is no file {tmp_path / 'gone'}" in refused("train", "translate", "--pairs", files[0], str(tmp_path / "gone"))

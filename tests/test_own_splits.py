@@ -64,6 +64,30 @@ def test_folders_of_train_and_test_are_kept_and_validation_is_held_out(tmp_path:
     assert "has several folders for validation: keep one of dev, test, train, valid" in refused("train", "classify", *both)
 
 
+def test_labels_that_train_alone_has_are_named(tmp_path: Path) -> None:
+    texts = tmp_path / "acl Imdb"
+    for split, labels in {"train": ["neg", "pos", "unsup"], "test": ["neg", "pos"]}.items():
+        for label in labels:
+            (texts / split / label).mkdir(parents=True)
+            for number in range(10):
+                (texts / split / label / f"{number}.txt").write_text(f"{split} {label} {number}")
+    made = make_task(config("classify").replace({"folder": str(texts)}))
+    made.read()
+    line = next(line for line in made.describe_data() if line.startswith("labels of train that are not in test: unsup"))
+    assert line.endswith(f"this looks like aclImdb: regard prepare imdb '{texts}' leaves unsup out, for regard train imdb")
+    for path in [*(texts / "train" / "pos").iterdir()][:8]:
+        path.unlink()
+    (texts / "train" / "pos").rename(texts / "train" / "good")
+    (texts / "test" / "pos").rename(texts / "test" / "unsup")
+    made = make_task(config("classify").replace({"folder": str(texts)}))
+    made.read()
+    assert "labels of train that are not in val and test: good" in made.describe_data()
+    (texts / "train" / "good").rename(tmp_path / "good")
+    made = make_task(config("classify").replace({"folder": str(texts)}))
+    made.read()
+    assert not [line for line in made.describe_data() if "labels of train" in line]
+
+
 def test_what_a_folder_of_labels_is(tmp_path: Path) -> None:
     texts = write_folder(tmp_path / "reviews", 1)
     assert [x.label for x in read_labelled_folder(texts)] == ["1", "2", "3", "4"] and split_folders(texts) == {}

@@ -12,13 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from regard import CATALOGUE, Core, Dims, Mixer, Spec, attend, core, layer, load
+from regard import CATALOGUE, Can, Core, Dims, Mixer, Spec, attend, core, layer, load, register
 from regard.blocks import Stack
 from regard.cli import app
 from regard.config import Config
 from regard.data import synthetic
 from regard.mixers.attention import Attention
+from regard.mixers.base import Places
+from regard.mixers.kv_cache import CachedCore
 from regard.mixers.softmax import Softmax
+from regard.mixers.unpad import UnpaddedMixer
 from regard.models import language_model
 from test_docs import ROOT
 
@@ -142,6 +145,60 @@ def test_wrong_classes_get_a_sentence() -> None:
         layer(other, width=8, heads=2)
 
 
+class NoMethods(Core):
+    """A core that writes none of its methods."""
+
+    can = Can.CAUSAL
+
+
+class NoForward(Mixer):
+    """A mixer that writes none of its methods."""
+
+    can = Can.STREAM
+
+
+class NoMix(UnpaddedMixer):
+    """A mixer of unpadded tokens that writes none of its methods."""
+
+    can = Can.CAUSAL
+
+
+class NoAnswer(CachedCore):
+    """A core with a cache that does not answer."""
+
+    can = Can.CAUSAL
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NoMethods, r"NoMethods does not define empty\(k, v\): write it, it must return a memory without tokens"),
+        (NoForward, r"NoForward does not define forward\(x, .* must return the outputs \(b n w\)"),
+        (NoMix, r"NoMix does not define mix\(x, places\).* must return the outputs \(b n w\)"),
+        (NoAnswer, r"NoAnswer does not define answer\(log, q, places, causal\).* must return the answers \(b h n e\)"),
+    ],
+)
+def test_a_method_that_a_class_lacks_is_named(make: Any, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        layer(make, width=16, heads=2)(torch.randn(1, 5, 16))
+
+
+def test_the_other_methods_that_a_class_lacks_are_named() -> None:
+    core, mixer, x = NoMethods(Dims(16, 2)), NoForward(Dims(16, 2)), torch.randn(1, 2, 5, 8)
+    places = Places.of_heads(x, None)
+    for call, method in (
+        (lambda: core.push(None, x, x, places), "push"),
+        (lambda: core.read(None, x, places), "read"),
+        (lambda: core.push_pooled(None, x, x, None), "push_pooled"),  # type: ignore[arg-type]
+        (lambda: mixer.start(1), "start"),
+        (lambda: mixer.extend(None, x), "extend"),  # type: ignore[arg-type]
+        (lambda: NoMix(Dims(16, 2)).empty(1), "empty"),
+        (lambda: NoMix(Dims(16, 2)).scan(None, x, places), "scan"),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"does not define {method}\("):
+            call()
+
+
 def test_the_command_line_shows_it() -> None:
     shown = CliRunner().invoke(app, ["show", "ownpkg.mod:Sharp(factor=2.0)", "--length", "32"])
     assert shown.exit_code == 0 and "Softmax attention, sharper." in shown.output and "--out sharp.png" in shown.output
@@ -159,6 +216,26 @@ def test_a_run_with_an_own_mechanism_is_trained_and_loaded(tmp_path: Path, monke
     assert made.exit_code == 0, made.output
     run = load(tmp_path / "runs" / "reverse-ownpkg.mod-Sharp-factor=2.0-1", device="cpu")
     assert {type(part).__name__ for part in run.model.modules()} >= {"Sharp"} and len(run.predict(["a b"])) == 1
+
+
+class Warm(Softmax):
+    """A mechanism of a package that is gone afterwards."""
+
+
+def test_a_run_whose_mechanism_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "string_pairs", partial(synthetic.string_pairs, train=50, val=5, test=5))
+    tiny = ["mixer=warm", "width=8", "heads=2", "depth=1", "ffn=8", "steps=1", "batch_tokens=256"]
+    words = [word for text in tiny for word in ("--set", text)]
+    register("warm", Warm, summary="")
+    try:
+        made = CliRunner().invoke(app, ["train", "reverse", *words, "--device", "cpu", "--out", "run"])
+    finally:
+        CATALOGUE.pop("warm")
+    assert made.exit_code == 0, made.output
+    for command in (["predict", "run", "a b"], ["evaluate", "run"], ["train", "reverse", "--out", "run"]):
+        wrong = CliRunner().invoke(app, command)
+        why = "run/config.json names a mechanism whose package may not be installed here: nothing is called 'warm'"
+        assert wrong.exit_code == 2 and why in wrong.output, wrong.output
 
 
 @pytest.fixture

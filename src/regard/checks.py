@@ -32,6 +32,11 @@ def shown(value: Any) -> str:
         return f"this {type(value).__name__}"
 
 
+def missing_method(owner: object, call: str, returns: str) -> str:
+    """Return an error message for a method that a class does not write: the class, the call, and what it must return."""
+    return f"{type(owner).__name__} does not define {call}: write it, it must return {returns}"
+
+
 def check_flag(name: str, value: Any) -> None:
     """Refuse a flag that is not a bool."""
     if not isinstance(value, bool):

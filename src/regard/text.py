@@ -22,6 +22,7 @@ MAX_CALLS = 2_000  # names with their options
 MAX_OPERATORS = ",|&([{=<>+-*/%^~@!.:"
 MAX_DEPTH = 100  # calls, lists and operators inside each other; far below Python's own limit
 MAX_NUMBER = 2**63  # numbers end up in tensors
+UNKNOWN_NAME = "nothing is called"  # the beginning of the sentence about a name that there is not
 
 _SEVERAL_WORDS = re.compile(r"[^\W\d]\w*([ -]+\w+)+")  # one name as people write it: sliding-window, big bird
 
@@ -51,7 +52,7 @@ def parse(text: str, names: NamedMakers) -> object:
     if signs > MAX_SIGNS:
         raise TextError(f"{signs:,} commas, brackets and signs are too many: {MAX_SIGNS:,} is the limit", line)
     if _SEVERAL_WORDS.fullmatch(line):
-        raise TextError(unknown("nothing is called", line, names), line)
+        raise TextError(unknown(UNKNOWN_NAME, line, names), line)
     try:
         return _Reader(line, names).value(_tree(line))
     except (RecursionError, MemoryError):  # Python's parser has limits of its own
@@ -165,7 +166,7 @@ class _Reader:
 
     def made(self, node: ast.expr, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword], depth: int) -> object:
         if name.id not in self.names:
-            self.fail(unknown("nothing is called", name.id, self.names), name)
+            self.fail(unknown(UNKNOWN_NAME, name.id, self.names), name)
         make = self.names[name.id]
         self.calls += 1
         if self.calls > MAX_CALLS:

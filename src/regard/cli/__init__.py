@@ -22,7 +22,7 @@ from regard.cli.mechanisms import list_, show
 from regard.cli.prepare_command import prepare
 from regard.cli.signals import Stoppable, handled_signals
 from regard.cli.task_list import tasks
-from regard.cli.train import train_
+from regard.cli.train import TrainCommand, train_
 from regard.cli.tune_command import tune
 
 app = typer.Typer(
@@ -76,4 +76,4 @@ def options(show_version: Annotated[bool, typer.Option("--version", help="Print 
 
 for _command in (list_, show, check, bench, advise, compare, tune, tasks, prepare, train_, evaluate, predict, distil_):
     _name = _command.__name__.rstrip("_")
-    app.command(_name, epilog=help_examples(_name))(_command)
+    app.command(_name, cls=TrainCommand if _command is train_ else None, epilog=help_examples(_name))(_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,20 +16,20 @@ from regard.models.build import stack
 from regard.models.embedding import add_positions
 from regard.models.translator import CrossWiring
 from regard.spec import Spec
-from regard.tasks.run_settings import check_decoding
+from regard.tasks.run_settings import check_decoding, installed_here
 from regard.tasks.task import Body, Task
 from regard.text import unknown
 
 
-def check_model(task: Task) -> None:
-    """Build every part of the model on the meta device, and check every setting of training."""
+def check_model(task: Task, folder: Path | None = None) -> None:
+    """Build every part of the model on the meta device, and check every setting of training; `folder` is that of the run."""
     config, bodies = task.config, task.bodies
     if not bodies:  # layers of its own, which the task has checked
         with sentences():
             for name in ("width", "heads"):
                 need(name, getattr(config, name))
             return _check_training(task)
-    with sentences():
+    with sentences(), installed_here(folder):
         specs = [Spec.of(text) for text in ([config.mixer] if isinstance(config.mixer, str) else config.mixer)]
         _check_sizes(config, len(specs), max(_depth(config, body) for body in bodies))
         dims = Dims(config.width, config.heads, max_len=config.max_len, dropout=config.weight_dropout)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from regard.cli import settings
 from regard.cli.completion import complete_spec, complete_task
@@ -28,6 +29,18 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 NAME_LETTERS = 80  # characters of the mechanism in the name of a folder
+
+
+class TrainCommand(TyperCommand):
+    """Refuse one file behind --pairs in words of its own: the parser would take the next option for the second file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, word in enumerate([] if ctx.resilient_parsing else args):  # completion has half of a command
+            name, _, first = word.partition("=")
+            files = [file for file in (first, *args[at + 1 : at + 3]) if file][:2]
+            if name == "--pairs" and (len(files) < 2 or any(file.startswith("-") for file in files)):
+                stop("--pairs takes two files, one behind the other: --pairs SOURCES TARGETS")
+        return super().parse_args(ctx, args)
 
 
 def train_(
@@ -84,7 +97,7 @@ def train_(
         made = known.make_task(config)
         settings.check_used(made, changes or [])
         count, note = choose_threads(config, threads, kind, out)
-    check_model(made)
+    check_model(made, out)
     with sentences():
         fit = _fitter()
         made.read(data)

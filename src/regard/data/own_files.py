@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.data.datasets import UPOS_COLUMN, LabelledText, Splits, Tagged, conllu
-from regard.data.text_files import DataError, Pair, check_unicode, placed_records, read_lines, read_text
+from regard.data.text_files import DataError, Pair, check_unicode, missing_key, placed_records, read_lines, read_text
 
 DELIMITERS = {"comma": ",", "tab": "\t", "semicolon": ";"}
 HELD_SHARE = 10  # one text in so many is for validation, and as many are for the test
@@ -43,7 +43,7 @@ def read_labelled_csv(path: Path, text: str, label: str, delimiter: str = "auto"
     names = [name.strip() for name in header]
     if not names:
         raise DataError(f"{path} is empty: its first line must name its columns")
-    at = [_column(path, names, name) for name in (text, label)]
+    at = [_column(path, names, name, advice) for name, advice in _column_advice(text, label)]
     found = []
     for where, row in rows:
         if len(row) != len(names):
@@ -81,23 +81,29 @@ def _csv_rows(path: Path, whole: str, delimiter: str) -> list[tuple[str, list[st
         csv.field_size_limit(limit)
 
 
-def _column(path: Path, names: Sequence[str], name: str) -> int:
+def _column_advice(text: str, label: str) -> list[tuple[str, str]]:
+    """List the columns, or keys, of texts and labels, each with the option that names another one."""
+    return [(text, "Name that of the texts by --text"), (label, "Name that of the labels by --label")]
+
+
+def _column(path: Path, names: Sequence[str], name: str, option: str) -> int:
     """Return the place of a column that the header names once."""
     if names.count(name) == 1:
         return names.index(name)
     if name in names:
         raise DataError(f"{path} has {names.count(name)} columns that are called {name!r}: rename all but one")
     other = next((word for word, sign in DELIMITERS.items() if len(names) == 1 and sign in names[0]), None)
-    advice = f". Is it separated otherwise? Then add --set delimiter={other}" if other else ""
-    raise DataError(f"{path} has no column {name!r}: it has {', '.join(map(repr, names))}{advice}")
+    advice = f"Is it separated otherwise? Then add --set delimiter={other}" if other else option
+    raise DataError(f"{path} has no column {name!r}: it has {', '.join(map(repr, names))}. {advice}")
 
 
 def read_labelled_jsonl(path: Path, text: str, label: str) -> list[LabelledText]:
     """Read the keys `text` and `label` of JSON objects, one a line. Labels become texts: 4 is "4", true is "true"."""
     found = []
-    for where, record in placed_records(path, {text: str}):
+    advice = dict(_column_advice(text, label))
+    for where, record in placed_records(path, {text: str}, advice):
         if label not in record:
-            raise DataError(f"{where}: no {label!r} in this record; it has {', '.join(map(repr, record))}")
+            raise DataError(missing_key(where, label, record, advice[label]))
         found.append(_labelled(where, record[text], _label_text(where, record[label], label), text, label))
     return found
 

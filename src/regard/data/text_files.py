@@ -28,6 +28,10 @@ class DataError(ValueError):
     """Report data that is missing or malformed; the message names the place."""
 
 
+class NotTextError(DataError):
+    """Report a file that is not text: bytes that are not UTF-8, or NUL."""
+
+
 class Pair(NamedTuple):
     """Hold a source text and its target text."""
 
@@ -67,6 +71,17 @@ def read_binary(path: Path | str) -> bytes:
         return file.read()
 
 
+def read_any_file(path: Path | str) -> str:
+    """Return the text of a file as `read_text` does; of a file that is not text, all bytes as they are.
+
+    A byte that is not UTF-8 is half of a surrogate pair: `encode(errors="surrogateescape")` restores it.
+    """
+    try:
+        return read_text(path)
+    except NotTextError:
+        return read_binary(path).decode(errors="surrogateescape")
+
+
 def read_parallel(source: Path | str, target: Path | str) -> ParallelText:
     """Pair line i of one file with line i of the other. Lines that are empty in both are dropped and counted in `dropped`.
 
@@ -97,15 +112,20 @@ def read_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[dict[st
     return (record for _, record in placed_records(path, keys))
 
 
-def placed_records(path: Path | str, keys: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Iterate over the same records, each with its place for error messages: "train.jsonl, line 17"."""
+def placed_records(
+    path: Path | str, keys: Mapping[str, type], advice: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over the same records, each with its place for error messages: "train.jsonl, line 17".
+
+    `advice` has what to do where a key is missing, by key.
+    """
     for number, line in enumerate(read_lines(path), 1):
         if not _blank(line):
             where = f"{path}, line {number}"
-            yield where, _record(line, keys, where)
+            yield where, _record(line, keys, where, advice or {})
 
 
-def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
+def _record(line: str, keys: Mapping[str, type], where: str, advice: Mapping[str, str]) -> dict[str, Any]:
     try:
         record = read_value(line)
     except JsonError as error:
@@ -115,12 +135,17 @@ def _record(line: str, keys: Mapping[str, type], where: str) -> dict[str, Any]:
         raise DataError(f"{where}: a record is an object such as {{{example}}}, not {_elided(line)}")
     for key, kind in keys.items():
         if key not in record:
-            raise DataError(f"{where}: no {key!r} in this record; it has {', '.join(map(repr, record)) or 'nothing'}")
+            raise DataError(missing_key(where, key, record, advice.get(key, "")))
         if type(record[key]) is not kind:  # isinstance would accept true as an integer
             raise DataError(f"{where}: {key!r} must be {JSON_TYPES[kind]}, not {_described(record[key])}")
         if kind is str and not check_unicode(record[key]):
             raise DataError(f"{where}: {key!r} has half of a surrogate pair in it, which is not text")
     return record
+
+
+def missing_key(where: str, key: str, record: Mapping[str, Any], advice: str = "") -> str:
+    """Return an error message for a record without a key: the keys that it has, and what to do."""
+    return f"{where}: no {key!r} in this record; it has {', '.join(map(repr, record)) or 'nothing'}{advice and f'. {advice}'}"
 
 
 def check_unicode(text: str) -> bool:
@@ -155,13 +180,13 @@ def _lines_of(path: Path) -> Iterator[str]:
                 if not raw:
                     return
             if b"\0" in raw:
-                raise DataError(f"{path}, line {number}: a NUL character at byte {raw.index(0) + 1}: this is not text")
+                raise NotTextError(f"{path}, line {number}: a NUL character at byte {raw.index(0) + 1}: this is not text")
             if raw.endswith(b"\r\n"):
                 raw = raw[:-2] + b"\n"
             try:
                 yield raw.decode()
             except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: not UTF-8 at byte {error.start + 1}") from None
+                raise NotTextError(f"{path}, line {number}: not UTF-8 at byte {error.start + 1}") from None
 
 
 @contextmanager

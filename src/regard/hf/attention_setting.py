@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from regard.checks import shown
-from regard.hf.spec_names import LayerSpecs, register_specs
+from regard.hf.spec_names import LayerSpecs, is_registered, register_specs
 from regard.spec import Named, Spec
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -35,7 +35,7 @@ def set_attention(model: PreTrainedModel, spec: Named | Sequence[Named] | Mappin
     (1, 10, 50)
     """
     if isinstance(spec, str) and not register_specs(spec):
-        model.set_attn_implementation(spec)
+        _set_named(model, spec)
         _write_name(model, None)
         return model
     specs = _layer_specs(model, spec)
@@ -48,6 +48,16 @@ def set_attention(model: PreTrainedModel, spec: Named | Sequence[Named] | Mappin
         raise ValueError(f"{type(model).__name__} does not go through the attention interface of transformers: nothing was set")
     _write_name(model, text)
     return model
+
+
+def _set_named(model: PreTrainedModel, name: str) -> None:
+    """Set an attention of transformers; a name that it does not know gets the answer that names of mechanisms get."""
+    try:
+        model.set_attn_implementation(name)
+    except ValueError:
+        if not is_registered(name) and "/" not in name:  # with it: a kernel of the hub
+            LayerSpecs.parse(name)  # raises
+        raise
 
 
 def _layer_specs(model: PreTrainedModel, spec: Named | Sequence[Named] | Mapping[int, Named]) -> LayerSpecs:

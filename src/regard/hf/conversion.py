@@ -9,17 +9,18 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from regard.checks import shown
 from regard.hf.attention_layers import ChosenLayers, attention_layers, choose_layers, layer_dims
-from regard.hf.converted_attention import IMPLEMENTATION, MECHANISM
+from regard.hf.converted_attention import MECHANISM, RECORD
 from regard.hf.converted_core import ConvertedCore, check_attends
-from regard.hf.longer_positions import lengthen_positions
+from regard.hf.longer_positions import check_filling, lengthen_positions
+from regard.hf.spec_names import IMPLEMENTATION, SAVED, registered_specs
 from regard.mixers.base import Can
 from regard.spec import Named, Spec
 
-RECORD = "regard"  # of what was converted, in the configuration
 Kept = float | ChosenLayers
 
 
@@ -38,11 +39,13 @@ def convert(
     `spec` is any mechanism of queries, keys and values: "hedgehog", "gla", "hybrid(pattern=Local(64), far='hedgehog')",
     "performer", a pattern. Gates are linear maps of a token's values. `layers` chooses layers by number, slice ("2::4") or name,
     all of them unless given; `keep` leaves some as they are: a fraction of the chosen ones, spread evenly, or numbers and names,
-    such as those that `align` recommends. Layers that were converted before get the new mechanism.
+    such as those that `align` recommends. Layers that were converted before get the new mechanism. Layers that are not chosen
+    attend by softmax, so a model that `set_attention` gave another mechanism is refused.
     `max_len` is the longest sequence: tables of learned positions are made longer, "copied" or "interpolated".
 
     Parameters of the mechanism are `mechanism` in each attention module, float32, and are saved and loaded with the model:
-    `save_pretrained(folder)`, then `load_converted(folder)`. Train them with `align`, then the whole with `distil`.
+    `save_pretrained(folder)`, then `load_converted(folder)`; `from_pretrained` refuses the folder. Train them with `align`, then
+    the whole with `distil`.
 
     `model` is one of transformers; `positions` is how its table is made longer, `backend` that of `layer`.
 
@@ -56,6 +59,8 @@ def convert(
     """
     spec = Spec.of(spec)
     check_attends(spec)
+    check_filling(positions)
+    _check_softmax(model)
     named = attention_layers(model)
     chosen = choose_layers(list(named), layers)
     kept = _kept_layers(list(named), chosen, keep)
@@ -100,6 +105,8 @@ def restore(model: PreTrainedModel, layers: ChosenLayers | None = None) -> list[
 def load_converted(folder: str | PathLike[str], *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load a converted model from the folder that its `save_pretrained` wrote, in eval mode; the class is that of its config.
 
+    Settings of `generate` are those that were saved with it.
+
     `folder` is where it was saved, `dtype` that of the checkpoint unless given.
 
     >>> import torch
@@ -119,6 +126,7 @@ def load_converted(folder: str | PathLike[str], *, dtype: torch.dtype | None = N
     record = getattr(config, RECORD, None)
     if not isinstance(record, dict) or "layers" not in record:
         raise ValueError(f"{folder} holds no model that regard.hf.convert has converted: load it with transformers")
+    config._attn_implementation = None  # that of a converted model is refused
     weights = _read_weights(folder)
     own = {name: weights.pop(name) for name in list(weights) if f".{MECHANISM}." in name}
     make = getattr(transformers, config.architectures[0])
@@ -129,6 +137,8 @@ def load_converted(folder: str | PathLike[str], *, dtype: torch.dtype | None = N
     missing = [name for name in lacking.missing_keys if f".{MECHANISM}." in name]
     if missing or lacking.unexpected_keys:
         raise ValueError(f"{folder} does not have the weights of its mechanisms: {shown([*missing, *lacking.unexpected_keys])}")
+    if (folder / GENERATION_CONFIG_NAME).exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 
@@ -139,6 +149,17 @@ def converted_layers(model: PreTrainedModel) -> dict[str, ConvertedCore]:
     if not made:
         raise ValueError(f"this {type(model).__name__} has no converted layer: begin with regard.hf.convert")
     return made
+
+
+def _check_softmax(model: PreTrainedModel) -> None:
+    """Refuse a model that attends by a Spec other than softmax: layers that are not converted would lose it."""
+    name = model.config._attn_implementation
+    specs = registered_specs(name)
+    if specs is not None and any(text != "softmax" for text in specs.each):
+        raise ValueError(
+            f"the model attends by {name!r}, and convert takes models with softmax alone: call "
+            "regard.hf.set_attention(model, 'sdpa') first, and convert layers to a pattern where they are to have one"
+        )
 
 
 def _mechanism(model: PreTrainedModel, index: int, spec: Spec, max_len: int | None, backend: str) -> ConvertedCore:
@@ -183,6 +204,10 @@ def _record(model: PreTrainedModel, max_len: int | None) -> None:
     mechanisms = [getattr(module, MECHANISM, None) for module in attention_layers(model).values()]
     layers = {str(index): one.spec for index, one in enumerate(mechanisms) if one is not None}
     setattr(model.config, RECORD, {"layers": layers, "max_len": max_len})
+    if layers:
+        model.config.attn_implementation = SAVED  # from_pretrained reads it, and refuses
+    elif getattr(model.config, "attn_implementation", None) == SAVED:
+        del model.config.attn_implementation
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

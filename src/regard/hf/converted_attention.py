@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.hf.model_mask import ModelMask
+from regard.hf.model_mask import ModelMask, keep_name, model_mask
 from regard.hf.spec_attention import MEMORY, QueryKeyValue, attend_by_core, spec_attention
-from regard.hf.spec_names import LayerSpecs, register_named
+from regard.hf.spec_names import IMPLEMENTATION, SAVED, LayerSpecs, register_named
 from regard.mixers.attention import in_autocast, no_autocast
 from regard.mixers.base import Core
 
-IMPLEMENTATION = "converted"  # the name of the attention function, as in model.set_attn_implementation
+RECORD = "regard"  # of what was converted, in the configuration
 MECHANISM = "mechanism"  # the submodule of an attention layer that computes in place of its softmax
 KEPT_LAYERS = LayerSpecs(("softmax",), True)
 
@@ -39,9 +39,10 @@ def converted_attention(
         return spec_attention(KEPT_LAYERS, module, *heads, attention_mask, **options_of_softmax)[0]
 
     if mechanism is None:
+        _check_kept(module)
         return softmax(), None
     _check_mask(module, mechanism, heads, attention_mask, options)
-    call = MechanismCall(module, heads, attention_mask, softmax)
+    call = MechanismCall(module, _unscaled(module, heads, scaling), attention_mask, softmax)
     return (call.attend() if _observer.observe is None else _observer.observe(call)), None
 
 
@@ -78,6 +79,37 @@ def _alike(heads: QueryKeyValue) -> QueryKeyValue:
     if memory is not None and k is not heads.k:
         setattr(k, MEMORY, memory)
     return QueryKeyValue(q, k, v)
+
+
+def _unscaled(module: Any, heads: QueryKeyValue, scaling: float | None) -> QueryKeyValue:
+    """Return queries as mechanisms take them, without the scale of the layer: OPT multiplies them by it before the call."""
+    if scaling is None or module.scaling is None or scaling == module.scaling:
+        return heads
+    return heads._replace(q=heads.q * (scaling / module.scaling))
+
+
+def _converted_layers(config: Any) -> dict[str, str]:
+    """Return the mechanisms that a configuration records, by the number of their layer."""
+    record = getattr(config, RECORD, None)
+    return record.get("layers", {}) if isinstance(record, dict) else {}
+
+
+def _check_kept(module: nn.Module) -> None:
+    """Refuse softmax in a layer that the configuration records as converted: its mechanism was not loaded."""
+    layers = _converted_layers(getattr(module, "config", None))
+    layer = str(getattr(module, "layer_idx", None))
+    if layer in layers:
+        raise ValueError(
+            f"layer {layer} was converted to {layers[layer]}, and its mechanism is not there: "
+            "load the model with regard.hf.load_converted(folder)"
+        )
+
+
+def _converted_mask(*sizes: Any, config: Any = None, **options: Any) -> ModelMask | Tensor:
+    """Return the mask of a pass. The configuration gets a name that `from_pretrained` refuses, while a layer is converted."""
+    if not torch.compiler.is_compiling() and _converted_layers(config):
+        keep_name(config, SAVED)
+    return model_mask(IMPLEMENTATION, False, *sizes, **options)
 
 
 def _check_mask(module: nn.Module, mechanism: Core, heads: QueryKeyValue, mask: Any, options: dict[str, Any]) -> None:
@@ -122,4 +154,4 @@ def observed(observe: Observe) -> Iterator[None]:
         _observer.observe = outer
 
 
-register_named(IMPLEMENTATION, converted_attention, KEPT_LAYERS)
+register_named(IMPLEMENTATION, converted_attention, _converted_mask, KEPT_LAYERS)

@@ -128,7 +128,7 @@ def model_mask(
     if _is_static(made):
         return made.contiguous()
     if not torch.compiler.is_compiling():
-        _keep_name(config, name)
+        keep_name(config, name)
         if attention_mask is not None and not _is_capturing(attention_mask) and bool(attention_mask.all()):
             made.valid = None
     return made
@@ -143,7 +143,7 @@ def _is_static(mask: ModelMask) -> bool:
     return mask.sizes.q_offset + mask.sizes.q_length != mask.sizes.kv_offset + mask.sizes.kv_length
 
 
-def _keep_name(config: Any, name: str) -> None:
+def keep_name(config: Any, name: str) -> None:
     """Write the name into a configuration, where `save_pretrained` and `from_pretrained` find it: transformers leaves it out."""
     if config is not None and config.__dict__.get("attn_implementation") != name:
         config.attn_implementation = name

@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from regard.catalogue import CATALOGUE
 from regard.hf.model_mask import model_mask
 from regard.hf.spec_attention import spec_attention
 from regard.hf.spec_core import check_plain
+from regard.patterns import PATTERNS
 from regard.spec import Spec
+from regard.synonyms import elsewhere, right_word
 from regard.text import TextError
+
+IMPLEMENTATION = "converted"  # the attention function of converted models, as in model.set_attn_implementation
+SAVED = "converted by regard, for regard.hf.load_converted(folder)"  # what config.json of a converted model has in its place
 
 
 class LayerSpecs(NamedTuple):
@@ -109,10 +115,15 @@ def register_specs(text: str) -> bool:
     """Register the attention and the mask that a text names; False: it is no Spec. Mistakes in what is one raise."""
     if text in _KNOWN:
         return True
+    if text in (IMPLEMENTATION, SAVED):
+        raise ValueError(
+            "this model was converted by regard.hf.convert, and from_pretrained would leave out its mechanisms: "
+            "load it with regard.hf.load_converted(folder)"
+        )
     try:
         specs = LayerSpecs.parse(text)
     except ValueError:
-        if "(" not in text:  # a name of something else
+        if not _means_spec(text):
             return False
         raise
     each = [Spec.parse(one) for one in specs.each]
@@ -125,10 +136,25 @@ def register_specs(text: str) -> bool:
     return True
 
 
-def register_named(name: str, attention: Callable[..., Any], specs: LayerSpecs) -> None:
-    """Register an attention of ours under a name that is no Spec."""
+def _means_spec(text: str) -> bool:
+    """Return whether a text that cannot be read is meant for a Spec: it has brackets, or is another name of a mechanism."""
+    if "(" in text or "[" in text:
+        return True
+    if is_registered(text):
+        return False
+    names = [*CATALOGUE, *PATTERNS]
+    return right_word(text, names) is not None or elsewhere(text, names) is not None
+
+
+def is_registered(name: str) -> bool:
+    """Return whether transformers, or its user, has an attention or a mask of this name."""
+    return name in AttentionInterface() or name in AttentionMaskInterface()
+
+
+def register_named(name: str, attention: Callable[..., Any], mask: Callable[..., Any], specs: LayerSpecs) -> None:
+    """Register an attention of ours, and its mask, under a name that is no Spec."""
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, partial(model_mask, name, False))
+    AttentionMaskInterface.register(name, mask)
     _KNOWN[name] = specs
 
 

@@ -91,12 +91,24 @@ def check_laws(
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore", PoorEstimate)
         warnings.simplefilter("ignore", SlowBackend)
-        case.build()  # what cannot be built at all is refused in its own words
+        _check_builds(case)
         for name in names:
             found.append(_checked(LAWS[name], case))
             if report is not None:
                 report(found[-1])
     return found
+
+
+def _check_builds(case: Case) -> None:
+    """Refuse what cannot be built at all, in its own words; an error that is no refusal gets a sentence with its place."""
+    try:
+        case.build()
+    except (ValueError, TypeError, MemoryError):
+        raise
+    except Exception as error:
+        name, first = case.row.make.__name__, str(error).partition("\n")[0]
+        place = _place(error, case) or _last_place(error)
+        raise ValueError(f"{name} cannot be built: it raises {type(error).__name__}: {first} ({place})") from error
 
 
 def _checked(law: Law, case: Case) -> Finding:
@@ -155,7 +167,16 @@ def _place(error: Exception, case: Case) -> str:
     except (TypeError, OSError):  # a class without a file
         own = None
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if own is not None and frame.filename == own]
-    return f"{lines[-1].filename}, line {lines[-1].lineno}, in {lines[-1].name}" if lines else ""
+    return _frame_text(lines[-1]) if lines else ""
+
+
+def _last_place(error: Exception) -> str:
+    """Return the line where an error was raised, of any file."""
+    return _frame_text(traceback.extract_tb(error.__traceback__)[-1])
+
+
+def _frame_text(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
 
 
 def _layer_text(case: Case) -> str:

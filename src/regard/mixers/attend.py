@@ -6,13 +6,14 @@ from functools import partial
 
 from torch import Tensor
 
-from regard.checks import check_valid
+from regard.checks import check_valid, shown
 from regard.mixers.attention import no_autocast
 from regard.mixers.base import Core
 from regard.mixers.dims import Can, need_claims
 from regard.mixers.own_scores import OwnScores, ScoreFunction, attend_own
 from regard.mixers.packed_documents import attend_documents
 from regard.mixers.places import Places, pooled_valid
+from regard.patterns.algebra import Pattern
 
 
 def attend(
@@ -52,6 +53,7 @@ def attend(
     >>> torch.allclose(step, out[:, :, -1:], atol=1e-6)
     True
     """
+    _check_core(core, q, k, v)
     _check_heads(q, k, v, core.gates)
     own = OwnScores(mask, score)
     if documents is not None:
@@ -144,6 +146,34 @@ def _among_keys(q: Tensor, query_valid: Tensor | None, first: int, valid: Tensor
     behind = max(first - valid.shape[1], 0)
     before = valid[:, :first].sum(1) + behind
     return Places.of(q[:, 0], query_valid, before, start=None)
+
+
+def _check_core(core: object, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what is no core, with the call that makes one for these queries, keys and values."""
+    if isinstance(core, Core):
+        return
+    if isinstance(inside := getattr(core, "core", None), Core):
+        raise TypeError(f"core must be a Core, not a layer: give its core, attend(q, k, v, layer.core), a {inside.name} here")
+    call = f"core({_spec_text(core)}, {_dims_text(q, k, v)})"
+    raise TypeError(f"core must be a Core, not {shown(core)}: build one with regard.core, as in {call}")
+
+
+def _spec_text(named: object) -> str:
+    """Write what names a mechanism as the first argument of `core`; an example of it for anything else."""
+    if isinstance(named, type) and issubclass(named, Core):
+        return named.__name__
+    spec = hasattr(named, "row")  # a Spec, whose module imports this one
+    return shown(named) if spec or isinstance(named, str | Pattern) else "'Local(4)'"
+
+
+def _dims_text(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Write the Dims of queries, keys and values, for an error message."""
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return "Dims(width=..., heads=...)"
+    (h, d), g, e = (q.shape[1], q.shape[3]), k.shape[1], v.shape[3]
+    grouped = f", kv_heads={g}" if g != h else ""
+    values = f", value_dim={e}" if e != d else ""
+    return f"Dims(width={h * d}, heads={h}{grouped}{values})"
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, gates: int) -> None:

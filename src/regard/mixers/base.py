@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.checks import check_tokens
+from regard.checks import check_tokens, missing_method
 from regard.checks import check_valid as check_valid
 from regard.mixers.dims import Can as Can
 from regard.mixers.dims import Dims as Dims
@@ -121,7 +121,9 @@ class Core(nn.Module):
 
     def empty(self, k: Tensor, v: Tensor) -> Any:
         """A memory that holds nothing, shaped after keys and values of any length."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "empty(k, v)", "a memory without tokens, a NamedTuple of batch-first tensors")
+        )
 
     def unwritten(self, k: Tensor, v: Tensor) -> Any:
         """The same for one `push` or `scan`, after which it is not needed any more: it may share its elements."""
@@ -129,11 +131,13 @@ class Core(nn.Module):
 
     def push(self, memory: Any, k: Tensor, v: Tensor, places: Places) -> Any:
         """The memory with more tokens in it. Never changes what `memory` itself answers."""
-        raise NotImplementedError
+        raise NotImplementedError(missing_method(self, "push(memory, k, v, places)", "the memory with those tokens in it"))
 
     def read(self, memory: Any, q: Tensor, places: Places) -> Tensor:
         """What the queries get from everything in the memory; zeros where there is nothing to see."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "read(memory, q, places)", "the answers (b h n e) of the queries q (b h n d)")
+        )
 
     def read_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places, query_places: Places) -> Tensor:
         """What queries get from these tokens alone, where the memory is not needed afterwards."""
@@ -151,7 +155,7 @@ class Core(nn.Module):
 
     def push_pooled(self, memory: Any, k: Tensor, v: Tensor, pooled: PooledTokens) -> Any:
         """The memory with sums of keys (b g r d) and values (b g r e), which were projected from sums of tokens."""
-        raise NotImplementedError
+        raise NotImplementedError(missing_method(self, "push_pooled(memory, k, v, pooled)", "the memory with those sums in it"))
 
     def forget(self, memory: Any, t: Tensor) -> Any:  # noqa: ARG002 - t is for the cores that forget
         """The memory without what no query at position t (b) or later can see. Only ever saves room."""
@@ -209,7 +213,9 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Every token at once. `valid` (b m) belongs to the tokens that are read: x itself, or the context."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "forward(x, *, context=None, valid=None)", "the outputs (b n w) of the tokens x (b n w)")
+        )
 
     def weights(
         self,
@@ -225,12 +231,16 @@ class Mixer(nn.Module):
     def start(self, batch: int | None = None, *, context: Tensor | None = None, valid: Tensor | None = None) -> State:  # noqa: ARG002
         """What is known before the first token: nothing (give the batch size), or a context to read from."""
         need_claims(self.name, self.can, Can.STREAM)
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "start(batch=None, *, context=None, valid=None)", "the State before the first token")
+        )
 
     def extend(self, state: State, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, State]:  # noqa: ARG002
         """n >= 0 more tokens: a prompt, a chunk or one decoding step. Always this call."""
         need_claims(self.name, self.can, Can.STREAM)
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "extend(state, x, valid=None)", "the outputs (b n w) of the tokens x, and the State behind them")
+        )
 
     @property
     def latency(self) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.checks import missing_method
 from regard.mixers.base import Core, Places
 
 ROOM_MULTIPLE = 32  # room is made in multiples of this many tokens
@@ -303,7 +304,9 @@ class CachedCore(Core):
 
     def answer(self, log: KVCache, q: Tensor, places: Places, causal: bool) -> Tensor:
         """Attend with queries to a cache; causal: only to keys that are not behind them."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "answer(log, q, places, causal)", "the answers (b h n e) of the queries q (b h n d)")
+        )
 
     def read(self, memory: KVCache, q: Tensor, places: Places) -> Tensor:
         return self.answer(memory, q, places, causal=False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.checks import check_batch
+from regard.checks import check_batch, missing_method
 from regard.mixers.base import Free
 from regard.mixers.dims import Can, need_claims
 from regard.mixers.places import Places, mask_padding
@@ -24,13 +24,17 @@ class UnpaddedMixer(Free):
 
     def empty(self, batch: int) -> Any:
         """What is remembered before the first token, in batch-first tensors."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "empty(batch)", "a memory without tokens, a NamedTuple of batch-first tensors")
+        )
 
     def mix(self, x: Tensor, places: Places) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError(missing_method(self, "mix(x, places)", "the outputs (b n w) of the whole sequences x (b n w)"))
 
     def scan(self, memory: Any, x: Tensor, places: Places) -> tuple[Tensor, Any]:
-        raise NotImplementedError
+        raise NotImplementedError(
+            missing_method(self, "scan(memory, x, places)", "the outputs (b n w) of the tokens x in causal order, and the memory")
+        )
 
     def forward(self, x: Tensor, *, context: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         self.no_context(context)

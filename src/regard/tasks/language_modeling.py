@@ -57,11 +57,15 @@ class LanguageTask(Task):
         """Learn the vocabulary."""
         return Characters.of([train])
 
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text of the data."""
+        return self.characters.encode(text)
+
     def read(self, folder: Path | None = None) -> None:
         parts = self.parts(folder)
         if len(self.characters) == len(Characters([])):
             self.characters = self.learn(parts.train)
-        self.texts = {name: torch.tensor(self.characters.encode(text)) for name, text in parts._asdict().items() if text}
+        self.texts = {name: torch.tensor(self.encode(text)) for name, text in parts._asdict().items() if text}
         self.sample = parts.val.strip().partition("\n")[0]
         window, last = self.config.window, len(self.texts["train"]) - self.config.window - 1
         starts = {"train": range(0, last + 1, self.config.stride)}

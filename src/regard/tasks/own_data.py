@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from regard.data.own_files import (
     split_text,
 )
 from regard.data.own_folders import files_left_out, read_labelled_folder, split_folders
-from regard.data.text_files import DataError, read_text
+from regard.data.text_files import DataError, NotTextError, read_any_file, read_text
 from regard.data.vocabulary import FIRST_TEXT_ID, Bytes, Characters, Subwords
 from regard.options import check_choice
 from regard.tasks.language_modeling import LanguageTask
@@ -99,9 +100,31 @@ class ClassificationTask(SentimentTask):
         return [
             *lines,
             f"{len(total):,} labels: {', '.join(shown)}{more}",
+            *self._labels_of_train_alone(counts),
             f"floor: the most frequent label, {self.labels[self._most_frequent()]}, is right for {floors}",
             f"floor: naive Bayes of the words is right for {bayes}",
         ]
+
+    def _labels_of_train_alone(self, counts: Mapping[str, Counter[int]]) -> list[str]:
+        """Describe labels of train that val or test does not have, and what to do where they are the reviews of aclImdb."""
+        lacking: dict[tuple[int, ...], list[str]] = {}
+        for split in ("val", "test"):
+            if absent := tuple(sorted(counts["train"].keys() - counts[split].keys())):
+                lacking.setdefault(absent, []).append(split)
+        lines = []
+        for absent, splits in lacking.items():
+            names = [str(self.labels[place]) for place in absent]
+            more = f" and {len(names) - LABELS_SHOWN:,} more" if len(names) > LABELS_SHOWN else ""
+            line = f"labels of train that are not in {' and '.join(splits)}: {', '.join(names[:LABELS_SHOWN])}{more}"
+            if self.config.folder and names == ["unsup"] and {"neg", "pos"} <= {*map(str, self.labels)}:
+                line += f"; this looks like aclImdb: {self._prepare_imdb()} leaves unsup out, for regard train imdb"
+            lines.append(line)
+        return lines
+
+    def _prepare_imdb(self) -> str:
+        """Write the command that reads aclImdb, which is the folder of the texts or has it as train."""
+        folder = Path(self.config.folder)
+        return shlex.join(["regard", "prepare", "imdb", str(folder.parent if folder.name == "train" else folder)])
 
     def _how(self) -> str:
         """Describe how the splits that are in the place of train were made."""
@@ -145,17 +168,35 @@ class OwnTextTask(LanguageTask):
         self.units_class = OWN_UNITS[config.units]
         self.files = OwnFiles([config.file] if config.file else [], config.valid, config.test)
 
+    @property
+    def description(self) -> str:
+        return f"the next {self.config.units.removesuffix('s')} of your text"
+
     def unused(self) -> dict[str, str]:
         return super().unused() | ({} if self.config.units == "subwords" else {"vocab": "units=subwords"})
 
     def parts(self, folder: Path | None) -> Splits[str]:
         if not self.config.file:
             raise DataError("which file has the text? Give --file FILE")
-        texts = {split: read_text(path) for split, (path,) in self.files.find(folder).items()}
+        texts = {split: self._text_of(path) for split, (path,) in self.files.find(folder).items()}
         parts = split_text(texts.pop("train"), self.files.held)._replace(**texts)
         if min(map(len, parts)) < 2:
             raise self._too_few(sum(map(len, parts)), "characters")
         return parts
+
+    def _text_of(self, path: Path) -> str:
+        """Read the text of a file; with units=bytes that of any file."""
+        if self.config.units == "bytes":
+            return read_any_file(path)
+        try:
+            return read_text(path)
+        except NotTextError as error:
+            raise DataError(f"{error}. {self.config.units.capitalize()} need UTF-8: --set units=bytes takes any file") from None
+
+    def encode(self, text: str) -> list[int]:
+        if self.config.units != "bytes":
+            return super().encode(text)
+        return [byte + FIRST_TEXT_ID for byte in text.encode(errors="surrogateescape")]
 
     def _too_few(self, count: int, units: str) -> DataError:
         place = " and ".join(file.path for files in self.files.files.values() for file in files)
@@ -169,6 +210,8 @@ class OwnTextTask(LanguageTask):
 
     def read(self, folder: Path | None = None) -> None:
         super().read(folder)
+        if self.config.units == "bytes":
+            self.sample = "".join(x for x in self.sample if x.isprintable())  # of a file that may not be text
         units, window, count = self.config.units, self.config.window, len(self.texts["train"])
         if min(map(len, self.texts.values())) < 2:
             raise self._too_few(sum(map(len, self.texts.values())), units)

@@ -74,7 +74,7 @@ class OwnText(GivenSplits, Language):
     """Windows of the text of one file."""
 
     file: str = ""  # a text file; its absolute path is kept
-    units: str = "characters"  # or bytes, those of UTF-8, or subwords
+    units: str = "characters"  # or bytes, of any file, or subwords
     vocab: int = 4000  # subwords at most
 
     def __post_init__(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from regard import tasks
 from regard.config import Config
-from regard.text import unknown
+from regard.text import UNKNOWN_NAME, TextError, unknown
 
 STRONGEST = 10  # length ** 10: beyond any use, and no float overflows
 
@@ -24,6 +25,18 @@ def restored(begun: Mapping[str, Any], where: str, name: str | None = None) -> C
         return tasks.config(task).replace({key: value for key, value in begun.items() if key != "task"})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+@contextmanager
+def installed_here(folder: Path | None) -> Iterator[None]:
+    """Add to the error of an unknown mechanism, where it is one of a run that has begun, that its package may be missing."""
+    try:
+        yield
+    except TextError as error:
+        if UNKNOWN_NAME not in error.sentence or folder is None or not (folder / "config.json").is_file():
+            raise
+        why = f"{folder}/config.json names a mechanism whose package may not be installed here"
+        raise TextError(f"{why}: {error.sentence}", error.text, error.at) from None
 
 
 def started_config(name: str, out: Path | None, preset: str | None = None) -> Config:

@@ -60,6 +60,11 @@ class Task:
         self.config = config
         self.splits: SplitExamples = {}
 
+    @property
+    def description(self) -> str:
+        """Describe what is learned where that depends on the settings; "" where `regard tasks` says all."""
+        return ""
+
     def unused(self) -> dict[str, str]:
         """Map each setting that has no effect in this task to what it is for. The command line refuses to change one of them."""
         found = {name: "answers of one token after another" for name in GENERATION_SETTINGS if name not in self.answering}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard import tasks
 from regard.config import Config
-from regard.tasks.run_settings import choose_device, decoding, restored
+from regard.tasks.run_settings import choose_device, decoding, installed_here, restored
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,8 @@ class TrainedRun:
             raise ValueError(f"{folder}/assets lacks {error.args[0]}: restore it, or train again in another folder") from None
         except ValueError as error:
             raise ValueError(f"{folder}/assets: {error}") from None
-        model = task.model()
+        with installed_here(folder):
+            model = task.model()
         put_weights(model, kept.weights, weights)
         return cls(folder, task, model.to(kind).eval(), update, note)
 
@@ -104,8 +105,8 @@ class TrainedRun:
 
     @property
     def description(self) -> str:
-        """Describe what was learned, in words of `regard tasks`."""
-        return tasks.entry_of(self.config.task).summary
+        """Describe what was learned, in words of `regard tasks` or, where settings matter, of the task."""
+        return self.task.description or tasks.entry_of(self.config.task).summary
 
     def __repr__(self) -> str:
         which = "final weights" if self.update is None else f"weights of update {self.update}"
