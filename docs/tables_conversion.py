@@ -92,7 +92,8 @@ def untrained_answers(made: Made) -> str:
         return not_yet("hf_convert.py --answers hybrid linear")
     count = made["made_with"]["threads"]
     threads = "one thread" if count == 1 else f"{count} threads"
-    text = f"The same model with random weights, whose speed and memory are the same, whole answers on a CPU: {threads}, float32, time of the processor."
+    text = "The same model with random weights, whose speed and memory are the same, whole answers on a CPU: "
+    text += f"{threads}, float32, time of the processor."
     return f"{text} {made_where(made)}\n\n" + _along(rows)
 
 
