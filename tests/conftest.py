@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -237,3 +238,12 @@ def some(b: int, n: int, seed: int = 4, share: float = 0.7) -> torch.Tensor:
 
 def close(a: torch.Tensor, b: torch.Tensor, tol: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def compiled_passes(mixer: torch.nn.Module, lengths: tuple[int, ...]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Outputs and all gradients of a layer, as one graph for all lengths and then without a compiler, length by length."""
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in lengths:
+        x = torch.randn(1, n, mixer.dims.width, device=DEVICE, requires_grad=True)
+        outputs = [f(x) for f in (compiled, mixer)]
+        yield tuple([y, *torch.autograd.grad(y.sin().sum(), [x, *mixer.parameters()])] for y in outputs)

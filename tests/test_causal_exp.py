@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import DEVICE
+from conftest import DEVICE, compiled_passes
 from regard import layer
 from regard.ops.linear import causal_exp_launch
 from regard.ops.linear.causal_exp_op import causal_exp_attention, plain_causal_exp
@@ -134,12 +134,6 @@ def test_a_compiled_layer_is_the_layer_at_every_length(monkeypatch: pytest.Monke
     mixer = layer("performer(features=16)", width=8, heads=2, causal=True, backend="triton").to(DEVICE)
     launch, calls = causal_exp_launch.launch_causal_exp, []
     monkeypatch.setattr(causal_exp_launch, "launch_causal_exp", lambda *given: calls.append(1) or launch(*given))
-    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (5, 35):
-        x = torch.randn(1, n, 8, device=DEVICE, requires_grad=True)
-        each = []
-        for f in (mixer, compiled):
-            y = f(x)
-            each.append([y, *torch.autograd.grad(y.sin().sum(), [x, *mixer.parameters()])])
-        near(each[1], [t.double() for t in each[0]])
+    for found, expected in compiled_passes(mixer, (5, 35)):
+        near(found, [t.double() for t in expected])
     assert len(calls) == 4

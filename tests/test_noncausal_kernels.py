@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import DEVICE
+from conftest import DEVICE, compiled_passes
 from regard import Dims, core, layer
 from regard.mixers.base import Places
 from regard.ops.linear import noncausal_op
@@ -205,11 +205,5 @@ def test_the_operator_is_one_for_torch() -> None:
 
 def test_a_compiled_layer_is_the_layer_at_every_length() -> None:
     mixer = layer("performer(features=16)", width=8, heads=2, causal=False, backend="triton").to(DEVICE)
-    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (5, 9):
-        x = torch.randn(1, n, 8, device=DEVICE, requires_grad=True)
-        each = []
-        for f in (mixer, compiled):
-            y = f(x)
-            each.append([y, *torch.autograd.grad(y.sin().sum(), [x, *mixer.parameters()])])
-        near(each[1], [t.double() for t in each[0]])
+    for found, expected in compiled_passes(mixer, (5, 9)):
+        near(found, [t.double() for t in expected])
