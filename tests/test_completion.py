@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regard.catalogue import CATALOGUE
-from regard.cli import app
+from regard.cli import app, completion
 from regard.cli.completion import complete_spec, complete_task
 from regard.patterns import PATTERNS
 from regard.tasks import TASKS
@@ -20,6 +20,13 @@ from regard.tasks import TASKS
         ("regard train sh", ["shakespeare"]),
         ("regard train saw --mixer gl", ["gla"]),
         ("regard train saw --dev", ["--device"]),
+        ("regard train ewt --preset c", ["cpu"]),
+        ("regard train cifar10 --preset c", ["cnn"]),
+        ("regard tasks multi30k --preset c", ["cpu"]),
+        ("regard bench --mixers bi", ["bigbird"]),
+        ("regard compare --mixers bi", ["bigbird"]),
+        ("regard advise --mixers bi", ["bigbird"]),
+        ("regard prepare esp", ["espeak"]),
     ],
 )
 def test_a_shell_is_offered_names(line, words):
@@ -31,6 +38,11 @@ def test_nothing_typed_offers_everything():
     assert complete_spec("") == [*CATALOGUE, *PATTERNS]
     assert complete_task("") == list(TASKS)
     assert complete_spec("Local(16) | Gl") == []
+
+
+def test_mechanisms_of_installed_packages_are_offered(monkeypatch):
+    monkeypatch.setattr(completion, "installed_mechanisms", lambda: {"warm": "pkg.mod:Warm"})
+    assert complete_spec("war") == ["warm"]
 
 
 def test_it_can_be_installed():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli.bench_command import KINDS, _lengths, _specs, _writer
+from regard.cli.completion import complete_spec
 from regard.cli.console import columns, one_of, progress_reporter, screen, sentences
 from regard.cli.picture_file import check_out, load_plot, save_picture
 
@@ -31,10 +32,14 @@ def advise(
         str,
         typer.Option(metavar="FACTORY", help="A torch module of yours, package.module:function; a model of regard unless given."),
     ] = "",
-    mixer: Annotated[str, typer.Option(metavar="SPEC", help="The mechanism that the model of regard has now.")] = "softmax",
+    mixer: Annotated[
+        str, typer.Option(metavar="SPEC", help="The mechanism that the model of regard has now.", autocompletion=complete_spec)
+    ] = "softmax",
     mixers: Annotated[
         list[str] | None,
-        typer.Option(metavar="SPEC", help="Mechanisms that might replace it; several with ';' between them."),
+        typer.Option(
+            metavar="SPEC", help="Mechanisms that might replace it; several with ';' between them.", autocompletion=complete_spec
+        ),
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens of a sequence: 512,4k,16k unless given, on a CPU 256,512,2k.")

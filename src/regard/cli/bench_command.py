@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli.bench_tables import print_models, print_speed
+from regard.cli.completion import complete_spec
 from regard.cli.console import one_of, progress_reporter, sentences
 from regard.cli.picture_file import check_out, load_plot, save_picture
 
@@ -31,7 +32,9 @@ def bench(
     context: typer.Context,
     mixers: Annotated[
         list[str] | None,
-        typer.Option(metavar="SPEC", help="A mechanism or a pattern; several with ';' between them."),
+        typer.Option(
+            metavar="SPEC", help="A mechanism or a pattern; several with ';' between them.", autocompletion=complete_spec
+        ),
     ] = None,
     lengths: Annotated[str | None, typer.Option(help="Tokens of a sequence: 1k,4k,16k; on a CPU 512,2k,8k unless given.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from regard.cli.completion import complete_spec
 from regard.cli.console import aside, one_of, screen, sentences, stop
 from regard.cli.signals import ignore_signals
 
@@ -35,6 +36,7 @@ def compare(
         typer.Option(
             metavar="MIXERS",
             help="Names, specs, patterns, mypkg.mod:MyCore, with commas; all: the catalogue; one of every family unless given.",
+            autocompletion=complete_spec,
         ),
     ] = None,
     budget: Annotated[

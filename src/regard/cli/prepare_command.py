@@ -9,17 +9,21 @@ from typing import Annotated
 
 import typer
 
+from regard.cli.completion import ESPEAK, complete_set
 from regard.cli.console import labelled, screen, sentences
 from regard.data.downloads import DOWNLOADS, Records
 from regard.data.espeak_corpus import corpus_texts, espeak_program, make_corpus
 from regard.data.text_files import COMPRESSED_SUFFIXES, DataError
 from regard.text import unknown
 
-ESPEAK = "espeak"  # a data set that is made, for the task tts
-
 
 def prepare(
-    name: Annotated[str, typer.Argument(metavar="SET", help=f"{', '.join(DOWNLOADS)} or {ESPEAK}; others are read as they are.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="SET", help=f"{', '.join(DOWNLOADS)} or {ESPEAK}; others are read as they are.", autocompletion=complete_set
+        ),
+    ],
     download: Annotated[
         Path,
         typer.Argument(

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from regard.cli.completion import complete_task
+from regard.cli.completion import complete_preset, complete_task
 from regard.cli.console import aside, columns, screen, sentences, write_json
 from regard.cli.task_times import TaskTime, keep_time, kept_time
 from regard.options import Options, field_comments, option_lines
@@ -31,7 +31,10 @@ def tasks(
     timed: Annotated[
         bool, typer.Option("--time", help="Measure a few updates of each task whose data is here, and how many threads suit it.")
     ] = False,
-    preset: Annotated[str | None, typer.Option(metavar="NAME", help="With TASK: its settings in a preset, such as cpu.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With TASK: its settings in a preset, such as cpu.", autocompletion=complete_preset),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(metavar="DIR", help="With --time: the folder of the data, or above it; else REGARD_DATA.")
     ] = None,

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from regard.cli import settings
-from regard.cli.completion import complete_spec, complete_task
+from regard.cli.completion import complete_preset, complete_spec, complete_task
 from regard.cli.console import aside, labelled, number, screen, sentences, stop, write_json
 from regard.cli.threads import Threads, choose_threads, used
 from regard.config import Config
@@ -52,7 +52,8 @@ def train_(
         ),
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Settings by name: cpu, for a machine without a GPU.")
+        str | None,
+        typer.Option(metavar="NAME", help="Settings by name: cpu, for a machine without a GPU.", autocompletion=complete_preset),
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Another value of a setting: see `regard tasks TASK`.")
