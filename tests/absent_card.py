@@ -227,13 +227,12 @@ def noncausal_calls(whole: bool) -> Calls:
 
 def causal_exp_both_ways(d: int = 64, dtype: torch.dtype = torch.bfloat16, h: int = 4) -> None:
     """Launch all kernels of causal attention by random features, with padding and a state."""
-    from regard.ops.linear.causal_exp_launch import CAUSAL_RANDOM, ExpState, launch_causal_exp, launch_causal_exp_grads
-    from regard.ops.linear.noncausal_launch import NoncausalInputs
+    from regard.ops.linear.causal_exp_launch import ExpState, causal_inputs, launch_causal_exp, launch_causal_exp_grads
 
     q, k, v = tokens(2, h, 600, d, dtype), tokens(2, 2, 600, d, dtype), tokens(2, 2, 600, d, dtype)
     directions, log_norm = torch.empty(4 * d, d, device="cuda"), torch.empty(2, device="cuda")
     valid = torch.empty(2, 600, dtype=torch.bool, device="cuda")
-    inputs = NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM)
+    inputs = causal_inputs(q, k, v, valid, directions, log_norm)
     state = ExpState(*(torch.empty(2, 2, *size, device="cuda") for size in ((4 * d, d), (4 * d,), (1,))))
     out, last, kept = launch_causal_exp(inputs, state)
     launch_causal_exp_grads(inputs, kept, out, torch.empty_like(out), last[:2])

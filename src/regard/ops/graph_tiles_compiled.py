@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_launch import by_token, dense_rows
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, like_by_token
 from regard.ops.dropout_hash import draw_seed
 from regard.ops.edge import _parsed_pattern
 from regard.ops.graph_tiles import GraphCall, GraphLaunches, GraphPairs
@@ -86,8 +86,8 @@ def fake_graph_tiles_backward(grad, q, k, v, a_q, a_k, *rest):  # noqa: ARG001
 
 
 def _apart(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return empty tensors like (b heads n width), laid out as (b n heads width), each in a buffer of its own."""
-    return tuple(by_token(x, x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in tensors)
+    """Return empty tensors for gradients, each in a buffer of its own: results of an operator share no memory."""
+    return tuple(like_by_token(x) for x in tensors)
 
 
 def keep_graph_tensors(ctx: Any, inputs: tuple, output: tuple) -> None:

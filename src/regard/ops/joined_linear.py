@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from regard.ops.bucket.bucket_launch import by_token
+from regard.ops.bucket.bucket_launch import like_by_token
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.triton_support import DTYPES, HALVES, has_triton
 from regard.patterns.tiles import ceil_div
@@ -71,7 +71,7 @@ def gradient_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     """
     tensors = q, k, v
     if q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3]:
-        dq, dk, dv = (by_token(x, x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in tensors)
+        dq, dk, dv = (like_by_token(x) for x in tensors)
         return dq, dk, dv
     heads = [x.shape[1] for x in tensors]
     buffer = q.new_empty(q.shape[0], q.shape[2], sum(heads), q.shape[3])

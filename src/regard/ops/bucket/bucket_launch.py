@@ -34,6 +34,12 @@ def by_token(x: Tensor, b: int, n: int, heads: int, width: int, dtype: torch.dty
     return x.new_empty_strided((b, heads, n, width), (n * row, width, row, 1), dtype=dtype)
 
 
+def like_by_token(x: Tensor) -> Tensor:
+    """Return an empty tensor of the shape and type of x (b heads n width), laid out as (b n heads width)."""
+    b, heads, n, width = x.shape
+    return by_token(x, b, n, heads, width)
+
+
 def sorted_places(call: BucketCall) -> Tensor:
     """Sort tokens by label in every round: (3 or 6, b h r n) int32, see `token_places` in triton_kernels."""
     places = torch.empty(6 if call.labels.shape[2] > 1 else 3, *call.labels.shape, dtype=torch.int32, device=call.q.device)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.bucket.bucket_launch import like_by_token
+from regard.ops.linear.noncausal_compiled import or_empty
+
 CAUSAL_EXP_TENSORS = 9  # of a call
 DIRECTION_COPIES = 2  # of directions, at the end of what is kept: those of half precision alone have them
 
@@ -27,16 +30,16 @@ def causal_exp_operator(
     top: Tensor,
 ) -> list[Tensor]:
     """Compute out (b h n e), the state behind the last token, and what the backward pass needs: see `CausalExpKept`."""
-    from regard.ops.linear.causal_exp_launch import ExpState, launch_causal_exp
+    from regard.ops.linear.causal_exp_launch import ExpState, causal_inputs, launch_causal_exp
 
-    return _flat(q, *launch_causal_exp(_inputs(q, k, v, valid, directions, log_norm), ExpState(s, z, top)))
+    return _flat(q, *launch_causal_exp(causal_inputs(q, k, v, valid, directions, log_norm), ExpState(s, z, top)))
 
 
 @causal_exp_operator.register_fake
 def fake_causal_exp_attention(q, k, v, valid, directions, log_norm, *state):  # noqa: ARG001
-    from regard.ops.linear.causal_exp_launch import empty_results
+    from regard.ops.linear.causal_exp_launch import causal_inputs, empty_results
 
-    return _flat(q, *empty_results(_inputs(q, k, v, valid, directions, log_norm)))
+    return _flat(q, *empty_results(causal_inputs(q, k, v, valid, directions, log_norm)))
 
 
 @torch.library.custom_op("regard::causal_exp_attention_backward", mutates_args=())
@@ -54,10 +57,10 @@ def causal_exp_operator_backward(
     log_norm: Tensor | None,
 ) -> list[Tensor]:
     """Compute the gradients of queries, keys, values, the state, and of the log of the largest norm if there is one."""
-    from regard.ops.linear.causal_exp_launch import CausalExpKept, launch_causal_exp_grads
+    from regard.ops.linear.causal_exp_launch import CausalExpKept, causal_inputs, launch_causal_exp_grads
 
     copies = (x if x.numel() else None for x in kept[-DIRECTION_COPIES:])
-    inputs = _inputs(q, k, v, valid, directions, log_norm)
+    inputs = causal_inputs(q, k, v, valid, directions, log_norm)
     found = launch_causal_exp_grads(inputs, CausalExpKept(*kept[:-DIRECTION_COPIES], *copies), out, grad, (grad_s, grad_z))
     return [found.q, found.k, found.v, found.s, found.z, *([] if found.log_norm is None else [found.log_norm])]
 
@@ -65,20 +68,13 @@ def causal_exp_operator_backward(
 @causal_exp_operator_backward.register_fake
 def fake_causal_exp_backward(grad, grad_s, grad_z, out, kept, q, k, v, valid, directions, log_norm):  # noqa: ARG001
     (b, g), f, e = k.shape[:2], directions.shape[0], v.shape[-1]
-    found = [x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k, v)]
+    found = [like_by_token(x) for x in (q, k, v)]
     found += [q.new_empty(b, g, f, e, dtype=torch.float32), q.new_empty(b, g, f, dtype=torch.float32)]
     return found if log_norm is None else [*found, torch.empty_like(log_norm)]
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, directions: Tensor, log_norm: Tensor | None) -> Any:
-    from regard.ops.linear.causal_exp_launch import CAUSAL_RANDOM
-    from regard.ops.linear.noncausal_launch import NoncausalInputs
-
-    return NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM)
-
-
 def _flat(q: Tensor, out: Tensor, last: tuple[Tensor, ...], kept: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [out, *last, *(q.new_empty(0, dtype=torch.float32) if x is None else x for x in kept)]
+    return [out, *last, *(or_empty(x, q) for x in kept)]
 
 
 def _keep_tensors(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:

@@ -21,6 +21,13 @@ from regard.ops.triton_support import block_of, kernel_config
 CAUSAL_RANDOM = "causal random"  # the feature of `NoncausalInputs`
 
 
+def causal_inputs(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, directions: Tensor, log_norm: Tensor | None
+) -> NoncausalInputs:
+    """Return the arguments of a pass: queries (b h n d), keys (b g n d), values (b g n e), padding and features."""
+    return NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM)
+
+
 class ExpState(NamedTuple):
     """Sums over tokens in units of exp(top)."""
 

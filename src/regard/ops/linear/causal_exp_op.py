@@ -41,11 +41,10 @@ def causal_exp_attention(
 
 def _computed(*flat: Any) -> tuple[ExpResults, Any]:
     """The results of the kernels, and what the backward pass needs."""
-    from regard.ops.linear.causal_exp_launch import CAUSAL_RANDOM, ExpState, launch_causal_exp
-    from regard.ops.linear.noncausal_launch import NoncausalInputs
+    from regard.ops.linear.causal_exp_launch import ExpState, causal_inputs, launch_causal_exp
 
-    q, k, v, valid, directions, log_norm, *state = flat
-    out, last, kept = launch_causal_exp(NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM), ExpState(*state))
+    *given, s, z, top = flat
+    out, last, kept = launch_causal_exp(causal_inputs(*given), ExpState(s, z, top))
     return (out, *last), kept
 
 
@@ -101,10 +100,9 @@ class _CausalExpFunction(torch.autograd.Function):
             of_state = [torch.zeros_like(t, dtype=torch.float32) if g is None else g for g, t in ((grad_s, s), (grad_z, z))]
             found = list(differentiable_grads(f, (q, k, v, log_norm, s, z), [grad, *of_state]))
         else:
-            from regard.ops.linear.causal_exp_launch import CAUSAL_RANDOM, CausalExpKept, launch_causal_exp_grads
-            from regard.ops.linear.noncausal_launch import NoncausalInputs
+            from regard.ops.linear.causal_exp_launch import CausalExpKept, causal_inputs, launch_causal_exp_grads
 
-            inputs = NoncausalInputs(q, k, v, valid, directions, log_norm, CAUSAL_RANDOM)
+            inputs = causal_inputs(q, k, v, valid, directions, log_norm)
             found = list(launch_causal_exp_grads(inputs, CausalExpKept(*others), out, grad, (grad_s, grad_z)))
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 5, 6, 7)]
         d_q, d_k, d_v, d_norm, d_s, d_z = (g if needed else None for g, needed in zip(found, needs, strict=True))

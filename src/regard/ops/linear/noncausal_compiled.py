@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.bucket.bucket_launch import like_by_token
+
 
 @torch.library.custom_op("regard::noncausal_attention", mutates_args=())
 def noncausal_operator(
@@ -19,7 +21,7 @@ def noncausal_operator(
     from regard.ops.linear.noncausal_launch import NoncausalInputs, launch_noncausal
 
     out, kept = launch_noncausal(NoncausalInputs(q, k, v, valid, directions, log_norm, feature))
-    lse, w_logs, w_grads = (_or_empty(x, q) for x in kept[2:])
+    lse, w_logs, w_grads = (or_empty(x, q) for x in kept[2:])
     return out, kept.mean, kept.level, lse, w_logs, w_grads
 
 
@@ -28,7 +30,7 @@ def fake_noncausal_attention(q, k, v, valid, directions, log_norm, feature):  # 
     (b, h, n, d), g, e = q.shape, k.shape[1], v.shape[-1]
     half, f = q.dtype == torch.bfloat16, d if directions is None else directions.shape[0]
     mean = q.new_empty(b, g, f, e, dtype=torch.bfloat16 if half else torch.float32)
-    lse, w_logs, w_grads = (_or_empty(None, q) for _ in range(3))
+    lse, w_logs, w_grads = (or_empty(None, q) for _ in range(3))
     if directions is not None:
         lse = q.new_empty(b, h, n, dtype=torch.float32)
         if half:
@@ -61,11 +63,7 @@ def noncausal_operator_backward(
 
 @noncausal_operator_backward.register_fake
 def fake_noncausal_attention_backward(grad, out, kept, q, k, v, valid, directions, log_norm, feature):  # noqa: ARG001
-    def tokens(x: Tensor) -> Tensor:
-        b, h, n, d = x.shape
-        return x.new_empty(b, n, h, d).transpose(1, 2)
-
-    found = [tokens(x) for x in (q, k, v)]
+    found = [like_by_token(x) for x in (q, k, v)]
     return found if log_norm is None else [*found, torch.empty_like(log_norm)]
 
 
@@ -84,5 +82,6 @@ def _operator_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | No
 noncausal_operator.register_autograd(_operator_gradients, setup_context=_keep_tensors)
 
 
-def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return a tensor, or an empty one in the place of None, which no operator returns."""
     return like.new_empty(0, dtype=torch.float32) if x is None else x
