@@ -6,12 +6,14 @@
 PEERS is a folder with the packages of the peers (pip install --target PEERS 'regard[peers]'); those that are not there are
 listed in the files. Rows are written after every job, and the time that is left after --minutes cuts the last sets short.
 With --warm so many processes compile the kernels and models of all sets first (gpu_sets.py, warm_up.py); times are taken after
-that by this process alone. --compiled measures models of torch.compile instead, by so many processes that take turns.
+that by this process alone. --compiled measures models of torch.compile instead, by so many processes that take turns. --resume
+keeps the models that a file of an earlier run has, and measures the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -31,7 +33,7 @@ from regard.bench.record import model_record, speed_record
 from regard.bench.speed import Request
 from regard.bench.summary import crossovers
 from regard.bench.timing import first_line
-from regard.bench.whole_models import ModelRequest, SlowModels
+from regard.bench.whole_models import ModelRequest, SlowModels, job_key
 from regard.spec import Spec
 from warm_up import short_tuning, warm_up
 
@@ -46,7 +48,7 @@ class TimeIsUp(Exception):
 def run_set(name: str, parts: list[dict[str, Any]], args: argparse.Namespace, end: float) -> None:
     """Run the parts of a set, all into one file."""
     path = args.out / f"bench_{name}.json"
-    merged: dict[str, Any] = {}
+    earlier, merged = earlier_record(path, args.resume and "kinds" in parts[0]), dict[str, Any]()
     slow: SlowModels = {}
     for part in parts:
         kept = dict(merged)
@@ -54,10 +56,25 @@ def run_set(name: str, parts: list[dict[str, Any]], args: argparse.Namespace, en
         def save(record: dict[str, Any], kept: dict[str, Any] = kept) -> None:
             merged.clear()
             merged.update(joined(kept, record))
-            write_record(path, merged)
+            write_record(path, resumed(earlier, merged))
 
-        run_part(part, args, end, save, slow)
+        run_part(part, args, end, save, slow, earlier.get("rows", []))
     print(f"{name}: {len(merged.get('rows', []))} rows in {path}", flush=True)
+
+
+def earlier_record(path: Path, resume: bool) -> dict[str, Any]:
+    """Read the file of an earlier run that is resumed; empty if there is none."""
+    return json.loads(path.read_text()) if resume and path.exists() else {}
+
+
+def resumed(earlier: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Add the rows of an earlier run that this one has not come to yet, and name the commits of both."""
+    if not earlier:
+        return record
+    there = {job_key(row) for row in record["rows"]}
+    rows = [*record["rows"], *(row for row in earlier["rows"] if job_key(row) not in there)]
+    commits = dict.fromkeys([*earlier["made_with"]["commit"].split(", "), record["made_with"]["commit"]])
+    return record | {"rows": rows, "made_with": record["made_with"] | {"commit": ", ".join(commits)}}
 
 
 def request_of(part: dict[str, Any], args: argparse.Namespace) -> Request | ModelRequest:
@@ -72,7 +89,9 @@ def request_of(part: dict[str, Any], args: argparse.Namespace) -> Request | Mode
     return Request(**{"passes": (FORWARD, TRAINING), "step_batch": 2 if args.small else 32, **options})
 
 
-def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: Any, slow: SlowModels) -> None:
+def run_part(
+    part: dict[str, Any], args: argparse.Namespace, end: float, save: Any, slow: SlowModels, known: list[dict[str, Any]]
+) -> None:
     request = request_of(part, args)
     shown: list[Progress] = []
 
@@ -84,7 +103,7 @@ def run_part(part: dict[str, Any], args: argparse.Namespace, end: float, save: A
         shown[0].step(f"{text} ({done} done)")
 
     if isinstance(request, ModelRequest):
-        model_record(request, report, save, slow)
+        model_record(request, report, save, slow, known)
     else:
         speed_record(request, report, save)
 
@@ -102,7 +121,8 @@ def start_again(args: argparse.Namespace, sets: list[str], left: float) -> None:
     print("the device does not answer any more: the other sets are measured in a new process", flush=True)
     if sets:
         given = ["--only", *sets, "--out", str(args.out), "--minutes", str(left / 60), "--seconds", str(args.seconds)]
-        os.execv(sys.executable, [sys.executable, __file__, *given, "--dtype", args.dtype])
+        again = ["--resume"] if args.resume else []
+        os.execv(sys.executable, [sys.executable, __file__, *given, "--dtype", args.dtype, *again])
 
 
 def joined(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--compiled", type=int, default=0, metavar="PROCESSES", help="models of torch.compile: bench_compiled.json"
     )
+    parser.add_argument("--resume", action="store_true", help="keep the models that are in the files of an earlier run")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -134,10 +155,20 @@ def main() -> None:
     end = time.perf_counter() + 60 * args.minutes
     if args.compiled:
         requests = [request_of(part, args) for part in COMPILED]
-        measure_compiled(requests, args.compiled, 60 * args.minutes, args.out / "bench_compiled.json")
+        path = args.out / "bench_compiled.json"
+        earlier = earlier_record(path, args.resume)
+        measure_compiled(
+            requests,
+            args.compiled,
+            60 * args.minutes,
+            lambda record: write_record(path, resumed(earlier, record)),
+            earlier.get("rows", []),
+        )
         return
     if args.warm:
-        warm_up([request_of(part, args) for name in args.only for part in SETS[name]], args.warm, args.warm_seconds)
+        files = [args.out / f"bench_{name}.json" for name in args.only]
+        known = {job_key(row) for path in files for row in earlier_record(path, args.resume).get("rows", []) if "model" in row}
+        warm_up([request_of(part, args) for name in args.only for part in SETS[name]], args.warm, args.warm_seconds, known)
     with short_tuning(*TUNING_MS):
         for number, name in enumerate(args.only, 1):
             try:

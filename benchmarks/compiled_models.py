@@ -8,27 +8,34 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import TimeoutError, get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from regard.bench.machine import made_with, write_record
+from regard.bench.machine import made_with
 from regard.bench.speed import Measured
-from regard.bench.whole_models import ModelJob, ModelRequest, model_jobs, model_row
+from regard.bench.whole_models import ModelJob, ModelRequest, job_key, model_jobs, model_row
 
 LAST_TURN = 30.0  # seconds of a measurement that is under way at the end, at most
 DRAINED = 0.05  # seconds after which nothing is left of what stopped processes had launched
 _shared: dict[str, Any] = {}  # of a process: the lock of the clock, and the numbers of all processes
 
 
-def measure_compiled(requests: list[ModelRequest], processes: int, limit: float, path: Path) -> None:
-    """Measure the models of all requests within so many seconds, and write their rows after each."""
+def measure_compiled(
+    requests: list[ModelRequest],
+    processes: int,
+    limit: float,
+    save: Callable[[dict[str, Any]], None],
+    known: Sequence[Measured] = (),
+) -> None:
+    """Measure the models of all requests within so many seconds, except those of known rows, and save all rows after each."""
     end = time.monotonic() + limit
-    jobs = [(request, job) for request in requests for job in model_jobs(request)]
+    there = {job_key(row) for row in known}
+    wanted = [(request, job) for request in requests for job in model_jobs(request)]
+    jobs = [(request, job) for request, job in wanted if job.key not in there]
     settings = requests[0].to_json() | {"parts": [request.to_json() for request in requests], "processes": processes}
     record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": settings, "made_with": made_with(), "rows": []}
     context = get_context("spawn")
@@ -38,10 +45,10 @@ def measure_compiled(requests: list[ModelRequest], processes: int, limit: float,
         with suppress(TimeoutError):
             for done in range(1, len(jobs) + 1):
                 record["rows"].append(rows.next(max(end - time.monotonic(), 0.0)))
-                write_record(path, record)
+                save(record)
                 print(f"{done} of {len(jobs)}, {end - time.monotonic():.0f} s are left: {_line(record['rows'][-1])}", flush=True)
         clock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
-    print(f"compiled: {len(record['rows'])} of {len(jobs)} models in {path}", flush=True)
+    print(f"compiled: {len(record['rows'])} of {len(jobs)} models", flush=True)
 
 
 def _begin(clock: Any, numbers: Any) -> None:

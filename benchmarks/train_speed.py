@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/train_speed.py [--limit 40]                 results/train_speed.json, or into $OUT
     PYTHONPATH=src python benchmarks/train_speed.py --small                      a tiny model on a CPU, to try the script
 
+Forms: eager, and graphs, where every pass is captured as a CUDA graph (`--set graphs=true`).
 Updates are counted from the first line of the log (the 50th) to its last one, optimiser and data included, validation not.
 """
 
@@ -16,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import common
 
 MIXERS = ("softmax", "Local(256)", "linear", "retention", "gla")
+FORMS = ("eager", "graphs")
 SEED, WORDS, CHARACTERS = 0, 2000, 400_000
 SETTINGS = {"width": 512, "heads": 8, "depth": 6, "ffn": 2048, "window": 4096, "max_len": 4096, "stride": 64}
 SETTINGS |= {
@@ -43,28 +46,30 @@ def made_up_text() -> str:
     return " ".join(chosen)[:CHARACTERS]
 
 
-def train(mixer: str, settings: dict[str, Any], data: Path, seconds: float) -> dict[str, Any]:
+def train(mixer: str, form: str, settings: dict[str, Any], data: Path, seconds: float) -> dict[str, Any]:
     """Run `regard train` in a process of its own, and read its log."""
+    row: dict[str, Any] = {"mixer": mixer, "form": form}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        pairs = settings | {"validate_every": settings["steps"], "save_every": settings["steps"]}
+        pairs = settings | {"validate_every": settings["steps"], "save_every": settings["steps"], "graphs": form == "graphs"}
         words = [word for key, value in pairs.items() for word in ("--set", f"{key}={value}")]
         command = [sys.executable, "-m", "regard_command", "train", "shakespeare", "--mixer", mixer, *words]
         done = subprocess.run(
             [*command, "--data", str(data), "--out", str(out)], capture_output=True, text=True, check=False, timeout=seconds
         )
         if done.returncode:  # the last lines, which may point into a spec
-            return {"mixer": mixer, "reason": " ".join(done.stderr.split("\n")[-4:]).strip()}
+            return row | {"reason": " ".join(done.stderr.split("\n")[-4:]).strip()}
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[0], lines[-1]
     spent = last["time"] - first["time"]
     rate = settings["batch_tokens"] * (last["step"] - first["step"]) / spent
-    return {"mixer": mixer, "tokens_per_second": rate, "updates": last["step"], "loss": [first["loss"], last["loss"]]}
+    return row | {"tokens_per_second": rate, "updates": last["step"], "loss": [first["loss"], last["loss"]]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for all of it")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     settings = SETTINGS | (SMALL if args.small else {})
@@ -76,11 +81,11 @@ def main() -> None:
         data = Path(folder) / "tinyshakespeare"
         data.mkdir()
         (data / "input.txt").write_text(made_up_text())
-        for mixer in MIXERS:
+        for form, mixer in product(["eager"] if args.small else args.forms, MIXERS):
             if (left := end - time.monotonic()) < 1:
                 break
             try:
-                rows.append(train(mixer, settings, data, left))
+                rows.append(train(mixer, form, settings, data, left))
             except subprocess.TimeoutExpired:
                 break
             print(json.dumps(rows[-1]), flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import TimeoutError, get_context
@@ -23,13 +23,14 @@ from regard.bench.peers import peers_of
 from regard.bench.speed import Job, Request, Session, jobs_of
 from regard.bench.timing import first_line, seconds
 from regard.bench.token_step import STEP, own_step_row
-from regard.bench.whole_models import ModelJob, ModelRequest, model_jobs, training_pass
+from regard.bench.whole_models import JobKey, ModelJob, ModelRequest, model_jobs, training_pass
 from regard.bench.workload import Setting, claims_of, spec_text
 from regard.mixers.base import Can
 from regard.spec import Spec
 
 NO_RATES = Rates(1.0, 1.0)
-MOST_TOKENS = 64 * K  # of a sequence of a model: several longer ones do not fit one memory, and have the same kernels
+MOST_TOKENS = 64 * K  # of a sequence of a model: several longer ones do not fit one memory
+SAME_KERNELS = 4 * K  # tokens of a sequence that is run in place of longer ones
 
 
 class WarmJob(NamedTuple):
@@ -45,12 +46,16 @@ class WarmJob(NamedTuple):
         return f"{spec_text(spec)}{'' if self.share is None else f', {FLA}'}"
 
 
-def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int) -> list[WarmJob]:
-    """List what is compiled, operations first."""
+def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int, known: Collection[JobKey] = ()) -> list[WarmJob]:
+    """List what is compiled, operations first; `known` are models that are not measured again."""
     models, shares, own = [], [], []
     for request in requests:
         if isinstance(request, ModelRequest):
-            models += [WarmJob(request, job) for job in model_jobs(request) if job.n <= MOST_TOKENS and job.spec.name != LAST]
+            models += [
+                WarmJob(request, replace(job, n=job.n if job.n <= MOST_TOKENS else SAME_KERNELS))
+                for job in model_jobs(request)
+                if job.spec.name != LAST and job.key not in known
+            ]
         elif STEP in request.passes:
             own += [WarmJob(request, spec) for spec in request.mixers]
         else:
@@ -60,13 +65,14 @@ def warm_jobs(requests: Sequence[Request | ModelRequest], processes: int) -> lis
                 if FLA in peers:
                     only = replace(request, peers=(FLA,)), replace(job, own=False)
                     shares += [WarmJob(*only, (number, processes)) for number in range(processes)]
-    return [*own, *shares, *models]
+    once = {(warm.job, warm.request.compiled): warm for warm in models}  # those in place of longer ones may be there already
+    return [*own, *shares, *once.values()]
 
 
-def warm_up(requests: Sequence[Request | ModelRequest], processes: int, limit: float) -> None:
+def warm_up(requests: Sequence[Request | ModelRequest], processes: int, limit: float, known: Collection[JobKey] = ()) -> None:
     """Run every job once by several processes, for at most so many seconds."""
     end = time.monotonic() + limit
-    jobs = warm_jobs(requests, processes)
+    jobs = warm_jobs(requests, processes, known)
     done = 0
     os.environ["FLA_CACHE_RESULTS"] = "0"  # of its choices, which are none here
     with get_context("spawn").Pool(processes, torch.set_num_threads, (1,)) as pool, suppress(TimeoutError):

@@ -171,21 +171,27 @@ def training(made: Made) -> str:
     if not made["rows"]:
         return not_yet("train_speed.py")
     s, w = made["settings"], made["made_with"]
-    speeds = {row["mixer"]: row["tokens_per_second"] for row in made["rows"] if "tokens_per_second" in row}
-    body = []
-    for row in made["rows"]:
-        if "reason" in row:
-            body.append([code(row["mixer"]), "", row["reason"]])
-            continue
-        own = speeds[row["mixer"]]
-        against = f"{own / speeds['softmax']:.2f} x" if "softmax" in speeds else ""
-        body.append([code(row["mixer"]), f"{own / 1e3:,.0f}", against])
+    found = {(row["mixer"], row["form"]): row for row in made["rows"]}
+    forms = list(dict.fromkeys(row["form"] for row in made["rows"]))
+    mixers = dict.fromkeys(row["mixer"] for row in made["rows"])
+    body = [[code(mixer), *(_tokens(found, mixer, form) for form in forms)] for mixer in mixers]
     text = (
         f"`regard train --set precision={s['precision']}`: depth {s['depth']}, width {s['width']}, windows of {s['window']:,} "
         f"characters, {s['batch_tokens']:,} tokens an update, optimiser and data included. ({w['device']}, torch {w['torch']}, "
         f"commit {w['commit']}.)"
     )
-    return f"{text}\n\n{table(['mechanism', 'thousand tokens a second', 'against softmax'], body)}"
+    heads = {"eager": "thousand tokens a second (against softmax)", "graphs": "with `--set graphs=true`"}
+    return f"{text}\n\n{table(['mechanism', *(heads[form] for form in forms)], body)}"
+
+
+def _tokens(found: dict[tuple[str, str], Row], mixer: str, form: str) -> str:
+    """Thousand tokens a second of a run, and how many times those of softmax in the same form."""
+    row, full = (found.get((name, form), {}) for name in (mixer, "softmax"))
+    if "tokens_per_second" not in row:
+        return row.get("reason", "")
+    own = row["tokens_per_second"]
+    against = f" ({own / full['tokens_per_second']:.2f} x)" if "tokens_per_second" in full and mixer != "softmax" else ""
+    return f"{own / 1e3:,.0f}{against}"
 
 
 def peers_cpu(made: Made) -> str:

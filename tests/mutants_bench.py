@@ -34,7 +34,7 @@ BENCH: dict[str, tuple[str, str, str, str]] = {
         "bench",
     ),
     "views are launches": (B + "timing.py", "if not (func.is_view or nothing", "if not (nothing", "bench"),
-    "the slow go on": (B + "speed.py", "            if key in self.too_slow:\n", "            if False:\n", "bench"),
+    "the slow go on": (B + "speed.py", "            if job.n > longest:\n", "            if False:\n", "bench"),
     "a step reads one token less": (B + "token_step.py", "        self.k[:, :, self.t :].copy_(k)\n", "", "bench"),
     "special tokens of a peer are ordinary": (
         B + "peers_huggingface.py",

@@ -326,6 +326,19 @@ def test_longer_sequences_of_a_slow_model_are_left_out(monkeypatch):
     long = whole_models.ModelRequest(specs("softmax"), (128,), ("encoder",), tokens=64)
     assert "ms" not in next(whole_models.model_rows(long, whole_models.model_jobs(long), slow))
     assert passes == [32, 32]
+    shorter = whole_models.ModelRequest(specs("softmax"), (16,), ("encoder",), tokens=64, seconds=0.001)
+    assert "ms" in next(whole_models.model_rows(shorter, whole_models.model_jobs(shorter), slow))  # may well be fast
+
+
+def test_known_models_are_not_measured_again(monkeypatch):
+    passes = []
+    monkeypatch.setattr("regard.bench.whole_models.training_pass", lambda _, job, __: lambda: passes.append(job.n))
+    request = whole_models.ModelRequest(specs("softmax"), (32, 64), ("encoder",), tokens=64, seconds=0.001)
+    known = [{"spec": "softmax", "model": "encoder", "compiled": False, "n": 64, "ms": 5.0}]
+    known.append(known[0] | {"model": "decoder", "n": 32})  # of another model
+    record = model_record(request, ignore, ignore, known=known)
+    assert [row["n"] for row in record["rows"]] == [32, 64]
+    assert record["rows"][1] == known[0] and set(passes) == {32}
 
 
 def test_a_model_without_memory_is_a_row_with_a_reason(monkeypatch):

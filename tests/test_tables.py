@@ -360,9 +360,13 @@ def test_table_of_aims():
 
 def test_table_of_training_speed():
     settings = {"precision": "bf16-mixed", "depth": 6, "width": 512, "window": 4096, "batch_tokens": 32768}
-    rows = [{"mixer": "softmax", "tokens_per_second": 1e6}, {"mixer": "linear", "tokens_per_second": 2e6}]
+    speeds = {("softmax", "eager"): 1e6, ("linear", "eager"): 8e5, ("softmax", "graphs"): 1.5e6, ("linear", "graphs"): 3e6}
+    rows = [{"mixer": mixer, "form": form, "tokens_per_second": speed} for (mixer, form), speed in speeds.items()]
+    rows.append({"mixer": "rnn", "form": "graphs", "reason": "not captured"})
     made = {"settings": settings, "made_with": {"device": "a GPU", "torch": "2.0", "commit": "abc"}, "rows": rows}
-    assert "| `linear` | 2,000 | 2.00 x |" in tables_speed.training(made)
+    text = tables_speed.training(made)
+    assert "| `linear` | 800 (0.80 x) | 3,000 (2.00 x) |" in text
+    assert "| `softmax` | 1,000 | 1,500 |" in text and "| `rnn` |  | not captured |" in text
     assert tables_speed.training({"rows": []}).startswith(NOT_YET)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,14 @@ def speed_record(request: Request, report: Report, save: Save) -> dict[str, Any]
     return _finished_record(record)
 
 
-def model_record(request: ModelRequest, report: Report, save: Save, slow: SlowModels | None = None) -> dict[str, Any]:
-    """Measure whole models; `slow` is what other requests left out (see `model_rows`)."""
+def model_record(
+    request: ModelRequest, report: Report, save: Save, slow: SlowModels | None = None, known: Sequence[Measured] = ()
+) -> dict[str, Any]:
+    """Measure whole models; `slow` and `known` are what other requests left out and measured (see `model_rows`)."""
     rates = measured_rates(torch.device(request.device), TYPES_BY_NAME[request.dtype])
     record = _begun("bench_models", request.to_json(), rates, {})
     jobs = model_jobs(request)
-    rows = model_rows(request, jobs, slow)
+    rows = model_rows(request, jobs, slow, known)
     with light_collections():
         for done, job in enumerate(jobs):
             form = "compiled" if job.compiled else "eager"

@@ -120,7 +120,7 @@ class Session:
 
     request: Request
     rates: Rates
-    too_slow: dict[tuple[str, str, bool, str, str], str] = field(default_factory=dict)
+    too_slow: dict[tuple[str, str, bool, str, str], tuple[int, str]] = field(default_factory=dict)  # the length, the reason
 
     def rows(self, job: Job) -> Iterator[Measured]:
         """Yield the rows of a job: the mechanism of the catalogue and each of its peers."""
@@ -169,8 +169,9 @@ class Session:
     ) -> Iterator[Measured]:
         for name in self.request.passes:
             key = (by, str(job.spec), job.causal, job.level, name)
-            if key in self.too_slow:
-                yield self._failed(job, setting, by, name, self.too_slow[key])
+            longest, reason = self.too_slow.get(key, (job.n, ""))
+            if job.n > longest:
+                yield self._failed(job, setting, by, name, reason)
                 continue
             row = self._base(job, setting, by, name)
             try:
@@ -182,7 +183,7 @@ class Session:
                 row |= {"reason": failure_text(error)}
             _free(setting.torch_device)
             if row.get("ms", 0) > 1e3 * SLOW:
-                self.too_slow[key] = f"left out: {row['ms'] / 1e3:.1f} s at n = {job.n:,}"
+                self.too_slow[key] = job.n, f"left out: {row['ms'] / 1e3:.1f} s at n = {job.n:,}"
             yield row | self._floors(job, setting, name, mixer, row)
 
     def _floors(self, job: Job, setting: Setting, work: str, mixer: Mixer, row: Measured) -> Measured:

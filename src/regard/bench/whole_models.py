@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,8 @@ from regard.spec import Spec
 
 ENCODER_MODEL, DECODER_MODEL = "encoder", "decoder"
 VOCABULARY = 256  # bytes
-SlowModels = dict[tuple[str, str, bool], str]  # mechanism, kind and whether it was compiled: the reason
+JobKey = tuple[str, str, bool, int]  # mechanism, kind, compiled or not, length
+SlowModels = dict[tuple[str, str, bool], tuple[int, str]]  # mechanism, kind, compiled or not: length that was slow, reason
 LONG_PASS = 0.5  # seconds of a training pass that is timed once: of shorter ones, an allocation or a collection would be a part
 SLOW_PASS = 1.5  # seconds of a training pass after which longer sequences are left out
 
@@ -58,6 +59,11 @@ class ModelJob:
     compiled: bool
     n: int
 
+    @property
+    def key(self) -> JobKey:
+        """Return what tells this job, and its row, from the others of a record."""
+        return spec_text(self.spec), self.kind, self.compiled, self.n
+
 
 def model_jobs(request: ModelRequest) -> list[ModelJob]:
     """List the models of a request; a decoder only of mechanisms with a causal form."""
@@ -71,17 +77,25 @@ def model_jobs(request: ModelRequest) -> list[ModelJob]:
     return found
 
 
-def model_rows(request: ModelRequest, jobs: list[ModelJob], slow: SlowModels | None = None) -> Iterator[Measured]:
+def model_rows(
+    request: ModelRequest, jobs: list[ModelJob], slow: SlowModels | None = None, known: Sequence[Measured] = ()
+) -> Iterator[Measured]:
     """Measure the jobs; a model that runs out of memory, or is refused, is a row with the reason.
 
-    `slow` has the models whose longer sequences are left out, and gets those that are found; requests can share it.
+    `slow` has the models whose longer sequences are left out, and gets those that are found; requests can share it. `known` has
+    rows of an earlier run: their models are not measured again.
     """
     slow = {} if slow is None else slow
+    earlier = {job_key(row): row for row in known}
     for job in jobs:
-        key = (spec_text(job.spec), job.kind, job.compiled)
-        row = _row_of(request, job) | {"reason": slow[key]} if key in slow else model_row(request, job)
+        key = job.key[:3]
+        longest, reason = slow.get(key, (job.n, ""))
+        if job.key in earlier:
+            row = earlier[job.key]
+        else:
+            row = _row_of(request, job) | {"reason": reason} if job.n > longest else model_row(request, job)
         if row.get("ms", 0) > 1e3 * SLOW_PASS:
-            slow[key] = f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
+            slow[key] = job.n, f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
         yield row
 
 
@@ -94,6 +108,11 @@ def model_row(request: ModelRequest, job: ModelJob, turn: AbstractContextManager
         row["reason"] = failure_text(error)
     _forget(request.device, job.compiled)
     return row
+
+
+def job_key(row: Measured) -> JobKey:
+    """Return the key of the job of a row."""
+    return row["spec"], row["model"], row["compiled"], row["n"]
 
 
 def _row_of(request: ModelRequest, job: ModelJob) -> Measured:
