@@ -19,10 +19,9 @@ from torch import Tensor
 from regard.cache import bounded_cache
 from regard.patterns import Alternative, Band, Columns, Rows
 from regard.patterns.plan import Plan
+from regard.patterns.tile_masks import TILE, tile_masks
 from regard.patterns.tiles import Layout, Span, TilePart, ceil_div
 
-TILE = 64  # queries and keys of a tile
-MASK_BATCH = 1 << 22  # pairs that are tested together
 EMPTIEST = 32  # a list may score this many times the pairs that the tiles of the plan do: kernels score them that fast
 FEWEST = 8  # tiles of a row of tiles that a list may always have
 PIECE = 16  # tiles that one program walks, where a row of tiles is longer than twice as many
@@ -151,10 +150,12 @@ def _listed_plan(plan: Plan, listed: list[Alternative], taken: list[Band], bound
     room = min(TILE, plan.span.n) * min(TILE, plan.span.m)  # of a tile
     if len(rows) * room > max(EMPTIEST * scored, FEWEST * plan.span.n * TILE):
         return KernelPlan(refused=f"its pairs are too scattered for tiles of {TILE} x {TILE}")
-    bits, full, some = _masks(listed, taken, rows, cols, plan.span)
-    rows, cols, bits, full = rows[some], cols[some], bits[some], full[some]
-    masks, which = bits.unique(dim=0, return_inverse=True)
-    which = torch.where(full, -1, which)
+    bits, full, some, kinds = tile_masks(listed, taken, rows, cols, plan.span)
+    masks, number = bits[some].unique(dim=0, return_inverse=True)
+    of_kind = torch.full_like(full, -1, dtype=torch.long)  # number of the mask
+    of_kind[some] = torch.where(full[some], -1, number)
+    here = some[kinds]
+    rows, cols, which = rows[here], cols[here], of_kind[kinds[here]]
     tiles = ceil_div(plan.span.n, TILE), ceil_div(plan.span.m, TILE)
     by_query = _compressed(rows, cols, which, tiles[0])
     by_key = _compressed(cols, rows, which, tiles[1])
@@ -170,12 +171,14 @@ def _candidates(parts: list[TilePart], span: Span) -> tuple[Tensor, Tensor]:
     """Return the tiles that may hold pairs of these parts: numbers of query and key tiles, each pair once, in order."""
     width = ceil_div(span.m, TILE)
     codes = [torch.zeros(0, dtype=torch.long)]
+    # Global rows are one part for every few thousand keys, all with the same layouts.
+    by_query = {layout: _tiles_of_blocks(layout, span.n) for layout in {part.queries for part in parts}}
+    by_key = {layout: _tiles_of_blocks(layout, span.m) for layout in {part.keys for part in parts}}
     for part in parts:
-        by_query = _tiles_of_blocks(part.queries, span.n)
-        by_key = _tiles_of_blocks(part.keys, span.m)
         for group in part.groups:
-            theirs = torch.where(group.cols[..., None] >= 0, by_key[group.cols.clamp_min(0)], -1).flatten(1)  # (T, p * wc)
-            own = by_query[group.rows]  # (T, wr)
+            listed = by_key[part.keys][group.cols.clamp_min(0)]
+            theirs = torch.where(group.cols[..., None] >= 0, listed, -1).flatten(1)  # (T, p * wc)
+            own = by_query[part.queries][group.rows]  # (T, wr)
             code = own[:, :, None] * width + theirs[:, None]
             there = (own[:, :, None] >= 0) & (theirs[:, None] >= 0)
             codes.append(code[there].unique())
@@ -195,33 +198,6 @@ def _tiles_of_blocks(layout: Layout, length: int) -> Tensor:
     again = torch.zeros_like(number, dtype=torch.bool)
     again[:, 1:] = number[:, 1:] == number[:, :-1]
     return torch.where(again, -1, number)
-
-
-def _masks(listed: list[Alternative], taken: list[Band], rows: Tensor, cols: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor]:
-    """Test the pairs of tiles: bits (T 64) int64, which tiles are full, and which hold any pair."""
-    token = torch.arange(TILE)
-    powers = torch.ones(TILE, dtype=torch.long) << token
-    found = []
-    step = MASK_BATCH // (TILE * TILE)
-    for some, theirs in zip(rows.split(step), cols.split(step), strict=True):
-        x = (some[:, None] * TILE + token)[:, :, None]
-        y = (theirs[:, None] * TILE + token)[:, None]
-        inside = (x < span.n) & (y < span.m)
-        i, j = x + span.t, y + span.u
-        seen = torch.zeros_like(inside)
-        for atoms in listed:
-            holds = inside
-            for atom in atoms:
-                holds = holds & atom(0, i, j)
-            seen = seen | holds
-        for band in taken:
-            seen = seen & ~band(0, i, j)
-        bits = torch.where(seen, powers, 0).sum(-1)
-        found.append((bits, seen.flatten(1).all(1), seen.flatten(1).any(1)))
-    if not found:
-        return torch.zeros(0, TILE, dtype=torch.long), torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.bool)
-    bits, full, some = (torch.cat(x) for x in zip(*found, strict=True))
-    return bits, full, some
 
 
 def _compressed(rows: Tensor, cols: Tensor, which: Tensor, count: int) -> TileList:
@@ -254,61 +230,63 @@ def kernel_items(plans: tuple[KernelPlan, ...], share: int, length: int, by_key:
     heads have plans of their own is computed for each of them and summed.
     """
     shared = len(plans) == 1
-    listed = [_list_rows(plan.by_key if by_key else plan.by_query, length) for plan in plans]
-    starts = _running_sum([0 if rows.entries is None else len(rows.entries) for rows in listed])
+    listed = [plan.by_key if by_key else plan.by_query for plan in plans]
+    starts = _running_sum([0 if tiles is None else len(tiles.entries) for tiles in listed])
     first_masks = _running_sum([0 if plan.masks is None else len(plan.masks) for plan in plans])
     together = share if by_key and not shared else 1
-    items: list[list[int]] = []
-    merges: list[list[int]] = []
-    slots = 0
-    for owner in range(len(plans) // together):
-        heads = range(owner * together, (owner + 1) * together)
-        for tile in range(ceil_div(length, TILE)):
-            pieces = []
-            for head in heads:
-                reach = plans[head].band or NO_BAND
-                for first, middle, last in _pieces(*listed[head].rows[tile]):
-                    start = starts[head]
-                    pieces.append([head, tile, first + start, middle + start, last + start, -1, *reach])
-                    reach = NO_BAND
-            if len(pieces) > 1:
-                merges.append([owner, tile, slots, slots + len(pieces)])
-                for number, piece in enumerate(pieces):
-                    piece[5] = slots + number
-                slots += len(pieces)
-            items += pieces
-    entries = [rows.entries + torch.tensor([0, first_masks[x]]) for x, rows in enumerate(listed) if rows.entries is not None]
+    rows = torch.stack([_list_rows(tiles, ceil_div(length, TILE), start) for tiles, start in zip(listed, starts, strict=False)])
+    bands = torch.tensor([plan.band or NO_BAND for plan in plans])
+    items, merges, slots = _cut_rows(rows, bands, together)
+    entries = [x.entries + torch.tensor([0, first]) for x, first in zip(listed, first_masks, strict=False) if x is not None]
     masks = [plan.masks for plan in plans if plan.masks is not None]
     return KernelItems(
-        torch.tensor(items, dtype=torch.int32).view(-1, 8).to(device),
+        items.to(device, torch.int32),
         torch.cat([torch.zeros(1, 2, dtype=torch.long)[:0], *entries]).to(device, torch.int32),
         torch.cat([torch.zeros(0, 2, TILE, dtype=torch.int32), *masks]).to(device),
-        torch.tensor(merges, dtype=torch.int32).view(-1, 4).to(device),
+        merges.to(device, torch.int32),
         slots,
         shared,
     )
 
 
-class _ListRows(NamedTuple):
-    """The rows of a list as integers: first, middle and last entry."""
-
-    rows: list[tuple[int, int, int]]
-    entries: Tensor | None
-
-
-def _list_rows(tiles: TileList | None, length: int) -> _ListRows:
+def _list_rows(tiles: TileList | None, count: int, start: int) -> Tensor:
+    """Return first, middle and last entry of all rows of a list (count, 3), whose entries are numbered from a start."""
     if tiles is None:
-        return _ListRows([(0, 0, 0)] * ceil_div(length, TILE), None)
-    rows = zip(tiles.offsets[:-1].tolist(), tiles.middles.tolist(), tiles.offsets[1:].tolist(), strict=True)
-    return _ListRows(list(rows), tiles.entries)
+        return torch.full((count, 3), start)
+    return torch.stack([tiles.offsets[:-1], tiles.middles, tiles.offsets[1:]], 1) + start
 
 
-def _pieces(first: int, middle: int, last: int) -> list[tuple[int, int, int]]:
-    """Cut a long row of tiles; every piece has full tiles first."""
-    if last - first <= 2 * PIECE:
-        return [(first, middle, last)]
-    lows = range(first, last, PIECE)
-    return [(low, min(max(middle, low), min(low + PIECE, last)), min(low + PIECE, last)) for low in lows]
+def _cut_rows(rows: Tensor, bands: Tensor, together: int) -> tuple[Tensor, Tensor, int]:
+    """Cut the long ones of rows of tiles (heads, tiles, 3); return items, merges and the number of slots.
+
+    Items are in the order of owner, tile, head and piece; an owner has as many heads as are merged together. Every piece has
+    full tiles first, and the first one of a row has the band (heads, 2) of its head.
+    """
+    heads, tiles, _ = rows.shape
+    numbers = torch.cartesian_prod(torch.arange(heads), torch.arange(tiles)).view(heads, tiles, 2)
+    ordered = torch.cat([numbers, rows], 2).unflatten(0, (-1, together)).transpose(1, 2)
+    head, tile, first, middle, last = ordered.flatten(0, 2).unbind(1)
+    long = last - first > 2 * PIECE
+    counts = torch.where(long, (last - first + PIECE - 1) // PIECE, 1)
+    row, piece = _repeated(counts)
+    low = first[row] + piece * PIECE
+    high = torch.where(long[row], (low + PIECE).minimum(last[row]), last[row])
+    reach = torch.where((piece == 0)[:, None], bands[head[row]], torch.tensor(NO_BAND))
+    parts = counts.view(-1, together).sum(1)  # (owners * tiles)
+    merged = parts > 1
+    ends = torch.where(merged, parts, 0).cumsum(0)
+    owner, place = _repeated(parts)
+    slot = torch.where(merged[owner], (ends - parts)[owner] + place, -1)
+    items = torch.stack([head[row], tile[row], low, middle[row].maximum(low).minimum(high), high, slot, *reach.unbind(1)], 1)
+    at = torch.arange(len(parts))
+    merges = torch.stack([at // max(tiles, 1), at % max(tiles, 1), ends - parts, ends], 1)[merged]
+    return items, merges, int(ends[-1]) if len(ends) else 0
+
+
+def _repeated(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat every index as often as its count; return also the number of each among its repeats."""
+    index = torch.arange(len(counts)).repeat_interleave(counts)
+    return index, torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
 
 
 def _running_sum(counts: list[int]) -> list[int]:
