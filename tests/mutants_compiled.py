@@ -431,4 +431,34 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "",
         "noncausal_kernels",
     ),
+    "nystrom leaves its kernels under torch.compile": (
+        R + "ops/landmark_attention.py",
+        "    if not q.is_cuda or not has_triton() or needs_plain_ops() or too_few_keys(k):\n",
+        "    if not q.is_cuda or torch.compiler.is_compiling() or not has_triton() or needs_plain_ops() or too_few_keys(k):\n",
+        "compiled_kernels",
+    ),
+    "a graph of landmarks is one for long sequences alone": (
+        R + "ops/many_keys.py",
+        "    return not torch.compiler.is_compiling() and k.shape[2] < FEWEST_KEYS\n",
+        "    return k.shape[2] < FEWEST_KEYS\n",
+        "compiled_kernels",
+    ),
+    "a compiler is promised another layout of gradients that heads share": (
+        R + "ops/landmark_compiled.py",
+        "    return like_by_token(x) if q.shape[1] == x.shape[1] else x.new_empty(x.shape)\n",
+        "    return like_by_token(x)\n",
+        "compiled_kernels",
+    ),
+    "a compiled sort forgets the order of time in its gradient": (
+        R + "ops/sinkhorn_compiled.py",
+        "    return balance_pass_grads(logits.contiguous(), kept, grad, in_time)\n",
+        "    return balance_pass_grads(logits.contiguous(), kept, grad)\n",
+        "compiled_kernels",
+    ),
+    "a compiled running softmax forgets the tokens before the first": (
+        R + "ops/linear/running_softmax_launch.py",
+        "    return _before_segments(run, k, (first_z, first_top), (run.slots(k, 1), run.slots(k, 1)))\n",
+        "    return _before_segments(run, k, (0 * first_z, first_top), (run.slots(k, 1), run.slots(k, 1)))\n",
+        "compiled_kernels",
+    ),
 }

@@ -58,11 +58,15 @@ def balances_in_one_launch(logits: Tensor) -> bool:
     """Return whether the kernels take these matrices (... r c)."""
     if not logits.is_cuda or logits.dtype != torch.float32 or not has_triton():
         return False
-    return max(logits.shape[-2:]) <= LARGEST_WIDE and not torch.compiler.is_compiling() and not needs_plain_ops()
+    return max(logits.shape[-2:]) <= LARGEST_WIDE and not needs_plain_ops()
 
 
 def balance_matrices(logits: Tensor, iterations: int, in_time: bool) -> Tensor:
     """Return the balanced weights (... r c) of logits (... r c), in float32."""
+    if torch.compiler.is_compiling():
+        from regard.ops.sinkhorn_compiled import balance_operator
+
+        return balance_operator(logits, iterations, in_time)[0]
     return _Balance.apply(logits, iterations, in_time)
 
 

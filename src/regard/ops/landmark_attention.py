@@ -16,7 +16,7 @@ from regard.ops.bucket.bucket_launch import dense_rows, row_strides
 from regard.ops.few_keys import launch_few_keys, launch_few_keys_gradients
 from regard.ops.joined_linear import gradient_buffers
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.many_keys import FEWEST_KEYS, launch_answer_gradients, launch_answers
+from regard.ops.many_keys import launch_answer_gradients, launch_answers, too_few_keys
 from regard.ops.triton_support import HALVES, block_of, dot_precision, has_triton
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -34,9 +34,23 @@ class LandmarkRule(NamedTuple):
     scale: float
 
 
+class LandmarkKept(NamedTuple):
+    """What the backward pass needs beside q, k and v: s landmarks of queries, t of keys; in float32 but for the last two."""
+
+    few_q: Tensor  # (b h s d) means of queries
+    few_k: Tensor  # (b g t d) means of keys
+    answers: Tensor  # (b h s e) what landmarks get from all tokens
+    lse: Tensor  # (b h s) of their scores
+    weights: Tensor  # (b h s t) S
+    steps: Tensor  # (b h iterations+1 t s) of the iteration, or (b h t t) the inverse of the ridge solve
+    found: Tensor  # (b h t e) S^+ answers
+    half_k: Tensor  # (b h t d) few_k for every query head, in the type of q
+    half_v: Tensor  # (b h t e) found, in the type of q
+
+
 def takes_landmarks(q: Tensor, k: Tensor, v: Tensor, landmarks: int) -> bool:
     """Return whether the kernels compute Nystrom attention of q (b h n d) to k (b g m d), v (b g m e)."""
-    if not q.is_cuda or torch.compiler.is_compiling() or k.shape[2] < FEWEST_KEYS or not has_triton() or needs_plain_ops():
+    if not q.is_cuda or not has_triton() or needs_plain_ops() or too_few_keys(k):
         return False
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALVES
     return alike and landmarks <= MOST_LANDMARKS and max(q.shape[-1], v.shape[-1]) <= WIDEST_LANDMARK
@@ -47,6 +61,10 @@ def landmark_attention(q: Tensor, k: Tensor, v: Tensor, rule: LandmarkRule, plai
 
     plain: the same function of q, k and v in differentiable operations, for second derivatives.
     """
+    if torch.compiler.is_compiling():
+        from regard.ops.landmark_compiled import landmark_operator
+
+        return landmark_operator(q, k, v, *rule)[0]
     return _LandmarkAttention.apply(q, k, v, rule, plain)
 
 
@@ -88,48 +106,68 @@ def _segment_means(q: Tensor, k: Tensor, landmarks: int) -> tuple[Tensor, Tensor
     return few_q, few_k
 
 
+def launch_landmarks(q: Tensor, k: Tensor, v: Tensor, rule: LandmarkRule) -> tuple[Tensor, LandmarkKept]:
+    """Return the outputs (b h n e), and what their gradients need; rows of q, k and v are contiguous."""
+    from regard.ops.landmark_kernels import landmark_inverse
+
+    b, h, d, e, share = *q.shape[:2], q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
+    few_q, few_k = _segment_means(q, k, rule.landmarks)
+    answers, lse = launch_answers(few_q, k, v, None, rule.scale)
+    s, t = few_q.shape[2], few_k.shape[2]
+    weights, found = few_q.new_empty(b, h, s, t), few_q.new_empty(b, h, t, e)
+    steps = few_q.new_empty(b, h, rule.iterations + 1, t, s) if rule.iterations else few_q.new_empty(b, h, t, t)
+    half_k, half_v = q.new_empty(b, h, t, d), q.new_empty(b, h, t, e)
+    tensors = (few_q, few_k, answers, weights, steps, found, half_k, half_v)
+    numbers = (s, t, rule.scale, rule.ridge)
+    launch_kernel(landmark_inverse, (b * h,), tensors, numbers, _constants(q, v, rule, share))
+    out = launch_few_keys(q, half_k, half_v, None, rule.scale)
+    return out, LandmarkKept(few_q, few_k, answers, lse, weights, steps, found, half_k, half_v)
+
+
+def launch_landmark_gradients(
+    saved: tuple[Tensor, ...], kept: LandmarkKept, grad: Tensor, rule: LandmarkRule, into: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values.
+
+    saved: q, k and v as in `launch_landmarks`. into: where to write them; those of keys and values that query heads share are
+    new tensors.
+    """
+    from regard.ops.landmark_kernels import add_mean_gradients, landmark_gradients
+
+    q, k, v = saved
+    few_q, few_k, answers, lse, weights, steps, found, half_k, half_v = kept
+    (b, h, n, d), s, t = q.shape, few_q.shape[2], few_k.shape[2]
+    dq, out_k, out_v = into
+    dq, dk_parts, dfound = launch_few_keys_gradients((q, half_k, half_v, None), grad, rule.scale, dq)
+    danswers, dscores = torch.empty_like(answers), torch.empty_like(weights)
+    dfew_q, dfew_k = torch.empty_like(few_q), few_q.new_empty(b, h, t, d)
+    tensors = (few_k, answers, weights, steps, found, dk_parts, dfound, danswers, dscores, dfew_q, dfew_k)
+    constants = _constants(q, v, rule, h // k.shape[1])
+    launch_kernel(landmark_gradients, (b * h,), tensors, (s, t, dk_parts.shape[2], rule.scale), constants)
+    dfew_k = torch.baddbmm(dfew_k.flatten(0, 1), dscores.flatten(0, 1).mT, few_q.flatten(0, 1)).view_as(dfew_k)
+    of_answers = few_q, k, v, None, answers, lse
+    dq_parts, dk, dv = launch_answer_gradients(of_answers, danswers, dfew_k, rule.scale, (out_k, out_v))
+    numbers = (*row_strides(dq), n, s, h, dq_parts.shape[2])
+    sizes = {"D": d, "BD": constants["BD"], "BT": TOKEN_TILE}
+    launch_kernel(add_mean_gradients, (b * h * s,), (dq, dfew_q, dq_parts), numbers, sizes)
+    return dq, dk, dv
+
+
 class _LandmarkAttention(torch.autograd.Function):
     """The kernels for autograd."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: LandmarkRule, plain: Callable[..., Tensor]) -> Tensor:
-        from regard.ops.landmark_kernels import landmark_inverse
-
         q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-        b, h, d, e, share = *q.shape[:2], q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
-        few_q, few_k = _segment_means(q, k, rule.landmarks)
-        answers, lse = launch_answers(few_q, k, v, None, rule.scale)
-        s, t = few_q.shape[2], few_k.shape[2]
-        weights, found = few_q.new_empty(b, h, s, t), few_q.new_empty(b, h, t, e)
-        steps = few_q.new_empty(b, h, rule.iterations + 1, t, s) if rule.iterations else few_q.new_empty(b, h, t, t)
-        half_k, half_v = q.new_empty(b, h, t, d), q.new_empty(b, h, t, e)
-        tensors = (few_q, few_k, answers, weights, steps, found, half_k, half_v)
-        numbers = (s, t, rule.scale, rule.ridge)
-        launch_kernel(landmark_inverse, (b * h,), tensors, numbers, _constants(q, v, rule, share))
-        ctx.save_for_backward(q, k, v, answers, lse, *tensors[:2], *tensors[3:])
+        out, kept = launch_landmarks(q, k, v, rule)
+        ctx.save_for_backward(q, k, v, *kept)
         ctx.rule, ctx.plain = rule, plain
-        return launch_few_keys(q, half_k, half_v, None, rule.scale)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from regard.ops.landmark_kernels import add_mean_gradients, landmark_gradients
-
-        q, k, v, answers, lse, few_q, few_k, weights, steps, found, half_k, half_v = ctx.saved_tensors
-        rule: LandmarkRule = ctx.rule
+        q, k, v, *kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v), (grad,)), None, None
-        (b, h, n, d), s, t = q.shape, few_q.shape[2], few_k.shape[2]
-        dq, out_k, out_v = gradient_buffers(q, k, v)
-        dq, dk_parts, dfound = launch_few_keys_gradients((q, half_k, half_v, None), grad, rule.scale, dq)
-        danswers, dscores = torch.empty_like(answers), torch.empty_like(weights)
-        dfew_q, dfew_k = torch.empty_like(few_q), few_q.new_empty(b, h, t, d)
-        tensors = (few_k, answers, weights, steps, found, dk_parts, dfound, danswers, dscores, dfew_q, dfew_k)
-        constants = _constants(q, v, rule, h // k.shape[1])
-        launch_kernel(landmark_gradients, (b * h,), tensors, (s, t, dk_parts.shape[2], rule.scale), constants)
-        dfew_k = torch.baddbmm(dfew_k.flatten(0, 1), dscores.flatten(0, 1).mT, few_q.flatten(0, 1)).view_as(dfew_k)
-        saved = few_q, k, v, None, answers, lse
-        dq_parts, dk, dv = launch_answer_gradients(saved, danswers, dfew_k, rule.scale, (out_k, out_v))
-        numbers = (*row_strides(dq), n, s, h, dq_parts.shape[2])
-        sizes = {"D": d, "BD": constants["BD"], "BT": TOKEN_TILE}
-        launch_kernel(add_mean_gradients, (b * h * s,), (dq, dfew_q, dq_parts), numbers, sizes)
-        return dq, dk, dv, None, None
+        found = launch_landmark_gradients((q, k, v), LandmarkKept(*kept), grad, ctx.rule, gradient_buffers(q, k, v))
+        return *found, None, None

@@ -26,11 +26,16 @@ FEWEST_KEYS = 512  # below, PyTorch's kernels are as good
 
 def takes_many_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the kernels compute attention of q (b h s d) in float32 to k (b g n d), v (b g n e) in half precision."""
-    if not q.is_cuda or torch.compiler.is_compiling() or k.shape[2] < FEWEST_KEYS or not has_triton() or needs_plain_ops():
+    if not q.is_cuda or not has_triton() or needs_plain_ops() or too_few_keys(k):
         return False
     alike = q.dtype == torch.float32 and k.dtype == v.dtype and k.dtype in HALVES
-    widest = block_of(max(q.shape[-1], v.shape[-1]), q.device)
-    return alike and q.shape[2] > 0 and block_of(q.shape[2], q.device) * widest <= MOST_KEY_ELEMENTS[False]
+    most = MOST_KEY_ELEMENTS[False] // block_of(max(q.shape[-1], v.shape[-1]), q.device)  # a power of two
+    return alike and block_of(1, q.device) <= most and 0 < q.shape[2] <= most  # which may be a symbol
+
+
+def too_few_keys(k: Tensor) -> bool:
+    """Return whether PyTorch's kernels serve keys (b g n d) as well. A graph asks for no length: one serves all."""
+    return not torch.compiler.is_compiling() and k.shape[2] < FEWEST_KEYS
 
 
 def many_keys_answers(
@@ -40,6 +45,10 @@ def many_keys_answers(
 
     plain: the same function of q, k and v in differentiable operations, for second derivatives.
     """
+    if torch.compiler.is_compiling():
+        from regard.ops.landmark_compiled import answers_operator
+
+        return answers_operator(q, k, v, valid, scale)[0]
     return _ManyKeys.apply(q, k, v, valid, scale, plain)
 
 
@@ -57,6 +66,11 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> dict[st
         "num_warps": 4,
         "num_stages": 2,
     }
+
+
+def answer_inputs(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the tensors of a call as the kernels read them."""
+    return q.contiguous(), dense_rows(k), dense_rows(v), None if valid is None else valid.contiguous().view(torch.uint8)
 
 
 def launch_answers(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -111,8 +125,7 @@ class _ManyKeys(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, scale: float, plain: Callable[..., Tensor]
     ) -> Tensor:
-        q, k, v = q.contiguous(), dense_rows(k), dense_rows(v)
-        real = None if valid is None else valid.contiguous().view(torch.uint8)
+        q, k, v, real = answer_inputs(q, k, v, valid)
         out, lse = launch_answers(q, k, v, real, scale)
         ctx.save_for_backward(q, k, v, real, out, lse)
         ctx.scale, ctx.plain = scale, plain

@@ -21,10 +21,18 @@ RIGHT_SIDES = 64  # right sides of a program
 
 def spd_solve(a: Tensor, b: Tensor) -> Tensor:
     """Return a^-1 b of symmetric positive definite matrices a (... n n) and right sides b (... n e), in float64."""
-    few = a.is_cuda and a.shape[-1] <= LARGEST_SYSTEM and has_triton()
-    if few and not torch.compiler.is_compiling() and not needs_plain_ops():
-        return _SpdSolve.apply(a, b)
-    return torch.linalg.solve_ex(a, b)[0]
+    if not takes_systems(a):
+        return torch.linalg.solve_ex(a, b)[0]
+    if torch.compiler.is_compiling():
+        from regard.ops.landmark_compiled import solve_operator
+
+        return solve_operator(a, b)
+    return _SpdSolve.apply(a, b)
+
+
+def takes_systems(a: Tensor) -> bool:
+    """Return whether the kernel solves systems with matrices a (... n n)."""
+    return a.is_cuda and a.shape[-1] <= LARGEST_SYSTEM and has_triton() and not needs_plain_ops()
 
 
 def eliminate(a: Tensor, b: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Nothing is joined or copied: the kernels read both blocks where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ BlockTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v,
 def takes_two_blocks(blocks: BlockTensors) -> bool:
     """Return whether the kernels compute these blocks."""
     q, _, v = blocks[:3]
-    if not q.is_cuda or not has_triton() or torch.compiler.is_compiling() or needs_plain_ops():
+    if not q.is_cuda or not has_triton() or needs_plain_ops():
         return False
     widest = block_of(max(q.shape[-1], v.shape[-1]), q.device)
     size = block_of(q.shape[3], q.device)
@@ -40,6 +40,10 @@ def two_blocks_attention(blocks: BlockTensors, causal: bool, plain: Callable[...
 
     plain: the same function of the blocks in differentiable operations, for second derivatives.
     """
+    if torch.compiler.is_compiling():
+        from regard.ops.sinkhorn_compiled import two_blocks_operator
+
+        return two_blocks_operator(*blocks, causal)[0]
     return _TwoBlocks.apply(causal, plain, *blocks)
 
 
@@ -65,40 +69,57 @@ def block_constants(q: Tensor, v: Tensor, causal: bool, mass: bool = False) -> d
     return {"CAUSAL": causal, "MASS": mass, "BP": size, "PRECISION": precision, "num_warps": 4 if small else 8, **wide}
 
 
+def dense_call(blocks: Sequence[Tensor]) -> BlockTensors:
+    """Return the tensors of a call as the kernels read them, the bias in float32."""
+    q, k, v, k2, v2 = (dense_blocks(x) for x in blocks[:5])
+    return q, k, v, k2, v2, blocks[5].float().contiguous()
+
+
+def launch_two_blocks(blocks: BlockTensors, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return out (b h u p e) and its log-sum-exp (b h u p)."""
+    from regard.ops import two_blocks_kernels as kernels
+
+    q, k, v, k2, v2, bias = blocks
+    b, h, u, p, d = q.shape
+    out, lse = beside_heads(v), bias.new_empty(b, h, u, p)
+    numbers = (*block_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5)
+    launch_kernel(kernels.two_blocks_forward, (b * h * u,), (*blocks, out, lse), numbers, block_constants(q, v, causal))
+    return out, lse
+
+
+def launch_two_blocks_gradients(
+    blocks: BlockTensors, kept: tuple[Tensor, Tensor], grad: Tensor, causal: bool, found: Sequence[Tensor]
+) -> Tensor:
+    """Write the gradients of both blocks into `found`, and return that of the bias. kept: what `launch_two_blocks` returned."""
+    from regard.ops import two_blocks_kernels as kernels
+
+    q, k, v, k2, v2, bias = blocks
+    b, h, u, p, d = q.shape
+    grad, d_bias, (out, lse) = dense_blocks(grad), torch.empty_like(bias), kept
+    numbers = (*block_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
+    tensors = (*blocks, out, grad, lse, *found, d_bias)
+    launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, block_constants(q, v, causal))
+    return d_bias
+
+
 class _TwoBlocks(torch.autograd.Function):
     """The kernels for autograd."""
 
     @staticmethod
     def forward(ctx: Any, causal: bool, plain: Callable[..., Tensor], *blocks: Tensor) -> Tensor:
-        from regard.ops import two_blocks_kernels as kernels
-
-        q, k, v, k2, v2 = (dense_blocks(x) for x in blocks[:5])
-        bias = blocks[5].float().contiguous()
-        b, h, u, p, d = q.shape
-        out = beside_heads(q.new_empty(1).expand(b, h, u, p, v.shape[-1]))
-        lse = bias.new_empty(b, h, u, p)
-        numbers = (*block_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5)
-        tensors = (q, k, v, k2, v2, bias, out, lse)
-        launch_kernel(kernels.two_blocks_forward, (b * h * u,), tensors, numbers, block_constants(q, v, causal))
-        ctx.save_for_backward(q, k, v, k2, v2, bias, out, lse)
+        call = dense_call(blocks)
+        out, lse = launch_two_blocks(call, causal)
+        ctx.save_for_backward(*call, out, lse)
         ctx.causal, ctx.plain, ctx.kind = causal, plain, blocks[5].dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from regard.ops import two_blocks_kernels as kernels
-
         *blocks, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return None, None, *differentiable_grads(lambda *x: (ctx.plain(*x),), blocks, (grad,))
-        q, k, v, k2, v2, bias = blocks
-        b, h, u, p, d = q.shape
-        grad = dense_blocks(grad)
         found = [torch.empty_like(x) for x in blocks[:5]]  # laid out as they are: what adds to them reads both in one order
-        d_bias = torch.empty_like(bias)
-        numbers = (*block_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
-        tensors = (*blocks, out, grad, lse, *found, d_bias)
-        launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, block_constants(q, v, ctx.causal))
+        d_bias = launch_two_blocks_gradients(tuple(blocks), (out, lse), grad, ctx.causal, found)
         return None, None, *found, d_bias.to(ctx.kind)
 
 

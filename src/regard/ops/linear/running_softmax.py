@@ -52,12 +52,16 @@ def running_softmax_plain(
 
 def running_kernels_fit(q: Tensor, k: Tensor) -> bool:
     """Return whether kernels can compute the features of these queries and keys."""
-    plain = torch.compiler.is_compiling() or needs_plain_ops() or q.dtype != k.dtype or q.numel() == 0
+    plain = needs_plain_ops() or q.dtype != k.dtype or q.numel() == 0
     return not plain and q.shape[-1] <= WIDEST_FEATURES and triton_cannot_run(q, k) is None
 
 
 def running_softmax(q: Tensor, k: Tensor, first_z: Tensor, first_top: Tensor, valid: Tensor | None) -> RunningSoftmax:
     """Compute `running_softmax_plain` by kernels, of tensors that `running_kernels_fit`."""
+    if torch.compiler.is_compiling():
+        from regard.ops.linear.running_softmax_compiled import running_softmax_operator
+
+        return RunningSoftmax(*running_softmax_operator(q, k, first_z, first_top, valid))
     from regard.ops.linear.running_softmax_launch import RunningSoftmaxFunction
 
     return RunningSoftmax(*RunningSoftmaxFunction.apply(q, k, first_z, first_top, valid))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
+from regard.ops.bucket.bucket_launch import by_token, dense_rows, like_by_token, row_strides
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.linear.running_softmax import running_softmax_plain
+from regard.ops.linear.running_softmax import RunningSoftmax, running_softmax_plain
 from regard.ops.linear.running_softmax_kernels import (
     running_features,
     running_grad_scan,
@@ -81,40 +81,77 @@ def _grads_behind(
     return behind, d_first
 
 
+RunningInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]  # q, k, z and top before the first token, valid
+
+
+def launch_running_softmax(inputs: RunningInputs) -> tuple[RunningSoftmax, tuple[Tensor, Tensor]]:
+    """Return the features and sums, and tops and sums before every segment, which gradients need; rows of q, k are contiguous."""
+    q, k, first_z, first_top, valid = inputs
+    run, found = _RunningSizes(q, k, valid), empty_running_softmax(q, k)
+    top, z = _before_segments(run, k, (first_z, first_top), (found.z, found.top))
+    numbers = (*row_strides(q, k), *run.numbers, run.h // run.g)
+    tensors = (q, k, run.valid, top, z, found.mix, found.keys, found.log_decay)
+    launch_kernel(running_features, run.grid, tensors, numbers, run.constants)
+    return found, (top, z)
+
+
+def empty_running_softmax(q: Tensor, k: Tensor) -> RunningSoftmax:
+    """Return empty tensors for the results of q (b h n f) and k (b g n f); sizes may be symbols."""
+    (b, h, n, f), g = q.shape, k.shape[1]
+    dtype = torch.bfloat16 if k.dtype == torch.bfloat16 else torch.float32
+    mix, keys = by_token(q, b, n, h, f, dtype), by_token(k, b, n, g, f, dtype)
+    last = (k.new_empty(b, g, f, dtype=torch.float32) for _ in range(2))
+    return RunningSoftmax(mix, keys, by_token(k, b, n, g, f, torch.float32), *last)
+
+
+def states_before_segments(inputs: RunningInputs) -> tuple[Tensor, Tensor]:
+    """Compute once more what `launch_running_softmax` returns last."""
+    q, k, first_z, first_top, valid = inputs
+    run = _RunningSizes(q, k, valid)
+    return _before_segments(run, k, (first_z, first_top), (run.slots(k, 1), run.slots(k, 1)))
+
+
+def launch_running_gradients(
+    inputs: RunningInputs,
+    before: tuple[Tensor, Tensor],
+    found: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and of the sums before the first token.
+
+    before: tops and sums of segments. found: mix, keys and decays. grads: of the mix, of keys and of the last sums.
+    """
+    (q, k, first_z, _, valid), (mix, keys, decay), (d_mix, d_keys, d_last) = inputs, found, grads
+    run = _RunningSizes(q, k, valid)
+    grad, d_keys = (dense_rows(torch.zeros_like(x) if dx is None else dx) for x, dx in ((mix, d_mix), (keys, d_keys)))
+    behind, d_first = _grads_behind(run, (k, run.valid, *before, mix), grad, d_last)
+    d_q, d_k = like_by_token(q), like_by_token(k)
+    numbers = (*row_strides(q, grad, d_keys), *run.numbers, run.h // run.g)
+    launch_kernel(running_grads, run.grid, (q, mix, keys, decay, grad, d_keys, behind, d_q, d_k), numbers, run.tiles)
+    return d_q, d_k, d_first.to(first_z.dtype)
+
+
 class RunningSoftmaxFunction(torch.autograd.Function):
     """The kernels for autograd. Arguments: those of `running_softmax`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, first_z: Tensor, first_top: Tensor, valid: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        run, q, k = _RunningSizes(q, k, valid), dense_rows(q), dense_rows(k)
-        last = torch.empty(run.b, run.g, run.f, device=k.device), torch.empty(run.b, run.g, run.f, device=k.device)
-        top, z = _before_segments(run, k, (first_z, first_top), last)
-        dtype = torch.bfloat16 if k.dtype == torch.bfloat16 else torch.float32
-        mix, keys = by_token(q, run.b, run.n, run.h, run.f, dtype), by_token(k, run.b, run.n, run.g, run.f, dtype)
-        decay = by_token(k, run.b, run.n, run.g, run.f, torch.float32)
-        numbers = (*row_strides(q, k), *run.numbers, run.h // run.g)
-        launch_kernel(running_features, run.grid, (q, k, run.valid, top, z, mix, keys, decay), numbers, run.constants)
-        ctx.save_for_backward(q, k, first_z, first_top, valid, top, z, mix, keys, decay)
-        ctx.mark_non_differentiable(decay, last[1])
+    def forward(ctx: Any, q: Tensor, k: Tensor, first_z: Tensor, first_top: Tensor, valid: Tensor | None) -> tuple[Tensor, ...]:
+        inputs = dense_rows(q), dense_rows(k), first_z, first_top, valid
+        found, before = launch_running_softmax(inputs)
+        ctx.save_for_backward(*inputs, *before, *found[:3])
+        ctx.mark_non_differentiable(found.log_decay, found.top)
         ctx.set_materialize_grads(False)
-        return mix, keys, decay, *last
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, first_z, first_top, valid, top, z, mix, keys, decay = ctx.saved_tensors
+        q, k, first_z, first_top, valid, top, z, *found = ctx.saved_tensors
         d_mix, d_keys, _, d_last, _ = grads
+        wanted = d_mix, d_keys, d_last
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
-            found = _second_gradients((q, k, first_z), first_top, valid, (d_mix, d_keys, d_last))
-            return *found, None, None
-        run = _RunningSizes(q, k, valid)
-        grad, d_keys = (dense_rows(torch.zeros_like(x) if dx is None else dx) for x, dx in ((mix, d_mix), (keys, d_keys)))
-        behind, d_first = _grads_behind(run, (k, run.valid, top, z, mix), grad, d_last)
-        d_q, d_k = by_token(q, run.b, run.n, run.h, run.f), by_token(k, run.b, run.n, run.g, run.f)
-        numbers = (*row_strides(q, grad, d_keys), *run.numbers, run.h // run.g)
-        launch_kernel(running_grads, run.grid, (q, mix, keys, decay, grad, d_keys, behind, d_q, d_k), numbers, run.tiles)
-        return d_q, d_k, d_first.to(first_z.dtype), None, None
+            return *_second_gradients((q, k, first_z), first_top, valid, wanted), None, None
+        inputs = q, k, first_z, first_top, valid
+        return *launch_running_gradients(inputs, (top, z), tuple(found), wanted), None, None
 
 
 def _second_gradients(
