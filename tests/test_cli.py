@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
+from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
 from regard._version import version
@@ -31,6 +33,17 @@ def refused(*words: str) -> str:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     return result.stderr
+
+
+def test_options_are_named_where_their_metavar_is_their_name() -> None:
+    """typer 0.27 calls such an option --TASKS unless its name is given."""
+    named, silent = [], []
+    for command in app.registered_commands:
+        for name, parameter in signature(command.callback, eval_str=True).parameters.items():
+            for info in getattr(parameter.annotation, "__metadata__", ()):
+                if isinstance(info, OptionInfo) and (info.metavar or "").lower() == name:
+                    (named if info.default is not ... else silent).append(name)  # typer keeps the first name there
+    assert {"tasks", "mixers", "file"} <= set(named) and silent == []
 
 
 def test_list_names_everything() -> None:

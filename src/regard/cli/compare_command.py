@@ -29,11 +29,15 @@ FIRST_ESTIMATE = 0.3  # of a cell, before the time left is shown
 
 def compare(
     tasks: Annotated[
-        str, typer.Option(metavar="TASKS", help="Tasks with commas: 'recall(length=64), induction'; quick ones unless given.")
+        str,
+        typer.Option(
+            "--tasks", metavar="TASKS", help="Tasks with commas: 'recall(length=64), induction'; quick ones unless given."
+        ),
     ] = "",
     mixers: Annotated[
         list[str] | None,
         typer.Option(
+            "--mixers",
             metavar="MIXERS",
             help="Names, specs, patterns, mypkg.mod:MyCore, with commas; all: the catalogue; one of every family unless given.",
             autocompletion=complete_spec,

@@ -71,7 +71,9 @@ def train_(
     folder: Annotated[Path | None, typer.Option(metavar="DIR", help="classify: or a folder for each label, of texts.")] = None,
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the texts; else text.")] = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="classify: the column of the labels; else label.")] = None,
-    file: Annotated[Path | None, typer.Option(metavar="FILE", help="text: the text to learn; mlm: lines of texts.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", metavar="FILE", help="text: the text to learn; mlm: lines of texts.")
+    ] = None,
     pairs: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="FILE FILE", help="translate: sources and targets, line by line."),
