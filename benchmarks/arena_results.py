@@ -23,6 +23,7 @@ from regard.compare.comparison import ComparedRow, Comparison, alike_best, compa
 from regard.compare.report_data import plain
 
 COSTS = ("train_steps_per_s", "train_tokens_per_s", "infer_tokens_per_s", "decode_ms", "peak_bytes", "state_bytes", "n", "batch")
+UNTRAINED = ("refused", "missing data")  # records that are there before any training
 LEFT_OUT = ("curve", "weights", "costs", "task", "slices")  # of the rows of a comparison
 
 
@@ -66,7 +67,9 @@ def row_data(row: ComparedRow, number: int, best: bool) -> dict[str, Any]:
 
 
 def arena_record(name: str, records: list[CellRecord]) -> dict[str, Any]:
-    """Return what is saved."""
+    """Return what is saved; a task that no mechanism was trained on yet is left out."""
+    begun = {record.task for record in records if record.status not in UNTRAINED}
+    records = [record for record in records if record.task in begun] or records
     comparison = compare_records(records)
     numbers = {task.name: number for number, task in enumerate(comparison.tasks)}
     best = {id(row) for task in comparison.tasks for row in alike_best(comparison.of_task(task.name))}

@@ -5,7 +5,7 @@ import re
 import runpy
 import sys
 import tarfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -302,11 +302,13 @@ def test_scores_of_comparisons_are_joined_into_one_file(tmp_path):
         cell("d", "linear", 0.1, val=0.5),
         cell("e", "fnet", 0.1, status="refused", reason="fnet cannot do causal: it can do padding"),
     ]
+    cells.append(replace(cells[-1], key="f", task="induction"))  # nothing of it was trained: it is left out
     for number, record in enumerate(cells):
         CellStore(tmp_path / str(number % 2)).save(record)
     bench = benchmark("arena_results")
     made = json.loads(json.dumps(bench["arena_record"]("x", bench["joined"]([tmp_path / "0", tmp_path / "1"]))))
     assert made["settings"]["cells"] == 5 and made["made_with"]["torch"] == "2.0"
+    assert [task["task"] for task in made["settings"]["tasks"]] == ["recall(pairs=4)"]
     text = tables_arena.arena_scores(made, "x")
     assert "| best floor |  | 20.0 |" in text and "| `softmax` | softmax | **90.0 ± 6.0** |" in text
     assert "| `Local(4) \\| Global(first=2)` | softmax | (15.0 ± 7.0) |" in text
