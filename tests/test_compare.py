@@ -90,6 +90,18 @@ def test_a_cell_repeats_itself(tmp_path):
     assert other.curve[0][1] != one.curve[0][1] and other.key != one.key
 
 
+def test_products_are_rounded_where_they_are_to_be(tmp_path, monkeypatch):
+    """The setting is torch's and global: it holds while a cell runs, and not beyond."""
+    seen = []
+    kept = TrainingStep._run
+    monkeypatch.setattr(TrainingStep, "_run", lambda self, n: seen.append(torch.get_float32_matmul_precision()) or kept(self, n))
+    before = torch.get_float32_matmul_precision()
+    for dtype in ("fp32", "tf32"):
+        cell = plan_grid(settings(dtype=dtype, steps=1))[0].cell
+        assert run_job(CellJob("train", cell, str(tmp_path / dtype))).status == "done"
+    assert seen == [before, "high"] and torch.get_float32_matmul_precision() == before != "high"
+
+
 def test_a_budget_of_seconds(tmp_path):
     grid = settings(seconds=0.2, rates=(1e-3,))
     record = run_job(CellJob("train", plan_grid(grid)[0].cell, str(tmp_path)))

@@ -61,7 +61,7 @@ def compare(
         typer.Option("--set", metavar="NAME=VALUE", help="Of all models and budgets: width=32, depth=4, batch=128 ..."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="fp32, or bf16 (autocast).")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32 (products of a GPU, rounded to 10 bits), or bf16 (autocast).")] = "fp32",
     task: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A Python file with a task of your own.")] = None,
     jobs: Annotated[
         int | None,
@@ -87,9 +87,18 @@ def compare(
         where = choose_device(device)
         more: dict[str, Any] = {"seeds": seeds, "rates": read_rates(lr), "lengths": _lengths(lengths, where), "device": where}
         more |= {"costs": costs} | dict(zip(("steps", "seconds"), read_budget(budget), strict=True))
-        grid = _settings(tasks, mixers, task, changes, dtype=one_of("dtype", dtype, ("fp32", "bf16")), **more)
+        grid = _settings(tasks, mixers, task, changes, dtype=_dtype(dtype, where), **more)
         records = _run(grid, out, _jobs(jobs, where), processes)
         _finish(records, out)
+
+
+def _dtype(name: str, device: str) -> str:
+    """Check the type of numbers that models are trained in."""
+    from regard.compare.cell_costs import CELL_DTYPES
+
+    if one_of("dtype", name, tuple(CELL_DTYPES)) == "tf32" and device == "cpu":
+        raise ValueError("--dtype tf32 is for products of a GPU, and this is a CPU: use fp32")
+    return name
 
 
 def _stored(out: Path) -> list[CellRecord]:

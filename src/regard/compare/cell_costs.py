@@ -23,7 +23,7 @@ from regard.runtime.graphed_decoder import GraphedDecoder
 
 TIMED = 0.2  # seconds for each time
 DECODED = 32  # tokens that are decoded one by one, at most
-CELL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CELL_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}  # tf32 rounds products: `JobRun`
 
 
 def cell_costs(cell: Cell, task: ArenaTask, split: DeviceSplit) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from regard.compare.training_step import TrainingStep
 from regard.compare.warm_steps import WarmSteps
 from regard.data.text_files import DataError
 from regard.training.atomic_files import RunError
+from regard.training.loop import matmul_precision
 
 JobKind = Literal["train", "train and test", "test", "costs"]
 ReportShare = Callable[[float], None]
@@ -75,7 +76,7 @@ class JobRun:
 
     def advance(self) -> CellRecord | None:
         """Run the next part; returns the record behind the last one, with all warnings. Raises CannotStore or BrokenCard."""
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, matmul_precision(self.job.cell.grid.dtype):
             record = self._advance()
         self.warned |= dict.fromkeys(str(warning.message) for warning in caught)
         if record is not None and self.warned:
