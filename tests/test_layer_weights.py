@@ -12,11 +12,12 @@ from regard.mixers.base import Can, pooled_valid
 every = conftest.asked(lambda _: True, CASES)
 
 
-def expected(m: Attention, weights: torch.Tensor, values: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """What the layer gives (b n w) if its answers are these weights times the values of tokens (b m w), and a constant."""
+def expected(m: Attention, weights: torch.Tensor, values: torch.Tensor, added: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What the layer gives tokens x (b n w) if its answers are these weights times values of tokens (b m w), and a constant."""
     v = m.v(values).unflatten(-1, (m.dims.g, -1)).transpose(1, 2)[..., : m.dims.e]
     y = weights @ v.repeat_interleave(m.dims.heads // m.dims.g, 1) + added
-    return m.out(y.transpose(1, 2).flatten(2))
+    y = y.transpose(1, 2)
+    return m.out(y.flatten(2) if m.readout is None else m.readout(y, x))
 
 
 def built(case: conftest.Case, **mode) -> Attention:
@@ -55,7 +56,7 @@ def test_weights_times_values_are_the_layer(case):
         m = built(case, **mode)
         a = m.weights(x)
         assert a.shape == (2, m.dims.heads, -(-19 // m.rate), 19)
-        close(expected(m, a, x, relative_part(m, x)), m(x))
+        close(expected(m, a, x, relative_part(m, x), x), m(x))
         assert not mode["causal"] or a.triu(1).abs().max() == 0
 
 
@@ -66,7 +67,7 @@ def test_weights_of_cross_attention(case):
         pytest.skip("it has none")
     for given in ({}, {"valid": valid}) if Can.PADDING in m.can else ({},):
         a = m.weights(x, context, **given)
-        close(expected(m, a, context, relative_part(m, x, context=context, **given)), m(x, context=context, **given))
+        close(expected(m, a, context, relative_part(m, x, context=context, **given), x), m(x, context=context, **given))
         assert not given or a.transpose(-1, -2)[~valid[:, None].expand(2, m.dims.heads, 14)].abs().max() == 0
 
 
@@ -77,7 +78,7 @@ def test_padding_has_no_weight(case):
         a = m.weights(torch.where(valid[..., None], x, torch.nan), valid=valid)
         kept = pooled_valid(valid, m.rate)
         assert a[:, 0][~kept].abs().sum() == 0 and a[:, 0].transpose(1, 2)[~valid].abs().sum() == 0
-        y = expected(m, a, x, relative_part(m, x, valid=valid))
+        y = expected(m, a, x, relative_part(m, x, valid=valid), x)
         close(y[kept], m(x, valid=valid)[kept])
 
 
@@ -93,7 +94,7 @@ def test_weights_take_few_heads_for_keys_and_give_gradients():
     m = layer("Local(3)", width=32, heads=4, kv_heads=2).double().to(DEVICE)
     x = data(12)
     a = m.weights(x)
-    close(expected(m, a, x, 0.0), m(x))
+    close(expected(m, a, x, 0.0, x), m(x))
     a.square().sum().backward()
     assert m.q.weight.grad.abs().sum() > 0 and not m.v.weight.grad.any()
 

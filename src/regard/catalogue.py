@@ -161,7 +161,11 @@ _ROWS = [
         "kernel",
         "A sum over the past that fades at a fixed rate, another in each head.",
         "Sun et al. 2023, arXiv:2307.08621",
-        (Example({}, cost=1, memory=0), Example({"power": 2, "norm": False}, cost=1, memory=0)),
+        (
+            Example({}, cost=1, memory=0),
+            Example({"power": 2, "norm": False}, cost=1, memory=0),
+            Example({"output_norm": True, "output_gate": True}, cost=1, memory=0),
+        ),
     ),
     Row(
         "gla",
@@ -169,7 +173,11 @@ _ROWS = [
         "kernel",
         "A sum over the past with a decay per feature, computed from every token.",
         "Yang et al. 2023, arXiv:2312.06635",
-        (Example({}, cost=1, memory=0), Example({"gate": "head"}, cost=1, memory=0)),
+        (
+            Example({}, cost=1, memory=0),
+            Example({"gate": "head"}, cost=1, memory=0),
+            Example({"output_norm": True, "output_gate": True}, cost=1, memory=0),
+        ),
     ),
     Row(
         "delta",
@@ -181,6 +189,7 @@ _ROWS = [
             Example({}, cost=1, memory=0),
             Example({"gated": True}, cost=1, memory=0),
             Example({"activation": "none"}, cost=1, memory=0),
+            Example({"output_norm": True}, cost=1, memory=0),
         ),
     ),
     Row(

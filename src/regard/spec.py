@@ -18,6 +18,7 @@ from regard.checks import check_flag, shown
 from regard.installed_mechanisms import GROUP, installed_mechanisms
 from regard.mixers.attention import Attention
 from regard.mixers.base import Core, Dims, LengthNeeded, Mixer
+from regard.mixers.head_readout import refuse_readout
 from regard.mixers.position_interface import Positions
 from regard.own_mechanism import UNMEASURED, class_name, named_class, own_row, split_own
 from regard.patterns import PATTERNS, Pattern
@@ -176,6 +177,7 @@ def core(spec: Named, dims: Dims) -> Core:
     made = spec.row.make(dims, **spec.options)
     if not isinstance(made, Core):
         raise ValueError(f"{spec.name} is a whole layer without a core of its own: use layer({str(spec)!r}, ...)")
+    refuse_readout(made, f"a core has none: use layer({str(spec)!r}, ...), or leave them out")
     return made
 
 

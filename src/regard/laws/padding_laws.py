@@ -9,12 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from regard.laws.law_case import LAW_HEADS, LAW_MAX_LEN, LAW_WIDTH, Case
+from regard.laws.law_case import LAW_HEADS, Case
 from regard.laws.law_table import each, law
 from regard.laws.verdicts import agree, demand
 from regard.mixers.attend import attend
-from regard.mixers.base import Can, Dims, pool_tokens
-from regard.spec import core
+from regard.mixers.base import Can, pool_tokens
 
 _POISON = (math.nan, math.inf, -math.inf, 1e4, -1e10, 1e20, 3e38)
 _ADVICE = (
@@ -136,7 +135,7 @@ def attend_padding_holds_anything(case: Case, n: int = 40) -> None:
     >>> from regard.laws import Case, attend_padding_holds_anything
     >>> attend_padding_holds_anything(Case("softmax"), n=8)
     """
-    made = core(case.spec, Dims(LAW_WIDTH, LAW_HEADS, max_len=LAW_MAX_LEN)).to(case.device).eval()
+    made = case.core(dtype=torch.float32)
     g = torch.Generator().manual_seed(5)
     shapes = ((LAW_HEADS, made.dims.d * made.streams), *((LAW_HEADS, size) for size in made.sizes))
     q, k, v = (torch.randn(2, h, n, size, generator=g).to(case.device) for h, size in shapes)

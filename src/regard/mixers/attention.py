@@ -14,6 +14,7 @@ from regard.checks import check_batch, check_same_batch, check_tokens
 from regard.mixers.base import Core, Mixer, refer
 from regard.mixers.delayed_queries import Waiting, extend_waiting, finish_waiting
 from regard.mixers.dims import Can, Dims, need_claims
+from regard.mixers.head_readout import HeadReadout
 from regard.mixers.places import Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import CrossState, State
@@ -179,6 +180,7 @@ class Attention(Mixer):
             self.k = UnmadeProjection(keys) if "k" in core.ignores else nn.Linear(reads, keys, bias=bias)
         self.v = nn.Linear(reads, values, bias=bias)
         self.out = nn.Linear(dims.heads * dims.e, dims.width, bias=bias if out_bias is None else out_bias)
+        self.readout = HeadReadout.of(core, bias)
         self._watched = type(core).watch is not Core.watch
         self._pools = type(core).pool is not Core.pool
         self.maps_first = not self._pools
@@ -318,8 +320,9 @@ class Attention(Mixer):
     ) -> Tensor:
         """Return the attention weights A (b h n m) of the same call of the layer, without dropout; 0 at padding of either side.
 
-        The output is the projection of A v, if the answers of the core are such sums; other cores are refused. Where several
-        queries share an answer, rows are ceil(n / rate). Makes the whole matrix, a few keys at a time; gradients flow.
+        The output is the projection of A v, behind a norm and gate of its heads where it has them, if the answers of the core
+        are such sums; other cores are refused. Where several queries share an answer, rows are ceil(n / rate). Makes the whole
+        matrix, a few keys at a time; gradients flow.
 
             layer("Local(64)", width=256, heads=4).weights(torch.randn(2, 100, 256))  # (2, 4, 100, 100)
         """
@@ -458,7 +461,8 @@ class Attention(Mixer):
 
     def _project(self, y: Tensor, x: Tensor) -> Tensor:
         """Return outputs (b n w) of the heads (b h n e), in the type of x."""
-        y = y.to(x.dtype).transpose(1, 2).flatten(2)
+        y = y.transpose(1, 2)
+        y = y.to(x.dtype).flatten(2) if self.readout is None else self.readout(y, x)
         out = self.out
         if type(out) is not nn.Linear or has_hooks(out) or not _joins(y, (out.weight,)):
             return out(y)

@@ -80,6 +80,8 @@ class Core(nn.Module):
     streams: int = 1  # queries, keys and values per head and token: 2 where some tokens are projected in a way of their own
     gates: int = 0  # further numbers that come with each key, behind its d: how much to forget, how strongly to write
     shared_qk: bool = False  # it needs keys that are the queries
+    output_norm: bool = False  # its layer normalises what each head answers (`HeadReadout`)
+    output_gate: bool = False  # its layer multiplies that by a swish gate of the token
     rate: int = 1  # queries that share one answer: (b h n d) -> (b h ceil(n / rate) e)
     learns: bool = False  # in training it takes notes of the tokens it sees, so that padding must not be among them
     positional: bool = True  # `read` depends on where the queries are; False: their positions change nothing

@@ -3,7 +3,8 @@
     S_i = fade_i S_{i-1} + what token i writes,   out_i = q_i S_i
 
 All of them write in an order even where they are not causal: the tokens are written one after the other, and every query reads
-what is left at the end. None divides by a sum of weights: in the papers a norm over each head follows, which is the layer's.
+what is left at the end. None divides by a sum of weights: in the papers a norm over each head follows, and mostly a swish gate.
+These are parts of the layer, by the options `output_norm` and `output_gate` of each.
 """
 
 from __future__ import annotations
@@ -96,20 +97,31 @@ class _Fading(Kernel):
         return out, memory._replace(s=s)
 
 
+def _set_readout(core: Kernel, output_norm: bool, output_gate: bool) -> None:
+    """Note what the layer of a core has behind its heads."""
+    for name, value in (("output_norm", output_norm), ("output_gate", output_gate)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+    core.output_norm, core.output_gate = output_norm, output_gate
+
+
 class Retention(_Fading):
     """Retention: every head forgets at a rate of its own, the same for all tokens.
 
     S_i = gamma_h S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  gamma_h = 1 - 2^(-power - h) for the key-value heads
     h = 0, 1, ...; norm=True divides by the root of the sum of gamma_h^(i - j) over the tokens seen, the paper's way to keep
     the size of long sums. Time n d e, memory d e at any length. Sun et al. 2023, arXiv:2307.08621, where the layer also turns
-    q and k by their positions (xPos), and puts a norm over each head and a swish gate behind this.
+    q and k by their positions (xPos), and has both output_norm, over each head, and output_gate, a swish of the token.
     """
 
     can = Kernel.can | Can.ROTARY
     powers: Tensor
 
-    def __init__(self, dims: Dims, *, power: int = 5, norm: bool = True) -> None:
+    def __init__(
+        self, dims: Dims, *, power: int = 5, norm: bool = True, output_norm: bool = False, output_gate: bool = False
+    ) -> None:
         super().__init__(dims)
+        _set_readout(self, output_norm, output_gate)
         if need("power", power, most=2**63) > 64:
             raise ValueError(f"power must be at most 64, where gamma is as good as 1, not {power}")
         if not isinstance(norm, bool):
@@ -223,14 +235,15 @@ class GLA(_Fading):
 
     S_i = diag(alpha_i) S_{i-1} + k_i v_i^T,  out_i = q_i S_i / sqrt(d),  alpha_i = sigmoid(gate_i)^(1/16): one gate a feature,
     or one a key-value head (gate="head"), linear maps of the layer's input that come behind the key (the paper's has a rank
-    of 16). Time n d e, memory d e at any length. Yang et al. 2023, arXiv:2312.06635, where the layer also puts a norm over
-    each head and a swish gate behind this.
+    of 16). Time n d e, memory d e at any length. Yang et al. 2023, arXiv:2312.06635, where the layer has output_norm, over each
+    head, and output_gate, a swish of the token.
     """
 
     gate_root = GATE_ROOT
 
-    def __init__(self, dims: Dims, *, gate: str = "feature") -> None:
+    def __init__(self, dims: Dims, *, gate: str = "feature", output_norm: bool = False, output_gate: bool = False) -> None:
         super().__init__(dims)
+        _set_readout(self, output_norm, output_gate)
         if gate not in ("feature", "head"):
             raise ValueError(f"gate must be 'feature' or 'head', not {gate!r}")
         self.gates = dims.d if gate == "feature" else 1
@@ -248,13 +261,23 @@ class Delta(Kernel):
     q, k of length 1 after silu (activation="none": as they are); so a key that comes again replaces its value.
     gated: S_{i-1} fades first, by alpha_i = sigmoid(second gate)^(1/16).
     Time n d e, memory d e at any length. Schlag et al. 2021, arXiv:2102.11174; in chunks, Yang et al. 2024, arXiv:2406.06484;
-    gated, Yang et al. 2024, arXiv:2412.06464. Their layers have short convolutions in front and a norm over each head behind.
+    gated, Yang et al. 2024, arXiv:2412.06464. Their layers have short convolutions in front and output_norm, over each head; the
+    gated one output_gate too, a swish of the token.
     """
 
     operations = ("delta",)
 
-    def __init__(self, dims: Dims, *, gated: bool = False, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        *,
+        gated: bool = False,
+        activation: str = "silu",
+        output_norm: bool = False,
+        output_gate: bool = False,
+    ) -> None:
         super().__init__(dims)
+        _set_readout(self, output_norm, output_gate)
         if not isinstance(gated, bool):
             raise ValueError(f"gated must be True or False, not {gated!r}")
         if activation not in ("silu", "none"):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.mixers import exp_features, gated, hedgehog  # noqa: F401 - modules whose kernels `far_kernels` finds
 from regard.mixers.base import Can, Core, Dims, Places
+from regard.mixers.head_readout import refuse_readout
 from regard.mixers.kv_cache import KVCache
 from regard.mixers.linear_attention import Kernel
 from regard.mixers.sparse import Sparse
@@ -87,4 +88,6 @@ def far_kernels() -> dict[str, type[Kernel]]:
 def _kernel(text: str, dims: Dims) -> Kernel:
     if not isinstance(text, str):
         raise ValueError(f"far must be the text of a kernel, such as 'linear', 'gla' or 'delta(gated=True)', not {text!r}")
-    return parse_choice(text, far_kernels())(dims)
+    made = parse_choice(text, far_kernels())(dims)
+    refuse_readout(made, "far is a part of one: leave them out")
+    return made

@@ -59,7 +59,7 @@ def fused_channel(norm: nn.Module | None, channel: nn.Module) -> FusedRows | Non
 
 def fused_mixer(norm: nn.Module | None, mixer: nn.Module) -> FusedRows | None:
     """Return the products around the core of a mixer; None: it is no causal attention with one product for q, k and v."""
-    if type(mixer) is not Attention or not mixer.dims.causal or has_hooks(mixer):
+    if type(mixer) is not Attention or not mixer.dims.causal or mixer.readout is not None or has_hooks(mixer):
         return None
     first: Any = mixer.q
     maps: tuple[Any, ...] = (first, mixer.v) if mixer.shared_qk else (first, mixer.k, mixer.v)
