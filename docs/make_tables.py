@@ -221,7 +221,9 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "lra_ranking": lambda: tables_arena.lra_ranking(if_there("arena_lra")),
         "recipes": lambda: tables_recipes.recipes(if_there("recipes")),
     },
-    "docs/compare.md": {"grid_speed": lambda: tables_arena.grid_speed(if_there("grid_speed"))},
+    "docs/compare.md": {
+        name: lambda name=name: tables_arena.grid_speed(if_there(name)) for name in ("grid_speed", "grid_speed_mad")
+    },
     "docs/huggingface_conversion.md": {
         name: partial(lambda make: make(if_there("hf_convert")), getattr(tables_conversion, name))
         for name in ("conversion_quality", "conversion_errors", "conversion_speed", "conversion_answers")
