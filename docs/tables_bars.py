@@ -95,6 +95,13 @@ def copy_fraction(records: Records) -> Values:
     return [(_label(row), row["fraction"]) for row in rows if row["pass"] == FORWARD and row.get("fraction")]
 
 
+def rank_fraction(records: Records) -> Values:
+    """Part of the floor that mechanisms of blocks and low ranks reach: most of their work are products of matrices."""
+    names = ("sinkhorn", "linformer", "compressed", "nystrom")
+    rows = _own(records["others"]["rows"], names, (4 * K, 16 * K), BOTH, {})
+    return [(_label(row), row["fraction"]) for row in rows if row.get("fraction")]
+
+
 def rounds_memory(records: Records) -> Values:
     """Peak memory of forward and backward against queries and values, by round of hashing."""
     made = records["others"]
@@ -110,9 +117,9 @@ def rounds_memory(records: Records) -> Values:
 def memory(records: Records) -> Values:
     """Peak memory against SDPA's in the same run, from n = 8k on."""
     found: Values = []
-    for name in ("windows", "linear"):
+    for name, specs in (("windows", ("",)), ("linear", ("",)), ("others", ("performer", "efficient"))):
         rows = records[name]["rows"]
-        for row in _own(rows, ("",), (16 * K, 64 * K), (TRAINING,), {"level": "core"}):
+        for row in _own(rows, specs, (16 * K, 64 * K), (TRAINING,), {"level": "core"}):
             other = _peer(rows, row, FULL)
             if other is not None and "peak_bytes" in row and "peak_bytes" in other:
                 found.append((_label(row), row["peak_bytes"] / other["peak_bytes"]))
@@ -180,6 +187,7 @@ BARS = (
     Bar("sinkhorn against sinkhorn-transformer", 5, faster("others", "sinkhorn-transformer", (4 * K, 16 * K))),
     Bar("nystrom against nystrom-attention", 5, faster("others", "nystrom-attention", (4 * K, 16 * K))),
     Bar("linformer against linformer", 5, faster("others", "linformer", (4 * K, 16 * K))),
+    Bar("sinkhorn, linformer, nystrom: part of the rate of plain products", 0.5, rank_fraction),
     Bar("memory of reformer a round, against its inputs", 4, rounds_memory, most=True),
     Bar("softmax against SDPA, launches included", 0.97, faster("softmax", FULL, (4 * K, 16 * K, 64 * K), BOTH, plain=True)),
     Bar("decoders of Local(256), linear, retention against softmax, n = 4k", 1, models(4 * K)),

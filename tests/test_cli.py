@@ -108,6 +108,15 @@ def test_show_for_machines() -> None:
     assert told["pairs"]["per_head"] == 128 * 15 - 8 * 7
     assert told["work"]["growth"] == pytest.approx(1, abs=0.1)
     assert told["state"]["growth"] == pytest.approx(0, abs=0.1)
+    (chosen,) = told["ran"]["backends"]
+    assert chosen.startswith("tile: ") and {"device", "dtype"} < set(told["ran"])
+
+
+@pytest.mark.parametrize(("spec", "words"), [("gla", "linear: "), ("delta", "delta: "), ("softmax", "one implementation")])
+def test_show_names_the_backend_that_ran(spec: str, words: str) -> None:
+    said = run("show", spec, "--length", "64", "--width", "32", "--causal").stdout
+    line = next(part for part in said.splitlines() if part.startswith("backend here"))
+    assert words in line and line.rstrip().endswith(("(cpu, float32)", "(cuda, bfloat16)"))
 
 
 def test_out_draws(tmp_path: Path) -> None:

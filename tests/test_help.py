@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from regard.arena.arena_catalogue import arena_task
 from regard.cli import app
+from regard.cli.bench_command import _check_use
 from regard.cli.help_examples import COMMAND_EXAMPLES
 from regard.spec import Spec
 from regard.tasks import config
@@ -38,6 +40,10 @@ def test_an_example_can_be_typed(name, line, monkeypatch):
     for text in [*mixers, *(given.get("mixers") or []), *([given["spec"]] if "spec" in given and not given.get("text") else [])]:
         for part in re.split(r"; |, ", text):
             assert part == "all" or Spec.parse(part)
+    if command == "bench":
+        sources = {option: SimpleNamespace(name="COMMANDLINE") for option in given if f"--{option}" in words}
+        context = SimpleNamespace(get_parameter_source=sources.get)
+        _check_use(context, given["model"], given["compiled"], given["passes"])
     if command == "train":
         config(given["task"]).set(given["changes"] or [])
     if command == "compare" and given["tasks"]:

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conftest import DEVICE, close, some
 from regard import Dims, Edges, Places, attend, core, layer
+from regard.ops import dense
 from regard.ops.pair import torch as pair_torch
 from regard.patterns import Causal, Pattern
 
@@ -257,6 +259,60 @@ def test_no_transform_makes_all_pairs_of_a_long_sequence():
         torch.func.jvp(lambda x: attend(x, k, v, m), (q,), (q,))
     found = torch.func.jvp(lambda x: attend(x, k[:, :, :9], v[:, :, :9], m), (q,), (q,))[0]  # few keys are no limit
     assert found.shape == q.shape
+
+
+def test_groups_of_heads_that_no_kernel_takes_are_repeated():
+    """On a GPU float32 and masks have a kernel without groups; half precision without a mask has one with them."""
+    with FakeTensorMode():
+        for device, dtype, masked, repeated in (
+            ("cuda", torch.float32, False, True),
+            ("cuda", torch.bfloat16, True, True),
+            ("cuda", torch.bfloat16, False, False),
+            ("cpu", torch.float32, True, False),
+        ):
+            q, k = (torch.empty(1, h, 16, 8, device=device, dtype=dtype) for h in (4, 2))
+            mask = torch.empty(1, 1, 1, 16, device=device, dtype=dtype) if masked else None
+            assert dense.repeats_heads(q, k, mask) is repeated
+            assert not dense.repeats_heads(q, q, mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_with_a_mask_are_repeated_heads(causal, monkeypatch):
+    monkeypatch.setattr(dense, "repeats_heads", lambda q, k, _: q.shape[1] != k.shape[1])
+    made = core("softmax", Dims(32, 4, kv_heads=2, causal=causal)).to(DEVICE, torch.float64)
+    q, k, v = (torch.randn(2, h, 9, 8, dtype=torch.float64, device=DEVICE, requires_grad=True) for h in (4, 2, 2))
+    valid = some(2, 9)
+    found = attend(q, k, v, made, causal=causal, valid=valid, query_valid=None if causal else valid)
+    monkeypatch.undo()
+    close(found, attend(q, k, v, made, causal=causal, valid=valid, query_valid=None if causal else valid))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_makes_no_scores_of_all_pairs_of_a_long_sequence(causal, monkeypatch):
+    """PyTorch's kernels for CPUs have no dropout: beyond the limit the scores are computed a tile at a time."""
+    monkeypatch.setattr(dense, "DENSE_LIMIT", 256)
+    n, made = 300, core("softmax", Dims(8, 1, causal=causal, dropout=0.5)).to(DEVICE).train()
+    q, k, v = (torch.randn(1, 1, n, 8, device=DEVICE, requires_grad=True) for _ in range(3))
+    asked = []
+    plain = dense.scaled_dot_product_attention
+    monkeypatch.setattr(dense, "scaled_dot_product_attention", lambda *x, **y: asked.append(x) or plain(*x, **y))
+    many = torch.stack([attend(q, k, v, made, causal=causal).detach() for _ in range(200)])
+    assert DEVICE.type == "cuda" or not asked
+    exact = attend(q, k, v, made.eval(), causal=causal).detach()
+    assert float((many.mean(0) - exact).norm() / exact.norm()) < 0.2  # weights are kept in the mean
+    assert not torch.equal(many[0], many[1])
+    if DEVICE.type == "cpu":
+        with pytest.raises(ValueError, match=r"dropout on a CPU has no fused kernel: the scores of 300 queries and 300 keys"):
+            dense.sdpa(q, k, v, scale=1.0, dropout=0.5)
+
+
+@pytest.mark.parametrize("spec", ["Local(4)", "relu", "reformer"])
+def test_definitions_take_no_long_sequence(spec):
+    """The backend "reference" makes all scores at once."""
+    made = core(spec, Dims(8, 1, backend="reference"))
+    q, k, v = (torch.randn(1, 1, 8193, 8) for _ in range(3))
+    with pytest.raises(ValueError, match=r"backend 'reference' cannot compute this .* 8,193 keys at once, and takes up to 8,192"):
+        attend(q, k, v, made)
 
 
 @pytest.mark.parametrize("spec", ["relu", "additive(hidden=2)"])

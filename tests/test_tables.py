@@ -360,6 +360,23 @@ def test_table_of_aims():
     assert text.count("not measured") == len(tables_bars.BARS) - 1
 
 
+def test_the_aim_of_memory_has_every_linear_row():
+    """Random features are linear attention too, and lie among other records."""
+    spec = ("SDPA", "softmax", 2), ("regard", "performer", 5), ("regard", "efficient", 2), ("regard", "reformer", 9)
+    rows = [timed(by, text, n=16384, peak_bytes=size) | {"pass": "forward + backward"} for by, text, size in spec]
+    nothing = {name: {"rows": []} for name in tables_speed.NAMES}
+    found = tables_bars.memory(nothing | {"others": {"rows": rows}})
+    assert [(label.partition(" ")[0], value) for label, value in found] == [("`performer`", 2.5), ("`efficient`", 1.0)]
+
+
+def test_the_aim_of_low_ranks_is_part_of_a_floor():
+    rows = [timed("regard", text, n=4096, fraction=0.4) for text in ("nystrom(iterations=6)", "sinkhorn", "reformer")]
+    nothing = {name: {"rows": []} for name in (*tables_speed.NAMES, "decode_step")}
+    settings = {"tokens": 32768, "heads": 8, "dim": 64}
+    text = tables_bars.bars(nothing | {"others": {"rows": rows, "settings": settings}})
+    assert "| at least 0.5 | 0.4 to 0.4 | missed in 2 of 2: `nystrom(iterations=6)` causal, n = 4,096, forward: 0.4;" in text
+
+
 def test_table_of_training_speed():
     settings = {"precision": "bf16-mixed", "depth": 6, "width": 512, "window": 4096, "batch_tokens": 32768}
     speeds = {("softmax", "eager"): 1e6, ("linear", "eager"): 8e5, ("softmax", "graphs"): 1.5e6, ("linear", "graphs"): 3e6}

@@ -1,11 +1,13 @@
 """`regard tune`: checks of candidates, the choice among them, runs, and the command. Tables: see test_tuned_table.py."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from regard.bench import tune_workloads
 from regard.bench.tune import CudaLab, Trial, TuneRequest, TuneRun, choose_trial, relative_error, table_writer, tune_kernel
 from regard.bench.tune_compile import compile_candidate, compile_jobs, run_short
 from regard.bench.tune_workloads import TUNE_CASES, TuneCase, TunePass, TuneShape
-from regard.cli import app
+from regard.cli import app, tune_command
 from regard.cli.tune_command import print_tuned, table_path
 from regard.ops import triton_support
 from regard.ops.triton_support import has_triton, kernel_config, read_tables_again, trial_configs
@@ -369,3 +371,10 @@ def test_help_needs_no_torch():
     code += "print(CliRunner().invoke(app, ['tune', '--help']).output); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0 and "--minutes" in done.stdout
+
+
+def test_help_names_every_family_of_kernels():
+    parameter = inspect.signature(tune_command.tune).parameters["kernels"]
+    (option,) = get_type_hints(tune_command.tune, include_extras=True)["kernels"].__metadata__
+    assert parameter.default == ",".join(tune_command.KERNEL_FAMILIES)
+    assert all(name in option.help for name in tune_command.KERNEL_FAMILIES)

@@ -18,7 +18,7 @@ COMMAND_EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench": (
         "regard bench --mixers 'softmax; Local(256); linear' --lengths 512,2k,8k",
         "regard bench --mixers 'softmax; gla' --passes step --json step.json",
-        "regard bench --mixers 'softmax; gla' --model --lengths 1k,16k --out a.png",
+        "regard bench --mixers 'softmax; gla' --model --lengths 1k,16k --json a.json",
     ),
     "advise": (
         "regard advise --lengths 256,2k --mixers 'Local(128); linear'",

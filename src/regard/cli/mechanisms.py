@@ -113,6 +113,7 @@ def show(
             show_attention(Path(spec), text, changes or [], device, checkpoint, out, as_json)
         return
     from regard.analysis.cost import cost
+    from regard.bench.backend_log import backends_here
     from regard.mixers.base import Dims
 
     with sentences():
@@ -123,13 +124,14 @@ def show(
     with sentences(parsed):
         length = _usual_length(parsed, dims) if length is None else length
         known = cost(parsed, length, causal=causal, heads=heads, width=width)
+        ran = backends_here(parsed, dims, length)
         if out is not None:
             picture = load_plot("mechanism_plot", "picture")
             save_picture(lambda: picture(known), out)
     if as_json:
-        write_json(known.to_json())
+        write_json(known.to_json() | {"ran": ran})
     else:
-        _print_cost(known, out)
+        _print_cost(known, ran, out)
 
 
 def _parsed(text: str) -> Spec:
@@ -155,12 +157,13 @@ def _usual_length(spec: Spec, dims: Dims) -> int:
         return several_windows(pattern_of(spec.build(replace(dims, max_len=64))))
 
 
-def _print_cost(known: Cost, out: Path | None) -> None:
+def _print_cost(known: Cost, ran: dict[str, Any], out: Path | None) -> None:
     from regard.spec import option_defaults
 
     console = screen()
     table = labelled([("default options", options_text(option_defaults(known.spec.name)) or "none"), *known.lines()])
     python = f"from regard import layer; layer({str(known.spec)!r}, width={known.dims.width}, heads={known.dims.heads}"
+    table.add_row("backend here", f"{', '.join(ran['backends']) or 'one implementation'} ({ran['device']}, {ran['dtype']})")
     table.add_row("", "")
     length = f", max_len={known.length}" if known.spec.needs_length(known.dims) else ""
     table.add_row("build it", f"{python}{', causal=True' if known.dims.causal else ''}{length})")

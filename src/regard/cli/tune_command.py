@@ -21,7 +21,7 @@ EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}
 
 def tune(
     kernels: Annotated[
-        str, typer.Option(help="tile, linear, delta, bucket, step (decoding), with commas; all unless given.")
+        str, typer.Option(help="tile, linear, delta, bucket, pair, step (decoding), with commas; all unless given.")
     ] = ",".join(KERNEL_FAMILIES),
     width: Annotated[str, typer.Option(help="Sizes of a head, with commas: 16, 32, 64, 128, 256.")] = "64",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",

@@ -11,7 +11,7 @@ from regard.checks import WIDEST, need
 from regard.mixers.base import Can, Core, Dims, Places
 from regard.mixers.kv_cache import CachedCore, KVCache
 from regard.mixers.pattern_attention import PatternAttention, compact_keys, compact_queries
-from regard.ops.dense import sdpa
+from regard.ops.dense import sdpa, unfused_dropout
 from regard.ops.dropout_hash import draw_seed
 from regard.ops.pair.pair_op import PairCall, pair_attention
 from regard.ops.tile.tile_op import HeadPatterns, accumulator
@@ -50,7 +50,7 @@ class Softmax(CachedCore):
 
     def scan_all(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         plain = self.positions is None and places.valid is None and q.shape[2] > 1
-        if not plain or type(self).answer is not Softmax.answer:
+        if not plain or type(self).answer is not Softmax.answer or unfused_dropout(q, k, self.drop):
             return super().scan_all(q, k, v, places)
         return sdpa(q, k, v, scale=self.scale, causal=True, dropout=self.drop)
 
@@ -58,7 +58,7 @@ class Softmax(CachedCore):
         drop = self.drop
         if q.shape[2] == 0 or log.size == 0:
             return q.new_zeros(*q.shape[:3], log.v.shape[-1])
-        if self.positions is not None:  # scores that the fused kernel cannot take
+        if self.positions is not None or unfused_dropout(q, log.keys, drop):  # what no fused kernel takes
             return PatternAttention(self.reach, self.scale, causal, drop, self.positions, self.dims.backend)(log, q, places)[0]
         if not causal or q.shape[2] == 1:  # the newest token sees all
             seen, own = log.places, places is log.places  # own: queries are padding where keys are

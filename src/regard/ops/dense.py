@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from regard.ops.dense_limit import DENSE_LIMIT
 from regard.ops.few_keys import few_keys_attention, takes_few_keys
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, transformed
-
-DENSE_LIMIT = 8192  # tokens up to which scores of all pairs may be made at once
 
 
 class SdpaMask(NamedTuple):
@@ -70,6 +69,8 @@ def sdpa(
         wide = ceil_div(wide, 8) * 8  # and on a GPU with odd ones too
     if q.is_cuda and q.dtype == torch.float64:
         _refuse_all_pairs(q, k, "float64 on a GPU has no fused kernel")
+    if unfused_dropout(q, k, dropout):
+        _refuse_all_pairs(q, k, "dropout on a CPU has no fused kernel")
     if transformed():
         out = sdpa_composite(q, k, v, mask, scale, causal, dropout)
     elif pairs is None and not causal and not dropout and takes_few_keys(q, k, v):
@@ -77,6 +78,8 @@ def sdpa(
         out = few_keys_attention(q, k, v, bias, scale, lambda q, k, v: sdpa_composite(q, k, v, mask, scale, False))
     else:
         q, k, v = (widened(x, wide) for x in (q, k, v))
+        if repeats_heads(q, k, mask):
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210 - sizes may be symbols, which the kernel refuses
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=grouped
@@ -89,6 +92,21 @@ def sdpa(
         return out
     out = out.transpose(1, 2)  # the memory order of layers: heads side by side
     return out.masked_fill(empty, 0).transpose(1, 2)
+
+
+def repeats_heads(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+    """Return whether keys are repeated for the query heads that share them: PyTorch would else make the scores of all pairs.
+
+    On a GPU its kernel for float32 and for masks takes no groups of heads.
+    """
+    return q.is_cuda and (mask is not None or q.dtype == torch.float32) and bool(q.shape[1] != k.shape[1])
+
+
+def unfused_dropout(q: Tensor, k: Tensor, dropout: float) -> bool:
+    """Return whether PyTorch would make more scores at once than is allowed: its kernels for CPUs have no dropout."""
+    if not dropout or q.is_cuda or torch.compiler.is_compiling():  # then sizes may be symbols
+        return False
+    return min(q.shape[2], k.shape[2]) > DENSE_LIMIT
 
 
 def _refuse_all_pairs(q: Tensor, k: Tensor, why: str) -> None:

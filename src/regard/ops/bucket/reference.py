@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.bucket.bucket_op import BucketCall, LabelCall, scored
+from regard.ops.dense_limit import dense_refused
 from regard.ops.dropout_hash import head_numbers, kept_pairs_composite, key_keys, query_keys
 from regard.ops.tile.call import accumulator
 from regard.patterns.tiles import MASKED_SCORE
@@ -16,8 +17,10 @@ class ReferenceBuckets:
 
     name = "reference"
 
-    def refuses(self, call: BucketCall | LabelCall) -> str | None:  # noqa: ARG002 - it computes every call
-        return None
+    def refuses(self, call: BucketCall | LabelCall) -> str | None:
+        if isinstance(call, LabelCall):  # labels are no pairs
+            return None
+        return dense_refused(call.q.shape[2], call.q.shape[2])
 
     def forward(self, call: BucketCall) -> Tensor:
         q, k, v = scored(call, accumulator(call.q.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.ops.dense_limit import dense_refused
 from regard.ops.dropout_hash import kept_pairs_composite
 from regard.ops.pair.pair_op import BY_COUNT, SOFTMAX, PairCall, key_positions, pair_dropout_keys, query_positions, table_rows
 from regard.ops.tile.call import accumulator
@@ -15,8 +16,8 @@ class ReferencePairs:
 
     name = "reference"
 
-    def refuses(self, call: PairCall) -> str | None:  # noqa: ARG002 - it takes every call
-        return None
+    def refuses(self, call: PairCall) -> str | None:
+        return dense_refused(call.q.shape[2], call.v.shape[2])
 
     def forward(self, call: PairCall) -> Tensor:
         acc = accumulator(call.v.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regard.ops.dense_limit import dense_refused
 from regard.ops.dropout_hash import head_numbers, kept_pairs_composite, key_keys, query_keys
 from regard.ops.tile.call import Gradients, HeadPlans, TileCall, accumulator
 from regard.patterns.plan import Plan
@@ -17,7 +18,7 @@ class ReferenceTiles:
     name = "reference"
 
     def refuses(self, call: TileCall, plans: HeadPlans) -> str | None:  # noqa: ARG002
-        return None
+        return dense_refused(call.q.shape[2], call.k.shape[2])
 
     def forward(self, call: TileCall, plans: HeadPlans) -> tuple[Tensor, Tensor]:
         acc = accumulator(call.q.dtype)
