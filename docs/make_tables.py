@@ -261,7 +261,10 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "gan": lambda: tables_detection.gan(if_there("gan")),
         "faults": faults,
     },
-    "docs/speech.md": {"synthesis": lambda: tables_speech.synthesis(if_there("synthesis"))},
+    "docs/speech.md": {
+        "speech": lambda: tables_speech.speech(if_there("speech")),
+        "synthesis": lambda: tables_speech.synthesis(if_there("synthesis")),
+    },
     "docs/weights.md": {"families": families_table},
     "docs/training.md": {"cpu_presets": lambda: real.cpu_presets(if_there("cpu_presets"))},
 }

@@ -1,4 +1,4 @@
-"""Tables of speech synthesis."""
+"""Tables of speech: digits and voices, recognition, synthesis."""
 
 from __future__ import annotations
 
@@ -8,6 +8,52 @@ from typing import Any
 from tables_base import Made, not_yet, table
 
 READERS = {"plain": "softmax (`plain`)", "location": "location-aware (`location`)", "monotonic": "monotonic (`monotonic`)"}
+
+
+def speech(made: Made) -> str:
+    """Scores of digits by the voice that is held out, and of voices, beside floors."""
+    trained = [row for row in made["rows"] if row["group"] != "floors"]
+    if not trained:
+        return not_yet("speech.py --work runs/speech")
+    floors = {row["name"]: row for row in made["rows"] if row["group"] == "floors"}
+    w = made["made_with"]
+    source = f"({w['device']}, {w['threads']} thread; torch {w['torch']}; commits of the runs are in results/speech.json.)"
+    parts = [_digits([row for row in trained if row["group"] == "digits"], floors)]
+    parts.append(_voices([row for row in trained if row["group"] == "voices"], floors))
+    missing = [group for group in ("an4", "ahead", "strings") if not any(row["group"] == group for row in trained)]
+    if missing:
+        parts.append(not_yet(f"speech.py --work runs/speech --only {' '.join(missing)}"))
+    return "\n\n".join([f"Weights are chosen on validation, test is scored once. {source}", *filter(None, parts)])
+
+
+def _test(row: dict[str, Any]) -> dict[str, float]:
+    return row["scores"][0]["scores"]
+
+
+def _digits(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
+    """Accuracy for each voice that is held out: the mean over seeds, and the mean of all voices."""
+    if not rows:
+        return ""
+    by: dict[str, list[float]] = {}
+    for row in rows:
+        by.setdefault(row["name"].split()[1], []).append(_test(row)["accuracy"])
+    own = {voice: mean(values) for voice, values in sorted(by.items())}
+    ridge = {voice: floors[f"floor fsdd {voice}, ridge"]["accuracy"] for voice in own}
+    body = [[voice, len(by[voice]), f"{own[voice]:.1f}", f"{ridge[voice]:.1f}"] for voice in own]
+    body.append([f"mean of {len(own)} voices", "", f"{mean(own.values()):.1f}", f"{mean(ridge.values()):.1f}"])
+    head = ["`fsdd`, voice held out", "seeds", "digits right, %", "floor: ridge regression of means and spreads, %"]
+    return table(head, body)
+
+
+def _voices(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:
+    """Accuracy among four voices, and equal error rates of pairs of recordings: of voices that are known, and of new ones."""
+    body = []
+    for row in rows:
+        found, floor = _test(row), floors[f"floor {row['name']}"]
+        scores = [f"{found[name]:.1f}" for name in ("accuracy", "eer", "eer_new")]
+        body.append([" and ".join(row["name"].split()[1:]), *scores, f"{floor['accuracy']:.1f} / {floor['eer_new']:.1f}"])
+    head = ["`fsdd_speaker`, voices held out", "voice right, %", "EER, known voices", "EER, new voices"]
+    return table([*head, "floor: accuracy / EER of new voices"], body) if body else ""
 
 
 def synthesis(made: Made) -> str:

@@ -25,6 +25,7 @@ import tables_features  # noqa: E402
 import tables_hf  # noqa: E402
 import tables_images  # noqa: E402
 import tables_recipes  # noqa: E402
+import tables_speech  # noqa: E402
 import tables_speed  # noqa: E402
 import tables_tasks as tables  # noqa: E402
 
@@ -375,6 +376,28 @@ def test_the_aim_of_low_ranks_is_part_of_a_floor():
     settings = {"tokens": 32768, "heads": 8, "dim": 64}
     text = tables_bars.bars(nothing | {"others": {"rows": rows, "settings": settings}})
     assert "| at least 0.5 | 0.4 to 0.4 | missed in 2 of 2: `nystrom(iterations=6)` causal, n = 4,096, forward: 0.4;" in text
+
+
+def test_table_of_speech():
+    """Digits by voice with their mean, voices with both error rates, and what was not run."""
+
+    def ran(name, group, **scores):
+        return {"name": name, "group": group, "scores": [{"scores": scores}]}
+
+    rows = [
+        ran(f"fsdd {voice} {seed}", "digits", accuracy=right) for voice, seed, right in (("theo", 1, 80.0), ("theo", 2, 90.0))
+    ]
+    rows += [
+        ran("fsdd lucas 1", "digits", accuracy=95.0),
+        ran("fsdd_speaker a b", "voices", accuracy=99.0, eer=1.5, eer_new=40.0),
+    ]
+    rows += [{"name": f"floor fsdd {voice}, ridge", "group": "floors", "accuracy": 60.0} for voice in ("theo", "lucas")]
+    rows.append({"name": "floor fsdd_speaker a b", "group": "floors", "accuracy": 100.0, "eer_new": 30.0})
+    made_with = {"device": "a CPU", "threads": 1, "torch": "2.0"}
+    text = tables_speech.speech({"made_with": made_with, "rows": rows})
+    assert "| theo | 2 | 85.0 | 60.0 |" in text and "| mean of 2 voices |  | 90.0 | 60.0 |" in text
+    assert "| a and b | 99.0 | 1.5 | 40.0 | 100.0 / 30.0 |" in text and "--only an4 ahead strings" in text
+    assert tables_speech.speech({"rows": rows[4:]}).startswith(NOT_YET)
 
 
 def test_table_of_training_speed():
