@@ -111,6 +111,11 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_weights(folder, tmp_path):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def test_the_mean_of_a_recording_is_left_to_tell_voices():
+    """Subtracted from every recording, it left new voices at chance."""
+    assert config("fsdd_speaker").normalise == "train" and config("fsdd").normalise == "utterance"
+
+
 def test_who_is_held_out_is_only_in_test(folder):
     task = make_task(tiny("fsdd"))
     task.read(folder)
