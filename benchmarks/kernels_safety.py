@@ -1,11 +1,14 @@
 """Kernels on a CUDA device, every head size and type: near float64, equal in every repeat, and blind to memory they do not own.
 
     python benchmarks/kernels_safety.py [--repeats 250] [--part 0 8] [--limit 60]    rows as JSON lines, exits 1 if one is wrong
+    python benchmarks/kernels_safety.py --card default ...                 the configurations that cards without a table use
     python benchmarks/kernels_safety.py --join FILE ...                    results/kernels_safety.json from the lines of all parts
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python benchmarks/kernels_safety.py --once     small shapes, one pass each
+    python benchmarks/kernels_safety.py --sanitized LOG                    results/kernels_sanitizer.json from what that printed
     TRITON_INTERPRET=1 python benchmarks/kernels_safety.py --once          without a GPU: tries the script and the indexing
 
 Before every repeat free memory is filled with NaN, so that a kernel that reads what was never written changes its results.
+Every row names the entries of the table of configurations that its kernels used: the joined file says which none reached.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch import Tensor
 
 from common import save
 from regard import Dims, attend, core
+from regard.ops import triton_support
+from regard.ops.tuned_table import ANY_KEY, DEFAULT_CARD, TunedTable, shipped_table
 
 SPECS = (
     *("Local(40)", "Local(200) | Global(first=2)", "Stride(5) | Local(12)", "Blocks(64, around=1) | Random(2, 64)"),
@@ -42,6 +47,7 @@ BOUNDS = {torch.bfloat16: 2.5e-2, torch.float32: 1e-4, torch.float16: 4e-3}
 JUMP = 2e-3  # of stepped gradients in float32: of pairs whose scores are rounded by 1e-6, one in 1e6 jumps, and its root counts
 LENGTHS = (1, 130, 1100)
 HEADS, KV_HEADS, BATCH = 4, 2, 2
+STEPS = ("linear_step", "delta_step", "window_step", "row_linear")  # one token: tests/test_decode_step.py runs them on a card
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # in Triton's interpreter
 POISONED = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)  # bytes of the blocks that hold NaN
 
@@ -50,6 +56,16 @@ def poison() -> None:
     """Fill free blocks of several sizes with NaN."""
     held = [torch.full((size // 4,), float("nan"), device=DEVICE) for size in POISONED for _ in range(4)]
     del held
+
+
+def entry_used(table: TunedTable, card: str, kernel: str, key: str) -> tuple[str, str, str]:
+    """Return the card, kernel and key of the table that a kernel's configuration came from."""
+    for owner in (card, DEFAULT_CARD):
+        configs = table.get(owner, {}).get(kernel, {})
+        for name in (key, ANY_KEY):
+            if name in configs:
+                return owner, kernel, name
+    raise KeyError(f"no configuration of {kernel} for {key}")
 
 
 def one_pass(own: torch.nn.Module, x: list[Tensor], causal: bool, valid: Tensor | None) -> list[Tensor]:
@@ -82,8 +98,18 @@ def row(
     text: str, d: int, dtype: torch.dtype, n: int, causal: bool, padded: bool, repeats: int, compared: bool
 ) -> dict[str, Any]:
     """Check one case; without a comparison to float64 where a tool watches every access of every kernel."""
-    start = time.perf_counter()
-    known = {"spec": text, "d": d, "dtype": str(dtype)[6:], "n": n, "causal": causal, "padded": padded, "repeats": repeats}
+    start, entries = time.perf_counter(), []
+    card = triton_support.card_name(torch.device(DEVICE))
+    known = {
+        "card": card,
+        "spec": text,
+        "d": d,
+        "dtype": str(dtype)[6:],
+        "n": n,
+        "causal": causal,
+        "padded": padded,
+        "repeats": repeats,
+    }
     try:
         torch.manual_seed(1)
         kv = HEADS if text.startswith(DRAWN) else KV_HEADS
@@ -91,12 +117,14 @@ def row(
         own = core(text, Dims(HEADS * d, HEADS, kv, causal=causal, max_len=n, backend=fast)).to(DEVICE).eval()
         x = inputs(own, n, d, dtype)
         valid = torch.rand(BATCH, n, device=DEVICE) > 0.25 if padded else None
-        first = one_pass(own, x, causal, valid)
+        with triton_support.trial_configs({}) as trial:
+            first = one_pass(own, x, causal, valid)
         same, ours = True, 1 if text.startswith(THEIRS) else len(first)
         for _ in range(repeats):
             poison()
             again = one_pass(own, x, causal, valid)
             same = same and all(torch.equal(a, b) for a, b in zip(first[:ours], again[:ours], strict=True))
+        entries = sorted({" / ".join(entry_used(shipped_table(), card, *used)) for used in trial.used})
         errors: list[float] = []
         if compared and not text.startswith(DRAWN):
             torch.manual_seed(1)
@@ -116,7 +144,7 @@ def row(
         )
     except Exception as error:  # noqa: BLE001 - a compiler's failure is a row of the table
         errors, problem = [], f"{type(error).__name__}: {str(error).splitlines()[-1][:200]}"
-    return known | {"errors": errors, "problem": problem, "seconds": round(time.perf_counter() - start, 2)}
+    return known | {"errors": errors, "problem": problem, "entries": entries, "seconds": round(time.perf_counter() - start, 2)}
 
 
 def takes(causal: bool) -> list[str]:
@@ -139,21 +167,61 @@ def cases(once: bool) -> list[tuple[str, int, torch.dtype, int, bool, bool]]:
     return found + [(text, SIZES[0], torch.bfloat16, LENGTHS[0], True, False) for text in takes(True)]
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Read the rows that a part has printed."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def join(rows: list[dict[str, Any]]) -> bool:
+    """Write the rows of all parts, and which entries of the table of configurations no right row has used."""
+    table = shipped_table()
+    cards = {row["card"] for row in rows} | {DEFAULT_CARD}
+    every = {
+        " / ".join((card, kernel, key)): kernel
+        for card in cards & set(table)
+        for kernel, keys in table[card].items()
+        for key in keys
+    }
+    reached = {entry for row in rows if not row["problem"] for entry in row.pop("entries")}
+    missed = sorted(name for name, kernel in every.items() if name not in reached and kernel not in STEPS)
+    settings = {"heads": [HEADS, KV_HEADS], "batch": BATCH, "poisoned": POISONED, "entries": len(every), "not_reached": missed}
+    print(save("kernels_safety", settings, rows))
+    print(f"{len(every)} configurations; by no right row: {', '.join(missed) or 'none'}", file=sys.stderr)
+    return any(row["problem"] for row in rows)
+
+
+def sanitized(log: Path) -> bool:
+    """Write what compute-sanitizer found while small shapes ran: its summary, and the rows that it watched."""
+    rows = lines(log)
+    summary = [line.strip("= ") for line in log.read_text().splitlines() if "ERROR SUMMARY" in line]
+    if not summary:
+        sys.exit(f"{log} has no ERROR SUMMARY: run this under compute-sanitizer to its end, with both streams into one file")
+    kept = [{key: row[key] for key in ("spec", "d", "dtype", "n", "causal", "padded", "problem")} for row in rows]
+    print(save("kernels_sanitizer", {"tool": "compute-sanitizer --tool memcheck", "summary": summary[-1]}, kept))
+    return not summary[-1].endswith(" 0 errors")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=250)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many, to compile side by side")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no further case is begun")
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--card", help="use the configurations of another card: default is what cards without a table have")
+    parser.add_argument("--only", nargs="*", default=(), help="names of mechanisms and patterns, or how they begin")
     parser.add_argument("--join", type=Path, nargs="*")
+    parser.add_argument("--sanitized", type=Path)
     args = parser.parse_args()
     if args.join:
-        rows = [json.loads(line) for path in args.join for line in path.read_text().splitlines() if line.startswith("{")]
-        print(save("kernels_safety", {"heads": [HEADS, KV_HEADS], "batch": BATCH, "poisoned": POISONED}, rows))
-        return any(x["problem"] for x in rows)
+        return join([row for path in args.join for row in lines(path)])
+    if args.sanitized:
+        return sanitized(args.sanitized)
+    if args.card:
+        triton_support.card_name = lambda _: args.card
     part, parts = args.part
     wrong, end = 0, time.perf_counter() + args.limit
-    for case in cases(args.once)[part::parts]:
+    chosen = [case for case in cases(args.once) if not args.only or case[0].startswith(tuple(args.only))]
+    for case in chosen[part::parts]:
         if time.perf_counter() > end:
             break
         found = row(*case, 0 if args.once else args.repeats, compared=not args.once or DEVICE == "cpu")
