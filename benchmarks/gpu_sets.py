@@ -62,7 +62,7 @@ SETS: dict[str, list[dict[str, Any]]] = {
             "peers": [FULL],
         },
         {
-            "mixers": ["Local(128) | Global(first=2)"],
+            "mixers": ["Local(128) | Global(first=2)", "longformer(window=257, shared=True)"],
             "lengths": [2 * K],
             "forms": BIDIRECTIONAL,
             "level": "core",

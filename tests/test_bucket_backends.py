@@ -359,7 +359,7 @@ def test_attention_inside_of_clusters_is_that_of_gathered_rows(padded, w, d, e):
 
 
 def test_large_clusters_are_gathered():
-    q = torch.randn(1, 1, 300, 8, device=DEVICE)
+    q = torch.randn(1, 1, 300, 8, device=DEVICE, dtype=torch.float16)  # a card pads heads to 64 columns: too many in float32
     few, many = (Members(torch.arange(w, device=DEVICE).expand(1, 1, w), None, 300) for w in (MOST_MEMBERS, MOST_MEMBERS + 1))
     assert takes_clusters(q, q, q, few, few, "triton")
     assert not takes_clusters(q, q, q, many, many, "triton")

@@ -177,7 +177,7 @@ def test_a_half_precision_layer_keeps_its_gates_and_states_in_float32(causal: bo
     [
         (lambda call: DeltaCall(*(x.double() for x in call)), "float16, bfloat16 and float32, not float64"),
         (lambda call: call._replace(k=call.k.half()), "queries, keys and values of one type"),
-        (lambda call: call._replace(k=call.k[..., :1].expand(-1, -1, -1, 129)), "at most 128 columns, not 129"),
+        (lambda call: call._replace(k=call.k[..., :1].expand(-1, -1, -1, 129)), "at most 128 columns of this type, not 129"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused_in_a_sentence(change, why: str) -> None:

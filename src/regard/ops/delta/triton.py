@@ -17,7 +17,7 @@ from regard.ops.delta.torch import TorchDelta
 from regard.ops.triton_support import triton_cannot_run
 from regard.transforms import differentiable_grads, needs_plain_ops
 
-WIDEST_KEY = 128  # columns of a key: a state of more does not fit a program
+WIDEST_KEY = {2: 256, 4: 128}  # columns of a key, by bytes of a number: a state of more does not fit a program
 CALL_TENSORS = len(DeltaCall._fields)
 
 
@@ -32,8 +32,9 @@ class TritonDelta:
         why = triton_cannot_run(*call)
         if why is not None:
             return why
-        if call.k.shape[-1] > WIDEST_KEY:
-            return f"its kernels take keys of at most {WIDEST_KEY} columns, not {call.k.shape[-1]}"
+        widest = WIDEST_KEY[call.k.element_size()]
+        if call.k.shape[-1] > widest:
+            return f"its kernels take keys of at most {widest} columns of this type, not {call.k.shape[-1]}"
         if len({x.dtype for x in (call.q, call.k, call.v) if x is not None}) > 1:
             return "its kernels take queries, keys and values of one type"
         return None
