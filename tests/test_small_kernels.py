@@ -276,6 +276,33 @@ def test_a_layer_of_slots_is_as_by_plain_operations(share, bias, monkeypatch):
                 weight.zero_()
 
 
+def test_a_layer_of_slots_has_the_products_of_autocast(monkeypatch):
+    """Weights in float32, tokens in float32: sums of tokens and all maps are products of half precision."""
+    made = layer("linformer(rank=5, share='head')", width=24, heads=4, max_len=90).to(DEVICE)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(torch.randn_like(weight) / 5)
+    x = torch.randn(2, 70, 24, device=DEVICE, requires_grad=True)
+    up = torch.randn(2, 70, 24, device=DEVICE)
+    sources = [x, *made.parameters()]
+    exact = [(y := made(x)).detach(), *torch.autograd.grad(y, sources, up)]
+    taken = []
+
+    def takes(tokens, *_):
+        taken.append(tokens.dtype)
+        return True
+
+    for fused in (True, False):
+        with monkeypatch.context() as patch, torch.autocast(DEVICE.type, torch.float16):
+            patch.setattr(low_rank, "takes_slots", takes if fused else lambda *_: False)
+            y = made(x)
+            found = [y.detach(), *torch.autograd.grad(y, sources, up.to(y.dtype))]
+        for a, b in zip(found, exact, strict=True):
+            assert (a.double() - b).norm() <= 1e-2 * b.double().norm() + 1e-6
+        assert all(a.dtype == b.dtype for a, b in zip(found[1:], exact[1:], strict=True))
+    assert taken == [torch.float16]
+
+
 @pytest.mark.parametrize(("n", "strides"), [(70, 18), (72, 18), (70, 15)])
 def test_strides_are_pooled_as_by_plain_operations(n, strides):
     k, v = (torch.randn(2, n, 3, size, device=DEVICE).transpose(1, 2).requires_grad_() for size in (6, 5))

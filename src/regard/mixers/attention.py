@@ -18,7 +18,7 @@ from regard.mixers.head_readout import HeadReadout
 from regard.mixers.places import Places, mask_padding, pooled_valid
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import CrossState, State
-from regard.ops.joined_linear import joined_linear, takes_joined
+from regard.ops.joined_linear import joined_linear, product_dtype, takes_joined
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -432,18 +432,22 @@ class Attention(Mixer):
         maps = (self.q, self.k, self.v)
         if not self._pools or self.dims.causal or self.positions is not None:
             return None
-        alike = all(type(one) is nn.Linear and one.weight.dtype == x.dtype and not has_hooks(one) for one in maps)
-        if not alike or in_autocast(x):
+        if any(type(one) is not nn.Linear or has_hooks(one) for one in maps):
             return None
-        return self.core.attend_tokens(x, places, maps)  # type: ignore[arg-type]
+        if not in_autocast(x) and any(one.weight.dtype != x.dtype for one in maps):
+            return None
+        tokens = x.to(product_dtype(x))
+        with no_autocast(x):
+            return self.core.attend_tokens(tokens, places, maps)  # type: ignore[arg-type]
 
     def _pooled(self, x: Tensor, places: Places) -> Any:
         """Return a memory of tokens x (b m w) that was made of a few sums of them, where the core can do with those; or None."""
         maps = (self.k, self.v)
         if not self._pools or any(type(one) is not nn.Linear or has_hooks(one) for one in maps):
             return None
+        tokens = x.to(product_dtype(x))
         with no_autocast(x):
-            pooled = self.core.pool(x, places)
+            pooled = self.core.pool(tokens, places)
         if pooled is None:
             return None
         k = _project_sums(self.k, pooled.for_k, pooled.mass_k)

@@ -120,7 +120,8 @@ class Linformer(Core):
         if start is None or not self._pools() or not takes_slots(x, self.rank, dims.d, dims.e):
             return None
         q, k, v = maps
-        tensors = SlotTensors(x, q.weight, q.bias, k.weight, k.bias, v.weight, v.bias, self.project_k, self._project_v)
+        weights = (q.weight, q.bias, k.weight, k.bias, v.weight, v.bias, self.project_k, self._project_v)
+        tensors = SlotTensors(x, *(None if w is None else w.to(x.dtype) for w in weights))
         return slot_attention(tensors, SlotSizes(dims.heads, dims.g, start, self.scale))
 
     def _pools(self) -> bool:

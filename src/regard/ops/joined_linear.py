@@ -37,9 +37,11 @@ def takes_joined(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the type of a product of tokens x and weights: their own, or that of autocast."""
+    """Return the type of a product of tokens x and weights: their own, or that of autocast, which leaves float64 as it is."""
     kind = "cuda" if x.is_cuda else x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def joined_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], head: int) -> tuple[Tensor, ...]:
