@@ -1,6 +1,6 @@
 """Kernels on sequences of a million tokens, on a CUDA device: near float64, and equal in every repeat.
 
-    PYTHONPATH=src python benchmarks/kernels_long.py [--n 1048576] [--limit 120] [--out results]    kernels_long.json; goes on from it
+    PYTHONPATH=src python benchmarks/kernels_long.py [--n 1048576] [--limit 120] [--out results]      adds to kernels_long.json
     TRITON_INTERPRET=1 PYTHONPATH=src python benchmarks/kernels_long.py --n 300 --d 16 --out /tmp/x     tries the script on a CPU
 
 Errors are ||a - b|| / ||b|| against the torch backend in float64, over all tokens and over the last ones alone: a position

@@ -24,7 +24,7 @@ from regard.compare.own_code import read_task
 from regard.compare.split_score import arena_score, target_points
 from regard.compare.training_step import TrainingStep
 from regard.compare.warm_steps import WarmSteps
-from regard.compare.worker_pool import Worker, WorkerPool
+from regard.compare.worker_pool import Turns, Worker, WorkerPool
 from regard.spec import Spec
 from small_arena import FILES, run_grid, settings
 from warm_processes import warm_start
@@ -360,6 +360,37 @@ def test_cells_of_a_group_follow_each_other_where_its_model_is_warm(monkeypatch)
     assert queue[place].cell.mixer == "identity"
     pool.submit(queue[place])
     assert queue[place].cell.key in home.jobs and not home.warm
+
+
+def test_a_cell_with_slow_steps_leaves_time_to_the_others(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("regard.compare.worker_pool.time.perf_counter", lambda: clock[0])
+
+    class Run:
+        def __init__(self, seconds):
+            self.seconds, self.parts = seconds, 0
+
+        def advance(self):
+            clock[0] += self.seconds
+            self.parts += 1
+
+    turns, slow, quick = Turns(), Run(0.8), [Run(0.01) for _ in range(3)]
+    for run in (slow, *quick):
+        turns.add(run)
+    while slow.parts < 5:
+        for run in turns.next_round():
+            turns.advance(run)
+    assert all(run.parts > 4 * 0.7 / 0.01 for run in quick)
+    late = Run(0.01)
+    turns.add(late)  # it is owed nothing for the time before it
+    assert turns.spent[late] == min(turns.spent.values())
+    for run in (slow, late):
+        turns.remove(run)
+    assert turns.next_round() == quick and not turns.advance(quick[0])
+    reader = Run(60)  # the first part of the cell that reads a data set
+    turns.add(reader)
+    turns.advance(reader)
+    assert turns.spent[reader] <= 1 + min(turns.spent.values())
 
 
 def test_training_ends_with_a_score_that_is_good_enough(monkeypatch):

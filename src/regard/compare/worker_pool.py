@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -19,6 +20,8 @@ QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profil
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # of a GPU's work: with the usual 8, more streams than that wait for each other
 BROKEN_CARD = 77  # exit code of a process whose GPU has reported an error
 REPORT_EVERY = 0.02  # share of a cell between two messages
+LEAD = 0.25  # seconds that a cell may have used more than another one of its process before it waits
+MOST_COUNTED = 1.0  # of one part, in seconds: the cell that reads a data set does so for all
 TRAININGS = ("train", "train and test")  # jobs that build a model and capture its steps
 
 Group = tuple[str, str]  # task and mixer
@@ -201,22 +204,57 @@ def serve_jobs(link: Connection, threads: int) -> None:
         os._exit(BROKEN_CARD)
 
 
+class Turns:
+    """Choose which jobs of a process run their next part: all that have not used more time than the others.
+
+    A step that is not captured may take a thousand times as long as one that is; in plain turns all cells would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[JobRun] = []
+        self.spent: dict[JobRun, float] = {}  # seconds
+
+    def add(self, run: JobRun) -> None:
+        self.spent[run] = self._least()
+        self.runs.append(run)
+
+    def remove(self, run: JobRun) -> None:
+        self.runs.remove(run)
+        del self.spent[run]
+
+    def _least(self) -> float:
+        return min(self.spent.values(), default=0.0)
+
+    def next_round(self) -> list[JobRun]:
+        """Return the jobs whose turn it is, in the order in which they began."""
+        most = self._least() + LEAD
+        return [run for run in self.runs if self.spent[run] <= most]
+
+    def advance(self, run: JobRun) -> CellRecord | None:
+        """Run the next part of a job, and count its time."""
+        begun = time.perf_counter()
+        try:
+            return run.advance()
+        finally:
+            self.spent[run] += min(time.perf_counter() - begun, MOST_COUNTED)
+
+
 def _serve(link: Connection) -> None:
     """Run all jobs that were received, a part of each in turn; wait where there is none."""
-    runs: list[JobRun] = []
+    turns = Turns()
     while True:
-        while not runs or link.poll():
+        while not turns.runs or link.poll():
             job = link.recv()
-            runs.append(JobRun(job, _reporter(link, job.cell.key)))
-        for run in list(runs):
+            turns.add(JobRun(job, _reporter(link, job.cell.key)))
+        for run in turns.next_round():
             try:
-                record = run.advance()
+                record = turns.advance(run)
             except CannotStore as error:
                 link.send(("cannot store", run.job.cell.key, str(error)))
-                runs.remove(run)
+                turns.remove(run)
                 continue
             if record is not None:
-                runs.remove(run)
+                turns.remove(run)
                 link.send(("record", run.job.cell.key, record))
 
 
