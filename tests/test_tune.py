@@ -200,7 +200,8 @@ def test_errors_are_relative_and_not_a_number_is_none():
 @pytest.mark.parametrize("number", range(len(TUNE_CASES)), ids=lambda i: f"{TUNE_CASES[i].family}, {TUNE_CASES[i].name}")
 def test_workloads_use_the_kernels_that_they_tune(number, monkeypatch):
     monkeypatch.setattr(tune_workloads, "STEP_BATCHES", (1,))
-    shapes = (SMALL, replace(SMALL, width=128)) if TUNE_CASES[number].family == "linear" else (SMALL,)
+    shapes = {"linear": (SMALL, replace(SMALL, width=128)), "few": (replace(SMALL, dtype="fp16"),)}
+    shapes = shapes.get(TUNE_CASES[number].family, (SMALL,))
     used = {kernel for shape in shapes for kernel, _ in run_short(number, shape)[1]}
     assert set(TUNE_CASES[number].candidates) <= used
 
@@ -287,7 +288,7 @@ def test_without_a_device_the_command_refuses():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, pair, step, not 'tiles'"),
+        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, pair, step, few, sort, not 'tiles'"),
         (("--kernels", " , "), "--kernels names nothing: write for example --kernels tile,linear"),
         (("--width", "63"), "width must be one of 16, 32, 64, 128, 256, not '63'"),
         (("--dtype", "fp64"), "dtype must be one of bf16, fp16, fp32, not 'fp64'"),

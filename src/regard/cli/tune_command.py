@@ -13,7 +13,7 @@ from regard.cli.console import columns, one_of, progress_reporter, screen, sente
 if TYPE_CHECKING:
     from regard.bench.tune import PlannedKernel, Settings, Trial, TuneRequest, TuneRow
 
-KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "pair", "step")
+KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "pair", "step", "few", "sort")
 TUNED_TYPES = ("bf16", "fp16", "fp32")
 HEAD_SIZES = ("16", "32", "64", "128", "256")
 EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}
@@ -21,7 +21,11 @@ EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}
 
 def tune(
     kernels: Annotated[
-        str, typer.Option(help="tile, linear, delta, bucket, pair, step (decoding), with commas; all unless given.")
+        str,
+        typer.Option(
+            help="tile, linear, delta, bucket, pair, step (decoding), few (keys or queries), sort (of blocks), with commas; all "
+            "unless given."
+        ),
     ] = ",".join(KERNEL_FAMILIES),
     width: Annotated[str, typer.Option(help="Sizes of a head, with commas: 16, 32, 64, 128, 256.")] = "64",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
