@@ -154,7 +154,7 @@ class _SortedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return None, None, *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v, sort), (grad,))
         call = ctx.call._replace(q=q, k=k, v=v, sort=sort)
-        b, h, c, _, d = q.shape
+        b, h, _, _, d = q.shape
         grad = dense_blocks(grad)
         dq, dk, dv, dk2, dv2 = (torch.empty_like(x) for x in (q, k, v, k2, v2))
         tensors = (q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2)
