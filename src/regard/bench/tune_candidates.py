@@ -165,7 +165,7 @@ ROW_LINEAR: Candidates = {"row_linear": grid(BR=(1, 2, 4), BO=(4, 8, 16), BK=(12
 _QUERIES = grid(BM=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
 _KEYS = grid(BN=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
 _TOKENS = grid(BT=(16, 32, 64, 128), num_warps=(1, 2, 4, 8))
-_MATRICES = grid(num_warps=(2, 4, 8, 16))
+_MATRICES = grid(num_warps=(4, 8, 16))
 FEW_KEYS: Candidates = {"few_keys_forward": grid(BM=(32, 64, 128), num_warps=(2, 4, 8)), "few_keys_backward": _QUERIES}
 LANDMARKS: Candidates = {
     "segment_means": _TOKENS,

@@ -21,7 +21,7 @@ from regard.ops.decode_step import StepCall, StepWindow, decoding_step
 from regard.ops.delta.delta_op import delta_rule
 from regard.ops.delta.unit_features import unit_features
 from regard.ops.few_keys import MOST_KEY_ELEMENTS, few_keys_attention, fits_few_keys
-from regard.ops.landmark_attention import WIDEST_LANDMARK, LandmarkRule, landmark_attention
+from regard.ops.landmark_attention import MOST_LANDMARKS, WIDEST_LANDMARK, LandmarkRule, landmark_attention
 from regard.ops.linear.causal_exp_op import causal_exp_attention
 from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
@@ -37,7 +37,6 @@ from regard.patterns.tiles import MASKED_SCORE, Span, ceil_div
 
 KERNELS = "triton"  # the backend whose configurations are tuned
 STEP_BATCHES = (1, 32)
-LANDMARKS = 64  # of a sequence
 SORTED_TOKENS = 64  # of a block that is sorted
 SORTED_BLOCKS = 256  # of a sequence of 16,384 tokens, whose balance is divided into parts
 SORT_ITERATIONS = 16
@@ -360,7 +359,7 @@ def _landmarks(shape: TuneShape, iterations: int) -> list[TunePass]:
     """Return nystrom without padding, which has kernels for halves."""
     if shape.width > WIDEST_LANDMARK or shape.type not in HALVES:
         return []
-    rule = LandmarkRule(min(LANDMARKS, shape.length // 2), iterations, 1e-3, shape.width**-0.5)
+    rule = LandmarkRule(min(MOST_LANDMARKS, shape.length // 2), iterations, 1e-3, shape.width**-0.5)
     return [_trained(lambda q, k, v: landmark_attention(q, k, v, rule, _no_second_derivatives), shape.tokens_of(3))]
 
 
