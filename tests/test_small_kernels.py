@@ -12,13 +12,14 @@ from regard import Dims, core, layer
 from regard.mixers import compressed, landmarks, low_rank
 from regard.mixers.attend import attend
 from regard.mixers.sinkhorn import _Cut, _two_blocks
-from regard.ops import balance, few_keys, sorted_blocks
+from regard.ops import balance, few_keys
 from regard.ops.balance import balance_matrices, balanced, balanced_in_time
 from regard.ops.dense import sdpa, sdpa_composite
 from regard.ops.many_keys import many_keys_answers
 from regard.ops.spd_solve import _SpdSolve, spd_solve
 from regard.ops.stride_merge import StrideSplit, divide_strides, divide_strides_plain, merge_stride_answers, merge_strides_plain
 from regard.ops.stride_pool import pool_shared_strides, pool_strides_plain
+from regard.ops.triton_support import trial_configs
 from regard.ops.two_blocks import _BlockSums, block_sums, two_blocks_attention
 from regard.patterns.tiles import MASKED_SCORE
 
@@ -47,8 +48,7 @@ def test_blocks_are_balanced_as_by_plain_operations(way, masked, size, monkeypat
         for name, number in (("LARGEST_IN_TIME", 1), ("STRIP_ELEMENTS", 64)):
             monkeypatch.setattr(balance, name, number)
     if way == "in parts":  # of several strips, and of 19 rows one part is missing
-        for name, number in (("LARGEST_MATRIX", 1), ("MOST_PARTS", 4), ("PART_ELEMENTS", 64), ("PART_WARPS", 2)):
-            monkeypatch.setattr(balance, name, number)
+        monkeypatch.setattr(balance, "LARGEST_MATRIX", 1)
     logits = torch.randn(2, 3, size, size, device=DEVICE)
     logits[0] *= 1 if in_time else 30
     seen = torch.ones(size, size, dtype=torch.bool, device=DEVICE)
@@ -60,10 +60,17 @@ def test_blocks_are_balanced_as_by_plain_operations(way, masked, size, monkeypat
     logits = logits.masked_fill(~seen, MASKED_SCORE).requires_grad_()
     exact = logits.detach().double().requires_grad_()
     expected = balanced_in_time(4, exact) if in_time else balanced(4, exact, seen.expand_as(exact))
-    found = balance_matrices(logits, 4, in_time)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    columns = f"{1 << (size - 1).bit_length()} columns"
+    parts = {
+        (kernel, columns): {"elements": 64, "parts": 4, "num_warps": 2} for kernel in ("balance_parts", "balance_part_grads")
+    }
     up = torch.randn_like(logits)
-    (mine,), (theirs,) = torch.autograd.grad(found, logits, up), torch.autograd.grad(expected, exact, up.double())
+    with trial_configs(parts) as trial:
+        found = balance_matrices(logits, 4, in_time)
+        (mine,) = torch.autograd.grad(found, logits, up)
+    assert trial.used == (parts if way == "in parts" else {})
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    (theirs,) = torch.autograd.grad(expected, exact, up.double())
     torch.testing.assert_close(mine.double(), theirs * seen, rtol=1e-4, atol=1e-5)
 
 
@@ -132,7 +139,6 @@ def test_mixed_blocks_are_as_by_plain_operations(causal, by_token):
 @pytest.mark.parametrize("by_token", [False, True])
 def test_sorted_blocks_are_as_by_plain_operations(training, by_token, monkeypatch):
     """Blocks in both orders of memory, in more than one tile of scores; outputs and gradients, of the sort too."""
-    monkeypatch.setattr(sorted_blocks, "SCORE_BLOCK", 16)
     made = core("sinkhorn(block=4, iterations=3)", Dims(12, 2)).to(DEVICE).train(training)
     shape = (1, 18, 4, 2) if by_token else (1, 2, 18, 4)
     q, k, v = (torch.randn(*shape, size, device=DEVICE) for size in (6, 6, 5))
@@ -142,7 +148,12 @@ def test_sorted_blocks_are_as_by_plain_operations(training, by_token, monkeypatc
     exact = [x.detach().double().requires_grad_() for x in given]
     there = torch.ones(1, 18, 4, dtype=torch.bool, device=DEVICE)
     torch.manual_seed(3)
-    found = made._sorted(given[0], _Cut(given[1], given[2], there, True, True))
+    tiles = {(kernel, "any"): {"BC": 16, "num_warps": 8, "num_stages": 1} for kernel in ("block_scores", "block_score_grads")}
+    with trial_configs(tiles) as trial:
+        found = made._sorted(given[0], _Cut(given[1], given[2], there, True, True))
+        up = torch.randn_like(found)
+        mine = [found, *torch.autograd.grad(found, [*given, made.sort], up, retain_graph=True)]
+    assert tiles.items() <= trial.used.items()
     true = core("sinkhorn(block=4, iterations=3)", Dims(12, 2)).to(DEVICE, torch.float64).train(training)
     true.load_state_dict(made.state_dict())
     torch.manual_seed(3)
@@ -152,8 +163,6 @@ def test_sorted_blocks_are_as_by_plain_operations(training, by_token, monkeypatc
     own = torch.eye(18, dtype=torch.bool, device=DEVICE)
     k2, v2, bias = cut.sorted_by(true.shares(cut, False).masked_fill(own, 0))
     expected = _two_blocks(False, *exact, k2, v2, torch.cat([torch.zeros_like(bias), bias], -1))[0]
-    up = torch.randn_like(found)
-    mine = [found, *torch.autograd.grad(found, [*given, made.sort], up, retain_graph=True)]
     theirs = [expected, *torch.autograd.grad(expected, [*exact, true.sort], up.double())]
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-5)

@@ -17,6 +17,7 @@ from conftest import DEVICE
 from regard.bench import tune_workloads
 from regard.bench.tune import CudaLab, Trial, TuneRequest, TuneRun, choose_trial, relative_error, table_writer, tune_kernel
 from regard.bench.tune_compile import compile_candidate, compile_jobs, run_short
+from regard.bench.tune_trials import trials_record
 from regard.bench.tune_workloads import TUNE_CASES, TuneCase, TunePass, TuneShape
 from regard.cli import app, tune_command
 from regard.cli.tune_command import print_tuned, table_path
@@ -200,7 +201,8 @@ def test_errors_are_relative_and_not_a_number_is_none():
 @pytest.mark.parametrize("number", range(len(TUNE_CASES)), ids=lambda i: f"{TUNE_CASES[i].family}, {TUNE_CASES[i].name}")
 def test_workloads_use_the_kernels_that_they_tune(number, monkeypatch):
     monkeypatch.setattr(tune_workloads, "STEP_BATCHES", (1,))
-    shapes = (SMALL, replace(SMALL, width=128)) if TUNE_CASES[number].family == "linear" else (SMALL,)
+    shapes = {"linear": (SMALL, replace(SMALL, width=128)), "few": (replace(SMALL, dtype="fp16"),)}
+    shapes = shapes.get(TUNE_CASES[number].family, (SMALL,))
     used = {kernel for shape in shapes for kernel, _ in run_short(number, shape)[1]}
     assert set(TUNE_CASES[number].candidates) <= used
 
@@ -228,7 +230,7 @@ def test_kernels_are_timed_on_a_device(case):
 # Runs
 
 
-def run_of(times, monkeypatch, *, widths=(64,), minutes=1.0, clock=lambda: 0.0, entries=(ENTRY,), fails=False):
+def run_of(times, monkeypatch, *, widths=(64,), minutes=1.0, clock=lambda: 0.0, entries=(ENTRY,), fails=False, record=len):
     monkeypatch.setattr("regard.bench.tune.TUNE_CASES", (fake_case(torch.ones),))
     saved, reports = [], []
 
@@ -238,7 +240,7 @@ def run_of(times, monkeypatch, *, widths=(64,), minutes=1.0, clock=lambda: 0.0, 
         return FakeLab(times, entries)
 
     request = TuneRequest(("tile",), widths, minutes=minutes)
-    run = TuneRun(request, saved.append, lambda *x: reports.append(x), make, clock)
+    run = TuneRun(request, saved.append, lambda *x: reports.append(x), make, clock, record)
     return run.rows(), saved, reports
 
 
@@ -270,6 +272,40 @@ def test_a_run_leaves_out_what_it_cannot_do(monkeypatch):
     assert rows[0].note == "no time left"
 
 
+def test_the_record_has_what_was_tried(monkeypatch):
+    """What is recorded of a candidate that was measured twice is the second measurement."""
+    seen = []
+
+    def record(rows):
+        seen.append(trials_record(rows))
+
+    run_of({64: [1.0, 2.0], 16: "results differ", 128: [0.8, 1.6]}, monkeypatch, record=record, widths=(64, 128))
+    assert len(seen) == 3 and len(seen[0]["rows"]) == 1  # after every kernel, and at the end
+    (row,) = seen[-1]["rows"]
+    assert row == {
+        **{"family": "tile", "case": "fake", "width": 64, "kernel": "tile_forward", "keys": ["half 64"]},
+        **{"candidates": 3, "tried": 2, "ratio": 2.0 / 1.6, "taken": True},
+        "refused": [{"configuration": {"half 64": {"BM": 16, "BN": 32}}, "reason": "results differ"}],
+        "before": {"configuration": {"half 64": {"BM": 64, "BN": 32}}, "seconds": [2.0]},
+        "best": {"configuration": {"half 64": {"BM": 128, "BN": 32}}, "seconds": [1.6]},
+    }
+    (left,) = seen[-1]["left_out"]
+    assert left["width"] == 128 and left["reason"] == "tuned before: this head size has the same entry"
+
+
+def test_the_record_has_the_best_that_is_not_taken(monkeypatch):
+    records = []
+    run_of({64: 1.0, 16: 1.25, 128: 0.99}, monkeypatch, record=lambda rows: records.append(trials_record(rows)))
+    (row,) = records[-1]["rows"]
+    assert row["best"]["seconds"] == [0.99] and row["ratio"] == pytest.approx(1 / 0.99) and not row["taken"]
+    run_of({64: 1.0, 16: "a", 128: "b"}, monkeypatch, record=lambda rows: records.append(trials_record(rows)))
+    (row,) = records[-1]["rows"]
+    assert row["best"] is row["ratio"] is None and [each["reason"] for each in row["refused"]] == ["a", "b"]
+    times = iter((0.0, 61.0))
+    run_of({}, monkeypatch, record=lambda rows: records.append(trials_record(rows)), clock=lambda: next(times))
+    assert records[-1]["rows"] == [] and records[-1]["left_out"][0]["reason"] == "no time left"
+
+
 # The command
 
 
@@ -287,11 +323,17 @@ def test_without_a_device_the_command_refuses():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, pair, step, not 'tiles'"),
+        (("--kernels", "tile,tiles"), "kernels must be one of tile, linear, delta, bucket, pair, step, few, sort, not 'tiles'"),
         (("--kernels", " , "), "--kernels names nothing: write for example --kernels tile,linear"),
         (("--width", "63"), "width must be one of 16, 32, 64, 128, 256, not '63'"),
         (("--dtype", "fp64"), "dtype must be one of bf16, fp16, fp32, not 'fp64'"),
         (("--processes", "2"), "leave out one of --dry and --processes"),
+        (("--trials", "x.json"), "leave out one of --dry and --trials"),
+        (("--cases", " ; "), "--cases names nothing: write for example --cases 'bands; prefix sums'"),
+        (
+            ("--kernels", "tile,delta", "--cases", "bands; prefix"),
+            "no case of tile, delta has 'prefix' in its name; cases are bands; lists of tiles; delta rule; vectors of length 1",
+        ),
     ],
 )
 def test_wrong_options_are_refused(words, sentence):
@@ -308,6 +350,23 @@ def test_dry_lists_what_would_be_tried(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("no order, random", {"no order, random features"}),
+        ("no order", {"no order"}),  # a whole name, which another one begins with
+        ("random features; prefix ;", {"random features", "prefix sums"}),
+        ("order; causal", {"no order", "no order, random features", "causal random features"}),
+    ],
+)
+def test_some_cases_are_tuned_alone(words, names):
+    out = invoke("--dry", "--kernels", "linear", "--cases", words, code=0)
+    chosen = [case for case in TUNE_CASES if case.family == "linear" and case.name in names]
+    request = TuneRequest(("linear",), cases=tuple(word.strip() for word in words.split(";") if word.strip()))
+    assert request.chosen() == chosen and len(chosen) == len(names)
+    assert f"of {sum(len(case.candidates) for case in chosen)} kernels" in out
+
+
 def test_the_table_is_the_given_one_the_named_one_or_the_shipped_one(tmp_path, monkeypatch):
     assert table_path(None) == TUNED
     monkeypatch.setenv(OWN_TABLE, "own.json")
@@ -320,6 +379,7 @@ def card(monkeypatch):
     """A card whose times are known."""
     lab = FakeLab({64: 1e-3, 16: 5e-4, 128: 9e-4})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "A card")
     monkeypatch.setattr("regard.cli.tune_command._check_device", lambda: None)
     monkeypatch.setattr(triton_support, "card_name", lambda _device: "A card")
     monkeypatch.setattr("regard.bench.tune.TUNE_CASES", (fake_case(torch.ones),))
@@ -334,6 +394,27 @@ def test_the_command_writes_a_table(tmp_path):
     assert json.loads(out.read_text()) == {"A card": {"tile_forward": {"half 64": {"BM": 16, "BN": 32}}}}
     assert "1000.0 500.0 2.00 BM 16, BN 32" in text
     assert f"1 kernels have new configurations in {out}. Next: REGARD_TUNED={out} makes regard read it" in text
+
+
+@pytest.mark.usefixtures("card")
+def test_the_command_writes_what_it_tried(tmp_path):
+    out, trials = tmp_path / "own.json", tmp_path / "trials.json"
+    invoke("--kernels", "tile", "--out", str(out), "--trials", str(trials), "--processes", "0", code=0)
+    record = json.loads(trials.read_text())
+    assert record["benchmark"] == "tune" and record["settings"]["families"] == ["tile"]
+    assert record["made_with"]["device"] == "A card"
+    (row,) = record["rows"]
+    assert (row["tried"], row["ratio"], row["taken"]) == (2, pytest.approx(2), True)
+    assert set(tmp_path.iterdir()) == {out, trials}
+
+
+@pytest.mark.usefixtures("card")
+def test_trials_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, card):
+    out = str(tmp_path / "own.json")
+    assert "there is no folder" in invoke("--out", out, "--trials", str(tmp_path / "no" / "x.json"))
+    assert "it is a folder" in invoke("--out", out, "--trials", str(tmp_path))
+    assert "are the same file" in invoke("--out", out, "--trials", out)
+    assert card.tried == []
 
 
 @pytest.mark.usefixtures("card")

@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 SHIPPED = shipped_table()
 GOOD = {"BM": 16, "BN": 32, "num_warps": 2, "num_stages": 1}
 ENTRY = ("tile_forward", "half 64")
+CONSTANTS = "_constants", "block_constants", "_score_constants", "_parts"  # functions that ask for a configuration
 
 
 def test_the_shipped_table_has_the_fields_of_every_kernel():
@@ -51,14 +52,22 @@ def kernels_in_code():
             if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in ("kernel_config", "_config", "config", "tiles"):
+            if name in ("kernel_config", "_config", "config", "tiles", *CONSTANTS):
                 found.add(node.args[0].value)
     return found
 
 
 def test_every_kernel_in_the_code_has_a_default_and_candidates():
     named = kernels_in_code()
-    assert {"tile_forward", "linear_sums", "delta_walk", "bucket_forward", "window_step"} <= named
+    assert {
+        "tile_forward",
+        "linear_sums",
+        "delta_walk",
+        "bucket_forward",
+        "window_step",
+        "few_keys_forward",
+        "balance_parts",
+    } <= named
     assert named == set(SHIPPED[DEFAULT_CARD])
     assert named == {kernel for case in TUNE_CASES for kernel in case.candidates}
     assert {case.family for case in TUNE_CASES} == set(KERNEL_FAMILIES)

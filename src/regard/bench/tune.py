@@ -61,13 +61,18 @@ class Trial:
 
 def choose_trial(current: Trial, others: Iterable[Trial]) -> Trial:
     """Return the fastest trial without a problem; the current one, unless it has a problem or is 2 % slower."""
-    right = [trial for trial in others if not trial.problem]
-    if not right:
+    best = _fastest(others)
+    if best is None:
         return current
-    best = min(right, key=lambda trial: trial.slower_than(right[0]))
     if current.problem:
         return best
     return best if current.slower_than(best) > LEAST_GAIN else current
+
+
+def _fastest(others: Iterable[Trial]) -> Trial | None:
+    """Return the fastest trial without a problem."""
+    right = [trial for trial in others if not trial.problem]
+    return min(right, key=lambda trial: trial.slower_than(right[0])) if right else None
 
 
 class Lab(Protocol):
@@ -96,7 +101,13 @@ class TunedKernel(NamedTuple):
     kernel: str
     before: Trial
     after: Trial
-    refused: tuple[Trial, ...]  # candidates with a problem
+    trials: tuple[Trial, ...]  # of the default and the candidates, without the configuration in use
+    best: Trial | None  # the fastest of them, measured once more if it is faster by more than 2 %; None if all have a problem
+
+    @property
+    def refused(self) -> tuple[Trial, ...]:
+        """Candidates with a problem."""
+        return tuple(trial for trial in self.trials if trial.problem)
 
     @property
     def changed(self) -> bool:
@@ -118,12 +129,13 @@ def tune_kernel(lab: Lab, kernel: str, candidates: Sequence[FieldChanges], go_on
         if settings not in (before, default):
             trials.append(lab.attempt(settings))
     best = choose_trial(current, trials)
+    fastest = _fastest(trials)
     if best is not current:
         again = lab.attempt(current.settings), lab.attempt(best.settings)
         best = choose_trial(again[0], again[1:])
-        current = again[0]
+        current, fastest = again
     lab.keep(best.settings)
-    return TunedKernel(kernel, current, best, tuple(trial for trial in trials if trial.problem))
+    return TunedKernel(kernel, current, best, tuple(trials), fastest)
 
 
 class CudaLab:
@@ -230,18 +242,31 @@ class PlannedKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """Hold what is tuned: families of kernels, head sizes, the type, and the minutes that it may take."""
+    """Hold what is tuned: families of kernels, head sizes, the type, the minutes that it may take, and cases if not all."""
 
     families: tuple[str, ...]
     widths: tuple[int, ...] = (64,)
     dtype: str = "bf16"
     minutes: float = 30.0
     device: str = "cuda"
+    cases: tuple[str, ...] = ()  # names or parts of names; all cases of the families without them
+
+    def chosen(self) -> list[TuneCase]:
+        """Return the cases that are tuned. A word that is a name is that case alone, else all whose names contain it."""
+        known = [case for case in TUNE_CASES if case.family in self.families]
+        names = list(dict.fromkeys(case.name for case in known))
+        wanted: set[str] = set()
+        for word in self.cases or names:
+            found = [word] if word in names else [name for name in names if word in name]
+            if not found:
+                raise ValueError(f"no case of {', '.join(self.families)} has {word!r} in its name; cases are {'; '.join(names)}")
+            wanted.update(found)
+        return [case for case in known if case.name in wanted]
 
     def plan(self) -> list[PlannedKernel]:
         """List the kernels in the order in which they are tuned: those of a case follow each other."""
         shapes = [TuneShape(width, self.dtype, self.device) for width in self.widths]
-        cases = [case for case in TUNE_CASES if case.family in self.families]
+        cases = self.chosen()
         return [PlannedKernel(case, shape, kernel) for shape in shapes for case in cases for kernel in case.candidates]
 
 
@@ -254,7 +279,7 @@ class TuneRow(NamedTuple):
 
 
 class TuneRun:
-    """Tune the kernels of a request one after the other, and save what is better at once."""
+    """Tune the kernels of a request one after the other, save what is better at once, and record what was tried until then."""
 
     def __init__(
         self,
@@ -263,9 +288,10 @@ class TuneRun:
         report: TuneReport,
         make_lab: Callable[[TuneCase, TuneShape], Lab] = CudaLab,
         clock: Callable[[], float] = time.monotonic,
+        record: Callable[[Sequence[TuneRow]], None] = lambda _rows: None,
     ) -> None:
         self.plan, self.save, self.report, self.make_lab, self.clock = request.plan(), save, report, make_lab, clock
-        self.end = clock() + 60 * request.minutes
+        self.end, self.record = clock() + 60 * request.minutes, record
         self.total = sum(len(planned.candidates) for planned in self.plan)
         self.done = 0
         self.tuned: set[TableEntry] = set()
@@ -284,8 +310,10 @@ class TuneRun:
                 lab, reason = self._lab(planned)
             before = planned
             found.append(TuneRow(planned, None, reason) if lab is None else self._row(lab, planned))
+            self.record(found)
         if self.done < self.total:
             self.report(self.total, self.total, "")
+        self.record(found)
         return found
 
     def _lab(self, planned: PlannedKernel) -> tuple[Lab | None, str]:

@@ -161,3 +161,30 @@ WINDOW_STEP: Candidates = {"window_step": grid(BM=(32, 64, 128, 256, 512), num_w
 LINEAR_STEP: Candidates = {"linear_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
 DELTA_STEP: Candidates = {"delta_step": grid(BE=(16, 32, 64), num_warps=(1, 2, 4, 8))}
 ROW_LINEAR: Candidates = {"row_linear": grid(BR=(1, 2, 4), BO=(4, 8, 16), BK=(128, 256, 512), num_warps=(2, 4, 8))}
+
+_QUERIES = grid(BM=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
+_KEYS = grid(BN=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2, 3))
+_TOKENS = grid(BT=(16, 32, 64, 128), num_warps=(1, 2, 4, 8))
+_MATRICES = grid(num_warps=(4, 8, 16))
+FEW_KEYS: Candidates = {"few_keys_forward": grid(BM=(32, 64, 128), num_warps=(2, 4, 8)), "few_keys_backward": _QUERIES}
+LANDMARKS: Candidates = {
+    "segment_means": _TOKENS,
+    "many_keys_forward": _KEYS,
+    "many_keys_merge": grid(BM=(16, 32, 64), num_warps=(1, 2, 4, 8)),
+    "landmark_inverse": _MATRICES,
+    "landmark_gradients": _MATRICES,
+    "many_keys_backward": _KEYS,
+    "add_mean_gradients": _TOKENS,
+}
+RIDGE: Candidates = {"landmark_inverse": _MATRICES, "landmark_gradients": _MATRICES}
+
+_BLOCKS = (
+    *grid(num_warps=(2, 4, 8)),
+    *grid(num_warps=(4,), maxnreg=(96, 128, 168)),
+    *grid(num_warps=(8,), maxnreg=(64, 96, 128)),
+)
+_SCORES = grid(BC=(32, 64, 128), num_warps=(4, 8), num_stages=(1, 2))
+_PARTS = grid(elements=(2048, 4096, 8192), parts=(8, 16, 32), num_warps=(4, 8, 16))
+TWO_BLOCKS: Candidates = {"two_blocks_forward": _BLOCKS, "two_blocks_backward": _BLOCKS}
+BLOCK_SCORES: Candidates = {"block_scores": _SCORES, "block_score_grads": _SCORES}
+BALANCE: Candidates = {"balance_parts": _PARTS, "balance_part_grads": _PARTS}

@@ -15,22 +15,31 @@ from regard.bench import tune_candidates as tried
 from regard.bench.tune_candidates import Candidates
 from regard.bench.workload import TYPES_BY_NAME
 from regard.ops.backend import choose_backend
+from regard.ops.balance import balance_matrices
 from regard.ops.bucket.bucket_op import BucketCall, bucket_attention
 from regard.ops.decode_step import StepCall, StepWindow, decoding_step
 from regard.ops.delta.delta_op import delta_rule
 from regard.ops.delta.unit_features import unit_features
+from regard.ops.few_keys import MOST_KEY_ELEMENTS, few_keys_attention, fits_few_keys
+from regard.ops.landmark_attention import MOST_LANDMARKS, WIDEST_LANDMARK, LandmarkRule, landmark_attention
 from regard.ops.linear.causal_exp_op import causal_exp_attention
 from regard.ops.linear.exp_feature_op import ExpMap, exp_key_features, exp_query_features
 from regard.ops.linear.linear_op import LinearCall, decayed_prefix_sum
 from regard.ops.linear.noncausal_op import noncausal_attention
 from regard.ops.pair.pair_op import PairCall
 from regard.ops.row_linear import RowMap, RowNorm, add_product, row_product
+from regard.ops.sorted_blocks import WIDEST_SORT, SortedCall, sinkhorn_attention
 from regard.ops.tile.tile_op import HeadPatterns, tile_attention
+from regard.ops.triton_support import HALVES, block_of
+from regard.ops.two_blocks import MOST_ELEMENTS, sorted_blocks_attention
 from regard.patterns import Pattern
-from regard.patterns.tiles import Span, ceil_div
+from regard.patterns.tiles import MASKED_SCORE, Span, ceil_div
 
 KERNELS = "triton"  # the backend whose configurations are tuned
 STEP_BATCHES = (1, 32)
+SORTED_TOKENS = 64  # of a block that is sorted
+SORTED_BLOCKS = 256  # of a sequence of 16,384 tokens, whose balance is divided into parts
+SORT_ITERATIONS = 16
 PassResults = Callable[[], list[Tensor]]
 
 
@@ -330,6 +339,76 @@ def _rows(shape: TuneShape) -> list[TunePass]:
     return [_row_pass(shape, rows) for rows in (1, 4)]
 
 
+def _no_second_derivatives(*_: Tensor) -> Tensor:
+    raise NotImplementedError("workloads have no second derivatives")
+
+
+def _few_slots(shape: TuneShape, most: int) -> list[TunePass]:
+    """Return attention to at most so many slots, as many as a program holds, with a number for each as linformer has."""
+    q, device = shape.tokens_of(1)[0], torch.device(shape.device)
+    keys = min(most, MOST_KEY_ELEMENTS[shape.type in HALVES] // block_of(shape.width, device))
+    if not fits_few_keys(q, keys, shape.width):
+        return []
+    bias = torch.zeros(1, 1, keys, device=device).expand(shape.batch, -1, -1)
+    scale, plain = shape.width**-0.5, _no_second_derivatives
+    inputs = [q, *(shape.normal(keys, shape.width) for _ in range(2))]
+    return [_trained(lambda q, k, v: few_keys_attention(q, k, v, bias, scale, plain), inputs)]
+
+
+def _landmarks(shape: TuneShape, iterations: int) -> list[TunePass]:
+    """Return nystrom without padding, which has kernels for halves."""
+    if shape.width > WIDEST_LANDMARK or shape.type not in HALVES:
+        return []
+    rule = LandmarkRule(min(MOST_LANDMARKS, shape.length // 2), iterations, 1e-3, shape.width**-0.5)
+    return [_trained(lambda q, k, v: landmark_attention(q, k, v, rule, _no_second_derivatives), shape.tokens_of(3))]
+
+
+def _sorted_shapes(shape: TuneShape) -> list[TuneShape]:
+    return [shape, replace(shape, length=4 * shape.length)]
+
+
+def _blocks(shape: TuneShape) -> list[Tensor]:
+    """Draw q, k and v in blocks (b h c p width)."""
+    p = min(SORTED_TOKENS, shape.length // 4)
+    return [x.unflatten(2, (shape.length // p, p)) for x in shape.tokens_of(3)]
+
+
+def _two_blocks_pass(shape: TuneShape, causal: bool) -> TunePass:
+    q, k, v = _blocks(shape)
+    shares = shape.uniform(q.shape[2], q.shape[2])
+    inputs, plain = (q, k, v, shares.tril(-1) if causal else shares), _no_second_derivatives
+    return _trained(lambda q, k, v, shares: sorted_blocks_attention(q, k, v, shares, causal, MASKED_SCORE, plain), inputs)
+
+
+def _two_blocks(shape: TuneShape) -> list[TunePass]:
+    """Return blocks that see their own keys and those that shares mix, at two lengths, causal and not."""
+    p, wide = (block_of(size, torch.device(shape.device)) for size in (SORTED_TOKENS, shape.width))
+    if p * wide > MOST_ELEMENTS[shape.type in HALVES]:
+        return []
+    return [_two_blocks_pass(each, causal) for each in _sorted_shapes(shape) for causal in (False, True)]
+
+
+def _sorted_pass(shape: TuneShape) -> TunePass:
+    sort = torch.randn(shape.heads, shape.width, shape.width, device=shape.device) / shape.width**0.5
+
+    def f(q: Tensor, k: Tensor, v: Tensor, sort: Tensor) -> Tensor:
+        return sinkhorn_attention(SortedCall(q, k, v, sort, None, 0.75, SORT_ITERATIONS), _no_second_derivatives)
+
+    return _trained(f, [*_blocks(shape), sort.to(shape.type)])
+
+
+def _sorted_blocks(shape: TuneShape) -> list[TunePass]:
+    """Return sinkhorn without order at two lengths."""
+    return [_sorted_pass(each) for each in _sorted_shapes(shape)] if shape.width <= WIDEST_SORT else []
+
+
+def _balances(shape: TuneShape) -> list[TunePass]:
+    """Return the balance of matrices that no program holds."""
+    long = _sorted_shapes(shape)[1]
+    logits = 4 * long.uniform(SORTED_BLOCKS, SORTED_BLOCKS)
+    return [_trained(lambda x: balance_matrices(x, SORT_ITERATIONS, False), [logits])]
+
+
 TUNE_CASES = (
     TuneCase("tile", "bands", tried.TILE_BANDS, _tile_bands),
     TuneCase("tile", "lists of tiles", tried.TILE_LISTS, _tile_lists),
@@ -349,4 +428,11 @@ TUNE_CASES = (
     TuneCase("step", "linear attention", tried.LINEAR_STEP, _linear_steps),
     TuneCase("step", "delta rule", tried.DELTA_STEP, _delta_steps),
     TuneCase("step", "linear maps of rows", tried.ROW_LINEAR, _rows),
+    TuneCase("few", "64 slots", tried.FEW_KEYS, partial(_few_slots, most=64)),
+    TuneCase("few", "128 slots", tried.FEW_KEYS, partial(_few_slots, most=128)),
+    TuneCase("few", "landmarks", tried.LANDMARKS, partial(_landmarks, iterations=6)),
+    TuneCase("few", "landmarks, ridge", tried.RIDGE, partial(_landmarks, iterations=0)),
+    TuneCase("sort", "two blocks", tried.TWO_BLOCKS, _two_blocks),
+    TuneCase("sort", "scores of blocks", tried.BLOCK_SCORES, _sorted_blocks),
+    TuneCase("sort", "balance", tried.BALANCE, _balances),
 )

@@ -13,22 +13,32 @@ from regard.cli.console import columns, one_of, progress_reporter, screen, sente
 if TYPE_CHECKING:
     from regard.bench.tune import PlannedKernel, Settings, Trial, TuneRequest, TuneRow
 
-KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "pair", "step")
+KERNEL_FAMILIES = ("tile", "linear", "delta", "bucket", "pair", "step", "few", "sort")
 TUNED_TYPES = ("bf16", "fp16", "fp32")
 HEAD_SIZES = ("16", "32", "64", "128", "256")
-EXAMPLES = {"kernels": "tile,linear", "width": "64,128"}
+EXAMPLES = {"kernels": "tile,linear", "width": "64,128", "cases": "'bands; prefix sums'"}
 
 
 def tune(
     kernels: Annotated[
-        str, typer.Option(help="tile, linear, delta, bucket, pair, step (decoding), with commas; all unless given.")
+        str,
+        typer.Option(
+            help="tile, linear, delta, bucket, pair, step (decoding), few (keys or queries), sort (of blocks), with commas; all "
+            "unless given."
+        ),
     ] = ",".join(KERNEL_FAMILIES),
+    cases: Annotated[
+        str | None, typer.Option(help="Tune these workloads of the kernels alone: their names or parts of them, with semicolons.")
+    ] = None,
     width: Annotated[str, typer.Option(help="Sizes of a head, with commas: 16, 32, 64, 128, 256.")] = "64",
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     minutes: Annotated[float, typer.Option(min=0.01, help="Stop after so long; what was found until then is kept.")] = 30.0,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The table to write; else the file that REGARD_TUNED names, or that of the package."),
+    ] = None,
+    trials: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was tried as JSON: times, and what was refused and why.")
     ] = None,
     processes: Annotated[
         int | None,
@@ -43,6 +53,9 @@ def tune(
         kind = one_of("dtype", dtype, TUNED_TYPES)
         if dry and processes is not None:
             raise ValueError("--dry compiles nothing: leave out one of --dry and --processes")
+        if dry and trials is not None:
+            raise ValueError("--dry tries nothing: leave out one of --dry and --trials")
+        chosen = () if cases is None else tuple(_words("cases", cases, ";"))
         if not dry:
             _check_device()
         path = table_path(out)
@@ -51,16 +64,21 @@ def tune(
         from regard.ops.tuned_table import current_table
 
         current_table()  # a damaged table is found before anything is measured
-        request = TuneRequest(families, widths, kind, minutes)
+        request = TuneRequest(families, widths, kind, minutes, cases=chosen)
+        request.chosen()  # a name that is no case is found before, too
         if dry:
             print_plan(request, path)
             return
         check_table_file(path)
-        print_tuned(_run(request, path, processes), path)
+        if trials is not None:
+            check_place(trials)
+            if trials.resolve() == path.resolve():
+                raise ValueError(f"--trials and the table are the same file, {str(path)!r}: name another one")
+        print_tuned(_run(request, path, trials, processes), path)
 
 
-def _words(name: str, text: str) -> list[str]:
-    found = [word.strip() for word in text.split(",") if word.strip()]
+def _words(name: str, text: str, separator: str = ",") -> list[str]:
+    found = [word.strip() for word in text.split(separator) if word.strip()]
     if not found:
         raise ValueError(f"--{name} names nothing: write for example --{name} {EXAMPLES[name]}, or leave it out")
     return list(dict.fromkeys(found))
@@ -89,10 +107,7 @@ def check_table_file(path: Path) -> None:
     """Refuse a table that cannot be read or written, before anything is measured."""
     from regard.ops.tuned_table import OWN_TABLE, read_table, shipped_table
 
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
+    check_place(path)
     if not os.access(path.parent, os.W_OK):
         advice = f"write another file by --out FILE, and set {OWN_TABLE}=FILE to use it"
         raise ValueError(f"cannot write {str(path)!r}: its folder is read-only; {advice}")
@@ -100,14 +115,25 @@ def check_table_file(path: Path) -> None:
         read_table(path, shipped_table())
 
 
-def _run(request: TuneRequest, path: Path, processes: int | None) -> list[TuneRow]:
+def check_place(path: Path) -> None:
+    """Refuse a file in a folder that does not exist, and one that is a folder."""
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
+
+
+def _run(request: TuneRequest, path: Path, trials: Path | None, processes: int | None) -> list[TuneRow]:
     import torch
 
     from regard.bench.tune import TuneRun, table_writer
     from regard.bench.tune_compile import compile_ahead, compile_jobs, default_processes
+    from regard.bench.tune_trials import trials_writer
     from regard.ops.triton_support import card_name
 
     run = TuneRun(request, table_writer(path, card_name(torch.device(request.device))), progress_reporter())
+    if trials is not None:
+        run.record = trials_writer(trials, request)
     count = default_processes() if processes is None else processes
     if count:
         jobs = [job for planned in run.plan for job in compile_jobs(*planned)]

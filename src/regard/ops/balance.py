@@ -14,16 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import SMALLEST_DOT, has_triton
+from regard.ops.triton_support import SMALLEST_DOT, has_triton, kernel_config
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 LARGEST_MATRIX = 128  # rows and columns: a matrix lies in the registers of a program
 LARGEST_WIDE = 1024  # where it is read in every iteration
 STRIP_ELEMENTS = 8192  # of a strip
-MOST_PARTS = 16  # of rows, at most
-PART_ELEMENTS = 4096  # of a strip of a part, which has a row for every warp at least: rows are summed inside of one
-PART_WARPS = 8
 LARGEST_IN_TIME = 64  # where products are computed too
 
 
@@ -157,22 +154,27 @@ def _strips(r: int, c: int) -> dict[str, int]:
     return {"BR": max(SMALLEST_DOT, rows), "BC": columns, "num_warps": 16, "num_stages": 1}
 
 
-def _parts(logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
-    """Return room for the sums of parts, the numbers r, c, parts and matrices, and what kernels of parts are compiled for."""
+def _parts(kernel: str, logits: Tensor) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
+    """Return room for the sums of parts, the numbers r, c, parts and matrices, and what kernels of parts are compiled for.
+
+    A configuration has the most parts of a matrix, and the elements of a strip of a part, which has a row for every warp at
+    least: rows are summed inside of one.
+    """
     r, c = logits.shape[-2:]
     count, columns = math.prod(logits.shape[:-2]), 1 << (c - 1).bit_length()
-    rows = max(PART_ELEMENTS // columns, PART_WARPS)
-    strips = 1 << (ceil_div(r, MOST_PARTS * rows) - 1).bit_length()
+    config = dict(kernel_config(kernel, f"{columns} columns", logits.device))
+    most, rows = config.pop("parts"), max(config.pop("elements") // columns, config.get("num_warps", 1))
+    strips = 1 << (ceil_div(r, most * rows) - 1).bit_length()
     even = c == columns and r % (strips * rows) == 0
-    own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": MOST_PARTS, "EVEN": even, "num_warps": PART_WARPS}
-    return logits.new_empty(2, count, MOST_PARTS, columns), (r, c, ceil_div(r, strips * rows), count), own
+    own = {"BR": rows, "BC": columns, "STRIPS": strips, "PARTS": most, "EVEN": even, **config}
+    return logits.new_empty(2, count, most, columns), (r, c, ceil_div(r, strips * rows), count), own
 
 
 def _balance_parts(logits: Tensor, out: Tensor, kept: Tensor) -> None:
     """Write weights and potentials of wide matrices: a launch for the sums of columns, then one for every iteration."""
     from regard.ops import balance_parts_kernels as kernels
 
-    sums, numbers, own = _parts(logits)
+    sums, numbers, own = _parts("balance_parts", logits)
     grid, iterations = (numbers[2] * numbers[3],), kept.shape[1]
     launch_kernel(kernels.balance_parts_start, grid, (logits, sums), numbers, own)
     for t in range(iterations):
@@ -183,7 +185,7 @@ def _parts_grads(logits: Tensor, kept: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of the logits of wide matrices: a launch for every iteration, then one for all gradients."""
     from regard.ops import balance_parts_kernels as kernels
 
-    sums, numbers, own = _parts(logits)
+    sums, numbers, own = _parts("balance_part_grads", logits)
     grid, iterations = (numbers[2] * numbers[3],), kept.shape[1]
     found, given = torch.empty_like(logits), (logits, kept, grad, torch.empty_like(kept), sums)
     for t in reversed(range(iterations)):

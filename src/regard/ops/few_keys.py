@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import DTYPES, HALVES, block_of, dot_precision, has_triton
+from regard.ops.triton_support import DTYPES, HALVES, block_of, dot_precision, has_triton, kernel_config
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -53,22 +54,19 @@ def _bias_strides(bias: Tensor | None) -> tuple[int, int]:
     return bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    d, e, device = q.shape[-1], v.shape[-1], q.device
-    half = q.dtype in HALVES
-    return {
-        "SHARE": q.shape[1] // k.shape[1],
-        "BIASED": bias is not None,
-        "D": d,
-        "E": e,
-        "BD": block_of(d, device),
-        "BE": block_of(e, device),
-        "BM": 64 if half else 32,
-        "BN": block_of(k.shape[2], device),
-        "PRECISION": dot_precision(q.dtype),
-        "num_warps": 4 if half else 8,
-        "num_stages": 2 if half else 1,
-    }
+def _constants(kernel: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    (_, h, _, d), (_, g, m, _), dtype = q.shape, k.shape, q.dtype
+    return _kept_constants((kernel, h // g, bias is not None, d, v.shape[-1], m, dtype, dot_precision(dtype), q.device))
+
+
+@signature_cache
+def _kept_constants(key: tuple) -> dict[str, Any]:
+    """Return what a kernel is compiled for; the best sizes depend on the type, the widest head and the number of keys."""
+    kernel, share, biased, d, e, m, dtype, precision, device = key
+    bd, be, keys = (block_of(size, device) for size in (d, e, m))
+    kind = "half" if dtype in HALVES else "single"
+    sizes = {"SHARE": share, "BIASED": biased, "D": d, "E": e, "BD": bd, "BE": be, "BN": keys, "PRECISION": precision}
+    return {**sizes, **kernel_config(kernel, f"{kind} {max(bd, be)}, {keys} keys", device)}
 
 
 def queries_of_segment(rows: int, n: int, tile: int) -> int:
@@ -84,7 +82,7 @@ def launch_few_keys(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale:
 
     (b, h, n, _), m = q.shape, k.shape[2]
     out = by_token(v, b, n, h, v.shape[-1])
-    constants = _constants(q, k, v, bias)
+    constants = _constants("few_keys_forward", q, k, v, bias)
     tiles = ceil_div(n, constants["BM"])
     numbers = (*row_strides(q, k, v), *_bias_strides(bias), *row_strides(out), n, m, h, tiles, float(scale))
     launch_kernel(few_keys_forward, (b * h * tiles,), (q, k, v, bias, out), numbers, constants)
@@ -103,7 +101,7 @@ def launch_few_keys_gradients(
     q, k, v, bias = saved
     grad = dense_rows(grad)
     (b, h, n, d), (g, m), e = q.shape, k.shape[1:3], v.shape[-1]
-    constants = _constants(q, k, v, bias)
+    constants = _constants("few_keys_backward", q, k, v, bias)
     size = queries_of_segment(b * h, n, constants["BM"])
     segments = ceil_div(n, size)
     if dq is None:

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.ops.bucket.bucket_launch import dense_rows, row_strides
 from regard.ops.few_keys import launch_few_keys, launch_few_keys_gradients
 from regard.ops.joined_linear import gradient_buffers
 from regard.ops.kernel_launch import launch_kernel
 from regard.ops.many_keys import launch_answer_gradients, launch_answers, too_few_keys
-from regard.ops.triton_support import HALVES, block_of, dot_precision, has_triton
+from regard.ops.triton_support import HALVES, block_of, dot_precision, has_triton, kernel_config
 from regard.transforms import differentiable_grads, needs_plain_ops
 
 MOST_LANDMARKS = 64  # matrices of a program
 WIDEST_LANDMARK = 64  # columns of a head
-TOKEN_TILE = 64  # tokens whose mean is computed at once
 
 
 class LandmarkRule(NamedTuple):
@@ -77,20 +77,18 @@ def _precision(q: Tensor, iterations: int) -> str:
     return "bf16x3" if iterations and q.dtype == torch.bfloat16 and q.is_cuda else dot_precision(torch.float32)
 
 
-def _constants(q: Tensor, v: Tensor, rule: LandmarkRule, share: int) -> dict[str, Any]:
-    d, e, device = q.shape[-1], v.shape[-1], q.device
-    return {
-        "SHARE": share,
-        "ITERATIONS": rule.iterations,
-        "D": d,
-        "E": e,
-        "BD": block_of(d, device),
-        "BE": block_of(e, device),
-        "BS": block_of(rule.landmarks, device),
-        "PRECISION": _precision(q, rule.iterations),
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+def _constants(kernel: str, q: Tensor, v: Tensor, rule: LandmarkRule, share: int) -> dict[str, Any]:
+    few, iterations, *_ = rule
+    return _kept_constants((kernel, share, few, iterations, q.shape[-1], v.shape[-1], _precision(q, iterations), q.device))
+
+
+@signature_cache
+def _kept_constants(key: tuple) -> dict[str, Any]:
+    """Return what a kernel is compiled for; the best number of warps depends on the inverse and how its products are computed."""
+    kernel, share, landmarks, iterations, d, e, precision, device = key
+    sizes = {"SHARE": share, "ITERATIONS": iterations, "D": d, "E": e, "PRECISION": precision}
+    blocks = {"BD": block_of(d, device), "BE": block_of(e, device), "BS": block_of(landmarks, device)}
+    return {**sizes, **blocks, **kernel_config(kernel, f"{'iterations' if iterations else 'ridge'} {precision}", device)}
 
 
 def _segment_means(q: Tensor, k: Tensor, landmarks: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +99,7 @@ def _segment_means(q: Tensor, k: Tensor, landmarks: int) -> tuple[Tensor, Tensor
     s, t = min(landmarks, n), min(landmarks, m)
     few_q, few_k = (q.new_empty(b, heads, size, d, dtype=torch.float32) for heads, size in ((h, s), (g, t)))
     numbers = (*row_strides(q, k), n, m, s, t, b * h * s, h, g)
-    constants = {"D": d, "BD": block_of(d, q.device), "BT": TOKEN_TILE}
+    constants = {"D": d, "BD": block_of(d, q.device), **kernel_config("segment_means", "any", q.device)}
     launch_kernel(segment_means, (b * h * s + b * g * t,), (q, k, few_q, few_k), numbers, constants)
     return few_q, few_k
 
@@ -119,7 +117,7 @@ def launch_landmarks(q: Tensor, k: Tensor, v: Tensor, rule: LandmarkRule) -> tup
     half_k, half_v = q.new_empty(b, h, t, d), q.new_empty(b, h, t, e)
     tensors = (few_q, few_k, answers, weights, steps, found, half_k, half_v)
     numbers = (s, t, rule.scale, rule.ridge)
-    launch_kernel(landmark_inverse, (b * h,), tensors, numbers, _constants(q, v, rule, share))
+    launch_kernel(landmark_inverse, (b * h,), tensors, numbers, _constants("landmark_inverse", q, v, rule, share))
     out = launch_few_keys(q, half_k, half_v, None, rule.scale)
     return out, LandmarkKept(few_q, few_k, answers, lse, weights, steps, found, half_k, half_v)
 
@@ -142,13 +140,13 @@ def launch_landmark_gradients(
     danswers, dscores = torch.empty_like(answers), torch.empty_like(weights)
     dfew_q, dfew_k = torch.empty_like(few_q), few_q.new_empty(b, h, t, d)
     tensors = (few_k, answers, weights, steps, found, dk_parts, dfound, danswers, dscores, dfew_q, dfew_k)
-    constants = _constants(q, v, rule, h // k.shape[1])
+    constants = _constants("landmark_gradients", q, v, rule, h // k.shape[1])
     launch_kernel(landmark_gradients, (b * h,), tensors, (s, t, dk_parts.shape[2], rule.scale), constants)
     dfew_k = torch.baddbmm(dfew_k.flatten(0, 1), dscores.flatten(0, 1).mT, few_q.flatten(0, 1)).view_as(dfew_k)
     of_answers = few_q, k, v, None, answers, lse
     dq_parts, dk, dv = launch_answer_gradients(of_answers, danswers, dfew_k, rule.scale, (out_k, out_v))
     numbers = (*row_strides(dq), n, s, h, dq_parts.shape[2])
-    sizes = {"D": d, "BD": constants["BD"], "BT": TOKEN_TILE}
+    sizes = {"D": d, "BD": constants["BD"], **kernel_config("add_mean_gradients", "any", q.device)}
     launch_kernel(add_mean_gradients, (b * h * s,), (dq, dfew_q, dq_parts), numbers, sizes)
     return dq, dk, dv
 

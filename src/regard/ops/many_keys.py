@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.ops.bucket.bucket_launch import by_token, dense_rows, row_strides
 from regard.ops.few_keys import MOST_KEY_ELEMENTS, queries_of_segment
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import HALVES, block_of, has_triton
+from regard.ops.triton_support import HALVES, block_of, has_triton, kernel_config
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
-KEY_TILE = 64  # keys of a tile
-MERGED_QUERIES = 16  # queries of a program that merges segments
 FEWEST_KEYS = 512  # below, PyTorch's kernels are as good
 
 
@@ -52,20 +51,19 @@ def many_keys_answers(
     return _ManyKeys.apply(q, k, v, valid, scale, plain)
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> dict[str, Any]:
-    d, e, device = q.shape[-1], v.shape[-1], q.device
-    return {
-        "SHARE": q.shape[1] // k.shape[1],
-        "MASKED": valid is not None,
-        "D": d,
-        "E": e,
-        "BD": block_of(d, device),
-        "BE": block_of(e, device),
-        "BM": block_of(q.shape[2], device),
-        "BN": KEY_TILE if q.is_cuda else block_of(1, device),
-        "num_warps": 4,
-        "num_stages": 2,
-    }
+def _constants(kernel: str, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> dict[str, Any]:
+    (_, h, s, d), g = q.shape, k.shape[1]
+    return _kept_constants((kernel, h // g, valid is not None, s, d, v.shape[-1], k.dtype, q.device))
+
+
+@signature_cache
+def _kept_constants(key: tuple) -> dict[str, Any]:
+    """Return what a kernel is compiled for; the best sizes depend on the type of keys and the widest head."""
+    kernel, share, masked, s, d, e, dtype, device = key
+    bd, be, queries = (block_of(size, device) for size in (d, e, s))
+    kind = "half" if dtype in HALVES else "single"
+    sizes = {"SHARE": share, "MASKED": masked, "D": d, "E": e, "BD": bd, "BE": be, "BM": queries}
+    return {**sizes, **kernel_config(kernel, f"{kind} {max(bd, be)}", device)}
 
 
 def answer_inputs(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -78,15 +76,15 @@ def launch_answers(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, scale: 
     from regard.ops.many_keys_kernels import many_keys_forward, merge_segments
 
     (b, h, s, _), n, e = q.shape, k.shape[2], v.shape[-1]
-    constants = _constants(q, k, v, real)
+    constants = _constants("many_keys_forward", q, k, v, real)
     size = queries_of_segment(b * h, n, constants["BN"])
     segments = ceil_div(n, size)
     parts, lses = q.new_empty(b, h, segments, s, e), q.new_empty(b, h, segments, s)
     numbers = (*row_strides(k, v), s, n, h, segments, size, float(scale))
     launch_kernel(many_keys_forward, (b * h * segments,), (q, k, v, real, parts, lses), numbers, constants)
     out, lse = q.new_empty(b, h, s, e), q.new_empty(b, h, s)
-    own = {"E": e, "BE": constants["BE"], "BM": MERGED_QUERIES}
-    launch_kernel(merge_segments, (b * h, ceil_div(s, MERGED_QUERIES)), (parts, lses, out, lse), (s, segments), own)
+    own = {"E": e, "BE": constants["BE"], **kernel_config("many_keys_merge", "any", q.device)}
+    launch_kernel(merge_segments, (b * h, ceil_div(s, own["BM"])), (parts, lses, out, lse), (s, segments), own)
     return out, lse
 
 
@@ -103,7 +101,7 @@ def launch_answer_gradients(
 
     q, k, v, real, answers, lse = saved
     (b, h, s, d), (g, n), e = q.shape, k.shape[1:3], v.shape[-1]
-    constants = {**_constants(q, k, v, real), "MEAN": means is not None}
+    constants = {**_constants("many_keys_backward", q, k, v, real), "MEAN": means is not None}
     size = queries_of_segment(b * h, n, constants["BN"])
     segments = ceil_div(n, size)
     kind = k.dtype if g == h else torch.float32

@@ -17,7 +17,7 @@ from regard.cache import signature_cache
 from regard.ops.balance import LARGEST_WIDE, balance_pass, balance_pass_grads
 from regard.ops.delta.unit_features import SHORTEST_NORM
 from regard.ops.kernel_launch import KernelLaunch, tensor_key
-from regard.ops.triton_support import block_of, dot_precision
+from regard.ops.triton_support import block_of, dot_precision, kernel_config
 from regard.ops.two_blocks import (
     beside_heads,
     block_constants,
@@ -31,7 +31,6 @@ from regard.ops.two_blocks import (
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads
 
-SCORE_BLOCK = 64  # blocks of a tile of scores
 WIDEST_SORT = 64  # of directions: what shared memory holds of the matrix of a head and of tiles beside it
 
 
@@ -63,6 +62,12 @@ def _key(call: SortedCall) -> tuple:
     return *tensor_key(call.q), *tensor_key(call.k), *tensor_key(call.v), call.sort.dtype, noisy, *same
 
 
+def _score_constants(kernel: str, d: int, device: torch.device) -> dict[str, Any]:
+    """Return what a kernel of scores is compiled for: tiles of BC blocks."""
+    wide = {"D": d, "BD": block_of(d, device)}
+    return {"PRECISION": dot_precision(torch.float32), **wide, **kernel_config(kernel, "any", device)}
+
+
 @signature_cache
 def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: Tensor) -> list[KernelLaunch]:  # noqa: ARG001
     """Return the launches of directions, scores, weights and outputs."""
@@ -70,47 +75,50 @@ def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: T
     from regard.ops import two_blocks_kernels as kernels
 
     (b, h, c, p, d), device = call.q.shape, call.q.get_device()
-    tiles, wide = ceil_div(c, SCORE_BLOCK), {"D": d, "BD": block_of(d, call.q.device)}
-    same = {"BC": SCORE_BLOCK, "PRECISION": dot_precision(torch.float32), "num_warps": 8, "num_stages": 1, **wide}
-    noisy, size = call.noise is not None, {"BP": block_of(p, call.q.device), **wide}
+    own = {"NOISY": call.noise is not None, **_score_constants("block_scores", d, call.q.device)}
+    tiles, size = ceil_div(c, own["BC"]), {"BP": block_of(p, call.q.device), "D": d, "BD": own["BD"]}
     some, shares, rows = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
     strides = block_strides(call.q, call.k, call.v, k2, v2, out)
     blocks = (b * h * c,)
     directions = (block_strides(call.k)[0], h, c, p, SHORTEST_NORM)
     found: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
         (scores.block_directions, blocks, range(3), directions, size),
-        (scores.block_scores, (b * h * tiles,), range(4), (h, c, tiles, 1 / call.temperature), {"NOISY": noisy, **same}),
+        (scores.block_scores, (b * h * tiles,), range(4), (h, c, tiles, 1 / call.temperature), own),
         (kernels.share_weights, some, range(3), (*shares, MASKED_SCORE), rows),
         (
             kernels.two_blocks_forward,
             blocks,
             range(8),
             (*strides, h, c, p, d**-0.5),
-            block_constants(call.q, call.v, False, True),
+            block_constants("two_blocks_forward", call.q, call.v, False, True),
         ),
     )
     return [KernelLaunch(kernel, grid, slots, numbers, own, device) for kernel, grid, slots, numbers, own in found]
 
 
 @signature_cache
-def _backward_launches(key: Any, call: SortedCall, tensors: tuple[Tensor, ...]) -> list[KernelLaunch]:  # noqa: ARG001
-    """Return the launches of gradients of blocks, weights and scores, and the one that adds to those of keys."""
+def _backward_launches(key: Any, call: SortedCall, tensors: tuple[Tensor, ...]) -> tuple[list[KernelLaunch], int]:  # noqa: ARG001
+    """Return the launches of gradients of blocks, weights and scores, and the one that adds to those of keys.
+
+    The number beside them: tiles of scores, each of which adds to the gradient of the sort.
+    """
     from regard.ops import sorted_scores_kernels as scores
     from regard.ops import two_blocks_kernels as kernels
 
     (b, h, c, p, d), device, dk = call.q.shape, call.q.get_device(), tensors[8]
-    tiles, wide = ceil_div(c, SCORE_BLOCK), {"D": d, "BD": block_of(d, call.q.device)}
-    same = {"BC": SCORE_BLOCK, "PRECISION": dot_precision(torch.float32), "num_warps": 8, "num_stages": 1, **wide}
+    own = _score_constants("block_score_grads", d, call.q.device)
+    tiles, size = ceil_div(c, own["BC"]), {"BP": block_of(p, call.q.device), "D": d, "BD": own["BD"]}
+    attend = block_constants("two_blocks_backward", call.q, call.v, False, True)
     some, shares, rows = share_row_sizes(call.q.new_empty(b, h, c, c, dtype=torch.float32))
     numbers = (*block_strides(*tensors), h, c, p, d**-0.5)
-    size = {"BP": block_of(p, call.q.device), **wide}
     found: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
-        (kernels.two_blocks_backward, (b * h * c,), range(15), numbers, block_constants(call.q, call.v, False, True)),
+        (kernels.two_blocks_backward, (b * h * c,), range(15), numbers, attend),
         (kernels.share_weights_grads, some, range(5), shares, rows),
-        (scores.block_score_grads, (b * h * tiles,), range(6), (h, c, tiles, 1 / call.temperature, SHORTEST_NORM), same),
+        (scores.block_score_grads, (b * h * tiles,), range(6), (h, c, tiles, 1 / call.temperature, SHORTEST_NORM), own),
         (scores.add_to_blocks, (b * h * c,), range(2), (block_strides(dk)[0], h, c, p), size),
     )
-    return [KernelLaunch(kernel, grid, slots, numbers, own, device) for kernel, grid, slots, numbers, own in found]
+    launches = [KernelLaunch(kernel, grid, slots, numbers, own, device) for kernel, grid, slots, numbers, own in found]
+    return launches, tiles
 
 
 class _SortedAttention(torch.autograd.Function):
@@ -146,17 +154,17 @@ class _SortedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradients will be differentiated once more
             return None, None, *differentiable_grads(lambda *x: (ctx.plain(*x),), (q, k, v, sort), (grad,))
         call = ctx.call._replace(q=q, k=k, v=v, sort=sort)
-        b, h, c, _, d = q.shape
+        b, h, _, _, d = q.shape
         grad = dense_blocks(grad)
         dq, dk, dv, dk2, dv2 = (torch.empty_like(x) for x in (q, k, v, k2, v2))
         tensors = (q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2)
-        blocks, share, scores, add = _backward_launches((*_key(call), grad.stride()), call, tensors)
+        (blocks, share, scores, add), tiles = _backward_launches((*_key(call), grad.stride()), call, tensors)
         d_mass, d_shares = torch.empty_like(mass), torch.empty_like(shares)
         blocks(q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
         by_block = [product_in_float32(block_rows(y), block_rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
         share(shares, *by_block, d_mass, d_shares)
         d_logits = balance_pass_grads(logits, kept, d_shares)
-        d_sums, d_sort = torch.empty_like(total), units.new_empty(b, h, ceil_div(c, SCORE_BLOCK), d, d)
+        d_sums, d_sort = torch.empty_like(total), units.new_empty(b, h, tiles, d, d)
         scores(units, total, sort, d_logits, d_sums, d_sort)
         add(dk, d_sums)
         dk, dv = (plus_product(x, weights.mT, block_rows(y)) for x, y in ((dk, dk2), (dv, dv2)))

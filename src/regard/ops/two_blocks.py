@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache import signature_cache
 from regard.ops.kernel_launch import launch_kernel
-from regard.ops.triton_support import DTYPES, HALVES, SMALLEST_DOT, block_of, dot_precision, has_triton
+from regard.ops.triton_support import DTYPES, HALVES, SMALLEST_DOT, block_of, dot_precision, has_triton, kernel_config
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
 
@@ -61,12 +62,19 @@ def dense_blocks(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def block_constants(q: Tensor, v: Tensor, causal: bool, mass: bool = False) -> dict[str, Any]:
-    d, e, size = q.shape[-1], v.shape[-1], block_of(q.shape[3], q.device)
-    precision = dot_precision(q.dtype)
-    wide = {"D": d, "E": e, "BD": block_of(d, q.device), "BE": block_of(e, q.device)}
-    small = q.dtype in HALVES and size * max(wide["BD"], wide["BE"]) <= MOST_ELEMENTS[False]
-    return {"CAUSAL": causal, "MASS": mass, "BP": size, "PRECISION": precision, "num_warps": 4 if small else 8, **wide}
+def block_constants(kernel: str, q: Tensor, v: Tensor, causal: bool, mass: bool = False) -> dict[str, Any]:
+    p, d = q.shape[3:]
+    return _kept_constants((kernel, p, d, v.shape[-1], causal, mass, q.dtype, dot_precision(q.dtype), q.device))
+
+
+@signature_cache
+def _kept_constants(key: tuple) -> dict[str, Any]:
+    """Return what a kernel is compiled for; the best number of warps depends on the type and the size of a block."""
+    kernel, p, d, e, causal, mass, dtype, precision, device = key
+    size, bd, be = (block_of(each, device) for each in (p, d, e))
+    kind = "half" if dtype in HALVES else "single"
+    sizes = {"CAUSAL": causal, "MASS": mass, "BP": size, "PRECISION": precision, "D": d, "E": e, "BD": bd, "BE": be}
+    return {**sizes, **kernel_config(kernel, f"{kind} {size} x {max(bd, be)}", device)}
 
 
 def dense_call(blocks: Sequence[Tensor]) -> BlockTensors:
@@ -83,7 +91,8 @@ def launch_two_blocks(blocks: BlockTensors, causal: bool) -> tuple[Tensor, Tenso
     b, h, u, p, d = q.shape
     out, lse = beside_heads(v), bias.new_empty(b, h, u, p)
     numbers = (*block_strides(q, k, v, k2, v2, out), h, u, p, d**-0.5)
-    launch_kernel(kernels.two_blocks_forward, (b * h * u,), (*blocks, out, lse), numbers, block_constants(q, v, causal))
+    constants = block_constants("two_blocks_forward", q, v, causal)
+    launch_kernel(kernels.two_blocks_forward, (b * h * u,), (*blocks, out, lse), numbers, constants)
     return out, lse
 
 
@@ -98,7 +107,8 @@ def launch_two_blocks_gradients(
     grad, d_bias, (out, lse) = dense_blocks(grad), torch.empty_like(bias), kept
     numbers = (*block_strides(q, k, v, k2, v2, out, grad, *found), h, u, p, d**-0.5)
     tensors = (*blocks, out, grad, lse, *found, d_bias)
-    launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, block_constants(q, v, causal))
+    constants = block_constants("two_blocks_backward", q, v, causal)
+    launch_kernel(kernels.two_blocks_backward, (b * h * u,), tensors, numbers, constants)
     return d_bias
 
 
@@ -172,7 +182,8 @@ class _SortedBlocks(torch.autograd.Function):
         lse = mass.new_empty(b, h, c, p)
         numbers = (*block_strides(q, k, v, k2, v2, out), h, c, p, d**-0.5)
         tensors = (q, k, v, k2, v2, mass, out, lse)
-        launch_kernel(kernels.two_blocks_forward, (b * h * c,), tensors, numbers, block_constants(q, v, causal, True))
+        constants = block_constants("two_blocks_forward", q, v, causal, True)
+        launch_kernel(kernels.two_blocks_forward, (b * h * c,), tensors, numbers, constants)
         ctx.save_for_backward(q, k, v, shares, k2, v2, weights, mass, out, lse)
         ctx.causal, ctx.plain = causal, plain
         return out
@@ -190,7 +201,8 @@ class _SortedBlocks(torch.autograd.Function):
         d_mass = torch.empty_like(mass)
         numbers = (*block_strides(q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2), h, c, p, d**-0.5)
         tensors = (q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
-        launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, block_constants(q, v, ctx.causal, True))
+        constants = block_constants("two_blocks_backward", q, v, ctx.causal, True)
+        launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, constants)
         by_block = [product_in_float32(block_rows(y), block_rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
         dk, dv = (plus_product(x, weights.mT, block_rows(y)) for x, y in ((dk, dk2), (dv, dv2)))
         found = torch.empty_like(shares)
