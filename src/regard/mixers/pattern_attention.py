@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard.mixers.base import Places
 from regard.mixers.kv_cache import KVCache, StaticCursor, StaticKVCache
@@ -126,18 +127,7 @@ class PatternAttention(NamedTuple):
             k, v, valid = compact_keys(k, v, log.places)
         if places.valid is not None:
             q, back = compact_queries(q, places)
-        span = Span(places.start, q.shape[2], log.start, k.shape[2])
-        out, lse = tile_attention(
-            *(q, k, v, self.patterns, span),
-            scale=self.scale,
-            causal=self.causal,
-            valid=valid,
-            bias=self._ordered_bias(q, places.start),
-            dropout=self.dropout,
-            backend=self.backend,
-        )
-        if self.positions is not None:
-            out = self._finished(out, v)
+        out, lse = self._side_by_side(q, k, v, Span(places.start, q.shape[2], log.start, k.shape[2]), valid)
         if back is None:
             return out, lse
         return _in_order(out, lse, back)
@@ -163,18 +153,52 @@ class PatternAttention(NamedTuple):
             return self._tiles(log, q, places)
         if torch.compiler.is_compiling():
             return self._opaque(log, q, places)
+        if self.patterns.grain > 1:
+            return self._by_pieces(log, q, places)
         return self._by_row(log, q, places)
+
+    def _by_pieces(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Compute rows of as many pieces (blocks that are drawn) together: they share a plan, and padding hides the rest."""
+        needs_lengths(self.patterns.text, places.valid)
+        k, v, real = compact_keys(log.keys, log.values, log.places)
+        q, back = compact_queries(q, places)
+        pieces = -(-_real_counts(q, places.valid, k, real) // self.patterns.grain)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, count in enumerate(pieces.tolist()):
+            groups.setdefault(tuple(count), []).append(row)
+        found = []
+        for count, rows in groups.items():
+            n, m = (min(c * self.patterns.grain, x.shape[2]) for c, x in zip(count, (q, k), strict=True))
+            own = torch.tensor(rows, device=q.device)
+            there = None if real is None else real[own, :m]
+            out, lse = self._side_by_side(q[own, :, :n], k[own, :, :m], v[own, :, :m], Span(0, n, 0, m), there)
+            missing = q.shape[2] - n
+            found.append((pad(out, (0, 0, 0, missing)), pad(lse, (0, missing), value=MASKED_SCORE)))
+        order = torch.tensor([row for rows in groups.values() for row in rows], device=q.device).argsort()
+        out, lse = (torch.cat(each)[order] for each in zip(*found, strict=True))
+        if back is None:
+            return out, lse
+        return _in_order(out, lse, back)
+
+    def _side_by_side(self, q: Tensor, k: Tensor, v: Tensor, span: Span, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute by tiles: queries and keys are those of a span, in order; valid (b m) keys exist."""
+        out, lse = tile_attention(
+            *(q, k, v, self.patterns, span),
+            scale=self.scale,
+            causal=self.causal,
+            valid=valid,
+            bias=self._ordered_bias(q, span[0]),
+            dropout=self.dropout,
+            backend=self.backend,
+        )
+        return self._finished(out, v), lse
 
     def _opaque(self, log: KVCache, q: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Compute the same under torch.compile, which has no lengths: real tokens in front, and an operator that counts them."""
         k, v, real = compact_keys(log.keys, log.values, log.places)
         q, back = compact_queries(q, places)
-        asking, there = (
-            torch.full((len(x),), x.shape[2], device=x.device) if valid is None else valid.sum(1)
-            for x, valid in ((q, places.valid), (k, real))
-        )
         out, lse = ragged_tile_attention(
-            *(q, k, v, torch.stack([asking, there], 1), self.patterns),
+            *(q, k, v, _real_counts(q, places.valid, k, real), self.patterns),
             scale=self.scale,
             causal=self.causal,
             dropout=self.dropout,
@@ -202,6 +226,13 @@ class PatternAttention(NamedTuple):
                 out[:, :, here], lse[:, :, here] = some, sums
             found.append((out, lse))
         return torch.cat([x for x, _ in found]), torch.cat([x for _, x in found])
+
+
+def _real_counts(q: Tensor, asking: Tensor | None, k: Tensor, there: Tensor | None) -> Tensor:
+    """Return how many queries and keys of every row are real, (b 2)."""
+    pairs = ((q, asking), (k, there))
+    each = [torch.full((len(x),), x.shape[2], device=x.device) if real is None else real.sum(1) for x, real in pairs]
+    return torch.stack(each, 1)
 
 
 def expand_heads(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class Pattern:
     def depends_on_length(self) -> bool:
         """Return whether the pairs among the first tokens change with the length of the sequence."""
         return False
+
+    @property
+    def length_grain(self) -> int:
+        """Return g: lengths with the same ceil(length / g) have the same pairs among their tokens. 0: all lengths have."""
+        return 1 if self.depends_on_length else 0
 
     alternative_count: int = 1  # alternatives of the pattern of one head, counted without building them
     part_count: int = 1  # patterns in its text
@@ -153,6 +158,10 @@ class Several(Pattern):
     @property
     def depends_on_length(self) -> bool:
         return any(p.depends_on_length for p in self.parts)
+
+    @property
+    def length_grain(self) -> int:
+        return gcd(*(p.length_grain for p in self.parts))
 
 
 class Or(Several):

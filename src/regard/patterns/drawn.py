@@ -84,6 +84,10 @@ class Random(Atom):
     def depends_on_length(self) -> bool:
         return not self.past
 
+    @property
+    def length_grain(self) -> int:
+        return self.block if self.depends_on_length else 0  # the draw is that of a number of blocks
+
     def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002
         if self.per_head:
             seed = self.seed * 1_000_003 + h + 1
