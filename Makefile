@@ -39,7 +39,7 @@ lint: $(VENV)/ready
 
 # Runs in whatever python has a CUDA torch and pytest: nothing is installed. JOBS workers where that python has pytest-xdist.
 GPU_LAWS = laws layer_weights packed_documents precision limits positions padding states attend caches transforms
-GPU_KERNELS = band_kernels causal_exp graph_tiles two_streams feature_kernels fused_blocks depthwise position_product backends triton_tiles linear_backends linear_kernels delta_triton bucket_backends pair_backends small_kernels kernel_launch decode_step graphed_step graphed_decoder nat_decoder
+GPU_KERNELS = band_kernels causal_exp graph_tiles two_streams feature_kernels fused_blocks depthwise position_product backends triton_tiles linear_backends linear_kernels delta_triton bucket_backends pair_backends small_kernels mix_blocks kernel_launch decode_step graphed_step graphed_decoder nat_decoder
 GPU_WORKERS = $(shell python3 -c "import xdist" 2>/dev/null && echo "-n $(JOBS) --dist worksteal")
 test-gpu:
 	PYTHONPATH=src REGARD_DEVICE=cuda python3 -m pytest $(GPU_WORKERS) -rfE --tb=short -p no:cacheprovider -p no:benchmark $(if $(PART),--part $(PART)) $(patsubst %,tests/test_%.py,$(GPU_KERNELS) $(GPU_LAWS))

@@ -245,6 +245,26 @@ def causal_exp_calls(whole: bool) -> Calls:
         yield f"causal random features: {d} {dtype} {h}", lambda d=d, dtype=dtype, h=h: causal_exp_both_ways(d, dtype, h)
 
 
+def mixed_both_ways(c: int, d: int, e: int, dtype: torch.dtype) -> None:
+    """Launch the kernels that mix blocks where they lie, and those of their gradients."""
+    from regard.ops.mix_blocks import add_mixed, key_and_value_products, mix_keys_and_values
+    from regard.ops.two_blocks import _mixing_key
+
+    k, v = (tokens(2, 4, c * 48, width, dtype).unflatten(2, (c, 48)) for width in (d, e))
+    k2, v2, dk, dv = k.new_empty(k.shape), v.new_empty(v.shape), torch.empty_like(k), torch.empty_like(v)
+    key, weights = _mixing_key(k, v), k.new_empty(8, c, c)
+    mix_keys_and_values(key, weights, k, v, k2, v2)
+    key_and_value_products(key, k, v, k2, v2)
+    add_mixed(key, weights, (k, v), dk, dv, k2, v2)
+
+
+def mixed_calls(whole: bool) -> Calls:
+    """Blocks that are mixed, few and many, keys and values in one launch and in two, in all types."""
+    sizes = (64, 64, 64), (37, 64, 48), (1000, 64, 64), (100, 40, 5)
+    for size, dtype in product(sizes, TYPES) if whole else [((64, 64, 64), TYPES[1])]:
+        yield f"mixed blocks {size} {dtype}", lambda size=size, dtype=dtype: mixed_both_ways(*size, dtype)
+
+
 class Context(SimpleNamespace):
     """What the two passes of a torch.autograd.Function share, without autograd."""
 
@@ -288,7 +308,7 @@ def main() -> None:
     launched = replace_launches(whole)
     failed = 0
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made = delta_calls, linear_calls, noncausal_calls, causal_exp_calls, feature_calls
+        made = delta_calls, linear_calls, noncausal_calls, causal_exp_calls, mixed_calls, feature_calls
         calls = [call for kind in made for call in kind(whole)]
         for text, compute in calls:
             try:

@@ -168,6 +168,30 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
         "    pull = tl.sum(g * x, 1) / row\n",
         "small_kernels",
     ),
+    "mixed gradients have weights that are not turned": (
+        R + "ops/mix_blocks_kernels.py",
+        "j[None, :] * c + i[:, None] if TURNED else ",
+        "",
+        "mix_blocks",
+    ),
+    "mixed gradients replace those of the own blocks": (
+        R + "ops/mix_blocks_kernels.py",
+        "        acc += more.to(tl.float32)\n",
+        "        pass\n",
+        "mix_blocks",
+    ),
+    "weights have the gradient of the first slice alone": (
+        R + "ops/two_blocks_kernels.py",
+        "    for part in tl.static_range(1, PARTS):\n",
+        "    for part in tl.static_range(1, 1):\n",
+        "mix_blocks",
+    ),
+    "columns of a block are those of its first tile": (
+        R + "ops/mix_blocks_kernels.py",
+        "    first = rest // heads % columns * BN\n",
+        "    first = 0 * columns\n",
+        "mix_blocks",
+    ),
     "segments of queries have keys of the first segment alone": (
         R + "ops/few_keys_kernels.py",
         "    first = pid % segments * size\n",

@@ -1,8 +1,8 @@
 """Blocks of queries that see their own block of keys and one that a Sinkhorn sort mixes, from scores to outputs: few launches.
 
 The definition in plain operations is in `regard.mixers.sinkhorn`. One autograd function, because of the host: a call is eight
-launches, its gradients eleven; beyond 128 blocks, one more an iteration. Gradients of the sums of blocks are added to those of
-keys where these are made.
+launches, its gradients eleven, or seven and nine where blocks do not lie in one piece; beyond 128 blocks, one more an iteration.
+Gradients of the sums of blocks are added to those of keys where these are made.
 """
 
 from __future__ import annotations
@@ -17,17 +17,9 @@ from regard.cache import signature_cache
 from regard.ops.balance import LARGEST_WIDE, balance_pass, balance_pass_grads
 from regard.ops.delta.unit_features import SHORTEST_NORM
 from regard.ops.kernel_launch import KernelLaunch, tensor_key
+from regard.ops.mix_blocks import add_mixed, block_strides, key_and_value_products, mix_keys_and_values, product_slices
 from regard.ops.triton_support import block_of, dot_precision, kernel_config
-from regard.ops.two_blocks import (
-    beside_heads,
-    block_constants,
-    block_rows,
-    block_strides,
-    dense_blocks,
-    plus_product,
-    product_in_float32,
-    share_row_sizes,
-)
+from regard.ops.two_blocks import beside_heads, block_constants, dense_blocks, share_row_sizes
 from regard.patterns.tiles import MASKED_SCORE, ceil_div
 from regard.transforms import differentiable_grads
 
@@ -97,10 +89,16 @@ def _forward_launches(key: Any, call: SortedCall, k2: Tensor, v2: Tensor, out: T
 
 
 @signature_cache
-def _backward_launches(key: Any, call: SortedCall, tensors: tuple[Tensor, ...]) -> tuple[list[KernelLaunch], int]:  # noqa: ARG001
+def _backward_launches(
+    key: Any,  # noqa: ARG001
+    call: SortedCall,
+    tensors: tuple[Tensor, ...],
+    parts: int,
+) -> tuple[list[KernelLaunch], int]:
     """Return the launches of gradients of blocks, weights and scores, and the one that adds to those of keys.
 
-    The number beside them: tiles of scores, each of which adds to the gradient of the sort.
+    parts: of the gradients of weights. The number beside the launches: tiles of scores, each of which adds to the gradient of
+    the sort.
     """
     from regard.ops import sorted_scores_kernels as scores
     from regard.ops import two_blocks_kernels as kernels
@@ -113,7 +111,7 @@ def _backward_launches(key: Any, call: SortedCall, tensors: tuple[Tensor, ...]) 
     numbers = (*block_strides(*tensors), h, c, p, d**-0.5)
     found: tuple[tuple[Any, Any, Any, Any, Any], ...] = (
         (kernels.two_blocks_backward, (b * h * c,), range(15), numbers, attend),
-        (kernels.share_weights_grads, some, range(5), shares, rows),
+        (kernels.share_weights_grads, some, range(5), shares, {"PARTS": parts, **rows}),
         (scores.block_score_grads, (b * h * tiles,), range(6), (h, c, tiles, 1 / call.temperature, SHORTEST_NORM), own),
         (scores.add_to_blocks, (b * h * c,), range(2), (block_strides(dk)[0], h, c, p), size),
     )
@@ -135,14 +133,14 @@ class _SortedAttention(torch.autograd.Function):
         weights, mass = k.new_empty(b * h, c, c), logits.new_empty(b, h, c)
         k2, v2 = k.new_empty(b, h, c, p, d), v.new_empty(b, h, c, p, v.shape[-1])
         out, lse = beside_heads(v2), logits.new_empty(b, h, c, p)
-        directions, scores, share, attend = _forward_launches(_key(call), call, k2, v2, out)
+        key = _key(call)
+        directions, scores, share, attend = _forward_launches(key, call, k2, v2, out)
         total, units = sums.unbind()
         directions(k, total, units)
         scores(units, sort, logits if call.noise is None else call.noise, logits)
         shares, kept = balance_pass(logits, call.iterations)
         share(shares, weights, mass)
-        for x, y in ((k, k2), (v, v2)):
-            torch.bmm(weights, block_rows(x), out=y.view(b * h, c, -1))
+        mix_keys_and_values(key, weights, k, v, k2, v2)
         attend(q, k, v, k2, v2, mass, out, lse)
         ctx.save_for_backward(q, k, v, sort, total, units, logits, kept, shares, k2, v2, weights, mass, out, lse)
         ctx.call, ctx.plain = call._replace(q=None, k=None, v=None, sort=None, noise=None), plain  # type: ignore[arg-type]
@@ -158,14 +156,15 @@ class _SortedAttention(torch.autograd.Function):
         grad = dense_blocks(grad)
         dq, dk, dv, dk2, dv2 = (torch.empty_like(x) for x in (q, k, v, k2, v2))
         tensors = (q, k, v, k2, v2, out, grad, dq, dk, dv, dk2, dv2)
-        (blocks, share, scores, add), tiles = _backward_launches((*_key(call), grad.stride()), call, tensors)
+        key, parts = _key(call), product_slices(k, v)
+        (blocks, share, scores, add), tiles = _backward_launches((*key, grad.stride(), parts), call, tensors, parts)
         d_mass, d_shares = torch.empty_like(mass), torch.empty_like(shares)
         blocks(q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
-        by_block = [product_in_float32(block_rows(y), block_rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
+        by_block = key_and_value_products(key, k, v, dk2, dv2)
         share(shares, *by_block, d_mass, d_shares)
         d_logits = balance_pass_grads(logits, kept, d_shares)
         d_sums, d_sort = torch.empty_like(total), units.new_empty(b, h, tiles, d, d)
         scores(units, total, sort, d_logits, d_sums, d_sort)
         add(dk, d_sums)
-        dk, dv = (plus_product(x, weights.mT, block_rows(y)) for x, y in ((dk, dk2), (dv, dv2)))
+        dk, dv = add_mixed(key, weights, (k, v), dk, dv, dk2, dv2)
         return None, None, dq, dk, dv, d_sort.sum((0, 2)).to(sort.dtype)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from regard.cache import signature_cache
-from regard.ops.kernel_launch import launch_kernel
+from regard.ops.kernel_launch import launch_kernel, tensor_key
+from regard.ops.mix_blocks import add_mixed, block_strides, key_and_value_products, mix_keys_and_values
 from regard.ops.triton_support import DTYPES, HALVES, SMALLEST_DOT, block_of, dot_precision, has_triton, kernel_config
 from regard.patterns.tiles import ceil_div
 from regard.transforms import differentiable_grads, needs_plain_ops
@@ -46,10 +47,6 @@ def two_blocks_attention(blocks: BlockTensors, causal: bool, plain: Callable[...
 
         return two_blocks_operator(*blocks, causal)[0]
     return _TwoBlocks.apply(causal, plain, *blocks)
-
-
-def block_strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
-    return tuple(x.stride()[:4] for x in tensors)
 
 
 def beside_heads(x: Tensor) -> Tensor:
@@ -149,11 +146,6 @@ def sorted_blocks_attention(
     return _SortedBlocks.apply(causal, unseen, plain, q, k, v, shares)
 
 
-def block_rows(x: Tensor) -> Tensor:
-    """Return blocks (b h c p d) as rows of matrices (b*h c p*d)."""
-    return x.flatten(3).flatten(0, 1)
-
-
 def share_row_sizes(shares: Tensor) -> tuple[tuple[int], tuple[int, int, float], dict[str, int]]:
     """Return the grid, the numbers and the constants of kernels over rows of shares."""
     c = shares.shape[-1]
@@ -162,6 +154,10 @@ def share_row_sizes(shares: Tensor) -> tuple[tuple[int], tuple[int, int, float],
     rows = max(1, SHARE_ELEMENTS // columns)
     limits = torch.finfo(shares.dtype)
     return (ceil_div(count, rows),), (count, c, limits.tiny / limits.eps), {"BR": rows, "BC": columns}
+
+
+def _mixing_key(k: Tensor, v: Tensor) -> tuple:
+    return *tensor_key(k), *tensor_key(v), torch.get_float32_matmul_precision(), k.get_device()
 
 
 class _SortedBlocks(torch.autograd.Function):
@@ -177,7 +173,8 @@ class _SortedBlocks(torch.autograd.Function):
         weights, mass = k.new_empty(b * h, c, c), shares.new_empty(b, h, c)
         grid, (*sizes, least), constants = share_row_sizes(shares)
         launch_kernel(kernels.share_weights, grid, (shares, weights, mass), (*sizes, least, unseen), constants)
-        k2, v2 = ((weights @ block_rows(x)).view(x.shape) for x in (k, v))
+        k2, v2 = k.new_empty(k.shape), v.new_empty(v.shape)
+        mix_keys_and_values(_mixing_key(k, v), weights, k, v, k2, v2)
         out = beside_heads(q.new_empty(1).expand(b, h, c, p, v.shape[-1]))
         lse = mass.new_empty(b, h, c, p)
         numbers = (*block_strides(q, k, v, k2, v2, out), h, c, p, d**-0.5)
@@ -203,28 +200,13 @@ class _SortedBlocks(torch.autograd.Function):
         tensors = (q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
         constants = block_constants("two_blocks_backward", q, v, ctx.causal, True)
         launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, constants)
-        by_block = [product_in_float32(block_rows(y), block_rows(x).mT) for x, y in ((k, dk2), (v, dv2))]
-        dk, dv = (plus_product(x, weights.mT, block_rows(y)) for x, y in ((dk, dk2), (dv, dv2)))
+        by_block = key_and_value_products(_mixing_key(k, v), k, v, dk2, dv2)
+        dk, dv = add_mixed(_mixing_key(k, v), weights, (k, v), dk, dv, dk2, dv2)
         found = torch.empty_like(shares)
         grid, sizes, constants = share_row_sizes(shares)
+        constants["PARTS"] = by_block[0].shape[0]
         launch_kernel(kernels.share_weights_grads, grid, (shares, *by_block, d_mass, found), sizes, constants)
         return None, None, None, dq, dk, dv, found
-
-
-def product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b in float32."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
-
-
-def plus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return blocks x (b h c p d) plus the rows a b, into x where its rows lie in one piece."""
-    if x.is_contiguous():
-        rows = x.view(*a.shape[:2], -1)
-        rows.baddbmm_(a, b)
-        return x
-    return x + (a @ b).view(x.shape)
 
 
 def block_sums(k: Tensor, dtype: torch.dtype) -> Tensor:

@@ -164,8 +164,10 @@ def share_weights(SHARES, WEIGHTS, MASS, count, c, least, unseen, BR: tl.constex
 
 
 @triton.jit(do_not_specialize=["count", "c"])
-def share_weights_grads(SHARES, BY_KEYS, BY_VALUES, DMASS, FOUND, count, c, least, BR: tl.constexpr, BC: tl.constexpr):
-    """Write the gradient of shares, from those of the weights, a sum of two, and of MASS."""
+def share_weights_grads(
+    SHARES, BY_KEYS, BY_VALUES, DMASS, FOUND, count, c, least, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Write the gradient of shares, from those of the weights, a sum of BY_KEYS and BY_VALUES (PARTS count c), and of MASS."""
     first = tl.program_id(0) * BR
     i = first + tl.arange(0, BR)
     j = tl.arange(0, BC)
@@ -174,6 +176,9 @@ def share_weights_grads(SHARES, BY_KEYS, BY_VALUES, DMASS, FOUND, count, c, leas
     some = total > least
     row = tl.where(some, total, 1.0)
     g = tl.load(BY_KEYS + at, mask=other, other=0.0) + tl.load(BY_VALUES + at, mask=other, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        place = at + part * count.to(tl.int64) * c
+        g += tl.load(BY_KEYS + place, mask=other, other=0.0) + tl.load(BY_VALUES + place, mask=other, other=0.0)
     pull = tl.sum(g * x, 1) / row - tl.load(DMASS + i, mask=i < count, other=0.0)
     found = (g - tl.where(some, pull, 0.0)[:, None]) / row[:, None]
     tl.store(FOUND + at, tl.where(other, found, 0.0), mask=(i[:, None] < count) & (j[None, :] < c))
