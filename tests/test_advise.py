@@ -39,6 +39,7 @@ def counted(f, device, _budget):
 @pytest.fixture
 def operations(monkeypatch):
     monkeypatch.setattr(advice, "step_time", counted)
+    monkeypatch.setattr(advice, "step_times", lambda fs, *more: [counted(f, *more) for f in fs])
     monkeypatch.setattr(advice, "real_time", lambda *args: counted(*args).total)
 
 
@@ -98,6 +99,31 @@ def test_the_time_of_a_cpu_is_that_of_its_fastest_call():
     from time import sleep
 
     assert 0.0005 < least_time(lambda: sleep(next(pauses)), 0.02) < 0.02
+
+
+def test_calls_that_are_subtracted_take_turns_and_say_how_much_these_differ(monkeypatch):
+    clock = {"one": iter([5.0, 3.0, 4.0]), "many": iter([9.0, 9.0, 8.0])}
+    order = []
+    monkeypatch.setattr(step_time, "real_time", lambda f, *_: order.append(f) or next(clock[f]))
+    one, many = step_time.step_times(["one", "many"], CPU, 0.3)
+    assert order == ["one", "many"] * 3 and one == StepTime(0.0, 3.0, 1.0) and many == StepTime(0.0, 8.0, 1.0)
+    assert many.minus(one).spread == pytest.approx(2**0.5) and one.plus(many, -3).spread == pytest.approx(10**0.5)
+
+
+def test_the_host_is_timed_by_its_fastest_call(monkeypatch):
+    times = iter([0.0, 3.0, 3.0, 4.0, 4.0, 9.0, 9.0, 11.0, 11.0, 13.0])
+    monkeypatch.setattr(step_time.time, "perf_counter", lambda: next(times))
+    assert step_time.host_time(lambda: None, CPU) == 1.0
+
+
+def test_one_call_that_makes_the_device_wait_puts_all_into_graphs(monkeypatch):
+    monkeypatch.setattr(step_time, "warm_up", lambda *_: None)
+    monkeypatch.setattr(step_time, "plain_time", lambda *_: 10.0)
+    monkeypatch.setattr(step_time, "graph_time", lambda f, *_: {"short": 4.0, "long": 8.0}[f])
+    monkeypatch.setattr(step_time, "host_time", lambda f, _: {"short": 9.0, "long": 2.0}[f])
+    gpu = torch.device("cuda")
+    assert step_time.step_times(["short", "long"], gpu, 0.1) == [StepTime(9.0, 4.0), StepTime(2.0, 8.0)]
+    assert step_time.step_times(["long"], gpu, 0.1) == [StepTime(2.0, 10.0)]
 
 
 def test_a_device_that_waits_for_its_host_is_timed_inside_a_graph(monkeypatch):
@@ -219,6 +245,12 @@ def test_words_follow_the_numbers():
     text = " ".join(advice_lines(record_of()))
     assert "attention takes 60 % of a step of 10 ms. Faster end to end, by prediction: linear 1.50 x." in text
     assert "at every length" in text and "linear at 4,096: +2.0 %" in text
+    assert "None at n" not in text and "None at n = 4,096" in " ".join(
+        advice_lines(record_of() | {"checks": [{"spec": "linear", "n": 8, "error": 0.1}]})
+    )
+    unsure = record_of()
+    unsure["predictions"][0]["spread_ms"] = 5.0
+    assert "no mechanism makes it" in " ".join(advice_lines(unsure))
     assert "the host limits it" in " ".join(advice_lines(record_of(bound="host")))
     assert "no mechanism makes it more than 10 % faster" in " ".join(advice_lines(record_of(gain=1.05)))
     assert "no mechanism makes it more than 80 % faster" in " ".join(advice_lines(record_of(gain=1.5, error=-0.8)))
