@@ -147,6 +147,15 @@ def test_the_recommendation_follows_from_the_numbers():
     assert recommendations(compare_records([scored("x", None, 1.0, final=False)])) == ["task (n = 128): no mixer has a score."]
 
 
+def test_readers_of_a_part_of_the_answer_are_no_floor():
+    cells = [scored("softmax", 0.4, 1.0)]
+    cells[0].floors = {"most frequent": 0.2, "levels of operators evaluated: 3": 0.8}
+    found = compare_records(cells)
+    assert found.tasks[0].best_floor == 0.2 and "take softmax, 40.0 %" in recommendations(found)[0]
+    words = "Floors that need no attention: most frequent (20.0 %). Readers of a part: levels of operators evaluated: 3 (80.0 %)."
+    assert words in page(cells)
+
+
 # The page
 
 
