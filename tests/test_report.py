@@ -137,6 +137,10 @@ def test_the_recommendation_follows_from_the_numbers():
     assert "slow" not in line
     low = recommendations(compare_records([scored("softmax", 0.2, 1.0)]))[0]
     assert "nothing was learned: the best score, 20.0 % of softmax, does not reach the floor of 25.0 %" in low
+    short = some_records(1)
+    for one in short:
+        one.floors = {"chance": 0.99}
+    assert "but nothing was learned on any task." in recommendations(compare_records(short))[-1]
     unsure = recommendations(compare_records([scored("softmax", 0.26, 1.0, test_count=100)]))[0]
     assert "cannot be told apart from the floor of 25.0 %" in unsure
     lengths = [
@@ -321,3 +325,17 @@ def test_names_in_a_bubble_plot_do_not_lie_over_each_other():
     renderer = FigureCanvasAgg(figure).get_renderer()
     boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
     assert len(boxes) == 6 and not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])
+
+
+@pytest.mark.parametrize("most", [90.0, 0.9])
+def test_a_logarithmic_axis_within_a_decade_has_numbers(most):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from regard.plots.comparison_plot import AxesWords, Curve, curve_plot
+
+    curve = Curve("softmax", "softmax", [64, 256], [most / 5, most])
+    figure = curve_plot([curve], AxesWords("", "n", "ms", log_x=True, log_y=True, ticks=[(64, "64"), (256, "256")]))
+    FigureCanvasAgg(figure).draw()
+    axis = figure.axes[0].yaxis
+    assert [text for text in (label.get_text() for label in axis.get_ticklabels(which="both")) if text]
+    assert len(figure.axes[0].xaxis.get_ticklabels(which="both")) == 2

@@ -15,7 +15,7 @@ READERS = ("levels of operators evaluated",)  # names begin so: what computes a 
 
 
 def trivial(floors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores that need no attention. Readers are marks on the way: a model that is below them may have learned a lot."""
+    """Return the scores that need no attention. Readers are marks on the way: models below them may have learned a lot."""
     return {name: value for name, value in floors.items() if not name.startswith(READERS)}
 
 

@@ -150,7 +150,7 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
         axes.invert_yaxis()
     if words.ticks:
         axes.set_xticks([at for at, _ in words.ticks], [text for _, text in words.ticks])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
     axes.tick_params(colors=GREY, labelsize=8, which="both")
     axes.grid(color=LINE, lw=0.6)
     axes.set_axisbelow(True)
@@ -161,8 +161,12 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
 
 def _plain_ticks(axis: Axis) -> None:
     """Write 20,000 and 0.001 instead of powers of ten."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 and str(value)[0] in "25" else ""))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain_number(value)))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: _plain_number(value) if f"{value:.0e}"[0] in "25" else ""))
+
+
+def _plain_number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
 def _add_legend(figure: Figure, marks: Sequence[Line2D]) -> None:
