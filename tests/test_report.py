@@ -5,12 +5,14 @@ import math
 import re
 import struct
 import zlib
+from dataclasses import fields
 from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from regard.compare import report
+from regard.compare.cell_record import CellRecord
 from regard.compare.comparison import alike_best, compare_records, score_interval, wilson
 from regard.compare.recommendation import recommendations
 from regard.compare.report import write_report
@@ -291,6 +293,23 @@ def test_files_are_written_and_what_is_damaged_is_named(tmp_path, monkeypatch):
     assert "A record cannot be read" in text and "torn.json" in text
     with pytest.raises(ValueError, match="has no records of a comparison"):
         write_report(tmp_path / "nothing")
+
+
+WRONG = (None, 5, -1.5, "x", [], {}, [5], {"a": 5}, {"a": {"b": 5}}, [[1]], [{"n": "x"}])
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CellRecord)])
+def test_a_field_of_a_wrong_kind_damages_its_own_record_alone(name):
+    good = [one.to_json() for one in some_records(2)]
+    assert [CellRecord.from_json(one).to_json() for one in good] == good
+    place = next(place for place, one in enumerate(good) if one["costs"])
+    for wrong in WRONG:
+        try:
+            read = CellRecord.from_json(good[place] | {name: wrong})
+        except ValueError:
+            continue
+        others = [CellRecord.from_json(one) for at, one in enumerate(good) if at != place]
+        assert page([read, *others])
 
 
 def test_the_page_is_written_without_matplotlib(tmp_path, monkeypatch):
