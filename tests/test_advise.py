@@ -214,6 +214,30 @@ def test_other_models_are_predicted_and_checked_with_the_mechanism_inside(foreig
 
 
 @pytest.mark.usefixtures("operations")
+def test_models_are_given_tokens_that_they_have_and_lengths_they_refuse_are_rows(foreign, monkeypatch):
+    class Short(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.segments, self.places = nn.Embedding(7, 16), nn.Embedding(2, 16), nn.Embedding(16, 16)
+            self.layer = Layer()
+
+        def forward(self, x):
+            return self.layer(self.words(x) + self.segments(x * 0) + self.places(torch.arange(x.shape[1])))
+
+    monkeypatch.setattr(sys.modules["their_models"], "make", Short)
+    asked = request("linear", factory=foreign, lengths=(16, 32), checks=0)
+    record = advice_record(asked, lambda *_: None, lambda _: None)
+    assert "ms" in record["shares"][0] and "gain" in record["predictions"][0] and len(record["predictions"]) == 1
+    assert "cannot be called with a tensor of shape (1, 32) (IndexError: index out of range" in record["shares"][1]["reason"]
+
+
+def test_a_prediction_within_its_spread_is_none(monkeypatch):
+    frame = measured_frame(request(), 16)
+    monkeypatch.setattr(advice, "predicted_total", lambda *_: StepTime(0.0, 1.0, 1.0))
+    assert "times differ too much" in advice._prediction(request(), frame, Spec("linear"), 16)["reason"]
+
+
+@pytest.mark.usefixtures("operations")
 def test_shares_add_up_to_the_step():
     row = share_row(measured_frame(request(), 16))
     assert sum(row["parts_ms"].values()) == pytest.approx(row["ms"])

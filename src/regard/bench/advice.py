@@ -19,6 +19,7 @@ from torch import nn
 
 from regard.bench.advised_model import (
     AdviceRequest,
+    CannotCall,
     Runnable,
     factory_model,
     own_model,
@@ -98,7 +99,7 @@ def _frame_or_reason(request: AdviceRequest, n: int, record: dict[str, Any]) -> 
     row: Measured = {"n": n, "batch": request.batch_at(n)}
     try:
         frame = measured_frame(request, n)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, CannotCall) as error:
         record["shares"].append(row | {"reason": failure_text(error)})
         return None
     finally:
@@ -186,6 +187,8 @@ def _prediction(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> Mea
         return row | {"reason": failure_text(error)}
     finally:
         _release(request)
+    if predicted.total <= predicted.spread:
+        return row | {"reason": "times differ too much between turns: give more --seconds, on a machine without other programs"}
     now = frame.whole.total
     found = {"ms": 1e3 * predicted.total, "spread_ms": 1e3 * predicted.spread, "gain": now / max(predicted.total, 1e-9)}
     return row | found | {"bound": "host" if predicted.host_bound else "device"}
