@@ -358,3 +358,18 @@ def test_a_logarithmic_axis_within_a_decade_has_numbers(most):
     axis = figure.axes[0].yaxis
     assert [text for text in (label.get_text() for label in axis.get_ticklabels(which="both")) if text]
     assert len(figure.axes[0].xaxis.get_ticklabels(which="both")) == 2
+
+
+@pytest.mark.parametrize("kind", ["lines", "one matrix"])
+def test_long_titles_stay_inside_of_their_figure(kind):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from regard.plots.comparison_plot import AxesWords, Curve, curve_plot, layers_plot
+
+    title = "listops(train=96000, val=2000, test=2000, seed=1, length=2000, shortest=500, depth=10, arguments=10, shuffled=False)"
+    curve = Curve("softmax", "softmax", [64, 256], [1.0, 2.0])
+    figure = curve_plot([curve], AxesWords(title, "n", "ms")) if kind == "lines" else layers_plot([("a", torch.eye(4))], title)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    text = figure.axes[0]._left_title if kind == "lines" else figure.texts[0]
+    box = text.get_window_extent(renderer)
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1
