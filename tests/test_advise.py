@@ -39,7 +39,7 @@ def counted(f, device, _budget):
 @pytest.fixture
 def operations(monkeypatch):
     monkeypatch.setattr(advice, "step_time", counted)
-    monkeypatch.setattr(advice, "step_times", lambda fs, *more: [counted(f, *more) for f in fs])
+    monkeypatch.setattr(advice, "times_in_turns", lambda fs, *more: [counted(f, *more) for f in fs])
     monkeypatch.setattr(advice, "real_time", lambda *args: counted(*args).total)
 
 
@@ -105,7 +105,7 @@ def test_calls_that_are_subtracted_take_turns_and_say_how_much_these_differ(monk
     clock = {"one": iter([5.0, 3.0, 4.0]), "many": iter([9.0, 9.0, 8.0])}
     order = []
     monkeypatch.setattr(step_time, "real_time", lambda f, *_: order.append(f) or next(clock[f]))
-    one, many = step_time.step_times(["one", "many"], CPU, 0.3)
+    one, many = step_time.times_in_turns(["one", "many"], CPU, 0.3)
     assert order == ["one", "many"] * 3 and one == StepTime(0.0, 3.0, 1.0) and many == StepTime(0.0, 8.0, 1.0)
     assert many.minus(one).spread == pytest.approx(2**0.5) and one.plus(many, -3).spread == pytest.approx(10**0.5)
 
@@ -122,8 +122,8 @@ def test_one_call_that_makes_the_device_wait_puts_all_into_graphs(monkeypatch):
     monkeypatch.setattr(step_time, "graph_time", lambda f, *_: {"short": 4.0, "long": 8.0}[f])
     monkeypatch.setattr(step_time, "host_time", lambda f, _: {"short": 9.0, "long": 2.0}[f])
     gpu = torch.device("cuda")
-    assert step_time.step_times(["short", "long"], gpu, 0.1) == [StepTime(9.0, 4.0), StepTime(2.0, 8.0)]
-    assert step_time.step_times(["long"], gpu, 0.1) == [StepTime(2.0, 10.0)]
+    assert step_time.times_in_turns(["short", "long"], gpu, 0.1) == [StepTime(9.0, 4.0), StepTime(2.0, 8.0)]
+    assert step_time.times_in_turns(["long"], gpu, 0.1) == [StepTime(2.0, 10.0)]
 
 
 def test_a_device_that_waits_for_its_host_is_timed_inside_a_graph(monkeypatch):

@@ -42,7 +42,7 @@ from regard.bench.model_parts import (
 )
 from regard.bench.record import Report, Save
 from regard.bench.speed import FAILURES, Measured, failure_text
-from regard.bench.step_time import NO_TIME, StepTime, deeper, real_time, step_time, step_times
+from regard.bench.step_time import NO_TIME, StepTime, deeper, real_time, step_time, times_in_turns
 from regard.bench.summary import crossing
 from regard.bench.timing import Call, light_collections
 from regard.bench.workload import spec_text
@@ -146,7 +146,7 @@ def _factory_frame(request: AdviceRequest, n: int) -> Frame:
 
 def _step_times(request: AdviceRequest, *made: Runnable) -> list[StepTime]:
     steps = [one.step(request.training, request.optimiser) for one in made]
-    return step_times(steps, request.device, request.models.seconds)
+    return times_in_turns(steps, request.device, request.models.seconds)
 
 
 def _framed(
@@ -202,7 +202,7 @@ def predicted_total(request: AdviceRequest, frame: Frame, spec: Spec, n: int) ->
     for part in (part for part in frame.parts if part.kind == ATTENTION):
         mixer = substitute(request, part, spec, n)
         call = part_call(mixer, (part.tokens,), {}, request.precision, request.training)
-        own, other = step_times([_own_call(part, request), call], request.device, request.models.seconds)
+        own, other = times_in_turns([_own_call(part, request), call], request.device, request.models.seconds)
         total = total.plus(other.minus(own), part.count)
     return total
 

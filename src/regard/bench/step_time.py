@@ -12,7 +12,7 @@ import torch
 
 from regard.bench.timing import MOST_CALLS, Call, NotCaptured, graph_time, plain_time, wait
 
-TURNS = 3  # of calls that are subtracted from each other: a busy moment hits all alike
+CLOCK_TURNS = 3  # of calls that are subtracted from each other: a busy moment hits all alike
 HOST_CALLS = 5  # of a turn; the fastest is the time of the host
 LEAST_CALLS = 3  # of a pass on a CPU, unless they take OVER_BUDGET times the budget
 OVER_BUDGET = 10
@@ -56,20 +56,20 @@ NO_TIME = StepTime(0.0, 0.0)
 
 def step_time(f: Call, device: torch.device, budget: float) -> StepTime:
     """Measure both clocks of a call. On a CPU they are one: all of it is time of the device."""
-    return step_times([f], device, budget)[0]
+    return times_in_turns([f], device, budget)[0]
 
 
-def step_times(fs: Sequence[Call], device: torch.device, budget: float) -> list[StepTime]:
+def times_in_turns(fs: Sequence[Call], device: torch.device, budget: float) -> list[StepTime]:
     """Measure both clocks of calls that are subtracted from each other: in turns, all in the same way. The fastest turn counts.
 
     A device that the host never lets wait computes for as long as the plain call takes. Where one of the calls makes it wait, the
     time of all is that inside a CUDA graph, where no host is waited for; of a call that cannot be captured, the plain one.
     """
     if device.type != "cuda":
-        return [_fastest_turn(times, [0.0]) for times in _turns(fs, lambda f: real_time(f, device, budget / TURNS))]
+        return [_fastest_turn(times, [0.0]) for times in _turns(fs, lambda f: real_time(f, device, budget / CLOCK_TURNS))]
     for f in fs:
         warm_up(f, device)
-    plain = _turns(fs, lambda f: plain_time(f, device, budget / TURNS, min))
+    plain = _turns(fs, lambda f: plain_time(f, device, budget / CLOCK_TURNS, min))
     host = _turns(fs, lambda f: host_time(f, device))
     found = [_fastest_turn(*times) for times in zip(plain, host, strict=True)]
     if all(one.host < HOST_FREE * one.device for one in found):
@@ -79,7 +79,7 @@ def step_times(fs: Sequence[Call], device: torch.device, budget: float) -> list[
 
 def _turns(fs: Sequence[Call], clock: Callable[[Call], float]) -> list[list[float]]:
     """Read a clock for each call in turn, several times; returns the times of each call."""
-    turns = [[clock(f) for f in fs] for _ in range(TURNS)]
+    turns = [[clock(f) for f in fs] for _ in range(CLOCK_TURNS)]
     return [list(times) for times in zip(*turns, strict=True)]
 
 

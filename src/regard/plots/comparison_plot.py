@@ -123,7 +123,7 @@ def layers_plot(matrices: Sequence[tuple[str, Tensor]], title: str) -> Figure:
     columns = min(ROW_CELLS, len(matrices)) or 1
     lines = -(-len(matrices) // columns) or 1
     width = columns * MATRIX_INCHES + 0.5
-    written = wrap(title, int(LETTERS_AN_INCH * width))
+    written = wrap(title, int(LETTERS_AN_INCH * (width - 0.5)))
     head = 0.45 + 0.17 * len(written)
     size = (width, lines * (MATRIX_INCHES + 0.35) + head)
     figure = Figure(figsize=size, dpi=150, facecolor="white")
