@@ -11,12 +11,14 @@ from torch import Tensor
 
 from regard.arena.arena_task import Examples
 
-READERS = ("levels of operators evaluated",)  # names begin so: what computes a part of the answer from the order of the tokens
+PART_READERS = (
+    "levels of operators evaluated",
+)  # names begin so: what computes a part of the answer from the order of the tokens
 
 
 def trivial(floors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores that need no attention. Readers are marks on the way: models below them may have learned a lot."""
-    return {name: value for name, value in floors.items() if not name.startswith(READERS)}
+    return {name: value for name, value in floors.items() if not name.startswith(PART_READERS)}
 
 
 def share_right(predicted: Tensor, targets: Tensor) -> float:
