@@ -11,9 +11,7 @@ from torch import Tensor
 
 from regard.arena.arena_task import Examples
 
-PART_READERS = (
-    "levels of operators evaluated",
-)  # names begin so: what computes a part of the answer from the order of the tokens
+PART_READERS = ("levels of operators evaluated",)  # their names begin so: they compute a part of the answer, in order
 
 
 def trivial(floors: Mapping[str, Any]) -> dict[str, Any]:

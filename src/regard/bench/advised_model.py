@@ -21,7 +21,7 @@ from regard.mixers.base import Dims, Mixer
 from regard.mixers.estimation import Estimator
 from regard.spec import Spec
 
-MOST_SEGMENTS = 4  # rows of a table that is none of tokens
+SEGMENT_ROWS = 4  # rows of a table that is none of tokens
 HEAD_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 
 
@@ -135,7 +135,7 @@ def _plain(out: Any) -> Any:
 def _token_ids(model: nn.Module, batch: int, n: int) -> tuple[Tensor]:
     """Draw ids that every table of the model has; those of a few segments are no tables of tokens."""
     sizes = [table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)]
-    return (torch.randint(min([256, *(size for size in sizes if size > MOST_SEGMENTS)]), (batch, n)),)
+    return (torch.randint(min([256, *(size for size in sizes if size > SEGMENT_ROWS)]), (batch, n)),)
 
 
 def _refused_text(factory: str, args: tuple[Any, ...], error: Exception) -> str:
