@@ -39,6 +39,7 @@ def counted(f, device, _budget):
 @pytest.fixture
 def operations(monkeypatch):
     monkeypatch.setattr(advice, "step_time", counted)
+    monkeypatch.setattr(advice, "times_in_turns", lambda fs, *more: [counted(f, *more) for f in fs])
     monkeypatch.setattr(advice, "real_time", lambda *args: counted(*args).total)
 
 
@@ -98,6 +99,31 @@ def test_the_time_of_a_cpu_is_that_of_its_fastest_call():
     from time import sleep
 
     assert 0.0005 < least_time(lambda: sleep(next(pauses)), 0.02) < 0.02
+
+
+def test_calls_that_are_subtracted_take_turns_and_say_how_much_these_differ(monkeypatch):
+    clock = {"one": iter([5.0, 3.0, 4.0]), "many": iter([9.0, 9.0, 8.0])}
+    order = []
+    monkeypatch.setattr(step_time, "real_time", lambda f, *_: order.append(f) or next(clock[f]))
+    one, many = step_time.times_in_turns(["one", "many"], CPU, 0.3)
+    assert order == ["one", "many"] * 3 and one == StepTime(0.0, 3.0, 1.0) and many == StepTime(0.0, 8.0, 1.0)
+    assert many.minus(one).spread == pytest.approx(2**0.5) and one.plus(many, -3).spread == pytest.approx(10**0.5)
+
+
+def test_the_host_is_timed_by_its_fastest_call(monkeypatch):
+    times = iter([0.0, 3.0, 3.0, 4.0, 4.0, 9.0, 9.0, 11.0, 11.0, 13.0])
+    monkeypatch.setattr(step_time.time, "perf_counter", lambda: next(times))
+    assert step_time.host_time(lambda: None, CPU) == 1.0
+
+
+def test_one_call_that_makes_the_device_wait_puts_all_into_graphs(monkeypatch):
+    monkeypatch.setattr(step_time, "warm_up", lambda *_: None)
+    monkeypatch.setattr(step_time, "plain_time", lambda *_: 10.0)
+    monkeypatch.setattr(step_time, "graph_time", lambda f, *_: {"short": 4.0, "long": 8.0}[f])
+    monkeypatch.setattr(step_time, "host_time", lambda f, _: {"short": 9.0, "long": 2.0}[f])
+    gpu = torch.device("cuda")
+    assert step_time.times_in_turns(["short", "long"], gpu, 0.1) == [StepTime(9.0, 4.0), StepTime(2.0, 8.0)]
+    assert step_time.times_in_turns(["long"], gpu, 0.1) == [StepTime(2.0, 10.0)]
 
 
 def test_a_device_that_waits_for_its_host_is_timed_inside_a_graph(monkeypatch):
@@ -188,6 +214,30 @@ def test_other_models_are_predicted_and_checked_with_the_mechanism_inside(foreig
 
 
 @pytest.mark.usefixtures("operations")
+def test_models_are_given_tokens_that_they_have_and_lengths_they_refuse_are_rows(foreign, monkeypatch):
+    class Short(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.segments, self.places = nn.Embedding(7, 16), nn.Embedding(2, 16), nn.Embedding(16, 16)
+            self.layer = Layer()
+
+        def forward(self, x):
+            return self.layer(self.words(x) + self.segments(x * 0) + self.places(torch.arange(x.shape[1])))
+
+    monkeypatch.setattr(sys.modules["their_models"], "make", Short)
+    asked = request("linear", factory=foreign, lengths=(16, 32), checks=0)
+    record = advice_record(asked, lambda *_: None, lambda _: None)
+    assert "ms" in record["shares"][0] and "gain" in record["predictions"][0] and len(record["predictions"]) == 1
+    assert "cannot be called with a tensor of shape (1, 32) (IndexError: index out of range" in record["shares"][1]["reason"]
+
+
+def test_a_prediction_within_its_spread_is_none(monkeypatch):
+    frame = measured_frame(request(), 16)
+    monkeypatch.setattr(advice, "predicted_total", lambda *_: StepTime(0.0, 1.0, 1.0))
+    assert "times differ too much" in advice._prediction(request(), frame, Spec("linear"), 16)["reason"]
+
+
+@pytest.mark.usefixtures("operations")
 def test_shares_add_up_to_the_step():
     row = share_row(measured_frame(request(), 16))
     assert sum(row["parts_ms"].values()) == pytest.approx(row["ms"])
@@ -219,6 +269,12 @@ def test_words_follow_the_numbers():
     text = " ".join(advice_lines(record_of()))
     assert "attention takes 60 % of a step of 10 ms. Faster end to end, by prediction: linear 1.50 x." in text
     assert "at every length" in text and "linear at 4,096: +2.0 %" in text
+    assert "None at n" not in text and "None at n = 4,096" in " ".join(
+        advice_lines(record_of() | {"checks": [{"spec": "linear", "n": 8, "error": 0.1}]})
+    )
+    unsure = record_of()
+    unsure["predictions"][0]["spread_ms"] = 5.0
+    assert "no mechanism makes it" in " ".join(advice_lines(unsure))
     assert "the host limits it" in " ".join(advice_lines(record_of(bound="host")))
     assert "no mechanism makes it more than 10 % faster" in " ".join(advice_lines(record_of(gain=1.05)))
     assert "no mechanism makes it more than 80 % faster" in " ".join(advice_lines(record_of(gain=1.5, error=-0.8)))

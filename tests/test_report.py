@@ -5,12 +5,14 @@ import math
 import re
 import struct
 import zlib
+from dataclasses import fields
 from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from regard.compare import report
+from regard.compare.cell_record import CellRecord
 from regard.compare.comparison import alike_best, compare_records, score_interval, wilson
 from regard.compare.recommendation import recommendations
 from regard.compare.report import write_report
@@ -137,6 +139,10 @@ def test_the_recommendation_follows_from_the_numbers():
     assert "slow" not in line
     low = recommendations(compare_records([scored("softmax", 0.2, 1.0)]))[0]
     assert "nothing was learned: the best score, 20.0 % of softmax, does not reach the floor of 25.0 %" in low
+    short = some_records(1)
+    for one in short:
+        one.floors = {"chance": 0.99}
+    assert "but nothing was learned on any task." in recommendations(compare_records(short))[-1]
     unsure = recommendations(compare_records([scored("softmax", 0.26, 1.0, test_count=100)]))[0]
     assert "cannot be told apart from the floor of 25.0 %" in unsure
     lengths = [
@@ -145,6 +151,15 @@ def test_the_recommendation_follows_from_the_numbers():
     words = "by time of a training step, among the best mixers of all tasks that were learned: softmax (1,678 ms)."
     assert lengths == [f"For n = 4,096 on a small machine: {words}"]
     assert recommendations(compare_records([scored("x", None, 1.0, final=False)])) == ["task (n = 128): no mixer has a score."]
+
+
+def test_readers_of_a_part_of_the_answer_are_no_floor():
+    cells = [scored("softmax", 0.4, 1.0)]
+    cells[0].floors = {"most frequent": 0.2, "levels of operators evaluated: 3": 0.8}
+    found = compare_records(cells)
+    assert found.tasks[0].best_floor == 0.2 and "take softmax, 40.0 %" in recommendations(found)[0]
+    words = "Floors that need no attention: most frequent (20.0 %). Readers of a part: levels of operators evaluated: 3 (80.0 %)."
+    assert words in page(cells)
 
 
 # The page
@@ -280,6 +295,23 @@ def test_files_are_written_and_what_is_damaged_is_named(tmp_path, monkeypatch):
         write_report(tmp_path / "nothing")
 
 
+WRONG = (None, 5, -1.5, "x", [], {}, [5], {"a": 5}, {"a": {"b": 5}}, [[1]], [{"n": "x"}])
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CellRecord)])
+def test_a_field_of_a_wrong_kind_damages_its_own_record_alone(name):
+    good = [one.to_json() for one in some_records(2)]
+    assert [CellRecord.from_json(one).to_json() for one in good] == good
+    place = next(place for place, one in enumerate(good) if one["costs"])
+    for wrong in WRONG:
+        try:
+            read = CellRecord.from_json(good[place] | {name: wrong})
+        except ValueError:
+            continue
+        others = [CellRecord.from_json(one) for at, one in enumerate(good) if at != place]
+        assert page([read, *others])
+
+
 def test_the_page_is_written_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     for name in ("regard.compare.report_figures", "regard.plots.comparison_plot", "matplotlib.axes", "matplotlib.figure"):
@@ -312,3 +344,32 @@ def test_names_in_a_bubble_plot_do_not_lie_over_each_other():
     renderer = FigureCanvasAgg(figure).get_renderer()
     boxes = [text.get_window_extent(renderer) for text in figure.axes[0].texts]
     assert len(boxes) == 6 and not any(a.overlaps(b) for n, a in enumerate(boxes) for b in boxes[:n])
+
+
+@pytest.mark.parametrize("most", [90.0, 0.9])
+def test_a_logarithmic_axis_within_a_decade_has_numbers(most):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from regard.plots.comparison_plot import AxesWords, Curve, curve_plot
+
+    curve = Curve("softmax", "softmax", [64, 256], [most / 5, most])
+    figure = curve_plot([curve], AxesWords("", "n", "ms", log_x=True, log_y=True, ticks=[(64, "64"), (256, "256")]))
+    FigureCanvasAgg(figure).draw()
+    axis = figure.axes[0].yaxis
+    assert [text for text in (label.get_text() for label in axis.get_ticklabels(which="both")) if text]
+    assert len(figure.axes[0].xaxis.get_ticklabels(which="both")) == 2
+
+
+@pytest.mark.parametrize("kind", ["lines", "one matrix"])
+def test_long_titles_stay_inside_of_their_figure(kind):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from regard.plots.comparison_plot import AxesWords, Curve, curve_plot, layers_plot
+
+    title = "listops(train=96000, val=2000, test=2000, seed=1, length=2000, shortest=500, depth=10, arguments=10, shuffled=False)"
+    curve = Curve("softmax", "softmax", [64, 256], [1.0, 2.0])
+    figure = curve_plot([curve], AxesWords(title, "n", "ms")) if kind == "lines" else layers_plot([("a", torch.eye(4))], title)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    text = figure.axes[0]._left_title if kind == "lines" else figure.texts[0]
+    box = text.get_window_extent(renderer)
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1

@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from regard.arena.arena_task import ArenaBudget, Examples
 from regard.arena.argument_order import shuffle_arguments
 from regard.arena.generated_task import GeneratedTask
-from regard.arena.trivial_floors import label_by_value, most_frequent, share_right
+from regard.arena.trivial_floors import PART_READERS, label_by_value, most_frequent, share_right
 from regard.options import check_positive
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")  # SM: the sum modulo 10
@@ -94,7 +94,7 @@ class ListOps(GeneratedTask):
         rows = [row.tolist() for row in test.tokens]
         for k in range(1, READER_LEVELS + 1):
             values = torch.tensor([shallow_value(row, k) for row in rows])
-            found[f"levels of operators evaluated: {k}"] = share_right(values, test.targets)
+            found[f"{PART_READERS[0]}: {k}"] = share_right(values, test.targets)
         return found
 
     def budget(self) -> ArenaBudget:

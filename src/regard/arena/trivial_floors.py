@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from regard.arena.arena_task import Examples
+
+PART_READERS = ("levels of operators evaluated",)  # their names begin so: they compute a part of the answer, in order
+
+
+def trivial(floors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores that need no attention. Readers are marks on the way: models below them may have learned a lot."""
+    return {name: value for name, value in floors.items() if not name.startswith(PART_READERS)}
 
 
 def share_right(predicted: Tensor, targets: Tensor) -> float:

@@ -3,6 +3,7 @@
 A model of `depth` layers is composed: one of 1 and one of 3 layers are measured, which gives the cost of a layer and of all
 else. Another mechanism changes every layer by the difference of two models of one layer, in which it stands in its place. In a
 model from a factory, which has its own depth, the difference is that of the two parts, each timed alone on the same tokens.
+What is subtracted is measured in turns, and how much these differ, multiplied in the same way, is the spread of a prediction.
 Time of the host and time of the device are composed apart, and the longer one is the prediction (`regard.bench.step_time`).
 """
 
@@ -18,6 +19,7 @@ from torch import nn
 
 from regard.bench.advised_model import (
     AdviceRequest,
+    CannotCall,
     Runnable,
     factory_model,
     own_model,
@@ -40,9 +42,9 @@ from regard.bench.model_parts import (
 )
 from regard.bench.record import Report, Save
 from regard.bench.speed import FAILURES, Measured, failure_text
-from regard.bench.step_time import NO_TIME, StepTime, deeper, real_time, step_time
+from regard.bench.step_time import NO_TIME, StepTime, deeper, real_time, step_time, times_in_turns
 from regard.bench.summary import crossing
-from regard.bench.timing import light_collections
+from regard.bench.timing import Call, light_collections
 from regard.bench.workload import spec_text
 from regard.spec import Spec
 
@@ -55,10 +57,8 @@ class Frame:
     """Hold one length of the model: its composed time, and its parts alone."""
 
     whole: StepTime
-    layer: StepTime  # a model of one layer; of a factory, which is measured as deep as it is, the whole model
     optimiser: StepTime
     times: dict[str, StepTime]  # by kind of part, all of its occurrences
-    own: list[StepTime]  # of each attention part, projections included
     saved: dict[str, float]  # bytes kept for the backward pass, by kind; REST is what no part has
     parts: list[Part]
     weights: int  # bytes of all weights
@@ -99,7 +99,7 @@ def _frame_or_reason(request: AdviceRequest, n: int, record: dict[str, Any]) -> 
     row: Measured = {"n": n, "batch": request.batch_at(n)}
     try:
         frame = measured_frame(request, n)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, CannotCall) as error:
         record["shares"].append(row | {"reason": failure_text(error)})
         return None
     finally:
@@ -126,44 +126,43 @@ def measured_frame(request: AdviceRequest, n: int) -> Frame:
     depth, wanted = min(SHALLOW, request.models.depth), request.models.depth
     one = own_model(request, request.base, n, 1)
     many = own_model(request, request.base, n, depth)
-    layer = _step_time(one, request)
-    whole = deeper(layer, _step_time(many, request), depth, wanted)
+    layer, more = _step_times(request, one, many)
+    whole = deeper(layer, more, depth, wanted)
     optimiser = deeper(_optimiser_time(one, request), _optimiser_time(many, request), depth, wanted)
     saved = _extrapolated(_held(one, request), _held(many, request), depth, wanted)
     sizes = _extrapolated(_weight_bytes(one.model), _weight_bytes(many.model), depth, wanted)
     del many
     parts = recorded_parts(one.model, one.loss)
-    return _framed(request, parts, (whole, layer, optimiser), saved, sizes, wanted)
+    return _framed(request, parts, (whole, optimiser), saved, sizes, wanted)
 
 
 def _factory_frame(request: AdviceRequest, n: int) -> Frame:
     made = factory_model(request, n)
-    whole = _step_time(made, request)
+    (whole,) = _step_times(request, made)
     optimiser = _optimiser_time(made, request)
     parts = recorded_parts(made.model, made.loss, request.attention)
-    return _framed(request, parts, (whole, whole, optimiser), _held(made, request), _weight_bytes(made.model), 1)
+    return _framed(request, parts, (whole, optimiser), _held(made, request), _weight_bytes(made.model), 1)
 
 
-def _step_time(made: Runnable, request: AdviceRequest) -> StepTime:
-    return step_time(made.step(request.training, request.optimiser), request.device, request.models.seconds)
+def _step_times(request: AdviceRequest, *made: Runnable) -> list[StepTime]:
+    steps = [one.step(request.training, request.optimiser) for one in made]
+    return times_in_turns(steps, request.device, request.models.seconds)
 
 
 def _framed(
     request: AdviceRequest,
     parts: list[Part],
-    measured: tuple[StepTime, StepTime, StepTime],
+    measured: tuple[StepTime, StepTime],
     saved: float,
     weights: float,
     repeats: int,
 ) -> Frame:
     times: dict[str, StepTime] = {}
-    own: list[StepTime] = []
     held: dict[str, float] = {}
     for part in parts:
         count = part.count * (repeats if part.kind in IN_EVERY_LAYER else 1)
-        alone = _alone(part.module, part, request)
+        alone = step_time(_own_call(part, request), request.device, request.models.seconds)
         if part.kind == ATTENTION:
-            own.append(alone)
             projected = projection_call(part, request.precision, request.training)
             if projected is not None:
                 maps = step_time(projected, request.device, request.models.seconds)
@@ -173,12 +172,11 @@ def _framed(
         held[part.kind] = held.get(part.kind, 0.0) + count * _part_held(part, request)
     held[REST] = max(0.0, saved - sum(held.values()))
     copies = WEIGHT_COPIES if request.training else 1
-    return Frame(*measured, times, own, held, parts, int(weights * copies), repeats)
+    return Frame(*measured, times, held, parts, int(weights * copies), repeats)
 
 
-def _alone(module: nn.Module, part: Part, request: AdviceRequest) -> StepTime:
-    call = part_call(module, part.args, part.kwargs, request.precision, request.training)
-    return step_time(call, request.device, request.models.seconds)
+def _own_call(part: Part, request: AdviceRequest) -> Call:
+    return part_call(part.module, part.args, part.kwargs, request.precision, request.training)
 
 
 def _prediction(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> Measured:
@@ -189,8 +187,10 @@ def _prediction(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> Mea
         return row | {"reason": failure_text(error)}
     finally:
         _release(request)
+    if predicted.total <= predicted.spread:
+        return row | {"reason": "times differ too much between turns: give more --seconds, on a machine without other programs"}
     now = frame.whole.total
-    found = {"ms": 1e3 * predicted.total, "gain": now / max(predicted.total, 1e-9)}
+    found = {"ms": 1e3 * predicted.total, "spread_ms": 1e3 * predicted.spread, "gain": now / max(predicted.total, 1e-9)}
     return row | found | {"bound": "host" if predicted.host_bound else "device"}
 
 
@@ -199,18 +199,17 @@ def predicted_total(request: AdviceRequest, frame: Frame, spec: Spec, n: int) ->
     total = frame.whole
     if not request.factory:
         return total if spec == request.base else _with_layers_of(request, frame, spec, n)
-    attention = [part for part in frame.parts if part.kind == ATTENTION]
-    for part, own in zip(attention, frame.own, strict=True):
+    for part in (part for part in frame.parts if part.kind == ATTENTION):
         mixer = substitute(request, part, spec, n)
         call = part_call(mixer, (part.tokens,), {}, request.precision, request.training)
-        other = step_time(call, request.device, request.models.seconds)
+        own, other = times_in_turns([_own_call(part, request), call], request.device, request.models.seconds)
         total = total.plus(other.minus(own), part.count)
     return total
 
 
 def _with_layers_of(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> StepTime:
-    other = _step_time(own_model(request, spec, n, 1), request)
-    return frame.whole.plus(other.minus(frame.layer), frame.repeats)
+    layer, other = _step_times(request, own_model(request, request.base, n, 1), own_model(request, spec, n, 1))
+    return frame.whole.plus(other.minus(layer), frame.repeats)
 
 
 def _checked(request: AdviceRequest, predictions: Sequence[Measured]) -> list[tuple[Spec, int]]:

@@ -25,7 +25,7 @@ def advice_lines(record: dict[str, Any]) -> list[str]:
         if "ms" in row:
             lines.append(_length_advice(row, record["predictions"], record.get("error")))
     lines.append(_from_text(record["attention_from"], record["shares"]))
-    lines.append(_error_text(record["checks"], record.get("error")))
+    lines.append(_error_text(record["checks"], record.get("error"), record["shares"]))
     return lines
 
 
@@ -36,7 +36,7 @@ def _length_advice(row: dict[str, Any], predictions: Sequence[dict[str, Any]], e
         return f"{now}; the host limits it, not the device: CUDA graphs or torch.compile help, another mechanism does not."
     ranked = sorted((x for x in predictions if x["n"] == n and "ms" in x), key=lambda x: x["ms"])
     threshold = max(WORTH, 1 + (error or 0.0))
-    useful = [x for x in ranked if x["gain"] > threshold]
+    useful = [x for x in ranked if x["gain"] > threshold and x["ms"] + x.get("spread_ms", 0.0) < row["ms"]]
     if not useful:
         largest = max(row["parts_ms"], key=row["parts_ms"].get)
         return f"{now}, and no mechanism makes it more than {100 * (threshold - 1):.0f} % faster. The largest part: {largest}."
@@ -57,11 +57,14 @@ def _from_text(found: dict[str, float | None], shares: Sequence[dict[str, Any]])
     return f"Attention takes more than half of a step from about n = {half:,.0f} on."
 
 
-def _error_text(checks: Sequence[dict[str, Any]], error: float | None) -> str:
+def _error_text(checks: Sequence[dict[str, Any]], error: float | None, shares: Sequence[dict[str, Any]]) -> str:
     done = [row for row in checks if "error" in row]
     if error is None or not done:
         return "No whole model was measured: the error of the predictions is unknown (--checks 2 measures two)."
     each = ", ".join(f"{row['spec']} at {row['n']:,}: {100 * row['error']:+.1f} %" for row in done)
+    unchecked = [f"{row['n']:,}" for row in shares if "ms" in row and row["n"] not in {x["n"] for x in done}]
+    more = f" None at n = {', '.join(unchecked)}: more --checks measure there too." if unchecked else ""
     return (
-        f"Predictions against whole models that were measured: {each}. Speed alone is predicted: quality is for `regard compare`."
+        f"Predictions against whole models that were measured: {each}.{more} "
+        "Speed alone is predicted: quality is for `regard compare`."
     )

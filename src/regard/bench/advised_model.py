@@ -21,6 +21,7 @@ from regard.mixers.base import Dims, Mixer
 from regard.mixers.estimation import Estimator
 from regard.spec import Spec
 
+SEGMENT_ROWS = 4  # rows of a table that is none of tokens
 HEAD_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 
 
@@ -91,24 +92,33 @@ def own_model(request: AdviceRequest, spec: Spec, n: int, depth: int) -> Runnabl
     return Runnable(model, loss)
 
 
+class CannotCall(ValueError):
+    """Report a model that does not take the inputs of a length."""
+
+
 def factory_model(request: AdviceRequest, n: int) -> Runnable:
     """Call a factory: it returns a module, or a module and a function (batch, n) -> positional arguments of its call.
 
-    Without that function the module is given random token ids below 256. The loss is the mean square of its first output.
+    Without that function the module is given random token ids that it has. The loss is the mean square of its first output.
     """
     torch.manual_seed(request.models.seed)
     made = _factory(request.factory)()
-    model, inputs = made if isinstance(made, tuple) else (made, _token_ids)
+    model, inputs = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{request.factory} returned {type(model).__name__}: return a torch.nn.Module, or (module, inputs)")
     model = model.to(request.device).train(request.training)
-    given = inputs(request.batch_at(n), n)
+    given = _token_ids(model, request.batch_at(n), n) if inputs is None else inputs(request.batch_at(n), n)
     given = given if isinstance(given, tuple) else (given,)
     args = tuple(x.to(request.device) if isinstance(x, Tensor) else x for x in given)
 
     def loss() -> Tensor:
-        with request.precision():
-            out = model(*args)
+        try:
+            with request.precision():
+                out = model(*args)
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+                raise
+            raise CannotCall(_refused_text(request.factory, args, error)) from error
         floats = [x for x in tree_leaves(_plain(out)) if isinstance(x, Tensor) and x.is_floating_point()]
         if not floats:
             raise ValueError(f"the model of {request.factory} returned no tensor of numbers, which a loss needs")
@@ -122,8 +132,16 @@ def _plain(out: Any) -> Any:
     return out.to_tuple() if hasattr(out, "to_tuple") else out
 
 
-def _token_ids(batch: int, n: int) -> tuple[Tensor]:
-    return (torch.randint(256, (batch, n)),)
+def _token_ids(model: nn.Module, batch: int, n: int) -> tuple[Tensor]:
+    """Draw ids that every table of the model has; those of a few segments are no tables of tokens."""
+    sizes = [table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)]
+    return (torch.randint(min([256, *(size for size in sizes if size > SEGMENT_ROWS)]), (batch, n)),)
+
+
+def _refused_text(factory: str, args: tuple[Any, ...], error: Exception) -> str:
+    given = ", ".join(f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)[:40] for x in args)
+    why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return f"the model of {factory} cannot be called with {given} ({why}): return (module, function of batch and n) for others"
 
 
 def _factory(text: str) -> Callable[[], Any]:

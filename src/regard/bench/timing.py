@@ -73,10 +73,10 @@ def taking_turns(fs: dict[str, Call], device: torch.device, rounds: int, calls: 
     return times
 
 
-def plain_time(f: Call, device: torch.device, budget: float) -> float:
+def plain_time(f: Call, device: torch.device, budget: float, pick: Callable[[list[float]], float] = statistics.median) -> float:
     """Seconds of a call among calls that follow each other without a wait: host time or device time, whichever is longer.
 
-    The median of ROUNDS rounds which take about `budget` seconds together. The caller has warmed the call up.
+    The median (or another `pick`) of ROUNDS rounds which take about `budget` seconds together. The caller has warmed the call up.
     """
     once = max(seconds(f, device), 1e-7)
     calls = int(budget / ROUNDS / once)
@@ -88,7 +88,7 @@ def plain_time(f: Call, device: torch.device, budget: float) -> float:
 
     rounds = ROUNDS if once < budget else 2
     found = [seconds(batch, device) / calls for _ in range(rounds)]
-    return statistics.median(found)
+    return pick(found)
 
 
 def graph_time(f: Call, device: torch.device, budget: float, once: float) -> float:

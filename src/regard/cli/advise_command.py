@@ -161,6 +161,15 @@ def _ranking_table(record: dict[str, Any]) -> Table:
     last = lengths[-1] if lengths else 0
     for name in sorted(names, key=lambda name: found[name, last].get("ms", float("inf"))):
         cells = [found.get((name, n), {}) for n in lengths]
-        texts = [f"{row['ms']:.4g} ({row['gain']:.2f} x)" if "ms" in row else row.get("reason", "") for row in cells]
+        texts = [_predicted_text(row) for row in cells]
         table.add_row(name, *texts)
     return table
+
+
+def _predicted_text(row: dict[str, Any]) -> str:
+    """Write a predicted time with its spread over the turns of its measurements."""
+    if "ms" not in row:
+        return row.get("reason", "")
+    spread = row["spread_ms"]
+    host = ", host" if row["bound"] == "host" else ""
+    return f"{row['ms']:.4g} ± {spread:.2g} ({row['gain']:.2f} x{host})"

@@ -25,13 +25,16 @@ def print_results(records: list[CellRecord]) -> None:
 
 
 def _print_task(console: Console, task: ComparedTask, rows: list[ComparedRow]) -> None:
+    from regard.arena.trivial_floors import trivial
+
     console.print(f"\n{task.name}", style="bold", markup=False, highlight=False)
     table = columns(*HEADINGS)
     for row in rows:
         if row.score is not None:
             table.add_row(*_cells(row))
+    floors = trivial(task.floors)
     for name, value in task.floors.items():
-        table.add_row(name, "no attention", _score(value, task.metric), *[""] * 8, style="dim")
+        table.add_row(name, "no attention" if name in floors else "a reader", _score(value, task.metric), *[""] * 8, style="dim")
     console.print(table, highlight=False, markup=False)
     for row in rows:
         if row.score is None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 CellStatus = Literal["done", "refused", "crashed", "diverged", "missing data"]
 STATUSES: tuple[str, ...] = get_args(CellStatus)
 RECORD_FORMAT = 1  # grows when a field changes its meaning
+WORDS = ("notes", "reason")  # of costs
 LESS_IS_BETTER = ("bits per token",)
 
 
@@ -78,6 +80,12 @@ class CellRecord:
             raise ValueError(f"the record has format {data['format']!r}, and this version reads {RECORD_FORMAT}")
         if data["status"] not in STATUSES:
             raise ValueError(f"the status of a cell is one of {', '.join(STATUSES)}, not {data['status']!r}")
+        kinds = get_type_hints(CellRecord)
+        if wrong := [name for name, value in data.items() if not _fits(value, kinds[name])]:
+            raise ValueError(f"{', '.join(wrong)} of the record cannot be read")
+        lengths = data.get("cost_by_length", [])
+        if not all(map(_measured, [data.get("costs", {}), *lengths])) or not all(type(row.get("n")) is int for row in lengths):
+            raise ValueError("costs of the record cannot be read")
         record = CellRecord(**data)
         record.curve = [tuple(point) for point in record.curve]  # type: ignore[misc]
         record.slices = {name: {at: tuple(pair) for at, pair in found.items()} for name, found in record.slices.items()}  # type: ignore[misc]
@@ -89,6 +97,30 @@ def is_better(metric: str, one: float, two: float | None) -> bool:
     if two is None or math.isnan(two):
         return True
     return one < two if metric in LESS_IS_BETTER else one > two
+
+
+def _fits(value: Any, kind: Any, inside: bool = False) -> bool:
+    """Return whether a value of JSON has the type of a field. Inside of containers a number may be null: it was not finite."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any or origin is Literal:
+        return kind is Any or value in parts
+    if origin is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(part, parts[1], True) for part in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(_fits(part, parts[0], True) for part in value)
+    if origin is tuple:
+        whole = isinstance(value, list | tuple) and len(value) == len(parts)
+        return whole and all(_fits(one, part, True) for one, part in zip(value, parts, strict=True))
+    if kind is float:
+        return (inside and value is None) or type(value) in (int, float)
+    return type(value) is kind
+
+
+def _measured(costs: Mapping[str, Any]) -> bool:
+    """Return whether costs are numbers, or null where nothing was measured, beside words about them."""
+    return all(_fits(value, float, True) for name, value in costs.items() if name not in WORDS)
 
 
 def _finite(value: Any) -> Any:

@@ -47,7 +47,9 @@ class CellStore:
         try:
             return self._read(path)
         except (RunError, ValueError, TypeError, AttributeError) as error:
-            self.damaged.append(f"{path}: {error}")
+            text = str(error) if str(path) in str(error) else f"{path}: {error}"
+            if text not in self.damaged:
+                self.damaged.append(text)
             return None
 
     def save(self, record: CellRecord) -> None:

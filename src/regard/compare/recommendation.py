@@ -128,7 +128,9 @@ def _length_line(comparison: Comparison, n: int, good: set[str], machine: str) -
     ranked = sorted((name for name in times if name in good), key=lambda name: times[name])
     if not ranked:
         quickest = min(times, key=lambda name: times[name])
-        only = f"{quickest} is the fastest, {_ms(times[quickest])} a step, but no mixer is among the best on all tasks."
+        learned = any(good_rows(comparison, task) for task in comparison.tasks)
+        why = "no mixer is among the best on all tasks" if learned else "nothing was learned on any task"
+        only = f"{quickest} is the fastest, {_ms(times[quickest])} a step, but {why}."
         return f"For n = {n:,} on {machine}: {only}"
     named = ", ".join(f"{name} ({_step_text(times[name], exact, name)})" for name in ranked[:NAMED])
     return (

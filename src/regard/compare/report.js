@@ -66,7 +66,7 @@
       const found = [], many = Math.log10(high / low) > 2.2;
       for (let d = Math.floor(Math.log10(low)); d <= Math.ceil(Math.log10(high)); d++)
         for (const m of many ? [1] : [1, 2, 5]) if (m * 10 ** d >= low * .999 && m * 10 ** d <= high * 1.001) found.push(m * 10 ** d);
-      return found;
+      if (found.length > 2) return found;
     }
     const raw = (high - low) / 6.5 || 1, unit = 10 ** Math.floor(Math.log10(raw)), step = unit * [1, 2, 5, 10].find(m => m * unit >= raw);
     const found = [];

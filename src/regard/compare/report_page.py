@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from regard.arena.trivial_floors import trivial
 from regard.compare.comparison import ComparedRow, ComparedTask, Comparison, full_row, speed_ratio
 from regard.compare.recommendation import above_floor, recommendations, score_text
 from regard.compare.report_data import report_data, script_json
@@ -118,13 +119,19 @@ def _score_table(task: ComparedTask, comparison: Comparison) -> str:
     head += ["train tokens/s", "against softmax", "inference tokens/s", "decode ms", "MiB of a step", "KiB of state"]
     full = full_row(comparison.rows, task.name)
     rows = [_line(row, _score_cells(row, task, full)) for row in comparison.of_task(task.name) if row.score is not None]
-    floors = ", ".join(f"{name} {score_text(value, task.metric)}" for name, value in task.floors.items())
+    floors = trivial(task.floors)
+    readers = {name: value for name, value in task.floors.items() if name not in floors}
     title = task.title if task.title.endswith((".", "?", "!")) or not task.title else f"{task.title}."
-    words = f"{title} {task.length:,} tokens. Floors that need no attention: {floors or 'none'}.".strip()
+    words = f"{title} {task.length:,} tokens. Floors that need no attention: {_listed(floors, task.metric) or 'none'}.".strip()
+    words += f" Readers of a part: {_listed(readers, task.metric)}." if readers else ""
     return (
         f'<section class=of-task data-task="{escape(task.name)}"><h2>Scores on {escape(task.name)}</h2>'
         f"<p class=quiet>{escape(words)}</p>{_table(head, rows)}</section>"
     )
+
+
+def _listed(floors: dict[str, float], metric: str) -> str:
+    return ", ".join(f"{name} ({score_text(value, metric)})" for name, value in floors.items())
 
 
 def _score_cells(row: ComparedRow, task: ComparedTask, full: ComparedRow | None) -> list[str]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from regard.arena.arena_task import ArenaBudget, ArenaModel
+from regard.models.heads import POOLS
 from regard.text import unknown
 
+LIMITS: dict[str, tuple[float, float]] = {  # the least and the largest value; others are 0 or more
+    **dict.fromkeys(("width", "depth", "heads", "batch", "evaluations", "buckets"), (1, math.inf)),
+    **dict.fromkeys(("warmup", "dropout"), (0, 1)),
+}
 ELSEWHERE = {"steps": "--budget", "rates": "--lr"}  # options of the command
 
 
@@ -50,7 +56,14 @@ def _read_value(name: str, text: str) -> Any:
         value = None
     if isinstance(default, float) and type(value) is int:
         value = float(value)
-    negative = isinstance(value, int | float) and value < 0
-    if type(value) is not type(default) or negative:
+    if type(value) is not type(default):
         raise ValueError(f"{name} is a value such as {default}, not {text!r}")
+    if isinstance(value, str):
+        if name == "pooling" and value not in POOLS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLS)}, not {text!r}")
+        return value
+    least, most = LIMITS.get(name, (0, math.inf))
+    if not least <= value <= most:
+        limits = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
+        raise ValueError(f"{name} must be {limits}, not {text!r}")
     return value

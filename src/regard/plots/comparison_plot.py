@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ LEAST_BUBBLE, MOST_BUBBLE = 30.0, 900.0  # square points
 ROW_CELLS = 8  # matrices in a row
 MATRIX_INCHES = 1.5
 LONGEST_NAME = 34  # letters
+SHEET_LETTERS, LETTERS_AN_INCH = 95, 10  # of a title
 NAME_PLACES = tuple((x, y) for y in (4, -10, 14, -20, 24, -30) for x in (5, -5))  # of a name beside its dot, in points
 
 
@@ -120,12 +122,15 @@ def layers_plot(matrices: Sequence[tuple[str, Tensor]], title: str) -> Figure:
     """Draw attention matrices with a line of words above each; dark is large, grey is zero."""
     columns = min(ROW_CELLS, len(matrices)) or 1
     lines = -(-len(matrices) // columns) or 1
-    size = (columns * MATRIX_INCHES + 0.5, lines * (MATRIX_INCHES + 0.35) + 0.6)
+    width = columns * MATRIX_INCHES + 0.5
+    written = wrap(title, int(LETTERS_AN_INCH * (width - 0.5)))
+    head = 0.45 + 0.17 * len(written)
+    size = (width, lines * (MATRIX_INCHES + 0.35) + head)
     figure = Figure(figsize=size, dpi=150, facecolor="white")
-    figure.text(0.25 / size[0], 1 - 0.15 / size[1], title, ha="left", va="top", size=10, weight="bold", color=INK)
+    figure.text(0.25 / size[0], 1 - 0.15 / size[1], "\n".join(written), ha="left", va="top", size=10, weight="bold", color=INK)
     for number, (name, matrix) in enumerate(matrices):
         row, column = divmod(number, columns)
-        top = size[1] - 0.6 - row * (MATRIX_INCHES + 0.35) - 0.25
+        top = size[1] - head - row * (MATRIX_INCHES + 0.35) - 0.25
         side = MATRIX_INCHES - 0.15
         place = ((0.25 + column * MATRIX_INCHES) / size[0], (top - side) / size[1], side / size[0], side / size[1])
         axes = figure.add_axes(place)
@@ -137,7 +142,7 @@ def layers_plot(matrices: Sequence[tuple[str, Tensor]], title: str) -> Figure:
 def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(10.5, 5.4), dpi=150, facecolor="white")
     axes = figure.add_axes((0.08, 0.11, 0.68, 0.78))
-    axes.set_title(words.title, size=10.5, weight="bold", color=INK, loc="left")
+    axes.set_title("\n".join(wrap(words.title, SHEET_LETTERS)), size=10.5, weight="bold", color=INK, loc="left")
     axes.set_xlabel(words.x, size=8.5, color=GREY)
     axes.set_ylabel(words.y, size=8.5, color=GREY)
     if words.log_x:
@@ -150,7 +155,7 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
         axes.invert_yaxis()
     if words.ticks:
         axes.set_xticks([at for at, _ in words.ticks], [text for _, text in words.ticks])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
     axes.tick_params(colors=GREY, labelsize=8, which="both")
     axes.grid(color=LINE, lw=0.6)
     axes.set_axisbelow(True)
@@ -161,8 +166,12 @@ def _sheet(words: AxesWords) -> tuple[Figure, Axes]:
 
 def _plain_ticks(axis: Axis) -> None:
     """Write 20,000 and 0.001 instead of powers of ten."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 and str(value)[0] in "25" else ""))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain_number(value)))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: _plain_number(value) if f"{value:.0e}"[0] in "25" else ""))
+
+
+def _plain_number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
 
 
 def _add_legend(figure: Figure, marks: Sequence[Line2D]) -> None:
