@@ -21,7 +21,7 @@ QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # of a GPU's work: with the usua
 BROKEN_CARD = 77  # exit code of a process whose GPU has reported an error
 REPORT_EVERY = 0.02  # share of a cell between two messages
 LEAD = 0.25  # seconds that a cell may have used more than another one of its process before it waits
-MOST_COUNTED = 1.0  # of one part, in seconds: the cell that reads a data set does so for all
+LONGEST_TURN = 1.0  # of one part, in seconds: the cell that reads a data set does so for all
 TRAININGS = ("train", "train and test")  # jobs that build a model and capture its steps
 
 Group = tuple[str, str]  # task and mixer
@@ -236,7 +236,7 @@ class Turns:
         try:
             return run.advance()
         finally:
-            self.spent[run] += min(time.perf_counter() - begun, MOST_COUNTED)
+            self.spent[run] += min(time.perf_counter() - begun, LONGEST_TURN)
 
 
 def _serve(link: Connection) -> None:
