@@ -218,6 +218,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
         "arena_mad": lambda: tables_arena.arena_scores(if_there("arena_mad"), "arena_mad"),
         "arena_mad_rates": lambda: tables_arena.arena_rates(if_there("arena_mad"), "mad_recall"),
         "arena_lra": lambda: tables_arena.arena_scores(if_there("arena_lra"), "arena_lra"),
+        "arena_lra_rates": lambda: tables_arena.arena_rates(if_there("arena_lra"), "listops"),
         "lra_ranking": lambda: tables_arena.lra_ranking(if_there("arena_lra")),
         "recipes": lambda: tables_recipes.recipes(if_there("recipes")),
     },

@@ -58,7 +58,7 @@ def arena_scores(made: Made, name: str) -> str:
             family = next(iter(own.values()))["family"]
             body.append([code(mixer), family, *(_cell(own.get(number), task) for number, task in enumerate(tasks))])
     head = ["", "family", *_task_heads(tasks)]
-    return "\n\n".join([_settings_text(made), table(head, body), _refused_text(mixers), _task_texts(tasks)]).replace(
+    return "\n\n".join([_settings_text(made), table(head, body), _refused_text(mixers), _task_texts(made)]).replace(
         "\n\n\n\n", "\n\n"
     )
 
@@ -115,12 +115,23 @@ def _cell(row: dict[str, Any] | None, task: dict[str, Any]) -> str:
 def _settings_text(made: Made) -> str:
     """What all tasks share, and the machine."""
     tasks, w = made["settings"]["tasks"], made["made_with"]
-    rates = sorted({rate for row in made["rows"] for rate, *_ in row.get("rates", [])})
+    rates = list(dict.fromkeys(_rates(made).values()))
     seeds = sorted({len(row["scores"]) for row in made["rows"] if row.get("scores")})
-    text = f"Percent right on test, {_range(seeds)} with the best of {len(rates)} learning rates on validation"
-    text += f" ({', '.join(f'{rate:g}' for rate in rates)}); the wider interval of seeds and test set, 95 %. "
+    text = f"Percent right on test, {_range(seeds)} with the best learning rate on validation, of those below"
+    if len(rates) == 1:
+        text = f"Percent right on test, {_range(seeds)} with the best of {len(rates[0])} learning rates on validation"
+        text += f" ({', '.join(f'{rate:g}' for rate in rates[0])})"
+    text += "; the wider interval of seeds and test set, 95 %. "
     text += "Bold: not told apart from the best. In brackets: not above the best floor. -: not finished. "
     return text + f"({tasks[0]['dtype']}; {w.get('device', '')}, torch {w.get('torch', '')}, commit {w.get('commit', '')}.)"
+
+
+def _rates(made: Made) -> dict[int, tuple[float, ...]]:
+    """The learning rates of every task that any row was trained with, by its number."""
+    found: dict[int, set[float]] = {}
+    for row in made["rows"]:
+        found.setdefault(row["task"], set()).update(rate for rate, *_ in row.get("rates", []))
+    return {number: tuple(sorted(rates)) for number, rates in found.items()}
 
 
 def _range(counts: list[int]) -> str:
@@ -141,15 +152,20 @@ def _refused_text(mixers: dict[str, dict[int, dict[str, Any]]]) -> str:
     return f"Without a score: {'; '.join(found)}." if found else ""
 
 
-def _task_texts(tasks: list[dict[str, Any]]) -> str:
+def _task_texts(made: Made) -> str:
     """The model and the budget of each task; tasks with equal ones share a line."""
     lines: dict[str, list[str]] = {}
-    for task in tasks:
+    rates = _rates(made)
+    for number, task in enumerate(made["settings"]["tasks"]):
         m, b = task["model"], task["budget"]
         steps = f"{b['steps']:,} steps" if b.get("steps") else f"{b['seconds'] / 60:.3g} minutes"
         layers = f"feed-forward layers of {m['ffn']}{' (gated)' * m['gated']}" if m["ffn"] else "no feed-forward layers"
         conv = f", a convolution of {m['conv']} in front" if m["conv"] else ""
         text = f"{m['depth']} layers of width {m['width']}, {m['heads']} heads, {layers}{conv}; {steps} of {b['batch']}"
+        if b.get("buckets", 1) > 1:
+            text += f", padded to one of {b['buckets']} lengths"
+        if len(set(rates.values())) > 1:
+            text += f"; learning rates {', '.join(f'{rate:g}' for rate in rates[number])}"
         lines.setdefault(text, []).append(code(task["task"]))
     return "\n".join(f"- {text}: {', '.join(names)}" for text, names in lines.items())
 
