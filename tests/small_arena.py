@@ -25,6 +25,7 @@ class FirstToken(ArenaTask):
     """The label of a sequence is its first token."""
 
     name = "first_token"
+    slice_names = {"first": ("none", "one", "two", "three", "four", "five")}  # noqa: RUF012
     title = "Which token is the first?"
     tokens: int = 8
     steps: int = 6
@@ -98,6 +99,13 @@ class Absent(FirstToken):
 class Raising(Softmax):
     def answer(self, *_, **__):
         raise RuntimeError("it fell\nover")
+
+
+class Narrowing(Softmax):
+    """Answer the first query alone: a residual connection would add that to all tokens."""
+
+    def answer(self, *args, **options):
+        return super().answer(*args, **options)[:, :, :1]
 
 
 class Diverging(Softmax):

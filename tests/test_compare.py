@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from regard.arena.arena_catalogue import arena_task, short_task
 from regard.arena.arena_task import IGNORED
 from regard.compare.batch_order import BatchOrder, length_groups, one_group
 from regard.compare.cell_costs import allocated_peak
@@ -17,7 +18,7 @@ from regard.compare.cell_run import CellJob, run_job
 from regard.compare.cell_store import CellStore
 from regard.compare.cell_training import CellBudget, CellTraining, rate_factor
 from regard.compare.compared_model import build_model, matched_model
-from regard.compare.comparison import compare_records
+from regard.compare.comparison import SliceScore, compare_records, wilson
 from regard.compare.device_split import load_split
 from regard.compare.grid_plan import best_rate, mixer_texts, plan_grid, split_outside
 from regard.compare.own_code import read_task
@@ -180,8 +181,10 @@ def test_scores_count_only_targets():
             return right[: len(tokens)].take_along_dim(at[..., None], 1)
 
     points = target_points(Known(), split, "accuracy", 64, torch.float32)
-    score = arena_score(points, split, made)
+    score = arena_score(points, split, made, {})
     assert score.count == 64 and score.slices["place"]["3"] == (1.0, 32)
+    named = arena_score(points, split, made, {"place": "abcdefgh"})
+    assert named.slices["place"] == {"abcdefgh"[int(at)]: value for at, value in score.slices["place"].items()}
     assert score.slices["place"]["7"] == pytest.approx((float((made.targets[:, 7] == 0).float().mean()), 32))
 
 
@@ -195,7 +198,7 @@ def test_bits_are_those_of_the_cross_entropy():
     points = target_points(Even(), split, "bits per token", 5, torch.float32)
     assert points.shape == (32, 8) and torch.allclose(points, torch.tensor(math.log2(6)))
     split.targets[:, :3] = IGNORED
-    score = arena_score(target_points(Even(), split, "bits per token", 5, torch.float32), split, made)
+    score = arena_score(target_points(Even(), split, "bits per token", 5, torch.float32), split, made, {})
     assert score.count == 32 * 5 and score.value == pytest.approx(math.log2(6))
 
 
@@ -403,3 +406,24 @@ def test_training_ends_with_a_score_that_is_good_enough(monkeypatch):
             TrainingStep(build_model(own, "softmax", own.model()), own, train, usual), val, CellBudget(usual), 1e-2, 0
         )
         assert found.run().steps == steps
+
+
+def test_a_task_is_shown_with_the_options_that_are_not_the_usual_ones():
+    texts = {"recall(pairs=4, length=128)": "recall(pairs=4)", "listops": "listops", "own(steps=3)": "own(steps=3)"}
+    for text, shown in texts.items():
+        whole = str(arena_task(text)) if text != shown or text == "listops" else text
+        assert short_task(whole) == shown
+
+
+def test_slices_have_intervals():
+    slices = {"depth": {"3": (0.5, 400), "10": (0.25, 4)}}
+    records = [
+        CellRecord(
+            str(seed), "recall", "m", "f", 0.1, seed, val=0.5, test=0.5, test_count=404, slices=slices, final=True, status="done"
+        )
+        for seed in range(2)
+    ]
+    (row,) = compare_records(records).rows
+    assert row.slices["depth"]["3"] == SliceScore(0.5, 400, *wilson(0.5, 400))
+    few = row.slices["depth"]["10"]
+    assert few.targets == 4 and few.low < 0.1 and few.high > 0.6

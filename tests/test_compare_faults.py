@@ -86,11 +86,13 @@ def test_lost_weights_are_trained_again(tmp_path):
 
 def test_mechanisms_that_fail_are_rows(tmp_path, monkeypatch):
     monkeypatch.delenv("REGARD_DATA", raising=False)
-    mixers = ["small_arena:Raising", "small_arena:Diverging", "softmax"]
+    mixers = ["small_arena:Raising", "small_arena:Diverging", "small_arena:Narrowing", "softmax"]
     records = run_grid(tmp_path, settings("first_token", "absent", mixers=mixers, rates=(1e-3,)))
     found = {(record.task.partition("(")[0], record.mixer): record for record in records}
-    assert len(found) == 6
-    raising, diverging = (found["first_token", f"small_arena:{name}"] for name in ("Raising", "Diverging"))
+    assert len(found) == 8
+    raising, diverging, narrowing = (found["first_token", mixer] for mixer in mixers[:3])
+    assert narrowing.status == "crashed"
+    assert "small_arena:Narrowing makes (2, 1, 16) of tokens (2, 6, 16), where (2, 6, 16) should be" in narrowing.reason
     assert raising.status == "crashed" and raising.reason == "RuntimeError: it fell"
     assert diverging.status == "diverged" and "step 1" in diverging.reason
     assert found["first_token", "softmax"].status == "done"

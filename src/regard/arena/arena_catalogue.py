@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import import_module
 
 from regard.arena.arena_task import ArenaTask
@@ -30,6 +31,16 @@ ARENA: dict[str, str] = {  # name -> module:class
 def arena_task(text: str) -> ArenaTask:
     """Read a task with its options, such as `recall(length=128, pairs=8)`."""
     return parse_options(text, {name: arena_class(name) for name in ARENA})
+
+
+def short_task(text: str) -> str:
+    """Write a task with those of its options alone that are not the usual ones; a task of your own as it is."""
+    try:
+        task = arena_task(text)
+    except ValueError:
+        return text
+    changed = [f"{x.name}={getattr(task, x.name)!r}" for x in fields(task) if getattr(task, x.name) != x.default]
+    return f"{task.name}({', '.join(changed)})" if changed else task.name
 
 
 def arena_class(name: str) -> type[ArenaTask]:

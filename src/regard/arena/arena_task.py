@@ -6,7 +6,7 @@ or training. A task of your own subclasses `ArenaTask`, sets `name`, and defines
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -69,6 +69,7 @@ class ArenaTask(Options):
     title: ClassVar[str] = ""  # one line for tables
     source: ClassVar[str] = ""  # paper or data set
     techniques: ClassVar[tuple[str, ...]] = ()  # options of training alone: they change batches, no split and no floor
+    slice_names: ClassVar[Mapping[str, Sequence[str]]] = {}  # slice -> words for its values 0, 1 ..., where it has some
     needs: ClassVar[str] = ""  # the data set that must be there, as `regard.data.locate` names it; generated where empty
 
     @property

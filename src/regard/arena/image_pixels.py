@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from regard.arena.generated_task import new_rows
 from regard.arena.image_changes import affine, as_images, as_tokens, change_grays, cut_out, flip
 from regard.arena.read_task import SELECTION_SEED, ReadTask
 from regard.arena.trivial_floors import most_frequent, nearest_mean, ridge
+from regard.data.colour_images import CIFAR_CLASSES
 from regard.data.gray_images import GRAY_LABELS, GRAY_SHAPE, LabelledImages, read_gray_images
 from regard.data.locate import find
 
@@ -32,6 +34,7 @@ class ImagePixels(ReadTask):
     title: ClassVar[str] = "objects in gray images, pixel by pixel"
     source: ClassVar[str] = "CIFAR-10, Krizhevsky 2009; as a sequence: Tay et al. 2020, arXiv:2011.04006"
     techniques: ClassVar[tuple[str, ...]] = ("augmented",)
+    slice_names: ClassVar[Mapping[str, Sequence[str]]] = {"class": CIFAR_CLASSES}
     needs: ClassVar[str] = "cifar10"
 
     augmented: bool = False  # training flips, moves and turns images, changes gray levels and cuts out squares

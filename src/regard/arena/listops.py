@@ -7,7 +7,7 @@ Brackets are tokens. Trees are drawn level by level, many at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import ClassVar
@@ -38,6 +38,7 @@ class ListOps(GeneratedTask):
     title: ClassVar[str] = "the value of nested operators on digits"
     source: ClassVar[str] = "Nangia, Bowman 2018, arXiv:1804.06028; lengths of Tay et al. 2020, arXiv:2011.04006"
     techniques: ClassVar[tuple[str, ...]] = ("shuffled",)
+    slice_names: ClassVar[Mapping[str, Sequence[str]]] = {"operator": OPERATORS}
 
     length: int = 2000  # examples have fewer tokens than this
     shortest: int = 0  # examples have more tokens than this; 0: a quarter of length

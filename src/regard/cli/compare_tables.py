@@ -27,7 +27,7 @@ def print_results(records: list[CellRecord]) -> None:
 def _print_task(console: Console, task: ComparedTask, rows: list[ComparedRow]) -> None:
     from regard.arena.trivial_floors import trivial
 
-    console.print(f"\n{task.name}", style="bold", markup=False, highlight=False)
+    console.print(f"\n{task.label}", style="bold", markup=False, highlight=False)
     table = columns(*HEADINGS)
     for row in rows:
         if row.score is not None:

@@ -18,7 +18,7 @@ from regard.compare.cell_costs import CELL_DTYPES, cell_costs, costs_by_length
 from regard.compare.cell_record import CellRecord
 from regard.compare.cell_store import CellStore
 from regard.compare.cell_training import EVALUATED, CellBudget, CellTraining, Diverged
-from regard.compare.compared_model import ComparedModel, build_model
+from regard.compare.compared_model import ComparedModel, build_model, check_outputs
 from regard.compare.device_split import DeviceSplit, load_split
 from regard.compare.grid_plan import Cell
 from regard.compare.own_code import read_task
@@ -26,6 +26,7 @@ from regard.compare.split_score import arena_score, target_points
 from regard.compare.training_step import TrainingStep
 from regard.compare.warm_steps import WarmSteps
 from regard.data.text_files import DataError
+from regard.own_mechanism import split_own
 from regard.training.atomic_files import RunError
 from regard.training.loop import matmul_precision
 
@@ -125,6 +126,8 @@ def _train(job: CellJob, report: ReportShare | None) -> JobParts:
     train, _ = _split(cell.task, cell.grid.files, "train", device)
     val, _ = _split(cell.task, cell.grid.files, "val", device)
     model = _seeded_model(cell, task)
+    if split_own(cell.mixer) is not None:
+        check_outputs(model, cell.mixer, cell.length)
     step = _WARM.take(cell, model) or TrainingStep(model.to(device), task, train, cell.usual, CELL_DTYPES[cell.grid.dtype])
     budget = CellBudget(cell.usual, cell.grid.steps, cell.grid.seconds)
     training = CellTraining(step, val, budget, cell.lr, cell.seed, report)
@@ -163,7 +166,7 @@ def _test(job: CellJob, report: ReportShare | None) -> JobParts:
         return (yield from _train_and_test(job._replace(record=None), report))
     split, made = _split(cell.task, cell.grid.files, "test", device)
     points = target_points(model, split, task.metric, EVALUATED[device.type] * cell.usual.batch, CELL_DTYPES[cell.grid.dtype])
-    score = arena_score(points, split, made)
+    score = arena_score(points, split, made, task.slice_names)
     record.test, record.test_count, record.slices, record.final = score.value, score.count, score.slices, True
     return record
 

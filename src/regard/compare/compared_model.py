@@ -22,6 +22,7 @@ from regard.models.heads import Matching, NextToken, PerSequence, PerVector
 from regard.spec import Spec
 
 TOLERANCE = 0.02  # of the parameters of softmax
+CHECKED_TOKENS = 6
 ROUNDED = 4  # widths of feed-forward layers are multiples of this
 BASELINE = "softmax"
 
@@ -168,6 +169,21 @@ def _head(task: ArenaTask, model: ArenaModel, length: int) -> nn.Module:
         "next": partial(NextToken, model.width, task.vocab),
     }
     return makers[task.form]()
+
+
+@torch.no_grad()
+def check_outputs(made: ComparedModel, mixer: str, length: int) -> None:
+    """Raise a ValueError where a mixer does not give one vector for each token: others would be added by broadcasting."""
+    n = min(length, CHECKED_TOKENS)
+    made.eval()
+    with torch.random.fork_rng(devices=[]):
+        for block in made.stack.blocks:
+            assert isinstance(block, Block)
+            x = torch.zeros(2, n, block.width)
+            found, expected = tuple(block.mixer(x).shape), (2, -(-n // block.rate), block.width)
+            if found != expected:
+                raise ValueError(f"{mixer} makes {found} of tokens {tuple(x.shape)}, where {expected} should be")
+    made.train()
 
 
 def count_parameters(task: ArenaTask, mixer: str, model: ArenaModel) -> int:

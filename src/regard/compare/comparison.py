@@ -6,8 +6,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from regard.arena.arena_catalogue import short_task
 from regard.arena.trivial_floors import trivial
 from regard.bench.summary import crossing
 from regard.compare.cell_record import LESS_IS_BETTER, CellRecord, is_better
@@ -21,6 +22,15 @@ STUDENT = (  # the same for few seeds, by degrees of freedom from 1 on
 )
 SPEEDS = ("train_tokens_per_s", "infer_tokens_per_s", "decode_tokens_per_s")
 MEMORIES = ("peak_bytes", "state_bytes")
+
+
+class SliceScore(NamedTuple):
+    """Hold the score of the targets that have one value of a slice."""
+
+    score: float  # the mean over seeds
+    targets: int
+    low: float | None  # of the 95 % interval
+    high: float | None
 
 
 @dataclass
@@ -48,7 +58,7 @@ class ComparedRow:
     wins_from_forward: float | None = None  # the same of a forward pass
     rates: list[tuple[float, float | None, str]] = field(default_factory=list)  # lr, val, status
     curve: list[tuple[int, float, float, float]] = field(default_factory=list)  # step, loss, val, seconds, with the chosen lr
-    slices: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)  # means over seeds
+    slices: dict[str, dict[str, SliceScore]] = field(default_factory=dict)
     train_seconds: float | None = None
     weights: str = ""  # of the first seed
 
@@ -67,6 +77,11 @@ class ComparedTask:
     length: int
     causal: bool
     floors: dict[str, float]
+
+    @property
+    def label(self) -> str:
+        """Return the name with those of its options that are not the usual ones."""
+        return short_task(self.name)
 
     @property
     def best_floor(self) -> float | None:
@@ -159,15 +174,16 @@ def _with_decoding(costs: dict[str, Any]) -> dict[str, Any]:
     return costs | {"decode_tokens_per_s": 1e3 / ms} if ms else dict(costs)
 
 
-def _mean_slices(records: Sequence[CellRecord]) -> dict[str, dict[str, tuple[float, int]]]:
-    found: dict[str, dict[str, tuple[float, int]]] = {}
+def _mean_slices(records: Sequence[CellRecord]) -> dict[str, dict[str, SliceScore]]:
+    found: dict[str, dict[str, SliceScore]] = {}
     for name, values in records[0].slices.items():
         found[name] = {}
         for value, (_, count) in values.items():
             scores = [r.slices[name][value][0] for r in records if value in r.slices.get(name, {})]
             known = [score for score in scores if score is not None]
             if known:
-                found[name][value] = (statistics.fmean(known), count)
+                low, high, _ = score_interval(known, count, records[0].metric)
+                found[name][value] = SliceScore(statistics.fmean(known), count, low, high)
     return found
 
 

@@ -39,7 +39,7 @@ def good_rows(comparison: Comparison, task: ComparedTask) -> list[ComparedRow]:
 
 def _task_line(task: ComparedTask, rows: Sequence[ComparedRow], every: Sequence[ComparedRow]) -> str:
     scored = [row for row in rows if row.score is not None]
-    name = f"{task.name} (n = {task.length:,})"
+    name = f"{task.label} (n = {task.length:,})"
     if not scored:
         return f"{name}: no mixer has a score."
     best = scored[0]

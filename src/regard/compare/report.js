@@ -41,7 +41,7 @@
   const less = task => task && task.metric === "bits per token";
   const score = (v, metric) => v == null ? "" : metric === "accuracy" ? (100 * v).toFixed(1) + " %" : short(v);
   function settingsText(r) {
-    const c = r.costs, lines = [r.mixer + " (" + r.family + ")", r.task];
+    const c = r.costs, lines = [r.mixer + " (" + r.family + ")", taskOf(r.task).label];
     lines.push("test " + r.metric + " " + score(r.score, r.metric) + (r.low == null ? "" : " (" + score(r.low, r.metric) + " to " + score(r.high, r.metric) + ", " + r.interval + ")"));
     lines.push("lr " + short(r.lr) + ", " + r.scores.length + (r.scores.length > 1 ? " seeds" : " seed") + (r.parameters == null ? "" : ", " + r.parameters.toLocaleString("en") + " parameters"));
     if (r.note) lines.push(r.note);
@@ -230,7 +230,7 @@
     const numeric = values.every(v => v !== "" && isFinite(parseFloat(v)));
     if (numeric) values.sort((a, b) => parseFloat(a) - parseFloat(b));
     chart(host, {names: true, x: {label: name || "", text: i => values[i] ?? "", ticks: values.map((_, i) => i)}, y: {label: "test" + (task ? " " + task.metric : ""), text: v => score(v, task && task.metric), reversed: less(task)},
-      series: own.map(r => ({name: r.mixer, family: r.family, line: true, points: values.map((v, i) => ({x: i, v, at: r.slices[name][v]})).filter(p => p.at).map(p => ({x: p.x, y: p.at[0], tip: r.mixer + "\n" + name + " " + p.v + ": " + score(p.at[0], r.metric) + ", " + p.at[1].toLocaleString("en") + " targets"}))}))});
+      series: own.map(r => ({name: r.mixer, family: r.family, line: true, points: values.map((v, i) => ({x: i, v, at: r.slices[name][v]})).filter(p => p.at).map(p => ({x: p.x, y: p.at[0], low: p.at[2], high: p.at[3], tip: r.mixer + "\n" + name + " " + p.v + ": " + score(p.at[0], r.metric) + (p.at[2] == null ? "" : " (" + score(p.at[2], r.metric) + " to " + score(p.at[3], r.metric) + ")") + ", " + p.at[1].toLocaleString("en") + " targets"}))}))});
   }
   function spectrum(host) {
     const rows = data.spectra.filter(s => !state.off.has(s.family) && (state.task === ALL || s.task === state.task));
@@ -274,7 +274,7 @@
   }
   const figures = {bubble, cost, rates, training, slices, spectrum};
   function draw() {
-    const names = Object.fromEntries(data.tasks.map(t => [t.name, t.name]));
+    const names = Object.fromEntries(data.tasks.map(t => [t.name, t.label]));
     options(byId("task"), data.tasks.length > 1 ? {[ALL]: "all tasks", ...names} : names, state.task, "task");
     options(byId("speed"), SPEED, state.x, "x");
     options(byId("memory"), MEMORY, state.m, "m");

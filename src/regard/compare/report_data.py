@@ -18,7 +18,10 @@ def report_data(comparison: Comparison, trained: TrainedLayers) -> dict[str, Any
     """Collect everything that the figures of the page show."""
     shades = family_shades(comparison.families)
     settings = {record.task: settings_of(record) for record in reversed(comparison.records)}
-    tasks = [asdict(task) | {"best_floor": task.best_floor, "settings": settings[task.name]} for task in comparison.tasks]
+    tasks = [
+        asdict(task) | {"label": task.label, "best_floor": task.best_floor, "settings": settings[task.name]}
+        for task in comparison.tasks
+    ]
     spectra = [
         {
             "task": one.task,

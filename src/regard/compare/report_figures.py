@@ -20,7 +20,7 @@ def report_figures(comparison: Comparison, trained: TrainedLayers) -> Iterator[t
     """Yield figures with names for their files; those without a number are left out."""
     for number, task in enumerate(comparison.tasks, 1):
         rows = [row for row in comparison.of_task(task.name) if row.score is not None]
-        name = f"{number}_{file_word(task.name)}"
+        name = f"{number}_{file_word(task.label)}"
         for kind, figure in _figures_of(task, rows):
             yield f"{kind}_{name}", figure
         for kind, figure in _layer_figures(task, trained):
@@ -41,7 +41,7 @@ def _figures_of(task: ComparedTask, rows: list[ComparedRow]) -> Iterator[tuple[s
     ]
     if bubbles:
         words = AxesWords(
-            task.name, "training, tokens a second (area: memory of a step)", f"test {task.metric}", True, False, less
+            task.label, "training, tokens a second (area: memory of a step)", f"test {task.metric}", True, False, less
         )
         yield "bubble", bubble_plot(bubbles, words, task.best_floor)
     costs = [_cost_curve(row) for row in rows if any(point.get("step_ms") for point in row.by_length)]
@@ -50,15 +50,15 @@ def _figures_of(task: ComparedTask, rows: list[ComparedRow]) -> Iterator[tuple[s
         ticks = [(n, f"{n:,.0f}") for n in lengths]
         yield (
             "cost",
-            curve_plot(costs, AxesWords(task.name, "tokens of a sequence", "ms of a training step", True, True, ticks=ticks)),
+            curve_plot(costs, AxesWords(task.label, "tokens of a sequence", "ms of a training step", True, True, ticks=ticks)),
         )
     rates = [_rate_curve(row) for row in rows if any(value is not None for _, value, _ in row.rates)]
     if rates:
-        words = AxesWords(task.name, "learning rate", f"best validation {task.metric}", True, False, less)
+        words = AxesWords(task.label, "learning rate", f"best validation {task.metric}", True, False, less)
         yield "rates", curve_plot(rates, words)
     curves = [Curve(r.mixer, r.family, [p[0] for p in r.curve], [p[2] for p in r.curve]) for r in rows if r.curve]
     if curves:
-        words = AxesWords(task.name, "steps", f"validation {task.metric}", reversed_y=less)
+        words = AxesWords(task.label, "steps", f"validation {task.metric}", reversed_y=less)
         yield "training", curve_plot(curves, words)
     for name in dict.fromkeys(name for row in rows for name in row.slices):
         yield f"slice_{file_word(name)}", _slice_figure(task, rows, name, less)
@@ -79,11 +79,12 @@ def _slice_figure(task: ComparedTask, rows: list[ComparedRow], name: str, less: 
     curves = []
     for row in rows:
         own = row.slices.get(name, {})
-        points = [(place, own[value][0]) for place, value in enumerate(values) if value in own]
+        points = [(place, own[value]) for place, value in enumerate(values) if value in own]
         if points:
-            curves.append(Curve(row.mixer, row.family, [x for x, _ in points], [y for _, y in points]))
+            spread = [(at.low, at.high) for _, at in points]
+            curves.append(Curve(row.mixer, row.family, [x for x, _ in points], [at.score for _, at in points], spread))
     ticks = [(float(place), value) for place, value in enumerate(values)]
-    return curve_plot(curves, AxesWords(task.name, name, f"test {task.metric}", reversed_y=less, ticks=ticks))
+    return curve_plot(curves, AxesWords(task.label, name, f"test {task.metric}", reversed_y=less, ticks=ticks))
 
 
 def slice_values(rows: list[ComparedRow], name: str) -> list[str]:
@@ -100,10 +101,10 @@ def _layer_figures(task: ComparedTask, trained: TrainedLayers) -> Iterator[tuple
     if not layers:
         return
     pictures = [(f"{layer.mixer[:16]} L{layer.layer} H1", layer.matrices[0]) for layer in layers]
-    yield "attention", layers_plot(pictures[:MOST_MATRICES], f"{task.name}: attention of the trained models, first head")
+    yield "attention", layers_plot(pictures[:MOST_MATRICES], f"{task.label}: attention of the trained models, first head")
     curves = []
     for layer in layers:
         count = max(1, len(layer.spectrum) - 1)
         x = [(1 + i * (layer.tokens - 1) / count) / layer.tokens for i in range(len(layer.spectrum))]
         curves.append(Curve(f"{layer.mixer}, layer {layer.layer}", layer.family, x, layer.spectrum))
-    yield "spectrum", curve_plot(curves, AxesWords(task.name, "share of the singular values", "share of their sum"))
+    yield "spectrum", curve_plot(curves, AxesWords(task.label, "share of the singular values", "share of their sum"))

@@ -7,6 +7,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from regard.arena.arena_catalogue import short_task
 from regard.arena.trivial_floors import trivial
 from regard.compare.comparison import ComparedRow, ComparedTask, Comparison, full_row, speed_ratio
 from regard.compare.recommendation import above_floor, recommendations, score_text
@@ -125,7 +126,7 @@ def _score_table(task: ComparedTask, comparison: Comparison) -> str:
     words = f"{title} {task.length:,} tokens. Floors that need no attention: {_listed(floors, task.metric) or 'none'}.".strip()
     words += f" Readers of a part: {_listed(readers, task.metric)}." if readers else ""
     return (
-        f'<section class=of-task data-task="{escape(task.name)}"><h2>Scores on {escape(task.name)}</h2>'
+        f'<section class=of-task data-task="{escape(task.name)}"><h2>Scores on {escape(task.label)}</h2>'
         f"<p class=quiet>{escape(words)}</p>{_table(head, rows)}</section>"
     )
 
@@ -160,7 +161,7 @@ def _cost_table(task: ComparedTask, comparison: Comparison) -> str:
         wins = ["" if own else _from(row.wins_from, lengths), "" if own else _from(row.wins_from_forward, lengths)]
         lines.append(_line(row, [row.mixer, *cells, *wins]))
     return (
-        f'<section class=of-task data-task="{escape(task.name)}"><h2>Costs by length, model of {escape(task.name)}</h2>'
+        f'<section class=of-task data-task="{escape(task.name)}"><h2>Costs by length, model of {escape(task.label)}</h2>'
         f"{_table(head, lines)}</section>"
     )
 
@@ -221,7 +222,7 @@ def _failures(comparison: Comparison) -> str:
     failed = [row for row in comparison.rows if row.score is None]
     if not failed:
         return ""
-    rows = [_line(row, [row.mixer, row.task, row.reason]) for row in failed]
+    rows = [_line(row, [row.mixer, short_task(row.task), row.reason]) for row in failed]
     return f"<section id=failures><h2>Without a score</h2>{_table(['mixer', 'task', 'reason'], rows)}</section>"
 
 
@@ -230,7 +231,7 @@ def _settings(comparison: Comparison, notes: Sequence[str]) -> str:
     rows = []
     for name, record in shown.items():
         for key, value in sorted(record.settings.items()):
-            rows.append(f"<tr><td>{escape(name)}</td><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>")
+            rows.append(f"<tr><td>{escape(short_task(name))}</td><td>{escape(key)}</td><td>{escape(str(value))}</td></tr>")
     more = "".join(f"<p class=quiet>{escape(note)}</p>" for note in notes)
     listed = f"<details><summary>Of one cell of each task</summary>{_table(['task', 'setting', 'value'], rows)}</details>"
     return f"<section id=settings><h2>Settings</h2>{more}{listed}</section>"

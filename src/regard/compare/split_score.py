@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +48,11 @@ def mean_points(points: Tensor) -> float:
     return float(real.double().mean()) if real.numel() else math.nan
 
 
-def arena_score(points: Tensor, split: DeviceSplit, made: Examples) -> ArenaScore:
-    """Return the score of a split with its slices, whose values belong to examples or to targets."""
+def arena_score(points: Tensor, split: DeviceSplit, made: Examples, names: Mapping[str, Sequence[str]]) -> ArenaScore:
+    """Return the score of a split with its slices, whose values belong to examples or to targets, by name where they have one."""
     score = ArenaScore(mean_points(points), int((~points.isnan()).sum()))
     for name, values in made.slices.items():
-        score.slices[name] = _by_value(points, _target_values(values, points, split))
+        score.slices[name] = _by_value(points, _target_values(values, points, split), names.get(name, ()))
     return score
 
 
@@ -65,11 +66,11 @@ def _target_values(values: Tensor, points: Tensor, split: DeviceSplit) -> Tensor
     return values.expand_as(points)
 
 
-def _by_value(points: Tensor, values: Tensor) -> dict[str, tuple[float, int]]:
+def _by_value(points: Tensor, values: Tensor, names: Sequence[str]) -> dict[str, tuple[float, int]]:
     found: dict[str, tuple[float, int]] = {}
     for value in values.unique().tolist():
         inside = points[values == value]
         count = int((~inside.isnan()).sum())
         if count:
-            found[f"{value:g}"] = (mean_points(inside), count)
+            found[names[int(value)] if names else f"{value:g}"] = (mean_points(inside), count)
     return found

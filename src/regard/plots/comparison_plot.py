@@ -47,6 +47,7 @@ class Curve(NamedTuple):
     family: str
     x: Sequence[float]
     y: Sequence[float]
+    spread: Sequence[tuple[float | None, float | None]] = ()  # the interval of each y, if it has one
 
 
 class AxesWords(NamedTuple):
@@ -114,6 +115,9 @@ def curve_plot(curves: Sequence[Curve], words: AxesWords) -> Figure:
         (line,) = axes.plot(curve.x, curve.y, color=shades[curve.family][0], ls=style, marker="o", ms=3, lw=1.5)
         line.set_label(_short_name(curve.name))
         marks.append(line)
+        known = [(x, low, high) for x, (low, high) in zip(curve.x, curve.spread, strict=False) if low is not None]
+        if known:
+            axes.vlines(*zip(*known, strict=True), color=line.get_color(), lw=0.8, alpha=0.5)
     _add_legend(figure, marks)
     return figure
 
