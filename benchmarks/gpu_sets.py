@@ -122,5 +122,8 @@ SETS: dict[str, list[dict[str, Any]]] = {
 COMPILED: list[dict[str, Any]] = [
     {"mixers": [*MAIN, *REST], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
     {"mixers": NOT_CAUSAL, "lengths": [4 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},
-    {"mixers": MAIN, "lengths": [64 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
+    {"mixers": MAIN, "lengths": [64 * K, 16 * K, 1 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
+    {"mixers": REST, "lengths": [16 * K, 1 * K, 64 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
+    {"mixers": [*MAIN, *REST], "lengths": [4 * K, 16 * K, 1 * K, 64 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},
+    {"mixers": [*MAIN, *REST], "lengths": [256 * K, 1024 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
 ]

@@ -10,7 +10,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 from regard.bench import advice, step_time
-from regard.bench.advice import advice_record, attention_from, measured_frame, measured_whole, predicted_total, share_row
+from regard.bench.advice import (
+    advice_record,
+    attention_from,
+    checked_models,
+    measured_frame,
+    measured_whole,
+    predicted_total,
+    share_row,
+)
 from regard.bench.advice_text import advice_lines, shares_of
 from regard.bench.advised_model import AdviceRequest, factory_model, own_model, with_substitutes
 from regard.bench.model_parts import ATTENTION, EMBEDDING, FEEDFORWARD, HEAD, kinds_of, part_call, recorded_parts, saved_bytes
@@ -334,3 +342,19 @@ def test_a_mechanism_that_is_refused_has_a_reason():
 def test_mistakes_end_in_a_sentence(args, words):
     done = run(*args, "--device", "cpu", "--lengths", "16", "--tokens", "16")
     assert done.exit_code == 2 and words in done.output
+
+
+def test_the_longest_and_the_shortest_length_are_checked_first():
+    ms = {"softmax": (2.0, 5.0, 9.0), "linear": (3.0, 4.0, 4.5), "fnet": (1.0, 4.2, 4.4)}
+    rows = [{"spec": spec, "n": n, "ms": t} for spec, own in ms.items() for n, t in zip((16, 64, 256), own, strict=True)]
+    rows.append({"spec": "relu", "n": 256, "reason": "out of memory"})
+    found = checked_models(request(checks=99), rows)
+    assert [(str(spec), n) for spec, n in found[:5]] == [
+        ("fnet", 256),
+        ("fnet", 16),
+        ("linear", 64),
+        ("softmax", 256),
+        ("softmax", 16),
+    ]
+    assert len(set(found)) == len(found) and checked_models(request(checks=2), rows) == found[:2]
+    assert checked_models(request(checks=2), []) == []

@@ -83,7 +83,7 @@ def advice_record(request: AdviceRequest, report: Report, save: Save) -> dict[st
                 if frame is not None:
                     record["predictions"].append(_prediction(request, frame, spec, n))
             save(record)
-        for spec, n in _checked(request, record["predictions"]):
+        for spec, n in checked_models(request, record["predictions"]):
             report(done, total, f"whole model with {spec_text(spec)}, n = {n:,}")
             done += 1
             record["checks"].append(_check(request, spec, n, record["predictions"]))
@@ -212,16 +212,19 @@ def _with_layers_of(request: AdviceRequest, frame: Frame, spec: Spec, n: int) ->
     return frame.whole.plus(other.minus(layer), frame.repeats)
 
 
-def _checked(request: AdviceRequest, predictions: Sequence[Measured]) -> list[tuple[Spec, int]]:
-    """Choose whole models to measure: at the longest length the fastest by prediction, and the model's own; then shorter ones."""
-    found: list[tuple[Spec, int]] = []
-    for n in sorted({row["n"] for row in predictions}, reverse=True):
-        ranked = sorted((row for row in predictions if row["n"] == n and "ms" in row), key=lambda row: row["ms"])
-        specs = [Spec.parse(row["spec"]) for row in ranked]
-        first = [spec for spec in specs if spec == request.base][:1]
-        found += [(spec, n) for spec in [*specs[:1], *first, *specs[-1:]]]
-    unique = list(dict.fromkeys(found))
-    return unique[: request.checks]
+def checked_models(request: AdviceRequest, predictions: Sequence[Measured]) -> list[tuple[Spec, int]]:
+    """Choose whole models to measure: the fastest by prediction, the model's own, the slowest.
+
+    Each at the longest and at the shortest length first: the device limits one, the host may limit the other.
+    """
+    ranked: dict[int, list[Spec]] = {}
+    for row in sorted((row for row in predictions if "ms" in row), key=lambda row: row["ms"]):
+        ranked.setdefault(row["n"], []).append(Spec.parse(row["spec"]))
+    longest, *others = sorted(ranked, reverse=True) or [0]
+    lengths = [longest, *others[::-1]]
+    ways = (lambda own: own[:1], lambda own: [spec for spec in own if spec == request.base], lambda own: own[-1:])
+    found = [(spec, n) for way in ways for n in lengths for spec in way(ranked.get(n, []))]
+    return list(dict.fromkeys(found))[: request.checks]
 
 
 def measured_whole(request: AdviceRequest, spec: Spec, n: int) -> float:
