@@ -86,10 +86,12 @@ COMPARE: dict[str, tuple[str, str, str, str]] = {
     "a record of another cell is believed": (C + "cell_store.py", "if record.key != path.stem:", "if False:", "compare_faults"),
     "a damaged record is not reported": (
         C + "cell_store.py",
-        '            self.damaged.append(f"{path}: {error}")\n',
-        "            pass\n",
+        "                self.damaged.append(text)\n",
+        "                pass\n",
         "compare_faults",
     ),
+    "a slow cell holds up the others": (C + "worker_pool.py", "LEAD = 0.25", "LEAD = 1e9", "compare"),
+    "outputs of any shape are added": (C + "compared_model.py", "if found != expected:", "if False:", "compare_faults"),
     "a dead process takes others with it": (
         C + "worker_pool.py",
         "            if several:\n",

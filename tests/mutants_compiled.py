@@ -317,9 +317,15 @@ COMPILED: dict[str, tuple[str, str, str, str]] = {
     "whole blocks are a graph of their own": (R + "mixers/sinkhorn.py", "max(n // p + 1, 2)", "-(-n // p)", "compile"),
     "a compiled pattern is drawn for the padded length": (
         R + "mixers/pattern_attention.py",
-        "if valid is None else valid.sum(1)\n",
-        "if valid is None else valid.sum(1) * 0 + x.shape[2]\n",
+        "if real is None else real.sum(1) for x, real",
+        "if real is None else real.sum(1) * 0 + x.shape[2] for x, real",
         "compile",
+    ),
+    "rows of other draws share a plan": (
+        R + "patterns/drawn.py",
+        "return self.block if self.depends_on_length",
+        "return 2 * self.block if self.depends_on_length",
+        "padding",
     ),
     "rows drop the same pairs": (R + "ops/ragged.py", "row_seed(call.seed, row)", "row_seed(call.seed, 0)", "compile"),
     "padding is transformed too": (

@@ -11,15 +11,25 @@ C = "src/regard/compare/"
 REPORT: dict[str, tuple[str, str, str, str]] = {
     "host and device times are one": (B + "step_time.py", "return max(self.host, self.device)", "return self.device", "advise"),
     "a layer counts as the whole": (B + "step_time.py", "(wanted - 1) / (depth - 1)", "wanted / depth", "advise"),
-    "the slowest call is the time": (B + "step_time.py", "    return min(found)", "    return max(found)", "advise"),
+    "the slowest call is the time": (
+        B + "step_time.py",
+        "            break\n    return min(found)",
+        "            break\n    return max(found)",
+        "advise",
+    ),
     "the old attention stays": (B + "advice.py", "plus(other.minus(own), part.count)", "plus(other, part.count)", "advise"),
     "one layer is replaced": (
         B + "advice.py",
-        "other.minus(frame.layer), frame.repeats",
-        "other.minus(frame.layer), 1",
+        "other.minus(layer), frame.repeats",
+        "other.minus(layer), 1",
         "advise",
     ),
-    "a host that is waited for is free": (B + "step_time.py", "if host < HOST_FREE * plain:", "if True:", "advise"),
+    "a host that is waited for is free": (
+        B + "step_time.py",
+        "all(one.host < HOST_FREE * one.device for one in found)",
+        "found",
+        "advise",
+    ),
     "the optimiser is not predicted": (B + "advised_model.py", "        if not optimiser:\n", "        if True:\n", "advise"),
     "the rest is forgotten": (B + "advice.py", "1e3 * total.total - sum(ms.values())", "0.0", "advise"),
     "weights count as kept tensors": (
