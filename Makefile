@@ -56,6 +56,7 @@ tables: $(VENV)/ready
 	$(PY) docs/make_tables.py
 	$(PY) docs/make_list.py
 	$(PY) docs/make_gallery.py
+	$(PY) docs/make_lra.py
 
 docs: $(VENV)/ready
 	$(THREADS) $(PY) docs/make_site.py

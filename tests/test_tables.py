@@ -18,6 +18,7 @@ from regard.compare.cell_store import CellStore
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
+import make_lra  # noqa: E402
 import tables_arena  # noqa: E402
 import tables_bars  # noqa: E402
 import tables_detection  # noqa: E402
@@ -538,3 +539,19 @@ def test_a_difference_by_attention_has_an_interval_over_seeds():
     floors = {"accuracy of the classifier": 97.0, "noise": 40.0}
     text = tables_detection.gan({"rows": rows, "floors": floors, "settings": settings, "made_with": made_with})
     assert "| attention | 1 | 1.00 + 0.50 M | 100 | 2.00 | -0.50 (one seed: no interval) | 9 |" in text and "noise 40.00" in text
+
+
+def test_the_picture_of_long_texts_has_scores_and_speeds_of_the_same_mechanism():
+    scores = {
+        "settings": {"tasks": [{"task": "listops(length=2000)"}, {"task": "text(length=4096)"}]},
+        "rows": [
+            {"task": 0, "mixer": "softmax", "family": "softmax", "score": 0.3, "low": 0.2, "high": 0.4},
+            {"task": 1, "mixer": "Local(64)", "family": "sparse", "score": 0.6, "low": 0.5, "high": 0.7},
+            {"task": 1, "mixer": "linear", "family": "kernel", "reason": "diverged"},
+            {"task": 1, "mixer": "fnet", "family": "free", "score": 0.6, "low": 0.5, "high": 0.7},
+        ],
+    }
+    speeds = {"Local(256)": 2e6, "Local(128) | Global(first=2)": 1e6, "softmax": 3e6}
+    rows = [{"spec": s, "model": "encoder", "n": 4096, "tokens_per_second": x, "peak_bytes": 5} for s, x in speeds.items()]
+    (found,) = make_lra.bubbles(scores, {"rows": [*rows, rows[0] | {"n": 1024, "tokens_per_second": 9.0}]})
+    assert found == ("Local", "sparse", 2.0, 60.0, 50.0, 70.0, 5)

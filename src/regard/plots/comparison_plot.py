@@ -75,7 +75,7 @@ def bubble_plot(bubbles: Sequence[Bubble], words: AxesWords, floor: float | None
         if bubble.low is not None and bubble.high is not None:
             axes.plot([bubble.speed] * 2, [bubble.low, bubble.high], color=colour, lw=1.2, alpha=0.8)
         axes.scatter([bubble.speed], [bubble.score], s=area, color=colour, alpha=0.6, lw=0)
-        place: dict[str, Any] = {"xytext": NAME_PLACES[0], "textcoords": "offset points", "size": 7, "color": INK}
+        place: dict[str, Any] = {"xytext": NAME_PLACES[0], "textcoords": "offset points", "size": 7, "color": colour}
         names.append(axes.annotate(_short_name(bubble.name), (bubble.speed, bubble.score), **place))
     if floor is not None:
         axes.axhline(floor, color=GREY, ls="--", lw=0.9)
