@@ -129,7 +129,7 @@ def _tile_bands(shape: TuneShape) -> list[TunePass]:
 
 
 def _tile_lists(shape: TuneShape) -> list[TunePass]:
-    return [_tile_pass(shape, "Local(128) | Global(first=2)", False)]
+    return [_tile_pass(shape, "Blocks(64, around=1) | Random(2, 64)", False)]
 
 
 def _linear_call(shape: TuneShape, n: int, decay: int, norm: bool) -> LinearCall:
