@@ -7,7 +7,6 @@ from typing import Any
 from regard.bench.token_step import STEP
 from regard.bench.whole_models import DECODER_MODEL, ENCODER_MODEL
 from regard.catalogue import CATALOGUE
-from regard.mixers.base import Can
 
 K = 1024
 FULL, FLEX, FLA = "SDPA", "FlexAttention", "flash-linear-attention"
@@ -20,7 +19,6 @@ LAST = "rnn"  # a step for each token: minutes
 HASHED = ["transformers Reformer"]
 MAIN = ["softmax", "Local(256)", "linear", "retention"]
 REST = [GIVEN.get(name, name) for name in CATALOGUE if name not in (*MAIN, LAST)]
-NOT_CAUSAL = [name for name, row in CATALOGUE.items() if Can.CAUSAL not in row.can]
 
 SETS: dict[str, list[dict[str, Any]]] = {
     "windows": [
@@ -121,7 +119,6 @@ SETS: dict[str, list[dict[str, Any]]] = {
 # By several processes, which take turns on the card: compiling takes longest, and one process does it on one core.
 COMPILED: list[dict[str, Any]] = [
     {"mixers": [*MAIN, *REST], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
-    {"mixers": NOT_CAUSAL, "lengths": [4 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},
     {"mixers": MAIN, "lengths": [64 * K, 16 * K, 1 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
     {"mixers": REST, "lengths": [16 * K, 1 * K, 64 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
     {"mixers": [*MAIN, *REST], "lengths": [4 * K, 16 * K, 1 * K, 64 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},

@@ -10,7 +10,6 @@ that overflows, or a state that drifts, would show there.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ from common import RESULTS
 from kernels_safety import BOUNDS, DEVICE, one_pass
 from regard import Dims, core
 from regard.bench.machine import made_with, write_record
+from regard.bench.tune import relative_error
 
 SPECS = (
     *("Local(256)", "Local(128)", "Local(128) | Global(first=2)", "bigbird", "linear", "efficient", "retention", "gla"),
@@ -39,10 +39,6 @@ def inputs(own: torch.nn.Module, n: int, d: int, dtype: torch.dtype) -> list[Ten
     return [x.to(dtype) for x in (q, k, v)]
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-30))
-
-
 def row(text: str, n: int, d: int, causal: bool) -> dict[str, Any]:
     """Check one mechanism in one form."""
     dtype, start = torch.bfloat16 if DEVICE == "cuda" else torch.float32, time.perf_counter()
@@ -56,10 +52,10 @@ def row(text: str, n: int, d: int, causal: bool) -> dict[str, Any]:
         x = inputs(own, n, d, dtype)
         first = one_pass(own, x, causal, None)
         equal = all(torch.equal(a, b) for _ in range(REPEATS) for a, b in zip(first, one_pass(own, x, causal, None), strict=True))
-        exact.load_state_dict(copy.deepcopy(own.state_dict()))
+        exact.load_state_dict(own.state_dict())
         expected = one_pass(exact.double(), [y.double() for y in x], causal, None)
-        whole = [error(a, b) for a, b in zip(first, expected, strict=True)]
-        last = [error(a[..., -LAST:, :], b[..., -LAST:, :]) for a, b in zip(first, expected, strict=True)]
+        whole = [relative_error(a, b) for a, b in zip(first, expected, strict=True)]
+        last = [relative_error(a[..., -LAST:, :], b[..., -LAST:, :]) for a, b in zip(first, expected, strict=True)]
     except torch.OutOfMemoryError:
         return known | {"reason": "out of memory, of the kernels or of the float64 that they are compared with"}
     except ValueError as refusal:

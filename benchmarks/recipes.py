@@ -12,12 +12,12 @@ import json
 import sys
 import tarfile
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, save
-from regard.arena.arena_catalogue import arena_task
+from regard.arena.arena_catalogue import arena_task, short_task
 from regard.arena.arena_task import ArenaBudget, ArenaModel
 from regard.compare.cell_record import CellRecord
 
@@ -51,14 +51,10 @@ def techniques(record: CellRecord) -> list[str]:
 
 
 def row(record: CellRecord) -> dict[str, Any]:
-    task = arena_task(record.task)
-    off = task.plain()
-    default = arena_task(task.name)
-    options = [f"{x.name}={getattr(off, x.name)}" for x in fields(off) if getattr(off, x.name) != getattr(default, x.name)]
     plain = record.to_json()
     settings = record.settings
     return {
-        "task": f"{task.name}({', '.join(options)})" if options else task.name,
+        "task": short_task(str(arena_task(record.task).plain())),
         "techniques": techniques(record),
         **{name: plain[name] for name in KEPT},
         **{name: settings.get(name) for name in ("model", "budget", "steps", "graph", "dtype", "made_with")},

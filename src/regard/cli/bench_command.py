@@ -9,7 +9,7 @@ import typer
 
 from regard.cli.bench_tables import print_models, print_speed
 from regard.cli.completion import complete_spec
-from regard.cli.console import one_of, progress_reporter, sentences
+from regard.cli.console import check_place, one_of, progress_reporter, sentences
 from regard.cli.picture_file import check_out, load_plot, save_picture
 
 if TYPE_CHECKING:
@@ -163,8 +163,8 @@ def _passes(text: str) -> tuple[str, ...]:
 
 def _writer(path: Path | None) -> Save:
     """Return a function that writes a record into a file; none without a file."""
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path is not None:
+        check_place(path)
 
     def save(record: dict[str, Any]) -> None:
         from regard.bench.machine import write_record

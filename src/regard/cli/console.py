@@ -85,6 +85,14 @@ def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
+def check_place(path: Path) -> None:
+    """Refuse a file in a folder that does not exist, and one that is a folder."""
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
+
+
 def progress_reporter() -> Callable[[int, int, str], None]:
     """Return a function that shows progress on stderr, with the time left: steps done, all steps, a text."""
     from regard.training.progress import Progress, progress

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regard.cli.console import labelled, screen
+from regard.cli.console import check_place, labelled, screen
 from regard.cli.inputs import Line
 from regard.cli.picture_file import FORMATS, check_out, load_plot, save_picture
 
@@ -21,8 +21,7 @@ def check_speech_file(out: Path | None) -> None:
         return check_out(out)
     if out.suffix.lower() != ".wav":
         raise ValueError(f"speech goes into a .wav file, or its picture into {', '.join(FORMATS)}, not into {str(out)!r}")
-    if not out.parent.is_dir():
-        raise ValueError(f"cannot write {str(out)!r}: there is no folder {str(out.parent)!r}")
+    check_place(out)
 
 
 def write_speech(found: TrainedRun, lines: Sequence[Line], out: Path) -> None:

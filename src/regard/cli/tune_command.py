@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli.console import columns, one_of, progress_reporter, screen, sentences
+from regard.cli.console import check_place, columns, one_of, progress_reporter, screen, sentences
 
 if TYPE_CHECKING:
     from regard.bench.tune import PlannedKernel, Settings, Trial, TuneRequest, TuneRow
@@ -113,14 +113,6 @@ def check_table_file(path: Path) -> None:
         raise ValueError(f"cannot write {str(path)!r}: its folder is read-only; {advice}")
     if path.exists():
         read_table(path, shipped_table())
-
-
-def check_place(path: Path) -> None:
-    """Refuse a file in a folder that does not exist, and one that is a folder."""
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.is_dir():
-        raise ValueError(f"cannot write {str(path)!r}: it is a folder")
 
 
 def _run(request: TuneRequest, path: Path, trials: Path | None, processes: int | None) -> list[TuneRow]:

@@ -211,15 +211,12 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.runs: list[JobRun] = []
-        self.spent: dict[JobRun, float] = {}  # seconds
+        self.spent: dict[JobRun, float] = {}  # seconds of each job, in the order in which they began
 
     def add(self, run: JobRun) -> None:
         self.spent[run] = self._least()
-        self.runs.append(run)
 
     def remove(self, run: JobRun) -> None:
-        self.runs.remove(run)
         del self.spent[run]
 
     def _least(self) -> float:
@@ -228,7 +225,7 @@ class Turns:
     def next_round(self) -> list[JobRun]:
         """Return the jobs whose turn it is, in the order in which they began."""
         most = self._least() + LEAD
-        return [run for run in self.runs if self.spent[run] <= most]
+        return [run for run, seconds in self.spent.items() if seconds <= most]
 
     def advance(self, run: JobRun) -> CellRecord | None:
         """Run the next part of a job, and count its time."""
@@ -243,7 +240,7 @@ def _serve(link: Connection) -> None:
     """Run all jobs that were received, a part of each in turn; wait where there is none."""
     turns = Turns()
     while True:
-        while not turns.runs or link.poll():
+        while not turns.spent or link.poll():
             job = link.recv()
             turns.add(JobRun(job, _reporter(link, job.cell.key)))
         for run in turns.next_round():

@@ -200,8 +200,9 @@ class _SortedBlocks(torch.autograd.Function):
         tensors = (q, k, v, k2, v2, mass, out, grad, lse, dq, dk, dv, dk2, dv2, d_mass)
         constants = block_constants("two_blocks_backward", q, v, ctx.causal, True)
         launch_kernel(kernels.two_blocks_backward, (b * h * c,), tensors, numbers, constants)
-        by_block = key_and_value_products(_mixing_key(k, v), k, v, dk2, dv2)
-        dk, dv = add_mixed(_mixing_key(k, v), weights, (k, v), dk, dv, dk2, dv2)
+        key = _mixing_key(k, v)
+        by_block = key_and_value_products(key, k, v, dk2, dv2)
+        dk, dv = add_mixed(key, weights, (k, v), dk, dv, dk2, dv2)
         found = torch.empty_like(shares)
         grid, sizes, constants = share_row_sizes(shares)
         constants["PARTS"] = by_block[0].shape[0]

@@ -62,12 +62,12 @@ class Pattern:
     @property
     def depends_on_length(self) -> bool:
         """Return whether the pairs among the first tokens change with the length of the sequence."""
-        return False
+        return self.length_grain > 0
 
     @property
     def length_grain(self) -> int:
         """Return g: lengths with the same ceil(length / g) have the same pairs among their tokens. 0: all lengths have."""
-        return 1 if self.depends_on_length else 0
+        return 0
 
     alternative_count: int = 1  # alternatives of the pattern of one head, counted without building them
     part_count: int = 1  # patterns in its text
@@ -154,10 +154,6 @@ class Several(Pattern):
 
     def bound(self, n: int, m: int) -> Pattern:
         return type(self)(tuple(p.bound(n, m) for p in self.parts))
-
-    @property
-    def depends_on_length(self) -> bool:
-        return any(p.depends_on_length for p in self.parts)
 
     @property
     def length_grain(self) -> int:

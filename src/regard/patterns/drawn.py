@@ -81,12 +81,8 @@ class Random(Atom):
             need("length", self.length, 0)
 
     @property
-    def depends_on_length(self) -> bool:
-        return not self.past
-
-    @property
     def length_grain(self) -> int:
-        return self.block if self.depends_on_length else 0  # the draw is that of a number of blocks
+        return 0 if self.past else self.block  # the draw is that of a number of blocks
 
     def for_head(self, h: int, heads: int) -> Pattern:  # noqa: ARG002
         if self.per_head:
@@ -251,8 +247,8 @@ class Edges(Atom):
         return self
 
     @property
-    def depends_on_length(self) -> bool:
-        return True
+    def length_grain(self) -> int:
+        return 1
 
     @cached_property
     def name(self) -> str:

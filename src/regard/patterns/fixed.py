@@ -77,8 +77,8 @@ class SpecialTokens(Pattern):
             raise ValueError(f"{type(self).__name__} needs special tokens: first=1, last=1, or at=[0, 7]")
 
     @property
-    def depends_on_length(self) -> bool:
-        return self.last > 0
+    def length_grain(self) -> int:
+        return 1 if self.last else 0
 
     def special(self, i: Tensor) -> Tensor:
         """Return True at special positions."""

@@ -52,13 +52,17 @@ class HeadPatterns(NamedTuple):
 
     each: tuple[Pattern, ...]
     text: str
-    bends: bool  # with the length
     grain: int  # lengths of as many pieces of this size have the same pairs; 0: all lengths
+
+    @property
+    def bends(self) -> bool:
+        """Return whether the pairs change with the length."""
+        return self.grain > 0
 
     @staticmethod
     def of(pattern: Pattern, heads: int) -> HeadPatterns:
         each = tuple(pattern.for_head(h, heads) for h in range(heads))
-        return HeadPatterns(each, str(pattern), pattern.depends_on_length, pattern.length_grain)
+        return HeadPatterns(each, str(pattern), pattern.length_grain)
 
 
 def tile_attention(
