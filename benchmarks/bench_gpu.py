@@ -6,8 +6,9 @@
 PEERS is a folder with the packages of the peers (pip install --target PEERS 'regard[peers]'); those that are not there are
 listed in the files. Rows are written after every job, and the time that is left after --minutes cuts the last sets short.
 With --warm so many processes compile the kernels and models of all sets first (gpu_sets.py, warm_up.py); times are taken after
-that by this process alone. --compiled measures models of torch.compile instead, by so many processes that take turns. --resume
-keeps the models that a file of an earlier run has, and measures the others.
+that by this process alone. --compiled measures models of torch.compile instead, by so many processes that take turns; other
+work on the card may go on meanwhile, if --beside names its process groups. --resume keeps the models that a file of an earlier
+run has, and measures the others.
 """
 
 from __future__ import annotations
@@ -146,6 +147,14 @@ def main() -> None:
     parser.add_argument(
         "--compiled", type=int, default=0, metavar="PROCESSES", help="models of torch.compile: bench_compiled.json"
     )
+    parser.add_argument(
+        "--beside",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="GROUP",
+        help="process groups that --compiled stops while it measures",
+    )
     parser.add_argument("--resume", action="store_true", help="keep the models that are in the files of an earlier run")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--small", action="store_true")
@@ -163,6 +172,12 @@ def main() -> None:
             60 * args.minutes,
             lambda record: write_record(path, resumed(earlier, record)),
             earlier.get("rows", []),
+            [
+                row
+                for name in ("models", "lengths")
+                for row in earlier_record(RESULTS / f"bench_{name}.json", True).get("rows", [])
+            ],
+            args.beside,
         )
         return
     if args.warm:

@@ -1,6 +1,8 @@
 """Whole models by torch.compile, measured by several processes on one GPU: each compiles its own, the clock is for one at a time.
 
-The one with the clock stops the others meanwhile: passes that a compiler tries would fall into its times.
+A model is compiled once, with dynamic shapes, and used at all lengths, unless its weights depend on the length. The process
+with the clock stops the others meanwhile, and those of the process groups that are named to it: passes that a compiler tries
+would fall into its times. What these had launched before is waited for.
 """
 
 from __future__ import annotations
@@ -10,18 +12,57 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing import TimeoutError, get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from regard.bench.machine import made_with
-from regard.bench.speed import Measured
-from regard.bench.whole_models import ModelJob, ModelRequest, job_key, model_jobs, model_row
+from regard.bench.speed import FAILURES, Measured, failure_text
+from regard.bench.timing import seconds
+from regard.bench.whole_models import (
+    SLOW_PASS,
+    JobKey,
+    ModelJob,
+    ModelRequest,
+    built_model,
+    empty_row,
+    forget,
+    gradient_pass,
+    job_key,
+    loss_pass,
+    model_jobs,
+    timed_pass,
+)
 
-LAST_TURN = 30.0  # seconds of a measurement that is under way at the end, at most
-DRAINED = 0.05  # seconds after which nothing is left of what stopped processes had launched
-_shared: dict[str, Any] = {}  # of a process: the lock of the clock, and the numbers of all processes
+LAST_TURN = 60.0  # seconds of a measurement that is under way at the end, at most
+LARGE_PASS = 2**17  # tokens from which one process at a time makes passes, compiled or not: memory is short
+QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 3, 1.1, 10.0  # of a probe: readings in a row, beside the fastest one, seconds at most
+_shared: dict[str, Any] = {}  # of a process: locks, the numbers of all processes, groups to stop, the fastest reading
+
+
+@dataclass(frozen=True)
+class Series:
+    """Hold the lengths that one compiled model is measured at."""
+
+    request: ModelRequest
+    job: ModelJob  # of the longest one
+    lengths: tuple[int, ...]
+
+    @property
+    def jobs(self) -> list[ModelJob]:
+        """Return a job for each length."""
+        return [replace(self.job, n=n) for n in self.lengths]
+
+
+class Clock(NamedTuple):
+    """Hold what processes share: locks of the clock and of large passes, process numbers, the fastest reading of the probe."""
+
+    lock: Any
+    large: Any
+    numbers: Any
+    fastest: Any
 
 
 def measure_compiled(
@@ -30,57 +71,194 @@ def measure_compiled(
     limit: float,
     save: Callable[[dict[str, Any]], None],
     known: Sequence[Measured] = (),
+    eager: Sequence[Measured] = (),
+    beside: Sequence[int] = (),
 ) -> None:
-    """Measure the models of all requests within so many seconds, except those of known rows, and save all rows after each."""
+    """Measure the models of all requests within so many seconds, except those of known rows, and save all rows after each.
+
+    `eager` has rows of the same models that were not compiled: what was left out there, or ran out of memory, is left out here.
+    `beside` has process groups that do other work, and stand still while a model is measured.
+    """
     end = time.monotonic() + limit
+    reasons = {job_key(row): row["reason"] for row in eager if "reason" in row}
     there = {job_key(row) for row in known}
-    wanted = [(request, job) for request in requests for job in model_jobs(request)]
-    jobs = [(request, job) for request, job in wanted if job.key not in there]
-    settings = requests[0].to_json() | {"parts": [request.to_json() for request in requests], "processes": processes}
-    record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": settings, "made_with": made_with(), "rows": []}
+    record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": _settings(requests, processes), "rows": []}
+    record["made_with"] = made_with()
+    work: list[Series] = []
+    for series in (x for request in requests for x in all_series(request)):
+        jobs = [job for job in series.jobs if job.key not in there]
+        left_out = {job.n: reasons[_eager_key(job)] for job in jobs if _eager_key(job) in reasons}
+        record["rows"] += [empty_row(series.request, job) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
+        lengths = tuple(job.n for job in jobs if job.n not in left_out)
+        if lengths:
+            work.append(replace(series, lengths=lengths))
     context = get_context("spawn")
-    clock, numbers = context.Lock(), context.Array("i", processes)
-    with context.Pool(processes, _begin, (clock, numbers)) as pool:
-        rows = pool.imap_unordered(_measured, jobs)
+    clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes), context.Value("d", float("inf")))
+    with context.Pool(processes, _begin, (clock, tuple(beside))) as pool:
+        found = pool.imap_unordered(_measured, work)
         with suppress(TimeoutError):
-            for done in range(1, len(jobs) + 1):
-                record["rows"].append(rows.next(max(end - time.monotonic(), 0.0)))
+            for done in range(1, len(work) + 1):
+                rows = found.next(max(end - time.monotonic(), 0.0))
+                record["rows"] += rows
                 save(record)
-                print(f"{done} of {len(jobs)}, {end - time.monotonic():.0f} s are left: {_line(record['rows'][-1])}", flush=True)
-        clock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
-    print(f"compiled: {len(record['rows'])} of {len(jobs)} models", flush=True)
+                for row in rows:
+                    print(f"{done} of {len(work)}, {end - time.monotonic():.0f} s are left: {_line(row)}", flush=True)
+        clock.lock.acquire(timeout=LAST_TURN)  # a process that stands still could not be ended
+    print(f"compiled: {len(record['rows'])} models and lengths", flush=True)
 
 
-def _begin(clock: Any, numbers: Any) -> None:
+def _settings(requests: list[ModelRequest], processes: int) -> dict[str, Any]:
+    parts = [request.to_json() for request in requests]
+    return requests[0].to_json() | {"parts": parts, "processes": processes, "dynamic": True}
+
+
+def _eager_key(job: ModelJob) -> JobKey:
+    return replace(job, compiled=False).key
+
+
+def all_series(request: ModelRequest) -> list[Series]:
+    """List the models of a request, each with all of its lengths; those whose weights depend on the length once for each."""
+    found: dict[tuple[Any, str], list[ModelJob]] = {}
+    for job in model_jobs(request):
+        found.setdefault((job.spec, job.kind), []).append(job)
+    series = []
+    for jobs in found.values():
+        lengths = tuple(sorted(job.n for job in jobs))
+        one = Series(request, replace(jobs[0], n=lengths[-1]), lengths)
+        if weights_have_lengths(request, jobs[0]):
+            series += [Series(request, job, (job.n,)) for job in sorted(jobs, key=lambda job: job.n)]
+        else:
+            series.append(one)
+    return series
+
+
+def weights_have_lengths(request: ModelRequest, job: ModelJob) -> bool:
+    """Return whether a model for longer sequences has weights of other shapes."""
+    small = replace(request, device="meta", depth=1)
+    models = [built_model(small, replace(job, n=n)) for n in (job.n, 2 * job.n)]
+    shapes = [[x.shape for x in model.state_dict().values()] for model in models]
+    return shapes[0] != shapes[1]
+
+
+def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> list[Measured]:
+    """Compile one model and measure it at all lengths, short ones first; behind a slow one the others are left out."""
+    request, job = series.request, series.job
+    device = torch.device(request.device)
+    rows: list[Measured] = []
+    try:
+        model = built_model(request, job)
+        run = torch.compile(model, dynamic=len(series.lengths) > 1 or None)
+        passes = {}
+        for n in series.lengths:
+            shape = (max(1, request.tokens // n), n)
+            passes[n] = gradient_pass(model, loss_pass(request, job.kind, run, shape))
+    except FAILURES as error:
+        return [empty_row(request, x) | {"reason": failure_text(error)} for x in series.jobs]
+    small = [n for n in series.lengths if n < LARGE_PASS]
+    for part, room in ((small, None), *(((n,), large_turn) for n in series.lengths if n >= LARGE_PASS)):
+        slow = next((row for row in rows if row.get("ms", 0) > 1e3 * SLOW_PASS), None)
+        if slow is not None:
+            reason = f"left out: {slow['ms'] / 1e3:.1f} s a pass at n = {slow['n']:,}"
+            rows += [empty_row(request, replace(job, n=n)) | {"reason": reason} for n in part]
+            continue
+        if room is not None:
+            room.acquire()
+        try:
+            rows += _part_rows(series, {n: passes[n] for n in part}, device, turn)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            if room is not None:
+                room.release()
+    return rows
+
+
+def _part_rows(
+    series: Series, passes: dict[int, Callable[[], None]], device: torch.device, turn: Callable[[], Any]
+) -> list[Measured]:
+    """Make the first pass at each length, which compiles, and then measure all of them with the clock."""
+    rows: dict[int, Measured] = {n: empty_row(series.request, replace(series.job, n=n)) for n in passes}
+    for n, step in passes.items():
+        try:
+            rows[n]["first_seconds"] = seconds(step, device)
+        except FAILURES as error:
+            rows[n]["reason"] = failure_text(error)
+    with turn():
+        for n, step in passes.items():
+            if "reason" in rows[n]:
+                continue
+            try:
+                step()
+                rows[n] |= timed_pass(step, device, series.request.seconds, rows[n]["batch"] * n)
+            except FAILURES as error:
+                rows[n]["reason"] = failure_text(error)
+    return list(rows.values())
+
+
+def _begin(clock: Clock, beside: tuple[int, ...]) -> None:
     torch.set_num_threads(1)
-    with clock:
-        numbers[list(numbers).index(0)] = os.getpid()
-    _shared.update(clock=clock, numbers=numbers)
+    with clock.lock:
+        clock.numbers[list(clock.numbers).index(0)] = os.getpid()
+    _shared.update(clock=clock, beside=beside)
 
 
-def _measured(work: tuple[ModelRequest, ModelJob]) -> Measured:
-    return model_row(*work, turn=alone(_shared["clock"], _shared["numbers"]))
+def _measured(series: Series) -> list[Measured]:
+    clock: Clock = _shared["clock"]
+    probe = gpu_probe() if series.request.device == "cuda" else None
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        with alone(clock.lock, clock.numbers, _shared["beside"]):
+            if probe is not None:
+                wait_until_quiet(probe, clock.fastest)
+            yield
+
+    try:
+        return series_rows(series, turn, clock.large)
+    finally:
+        forget(series.request.device, compiled=True)
 
 
 @contextmanager
-def alone(clock: Any, numbers: Any) -> Iterator[None]:
-    """Hold the clock while all other processes stand still."""
+def alone(clock: Any, numbers: Any, beside: Sequence[int] = ()) -> Iterator[None]:
+    """Hold the clock while all other processes stand still, and the process groups `beside` them."""
     with clock:
         others = [number for number in numbers if number not in (0, os.getpid())]
         try:
-            _signal(others, signal.SIGSTOP)
-            time.sleep(DRAINED)
+            _signal(others, beside, signal.SIGSTOP)
             yield
         finally:
-            _signal(others, signal.SIGCONT)
+            _signal(others, beside, signal.SIGCONT)
 
 
-def _signal(numbers: list[int], what: signal.Signals) -> None:
-    for number in numbers:
-        with suppress(ProcessLookupError):  # it has ended
-            os.kill(number, what)
+def _signal(numbers: Sequence[int], groups: Sequence[int], what: signal.Signals) -> None:
+    for send, targets in ((os.kill, numbers), (os.killpg, groups)):
+        for target in targets:
+            with suppress(ProcessLookupError):  # it has ended
+                send(target, what)
+
+
+def gpu_probe() -> Callable[[], float]:
+    """Return a clock of a short piece of work, which takes longer while other processes use the GPU."""
+    device = torch.device("cuda")
+    x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+
+    def work() -> None:
+        for _ in range(6):
+            torch.mm(x, x)
+
+    return lambda: seconds(work, device)
+
+
+def wait_until_quiet(probe: Callable[[], float], fastest: Any) -> None:
+    """Wait until a probe takes no longer than its fastest reading: what stopped processes had launched is done."""
+    calm, end = 0, time.monotonic() + QUIET_LIMIT
+    while calm < QUIET_READINGS and time.monotonic() < end:
+        found = probe()
+        fastest.value = min(fastest.value, found)
+        calm = calm + 1 if found <= QUIET_SHARE * fastest.value else 0
 
 
 def _line(row: Measured) -> str:
-    found = f"{row['ms']:.1f} ms, compiled in {row['first_seconds']:.0f} s" if "ms" in row else row["reason"]
+    found = f"{row['ms']:.1f} ms, first pass {row['first_seconds']:.0f} s" if "ms" in row else row["reason"]
     return f"{row['spec']}, {row['model']}, n = {row['n']:,}: {found}"

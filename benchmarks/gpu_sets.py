@@ -117,10 +117,9 @@ SETS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 # By several processes, which take turns on the card: compiling takes longest, and one process does it on one core.
+ALL_LENGTHS = [1 * K, 4 * K, 16 * K, 64 * K, 256 * K, 1024 * K]
 COMPILED: list[dict[str, Any]] = [
-    {"mixers": [*MAIN, *REST], "lengths": [4 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
-    {"mixers": MAIN, "lengths": [64 * K, 16 * K, 1 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
-    {"mixers": REST, "lengths": [16 * K, 1 * K, 64 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
-    {"mixers": [*MAIN, *REST], "lengths": [4 * K, 16 * K, 1 * K, 64 * K], "kinds": (ENCODER_MODEL,), "compiled": (True,)},
-    {"mixers": [*MAIN, *REST], "lengths": [256 * K, 1024 * K], "kinds": (DECODER_MODEL,), "compiled": (True,)},
+    {"mixers": mixers, "lengths": ALL_LENGTHS, "kinds": (kind,), "compiled": (True,)}
+    for mixers in (MAIN, REST)
+    for kind in BOTH_KINDS
 ]

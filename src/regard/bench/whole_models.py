@@ -93,7 +93,7 @@ def model_rows(
         if job.key in earlier:
             row = earlier[job.key]
         else:
-            row = _row_of(request, job) | {"reason": reason} if job.n > longest else model_row(request, job)
+            row = empty_row(request, job) | {"reason": reason} if job.n > longest else model_row(request, job)
         if row.get("ms", 0) > 1e3 * SLOW_PASS:
             slow[key] = job.n, f"left out: {row['ms'] / 1e3:.1f} s a pass at n = {job.n:,}"
         yield row
@@ -101,12 +101,12 @@ def model_rows(
 
 def model_row(request: ModelRequest, job: ModelJob, turn: AbstractContextManager[Any] | None = None) -> Measured:
     """Measure one model; `turn` is entered for its clock, where several processes share a device."""
-    row = _row_of(request, job)
+    row = empty_row(request, job)
     try:
         row |= _measured_model(request, job, row["batch"], nullcontext() if turn is None else turn)
     except FAILURES as error:
         row["reason"] = failure_text(error)
-    _forget(request.device, job.compiled)
+    forget(request.device, job.compiled)
     return row
 
 
@@ -115,7 +115,8 @@ def job_key(row: Measured) -> JobKey:
     return row["spec"], row["model"], row["compiled"], row["n"]
 
 
-def _row_of(request: ModelRequest, job: ModelJob) -> Measured:
+def empty_row(request: ModelRequest, job: ModelJob) -> Measured:
+    """Return the row of a job with nothing measured."""
     shape = {"n": job.n, "batch": max(1, request.tokens // job.n)}
     return {"by": OURS, "spec": spec_text(job.spec), "model": job.kind, "compiled": job.compiled, **shape}
 
@@ -125,10 +126,16 @@ def _measured_model(request: ModelRequest, job: ModelJob, batch: int, turn: Abst
     step = training_pass(request, job, batch)
     first = seconds(step, device)
     with turn:
-        once: list[float] = []
-        peak = peak_bytes(lambda: once.append(seconds(step, device)), device)
-        time = once[0] if once[0] > LONG_PASS else plain_time(step, device, request.seconds)
-    return {"first_seconds": first, "ms": 1e3 * time, "tokens_per_second": batch * job.n / time, "peak_bytes": peak}
+        measured = timed_pass(step, device, request.seconds, batch * job.n)
+    return {"first_seconds": first, **measured}
+
+
+def timed_pass(step: Callable[[], None], device: torch.device, budget: float, tokens: int) -> Measured:
+    """Measure a training pass that has run before: its time, tokens a second and peak memory."""
+    once: list[float] = []
+    peak = peak_bytes(lambda: once.append(seconds(step, device)), device)
+    time = once[0] if once[0] > LONG_PASS else plain_time(step, device, budget)
+    return {"ms": 1e3 * time, "tokens_per_second": tokens / time, "peak_bytes": peak}
 
 
 def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[[], None]:
@@ -139,19 +146,28 @@ def training_pass(request: ModelRequest, job: ModelJob, batch: int) -> Callable[
 
 def whole_model(request: ModelRequest, job: ModelJob, batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Build a model on its device, and the forward pass on random bytes that gives its loss."""
-    torch.manual_seed(request.seed)
-    device = torch.device(request.device)
-    with device:
-        model = _model(request, job)
-    model.train()
-    data = torch.randint(VOCABULARY, (batch, job.n), device=device)
+    model = built_model(request, job)
     run: Any = torch.compile(model) if job.compiled else model
+    return model, loss_pass(request, job.kind, run, (batch, job.n))
+
+
+def built_model(request: ModelRequest, job: ModelJob) -> nn.Module:
+    """Build the model of a job on its device, for sequences of up to `job.n` tokens."""
+    torch.manual_seed(request.seed)
+    with torch.device(request.device):
+        model = _model(request, job)
+    return model.train()
+
+
+def loss_pass(request: ModelRequest, kind: str, run: Any, shape: tuple[int, int]) -> Callable[[], Tensor]:
+    """Return the forward pass of a model on random bytes (batch, n) that gives its loss. `run` is the model, compiled or not."""
+    data = torch.randint(VOCABULARY, shape, device=torch.device(request.device))
 
     def loss() -> Tensor:
         with mixed_precision(request):
-            return _loss(job.kind, run(data), data)
+            return _loss(kind, run(data), data)
 
-    return model, loss
+    return loss
 
 
 def gradient_pass(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
@@ -193,7 +209,8 @@ def _loss(kind: str, out: Any, data: Tensor) -> Tensor:
     return F.cross_entropy(out[:, :-1].flatten(0, 1).float(), data[:, 1:].flatten())
 
 
-def _forget(device: str, compiled: bool) -> None:
+def forget(device: str, compiled: bool) -> None:
+    """Free what a model leaves behind that is not used any more."""
     if compiled:
         torch.compiler.reset()
     gc.collect()
