@@ -39,6 +39,7 @@ from regard.bench.whole_models import (
 LAST_TURN = 60.0  # seconds of a measurement that is under way at the end, at most
 LARGE_PASS = 2**17  # tokens from which one process at a time makes passes, compiled or not: memory is short
 QUIET_READINGS, QUIET_SHARE, QUIET_LIMIT = 3, 1.1, 10.0  # of a probe: readings in a row, beside the fastest one, seconds at most
+DYNAMIC = "dynamic"  # of a row: whether its model was compiled for all lengths
 _shared: dict[str, Any] = {}  # of a process: locks, the numbers of all processes, groups to stop, the fastest reading
 
 
@@ -49,6 +50,11 @@ class Series:
     request: ModelRequest
     job: ModelJob  # of the longest one
     lengths: tuple[int, ...]
+    dynamic: bool  # compiled for all lengths
+
+    def row(self, n: int) -> Measured:
+        """Return the row of a length with nothing measured."""
+        return empty_row(self.request, replace(self.job, n=n)) | {DYNAMIC: self.dynamic}
 
     @property
     def jobs(self) -> list[ModelJob]:
@@ -76,22 +82,23 @@ def measure_compiled(
 ) -> None:
     """Measure the models of all requests within so many seconds, except those of known rows, and save all rows after each.
 
-    `eager` has rows of the same models that were not compiled: what was left out there, or ran out of memory, is left out here.
+    Known rows are those that say whether their model was compiled for all lengths. `eager` has rows of the same models that were
+    not compiled: what was left out there, or ran out of memory, is left out here.
     `beside` has process groups that do other work, and stand still while a model is measured.
     """
     end = time.monotonic() + limit
     reasons = {job_key(row): row["reason"] for row in eager if "reason" in row}
-    there = {job_key(row) for row in known}
+    there = {job_key(row) for row in known if DYNAMIC in row}
     record: dict[str, Any] = {"benchmark": "bench_compiled", "settings": _settings(requests, processes), "rows": []}
     record["made_with"] = made_with()
     work: list[Series] = []
     for series in (x for request in requests for x in all_series(request)):
         jobs = [job for job in series.jobs if job.key not in there]
         left_out = {job.n: reasons[_eager_key(job)] for job in jobs if _eager_key(job) in reasons}
-        record["rows"] += [empty_row(series.request, job) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
+        record["rows"] += [series.row(job.n) | {"reason": left_out[job.n]} for job in jobs if job.n in left_out]
         lengths = tuple(job.n for job in jobs if job.n not in left_out)
         if lengths:
-            work.append(replace(series, lengths=lengths))
+            work.append(replace(series, lengths=lengths, job=replace(series.job, n=lengths[-1])))
     context = get_context("spawn")
     clock = Clock(context.Lock(), context.Lock(), context.Array("i", processes), context.Value("d", float("inf")))
     with context.Pool(processes, _begin, (clock, tuple(beside))) as pool:
@@ -124,11 +131,10 @@ def all_series(request: ModelRequest) -> list[Series]:
     series = []
     for jobs in found.values():
         lengths = tuple(sorted(job.n for job in jobs))
-        one = Series(request, replace(jobs[0], n=lengths[-1]), lengths)
         if weights_have_lengths(request, jobs[0]):
-            series += [Series(request, job, (job.n,)) for job in sorted(jobs, key=lambda job: job.n)]
+            series += [Series(request, job, (job.n,), dynamic=False) for job in sorted(jobs, key=lambda job: job.n)]
         else:
-            series.append(one)
+            series.append(Series(request, replace(jobs[0], n=lengths[-1]), lengths, dynamic=True))
     return series
 
 
@@ -147,19 +153,19 @@ def series_rows(series: Series, turn: Callable[[], Any], large_turn: Any) -> lis
     rows: list[Measured] = []
     try:
         model = built_model(request, job)
-        run = torch.compile(model, dynamic=len(series.lengths) > 1 or None)
+        run = torch.compile(model, dynamic=series.dynamic or None)
         passes = {}
         for n in series.lengths:
             shape = (max(1, request.tokens // n), n)
             passes[n] = gradient_pass(model, loss_pass(request, job.kind, run, shape))
     except FAILURES as error:
-        return [empty_row(request, x) | {"reason": failure_text(error)} for x in series.jobs]
+        return [series.row(n) | {"reason": failure_text(error)} for n in series.lengths]
     small = [n for n in series.lengths if n < LARGE_PASS]
     for part, room in ((small, None), *(((n,), large_turn) for n in series.lengths if n >= LARGE_PASS)):
         slow = next((row for row in rows if row.get("ms", 0) > 1e3 * SLOW_PASS), None)
         if slow is not None:
             reason = f"left out: {slow['ms'] / 1e3:.1f} s a pass at n = {slow['n']:,}"
-            rows += [empty_row(request, replace(job, n=n)) | {"reason": reason} for n in part]
+            rows += [series.row(n) | {"reason": reason} for n in part]
             continue
         if room is not None:
             room.acquire()
@@ -177,7 +183,7 @@ def _part_rows(
     series: Series, passes: dict[int, Callable[[], None]], device: torch.device, turn: Callable[[], Any]
 ) -> list[Measured]:
     """Make the first pass at each length, which compiles, and then measure all of them with the clock."""
-    rows: dict[int, Measured] = {n: empty_row(series.request, replace(series.job, n=n)) for n in passes}
+    rows = {n: series.row(n) for n in passes}
     for n, step in passes.items():
         try:
             rows[n]["first_seconds"] = seconds(step, device)

@@ -155,9 +155,15 @@ ARENA: dict[str, tuple[str, str, str, str]] = {
     ),
     "the median of listops is the upper one": (
         R + "arena/listops.py",
-        "(lower + upper) // 2",
-        "(upper + upper) // 2",
+        "(lower + upper) // 2, counts @",
+        "(upper + upper) // 2, counts @",
         "arena_lra",
+    ),
+    "the median of subtrees is the upper one": (
+        R + "arena/listops.py",
+        "(lower + upper) // 2, (counts",
+        "(upper + upper) // 2, (counts",
+        "arena_recipes",
     ),
     "listops nests one level too deep": (R + "arena/listops.py", "level == depth - 1", "level == depth", "arena_lra"),
     "listops keeps trees of any length": (

@@ -39,7 +39,7 @@ COMPARE: dict[str, tuple[str, str, str, str]] = {
     ),
     "the loss of hidden bytes is left out": (
         C + "training_step.py",
-        "return mean_loss(scores, targets) + mean_loss(token_scores, hidden.asked)",
+        "return mean_loss(scores, targets) + mean_loss(side_scores, side.targets)",
         "return mean_loss(scores, targets)",
         "arena_recipes",
     ),

@@ -10,6 +10,7 @@ from regard.arena import image_changes
 from regard.arena.arena_catalogue import ARENA, arena_task
 from regard.arena.arena_task import IGNORED
 from regard.arena.hidden_tokens import hide_tokens
+from regard.arena.listops import CLOSE, DIGIT, OPERATOR, _operator_value, subtree_values
 from regard.compare.compared_model import build_model
 from regard.compare.device_split import DeviceSplit
 from regard.compare.training_step import TrainingStep
@@ -33,8 +34,8 @@ def test_hidden_tokens_are_asked_for_and_padding_never_is():
     tokens = torch.randint(1, 256, (100, 300), generator=seeded())
     valid = torch.arange(300) < torch.randint(100, 301, (100, 1), generator=seeded())
     found = hide_tokens(tokens, valid, 0.3, MASK, seeded())
-    asked = found.asked != IGNORED
-    assert torch.equal(found.asked[asked], tokens[asked]) and torch.equal(found.tokens[~asked], tokens[~asked])
+    asked = found.targets != IGNORED
+    assert torch.equal(found.targets[asked], tokens[asked]) and torch.equal(found.tokens[~asked], tokens[~asked])
     assert not (asked & ~valid).any()
     assert asked.sum() / valid.sum() == pytest.approx(0.3, abs=0.01)
     assert (found.tokens[asked] == MASK).float().mean() == pytest.approx(2 / 3, abs=0.02)
@@ -47,7 +48,7 @@ def test_the_loss_of_hidden_bytes_is_added_on_the_same_pass(form):
     """The step's loss is that of the label, on changed bytes, plus the cross entropy of what was hidden, computed apart."""
     task = arena_task(f"{form}(length=32, masked=0.3)")
     plain = arena_task(f"{form}(length=32)")
-    assert (plain.vocab, task.vocab) == (256, 257) and build_model(plain, "softmax", plain.model()).hidden is None
+    assert (plain.vocab, task.vocab) == (256, 257) and build_model(plain, "softmax", plain.model()).side_head is None
     torch.manual_seed(0)
     model = build_model(task, "softmax", task.model())
     shape = (4, 2, 32) if form == "retrieval" else (4, 32)
@@ -64,11 +65,11 @@ def test_the_loss_of_hidden_bytes_is_added_on_the_same_pass(form):
     places = model.embed.places(seen, valid.reshape(-1, 32))
     y = model.stack(model.embed(seen, places), places)
     label = F.cross_entropy(model(hidden.tokens, valid), split.targets)
-    asked = hidden.asked.reshape(-1, 32)
-    token = F.cross_entropy(model.hidden(y)[asked != IGNORED], asked[asked != IGNORED])
+    asked = hidden.targets.reshape(-1, 32)
+    token = F.cross_entropy(model.side_head(y)[asked != IGNORED], asked[asked != IGNORED])
     assert asked[:, 20:].eq(IGNORED).all() and torch.allclose(loss, label + token)
     step(torch.arange(4), 1e-3)
-    assert model.hidden.map.weight.grad.abs().sum() > 0
+    assert model.side_head.map.weight.grad.abs().sum() > 0
 
 
 def test_a_mechanism_with_fewer_answers_cannot_name_hidden_tokens():
@@ -154,6 +155,54 @@ def test_augmented_images_stay_images(text):
     assert arena_task(text.partition("(")[0]).augment(tokens, targets, None)[0] is tokens
 
 
+def values_at_brackets(row):
+    """The value of every operator of one tree at its bracket, by a stack."""
+    found, stack = [IGNORED] * len(row), []
+    for place, token in enumerate(row):
+        if token == CLOSE:
+            operator, digits = stack.pop()
+            found[place] = _operator_value(operator, digits)
+            if stack:
+                stack[-1][1].append(found[place])
+        elif token >= OPERATOR:
+            stack.append((token - OPERATOR, []))
+        elif token >= DIGIT:
+            stack[-1][1].append(token - DIGIT)
+    return found
+
+
+@pytest.mark.parametrize("length, depth", [(40, 3), (300, 10)])
+def test_every_operator_has_its_value_at_its_bracket(length, depth):
+    task = arena_task(f"listops(length={length}, depth={depth}, subtrees=True, shuffled=True)")
+    made = task.first_examples("test", 200)
+    tokens, _ = task.augment(made.tokens.long(), made.targets, seeded())
+    found = subtree_values(tokens, depth - 1)
+    assert found.tolist() == [values_at_brackets(row) for row in tokens.tolist()]
+    last = (made.lengths.long() - 1)[:, None]
+    assert torch.equal(found.gather(1, last)[:, 0], made.targets)  # that of the root is the label
+    assert torch.equal(subtree_values(made.tokens, depth - 1).gather(1, last)[:, 0], made.targets)  # of bytes too
+
+
+def test_the_loss_of_subtrees_is_added_on_the_same_pass():
+    task = arena_task("listops(length=40, depth=4, subtrees=True)")
+    plain = arena_task("listops(length=40, depth=4)")
+    assert build_model(plain, "softmax", plain.model()).side_head is None
+    made = task.first_examples("test", 8)
+    torch.manual_seed(0)
+    model = build_model(task, "softmax", task.model())
+    split = DeviceSplit(made.tokens, made.targets, made.lengths, None)
+    step = TrainingStep(model, task, split, task.budget())
+    step.index = torch.arange(8)
+    valid = torch.arange(40) < made.lengths[:, None]
+    scores, values = model.with_side_scores(made.tokens.long(), valid)
+    asked = torch.tensor([values_at_brackets(row) for row in made.tokens.tolist()])
+    expected = F.cross_entropy(scores, made.targets) + F.cross_entropy(
+        values.flatten(0, 1), asked.flatten(), ignore_index=IGNORED
+    )
+    assert torch.allclose(step._loss(None), expected)
+    assert torch.equal(scores, model(made.tokens.long(), valid))  # what is scored knows nothing of it
+
+
 @pytest.mark.parametrize("text", ["image(augmented=True)", "pathfinder(augmented=True)", "listops(shuffled=True)"])
 def test_no_change_reads_data_on_the_host(text):
     """On the meta device there is nothing to read: shapes are constant, and a step can be captured."""
@@ -162,7 +211,8 @@ def test_no_change_reads_data_on_the_host(text):
     found, _ = task.augment(tokens, tokens[:, 0], None)
     assert found.shape == tokens.shape
     hidden = hide_tokens(tokens, tokens > 0, 0.3, MASK)
-    assert hidden.tokens.shape == hidden.asked.shape == tokens.shape
+    assert hidden.tokens.shape == hidden.targets.shape == tokens.shape
+    assert subtree_values(tokens, 9).shape == tokens.shape
 
 
 def test_a_cut_square_is_gray():
@@ -177,6 +227,8 @@ def test_techniques_are_options_of_training_alone(name):
     """They are off unless asked for, and without them a task is the one whose splits and floors are kept."""
     task = arena_task(name)
     assert task.plain() == task and set(task.techniques) <= {field.name for field in fields(task)}
+    assert not any(f"{technique}=" in str(task) for technique in task.techniques)  # new ones leave records of older cells valid
+    assert arena_task(str(task)) == task
     for technique in task.techniques:
         changed = replace(task, **{technique: 0.3 if technique == "masked" else True})
-        assert changed != task and changed.plain() == task
+        assert changed != task and changed.plain() == task and arena_task(str(changed)) == changed

@@ -266,8 +266,8 @@ def test_tables_of_speed():
     slow = {key: value for key, value in model.items() if key != "ms"} | {"compiled": True, "reason": "out of memory"}
     results["models"] = record | {"rows": [model, model | {"spec": "linear", "ms": 5.0}]}
     results["lengths"] = record | {"rows": [slow | {"n": 8192, "compiled": False}]}
-    compiled = model | {"spec": "linear", "ms": 2.5, "compiled": True}
-    results["compiled"] = record | {"rows": [slow, compiled | {"n": 9999}, compiled]}
+    compiled = model | {"spec": "linear", "ms": 2.5, "compiled": True, "dynamic": True}
+    results["compiled"] = record | {"rows": [slow, compiled | {"n": 9999, "dynamic": False}, compiled]}
     text = tables_speed.speed(results)
     line = next(line for line in text.splitlines() if line.startswith("| `Local(8)` | causal, operation"))
     peers = "SDPA 4 / 4: **8.00** / **8.00** x; local-attention 6 / 6: **2.00** / **2.00** x; FlexAttention: out of memory"
@@ -277,9 +277,8 @@ def test_tables_of_speed():
     assert "Not installed in this run: linformer." in text
     assert "| mechanism | n = 4,096 | n = 8,192 |" in text
     assert "| `softmax` | 1,600 / 1.0 | out of memory |" in text and "| `linear` | 1,600 (4.00 x) / 1.0 |  |" in text
-    assert "| `linear` | decoder | 4,096 | 2.5 | 1,600 | 1.0 | 2.00 x |" in text
-    assert "| `linear` | decoder | 9,999 | 2.5 | 1,600 | 1.0 |  |" in text
-    assert "| `softmax` | decoder | 4,096 |  |  |  | out of memory |" in text
+    assert "| `linear` | 1,600 (2.00 x) / 1.0 | 1,600* / 1.0 |" in text
+    assert "| `softmax` | out of memory |  |" in text
     assert text.count(NOT_YET) == len(tables_speed.NAMES) - 4
 
 
@@ -432,7 +431,7 @@ def test_the_table_of_recipes_names_what_was_on(tmp_path):
         line = tables_recipes.recipes({"rows": [found]}).splitlines()[-1]
         assert line == (
             "| `text(length=2048)` | `Local(64)` | masked=0.3, positions=rotary, buckets=4 | 4 x 128, 600,000 weights "
-            "| 9,000 of 32 | 1.5 | 87.5 | **86.1** | 50.0, 81.0 |"
+            "| 0.001 | 9,000 of 32 | 1.5 | 87.5 | **86.1** | 50.0, 81.0 |"
         )
     assert tables_recipes.recipes({"rows": []}).startswith(NOT_YET)
 

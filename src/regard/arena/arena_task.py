@@ -28,6 +28,13 @@ class Examples(NamedTuple):
     slices: Mapping[str, Tensor] = {}
 
 
+class SideTargets(NamedTuple):
+    """Hold what is asked for at the tokens of a training batch, beside the labels of its examples."""
+
+    tokens: Tensor  # that the model reads: some may be hidden
+    targets: Tensor  # of the shape of tokens, IGNORED where nothing is asked
+
+
 @dataclass(frozen=True)
 class ArenaModel:
     """Hold the model that a task is usually compared with."""
@@ -68,9 +75,16 @@ class ArenaTask(Options):
     metric: ClassVar[str] = "accuracy"  # or "bits per token", the only one where less is better
     title: ClassVar[str] = ""  # one line for tables
     source: ClassVar[str] = ""  # paper or data set
-    techniques: ClassVar[tuple[str, ...]] = ()  # options of training alone: they change batches, no split and no floor
+    techniques: ClassVar[tuple[str, ...]] = ()  # options of training alone: they change batches or losses, no split, no floor
     slice_names: ClassVar[Mapping[str, Sequence[str]]] = {}  # slice -> words for its values 0, 1 ..., where it has some
     needs: ClassVar[str] = ""  # the data set that must be there, as `regard.data.locate` names it; generated where empty
+
+    def __str__(self) -> str:
+        """Write the task with its options, as `arena_task` reads it; techniques that are off are left out."""
+        options = {x.name: getattr(self, x.name) for x in fields(self)}
+        off = [x.name for x in fields(self) if x.name in self.techniques and options[x.name] == x.default]
+        values = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in off)
+        return f"{self.name}({values})" if values else self.name
 
     @property
     def length(self) -> int:
@@ -88,9 +102,13 @@ class ArenaTask(Options):
         raise NotImplementedError
 
     @property
-    def masked(self) -> float:
-        """Return the share of tokens that training hides and asks for, beside the label; the last token id is the mask."""
-        return 0.0
+    def side_labels(self) -> int:
+        """Return the number of labels that training asks for at some tokens, beside the label of the example; 0: it does not."""
+        return 0
+
+    def side_targets(self, tokens: Tensor, valid: Tensor | None, generator: Generator | None = None) -> SideTargets:
+        """Return what is asked for at tokens of a training batch, on its device, by operations of constant shapes."""
+        raise NotImplementedError
 
     def examples(self, part: ExamplesPart) -> Examples:
         """Return one split: a pure function of the options. No example is in two splits."""

@@ -1,4 +1,4 @@
-"""Shuffle the arguments of every operator of nested expressions, on the device and in constant shapes.
+"""Nested expressions on the device, in constant shapes: their arguments in random order, and the value of every operator.
 
 Where operators are symmetric, a shuffled expression has the same value. Miralles-González et al. 2025, arXiv:2501.14850.
 
@@ -9,17 +9,24 @@ number gives its distance from the parent, and its place is the sum of these dis
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Generator, Tensor
 
+DIGIT_VALUES = 10  # of an operator or a digit: 0 to 9
 
-class _Trees:
-    """Hold the parent and the size of every token (b n); the root and padding are children of the first token."""
+
+class ExpressionTrees:
+    """Hold the parent and the size of every token (b n); the root and padding are children of the first token.
+
+    `opens` and `closes` (b n) are True at operators and at their brackets; no more than `depth` operators are nested.
+    """
 
     def __init__(self, opens: Tensor, closes: Tensor, depth: int) -> None:
-        self.closes, self.rounds = closes, depth.bit_length()
+        self.opens, self.closes, self.depth, self.rounds = opens, closes, depth, depth.bit_length()
         self.places = torch.arange(opens.shape[1], device=opens.device).expand_as(opens)
-        level = (opens.long() - closes.long()).cumsum(1)
+        self.level = level = (opens.long() - closes.long()).cumsum(1)
         self.around = level - opens.long() + closes.long()  # operators around each token; its own is around a bracket
         parent = torch.zeros_like(self.places)
         for number in range(1, depth + 1):
@@ -28,6 +35,27 @@ class _Trees:
         self.parent = parent
         inside = torch.where(closes, self.places - parent, 0)
         self.size = torch.ones_like(self.places).scatter_add(1, parent, inside)
+
+    def bracket_values(self, digits: Tensor, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the value of every operator at its bracket (b n), and of the first operator where there is no bracket.
+
+        `digits` (b n) are values of arguments, -1 at other tokens. `evaluate` maps how often each digit is an argument of the
+        operator at a place, (b n 10), to its value.
+        """
+        b, n = digits.shape
+        counts = torch.zeros(b, n * DIGIT_VALUES, dtype=torch.int32, device=digits.device)
+        self._count(counts, digits, digits >= 0)
+        values = torch.zeros_like(digits)
+        for number in range(self.depth, 0, -1):
+            values = evaluate(counts.view(b, n, DIGIT_VALUES))
+            if number > 1:
+                self._count(counts, values, self.opens & (self.level == number))
+        return values.gather(1, self.parent)
+
+    def _count(self, counts: Tensor, values: Tensor, which: Tensor) -> None:
+        """Add some values to the counts of their operators."""
+        place = self.parent * DIGIT_VALUES + values.clamp(min=0)
+        counts.scatter_add_(1, place, which.to(counts.dtype))
 
     def shuffled_places(self, generator: Generator | None) -> Tensor:
         """Draw an order of all siblings, brackets last, and return the new place of every token (b n)."""
@@ -56,5 +84,5 @@ def shuffle_arguments(tokens: Tensor, opens: Tensor, closes: Tensor, depth: int,
 
     `opens` and `closes` (b n) are True at operators and at their brackets; no more than `depth` operators are nested.
     """
-    places = _Trees(opens, closes, depth).shuffled_places(generator)
+    places = ExpressionTrees(opens, closes, depth).shuffled_places(generator)
     return torch.zeros_like(tokens).scatter(1, places, tokens)

@@ -6,31 +6,20 @@ arXiv:2501.14850.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Generator, Tensor
 
-from regard.arena.arena_task import IGNORED
+from regard.arena.arena_task import IGNORED, SideTargets
 
 MASKED_SHARE = 2 / 3  # of the hidden tokens; the others become random ones
 
 
-class HiddenTokens(NamedTuple):
-    """Hold changed tokens, and what was asked for: the tokens that were there, IGNORED where nothing was hidden."""
-
-    tokens: Tensor
-    asked: Tensor
-
-
-def hide_tokens(
-    tokens: Tensor, valid: Tensor | None, share: float, mask: int, generator: Generator | None = None
-) -> HiddenTokens:
-    """Hide a share of the real tokens of any shape: two of three become `mask`, the others a random token from 1 to mask - 1."""
+def hide_tokens(tokens: Tensor, valid: Tensor | None, share: float, mask: int, generator: Generator | None = None) -> SideTargets:
+    """Hide a share of the real tokens of any shape and ask for them: two of three become `mask`, the others a random one."""
     draws = torch.rand(tokens.shape, device=tokens.device, generator=generator)
     others = torch.randint(1, mask, tokens.shape, device=tokens.device, dtype=tokens.dtype, generator=generator)
     hidden = draws < share
     if valid is not None:
         hidden = hidden & valid
     changed = torch.where(draws < share * MASKED_SHARE, mask, others)
-    return HiddenTokens(torch.where(hidden, changed, tokens), torch.where(hidden, tokens, IGNORED))
+    return SideTargets(torch.where(hidden, changed, tokens), torch.where(hidden, tokens, IGNORED))

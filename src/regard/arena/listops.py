@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from regard.arena.arena_task import ArenaBudget, Examples
-from regard.arena.argument_order import shuffle_arguments
+from regard.arena.arena_task import IGNORED, ArenaBudget, Examples, SideTargets
+from regard.arena.argument_order import DIGIT_VALUES, ExpressionTrees, shuffle_arguments
 from regard.arena.generated_task import GeneratedTask
 from regard.arena.trivial_floors import PART_READERS, label_by_value, most_frequent, share_right
 from regard.options import check_positive
@@ -37,7 +37,7 @@ class ListOps(GeneratedTask):
     name: ClassVar[str] = "listops"
     title: ClassVar[str] = "the value of nested operators on digits"
     source: ClassVar[str] = "Nangia, Bowman 2018, arXiv:1804.06028; lengths of Tay et al. 2020, arXiv:2011.04006"
-    techniques: ClassVar[tuple[str, ...]] = ("shuffled",)
+    techniques: ClassVar[tuple[str, ...]] = ("shuffled", "subtrees")
     slice_names: ClassVar[Mapping[str, Sequence[str]]] = {"operator": OPERATORS}
 
     length: int = 2000  # examples have fewer tokens than this
@@ -45,6 +45,7 @@ class ListOps(GeneratedTask):
     depth: int = 10  # levels of a tree, digits counted: operators are nested one less
     arguments: int = 10  # most arguments of an operator, of 2 or more
     shuffled: bool = False  # training shuffles the arguments of every operator, which changes no value
+    subtrees: bool = False  # training asks for the value of every operator too, at its bracket
 
     def check(self) -> None:
         """Refuse sizes that no tree has."""
@@ -82,8 +83,16 @@ class ListOps(GeneratedTask):
         """Shuffle the arguments of every operator, if that is asked for."""
         if not self.shuffled:
             return tokens, targets
-        opens, closes = (tokens >= OPERATOR) & (tokens < CLOSE), tokens == CLOSE
-        return shuffle_arguments(tokens, opens, closes, self.depth - 1, generator), targets
+        return shuffle_arguments(tokens, *_brackets(tokens), self.depth - 1, generator), targets
+
+    @property
+    def side_labels(self) -> int:
+        """Return the number of values of an operator, if they are asked for."""
+        return DIGIT_VALUES if self.subtrees else 0
+
+    def side_targets(self, tokens: Tensor, valid: Tensor | None, generator: Generator | None = None) -> SideTargets:  # noqa: ARG002
+        """Ask for the value of every operator at its bracket; nothing is hidden."""
+        return SideTargets(tokens, subtree_values(tokens, self.depth - 1))
 
     def floors(self) -> dict[str, float]:
         """Score the most frequent label, that of the root operator, and readers of the first levels alone."""
@@ -101,6 +110,33 @@ class ListOps(GeneratedTask):
     def budget(self) -> ArenaBudget:
         """Return the budget of the published re-run: 5,000 steps of 32."""
         return ArenaBudget(steps=5000, batch=32)
+
+
+def subtree_values(tokens: Tensor, depth: int) -> Tensor:
+    """Return the value of every operator at its bracket (b n), IGNORED at other tokens; at most `depth` operators are nested."""
+    opens, closes = _brackets(tokens)
+    operator = (tokens.long() - OPERATOR).clamp(0, len(OPERATORS) - 1)
+    digits = torch.where((tokens >= DIGIT) & (tokens < OPERATOR), tokens.long() - DIGIT, -1)
+    values = ExpressionTrees(opens, closes, depth).bracket_values(digits, lambda counts: _values_of(counts, operator))
+    return torch.where(closes, values, IGNORED)
+
+
+def _brackets(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where operators begin, and where their brackets are."""
+    return (tokens >= OPERATOR) & (tokens < CLOSE), tokens == CLOSE
+
+
+def _values_of(counts: Tensor, operator: Tensor) -> Tensor:
+    """Return the value of each operator (...), given how often each digit is an argument (..., 10); see `operator_values`."""
+    below = counts.cumsum(-1, dtype=torch.int32)
+    total = below[..., -1:]
+    lower, upper = ((below < bound).sum(-1) for bound in ((total + 1) // 2, total // 2 + 1))
+    there = counts > 0
+    digits = torch.arange(DIGIT_VALUES, device=counts.device)
+    least = torch.where(there, digits, DIGIT_VALUES - 1).amin(-1)
+    most = torch.where(there, digits, 0).amax(-1)
+    ways = [least, most, (lower + upper) // 2, (counts * digits).sum(-1) % DIGIT_VALUES]
+    return torch.stack(ways, -1).gather(-1, operator.unsqueeze(-1)).squeeze(-1)
 
 
 def shallow_value(tokens: list[int], levels: int) -> int:

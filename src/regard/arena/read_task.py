@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart
+from regard.arena.arena_task import ArenaTask, Examples, ExamplesPart, SideTargets
+from regard.arena.hidden_tokens import hide_tokens
 from regard.arena.split_cache import cached_split
 from regard.data.locate import find
 from regard.data.text_files import DataError
@@ -47,6 +48,26 @@ class ReadTask(ArenaTask):
             raise ValueError(f"{part}={count:,} is more than {self.name} has: {there:,} examples")
         drawn = np.random.default_rng(SELECTION_SEED).permutation(there)
         return np.sort(drawn[: count or there])
+
+
+class MaskableBytes(ReadTask):
+    """Read bytes, some of which training may hide. A subclass has the option `masked`, the share of them."""
+
+    masked: float
+
+    @property
+    def vocab(self) -> int:
+        """Return the number of bytes; NUL is padding. The mask, if there is one, follows them."""
+        return BYTE_IDS + bool(self.masked)
+
+    @property
+    def side_labels(self) -> int:
+        """Return the number of bytes that may be asked for."""
+        return self.vocab if self.masked else 0
+
+    def side_targets(self, tokens: Tensor, valid: Tensor | None, generator: Generator | None = None) -> SideTargets:
+        """Hide some bytes and ask for them."""
+        return hide_tokens(tokens, valid, self.masked, self.vocab - 1, generator)
 
 
 def folder_sizes(name: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.arena.arena_task import ArenaBudget, Examples, ExamplesPart, TaskForm
-from regard.arena.read_task import BYTE_IDS, ReadTask, byte_rows, check_masked, text_bytes
+from regard.arena.read_task import MaskableBytes, byte_rows, check_masked, text_bytes
 from regard.arena.trivial_floors import most_frequent, threshold
 from regard.data.datasets import Splits
 from regard.data.locate import find
@@ -27,7 +27,7 @@ PairSplits = Splits[list[LabelledPair]]
 
 
 @dataclass(frozen=True)
-class Retrieval(ReadTask):
+class Retrieval(MaskableBytes):
     """Decide whether one of two papers cites the other.
 
     The pairs of the data set are split at random, so that most papers of test are in train too, in other pairs. With
@@ -51,11 +51,6 @@ class Retrieval(ReadTask):
         check_positive("length", self.length)
         check_choice("split", self.split, ("pairs", "documents"))
         check_masked(self.masked)
-
-    @property
-    def vocab(self) -> int:
-        """Return the number of bytes; NUL is padding. The mask, if there is one, follows them."""
-        return BYTE_IDS + bool(self.masked)
 
     @property
     def classes(self) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from regard.arena.arena_task import ArenaBudget, Examples, ExamplesPart
-from regard.arena.read_task import BYTE_IDS, ReadTask, byte_rows, check_masked, power_of_two, text_bytes
+from regard.arena.read_task import BYTE_IDS, MaskableBytes, byte_rows, check_masked, power_of_two, text_bytes
 from regard.arena.trivial_floors import most_frequent, ridge, token_bayes, token_histogram
 from regard.data.datasets import LabelledText, Splits, read_imdb
 from regard.data.locate import find
@@ -18,7 +18,7 @@ Labelled = list[tuple[bytes, int]]
 
 
 @dataclass(frozen=True)
-class TextBytes(ReadTask):
+class TextBytes(MaskableBytes):
     """Classify reviews, good or bad, from their first bytes. What test has too is left out of train and validation."""
 
     name: ClassVar[str] = "text"
@@ -35,11 +35,6 @@ class TextBytes(ReadTask):
         super().check()
         check_positive("length", self.length)
         check_masked(self.masked)
-
-    @property
-    def vocab(self) -> int:
-        """Return the number of bytes; NUL is padding. The mask, if there is one, follows them."""
-        return BYTE_IDS + bool(self.masked)
 
     @property
     def classes(self) -> int:

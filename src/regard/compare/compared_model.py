@@ -44,20 +44,20 @@ class MixerBlock(Block):
 class ComparedModel(nn.Module):
     """Map tokens to scores of labels, by the form of the task: (b n) or (b 2 n) -> (b c), (b n c) or those at some positions."""
 
-    def __init__(self, embed: Tokens, stack: Stack, head: nn.Module, form: str, hidden: nn.Module | None = None) -> None:
+    def __init__(self, embed: Tokens, stack: Stack, head: nn.Module, form: str, side_head: nn.Module | None = None) -> None:
         super().__init__()
         self.embed, self.stack, self.head, self.form = embed, stack, head, form
-        self.hidden = hidden  # scores of hidden tokens, for tasks that ask for them
+        self.side_head = side_head  # of scores at every token, for tasks that ask for more than their labels in training
 
     def forward(self, tokens: Tensor, valid: Tensor | None = None, at: Tensor | None = None) -> Tensor:
         """Return scores; `at` (b k) are the positions that need them, for a label per token."""
         return self._scores(self._vectors(tokens, valid), valid, at)
 
-    def with_hidden(self, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return scores, and in the same pass those of the token at each place, (b n v) or (b 2 n v)."""
-        assert self.hidden is not None, "the task hides no tokens"
+    def with_side_scores(self, tokens: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return scores, and in the same pass those of the side labels at every token, (b n v) or (b 2 n v)."""
+        assert self.side_head is not None, "the task asks for nothing beside its labels"
         y = self._vectors(tokens, valid)
-        return self._scores(y, valid), self.hidden(y).view(*tokens.shape, -1)
+        return self._scores(y, valid), self.side_head(y).view(*tokens.shape, -1)
 
     def _vectors(self, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Read the sequences; both of a pair in one pass, twice the batch."""
@@ -138,11 +138,11 @@ def build_model(task: ArenaTask, mixer: str, model: ArenaModel, length: int | No
             blocks.append(_short_conv(model))
         blocks.append(_block(spec.build(own, positions=inside), model))
     stack = Stack(blocks, nn.LayerNorm(model.width))
-    if stack.rate > 1 and (task.masked or task.form in ("token", "next")):
+    if stack.rate > 1 and (task.side_labels or task.form in ("token", "next")):
         raise ValueError(f"{spec.name} gives fewer answers than it has tokens, and {task.name} needs one for each")
     embed = Tokens(task.vocab, model.width, positions=outside, dropout=model.dropout)
-    hidden = PerVector(model.width, task.vocab) if task.masked else None
-    return ComparedModel(embed, glorot(stack), _head(task, model, length or task.length), task.form, hidden)
+    side_head = PerVector(model.width, task.side_labels) if task.side_labels else None
+    return ComparedModel(embed, glorot(stack), _head(task, model, length or task.length), task.form, side_head)
 
 
 def _block(mixer: Mixer, model: ArenaModel) -> Block:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from regard.arena.arena_task import IGNORED, ArenaBudget, ArenaTask
-from regard.arena.hidden_tokens import hide_tokens
 from regard.compare.compared_model import ComparedModel
 from regard.compare.device_split import DeviceSplit, changes_batches
 from regard.compare.split_score import target_losses
@@ -123,19 +122,19 @@ class TrainingStep:
         self.total_loss += loss.detach()
 
     def _loss(self, length: int | None) -> Tensor:
-        """Return the mean loss of the targets, and that of hidden tokens beside it where the task asks for them."""
+        """Return the mean loss of the targets, and that of the side targets beside it where the task has some."""
         tokens, targets, valid, at = self.split.rows(self.index, length)
         if self.augments:
             tokens, targets = self.task.augment(tokens, targets, None)
         autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False)
-        if not self.task.masked:
+        if not self.task.side_labels:
             with autocast:
                 scores = self.model(tokens, valid, at)
             return mean_loss(scores, targets)
-        hidden = hide_tokens(tokens, valid, self.task.masked, self.task.vocab - 1)
+        side = self.task.side_targets(tokens, valid)
         with autocast:
-            scores, token_scores = self.model.with_hidden(hidden.tokens, valid)
-        return mean_loss(scores, targets) + mean_loss(token_scores, hidden.asked)
+            scores, side_scores = self.model.with_side_scores(side.tokens, valid)
+        return mean_loss(scores, targets) + mean_loss(side_scores, side.targets)
 
     def _run_and_capture(self, length: int | None) -> None:
         """Make one update without a synchronisation, then capture the next ones; the reason is noted where that fails."""
