@@ -18,10 +18,10 @@ REPORT: dict[str, tuple[str, str, str, str]] = {
         "advise",
     ),
     "the old attention stays": (B + "advice.py", "plus(other.minus(own), part.count)", "plus(other, part.count)", "advise"),
-    "one layer is replaced": (
+    "a model with another mechanism has one layer": (
         B + "advice.py",
-        "other.minus(layer), frame.repeats",
-        "other.minus(layer), 1",
+        "return deeper(layer, more, *_depths(request))",
+        "return layer",
         "advise",
     ),
     "a host that is waited for is free": (

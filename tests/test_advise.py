@@ -209,6 +209,16 @@ def test_composed_parts_predict_whole_models(kind):
         assert predicted == pytest.approx(measured, rel=0.01), spec
 
 
+def test_noise_of_slow_attention_is_not_in_the_prediction_of_a_fast_one(monkeypatch):
+    """A hundred milliseconds of softmax, measured 10 % wrong, would be ten of a model that takes ten."""
+    times = {("softmax", 1): 10.0, ("softmax", 3): 29.0, ("linear", 1): 2.0, ("linear", 3): 4.0}
+    monkeypatch.setattr(advice, "own_model", lambda _, spec, _n, depth: (spec.name, depth))
+    monkeypatch.setattr(advice, "_step_times", lambda _, *made: [StepTime(0.0, times[x]) for x in made])
+    frame = advice.Frame(StepTime(0.0, 1e6), StepTime(0.0, 0.0), {}, {}, [], 0)
+    assert predicted_total(request(), frame, Spec("linear"), 16) == StepTime(0.0, 6.0)  # 2, and four layers of 1
+    assert predicted_total(request(), frame, Spec("softmax"), 16) == frame.whole
+
+
 @pytest.mark.usefixtures("operations")
 def test_other_models_are_predicted_and_checked_with_the_mechanism_inside(foreign):
     asked = request("linear", factory=foreign, optimiser=False)

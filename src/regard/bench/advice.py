@@ -1,9 +1,9 @@
 """Is attention the bottleneck? Parts of a model over n, the end-to-end time with other mechanisms, and the error of predictions.
 
 A model of `depth` layers is composed: one of 1 and one of 3 layers are measured, which gives the cost of a layer and of all
-else. Another mechanism changes every layer by the difference of two models of one layer, in which it stands in its place. In a
-model from a factory, which has its own depth, the difference is that of the two parts, each timed alone on the same tokens.
-What is subtracted is measured in turns, and how much these differ, multiplied in the same way, is the spread of a prediction.
+else. With another mechanism it is composed in the same way, from two models that have it. A model from a factory, which has its
+own depth, is changed by the difference of two parts, each timed alone on the same tokens. What is subtracted is measured in
+turns, and how much these differ, multiplied in the same way, is the spread of a prediction.
 Time of the host and time of the device are composed apart, and the longer one is the prediction (`regard.bench.step_time`).
 """
 
@@ -62,7 +62,6 @@ class Frame:
     saved: dict[str, float]  # bytes kept for the backward pass, by kind; REST is what no part has
     parts: list[Part]
     weights: int  # bytes of all weights
-    repeats: int  # how often the recorded layer occurs
 
 
 def advice_record(request: AdviceRequest, report: Report, save: Save) -> dict[str, Any]:
@@ -123,17 +122,31 @@ def measured_frame(request: AdviceRequest, n: int) -> Frame:
     """Measure the model at one length."""
     if request.factory:
         return _factory_frame(request, n)
-    depth, wanted = min(SHALLOW, request.models.depth), request.models.depth
-    one = own_model(request, request.base, n, 1)
-    many = own_model(request, request.base, n, depth)
-    layer, more = _step_times(request, one, many)
-    whole = deeper(layer, more, depth, wanted)
+    depth, wanted = _depths(request)
+    one, many = _shallow_models(request, request.base, n)
+    whole = _composed(request, one, many)
     optimiser = deeper(_optimiser_time(one, request), _optimiser_time(many, request), depth, wanted)
     saved = _extrapolated(_held(one, request), _held(many, request), depth, wanted)
     sizes = _extrapolated(_weight_bytes(one.model), _weight_bytes(many.model), depth, wanted)
     del many
     parts = recorded_parts(one.model, one.loss)
     return _framed(request, parts, (whole, optimiser), saved, sizes, wanted)
+
+
+def _depths(request: AdviceRequest) -> tuple[int, int]:
+    """Return the layers of the second model that is measured, and those of the model that is asked about."""
+    return min(SHALLOW, request.models.depth), request.models.depth
+
+
+def _shallow_models(request: AdviceRequest, spec: Spec, n: int) -> tuple[Runnable, Runnable]:
+    """Build the two models of a mechanism from which a deeper one is composed."""
+    return own_model(request, spec, n, 1), own_model(request, spec, n, _depths(request)[0])
+
+
+def _composed(request: AdviceRequest, one: Runnable, many: Runnable) -> StepTime:
+    """Measure both shallow models, and compose the time of the whole one."""
+    layer, more = _step_times(request, one, many)
+    return deeper(layer, more, *_depths(request))
 
 
 def _factory_frame(request: AdviceRequest, n: int) -> Frame:
@@ -172,7 +185,7 @@ def _framed(
         held[part.kind] = held.get(part.kind, 0.0) + count * _part_held(part, request)
     held[REST] = max(0.0, saved - sum(held.values()))
     copies = WEIGHT_COPIES if request.training else 1
-    return Frame(*measured, times, held, parts, int(weights * copies), repeats)
+    return Frame(*measured, times, held, parts, int(weights * copies))
 
 
 def _own_call(part: Part, request: AdviceRequest) -> Call:
@@ -198,18 +211,15 @@ def predicted_total(request: AdviceRequest, frame: Frame, spec: Spec, n: int) ->
     """Compose the time of the whole model with another mechanism."""
     total = frame.whole
     if not request.factory:
-        return total if spec == request.base else _with_layers_of(request, frame, spec, n)
+        if spec == request.base:
+            return total
+        return _composed(request, *_shallow_models(request, spec, n))
     for part in (part for part in frame.parts if part.kind == ATTENTION):
         mixer = substitute(request, part, spec, n)
         call = part_call(mixer, (part.tokens,), {}, request.precision, request.training)
         own, other = times_in_turns([_own_call(part, request), call], request.device, request.models.seconds)
         total = total.plus(other.minus(own), part.count)
     return total
-
-
-def _with_layers_of(request: AdviceRequest, frame: Frame, spec: Spec, n: int) -> StepTime:
-    layer, other = _step_times(request, own_model(request, request.base, n, 1), own_model(request, spec, n, 1))
-    return frame.whole.plus(other.minus(layer), frame.repeats)
 
 
 def checked_models(request: AdviceRequest, predictions: Sequence[Measured]) -> list[tuple[Spec, int]]:

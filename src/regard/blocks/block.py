@@ -15,6 +15,7 @@ from regard.mixers.base import Mixer
 from regard.mixers.places import PaddingMask, Places, mask_padding, pool_at
 from regard.mixers.state import State, check_states
 from regard.ops.add_norm import add_norm
+from regard.ops.dropout import Dropout
 
 NormClass = Callable[[int], nn.Module]
 
@@ -87,7 +88,7 @@ class Block(nn.Module):
         self.cross_norm = None if cross is None else norm_class(self.width)
         self.cross = cross
         self.channel_norm, self.channel = norm_class(self.width), channel
-        self.drop = nn.Dropout(check_fraction("dropout", dropout))
+        self.drop = Dropout(check_fraction("dropout", dropout))
 
     def forward(
         self,
@@ -232,6 +233,6 @@ class Block(nn.Module):
         if not self.training:
             return y
         drop = self.drop
-        if type(drop) is nn.Dropout and drop.p == 0 and not has_hooks(drop):  # the call alone would take microseconds
+        if type(drop) is Dropout and drop.p == 0 and not has_hooks(drop):  # the call alone would take microseconds
             return y
         return drop(y)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from regard.checks import need
 from regard.mixers.attention import has_hooks
+from regard.ops.dropout import Dropout
 from regard.ops.feed_forward import fused_feed_forward, takes_feed_forward
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -69,7 +70,7 @@ class FeedForward(nn.Module):
         inner = 2 * hidden if gated else hidden  # gate and value in one product
         self.up = nn.Linear(width, inner, bias=bias)
         self.down = nn.Linear(hidden, width, bias=bias)
-        self.drop = nn.Dropout(check_fraction("dropout", dropout))
+        self.drop = Dropout(check_fraction("dropout", dropout))
 
     def forward(self, x: Tensor) -> Tensor:
         if self._fuses(x):

@@ -13,6 +13,7 @@ from regard.blocks.feedforward import check_fraction
 from regard.mixers.base import Mixer
 from regard.mixers.places import PaddingMask, Places, mask_padding
 from regard.mixers.state import State, check_states
+from regard.ops.dropout import Dropout
 
 
 class BlockPart(NamedTuple):
@@ -64,7 +65,7 @@ class PartsBlock(Block):
         self.weights = tuple(float(part.weight) for part in parts)
         self.norms = nn.ModuleList(norm_class(self.width) for _ in parts)
         self.last_norm = norm_class(self.width) if last_norm else None
-        self.drop = nn.Dropout(check_fraction("dropout", dropout))
+        self.drop = Dropout(check_fraction("dropout", dropout))
 
     @property
     def mixers(self) -> list[Mixer]:

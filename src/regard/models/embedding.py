@@ -16,6 +16,7 @@ from regard.mixers.dims import Can, Dims
 from regard.mixers.places import PaddingMask, Places, mask_padding
 from regard.mixers.position_interface import Positions
 from regard.mixers.state import State, check_state
+from regard.ops.dropout import Dropout
 from regard.positions import positions as make_positions
 
 WHOLE = (torch.long, torch.int)
@@ -54,7 +55,7 @@ class Embedding(nn.Module):
         self.positions = positions
         self.norm = norm
         dropout = check_fraction("dropout", dropout)
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
 
     def vectors(self, x: Tensor) -> Tensor:
         """Return the vectors of tokens x, without positions."""

@@ -25,6 +25,7 @@ from regard.mixers.places import Places, mask_padding
 from regard.mixers.state import State
 from regard.models.build import translator
 from regard.models.translator import Translator
+from regard.ops.dropout import drop_out
 from regard.text import unknown
 
 
@@ -121,7 +122,7 @@ class Aligner(Mixer):
     def extend_at(self, state: State, x: Tensor, places: Places) -> tuple[Tensor, State]:
         weights, after = self._weights(state, x, places)
         weights = self.seen(weights)
-        weights = F.dropout(weights, self.dims.dropout, self.training)
+        weights = drop_out(weights, self.dims.dropout, self.training)
         with no_autocast(weights):
             y = weights @ upcast(state.memory.v)
         y = y.to(x.dtype).transpose(1, 2)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.blocks.feedforward import activate, check_fraction
 from regard.mixers.feature_math import upcast
+from regard.ops.dropout import Dropout
 from regard.text import unknown
 
 POOLS = ("token", "mean", "max", "smooth")
@@ -85,7 +86,7 @@ class PerVector(nn.Module):
     def __init__(self, width: int, classes: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         dropout = check_fraction("dropout", dropout)
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
         self.map = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:  # noqa: ARG002 - heads are called alike
@@ -121,7 +122,7 @@ class PerSequence(nn.Module):
         self.change = nn.Linear(width, width) if deep else None
         self.pool = _pool(pool)
         dropout = check_fraction("dropout", dropout)
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
         self.map = nn.Linear(width, classes)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -214,7 +215,7 @@ class Matching(nn.Module):
         dropout = check_fraction("dropout", dropout)
         first = nn.Linear(4 * width, width)
         second = nn.Linear(width, classes)
-        self.map = nn.Sequential(first, nn.ReLU(), nn.Dropout(dropout), second)
+        self.map = nn.Sequential(first, nn.ReLU(), Dropout(dropout), second)
 
     def forward(self, x: Tensor, valid: Tensor | None, y: Tensor, y_valid: Tensor | None) -> Tensor:
         u = pooled(x, valid, self.pool)

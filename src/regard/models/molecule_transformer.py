@@ -15,6 +15,7 @@ from regard.checks import need
 from regard.mixers.attend import attend
 from regard.mixers.base import Dims
 from regard.mixers.softmax import Softmax
+from regard.ops.dropout import Dropout
 
 
 class PairBiasAttention(nn.Module):
@@ -48,7 +49,7 @@ class PairBiasBlock(nn.Module):
         super().__init__()
         self.mixer_norm, self.mixer = nn.LayerNorm(dims.width), PairBiasAttention(dims, classes)
         self.channel_norm, self.channel = nn.LayerNorm(dims.width), channel
-        self.drop = nn.Dropout(check_fraction("dropout", dropout))
+        self.drop = Dropout(check_fraction("dropout", dropout))
 
     def forward(self, x: Tensor, pairs: Tensor, valid: Tensor | None = None) -> Tensor:
         x = x + self.drop(self.mixer(self.mixer_norm(x), pairs, valid))
@@ -94,7 +95,7 @@ class MoleculeTransformer(nn.Module):
             )
             for _ in range(need("depth", depth))
         )
-        self.drop = nn.Dropout(check_fraction("dropout", dropout))
+        self.drop = Dropout(check_fraction("dropout", dropout))
         self.final_norm, self.head = nn.LayerNorm(dims.width), nn.Linear(dims.width, labels)
 
     def forward(self, atoms: Tensor, pairs: Tensor, valid: Tensor | None = None) -> Tensor:

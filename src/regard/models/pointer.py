@@ -23,6 +23,7 @@ from regard.mixers.state import State
 from regard.models import build
 from regard.models.embedding import Vectors
 from regard.models.encoder import Encoded, Encoder
+from regard.ops.dropout import Dropout
 
 
 class PointerState(nn.Module):
@@ -102,7 +103,7 @@ class Pointer(nn.Module):
         self.decoder = decoder
         self.positions = positions
         self.point = PointerState(encoder.width)
-        self.drop = nn.Dropout(dropout)
+        self.drop = Dropout(dropout)
         scale = encoder.width**-0.5
         self.begin = nn.Parameter(torch.randn(encoder.width) * scale)
         self.end = nn.Parameter(torch.randn(encoder.width) * scale)

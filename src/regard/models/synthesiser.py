@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from regard.blocks.feedforward import check_fraction
 from regard.checks import need
@@ -21,6 +20,7 @@ from regard.models.build import added, encoder, glorot, stack, tokens
 from regard.models.embedding import Embedding
 from regard.models.guided import ALIGNERS, guided, record_alignments
 from regard.models.translator import Translator
+from regard.ops.dropout import drop_out
 from regard.text import unknown
 
 STOPS_SEEN = 8  # steps after which the host sees whether all rows have stopped
@@ -75,7 +75,7 @@ class Prenet(Embedding):
 
     def _dropped(self, x: Tensor, at: Tensor, number: int) -> Tensor:
         if self.training:
-            return F.dropout(x, self.dropout)
+            return drop_out(x, self.dropout)
         return x * self.keep[at, number].to(x.dtype) if self.always and self.dropout else x
 
 

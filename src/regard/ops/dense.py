@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard.ops.dense_limit import DENSE_LIMIT
+from regard.ops.dropout import drop_out
 from regard.ops.few_keys import few_keys_attention, takes_few_keys
 from regard.ops.score_bias import ScoreBias
 from regard.ops.tile.call import accumulator
@@ -146,7 +147,7 @@ def sdpa_composite(
         s = s.masked_fill(future, -torch.inf)
     weights = s.softmax(-1, dtype=accumulator(s.dtype)).to(s.dtype)
     if dropout:
-        weights = torch.nn.functional.dropout(weights, dropout)
+        weights = drop_out(weights, dropout)
     return weights @ v
 
 
@@ -200,7 +201,7 @@ def few_queries_attention(
     lse = s.logsumexp(-1)
     weights = (s - lse[..., None]).exp()
     if dropout:
-        weights = torch.nn.functional.dropout(weights, dropout)
+        weights = drop_out(weights, dropout)
     lost = lse < MASKED_SCORE / 2
     out = weights.reshape(b, g, rows, m) @ v.to(acc)
     out = out.reshape(b, h, n, v.shape[-1])
