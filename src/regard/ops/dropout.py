@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from regard.patterns.tiles import ceil_div
 from regard.transforms import needs_plain_ops
 
-LEVELS = 2**16  # of an element's draw: a share is rounded to 1 / LEVELS
+DRAW_LEVELS = 2**16  # of an element's draw: a share is rounded to 1 / DRAW_LEVELS
 
 
 def drop_out(x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -20,13 +20,13 @@ def drop_out(x: Tensor, p: float, training: bool = True) -> Tensor:
     >>> sorted(drop_out(torch.ones(1000), 0.5).unique().tolist())
     [0.0, 2.0]
     """
-    dropped = round(p * LEVELS)
+    dropped = round(p * DRAW_LEVELS)
     plain = x.device.type != "cpu" or torch.compiler.is_compiling() or needs_plain_ops()
-    if not training or plain or not 0 < dropped < LEVELS:
+    if not training or plain or not 0 < dropped < DRAW_LEVELS:
         return F.dropout(x, p, training)
     draws = torch.randint(-(2**63), 2**63 - 1, (ceil_div(x.numel(), 4),))
-    kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - LEVELS // 2
-    return x * kept.to(x.dtype).mul_(LEVELS / (LEVELS - dropped))
+    kept = draws.view(torch.int16)[: x.numel()].view(x.shape) >= dropped - DRAW_LEVELS // 2
+    return x * kept.to(x.dtype).mul_(DRAW_LEVELS / (DRAW_LEVELS - dropped))
 
 
 class Dropout(nn.Dropout):
