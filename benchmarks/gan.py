@@ -248,6 +248,8 @@ def main() -> None:
     args = parse_arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.sheet:
+        args.sheet.mkdir(parents=True, exist_ok=True)
     path = args.out or (Path(tempfile.gettempdir()) / "gan_tiny.json" if args.tiny else RESULTS / "gan.json")
     empty = {"benchmark": "gan", "settings": {}, "floors": {}, "rows": []}
     record = json.loads(path.read_text()) if path.is_file() else empty

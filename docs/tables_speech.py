@@ -38,11 +38,11 @@ def _digits(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> st
     for row in rows:
         by.setdefault(row["name"].split()[1], []).append(_test(row)["accuracy"])
     own = {voice: mean(values) for voice, values in sorted(by.items())}
-    ridge = {voice: floors[f"floor fsdd {voice}, ridge"]["accuracy"] for voice in own}
-    body = [[voice, len(by[voice]), f"{own[voice]:.1f}", f"{ridge[voice]:.1f}"] for voice in own]
-    body.append([f"mean of {len(own)} voices", "", f"{mean(own.values()):.1f}", f"{mean(ridge.values()):.1f}"])
+    ridges = [{voice: floors[f"floor fsdd {voice}, {how}"]["accuracy"] for voice in own} for how in ("ridge", "ridge of fifths")]
+    body = [[voice, len(by[voice]), *(f"{found[voice]:.1f}" for found in (own, *ridges))] for voice in own]
+    body.append([f"mean of {len(own)} voices", "", *(f"{mean(found.values()):.1f}" for found in (own, *ridges))])
     head = ["`fsdd`, voice held out", "seeds", "digits right, %", "floor: ridge regression of means and spreads, %"]
-    return table(head, body)
+    return table([*head, "floor: the same of the mean of each fifth and of spreads, %"], body)
 
 
 def _voices(rows: list[dict[str, Any]], floors: dict[str, dict[str, Any]]) -> str:

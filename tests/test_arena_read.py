@@ -235,7 +235,7 @@ def test_damaged_pairs_are_refused_with_their_line(file, text, sentence, data, t
         (np.zeros(99, np.uint8), r"images of test are \(100, 32, 32\) and labels \(99,\)"),
         (np.full(100, 10, np.uint8), "labels of test go up to 10, not to 9"),
         (np.zeros(100, np.int64), "holds int64, not uint8"),
-        (np.array([{}]), "is not a whole .npy file"),
+        (np.array([{}]), "is not a whole .npy file: it holds no plain numbers"),
         (None, "is not a whole .npy file"),
     ],
 )

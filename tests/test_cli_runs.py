@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from regard import tasks
 from regard.cli import app
-from regard.cli.train import _fresh
+from regard.cli.train import _fresh, _sample
 from regard.data.text_files import Pair
 from regard.tasks.task import Task
 from regard.tasks.translation import TranslationTask
@@ -382,3 +382,8 @@ def test_a_model_that_says_everything_at_once_is_trained_and_answers(
     assert done.exit_code == 0, done.output
     assert len(answered(out, "a b\nc")) == 2
     assert run("evaluate", str(out)).exit_code == 0
+
+
+def test_what_predict_could_be_given_is_a_file_where_it_reads_files():
+    assert _sample(tasks.make_task(tasks.config("fsdd"))) == "input.wav"
+    assert _sample(tasks.make_task(tasks.config("reverse"))) == "…"  # whose data is not read yet

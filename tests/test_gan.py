@@ -141,7 +141,7 @@ def test_its_benchmark_goes_on_where_the_time_was_over(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(gan, "read_digits", lambda _: drawn_digits())
     out = tmp_path / "gan.json"
-    arguments = ["gan.py", "--tiny", "--seeds", "1", "--out", str(out), "--sheet", str(tmp_path)]
+    arguments = ["gan.py", "--tiny", "--seeds", "1", "--out", str(out), "--sheet", str(tmp_path / "samples")]
     arguments += ["--layers", "attention", "none"]
     monkeypatch.setattr(sys, "argv", arguments)
     now = [0.0]
@@ -156,4 +156,4 @@ def test_its_benchmark_goes_on_where_the_time_was_over(tmp_path, monkeypatch, ca
     parts = json.loads(out.read_text())
     assert [row["distance"] for row in parts["rows"]] == [row["distance"] for row in whole["rows"]] and len(parts["rows"]) == 2
     assert whole["floors"] == parts["floors"] and whole["floors"]["noise"] > whole["floors"]["test images"]
-    assert (tmp_path / "gan_attention_1.png").stat().st_size > 1000
+    assert (tmp_path / "samples" / "gan_attention_1.png").stat().st_size > 1000

@@ -108,6 +108,9 @@ def test_likeliest_moves_and_whole_games_are_written(tmp_path):
         made.predict(model, ["(;SZ[9])"])
     with pytest.raises(ValueError, match="there is no file"):
         input_lines("nowhere.sgf")
+    (tmp_path / "empty.sgf").write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.sgf is empty"):
+        input_lines(str(tmp_path / "empty.sgf"))
 
 
 @pytest.mark.parametrize(

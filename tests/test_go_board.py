@@ -184,6 +184,12 @@ def test_games_are_written_and_read_again():
         ("(;SZ[9];B[aa];W[aa])", "white cannot play A9"),
         ("(;SZ[9]AB[aa][bb])", "AB sets up stones"),
         ("(;SZ[9:13])", "no size of a square board"),
+        ("(;SZ[\u00b2])", "no size of a square board"),
+        ("(;GM[3]SZ[9])", "another game than Go"),
+        ("(;", r"cut off: it ends without a \)"),
+        ("(;SZ[9];B[aa]", r"cut off: it ends without a \)"),
+        ("(;SZ[9];B[aa];W[b", r"cut off: it ends without a \]"),
+        ("(;SZ[9];B[aa];W[bb)", r"cut off: it ends without a \]"),
     ],
 )
 def test_what_is_no_game_is_refused(text, sentence):
@@ -228,6 +234,10 @@ def test_a_file_that_is_no_table_of_games_is_named(tmp_path):
     ):
         (tmp_path / "val.tsv").write_text(head + text)
         with pytest.raises(DataError, match=rf"val\.tsv, line 2: .*{sentence}"):
+            read_go(tmp_path)
+    for text in ("", head):
+        (tmp_path / "val.tsv").write_text(text)
+        with pytest.raises(DataError, match=r"val\.tsv has no games"):
             read_go(tmp_path)
     (tmp_path / "val.tsv").write_text("id\tmoves\n")
     with pytest.raises(DataError, match="the columns are id, moves"):

@@ -9,11 +9,20 @@ import pytest
 import torch
 from PIL import Image
 from torch import Generator
+from typer.testing import CliRunner
 
 from regard import load
+from regard.cli import app
 from regard.cli.model_check import check_model
 from regard.cli.settings import check_used
-from regard.data.colour_images import CIFAR_CLASSES, image_floors, read_colour_images, some_images, split_images
+from regard.data.colour_images import (
+    CIFAR_CLASSES,
+    image_floors,
+    read_colour_images,
+    read_image,
+    some_images,
+    split_images,
+)
 from regard.data.gray_images import LabelledImages
 from regard.data.text_files import DataError
 from regard.tasks import config, make_task
@@ -156,6 +165,14 @@ def test_a_run_is_scored_and_answers_files(folder, tmp_path, name, model):
     for wrong, why in ((tmp_path / "bad.jpg", "bad.jpg is not a whole image"), (tmp_path / "none.png", "there is no file")):
         with pytest.raises(ValueError, match=why):
             run.predict([str(wrong)])
+    (tmp_path / "a.mp3").write_bytes(b"ID3\0\xff")
+    out = str(tmp_path / "a.wav")
+    for words, why in (
+        ([str(tmp_path / "a.mp3")], "a.mp3 is no file of .png, .jpg"),
+        ([str(tmp_path / "a.mp3"), "--out", out], f"--out is for speech that a run makes of a text, not for {name}"),
+    ):
+        refused = CliRunner().invoke(app, ["predict", str(tmp_path / "run"), *words])
+        assert refused.exit_code == 2 and why in " ".join(refused.output.split()), refused.output
 
 
 def test_an_interrupted_run_has_the_weights_of_one_that_was_not(folder, tmp_path):
@@ -180,6 +197,28 @@ def test_an_interrupted_run_has_the_weights_of_one_that_was_not(folder, tmp_path
     fit(tiny(folder, **settings), tmp_path / "cut", accelerator="cpu", quiet=True)
     whole, cut = (load(tmp_path / part, checkpoint="last").model.state_dict() for part in ("whole", "cut"))
     assert calls[-1] == 5 and all(torch.equal(x, cut[name]) for name, x in whole.items())
+
+
+def test_files_of_cameras_and_scanners_are_read_as_they_look(tmp_path):
+    levels = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    Image.fromarray(levels).save(tmp_path / "deep.png")  # 16 bits
+    for gray in (True, False):
+        assert (read_image(tmp_path / "deep.png", 8, gray) == levels >> 8).all()
+    held = Image.Exif()
+    held[0x0112] = 6  # the camera was turned: what was stored is upright after a quarter turn clockwise
+    stored = (levels >> 8).astype(np.uint8)
+    Image.fromarray(stored).save(tmp_path / "turned.png", exif=held)
+    assert (read_image(tmp_path / "turned.png", 8, True)[0] == np.rot90(stored, -1)).all()
+
+
+def test_an_image_of_billions_of_pixels_is_refused(tmp_path):
+    data = io.BytesIO()
+    Image.new("L", (8, 8)).save(data, "BMP")
+    head = bytearray(data.getvalue())
+    head[18:26] = (60_000).to_bytes(4, "little") * 2
+    (tmp_path / "vast.bmp").write_bytes(head)
+    with pytest.raises(DataError, match=r"vast\.bmp is too large: Image size \(3600000000 pixels\)"):
+        read_image(tmp_path / "vast.bmp", 32, False)
 
 
 def test_a_share_of_the_images_is_a_part_of_a_larger_share(folder):
@@ -233,7 +272,7 @@ def test_other_bad_archives(tmp_path):
     with pytest.raises(DataError, match=r"test/cat/0009\.jpg has 16 x 32 pixels, not 32 x 32"):
         read_colour_images(tmp_path)
     (tmp_path / "cifar10_jpeg.tar").write_bytes(b"no archive" * 100)
-    with pytest.raises(DataError, match=r"cifar10_jpeg\.tar is not a whole tar archive"):
+    with pytest.raises(DataError, match=r"cifar10_jpeg\.tar is not a whole tar archive: [^\n]*$"):
         read_colour_images(tmp_path)
     (tmp_path / "cifar10_jpeg.tar").unlink()
     (tmp_path / "cifar10_jpeg.tar.xz").unlink()

@@ -182,6 +182,8 @@ def test_it_trains_answers_and_goes_on_as_an_undisturbed_run(tmp_path: Path) -> 
     assert run.predict(["c1ccccc1N"]) == answers[2:]
     with pytest.raises(ValueError, match="line 2: 'C1CC' is not SMILES of a molecule"):
         run.predict(["CCO", "C1CC"])
+    with pytest.raises(ValueError, match=r"has 1,001 atoms, but at most 1,000 are read"):  # of 9,000, paths would take minutes
+        run.predict(["C" * 1001])
 
 
 @pytest.mark.usefixtures("rdkit")

@@ -190,6 +190,9 @@ def test_a_file_of_cora_is_read_or_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "planetoid" / "cora.npz").write_bytes(b"PK\3\4 cut off")
     with pytest.raises(DataError, match=r"cora\.npz is not a whole \.npz file"):
         read_cora(tmp_path / "planetoid")
+    (tmp_path / "planetoid" / "cora.npz").write_text("no array at all")  # NumPy would propose to load it as a pickle
+    with pytest.raises(DataError, match=r"not a whole \.npz file: it holds no plain numbers"):
+        read_cora(tmp_path / "planetoid")
 
 
 @pytest.mark.skipif("REGARD_DATA" not in os.environ, reason="set REGARD_DATA to the folder that has planetoid/")

@@ -107,6 +107,9 @@ def test_a_bad_line_of_the_treebank_is_named(tmp_path):
     (tmp_path / "test.tsv").write_text(CAT)
     with pytest.raises(DataError, match="1 columns instead of 2"):
         read_gum(tmp_path)
+    (tmp_path / "test.tsv").write_text("")
+    with pytest.raises(DataError, match=r"test\.tsv has no trees"):
+        read_gum(tmp_path)
 
 
 def scored(answer, reference):

@@ -6,9 +6,21 @@ import wave
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from regard.data.speech_augment import change_speed, change_tempo, resized, spec_augment
-from regard.data.speech_features import ENERGY_FLOOR, PREEMPHASIS, centred, log_mel, mel_filters, mfcc, slopes, with_slopes
+from regard.data.speech_features import (
+    ENERGY_FLOOR,
+    PREEMPHASIS,
+    centred,
+    log_mel,
+    mel_filters,
+    mfcc,
+    raised_floor,
+    slopes,
+    trimmed,
+    with_slopes,
+)
 from regard.data.text_files import DataError
 from regard.data.wav_files import Recording, parse_wav, read_wav, write_wav
 from regard.models.frames import Frames
@@ -68,6 +80,42 @@ def test_slopes_of_a_line_are_its_slope():
     torch.testing.assert_close(made.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("spread", [True, False])
+def test_recordings_of_a_batch_are_centred_as_each_is_alone(spread):
+    rows = [torch.randn(n, 4, dtype=torch.float64) * 7 + 3 for n in (50, 20, 1)]
+    x, valid = torch.full((3, 50, 4), 9.0, dtype=torch.float64), torch.arange(50) < torch.tensor([[50], [20], [1]])
+    for place, row in zip(x, rows, strict=True):
+        place[: len(row)] = row
+    made = centred(x, valid, spread=spread)
+    for found, row in zip(made, rows, strict=True):
+        expected = (row - row.mean(0)) / (row.std(0, unbiased=False).clamp_min(1e-3) if spread else 1)
+        torch.testing.assert_close(found[: len(row)], expected)
+        torch.testing.assert_close(centred(row, spread=spread), expected)
+        assert (found[len(row) :] == 0).all()
+
+
+def test_quiet_ends_are_cut_off_and_what_is_quiet_in_between_stays():
+    """Levels in decibels of windows of one feature: -60 between two loud ones is speech, at the ends it is not."""
+    levels = torch.tensor([-60.0, -60, -60, -60, -60, -15, 0, -60, -10, -60, -60, -60])
+    x = (levels * math.log(10) / 10)[:, None]
+    assert trimmed(x, 22.0, margin=0).equal(x[5:9])
+    assert trimmed(x, 12.0, margin=0).equal(x[6:9]) and trimmed(x, 5.0, margin=0).equal(x[6:7])
+    assert trimmed(x, 22.0).equal(x[2:]) and trimmed(x, 70.0).equal(x)
+    assert trimmed(x + 5, 22.0, margin=1).equal((x + 5)[4:10])  # a louder recording is cut at the same places
+
+
+def test_a_floor_is_the_sum_of_energies_and_is_relative_to_the_loudest():
+    x = torch.tensor([[0.0, -3.0], [-9.0, -20.0]], dtype=torch.float64)
+    noise = 10 ** (-35 / 10)
+    torch.testing.assert_close(raised_floor(x, 35.0).exp(), x.exp() + noise)
+    torch.testing.assert_close(raised_floor(x + 4, 35.0), raised_floor(x, 35.0) + 4)
+    padded = torch.stack([torch.cat([x, torch.full((1, 2), 50.0, dtype=torch.float64)]), torch.cat([x - 7, x[:1]])])
+    valid = torch.tensor([[True, True, False], [True, True, False]])
+    made = raised_floor(padded, torch.tensor([[[35.0]], [[20.0]]]), valid)
+    torch.testing.assert_close(made[0, :2], raised_floor(x, 35.0))
+    torch.testing.assert_close(made[1, :2], raised_floor(x - 7, 20.0))
+
+
 def test_speed_changes_pitch_and_length_and_tempo_only_length():
     x = tone(400, 0.5)
     fast = change_speed(x, 2.0)
@@ -93,10 +141,10 @@ def test_masks_lie_within_real_windows_and_within_their_bounds():
     assert spec_augment(x, time_masks=0, bands=0).equal(x)
 
 
-@pytest.mark.parametrize("halvings", [0, 1, 2])
-def test_subsampling_ignores_padding_wherever_it_lies(halvings):
+@pytest.mark.parametrize("halvings, channels", [(0, 0), (1, 0), (2, 0), (1, 3), (2, 5)])
+def test_subsampling_ignores_padding_wherever_it_lies(halvings, channels):
     torch.manual_seed(0)
-    embed = Frames(6, 8, halvings=halvings).double().eval()
+    embed = Frames(6, 8, halvings=halvings, channels=channels).double().eval()
     rows = [torch.randn(n, 6, dtype=torch.float64) for n in (13, 8, 1)]
     x, valid = torch.full((3, 15, 6), torch.nan, dtype=torch.float64), torch.zeros(3, 15, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -114,6 +162,23 @@ def test_subsampling_ignores_padding_wherever_it_lies(halvings):
         embed(x[..., :5])
 
 
+def test_channels_are_convolutions_over_time_and_features():
+    """Two of them, by PyTorch on one picture; a token sees `reach` windows to either side, as without channels."""
+    torch.manual_seed(0)
+    embed = Frames(7, 8, halvings=2, channels=3).double().eval()
+    x = torch.randn(1, 21, 7, dtype=torch.float64)
+    one, two = embed.convolutions
+    y = F.conv2d(x[:, None], one.weight, one.bias, stride=2, padding=1).relu()
+    y = F.conv2d(y, two.weight, two.bias, stride=2, padding=1).relu()  # (1 3 6 2)
+    torch.testing.assert_close(embed(x), embed.map(y.permute(0, 2, 1, 3).reshape(1, 6, 6)))
+    for reach, equal in ((embed.reach, False), (embed.reach + 1, True)):
+        changed = x.clone()
+        changed[:, 8 + reach] += 1  # of the third token, at 8
+        assert embed(changed)[0, 2].equal(embed(x)[0, 2]) is equal
+    with pytest.raises(ValueError, match="halvings=0 has none"):
+        Frames(7, 8, halvings=0, channels=3)
+
+
 def test_wav_files_of_all_widths_are_read_and_others_refused(tmp_path):
     x = torch.linspace(-0.9, 0.9, 50)
     write_wav(tmp_path / "a.wav", Recording(x, 8000))
@@ -128,7 +193,11 @@ def test_wav_files_of_all_widths_are_read_and_others_refused(tmp_path):
         expected = {1: [-1.0, 0.0, 127 / 128], 3: [-0.5, 0.0], 4: [0.5, 0.0]}[width]
         assert read_wav(tmp_path / "b.wav").samples.tolist() == pytest.approx(expected)
     whole = (tmp_path / "a.wav").read_bytes()
-    for raw, why in ((whole[:100], "cut off"), (b"RIFFnothing", "not a wav"), (b"", "not a wav")):
+    for raw, why in (
+        (whole[:100], "cut off"),
+        (b"RIFFnothing", "not a wav"),
+        (b"", "not a wav file of PCM samples: it is cut off"),
+    ):
         with pytest.raises(DataError, match=f"bad.wav.*{why}"):
             parse_wav(raw, "bad.wav")
     with pytest.raises(DataError, match="folder"):

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from regard.cli import app
+from regard.data.speech_features import centred, raised_floor, trimmed
 from regard.data.speech_sets import read_an4, read_fsdd
 from regard.data.text_files import DataError
 from regard.data.wav_files import Recording, write_wav
@@ -113,7 +114,30 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_weights(folder, tmp_path):
 
 def test_the_mean_of_a_recording_is_left_to_tell_voices():
     """Subtracted from every recording, it left new voices at chance."""
-    assert config("fsdd_speaker").normalise == "train" and config("fsdd").normalise == "utterance"
+    assert config("fsdd_speaker").normalise == "train" and config("fsdd").normalise == "mean"
+
+
+def test_digits_are_cut_and_get_a_floor_that_training_moves(folder):
+    """What a recording is normalised to does not depend on its batch; in training its floor is another one each time."""
+    changes = {"trim": 22.0, "floor": 35.0, "floor_change": 9.0, "time_masks": 0, "bands": 0}
+    task, plain = (make_task(tiny("fsdd", **x)) for x in (changes, {"trim": 0.0, "floor": 0.0, "floor_change": 0.0}))
+    task.read(folder)
+    plain.read(folder)
+    rows = list(task.splits["test"])[:4]
+    assert all(trimmed(x.windows, 22.0).equal(y.windows) for x, y in zip(plain.splits["test"], task.splits["test"], strict=True))
+    batch = task.batch(rows)
+    found = task.prepared(batch).source
+    for x, row in zip(found, rows, strict=True):
+        alone = centred(raised_floor(row.windows, 35.0), spread=False)
+        torch.testing.assert_close(x[: len(row.windows)], alone, atol=1e-5, rtol=0)
+    torch.manual_seed(0)
+    moved = task.prepared(batch, training=True).source
+    torch.manual_seed(0)
+    floors = 35.0 + 9.0 * (2 * torch.rand(4) - 1)
+    assert len(set(floors.tolist())) == 4
+    for x, row, decibels in zip(moved, rows, floors.tolist(), strict=True):
+        alone = centred(raised_floor(row.windows, decibels), spread=False)
+        torch.testing.assert_close(x[: len(row.windows)], alone, atol=1e-5, rtol=0)
 
 
 def test_who_is_held_out_is_only_in_test(folder):
@@ -168,6 +192,10 @@ def test_decoders_of_an4_by_settings(reader, folder):
         ("fsdd", {"band_width": 99}, "band_width"),
         ("fsdd", {"time_share": 2.0}, "time_share"),
         ("fsdd", {"features": "fbank"}, "features"),
+        ("fsdd", {"features": "mfcc", "mels": 16}, "trim and floor are of log energies"),
+        ("fsdd", {"trim": -1.0}, "trim is in decibels"),
+        ("fsdd", {"floor": 5.0, "floor_change": 6.0}, "floor_change is at most floor"),
+        ("fsdd", {"halvings": 0}, "halvings=0 has none"),
         ("fsdd", {"features": "mfcc", "mels": 4, "band_width": 2}, "cepstra"),
     ],
 )

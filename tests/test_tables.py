@@ -391,11 +391,15 @@ def test_table_of_speech():
         ran("fsdd lucas 1", "digits", accuracy=95.0),
         ran("fsdd_speaker a b", "voices", accuracy=99.0, eer=1.5, eer_new=40.0),
     ]
-    rows += [{"name": f"floor fsdd {voice}, ridge", "group": "floors", "accuracy": 60.0} for voice in ("theo", "lucas")]
+    rows += [
+        {"name": f"floor fsdd {voice}, {how}", "group": "floors", "accuracy": 60.0}
+        for voice in ("theo", "lucas")
+        for how in ("ridge", "ridge of fifths")
+    ]
     rows.append({"name": "floor fsdd_speaker a b", "group": "floors", "accuracy": 100.0, "eer_new": 30.0})
     made_with = {"device": "a CPU", "threads": 1, "torch": "2.0"}
     text = tables_speech.speech({"made_with": made_with, "rows": rows})
-    assert "| theo | 2 | 85.0 | 60.0 |" in text and "| mean of 2 voices |  | 90.0 | 60.0 |" in text
+    assert "| theo | 2 | 85.0 | 60.0 | 60.0 |" in text and "| mean of 2 voices |  | 90.0 | 60.0 | 60.0 |" in text
     assert "| a and b | 99.0 | 1.5 | 40.0 | 100.0 / 30.0 |" in text and "--only an4 ahead strings" in text
     assert tables_speech.speech({"rows": rows[4:]}).startswith(NOT_YET)
 

@@ -18,6 +18,7 @@ from regard.cli.console import aside, labelled, number, screen, sentences, stop,
 from regard.cli.inputs import Line, input_lines, is_recording
 from regard.cli.speech_file import check_speech_file, write_speech
 from regard.cli.threads import Threads, choose_threads, used
+from regard.data.text_files import NotTextError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,11 +125,13 @@ def predict(
         found, count = trained(run, changes or [], device, threads, checkpoint)
         if out is not None:
             with used(count):
-                return write_speech(found, list(islice(lines, 2)), out)
+                return write_speech(found, lines, out)
         if is_recording(source) and not found.task.file_ending:
             raise ValueError(f"{source} is a recording, but {run} is a run of {found.config.task}, which answers texts")
         if not is_recording(source) and source.lower().endswith(tuple(found.task.file_ending.split())):
             lines = iter([Line(source, "this file")])  # the file itself, not lines of it
+        elif found.task.file_ending:
+            lines = _paths(lines, source, found.task.file_ending)
         if live:
             if as_json:
                 raise ValueError("--live prints words as they are decided, not JSON: leave --live or --json out")
@@ -141,6 +144,15 @@ def predict(
             for line, answer in zip(part, answers, strict=True):
                 sys.stdout.buffer.write(written(line.text, answer).encode(errors="replace") + b"\n")
             sys.stdout.flush()
+
+
+def _paths(lines: Iterator[Line], source: str, endings: str) -> Iterator[Line]:
+    """Yield the lines of a text, each with the path of a file; one that is not text was meant to be such a file itself."""
+    try:
+        yield from lines
+    except NotTextError:
+        kinds = ", ".join(endings.split())
+        raise ValueError(f"{source} is no file of {kinds}, and no text with the path of one on each line") from None
 
 
 def _plain_line(_: str, answer: str) -> str:

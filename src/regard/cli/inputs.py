@@ -30,9 +30,12 @@ def input_lines(source: str) -> tuple[bool, Iterator[Line]]:
     if os.path.isdir(source):
         raise ValueError(f"{source} is a folder: give a file, a text, or - for stdin")
     if os.path.exists(source) and Path(source).suffix.lower() in WHOLE_SUFFIXES:
-        return False, iter([Line(" ".join(read_lines(source)), source)])
+        whole = " ".join(read_lines(source))
+        if not whole.strip():
+            raise ValueError(f"{source} is empty")
+        return False, iter([Line(whole, source)])
     if is_recording(source):
-        return False, iter([Line(source, source)])
+        return False, iter([Line(source, "this file")])  # errors of its reader name it
     if os.path.exists(source):
         return True, _file(Path(source))
     if not check_unicode(source):

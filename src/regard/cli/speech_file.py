@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def check_speech_file(out: Path | None) -> None:
     check_place(out)
 
 
-def write_speech(found: TrainedRun, lines: Sequence[Line], out: Path) -> None:
+def write_speech(found: TrainedRun, lines: Iterable[Line], out: Path) -> None:
     """Write the speech of one text, or draw it."""
     from regard.data.wav_files import write_wav
     from regard.tasks.synthesis import SynthesisTask
@@ -32,9 +33,10 @@ def write_speech(found: TrainedRun, lines: Sequence[Line], out: Path) -> None:
     task = found.task
     if not isinstance(task, SynthesisTask):
         raise ValueError(f"--out is for speech that a run makes of a text, not for {found.config.task}")
-    if len(lines) != 1 or not lines[0].text.strip():
+    texts = [line.text for line in islice(lines, 2)]
+    if len(texts) != 1 or not texts[0].strip():
         raise ValueError("--out is for the speech of one text: give one that is not empty")
-    text = task.checked_texts([lines[0].text])[0]
+    text = task.checked_texts(texts)[0]
     spoken = task.speak(found.model, [text])[0]
     if out.suffix.lower() == ".wav":
         part = out.with_name(f".{out.name}.{os.getpid()}.part")

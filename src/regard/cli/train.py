@@ -262,4 +262,5 @@ def _title(made: Task) -> str:
 
 def _sample(made: Task) -> str:
     """Shorten an input for `predict` to one line."""
-    return textwrap.shorten(made.sample, 60, placeholder="") or "…"
+    kinds = made.file_ending.split()
+    return textwrap.shorten(made.sample, 60, placeholder="") or (f"input{kinds[0]}" if kinds else "…")

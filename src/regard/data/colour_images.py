@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def read_colour_images(folder: Path) -> dict[str, LabelledImages]:
                     image = _decoded_image(pillow, data.read(), f"{path}: {member.name}")
                     found[part].append((member.name, image, label))
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"{path} is not a whole tar archive: {error}") from None
+        raise DataError(f"{path} is not a whole tar archive: {str(error).splitlines()[0].rstrip(':')}") from None
     return {part: _joined(part, rows, path) for part, rows in found.items()}
 
 
@@ -70,12 +71,21 @@ def _place(name: str, path: Path) -> tuple[str, int]:
     return words[0], CIFAR_CLASSES.index(words[1])
 
 
-def _decoded_image(pillow: ModuleType, data: bytes, where: str) -> np.ndarray:
+@contextmanager
+def _decoding(where: str) -> Iterator[None]:
+    """Turn what Pillow raises for damaged files, and for images of hundreds of millions of pixels, into a sentence."""
+    pillow = pillow_image()
     try:
-        with pillow.open(io.BytesIO(data)) as image:
-            pixels = np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError) as error:  # what Pillow raises for damaged files
+        yield
+    except pillow.DecompressionBombError as error:
+        raise DataError(f"{where} is too large: {error}") from None
+    except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{where} is not a whole image: {error}") from None
+
+
+def _decoded_image(pillow: ModuleType, data: bytes, where: str) -> np.ndarray:
+    with _decoding(where), pillow.open(io.BytesIO(data)) as image:
+        pixels = np.asarray(image.convert("RGB"))
     if pixels.shape[:2] != GRAY_SHAPE:
         raise DataError(f"{where} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not 32 x 32")
     return pixels.transpose(2, 0, 1)
@@ -132,17 +142,22 @@ def _rows_of(part: LabelledImages, places: Sequence[int]) -> LabelledImages:
 
 
 def read_image(path: Path | str, side: int, gray: bool) -> np.ndarray:
-    """Read an image file as (channels, side, side): the middle square of it, resized."""
+    """Read an image file as (channels, side, side): the middle square of it, upright, resized."""
     pillow = pillow_image()
+    from PIL import ImageOps
+
     if not Path(path).is_file():
         raise DataError(f"there is no file {path}")
-    try:
-        with pillow.open(path) as image:
-            square = min(image.size)
-            left, top = ((size - square) // 2 for size in image.size)
-            box = (left, top, left + square, top + square)
-            small = image.convert("L" if gray else "RGB").resize((side, side), pillow.Resampling.BOX, box=box)
-            pixels = np.asarray(small)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path} is not a whole image: {error}") from None
+    with _decoding(str(path)), pillow.open(path) as stored:
+        image = _eight_bits(pillow, ImageOps.exif_transpose(stored))  # cameras store an image as it was held, and how
+        square = min(image.size)
+        left, top = ((size - square) // 2 for size in image.size)
+        box = (left, top, left + square, top + square)
+        small = image.convert("L" if gray else "RGB").resize((side, side), pillow.Resampling.BOX, box=box)
+        pixels = np.asarray(small)
     return pixels[None] if gray else pixels.transpose(2, 0, 1)
+
+
+def _eight_bits(pillow: ModuleType, image: Any) -> Any:
+    """Return an image whose levels are 0 to 255; Pillow would cut those of 16 bits there."""
+    return pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I;16") else image

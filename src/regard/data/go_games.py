@@ -19,7 +19,7 @@ from regard.data.text_files import DataError, read_lines
 
 GO_COLUMNS = ("id", "date", "black_rank", "white_rank", "komi", "result", "moves")
 REMEMBERED = 8  # moves before a position that are marked
-_SGF = re.compile(r"[A-Z]+|\[(?:\\.|[^\]\\])*\]|\)", re.DOTALL)  # a property, a value of it, the end of a branch
+_SGF = re.compile(r"[A-Z]+|\[(?:\\.|[^\]\\])*\]|\[|\)", re.DOTALL)  # a property, a value, one without its end, an end of a branch
 _SWAPPED = np.array([0, *range(1 + LIBERTIES, FORBIDDEN), *range(1, 1 + LIBERTIES), FORBIDDEN], np.uint8)
 
 
@@ -57,7 +57,7 @@ def letters_of(point: int | None, size: int) -> str:
 
 
 def read_sgf(text: str) -> Board:
-    """Play the main line of a game in SGF; raise ValueError where it is not one, or has a move that is not allowed.
+    """Play the main line of a game in SGF; raise ValueError where it is not one, is cut off, or has a move that is not allowed.
 
     Stones that are set up (handicap) are refused: what was played before is not known.
     """
@@ -65,8 +65,10 @@ def read_sgf(text: str) -> Board:
         raise ValueError("this is no game in SGF, which begins with (;")
     board: Board | None = None
     for name, value in _main_line(text):
+        if name == "GM" and value != "1":
+            raise ValueError(f"GM[{value}] is another game than Go, which is GM[1]")
         if name == "SZ" and board is None:
-            if not value.isdigit():
+            if not re.fullmatch("[0-9]{1,9}", value):
                 raise ValueError(f"SZ[{value}] is no size of a square board")
             board = Board(int(value))
         elif name in ("AB", "AW", "AE"):
@@ -81,15 +83,18 @@ def read_sgf(text: str) -> Board:
 
 def _main_line(text: str) -> Iterator[tuple[str, str]]:
     """Yield the properties of the main line of a game, up to the end of its first branch, each with its first value."""
-    name = ""
+    name = token = ""
     for token in _SGF.findall(text):
         if token == ")":
             return
+        if token == "[":
+            break
         if token[0] != "[":
             name = token
         elif name:
             yield name, token[1:-1].strip()
             name = ""
+    raise ValueError(f"this game is cut off: it ends without a {']' if token == '[' else ')'}")
 
 
 def write_sgf(board: Board, **properties: str) -> str:
@@ -124,6 +129,8 @@ def _games(path: Path) -> list[list[int]]:
         if None in points:
             raise DataError(f"{path}, line {number}: move {points.index(None) + 1} is a pass, and games have none")
         found.append([point for point in points if point is not None])
+    if not found:
+        raise DataError(f"{path} has no games")
     return found
 
 

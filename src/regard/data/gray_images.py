@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from regard.data.locate import file
-from regard.data.text_files import DataError, read_binary
+from regard.data.text_files import DataError, read_binary, why_no_array
 
 GRAY_SHAPE = (32, 32)
 GRAY_LABELS = 10
@@ -38,7 +38,7 @@ def _array(path: Path) -> np.ndarray:
     except (ValueError, EOFError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is not a whole .npy file: {error}") from None
+        raise DataError(f"{path} is not a whole .npy file: {why_no_array(error)}") from None
     if not isinstance(found, np.ndarray) or found.dtype != np.uint8:
         raise DataError(f"{path} holds {getattr(found, 'dtype', type(found).__name__)}, not uint8")
     return found

@@ -15,7 +15,7 @@ import numpy as np
 from regard.checks import need
 from regard.data.locate import file
 from regard.data.strict_json import JsonError, read_value
-from regard.data.text_files import DataError, read_binary
+from regard.data.text_files import DataError, read_binary, why_no_array
 
 # in the order of Planetoid's labels
 CORA_TOPICS = (
@@ -90,7 +90,7 @@ def _arrays(path: Path) -> Mapping[str, np.ndarray]:
     except (ValueError, EOFError, BadZipFile, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is not a whole .npz file: {error}") from None
+        raise DataError(f"{path} is not a whole .npz file: {why_no_array(error)}") from None
 
 
 def _check(graph: LabelledGraph, where: str) -> None:

@@ -27,6 +27,7 @@ BOND_TYPES = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
 ATOM_SIZES = (len(ELEMENTS) + 1, 8, 6, 7, len(HYBRIDISATIONS) + 1, 3, 2, 2)
 BOND_CLASSES = 4 * len(BOND_TYPES)  # of a type, conjugated or not, in a ring or not
 UNCONNECTED = 255
+MOST_ATOMS = 1000  # of a molecule that is read: its shortest paths take seconds, and cubically more for larger ones
 FINGERPRINT_BITS = 2048
 TOX21_LABELS = (
     *("NR-AR", "NR-AR-LBD", "NR-AhR", "NR-Aromatase", "NR-ER", "NR-ER-LBD", "NR-PPAR-gamma", "SR-ARE", "SR-ATAD5", "SR-HSE"),
@@ -84,10 +85,12 @@ def _parsed(smiles: str) -> Any:
 
 
 def parse_smiles(smiles: str) -> Any:
-    """Parse SMILES into a molecule of RDKit; raises ValueError where it refuses."""
+    """Parse SMILES into a molecule of RDKit; raises ValueError where it refuses, or where there are too many atoms."""
     found = _parsed(smiles)
     if found is None:
         raise ValueError(f"{smiles.strip()[:60]!r} is not SMILES of a molecule that RDKit accepts, such as CCO")
+    if found.GetNumAtoms() > MOST_ATOMS:
+        raise ValueError(f"{smiles.strip()[:60]!r}... has {found.GetNumAtoms():,} atoms, but at most {MOST_ATOMS:,} are read")
     return found
 
 

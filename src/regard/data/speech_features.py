@@ -1,7 +1,7 @@
 """Features of recordings: log-mel energies, cepstra (MFCC) and their slopes, in windows of 25 ms every 10 ms.
 
 A window depends on its own samples alone, so that features of a recording that is still growing are those of the whole.
-Letters: n samples, t windows, s samples of a window, f features.
+Letters: b recordings, n samples, t windows, s samples of a window, f features.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from regard.checks import need
 WINDOW, HOP = 0.025, 0.010  # seconds
 PREEMPHASIS = 0.97
 ENERGY_FLOOR = 1e-10
+DECIBEL = math.log(10) / 10  # of a log energy
 
 
 def window_sizes(rate: int) -> tuple[int, int]:
@@ -102,7 +103,30 @@ def with_slopes(x: Tensor) -> Tensor:
     return torch.cat([x, first, slopes(first)], 1)
 
 
-def centred(x: Tensor) -> Tensor:
-    """Subtract the mean of every feature (t f) over the windows and divide by its standard deviation, where there is one."""
-    spread = x.std(0, unbiased=False, keepdim=True)
-    return (x - x.mean(0, keepdim=True)) / spread.clamp_min(1e-3)
+def centred(x: Tensor, valid: Tensor | None = None, *, spread: bool = True) -> Tensor:
+    """Subtract the mean of every feature (t f) or (b t f) over the windows, and divide by its standard deviation with `spread`.
+
+    Windows that are not `valid` (b t) count for nothing, and are 0 in the result.
+    """
+    real = x.new_ones(x.shape[-2], 1) if valid is None else valid.to(x)[..., None]
+    count = real.sum(-2, keepdim=True).clamp_min(1)
+    away = (x - (x * real).sum(-2, keepdim=True) / count) * real
+    if not spread:
+        return away
+    return away / (away.square().sum(-2, keepdim=True) / count).sqrt().clamp_min(1e-3)
+
+
+def trimmed(x: Tensor, decibels: float, margin: int = 3) -> Tensor:
+    """Cut windows of log energies (t f) off both ends that are more than `decibels` below the loudest, but `margin` of them."""
+    energy = x.logsumexp(1)
+    loud = (energy >= energy.max() - decibels * DECIBEL).nonzero()[:, 0]
+    return x[max(0, int(loud[0]) - margin) : int(loud[-1]) + 1 + margin]
+
+
+def raised_floor(x: Tensor, decibels: Tensor | float, valid: Tensor | None = None) -> Tensor:
+    """Add even noise to log energies (t f) or (b t f), `decibels` below the loudest of a recording: a number, or (b 1 1).
+
+    What lies below is then alike in a quiet room and in a noisy one. Windows that are not `valid` (b t) are never the loudest.
+    """
+    heard = x if valid is None else x.masked_fill(~valid[..., None], -torch.inf)
+    return torch.logaddexp(x, heard.amax((-1, -2), keepdim=True) - decibels * DECIBEL)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.data.locate import file
-from regard.data.text_files import DataError, read_binary
+from regard.data.text_files import DataError, read_binary, why_no_array
 from regard.data.wav_files import Recording, parse_wav
 
 AN4_CEPSTRA = 13
@@ -57,7 +57,7 @@ def read_fsdd(folder: Path) -> list[SpokenDigit]:
                 recording = parse_wav(stored.read(), f"{path}: {member.name}")
                 found.append(SpokenDigit(recording, parts[1], parts[2], int(parts[3]), member.name))
     except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"{path} is not a whole tar file: {error}") from None
+        raise DataError(f"{path} is not a whole tar file: {str(error).splitlines()[0].rstrip(':')}") from None
     if not found:
         raise DataError(f"{path} has no wav files in it")
     return sorted(found, key=lambda x: (x.digit, x.speaker, x.take))
@@ -100,4 +100,4 @@ def _npz(path: Path, names: tuple[str, ...]) -> list[Any]:
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is not a whole .npz file: {error}") from None
+        raise DataError(f"{path} is not a whole .npz file: {why_no_array(error)}") from None

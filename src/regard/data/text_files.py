@@ -71,6 +71,11 @@ def read_binary(path: Path | str) -> bytes:
         return file.read()
 
 
+def why_no_array(error: Exception) -> object:
+    """Return why NumPy cannot load an array: its own words, unless they propose to load a pickle."""
+    return "it holds no plain numbers" if "pickle" in str(error) else error
+
+
 def read_any_file(path: Path | str) -> str:
     """Return the text of a file as `read_text` does; of a file that is not text, all bytes as they are.
 

@@ -211,4 +211,6 @@ def _trees(path: Path) -> list[Tree]:
             found.append(parse_tree(columns[1]))
         except ValueError as error:
             raise DataError(f"{path}, line {number}: not a tree in Penn brackets: {error}") from None
+    if not found:
+        raise DataError(f"{path} has no trees")
     return found

@@ -37,7 +37,7 @@ def parse_wav(raw: bytes, name: str) -> Recording:
             channels, width, rate, count = file.getparams()[:4]
             data = file.readframes(count)
     except (wave.Error, EOFError, RuntimeError) as error:
-        raise DataError(f"{name} is not a wav file of PCM samples: {error or 'it is cut off'}") from None
+        raise DataError(f"{name} is not a wav file of PCM samples: {str(error) or 'it is cut off'}") from None
     if len(data) != count * channels * width:
         raise DataError(f"{name} is cut off: {len(data):,} of {count * channels * width:,} bytes of samples are there")
     if count == 0:

@@ -1,6 +1,6 @@
 """Windows of speech to tokens: convolutions that halve their number, and see padding as if it were absent.
 
-Letters: b batch, t windows, f features, n tokens, w width.
+Letters: b batch, t windows, f features, n tokens, w width, c channels.
 """
 
 from __future__ import annotations
@@ -27,19 +27,35 @@ class Frames(Embedding):
     """Embed windows of speech (b t f) as fewer tokens (b n w), n = ceil(t / 2^halvings), by convolutions with a stride of 2.
 
     Each convolution sees one window to either side, and zeros beyond the ends of a row: a token depends on `reach` windows to
-    either side of its own. Padding may lie anywhere and is as if absent; real tokens come to the front.
+    either side of its own. Without `channels` it is one over time, whose channels are the features. With `channels` it is one
+    over time and features, of so many maps, which halves both: a voice that is higher is the same picture a few features up.
+    Padding may lie anywhere and is as if absent; real tokens come to the front.
     """
 
     def __init__(
-        self, features: int, width: int, *, halvings: int = 2, positions: Positions | None = None, dropout: float = 0.0
+        self,
+        features: int,
+        width: int,
+        *,
+        halvings: int = 2,
+        channels: int = 0,
+        positions: Positions | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__(width, positions=positions, dropout=dropout)
         self.features = need("features", features)
         self.rate = 2 ** need("halvings", halvings, 0, 4)
         self.reach = self.rate - 1
-        sizes = [features, *[width] * halvings]
-        self.convolutions = nn.ModuleList(nn.Conv1d(a, width, 3, stride=2, padding=1) for a in sizes[:-1])
-        self.map = nn.Linear(sizes[-1], width)
+        self.channels = need("channels", channels, 0)
+        if channels and not halvings:
+            raise ValueError("channels are those of the convolutions that halve the windows: halvings=0 has none")
+        self.convolutions = nn.ModuleList(self._convolutions(halvings))
+        self.map = nn.Linear(channels * -(-features // self.rate) if channels else width if halvings else features, width)
+
+    def _convolutions(self, halvings: int) -> list[nn.Module]:
+        if self.channels:
+            return [nn.Conv2d(self.channels if i else 1, self.channels, 3, stride=2, padding=1) for i in range(halvings)]
+        return [nn.Conv1d(self.width if i else self.features, self.width, 3, stride=2, padding=1) for i in range(halvings)]
 
     def places(
         self,
@@ -70,11 +86,13 @@ class Frames(Embedding):
         y, real = self.unpadded(x, windows.valid), windows.valid
         if (order := windows.unpad_order) is not None:
             y, real = y.gather(1, order.there[..., None].expand_as(y)), order.real
+        y = y[:, None] if self.channels else y.mT  # (b c t f), (b f t)
         for convolution in self.convolutions:
-            y = convolution(y.mT).mT.relu()
+            y = convolution(y).relu()
             real = pooled_valid(real, 2)
-            y = mask_padding(y, real)
-        y = self.map(y)
+            if real is not None:
+                y = y.masked_fill(~(real[:, None, :, None] if self.channels else real[:, None]), 0)
+        y = self.map(y.transpose(1, 2).flatten(2) if self.channels else y.mT)
         if self.positions is not None:
             y = self.positions.add(y, places)
         return mask_padding(self.drop(y), places.valid)

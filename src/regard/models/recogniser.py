@@ -74,12 +74,14 @@ def _slots(encoder: Encoder, head: nn.Module, x: Tensor, valid: Tensor | None, *
     return CtcSlotLogs(upcast(head(read.x)).log_softmax(-1), read.valid, read)
 
 
-def speech_encoder(config: Config, features: int, *, halvings: int = 2, block: str = "conformer", kernel: int = 15) -> Encoder:
-    """Build the encoder of windows of so many features: convolutions that halve their number, then blocks."""
+def speech_encoder(
+    config: Config, features: int, *, halvings: int = 2, channels: int = 0, block: str = "conformer", kernel: int = 15
+) -> Encoder:
+    """Build the encoder of windows of so many features: convolutions that halve their number (see `Frames`), then blocks."""
     if block not in SPEECH_BLOCKS:
         raise ValueError(unknown("no block is called", block, SPEECH_BLOCKS))
     outside, inside = add_positions(config.positions, Dims(config.width, config.heads, max_len=config.max_len))
-    embed = Frames(features, config.width, halvings=halvings, positions=outside, dropout=config.dropout)
+    embed = Frames(features, config.width, halvings=halvings, channels=channels, positions=outside, dropout=config.dropout)
     if block == "transformer":
         return Encoder(embed, glorot(stack(config)))
     if config.norm != "pre" or config.gated:

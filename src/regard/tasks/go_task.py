@@ -35,7 +35,6 @@ class GoTask(Task):
     """The next move of a game; scored by how often the professional's is the likeliest, or among the five likeliest.
 
     An example is the number of a position. Points where a stone is not allowed (occupied, suicide, superko) are never likely.
-    Floors: moves drawn among the allowed ones, and the allowed point nearest to the last move.
     """
 
     best = ("top1", "max")

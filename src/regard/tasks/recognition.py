@@ -171,12 +171,12 @@ class RecognitionTask(SpeechTask):
 
     def predict(self, model: nn.Module, lines: Sequence[str]) -> list[str]:
         """Recognise every wav file."""
-        examples = [Utterance(self.read_windows(line), [END], "") for line in lines]
+        examples = [Utterance(self.normalised(self.read_windows(line)), [END], "") for line in lines]
         return self.texts(model, examples, beams=self.config.beam, decode=self.config.decode)
 
     def alignment(self, model: nn.Module, path: str) -> list[Tensor]:
         """Return the weights (h m n) of every aligner on a wav file and the text that it is recognised as."""
-        windows = self.read_windows(path)
+        windows = self.normalised(self.read_windows(path))
         text = self.predict(model, [path])[0]
         batch = self.batch([Utterance(windows, [*learned(self.vocabulary).encode(text), END], text)]).to(device_under(model))
         assert batch.target is not None

@@ -13,8 +13,9 @@ class Speech(Config):
 
     features: str = "mel"  # of a window: mel (log energies), mfcc (13 cepstra with their slopes)
     mels: int = 40  # filters
-    normalise: str = "utterance"  # by mean and spread of an utterance, or of the training part: train, as a live recogniser needs
+    normalise: str = "utterance"  # by mean and spread of an utterance, by its mean alone (mean), or by those of training (train)
     halvings: int = 2  # convolutions with a stride of 2 before the first block
+    channels: int = 0  # of these convolutions over time and features, which halve both; 0: over time alone
     block: str = "conformer"  # or transformer
     kernel: int = 15  # windows of the convolution in a conformer, after subsampling
     positions: str = "relative"
@@ -32,6 +33,9 @@ class SpokenLabel(Speech):
 
     held_out: list[str] = field(default_factory=list)  # voices that are not learned from; none: the official split
     pool: str = "mean"  # mean, max, smooth
+    trim: float = 0.0  # decibels below the loudest window at which the ends of a recording are cut off; 0: they stay
+    floor: float = 0.0  # decibels below the loudest energy at which even noise is added to a recording; 0: none
+    floor_change: float = 0.0  # decibels by which training moves that floor up or down, anew each time
 
 
 @dataclass
@@ -56,11 +60,15 @@ def fsdd_config() -> SpokenLabel:
         task="fsdd",
         held_out=["theo"],
         speeds=[0.8, 0.9, 1.0, 1.1, 1.25],
-        halvings=1,
+        normalise="mean",
+        trim=22.0,
+        floor=35.0,
+        floor_change=9.0,
+        channels=32,
         kernel=7,
         width=128,
         heads=4,
-        depth=3,
+        depth=2,
         ffn=256,
         dropout=0.2,
         steps=1200,
@@ -79,7 +87,8 @@ def fsdd_config() -> SpokenLabel:
 def fsdd_speaker_config() -> SpokenLabel:
     # The mean of a recording is a part of its voice: utterance would subtract it.
     changes = {"held_out": ["nicolas", "theo"], "speeds": [1.0], "steps": 800, "normalise": "train"}
-    return SpokenLabel(**{**fsdd_config().to_json(), "task": "fsdd_speaker", **changes})
+    plain = {"trim": 0.0, "floor": 0.0, "floor_change": 0.0, "channels": 0, "halvings": 1, "depth": 3}
+    return SpokenLabel(**{**fsdd_config().to_json(), "task": "fsdd_speaker", **changes, **plain})
 
 
 def an4_config() -> Recognition:

@@ -16,6 +16,7 @@ from regard.data.speech_augment import change_speed, resized, spec_augment
 from regard.data.speech_features import centred, log_mel, mfcc, with_slopes
 from regard.data.strict_json import JsonError, read_value
 from regard.data.wav_files import Recording, read_wav
+from regard.mixers.places import mask_padding
 from regard.models.encoder import Encoder
 from regard.models.recogniser import SPEECH_BLOCKS, speech_encoder
 from regard.options import check_choice
@@ -52,12 +53,14 @@ class SpeechTask(Task):
     def __init__(self, config: Speech) -> None:
         super().__init__(config)
         check_choice("features", config.features, ("mel", "mfcc"))
-        check_choice("normalise", config.normalise, ("utterance", "train"))
+        check_choice("normalise", config.normalise, ("utterance", "mean", "train"))
         check_choice("block", config.block, SPEECH_BLOCKS)
         for name in ("mels", "kernel"):
             need(name, getattr(config, name))
-        for name in ("halvings", "time_masks", "bands", "band_width"):
+        for name in ("halvings", "channels", "time_masks", "bands", "band_width"):
             need(name, getattr(config, name), 0)
+        if config.channels and not config.halvings:
+            raise ValueError("channels are those of the convolutions that halve the windows: halvings=0 has none")
         if not 0 <= config.time_share <= 1:
             raise ValueError(f"time_share is a share of a recording, from 0 to 1, not {config.time_share!r}")
         if config.band_width > self.feature_count:
@@ -78,7 +81,8 @@ class SpeechTask(Task):
     def encoder(self) -> Encoder:
         """Build the encoder, with random weights."""
         config = self.config
-        return speech_encoder(config, self.feature_count, halvings=config.halvings, block=config.block, kernel=config.kernel)
+        stem = {"halvings": config.halvings, "channels": config.channels}
+        return speech_encoder(config, self.feature_count, **stem, block=config.block, kernel=config.kernel)
 
     def resampled(self, recording: Recording) -> Tensor:
         """Return the samples (n) of a recording at the rate of the task."""
@@ -96,21 +100,22 @@ class SpeechTask(Task):
             return log_mel(samples, self.wav_rate, **options)
         return with_slopes(mfcc(samples, self.wav_rate, cepstra=CEPSTRA, **options))
 
-    def normalised(self, windows: Tensor) -> Tensor:
-        """Normalise features (t f) as the settings have it."""
-        if self.config.normalise == "utterance":
-            return centred(windows)
+    def normalised(self, windows: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Normalise features (t f) or (b t f) as the settings have it; windows that are not `valid` (b t) become 0."""
+        if self.config.normalise != "train":
+            return centred(windows, valid, spread=self.config.normalise == "utterance")
         if self.normaliser is None:
             raise RuntimeError("a task measures its features in data, or gets their mean from a run: call read() or restore()")
-        return (windows - self.normaliser.mean) / self.normaliser.spread
+        mean, spread = (x.to(windows) for x in self.normaliser)
+        return mask_padding((windows - mean) / spread, valid)
 
     def too_long(self, windows: Tensor) -> bool:
         """Return whether a recording has more tokens than the model has positions."""
         return -(-len(windows) // 2**self.config.halvings) > self.config.max_len
 
     def read_windows(self, path: str) -> Tensor:
-        """Read the normalised features (t f) of a wav file; every error names it."""
-        windows = self.normalised(self.windows_of(read_wav(path)))
+        """Read the features (t f) of a wav file, before they are normalised; every error names it."""
+        windows = self.windows_of(read_wav(path))
         if self.too_long(windows):
             seconds = self.config.max_len * 2**self.config.halvings / 100
             raise ValueError(f"{path} has {len(windows) / 100:.1f} s, but this model reads {seconds:.1f} s at most: cut it")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from regard.data.batch import Batch
 from regard.data.locate import find
+from regard.data.speech_features import raised_floor, trimmed
 from regard.data.speech_sets import SpokenDigit, read_fsdd
+from regard.data.wav_files import Recording
 from regard.models.encoder_head import Reader
 from regard.models.heads import POOLS, PerSequence, pooled
 from regard.options import check_choice
@@ -26,10 +28,11 @@ from regard.training.losses import Loss, cross_entropy
 
 TAKES = 5  # recordings of each digit and voice in the official test part, and as many for validation
 NEW = -1  # the label of a voice that is not learned
+DECIBELS = 200.0  # more than recordings have between their loudest and their quietest
 
 
 class SpokenExample(NamedTuple):
-    """Normalised features of a recording and its label; `voice` tells apart those that have none."""
+    """Features of a recording before they are normalised, and its label; `voice` tells apart those that have none."""
 
     windows: Tensor  # (t f)
     label: int
@@ -45,6 +48,13 @@ class SpokenDigitTask(SpeechTask):
     def __init__(self, config: SpokenLabel) -> None:
         super().__init__(config)
         check_choice("pool", config.pool, POOLS[1:])  # a recording has no first token of its own
+        for name in ("trim", "floor", "floor_change"):
+            if not 0 <= getattr(config, name) <= DECIBELS:
+                raise ValueError(f"{name} is in decibels, from 0 to {DECIBELS}, not {getattr(config, name)!r}")
+        if config.features != "mel" and (config.trim or config.floor):
+            raise ValueError("trim and floor are of log energies: use features=mel")
+        if config.floor_change > config.floor:
+            raise ValueError(f"floor_change is at most floor, {config.floor:g} decibels, not {config.floor_change:g}")
         self.labels: list[str] = []
 
     def label(self, x: SpokenDigit) -> str:
@@ -75,12 +85,26 @@ class SpokenDigitTask(SpeechTask):
         if not self.labels:
             self.labels = sorted({self.label(x) for x in parts["train"]})
         if self.config.normalise == "train" and self.normaliser is None:
-            self.normaliser = Normaliser.of([windows for _, windows in raw["train"]])
+            self.normaliser = Normaliser.of([self._with_floor(windows, self.config.floor) for _, windows in raw["train"]])
         places = {label: place for place, label in enumerate(self.labels)}
         self.splits = {
-            name: [SpokenExample(self.normalised(y), places.get(self.label(x), NEW), x.speaker) for x, y in rows]
-            for name, rows in raw.items()
+            name: [SpokenExample(y, places.get(self.label(x), NEW), x.speaker) for x, y in rows] for name, rows in raw.items()
         }
+
+    def windows_of(self, recording: Recording, speed: float = 1.0) -> Tensor:
+        windows = super().windows_of(recording, speed)
+        return trimmed(windows, self.config.trim) if self.config.trim else windows
+
+    def _with_floor(self, x: Tensor, decibels: Tensor | float, valid: Tensor | None = None) -> Tensor:
+        return raised_floor(x, decibels, valid) if self.config.floor else x
+
+    def prepared(self, batch: Batch, *, training: bool = False) -> Batch:
+        """Raise the floor of the recordings of a batch and normalise them; in training each has a floor of its own, and masks."""
+        x, valid, change = batch.source, batch.source_valid, self.config.floor_change
+        moved = change * (2 * torch.rand(len(x), 1, 1, device=x.device) - 1) if training and change else 0.0
+        x = self.normalised(self._with_floor(x, self.config.floor + moved, valid), valid)
+        made = batch._replace(source=x)
+        return self.augmented(made) if training else made
 
     def _speeds(self, part: str) -> Sequence[float]:
         return self.config.speeds if part == "train" else (1.0,)
@@ -107,7 +131,7 @@ class SpokenDigitTask(SpeechTask):
 
     def loss(self, model: nn.Module, batch: Batch, step: Step) -> Loss:  # noqa: ARG002 - the same at every step
         assert batch.target is not None
-        changed = self.augmented(batch)
+        changed = self.prepared(batch, training=True)
         return cross_entropy(model(changed.source, changed.source_valid), batch.target, smoothing=self.config.smoothing)
 
     def score(self, model: nn.Module, split: str) -> dict[str, float]:
@@ -117,7 +141,7 @@ class SpokenDigitTask(SpeechTask):
 
     def _labelled(self, model: nn.Module, examples: Sequence[SpokenExample]) -> list[int]:
         def answer(part: list[SpokenExample]) -> list[int]:
-            batch = self.batch(part).to(device_under(model))
+            batch = self.prepared(self.batch(part).to(device_under(model)))
             return model(batch.source, batch.source_valid).argmax(-1).tolist()
 
         with evaluating(model):
@@ -160,7 +184,7 @@ class SpeakerTask(SpokenDigitTask):
         """Return the pooled vectors (examples, w) of recordings, which verification compares."""
 
         def answer(part: list[SpokenExample]) -> list[Tensor]:
-            batch = self.batch(part).to(device_under(model))
+            batch = self.prepared(self.batch(part).to(device_under(model)))
             read = model.encoder(batch.source, batch.source_valid)
             return list(pooled(read.x, read.valid, self.config.pool).float().cpu())
 
